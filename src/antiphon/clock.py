@@ -1,0 +1,34 @@
+"""Wall-clock milliseconds behind a seam, so that deadlines, leases and retention can be tested by moving time."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Tells the wall-clock time. Deadlines are stored in it because they outlive the process."""
+
+    def now(self) -> int:
+        """Milliseconds since the epoch."""
+        ...
+
+
+class SystemClock:
+    """The machine's clock."""
+
+    def now(self) -> int:
+        return time.time_ns() // 1_000_000
+
+
+class ManualClock:
+    """A clock that moves only when told to."""
+
+    def __init__(self, now: int = 1_700_000_000_000) -> None:
+        self._now = now
+
+    def now(self) -> int:
+        return self._now
+
+    def advance(self, *, seconds: float = 0, days: float = 0) -> None:
+        self._now += round((seconds + days * 86_400) * 1000)

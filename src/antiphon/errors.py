@@ -1,0 +1,189 @@
+"""Every error Antiphon raises on purpose.
+
+Each one says who has to react (`who`), carries its data as attributes in `data`, and knows how it looks on
+each wire (`http`, `ws`, `exit_code`). The text is what happened followed by what to do next; both are plain
+sentences, so that a model, a person and a log can use the same words.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+Who = Literal["caller", "operator", "model", "engine"]
+
+
+class AntiphonError(Exception):
+    """Base of every deliberate error. `hint` is the next step and is never empty."""
+
+    code: ClassVar[str] = "internal"
+    who: ClassVar[Who] = "operator"
+    http: ClassVar[int] = 500
+    ws: ClassVar[str] = "UNAVAILABLE"
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str, hint: str, **data: Any) -> None:
+        super().__init__(f"{what} {hint}")
+        self.what = what
+        self.hint = hint
+        self.data: dict[str, Any] = data
+
+
+class InvalidInput(AntiphonError):
+    """The caller sent something that cannot be accepted; `data['field']` names it. Nothing was changed."""
+
+    code = "invalid_input"
+    who = "caller"
+    http = 400
+    ws = "INVALID_REQUEST"
+    exit_code = 2
+
+
+class InvalidKey(InvalidInput):
+    """A session key or reference that no rule of the grammar accepts."""
+
+    code = "invalid_key"
+
+
+class TooLarge(InvalidInput):
+    """The input is over a documented cap (`data['bytes']`, `data['max']`)."""
+
+    code = "too_large"
+    http = 413
+
+
+class Ambiguous(InvalidInput):
+    """A reference that fits more than one session; `data['candidates']` lists them."""
+
+    code = "ambiguous"
+    http = 409
+
+
+class Conflict(InvalidInput):
+    """The request contradicts something already accepted, such as an idempotency key used for another text."""
+
+    code = "conflict"
+    http = 409
+
+
+class NotFound(AntiphonError):
+    """What was asked for does not exist, or may not be known to the caller: both look the same."""
+
+    code = "not_found"
+    who = "caller"
+    http = 404
+    ws = "INVALID_REQUEST"
+    exit_code = 3
+
+
+class Forbidden(AntiphonError):
+    """The caller may know that the target exists, but may not do this to it."""
+
+    code = "forbidden"
+    who = "caller"
+    http = 403
+    ws = "FORBIDDEN"
+    exit_code = 4
+
+
+class SendBlocked(Forbidden):
+    """The session's send policy is `deny`."""
+
+    code = "send_blocked"
+    ws = "INVALID_REQUEST"
+
+
+class LaneFull(AntiphonError):
+    """The session already has as many queued messages as it may hold."""
+
+    code = "lane_full"
+    who = "caller"
+    http = 429
+    exit_code = 5
+
+
+class ConfigError(AntiphonError):
+    """The configuration cannot be used; `data['path']` is the key at fault."""
+
+    code = "config_invalid"
+    http = 500
+    exit_code = 6
+
+
+class StoreError(AntiphonError):
+    """The store cannot do its work now. What was asked for has not happened."""
+
+    code = "store_unavailable"
+    http = 503
+    exit_code = 7
+
+
+class StoreLocked(StoreError):
+    """Another process owns the state directory."""
+
+    code = "store_locked"
+
+
+class StoreDamaged(StoreError):
+    """The database file is not readable as one of ours."""
+
+    code = "store_damaged"
+
+
+class StoreNewer(StoreError):
+    """The database was written by a newer Antiphon."""
+
+    code = "store_newer"
+
+
+class StoreFull(StoreError):
+    """The disk has no room for the transaction."""
+
+    code = "store_full"
+
+
+class StoreReadOnly(StoreError):
+    """The state directory or the database cannot be written."""
+
+    code = "store_read_only"
+
+
+class ProviderError(AntiphonError):
+    """A model provider failed. `retryable` says whether the same request may work later."""
+
+    code = "provider_error"
+    http = 502
+    exit_code = 8
+
+    def __init__(self, what: str, hint: str, *, retryable: bool = False, **data: Any) -> None:
+        super().__init__(what, hint, **data)
+        self.retryable = retryable
+
+
+class ContextOverflow(ProviderError):
+    """The conversation is longer than the model's window; the engine compacts and tries again."""
+
+    code = "context_overflow"
+    who = "engine"
+
+
+class UnknownModel(InvalidInput):
+    """A model reference that names no configured provider and model."""
+
+    code = "unknown_model"
+
+
+class ToolFailed(AntiphonError):
+    """A tool refused or failed; the text goes to the model as an error result."""
+
+    code = "tool_failed"
+    who = "model"
+
+
+class Fenced(AntiphonError):
+    """This process lost the lane: somebody with a higher epoch owns the run, so nothing of ours may commit."""
+
+    code = "fenced"
+    who = "engine"
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__(f"Run {run_id!r} is owned by another worker now.", "Nothing is to be done.", run_id=run_id)

@@ -1,0 +1,155 @@
+"""The raw transcript format: what a session remembers, one JSON object per entry.
+
+Roles are `user`, `assistant` and `toolResult`; `compaction` is the summary entry that stands for everything
+before `firstKeptSeq` when a prompt is built. Field names on disk and on the wire are camelCase and belong to
+the format; the same bytes are what history returns and what an export contains. `native` keeps what only a
+provider understands (encrypted reasoning, item ids, signatures of parts) so that a replay is exact.
+
+This module knows nothing of storage, prompts or providers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from antiphon.errors import InvalidInput
+
+StopReason = Literal["stop", "length", "toolUse", "error", "aborted"]
+
+
+class _Part(msgspec.Struct, kw_only=True, rename="camel", omit_defaults=True, frozen=True):
+    """Fields are camelCase on disk; absent means default, so the same value always gives the same bytes."""
+
+
+class Text(_Part, tag_field="type", tag="text"):
+    text: str
+    native: dict[str, Any] | None = None
+
+
+class Thinking(_Part, tag_field="type", tag="thinking"):
+    thinking: str
+    thinking_signature: str | None = None
+    native: dict[str, Any] | None = None
+
+
+class ToolCall(_Part, tag_field="type", tag="toolCall"):
+    id: str
+    name: str
+    arguments: dict[str, Any]
+    native: dict[str, Any] | None = None
+
+
+class Image(_Part, tag_field="type", tag="image"):
+    data: str
+    """Base64."""
+    mime_type: str
+
+
+Block: TypeAlias = Text | Thinking | ToolCall | Image
+
+
+class Provenance(_Part):
+    """Where a message that no human typed into this session came from."""
+
+    kind: str
+    origin_session_id: str | None = None
+    source_session_key: str | None = None
+    source_channel: str | None = None
+    source_tool: str | None = None
+    exchange_id: str | None = None
+    chain_id: str | None = None
+    hop: int | None = None
+
+
+class Cost(_Part, omit_defaults=False):
+    """US dollars. Only `total` is promised; the parts are absent where a provider's price has no parts."""
+
+    total: float
+    input: float | None = None
+    output: float | None = None
+    cache_read: float | None = None
+    cache_write: float | None = None
+
+
+class Usage(_Part, omit_defaults=False):
+    """Tokens of one model call. `cost` is null when the price is not known, never 0."""
+
+    input: int = 0
+    output: int = 0
+    cache_read: int = 0
+    cache_write: int = 0
+    total_tokens: int = 0
+    cost: Cost | None = None
+
+
+class User(_Part, tag_field="role", tag="user"):
+    content: str | list[Text | Image]
+    timestamp: int
+    provenance: Provenance | None = None
+
+
+class Assistant(_Part, tag_field="role", tag="assistant"):
+    content: list[Text | Thinking | ToolCall]
+    timestamp: int
+    stop_reason: StopReason | None = None
+    """Absent only in imported transcripts that never had one."""
+    api: str | None = None
+    provider: str | None = None
+    model: str | None = None
+    usage: Usage | None = None
+    error_message: str | None = None
+    native: dict[str, Any] | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(block.text for block in self.content if isinstance(block, Text))
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        return [block for block in self.content if isinstance(block, ToolCall)]
+
+
+class ToolResult(_Part, tag_field="role", tag="toolResult"):
+    tool_call_id: str
+    tool_name: str
+    content: list[Text | Image]
+    timestamp: int
+    is_error: bool = False
+    interrupted: bool = False
+    """The call may or may not have happened: the process died, or the run was stopped, while it ran."""
+    details: Any = None
+
+    @property
+    def text(self) -> str:
+        return "".join(block.text for block in self.content if isinstance(block, Text))
+
+
+class Compaction(_Part, tag_field="role", tag="compaction"):
+    summary: str
+    first_kept_seq: int
+    tokens_before: int
+    timestamp: int
+
+
+Message: TypeAlias = User | Assistant | ToolResult | Compaction
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
+
+
+def encode(message: Message) -> str:
+    """The JSON text that is stored."""
+    return _encoder.encode(message).decode()
+
+
+def decode(body: str | bytes) -> Message:
+    """Read one stored entry. Fields of newer writers are ignored here and stay in the stored text."""
+    try:
+        return _decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise InvalidInput(
+            f"A transcript entry cannot be read: {error}.",
+            "Run `antiphon doctor` to see which one; the rest of the transcript is not affected.",
+        ) from error

@@ -1,0 +1,63 @@
+"""What answers a turn.
+
+A runtime takes one step at a time: it is given a prompt and gives back one assistant message, which may ask
+for tools. The durable loop around it (commit, run the tools, commit, step again) is the engine's, so a
+runtime keeps no state between steps, knows no store and never runs a tool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from antiphon.messages import Assistant, Message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolSpec:
+    """A tool as the model sees it."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    """JSON Schema of the arguments object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """Everything one step may look at. `messages` is a valid conversation: every call has its result."""
+
+    run_id: str
+    session_key: str
+    agent_id: str
+    instructions: str
+    messages: Sequence[Message]
+    tools: Sequence[ToolSpec] = field(default=())
+    thinking: str | None = None
+    """One of `off minimal low medium high xhigh`, or None for the model's default."""
+
+
+class Deltas(Protocol):
+    """Where a step streams what it has so far. Calls are cheap and never block."""
+
+    def text(self, piece: str) -> None: ...
+
+    def thinking(self, piece: str) -> None: ...
+
+    def restart(self) -> None:
+        """A retry begins: what was streamed in this step is void."""
+        ...
+
+
+class Runtime(Protocol):
+    """One way of answering. Cancelling the awaiting task must stop the step at once."""
+
+    @property
+    def context_window(self) -> int | None:
+        """Tokens the runtime can look at, or None when there is no such bound."""
+        ...
+
+    async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant: ...
+
+    async def close(self) -> None: ...
