@@ -179,6 +179,19 @@ class ToolFailed(AntiphonError):
     who = "model"
 
 
+class RunFailed(AntiphonError):
+    """A fault of ours or of a runtime; the log has the details."""
+
+    code = "run_failed"
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__(
+            "The run failed for an internal reason.",
+            "See the log for the details, then try again.",
+            run_id=run_id,
+        )
+
+
 class Fenced(AntiphonError):
     """This process lost the lane: somebody with a higher epoch owns the run, so nothing of ours may commit."""
 
@@ -186,4 +199,6 @@ class Fenced(AntiphonError):
     who = "engine"
 
     def __init__(self, run_id: str) -> None:
-        super().__init__(f"Run {run_id!r} is owned by another worker now.", "Nothing is to be done.", run_id=run_id)
+        super().__init__(
+            f"Run {run_id!r} is owned by another worker now.", "Nothing is to be done.", run_id=run_id
+        )

@@ -23,25 +23,25 @@ class _Part(msgspec.Struct, kw_only=True, rename="camel", omit_defaults=True, fr
     """Fields are camelCase on disk; absent means default, so the same value always gives the same bytes."""
 
 
-class Text(_Part, tag_field="type", tag="text"):
+class Text(_Part, tag_field="type", tag="text", frozen=True):
     text: str
     native: dict[str, Any] | None = None
 
 
-class Thinking(_Part, tag_field="type", tag="thinking"):
+class Thinking(_Part, tag_field="type", tag="thinking", frozen=True):
     thinking: str
     thinking_signature: str | None = None
     native: dict[str, Any] | None = None
 
 
-class ToolCall(_Part, tag_field="type", tag="toolCall"):
+class ToolCall(_Part, tag_field="type", tag="toolCall", frozen=True):
     id: str
     name: str
     arguments: dict[str, Any]
     native: dict[str, Any] | None = None
 
 
-class Image(_Part, tag_field="type", tag="image"):
+class Image(_Part, tag_field="type", tag="image", frozen=True):
     data: str
     """Base64."""
     mime_type: str
@@ -50,7 +50,7 @@ class Image(_Part, tag_field="type", tag="image"):
 Block: TypeAlias = Text | Thinking | ToolCall | Image
 
 
-class Provenance(_Part):
+class Provenance(_Part, frozen=True):
     """Where a message that no human typed into this session came from."""
 
     kind: str
@@ -63,7 +63,7 @@ class Provenance(_Part):
     hop: int | None = None
 
 
-class Cost(_Part, omit_defaults=False):
+class Cost(_Part, omit_defaults=False, frozen=True):
     """US dollars. Only `total` is promised; the parts are absent where a provider's price has no parts."""
 
     total: float
@@ -73,7 +73,7 @@ class Cost(_Part, omit_defaults=False):
     cache_write: float | None = None
 
 
-class Usage(_Part, omit_defaults=False):
+class Usage(_Part, omit_defaults=False, frozen=True):
     """Tokens of one model call. `cost` is null when the price is not known, never 0."""
 
     input: int = 0
@@ -84,13 +84,13 @@ class Usage(_Part, omit_defaults=False):
     cost: Cost | None = None
 
 
-class User(_Part, tag_field="role", tag="user"):
+class User(_Part, tag_field="role", tag="user", frozen=True):
     content: str | list[Text | Image]
     timestamp: int
     provenance: Provenance | None = None
 
 
-class Assistant(_Part, tag_field="role", tag="assistant"):
+class Assistant(_Part, tag_field="role", tag="assistant", frozen=True):
     content: list[Text | Thinking | ToolCall]
     timestamp: int
     stop_reason: StopReason | None = None
@@ -111,7 +111,7 @@ class Assistant(_Part, tag_field="role", tag="assistant"):
         return [block for block in self.content if isinstance(block, ToolCall)]
 
 
-class ToolResult(_Part, tag_field="role", tag="toolResult"):
+class ToolResult(_Part, tag_field="role", tag="toolResult", frozen=True):
     tool_call_id: str
     tool_name: str
     content: list[Text | Image]
@@ -126,7 +126,7 @@ class ToolResult(_Part, tag_field="role", tag="toolResult"):
         return "".join(block.text for block in self.content if isinstance(block, Text))
 
 
-class Compaction(_Part, tag_field="role", tag="compaction"):
+class Compaction(_Part, tag_field="role", tag="compaction", frozen=True):
     summary: str
     first_kept_seq: int
     tokens_before: int

@@ -1,0 +1,243 @@
+"""Who may do what to which session: the one decision every tool, method and route asks for.
+
+The reference has been resolved to a canonical key before this module sees it, and the store has said whether
+the target was spawned below the caller. What is decided here is pure: no lookup, no configuration, no wire.
+
+A session that a caller may not read looks to it exactly like one that does not exist; use `missing` for both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from antiphon.errors import Forbidden, NotFound
+
+Action = Literal["list", "read", "send", "spawn", "control"]
+Visibility = Literal["self", "tree", "agent", "all"]
+Control = Literal["self", "tree"]
+SessionToolsVisibility = Literal["spawned", "all"]
+
+READ = "operator.read"
+WRITE = "operator.write"
+ADMIN = "operator.admin"
+ALL_SCOPES = frozenset({READ, WRITE, ADMIN})
+
+_WIDTH: dict[Visibility, int] = {"self": 0, "tree": 1, "agent": 2, "all": 3}
+_IMPLIED = {WRITE: {READ}, ADMIN: {READ, WRITE}}
+# Stopping a run is as much a write as starting one; reading never stops anything.
+_SCOPE_FOR: dict[Action, str] = {"list": READ, "read": READ, "send": WRITE, "spawn": WRITE, "control": WRITE}
+_VERB: dict[Action, str] = {
+    "list": "list",
+    "read": "read",
+    "send": "send to",
+    "spawn": "spawn",
+    "control": "control",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who asks. There is no default caller: every operation is told, from what the server itself knows."""
+
+    scopes: frozenset[str] = frozenset()
+    """What an operator's token grants, with everything implied; empty for agents."""
+    agent_id: str | None = None
+    session_key: str | None = None
+    sandboxed: bool = False
+
+    @classmethod
+    def operator(cls, scopes: Iterable[str] = ALL_SCOPES) -> Caller:
+        """A person or program with a token. Admin implies write, write implies read, others grant nothing."""
+        given = set(scopes)
+        return cls(scopes=frozenset(given.union(*(_IMPLIED.get(scope, set[str]()) for scope in given))))
+
+    @classmethod
+    def agent(cls, agent_id: str, session_key: str, *, sandboxed: bool = False) -> Caller:
+        """A model acting from one session."""
+        return cls(agent_id=agent_id, session_key=session_key, sandboxed=sandboxed)
+
+    @property
+    def is_operator(self) -> bool:
+        return self.agent_id is None
+
+
+@dataclass(frozen=True, slots=True)
+class Grants:
+    """What an agent may reach. Reading and sending are granted separately, each may be the wider one."""
+
+    read: Visibility = "tree"
+    send: Visibility = "tree"
+    control: Control = "tree"
+    a2a_enabled: bool = False
+    a2a_allow: tuple[str, ...] = ()
+    """Patterns over agent ids; none means every agent."""
+    spawn_agents: tuple[str, ...] = ()
+    """Agents besides its own that it may spawn; `*` is every configured one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A session as far as access is concerned."""
+
+    key: str
+    agent_id: str
+    descendant: bool = False
+    """Spawned below the caller's session, at any depth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The sessions a caller reaches, as data that a store can turn into a query."""
+
+    everything: bool = False
+    own_key: str | None = None
+    descendants: bool = False
+    own_agent: str | None = None
+    other_agents: tuple[str, ...] = ()
+    """Patterns for agents that are not the caller's; none means no other agent."""
+
+    def admits_agent(self, agent_id: str) -> bool:
+        """Whether all sessions of that agent are reached."""
+        return self.everything or agent_id == self.own_agent or _matches(agent_id, self.other_agents)
+
+    def covers(self, target: Target) -> bool:
+        if self.admits_agent(target.agent_id) or target.key == self.own_key:
+            return True
+        return self.descendants and target.descendant
+
+
+def missing(reference: str) -> NotFound:
+    """The error for a session that does not exist, and for one the caller may not know of."""
+    return NotFound(
+        f"Session {reference!r} was not found.",
+        "Call sessions_list and pass a key from its result.",
+        reference=reference,
+    )
+
+
+def grants_for(
+    *,
+    visibility: Visibility = "tree",
+    send_visibility: Visibility | None = None,
+    control: Control | None = None,
+    a2a_enabled: bool = False,
+    a2a_allow: Iterable[str] = (),
+    spawn_agents: Iterable[str] = (),
+    sandboxed: bool = False,
+    session_tools_visibility: SessionToolsVisibility = "spawned",
+) -> Grants:
+    """An agent's grants from its settings, narrowed to its own tree where it runs in a sandbox."""
+    clamp = sandboxed and session_tools_visibility == "spawned"
+    read = _at_most_tree(visibility) if clamp else visibility
+    wanted = send_visibility or visibility
+    return Grants(
+        read=read,
+        send=_at_most_tree(wanted) if clamp else wanted,
+        control=control or ("self" if read == "self" else "tree"),
+        a2a_enabled=a2a_enabled,
+        a2a_allow=tuple(a2a_allow),
+        spawn_agents=tuple(spawn_agents),
+    )
+
+
+def reach(caller: Caller, grants: Grants) -> Reach:
+    """Every session the caller may list, which is every session it may read."""
+    if caller.is_operator:
+        return Reach(everything=READ in caller.scopes)
+    return _agent_reach(caller, grants, grants.read)
+
+
+def require_scope(caller: Caller, action: Action) -> None:
+    """Refuse an operator's request before anything is looked up; agents pass.
+
+    Raises:
+        Forbidden: the token lacks the scope, whatever the target is.
+    """
+    if caller.is_operator and _SCOPE_FOR[action] not in caller.scopes:
+        raise Forbidden(
+            f"This token may not {_VERB[action]} sessions: it lacks {_SCOPE_FOR[action]!r}.",
+            "Use a token that was issued with that scope.",
+            action=action,
+            scope=_SCOPE_FOR[action],
+        )
+
+
+def authorize(
+    caller: Caller,
+    action: Action,
+    target: Target,
+    grants: Grants,
+    *,
+    reference: str | None = None,
+    configured: Collection[str] = (),
+) -> None:
+    """Return if the caller may do this, and raise if not.
+
+    For `spawn` the target is the session that would be created, and `configured` the agents that exist.
+    `reference` is what the caller wrote: an error about a hidden session must not reveal its key.
+
+    Raises:
+        NotFound: the caller may not know that the session exists.
+        Forbidden: the caller may read the session, but not do this to it.
+    """
+    if action == "spawn":
+        _authorize_spawn(caller, target.agent_id, grants, configured)
+    elif not _allowed(caller, action, target, grants):
+        if not reach(caller, grants).covers(target):
+            raise missing(reference or target.key)
+        require_scope(caller, action)
+        raise Forbidden(
+            f"Session {target.key!r} may be read from here, but this caller may not {_VERB[action]} it.",
+            "Choose another session, or ask the operator to widen what this agent may do.",
+            action=action,
+            key=target.key,
+        )
+
+
+def _allowed(caller: Caller, action: Action, target: Target, grants: Grants) -> bool:
+    if caller.is_operator:
+        return _SCOPE_FOR[action] in caller.scopes
+    if action == "control":
+        return _agent_reach(caller, grants, grants.control).covers(target)
+    return _agent_reach(caller, grants, grants.send if action == "send" else grants.read).covers(target)
+
+
+def _authorize_spawn(caller: Caller, agent_id: str, grants: Grants, configured: Collection[str]) -> None:
+    require_scope(caller, "spawn")
+    if caller.is_operator or agent_id == caller.agent_id:
+        return
+    # An agent that is not configured is refused in the same words, so that guessing names reveals nothing.
+    if agent_id not in configured or not _matches(agent_id, grants.spawn_agents):
+        raise Forbidden(
+            f"Agent {caller.agent_id!r} may not spawn agent {agent_id!r}.",
+            "Call agents_list to see which agents it may spawn.",
+            action="spawn",
+            agent_id=agent_id,
+        )
+
+
+def _agent_reach(caller: Caller, grants: Grants, visibility: Visibility) -> Reach:
+    width = _WIDTH[visibility]
+    others = grants.a2a_allow or ("*",)
+    crosses = visibility == "all" and grants.a2a_enabled and _matches(caller.agent_id or "", others)
+    return Reach(
+        own_key=caller.session_key,
+        descendants=width >= _WIDTH["tree"],
+        own_agent=caller.agent_id if width >= _WIDTH["agent"] else None,
+        other_agents=others if crosses else (),
+    )
+
+
+def _at_most_tree(visibility: Visibility) -> Visibility:
+    return "self" if visibility == "self" else "tree"
+
+
+def _matches(agent_id: str, patterns: Iterable[str]) -> bool:
+    return any(re.fullmatch(_glob(pattern), agent_id, re.IGNORECASE) for pattern in patterns)
+
+
+def _glob(pattern: str) -> str:
+    return ".*".join(re.escape(part) for part in pattern.strip().split("*"))

@@ -1,0 +1,93 @@
+"""Live events: hints over durable rows, delivered at most once.
+
+A topic is a short word and a number (`session.7`, `run.42`) or a word (`sessions`). Whoever needs certainty
+listens first, then reads the rows, then follows; a listener that could not keep up is told so by a `Gap` and
+reads the rows again. Events are plain data that any transport can encode.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol, TypeAlias
+
+import msgspec
+
+
+class _Event(msgspec.Struct, frozen=True, kw_only=True, rename="camel", tag_field="event"):
+    pass
+
+
+class MessageAppended(_Event, tag="message", frozen=True):
+    """An entry was committed. `body` is its raw transcript JSON; `seq` has no gap within `sessionId`."""
+
+    session_id: str
+    seq: int
+    entry: str
+    body: str
+    run_id: str | None = None
+
+
+class RunChanged(_Event, tag="run", frozen=True):
+    """A run was accepted, started or ended, after the commit that made it so."""
+
+    run_id: str
+    state: str
+    reply: str | None = None
+    error_code: str | None = None
+    error: str | None = None
+
+
+class Delta(_Event, tag="delta", frozen=True):
+    """What a step has streamed since the last one. `text` is new text; `restart` voids the step so far."""
+
+    run_id: str
+    number: int
+    text: str = ""
+    thinking: str = ""
+    restart: bool = False
+
+
+class ToolPhase(_Event, tag="tool", frozen=True):
+    run_id: str
+    call_id: str
+    name: str
+    phase: str
+    is_error: bool = False
+
+
+class StopAsked(_Event, tag="stop", frozen=True):
+    """Somebody committed a request to stop this run."""
+
+    run_id: str
+
+
+class SessionChanged(_Event, tag="session", frozen=True):
+    session_key: str
+    reason: str
+
+
+class Gap(_Event, tag="gap", frozen=True):
+    """Events were dropped here: read the rows again."""
+
+
+Event: TypeAlias = MessageAppended | RunChanged | Delta | ToolPhase | StopAsked | SessionChanged | Gap
+
+
+class Listener(Protocol):
+    async def get(self, timeout: float | None = None) -> Event | None:
+        """The next event, or None when there was none for `timeout` seconds."""
+        ...
+
+
+class EventBus(Protocol):
+    def wanted(self, topic: str) -> bool:
+        """Whether anybody may be listening; a publisher may skip building an event nobody wants."""
+        ...
+
+    def publish(self, topic: str, event: Event) -> None:
+        """Never blocks, never raises."""
+        ...
+
+    def listen(self, topic: str) -> AbstractAsyncContextManager[Listener]:
+        """Listening begins when the context is entered."""
+        ...

@@ -1,0 +1,266 @@
+"""The agents of the config: defaults, entries, and the merged view that the rest of the system reads.
+
+`AgentDefaults` and `AgentEntry` are what the file says; `AgentConfig` is what follows from both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar, cast
+
+from pydantic import BeforeValidator, Field, Strict
+
+from antiphon.config.base import (
+    AgentId,
+    AgentPatterns,
+    Amount,
+    Control,
+    Count,
+    Section,
+    Strings,
+    Text,
+    Thinking,
+    Visibility,
+    expected,
+)
+from antiphon.config.sections import Tools
+
+MAIN = "main"
+"""The agent there is when the config lists none."""
+
+
+class ModelChoice(Section):
+    """A model as `provider/model`, and what to use when it fails."""
+
+    primary: Text
+    fallbacks: Strings = ()
+
+    @property
+    def refs(self) -> tuple[str, ...]:
+        return (self.primary, *self.fallbacks)
+
+
+def _choice(value: object) -> object:
+    if isinstance(value, str):
+        return {"primary": value}
+    if not isinstance(value, dict | ModelChoice):
+        raise expected("text such as 'provider/model', or an object with 'primary' and 'fallbacks'")
+    return cast("object", value)
+
+
+Choice = Annotated[ModelChoice, BeforeValidator(_choice, Text | ModelChoice)]
+
+
+class Compaction(Section):
+    """When a long conversation is summarised."""
+
+    reserve_tokens: Amount = Field(default=16384, description="Kept free for the answer.")
+    keep_recent_tokens: Amount = Field(default=20000, description="Kept word for word.")
+
+
+class Subagents(Section):
+    """Limits and defaults of sub-agents."""
+
+    max_concurrent: Count = 8
+    max_spawn_depth: int = Field(default=1, ge=1, le=5, description="1: a sub-agent may not spawn.")
+    max_children_per_agent: int = Field(default=5, ge=1, le=1000)
+    archive_after_minutes: Amount = Field(default=60, description="0 = never.")
+    run_timeout_seconds: Amount = Field(default=0, description="0 = none.")
+    announce_timeout_ms: Count = 90_000
+    model: Choice | None = None
+    thinking: Thinking | None = None
+    allow_agents: AgentPatterns | None = Field(default=None, description="Left out: only the agent itself.")
+    require_agent_id: bool = False
+    delegation_mode: Literal["suggest", "prefer"] | None = None
+
+
+class EntrySubagents(Section):
+    """What one agent says otherwise about its sub-agents."""
+
+    allow_agents: AgentPatterns | None = None
+    model: Choice | None = None
+    thinking: Thinking | None = None
+    require_agent_id: bool | None = None
+    delegation_mode: Literal["suggest", "prefer"] | None = None
+
+
+class Sandbox(Section):
+    """Which sessions are sandboxed, and what their session tools see."""
+
+    mode: Literal["off", "non-main", "all"] = "off"
+    session_tools_visibility: Literal["spawned", "all"] = "spawned"
+
+
+class EntrySandbox(Section):
+    """What one agent says otherwise about its sandbox."""
+
+    mode: Literal["off", "non-main", "all"] | None = None
+    session_tools_visibility: Literal["spawned", "all"] | None = None
+
+
+class EntrySessionTools(Section):
+    """What one agent says otherwise about the reach of its session tools."""
+
+    visibility: Visibility | None = None
+    send: Visibility | None = None
+    control: Control | None = None
+
+
+class EntryTools(Section):
+    """Tools of one agent, within what the top-level `tools` permits."""
+
+    sessions: EntrySessionTools = Field(default_factory=EntrySessionTools)
+    allow: Strings | None = None
+    deny: Strings = ()
+
+
+class Identity(Section):
+    """How an agent presents itself."""
+
+    name: str | None = None
+    theme: str | None = None
+    emoji: str | None = None
+    avatar: str | None = None
+
+
+def _runtime_type(value: object) -> object:
+    return "model" if value == "embedded" else value
+
+
+RuntimeType = Annotated[
+    Literal["model", "function"],
+    BeforeValidator(_runtime_type, Literal["model", "function", "embedded"]),
+]
+
+
+class Runtime(Section):
+    """What answers for an agent: a model (`embedded` is its older name) or a Python callable."""
+
+    type: RuntimeType = "model"
+    target: Annotated[str, Field(pattern=r"^[^\W\d][\w.]*:[^\W\d][\w.]*$")] | None = Field(
+        default=None, description="`package.module:callable`, for a function."
+    )
+    history: bool = Field(default=True, description="Whether a function is shown what was said before.")
+
+
+class AgentDefaults(Section):
+    """What holds for every agent that does not say otherwise."""
+
+    model: Choice | None = None
+    instructions: str | None = Field(default=None, description="The system prompt.")
+    workspace: Text | None = None
+    timeout_seconds: Count = Field(default=172_800, description="Longest run.")
+    max_concurrent: Count = Field(default=8, description="Runs at the same time.")
+    max_steps: Count = Field(default=100, description="Model steps in one run.")
+    thinking_default: Thinking | None = None
+    compaction: Compaction = Field(default_factory=Compaction)
+    subagents: Subagents = Field(default_factory=Subagents)
+    sandbox: Sandbox = Field(default_factory=Sandbox)
+
+
+class AgentEntry(Section):
+    """One agent."""
+
+    id: AgentId
+    default: bool = False
+    name: str | None = None
+    instructions: str | None = Field(default=None, description="The system prompt.")
+    model: Choice | None = None
+    workspace: Text | None = None
+    identity: Identity | None = None
+    thinking_default: Thinking | None = None
+    runtime: Runtime = Field(default_factory=Runtime)
+    subagents: EntrySubagents = Field(default_factory=EntrySubagents)
+    tools: EntryTools = Field(default_factory=EntryTools)
+    sandbox: EntrySandbox = Field(default_factory=EntrySandbox)
+
+
+class Agents(Section):
+    """The agents this gateway hosts; with none listed there is one, `main`."""
+
+    defaults: AgentDefaults = Field(default_factory=AgentDefaults)
+    list: Annotated[tuple[AgentEntry, ...], Strict(False)] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolRules:
+    """What tools an agent has and how far its session tools reach, all levels considered."""
+
+    visibility: Visibility
+    send: Visibility
+    control: Control
+    allow: tuple[tuple[str, ...], ...]
+    """Every list must admit a tool; no list admits all. Kept apart because patterns cannot be intersected."""
+    deny: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """One agent with the defaults filled in."""
+
+    id: str
+    name: str | None
+    instructions: str | None
+    model: ModelChoice | None
+    workspace: str | None
+    identity: Identity | None
+    thinking_default: Thinking | None
+    runtime: Runtime
+    timeout_seconds: int
+    max_concurrent: int
+    max_steps: int
+    compaction: Compaction
+    subagents: Subagents
+    sandbox: Sandbox
+    tools: ToolRules
+
+
+def merge(entry: AgentEntry, defaults: AgentDefaults, tools: Tools) -> AgentConfig:
+    """The agent as it is to be run."""
+    return AgentConfig(
+        id=entry.id,
+        name=entry.name,
+        instructions=entry.instructions if entry.instructions is not None else defaults.instructions,
+        model=entry.model or defaults.model,
+        workspace=entry.workspace or defaults.workspace,
+        identity=entry.identity,
+        thinking_default=entry.thinking_default or defaults.thinking_default,
+        runtime=entry.runtime,
+        timeout_seconds=defaults.timeout_seconds,
+        max_concurrent=defaults.max_concurrent,
+        max_steps=defaults.max_steps,
+        compaction=defaults.compaction,
+        subagents=_overlay(defaults.subagents, entry.subagents),
+        sandbox=_overlay(defaults.sandbox, entry.sandbox),
+        tools=_tool_rules(entry.tools, tools),
+    )
+
+
+_S = TypeVar("_S", bound=Section)
+
+
+def _overlay(base: _S, override: Section) -> _S:
+    said: dict[str, Any] = {name: value for name, value in override if value is not None}
+    return base.model_copy(update=said)
+
+
+def _tool_rules(own: EntryTools, general: Tools) -> ToolRules:
+    # The nearest level that says anything decides, so that an agent which narrows its visibility narrows its
+    # sends too, whatever the general section grants.
+    near, far = own.sessions, general.sessions
+    return ToolRules(
+        visibility=near.visibility or far.visibility,
+        send=near.send or near.visibility or far.send or far.visibility,
+        control=near.control
+        or _control(near.visibility)
+        or far.control
+        or _control(far.visibility)
+        or "tree",
+        allow=tuple(names for names in (general.allow, own.allow) if names is not None),
+        deny=(*general.deny, *own.deny),
+    )
+
+
+def _control(visibility: Visibility | None) -> Control | None:
+    """Control that goes with a visibility: however much is seen, only the own tree is stopped or steered."""
+    return "self" if visibility == "self" else "tree" if visibility else None

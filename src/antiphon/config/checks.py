@@ -1,0 +1,144 @@
+"""What single values cannot show: keys that contradict each other, and settings worth a warning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+from antiphon.config.agents import ModelChoice
+from antiphon.config.model import REHEARSAL, Config
+from antiphon.config.problems import Problem
+from antiphon.errors import UnknownModel
+
+
+def contradictions(config: Config) -> list[Problem]:
+    """Everything in a well-formed config that cannot hold together."""
+    return [
+        *_agents(config),
+        *_providers(config),
+        *_models(config),
+        *_gateway(config),
+        *_send_rules(config),
+    ]
+
+
+def concerns(config: Config) -> Iterator[str]:
+    """Sentences for settings that are accepted but should be known of."""
+    if config.session.store is not None:
+        yield "'session.store' has no effect: sessions are kept in one store. Use 'store.url' to move it."
+    if config.session.maintenance is not None:
+        yield "'session.maintenance' has no effect: nothing is pruned by itself. Use 'session.retention'."
+    if config.session.dm_scope == "main" and (channels := _open_to_several(config)):
+        yield (
+            "'session.dmScope' is 'main', so all direct chats share one session, and more than one sender is"
+            f" admitted by {' and '.join(channels)}. Each may read what the others wrote."
+            " Set it to 'per-channel-peer' to give each sender a session."
+        )
+
+
+def _agents(config: Config) -> Iterator[Problem]:
+    seen: dict[str, int] = {}
+    for index, entry in enumerate(config.agents.list):
+        first = seen.setdefault(entry.id, index)
+        path = f"agents.list[{index}]"
+        if first != index:
+            what = f"Agent id {entry.id!r} is used by both 'agents.list[{first}]' and {path!r}."
+            yield Problem(f"{path}.id", what, "Give each agent an id of its own.")
+        if (entry.runtime.type == "function") != (entry.runtime.target is not None):
+            what = f"{path + '.runtime'!r} must have a 'target' if, and only if, its 'type' is 'function'."
+            yield Problem(f"{path}.runtime.target", what)
+    marked = [index for index, entry in enumerate(config.agents.list) if entry.default]
+    if len(marked) > 1:
+        paths = " and ".join(f"'agents.list[{index}]'" for index in marked)
+        what = f"More than one agent is marked as default: {paths}."
+        yield Problem(f"agents.list[{marked[1]}].default", what, "Keep 'default: true' on one of them.")
+
+
+def _providers(config: Config) -> Iterator[Problem]:
+    for name, provider in config.models.providers.items():
+        path = f"models.providers.{name}"
+        if name == REHEARSAL:
+            yield Problem(
+                path, f"The provider name {name!r} is reserved.", "It is built in; use another name."
+            )
+        if not name or "/" in name or name != name.strip():
+            what = f"The provider name {name!r} is empty, has a '/' in it or a space around it."
+            yield Problem(path, what, "Models are named 'provider/model', so choose a name without '/'.")
+        ids = [model.id for model in provider.models]
+        for model_id in sorted({model_id for model_id in ids if ids.count(model_id) > 1}):
+            yield Problem(f"{path}.models", f"Model {model_id!r} is listed twice in {path!r}.", "Remove one.")
+
+
+def _models(config: Config) -> Iterator[Problem]:
+    for path, choice in _choices(config):
+        for ref in choice.refs if choice else ():
+            try:
+                config.find_model(ref)
+            except UnknownModel as error:
+                what = (
+                    f"Value of {path!r} names the model {ref!r}, which 'models.providers' does not configure."
+                )
+                yield Problem(path, what, error.hint)
+
+
+def _choices(config: Config) -> Iterator[tuple[str, ModelChoice | None]]:
+    defaults = config.agents.defaults
+    yield "agents.defaults.model", defaults.model
+    yield "agents.defaults.subagents.model", defaults.subagents.model
+    for index, entry in enumerate(config.agents.list):
+        yield f"agents.list[{index}].model", entry.model
+        yield f"agents.list[{index}].subagents.model", entry.subagents.model
+
+
+def _gateway(config: Config) -> Iterator[Problem]:
+    gateway = config.gateway
+    if gateway.bind == "custom" and gateway.custom_bind_host is None:
+        what = "'gateway.bind' is 'custom' but 'gateway.customBindHost' is not set."
+        yield Problem("gateway.customBindHost", what, "Set the address to listen on.")
+    if gateway.auth.mode == "none" and gateway.bind != "loopback":
+        what = "'gateway.auth.mode' may be 'none' only while 'gateway.bind' is 'loopback'."
+        yield Problem("gateway.auth.mode", what, "Use 'token' or 'password'.")
+    if gateway.auth.mode == "password" and gateway.auth.password is None:
+        what = "'gateway.auth.mode' is 'password' but 'gateway.auth.password' is not set."
+        yield Problem("gateway.auth.password", what, "Set it, or use the mode 'token'.")
+    if config.hooks.enabled and config.hooks.token is None:
+        what = "'hooks.enabled' is true but 'hooks.token' is not set."
+        yield Problem("hooks.token", what, "Set a token that only the senders of hooks know.")
+
+
+def _send_rules(config: Config) -> Iterator[Problem]:
+    for index, rule in enumerate(config.session.send_policy.rules):
+        if rule.match.channel and rule.match.surface and rule.match.channel != rule.match.surface:
+            path = f"session.sendPolicy.rules[{index}].match"
+            what = f"'channel' and 'surface' of {path!r} are two names of one thing but differ."
+            yield Problem(f"{path}.surface", what, "Keep 'channel'.")
+
+
+def _open_to_several(config: Config) -> list[str]:
+    """The channels that admit senders to direct chats, when these are more than one person in all."""
+    people = {
+        alias.lower(): name for name, aliases in config.session.identity_links.items() for alias in aliases
+    }
+    senders: dict[str, set[str]] = {}
+    for channel, settings in config.channels.items():
+        admitted = {str(peer).lower() for peer in _admitted(settings)}
+        if admitted and settings.get("enabled") is not False:
+            senders[channel] = {
+                people.get(f"{channel}:{p}", people.get(p, f"{channel}:{p}")) for p in admitted
+            }
+    everybody = set[str]().union(*senders.values())
+    anybody = any(sender.endswith(":*") for sender in everybody)
+    return [f"'channels.{channel}'" for channel in senders] if len(everybody) > 1 or anybody else []
+
+
+def _admitted(settings: dict[str, Any]) -> Iterator[object]:
+    """Senders that a channel, its accounts or its `dm` part name; `*` for everybody."""
+    if "open" in (settings.get("dmPolicy"), settings.get("policy")):
+        yield "*"
+    allow = settings.get("allowFrom")
+    yield from cast("list[object]", allow) if isinstance(allow, list) else ()
+    accounts = settings.get("accounts")
+    parts = cast("dict[str, object]", accounts).values() if isinstance(accounts, dict) else ()
+    for part in (settings.get("dm"), *parts):
+        if isinstance(part, dict):
+            yield from _admitted(cast("dict[str, Any]", part))

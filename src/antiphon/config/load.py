@@ -1,0 +1,178 @@
+"""Finding and reading the config file. Nothing here resolves a secret or writes anything."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import pyjson5
+from pydantic import ValidationError
+
+from antiphon.config.base import Section
+from antiphon.config.checks import concerns, contradictions
+from antiphon.config.foreign import drop_foreign
+from antiphon.config.model import Config
+from antiphon.config.problems import combined, dotted, from_errors
+from antiphon.config.secrets import Secret
+from antiphon.errors import ConfigError
+
+MAX_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Where this process keeps its things."""
+
+    config: Path
+    config_explicit: bool
+    """Somebody named the file, so that its absence is a mistake."""
+    state_dir: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A config that can be used, where it came from, and what its owner should know of."""
+
+    config: Config
+    path: Path | None
+    """None when there was no file."""
+    warnings: tuple[str, ...]
+
+
+def locate(config: str | None, state_dir: str | None, environ: Mapping[str, str]) -> Paths:
+    """Chooses the paths: a flag, else `ANTIPHON_CONFIG` and `ANTIPHON_STATE_DIR`, else `~/.antiphon`."""
+    home = Path(environ.get("HOME") or Path.home())
+    state = _path(state_dir or environ.get("ANTIPHON_STATE_DIR"), home) or home / ".antiphon"
+    chosen = _path(config or environ.get("ANTIPHON_CONFIG"), home)
+    return Paths(chosen or state / "config.json5", chosen is not None, state)
+
+
+def load(path: Path | None = None, *, required: bool = True) -> Loaded:
+    """Reads and checks a config file; without a path, the one of this user.
+
+    A file that does not exist gives the defaults when nobody asked for it: no path, or not `required`.
+
+    Raises:
+        ConfigError: the file cannot be read or used. `data['path']` is the first key at fault and
+            `data['problems']` says what else is wrong.
+    """
+    if path is None:
+        paths = locate(None, None, os.environ)
+        path, required = paths.config, paths.config_explicit
+    found = _read(path, required=required)
+    if found is None:
+        return Loaded(Config(), None, ())
+    content, mode = found
+    config, warnings = parse(_decode(content, path), base=path.parent, file=str(path))
+    if mode & 0o077 and any(secret.kind == "text" for secret in _secrets(config)):
+        readable = f"{str(path)!r} holds secrets and is not only for its owner (mode {mode:04o})."
+        warnings = (*warnings, f"{readable} Run: chmod 600 {str(path)!r}")
+    return Loaded(config, path, warnings)
+
+
+def parse(
+    raw: object, *, base: Path | None = None, file: str | None = None
+) -> tuple[Config, tuple[str, ...]]:
+    """Checks a decoded config and returns it with its warnings; `raw` is left as it is.
+
+    Raises:
+        ConfigError: as for `load`.
+    """
+    if not isinstance(raw, dict):
+        raise ConfigError(
+            "The config is not an object.", "Put its keys between '{' and '}'.", path="", file=file
+        )
+    known = copy.deepcopy(cast("dict[str, Any]", raw))
+    ignored = [dotted(location) for location in drop_foreign(known)]
+    config = _validated(known, base, file)
+    warnings = [f"{path!r} belongs to a part that Antiphon does not have; it is ignored." for path in ignored]
+    return config, (*warnings, *concerns(config))
+
+
+def _validated(known: dict[str, Any], base: Path | None, file: str | None) -> Config:
+    try:
+        config = Config.model_validate(known, context={"base": base})
+    except ValidationError as error:
+        problems = from_errors(error.errors(include_url=False))
+    else:
+        problems = contradictions(config)
+        if not problems:
+            return config
+    # Raised out here, because the validation error would bring the values along.
+    raise combined(problems, file)
+
+
+def _path(value: str | None, home: Path) -> Path | None:
+    if not value:
+        return None
+    return home / value[2:] if value.startswith("~/") else Path(value).absolute()
+
+
+def _read(path: Path, *, required: bool) -> tuple[str, int] | None:
+    try:
+        with path.open("rb") as file:
+            content, mode = file.read(MAX_BYTES + 1), stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(
+                f"The config file {str(path)!r} is larger than {MAX_BYTES} bytes.",
+                "Move long texts out of it.",
+                file=str(path),
+            )
+        return content.decode("utf-8-sig"), mode
+    except FileNotFoundError:
+        if not required:
+            return None
+        why, hint = "does not exist", "Create it, or leave the option out to use the defaults."
+    except UnicodeDecodeError as error:
+        why, hint = f"is not UTF-8 text (byte {error.start})", "Save it as UTF-8."
+    except (OSError, ValueError) as error:
+        why, hint = (
+            f"cannot be read: {getattr(error, 'strerror', error)}",
+            "Check the path and its permissions.",
+        )
+    raise ConfigError(f"The config file {str(path)!r} {why}.", hint, file=str(path))
+
+
+def _decode(content: str, path: Path) -> object:
+    try:
+        return pyjson5.decode(content)
+    except (pyjson5.Json5Exception, ValueError, RecursionError) as error:
+        why = _syntax(error, content)
+    raise ConfigError(
+        f"The config file {str(path)!r} is not JSON5: {why}.",
+        "Look there for a missing comma, quote or bracket.",
+        file=str(path),
+    )
+
+
+def _syntax(error: Exception, content: str) -> str:
+    """Where and what, without the parts of the document that the parser attaches to its errors."""
+    found = re.search(r"near (\d+)", str(error.args[0]) if error.args else "")
+    if isinstance(error, pyjson5.Json5ExtraData):
+        what, back = "something follows the end of the document", 0
+    elif isinstance(error, pyjson5.Json5EOF):
+        what, back = "what starts here is not finished", 1
+    elif isinstance(error, pyjson5.Json5NestingTooDeep):
+        what, back = "it is nested too deeply", 1
+    else:
+        what, back = "this is not expected here", 1
+    before = content[: max(0, int(found[1]) - back)] if found else ""
+    line, column = before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1
+    return f"line {line}, column {column}: {what}"
+
+
+def _secrets(value: object) -> Iterator[Secret]:
+    if isinstance(value, Secret):
+        yield value
+    elif isinstance(value, Section):
+        for _, item in value:
+            yield from _secrets(item)
+    elif isinstance(value, dict):
+        for item in cast("dict[str, object]", value).values():
+            yield from _secrets(item)

@@ -1,0 +1,124 @@
+"""The config as one object, and the questions the rest of the system asks it. Nothing is read or resolved."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from pydantic import Field, field_serializer
+
+from antiphon.config.agents import MAIN, AgentConfig, AgentEntry, Agents, merge
+from antiphon.config.base import Section, suggestion
+from antiphon.config.sections import (
+    Bus,
+    Cron,
+    Gateway,
+    Hooks,
+    ModelConfig,
+    Models,
+    ProviderConfig,
+    Session,
+    Store,
+    Tools,
+    masked,
+)
+from antiphon.errors import NotFound, UnknownModel
+
+REHEARSAL = "rehearsal"
+"""Name of the built-in offline provider and of its one model; no configured provider may take it."""
+
+REHEARSAL_REF = f"{REHEARSAL}/{REHEARSAL}"
+
+
+class FoundModel(NamedTuple):
+    """A model reference, resolved. For the rehearsal model the provider has no address and no key."""
+
+    provider_name: str
+    provider: ProviderConfig
+    model: ModelConfig
+
+
+class Config(Section):
+    """Configuration of an Antiphon gateway. Every key is optional."""
+
+    schema_url: str | None = Field(default=None, alias="$schema", description="For editors; not read.")
+    session: Session = Field(default_factory=Session)
+    agents: Agents = Field(default_factory=Agents)
+    tools: Tools = Field(default_factory=Tools)
+    models: Models = Field(default_factory=Models)
+    channels: dict[str, dict[str, Any]] = Field(
+        default_factory=dict[str, dict[str, Any]],
+        repr=False,
+        description="Settings of each channel, by its name.",
+    )
+    gateway: Gateway = Field(default_factory=Gateway)
+    hooks: Hooks = Field(default_factory=Hooks)
+    cron: Cron = Field(default_factory=Cron)
+    store: Store = Field(default_factory=Store)
+    bus: Bus = Field(default_factory=Bus)
+
+    @field_serializer("channels")
+    def _mask_channels(self, channels: dict[str, dict[str, Any]]) -> object:
+        return masked(channels)
+
+    @property
+    def agent_ids(self) -> tuple[str, ...]:
+        """In the order of the file."""
+        return tuple(self._entries)
+
+    @property
+    def default_agent_id(self) -> str:
+        """The agent marked as default, else the first."""
+        marked = (entry.id for entry in self.agents.list if entry.default)
+        return next(marked, self.agent_ids[0])
+
+    def agent(self, agent_id: str) -> AgentConfig:
+        """The agent with its defaults filled in.
+
+        Raises:
+            NotFound: no agent has this id.
+        """
+        entry = self._entries.get(agent_id)
+        if entry is None:
+            hint = suggestion(agent_id, self.agent_ids, noun="agent ids")
+            raise NotFound(f"There is no agent {agent_id!r}.", hint, agent_id=agent_id)
+        return merge(entry, self.agents.defaults, self.tools)
+
+    def model_ref(self, agent_id: str) -> str:
+        """The agent's model as `provider/model`: its own, the default one, or the first there is."""
+        choice = self.agent(agent_id).model
+        return choice.primary if choice else self.model_refs[0]
+
+    @property
+    def model_refs(self) -> tuple[str, ...]:
+        """Every configured model in the order of the file, then the built-in one."""
+        providers = self.models.providers.items()
+        configured = (f"{name}/{model.id}" for name, provider in providers for model in provider.models)
+        return (*configured, REHEARSAL_REF)
+
+    def find_model(self, ref: str) -> FoundModel:
+        """The provider and model that `provider/model` names.
+
+        Raises:
+            UnknownModel: no configured provider has such a model.
+        """
+        name, _, model_id = ref.partition("/")
+        provider = _rehearsal() if name == REHEARSAL else self.models.providers.get(name)
+        model = next((model for model in provider.models if model.id == model_id), None) if provider else None
+        if provider and model:
+            return FoundModel(name, provider, model)
+        hint = suggestion(ref, self.model_refs, noun="models")
+        raise UnknownModel(f"Model {ref!r} is not configured.", hint, model=ref)
+
+    @property
+    def _entries(self) -> dict[str, AgentEntry]:
+        return {entry.id: entry for entry in self.agents.list} or {MAIN: AgentEntry(id=MAIN)}
+
+
+def _rehearsal() -> ProviderConfig:
+    return ProviderConfig(models=(ModelConfig(id=REHEARSAL),))
+
+
+def json_schema() -> dict[str, Any]:
+    """The published JSON Schema of the config file."""
+    schema = Config.model_json_schema(by_alias=True)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "Antiphon config"}

@@ -1,0 +1,159 @@
+"""What is wrong with a config, in words: where, what is allowed, what was given.
+
+What was given is only shown where no secret can be: not for keys that hold secrets, not beside them, and not
+where an object was expected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from antiphon.config.base import suggestion
+from antiphon.config.model import Config
+from antiphon.config.secrets import Secret
+from antiphon.errors import ConfigError
+
+Location = Sequence[str | int]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing to mend. `hint` is empty when `what` already says what is allowed."""
+
+    path: str
+    what: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.hint}".rstrip()
+
+
+def dotted(location: Location) -> str:
+    """The path as it is written in documents: `agents.list[0].id`."""
+    path = ""
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        else:
+            path += f".{step}" if path else step
+    return path
+
+
+def combined(problems: Sequence[Problem], file: str | None) -> ConfigError:
+    """One error for all of them: the first in the sentence, the others in `data['problems']`."""
+    first, *rest = problems
+    more = f" ({len(rest)} more in the same config.)" if rest else ""
+    return ConfigError(
+        first.what + more,
+        first.hint or f"Correct it{f' in {file!r}' if file else ''} and try again.",
+        path=first.path,
+        file=file,
+        problems=[str(problem) for problem in rest],
+    )
+
+
+def from_errors(errors: Iterable[ErrorDetails]) -> list[Problem]:
+    """Problems for the errors of a validation."""
+    return [_problem(error) for error in errors]
+
+
+def _problem(error: ErrorDetails) -> Problem:
+    location = error["loc"]
+    path = dotted(location)
+    holder = _section_at(location[:-1])
+    if error["type"] == "extra_forbidden":
+        return _unknown_key(path, location, holder)
+    if error["type"] == "missing":
+        return Problem(path, f"Key {path!r} is missing.", "It has to be set.")
+    given = _given(error["input"], shown=_may_show(error["type"], location, holder))
+    return Problem(path, f"Value of {path!r} must be {_allowed(error)}; {given} was given.")
+
+
+def _unknown_key(path: str, location: Location, holder: type[BaseModel] | None) -> Problem:
+    keys = [field.alias or name for name, field in holder.model_fields.items()] if holder else []
+    key = str(location[-1])
+    hint = suggestion(key, keys, noun="keys here", prefix=path.removesuffix(key))
+    return Problem(path, f"Key {path!r} is not known.", hint)
+
+
+_ALLOWED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "string_unicode": "text without broken characters",
+    "string_too_short": "text that is not empty",
+    "string_pattern_mismatch": "text of the form {pattern}",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "tuple_type": "a list",
+    "literal_error": "{expected}",
+    "greater_than_equal": "at least {ge:g}",
+    "greater_than": "more than {gt:g}",
+    "less_than_equal": "at most {le:,}",
+    "expected": "{text}",
+    "secret": "a secret: {text}",
+}
+
+_NEVER_SHOWN = {"secret", "dict_type", "model_type", "tuple_type"}
+
+_NAMES: dict[type, str] = {
+    type(None): "null",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+}
+
+
+def _allowed(error: ErrorDetails) -> str:
+    form = _ALLOWED.get(error["type"])
+    return form.format(**error.get("ctx", {})) if form else f"valid ({error['msg']})"
+
+
+def _may_show(kind: str, location: Location, holder: type[BaseModel] | None) -> bool:
+    if kind in _NEVER_SHOWN or location[:1] == ("channels",):
+        return False
+    return not (holder and any(_holds_secret(field.annotation) for field in holder.model_fields.values()))
+
+
+def _given(value: object, *, shown: bool) -> str:
+    if isinstance(value, bool):
+        return str(value).lower() if shown else _NAMES[bool]
+    # Python refuses to print very long integers, and a long text would bury the message.
+    short = isinstance(value, float | str) or (isinstance(value, int) and abs(value) < 10**30)
+    if shown and short and len(text := repr(value)) <= 80:
+        return text
+    return _NAMES.get(type(value), "an object")
+
+
+def _section_at(location: Location) -> type[BaseModel] | None:
+    """The section that a location leads into; a list or an object of sections takes one step more."""
+    section: type[BaseModel] | None = Config
+    collection = False
+    for step in location:
+        if collection or section is None:
+            collection = False
+            continue
+        fields = section.model_fields.items()
+        annotation = next((field.annotation for name, field in fields if step == (field.alias or name)), None)
+        section, collection = _section_in(annotation), get_origin(annotation) in (dict, tuple)
+    return section
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for argument in get_args(annotation) if (found := _section_in(argument))), None)
+
+
+def _holds_secret(annotation: Any) -> bool:
+    return annotation is Secret or any(_holds_secret(argument) for argument in get_args(annotation))

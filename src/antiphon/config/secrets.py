@@ -1,0 +1,273 @@
+"""Secrets in the config: a text, or a reference to where the text is kept.
+
+A `Secret` never shows what it holds: not in `repr`, `str`, dumps or errors. Only `reveal()` does, and it
+reads the source anew each time, so that a rotated secret is seen and none is kept here. It is not a keyring
+and does not encrypt anything.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+import signal
+import stat
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, Literal, cast
+
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from antiphon.errors import ConfigError
+
+MAX_BYTES = 64 * 1024
+EXEC_TIMEOUT = 10.0  # seconds
+MASK = "***"
+
+Kind = Literal["text", "env", "file", "exec"]
+
+_ENV_IN_TEXT = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+"""The way older configs name a variable; only where it is the whole text."""
+_FORMS = 'text, {env: "NAME"}, {file: "path"} or {exec: ["command", "argument"]}'
+
+
+class Secret:
+    """A text that is only shown by `reveal()`."""
+
+    __slots__ = ("_base", "_kind", "_value")
+
+    def __init__(self, kind: Kind, value: tuple[str, ...], base: Path | None = None) -> None:
+        self._kind: Kind = kind
+        self._value = value
+        self._base = base
+
+    @classmethod
+    def parse(cls, value: object, base: Path | None = None) -> Secret:
+        """Reads one of the accepted forms; relative files and commands start from `base`.
+
+        Raises:
+            ValueError: `value` has none of the forms. The text does not contain it.
+        """
+        if isinstance(value, Secret):
+            return value
+        reference = _reference(value)
+        if reference is None:
+            raise ValueError(_FORMS)
+        return cls(*reference, base)
+
+    @property
+    def kind(self) -> Kind:
+        return self._kind
+
+    def reveal(self) -> str:
+        """The secret itself. A file or a command may block for seconds: call it in a thread.
+
+        Raises:
+            ConfigError: the source is missing, unsafe or failed. Nothing it printed or holds is in the error.
+        """
+        match self._kind:
+            case "text":
+                return self._value[0]
+            case "env":
+                return _from_env(self._value[0])
+            case "file":
+                return _from_file((self._base or Path()) / Path(self._value[0]).expanduser())
+            case "exec":
+                return _from_command(self._value, self._base)
+
+    def __repr__(self) -> str:
+        return f"Secret({self._kind})"
+
+    def __str__(self) -> str:
+        return MASK
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Secret):
+            return NotImplemented
+        return (self._kind, self._value, self._base) == (other._kind, other._value, other._base)
+
+    def __hash__(self) -> int:
+        return hash((self._kind, self._value, self._base))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_info_plain_validator_function(
+            cls._validate, serialization=core_schema.plain_serializer_function_ser_schema(str)
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {
+            "title": "Secret",
+            "description": "A text, or where the text is kept.",
+            "anyOf": [
+                {"type": "string", "minLength": 1, "writeOnly": True},
+                _one_key("env", {"type": "string", "description": "Name of an environment variable."}),
+                _one_key("file", {"type": "string", "description": "A file that only its owner can read."}),
+                _one_key("exec", {"type": "array", "items": {"type": "string"}, "minItems": 1}),
+            ],
+        }
+
+    @classmethod
+    def _validate(cls, value: object, info: core_schema.ValidationInfo[Any]) -> Secret:
+        base = info.context.get("base") if info.context else None
+        try:
+            return cls.parse(value, base)
+        except ValueError:
+            # A type of its own, so that the report knows never to show what was given.
+            raise PydanticCustomError("secret", "{text}", {"text": _FORMS}) from None
+
+
+def _one_key(key: str, value: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": {key: value}, "required": [key], "additionalProperties": False}
+
+
+def _reference(value: object) -> tuple[Kind, tuple[str, ...]] | None:
+    if isinstance(value, str):
+        named = _ENV_IN_TEXT.fullmatch(value)
+        return ("env", (named[1],)) if named else ("text", (value,)) if _usable(value) else None
+    if not isinstance(value, dict):
+        return None
+    entries = cast("dict[str, object]", value)
+    if entries.get("source") == "env" and entries.keys() <= {"source", "provider", "id"}:
+        entries = {"env": entries.get("id")}  # the long form of related gateways
+    if len(entries) != 1:
+        return None
+    [(kind, source)] = entries.items()
+    return _single(kind, source)
+
+
+def _single(kind: str, source: object) -> tuple[Kind, tuple[str, ...]] | None:
+    words = cast("list[object]", source if kind == "exec" and isinstance(source, list) else [source])
+    texts = tuple(word for word in words if isinstance(word, str))
+    if kind not in ("env", "file", "exec") or not texts or len(texts) < len(words) or not _usable(*texts):
+        return None
+    return kind, texts
+
+
+def _usable(*texts: str) -> bool:
+    """Not empty, and without what no file name, variable or header can carry: NUL and broken characters."""
+    return bool(texts[0]) and not any(re.search("[\0\ud800-\udfff]", text) for text in texts)
+
+
+def _from_env(name: str) -> str:
+    value = os.environ.get(name)
+    if not value:
+        raise ConfigError(
+            f"The environment variable {name!r}, which the config names as a secret, is not set.",
+            "Set it for this process, or name another source.",
+            env=name,
+        )
+    return value
+
+
+def _from_file(path: Path) -> str:
+    def refused(why: str, hint: str) -> ConfigError:
+        return ConfigError(f"The secret file {str(path)!r} {why}.", hint, file=str(path))
+
+    try:
+        content = _read_private(path)
+    except PermissionError as error:
+        hint = f"Make it a regular file of this user and run: chmod 600 {str(path)!r}"
+        raise refused(error.strerror or "is not private", hint) from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "its name is not usable"
+        raise refused(f"cannot be read: {why}", "Correct the path, or create the file.") from None
+    if len(content) > MAX_BYTES:
+        raise refused(f"is larger than {MAX_BYTES} bytes", "Keep only the secret in it.")
+    return _text(content, f"The secret file {str(path)!r}").rstrip("\r\n")
+
+
+def _read_private(path: Path) -> bytes:
+    # Checked on the open file, so that it cannot be swapped between the check and the read; non-blocking,
+    # because opening a pipe would otherwise wait for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise PermissionError(None, "is not a regular file")
+        if status.st_mode & 0o077:
+            raise PermissionError(
+                None, f"can be used by others than its owner (mode {status.st_mode & 0o777:04o})"
+            )
+        if status.st_uid not in (os.geteuid(), 0):
+            raise PermissionError(None, "belongs to another user")
+        return file.read(MAX_BYTES + 1)
+
+
+def _from_command(command: tuple[str, ...], base: Path | None) -> str:
+    try:
+        output = _run(command, base)
+    except TimeoutError:
+        why = f"did not finish within {EXEC_TIMEOUT:g} s"
+    except subprocess.CalledProcessError as error:
+        why = f"ended with status {error.returncode}"
+    except OverflowError:
+        why = f"printed more than {MAX_BYTES} bytes"
+    except (OSError, ValueError):
+        why = "cannot be started"
+    else:
+        first = output.split(b"\n", 1)[0].rstrip(b"\r")
+        return _text(first, f"The first line of the secret command {command[0]!r}")
+    # Only the program is named: its arguments and its output may be the secret.
+    raise ConfigError(
+        f"The secret command {command[0]!r} {why}.",
+        "Run it by hand; it must print the secret as its first line and end with status 0.",
+        command=command[0],
+    )
+
+
+def _run(command: tuple[str, ...], base: Path | None) -> bytes:
+    deadline = time.monotonic() + EXEC_TIMEOUT
+    process = subprocess.Popen(
+        command,
+        cwd=base,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert process.stdout is not None  # noqa: S101 - asked for above
+    try:
+        with process.stdout as stream:
+            output = _read_until(stream, deadline)
+        status = process.wait(max(0.0, deadline - time.monotonic()))
+    except (TimeoutError, OverflowError, subprocess.TimeoutExpired) as error:
+        # Before it is waited for, its number cannot belong to another process group.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise OverflowError if isinstance(error, OverflowError) else TimeoutError from None
+    if status:
+        raise subprocess.CalledProcessError(status, command[0])
+    return output
+
+
+def _read_until(stream: IO[bytes], deadline: float) -> bytes:
+    output = bytearray()
+    with selectors.DefaultSelector() as selector:
+        selector.register(stream, selectors.EVENT_READ)
+        while len(output) <= MAX_BYTES:
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError
+            chunk = os.read(stream.fileno(), MAX_BYTES)
+            if not chunk:
+                return bytes(output)
+            output += chunk
+    raise OverflowError
+
+
+def _text(content: bytes, what: str) -> str:
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        text = ""
+    if not text.strip():
+        raise ConfigError(f"{what} is empty or not UTF-8 text.", "Put the secret there as one line of text.")
+    return text

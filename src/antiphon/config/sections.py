@@ -1,0 +1,360 @@
+"""The sections of the config other than the agents: types, defaults and the words of the JSON Schema.
+
+Whether values of different keys fit together is not decided here; see `antiphon.config.checks`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import BeforeValidator, Field, Strict
+
+from antiphon.config.base import (
+    LARGEST,
+    Action,
+    AgentPatterns,
+    Amount,
+    Control,
+    Count,
+    Days,
+    Quantity,
+    Section,
+    Strings,
+    Text,
+    Visibility,
+)
+from antiphon.config.secrets import MASK, Secret
+
+MIB = 1024 * 1024
+
+
+def _chat_type(value: object) -> object:
+    return {"dm": "direct", "room": "channel"}.get(value, value) if isinstance(value, str) else value
+
+
+ChatType = Annotated[
+    Literal["direct", "group", "channel"],
+    BeforeValidator(_chat_type, Literal["direct", "group", "channel", "dm", "room"]),
+]
+"""Read under its older names too."""
+
+
+class SendMatch(Section):
+    """Which sessions a send rule is about; every key that is set has to fit."""
+
+    channel: Text | None = None
+    surface: Text | None = Field(default=None, description="Older name of `channel`.")
+    chat_type: ChatType | None = None
+    key_prefix: str | None = Field(default=None, description="Of the key with or without `agent:<id>:`.")
+    raw_key_prefix: str | None = Field(default=None, description="Of the whole key.")
+
+    @property
+    def channel_name(self) -> str | None:
+        """The channel under either of its names."""
+        return self.channel or self.surface
+
+
+class SendRule(Section):
+    """Allows or denies sending in the sessions that match."""
+
+    action: Action
+    match: SendMatch = Field(default_factory=SendMatch, description="Left out: every session.")
+
+
+class SendPolicy(Section):
+    """Which sessions may send outward: any matching deny wins, then any matching allow, then the default."""
+
+    rules: Annotated[tuple[SendRule, ...], Strict(False)] = ()
+    default: Action = "allow"
+
+
+class AgentToAgentTurns(Section):
+    """Limits of conversations between agents."""
+
+    max_ping_pong_turns: int = Field(
+        default=5, ge=0, le=5, description="Reply-back turns after the first reply."
+    )
+    max_hops: int = Field(default=12, ge=1, le=1000, description="Length at which a chain of sends stops.")
+
+
+class ThreadBindings(Section):
+    """Sub-agent sessions bound to a thread of a channel."""
+
+    enabled: bool = True
+    idle_hours: Quantity = Field(
+        default=24, description="Unbound after so long without a message; 0 = never."
+    )
+    max_age_hours: Quantity = Field(default=0, description="Unbound after so long in any case; 0 = never.")
+    spawn_sessions: bool = True
+
+
+class Reset(Section):
+    """When a session starts over by itself."""
+
+    mode: Literal["daily", "idle"] = "daily"
+    at_hour: int = Field(default=4, ge=0, le=23, description="Local hour of the daily reset.")
+    idle_minutes: Count | None = Field(
+        default=None, description="Also (daily) or only (idle) after such a pause."
+    )
+
+
+class ResetByType(Section):
+    """Automatic reset by kind of chat."""
+
+    direct: Reset | None = None
+    dm: Reset | None = Field(default=None, description="Older name of `direct`.")
+    group: Reset | None = None
+    thread: Reset | None = None
+
+
+class Retention(Section):
+    """How long sessions are kept. Nothing is archived or deleted unless a number is set."""
+
+    archive_after_days: Days | None = None
+    delete_archived_after_days: Days | None = None
+
+
+class Transcripts(Section):
+    """Transcript files beside the store."""
+
+    mirror: bool = Field(default=False, description="Keep a JSONL file of each session up to date.")
+
+
+class Announce(Section):
+    """Wording of announcements."""
+
+    locale: Literal["en", "pt"] = "en"
+
+
+class Compat(Section):
+    """Names that older clients read."""
+
+    provider_field: bool = Field(default=False, description="Also print `provider` in session rows.")
+
+
+class Session(Section):
+    """How messages are put into sessions, and what sessions may do. No session resets unless told to here."""
+
+    scope: Literal["per-sender", "global"] = "per-sender"
+    main_key: Text = "main"
+    dm_scope: Literal["main", "per-peer", "per-channel-peer", "per-account-channel-peer"] = Field(
+        default="main", description="Which direct chats share a session."
+    )
+    identity_links: dict[str, Strings] = Field(
+        default_factory=dict[str, Strings], description="Name of a person → `channel:peer` ids that are them."
+    )
+    send_policy: SendPolicy = Field(default_factory=SendPolicy)
+    agent_to_agent: AgentToAgentTurns = Field(default_factory=AgentToAgentTurns)
+    thread_bindings: ThreadBindings = Field(default_factory=ThreadBindings)
+    reset: Reset | None = None
+    reset_by_type: ResetByType = Field(default_factory=ResetByType)
+    reset_by_channel: dict[str, Reset] = Field(default_factory=dict[str, Reset])
+    idle_minutes: Count | None = Field(default=None, description="Older form of `reset: {mode: 'idle'}`.")
+    reset_triggers: Strings = ("/new", "/reset")
+    store: str | None = Field(default=None, description="Accepted without effect; see the top-level `store`.")
+    maintenance: dict[str, Any] | None = Field(
+        default=None, description="Accepted without effect; see `retention`."
+    )
+    retention: Retention = Field(default_factory=Retention)
+    transcripts: Transcripts = Field(default_factory=Transcripts)
+    announce: Announce = Field(default_factory=Announce)
+    compat: Compat = Field(default_factory=Compat)
+
+
+class SessionTools(Section):
+    """How far the session tools reach."""
+
+    visibility: Visibility = "tree"
+    send: Visibility | None = Field(default=None, description="For sending; left out, as `visibility`.")
+    control: Control | None = Field(default=None, description="For stopping and steering; at most the tree.")
+
+
+class AgentToAgent(Section):
+    """Whether agents may reach each other's sessions."""
+
+    enabled: bool = False
+    allow: AgentPatterns = Field(default=(), description="Agent ids; `*` in them stands for any text.")
+
+
+class ToolLists(Section):
+    """Adjusts a default set of tools; deny wins."""
+
+    allow: Strings | None = None
+    also_allow: Strings = ()
+    deny: Strings = ()
+
+
+class SubagentTools(Section):
+    """Tools of sub-agents."""
+
+    tools: ToolLists = Field(default_factory=ToolLists)
+
+
+class Attachments(Section):
+    """Files handed to a sub-agent."""
+
+    enabled: bool = True
+    max_files: Amount = 50
+    max_file_bytes: Amount = MIB
+    max_total_bytes: Amount = 5 * MIB
+    retain_on_session_keep: bool = False
+
+
+class SessionsSpawn(Section):
+    """The `sessions_spawn` tool."""
+
+    attachments: Attachments = Field(default_factory=Attachments)
+
+
+class Tools(Section):
+    """What tools agents have and how far they reach."""
+
+    sessions: SessionTools = Field(default_factory=SessionTools)
+    agent_to_agent: AgentToAgent = Field(default_factory=AgentToAgent)
+    subagents: SubagentTools = Field(default_factory=SubagentTools)
+    sessions_spawn: SessionsSpawn = Field(default_factory=SessionsSpawn, alias="sessions_spawn")
+    allow: Strings | None = Field(default=None, description="Left out: every tool.")
+    deny: Strings = ()
+
+
+Api = Literal["openai-completions", "openai-responses", "anthropic-messages", "google-generative-ai"]
+
+
+class ModelCost(Section):
+    """US dollars per million tokens; a price that is left out is unknown, not free."""
+
+    input: Quantity | None = None
+    output: Quantity | None = None
+    cache_read: Quantity | None = None
+    cache_write: Quantity | None = None
+
+
+class ModelConfig(Section):
+    """One model of a provider."""
+
+    id: Text
+    name: str | None = None
+    context_window: Count | None = None
+    max_tokens: Count | None = None
+    reasoning: bool = False
+    input: Annotated[tuple[Literal["text", "image"], ...], Strict(False)] = ("text",)
+    cost: ModelCost | None = None
+    api: Api | None = Field(default=None, description="Left out: the provider's.")
+
+
+class ProviderConfig(Section):
+    """Where models are served, and how to speak to them."""
+
+    base_url: Annotated[str, Field(pattern=r"^https?://[^\s/]")] | None = None
+    api_key: Secret | None = None
+    api: Api = "openai-completions"
+    headers: dict[str, Secret] = Field(default_factory=dict[str, Secret])
+    models: Annotated[tuple[ModelConfig, ...], Strict(False)] = ()
+
+
+class Models(Section):
+    """The model providers."""
+
+    mode: Literal["merge", "replace"] = Field(
+        default="merge", description="Accepted; there is nothing to merge."
+    )
+    providers: dict[str, ProviderConfig] = Field(default_factory=dict[str, ProviderConfig])
+
+
+class GatewayAuth(Section):
+    """How clients prove who they are. Without a token one is made at the first start."""
+
+    mode: Literal["token", "password", "none"] = "token"
+    token: Secret | None = None
+    password: Secret | None = None
+
+
+class GatewayTools(Section):
+    """Which tools may be invoked over HTTP."""
+
+    allow: Strings = ()
+    deny: Strings = ()
+
+
+class HttpEndpoint(Section):
+    """One HTTP endpoint that is off by default."""
+
+    enabled: bool = False
+
+
+class HttpEndpoints(Section):
+    """The HTTP endpoints that are off by default."""
+
+    chat_completions: HttpEndpoint = Field(default_factory=HttpEndpoint)
+    responses: HttpEndpoint = Field(default_factory=HttpEndpoint)
+
+
+class GatewayHttp(Section):
+    """HTTP beside the WebSocket."""
+
+    endpoints: HttpEndpoints = Field(default_factory=HttpEndpoints)
+
+
+class ControlUi(Section):
+    """The web page."""
+
+    enabled: bool = True
+    base_path: str = ""
+    allowed_origins: Strings = ()
+
+
+class Gateway(Section):
+    """Where the gateway listens and whom it lets in."""
+
+    port: int = Field(default=18789, ge=0, le=65535, description="0 takes any free port.")
+    bind: Literal["loopback", "lan", "auto", "tailnet", "custom"] = "loopback"
+    custom_bind_host: Text | None = Field(default=None, description="The address for `bind: 'custom'`.")
+    auth: GatewayAuth = Field(default_factory=GatewayAuth)
+    tools: GatewayTools = Field(default_factory=GatewayTools)
+    http: GatewayHttp = Field(default_factory=GatewayHttp)
+    control_ui: ControlUi = Field(default_factory=ControlUi)
+
+
+class Hooks(Section):
+    """Runs started by web hooks."""
+
+    enabled: bool = False
+    token: Secret | None = None
+    path: Annotated[str, Field(pattern=r"^/\S*$")] = "/hooks"
+    default_session_key: Text | None = None
+    allow_request_session_key: bool = False
+    allowed_session_key_prefixes: Strings | None = Field(default=None, description="Left out: any.")
+    allowed_agent_ids: AgentPatterns | None = Field(default=None, description="Left out: any.")
+
+
+class Cron(Section):
+    """Scheduled runs."""
+
+    enabled: bool = True
+    max_concurrent_runs: Count = 1
+
+
+class Store(Section):
+    """Where sessions are kept, and how much they may take."""
+
+    url: Secret | None = Field(default=None, description="Left out: SQLite in the state directory.")
+    synchronous: Literal["full", "normal"] = Field(
+        default="full", description="`normal` may lose the last moments at a power cut."
+    )
+    message_max_bytes: int = Field(default=MIB, ge=1024, le=LARGEST, description="Cap on one message.")
+    lane_max_queued: Count = Field(default=1000, description="Messages one session may have waiting.")
+
+
+class Bus(Section):
+    """What tells several gateways of each other's news."""
+
+    url: Secret | None = Field(default=None, description="Left out: one process.")
+
+
+def masked(value: object) -> object:
+    """The shape of a value without what it says: which parts of a channel are secret is not known here."""
+    if isinstance(value, dict):
+        return {key: masked(item) for key, item in cast("dict[str, object]", value).items()}
+    if isinstance(value, list):
+        return [masked(item) for item in cast("list[object]", value)]
+    return value if value is None or isinstance(value, bool) else MASK

@@ -1,0 +1,195 @@
+"""What a model is shown of a transcript.
+
+The transcript is the checkpoint, so any prefix of it must make a valid request: every tool call is followed
+by its results and nothing else, no result stands alone, and answers that failed are left out. `mend` gives
+that guarantee whatever a crash, an import or another program left behind; the stored entries stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from antiphon.engine.transcripts import END, SQL
+from antiphon.errors import InvalidInput
+from antiphon.messages import (
+    Assistant,
+    Compaction,
+    Message,
+    Text,
+    Thinking,
+    ToolCall,
+    ToolResult,
+    User,
+    decode,
+)
+from antiphon.store import Row, Tx
+
+PAGE = 200
+CHARACTERS_PER_TOKEN = 4  # a rule of thumb that errs on the long side for text in Latin script
+UNBOUNDED_BYTES = 2**20  # what a runtime without a window is shown
+
+INTERRUPTED = "This call was interrupted: it may or may not have taken effect. Check before repeating it."
+
+
+@dataclass(slots=True)
+class Context:
+    """Numbered messages, oldest first, as they are in the transcript (not yet mended)."""
+
+    seqs: list[int] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+
+    def add(self, seq: int, message: Message) -> None:
+        self.seqs.append(seq)
+        self.messages.append(message)
+
+    def since(self, seq: int) -> list[Message]:
+        return [message for at, message in zip(self.seqs, self.messages, strict=True) if at >= seq]
+
+    @property
+    def tokens(self) -> int:
+        return sum(weigh(message) for message in self.messages)
+
+
+async def load(tx: Tx, transcript: int, window: int | None) -> Context:
+    """From the latest compaction to the end, and no more than could matter for a window of that many tokens."""
+    budget = UNBOUNDED_BYTES if window is None else 2 * window * CHARACTERS_PER_TOKEN
+    compaction = await tx.one(SQL.latest_compaction, transcript=transcript)
+    since, head = 0, None
+    if compaction and isinstance(found := decode(compaction["body"]), Compaction):
+        since, head = found.first_kept_seq, (compaction["seq"], found)
+    rows = await _tail(tx, transcript, since, budget)
+    context = Context()
+    if head:
+        context.add(*head)
+    for row in rows:
+        if (message := _readable(row)) is not None:
+            context.add(row["seq"], message)
+    return context
+
+
+async def _tail(tx: Tx, transcript: int, since: int, budget: int) -> list[Row]:
+    rows: list[Row] = []
+    before = END
+    while budget > 0:
+        page = await tx.all(SQL.tail, transcript=transcript, since=since, before=before, limit=PAGE)
+        rows += page
+        budget -= sum(len(row["body"]) for row in page)
+        if len(page) < PAGE:
+            break
+        before = page[-1]["seq"]
+    return rows[::-1]
+
+
+def _readable(row: Row) -> Message | None:
+    """A damaged entry is passed over, so that it cannot brick its session; `antiphon doctor` names it."""
+    try:
+        return decode(row["body"])
+    except InvalidInput:
+        return None
+
+
+def mend(messages: Iterable[Message]) -> list[Message]:
+    """The valid conversation these entries stand for."""
+    mended: list[Message] = []
+    waiting: dict[str, ToolCall] = {}
+    moment = 0
+    for message in messages:
+        moment = message.timestamp
+        if isinstance(message, ToolResult):
+            if waiting.pop(message.tool_call_id, None):
+                mended.append(message)
+            continue
+        mended += _interruptions(waiting, moment)
+        waiting = {}
+        if isinstance(message, Assistant):
+            if not (kept := _kept(message)):
+                continue
+            message = kept  # noqa: PLW2901
+            waiting = {call.id: call for call in message.tool_calls}
+        mended.append(message)
+    mended += _interruptions(waiting, moment)
+    while mended and not isinstance(mended[0], User | Compaction):
+        del mended[0]  # A bounded tail may begin in the middle of a turn; providers want a question first.
+    return mended
+
+
+def _interruptions(waiting: dict[str, ToolCall], moment: int) -> list[ToolResult]:
+    return [interrupted(call, moment) for call in waiting.values()]
+
+
+def _kept(message: Assistant) -> Assistant | None:
+    """The answer without repeated call ids, or None if there is nothing in it that a model should see again."""
+    if message.stop_reason in {"error", "aborted"} and not message.text and not message.tool_calls:
+        return None
+    if not message.content:
+        return None
+    ids = [call.id for call in message.tool_calls]
+    if len(ids) == len(set(ids)):
+        return message
+    seen: set[str] = set()
+    content = [
+        b for b in message.content if not (isinstance(b, ToolCall) and (b.id in seen or seen.add(b.id)))
+    ]
+    return Assistant(content=content, timestamp=message.timestamp, stop_reason=message.stop_reason)
+
+
+def interrupted(call: ToolCall, now: int) -> ToolResult:
+    return ToolResult(
+        tool_call_id=call.id,
+        tool_name=call.name,
+        content=[Text(text=INTERRUPTED)],
+        is_error=True,
+        interrupted=True,
+        timestamp=now,
+    )
+
+
+def weigh(message: Message) -> int:
+    """Tokens, roughly."""
+    return sum(map(len, _pieces(message))) // CHARACTERS_PER_TOKEN + 8
+
+
+def _pieces(message: Message) -> Iterable[str]:
+    if isinstance(message, Compaction):
+        return [message.summary]
+    if isinstance(message.content, str):
+        return [message.content]
+    return [_piece(block) for block in message.content]
+
+
+def _piece(block: object) -> str:
+    match block:
+        case Text(text=text):
+            return text
+        case Thinking(thinking=text):
+            return text
+        case ToolCall(name=name, arguments=arguments):
+            return f"{name}{arguments}"
+        case _:
+            return "x" * 4800  # an image weighs about 1,200 tokens, whatever its bytes
+
+
+def cut(context: Context, keep_tokens: int) -> int:
+    """Where to cut: what stands before the index is summarised. 0 when nothing can be cut off.
+
+    Only a question or an answer may come first afterwards, never a tool's result, so no call loses its pair.
+    """
+    kept = 0
+    best = 0
+    for index in range(len(context.messages) - 1, 0, -1):
+        message = context.messages[index]
+        kept += weigh(message)
+        if not isinstance(message, ToolResult):
+            best = index
+            if kept >= keep_tokens:
+                break
+    return best
+
+
+def as_text(messages: Sequence[Message], limit: int) -> str:
+    """Messages as plain text for a summary, oldest first, each and all of them cut to fit `limit` characters."""
+    each = max(400, limit // max(1, len(messages)))
+    lines = [f"{message.__struct_config__.tag}: {' '.join(_pieces(message))[:each]}" for message in messages]
+    text = "\n".join(lines)
+    return text if len(text) <= limit else "[…]\n" + text[-limit:]

@@ -1,0 +1,84 @@
+"""Streaming what a step has so far: pieces are gathered and sent at most every `INTERVAL` seconds.
+
+A model may stream a hundred pieces a second to a thousand listeners; people read far slower than that. The
+text gathered since the last commit is kept, because a stopped run keeps what it had said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from antiphon.bus import Delta, EventBus
+
+INTERVAL = 0.05  # seconds
+
+
+class DeltaStream:
+    """The deltas of one run. Numbers rise by one, so a listener sees when it missed some."""
+
+    def __init__(self, bus: EventBus, topic: str, run_id: str) -> None:
+        self._bus = bus
+        self._topic = topic
+        self._run_id = run_id
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._next_at = 0.0
+        self._number = 0
+        self._text: list[str] = []
+        self._thinking: list[str] = []
+        self._said: list[str] = []
+
+    @property
+    def said(self) -> str:
+        """The text of the step that is not committed yet."""
+        return "".join(self._said)
+
+    def text(self, piece: str) -> None:
+        self._said.append(piece)
+        self._text.append(piece)
+        self._plan()
+
+    def thinking(self, piece: str) -> None:
+        self._thinking.append(piece)
+        self._plan()
+
+    def restart(self) -> None:
+        self._said.clear()
+        self._text.clear()
+        self._thinking.clear()
+        self._send(restart=True)
+
+    def committed(self) -> None:
+        """The step is in the transcript: send what is left, begin the next one."""
+        self.flush()
+        self._said.clear()
+
+    def flush(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._text or self._thinking:
+            self._send()
+
+    def _plan(self) -> None:
+        if self._timer is None:
+            now = self._loop.time()
+            if now >= self._next_at:
+                self.flush()
+            else:
+                self._timer = self._loop.call_at(self._next_at, self.flush)
+
+    def _send(self, *, restart: bool = False) -> None:
+        self._next_at = self._loop.time() + INTERVAL
+        self._number += 1
+        if self._bus.wanted(self._topic):
+            event = Delta(
+                run_id=self._run_id,
+                number=self._number,
+                text="".join(self._text),
+                thinking="".join(self._thinking),
+                restart=restart,
+            )
+            self._bus.publish(self._topic, event)
+        self._text.clear()
+        self._thinking.clear()

@@ -1,0 +1,308 @@
+"""Keeping lanes moving: claims, plays and ends runs, stops them, and finds the work that was left lying.
+
+There is no state here whose loss matters. `_playing` is the set of runs this process has in its hands; the
+lease in the store says so to others, and the epoch in every commit makes it harmless to be wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from antiphon.bus import EventBus, MessageAppended, RunChanged, SessionChanged, StopAsked, ToolPhase
+from antiphon.clock import Clock
+from antiphon.engine import retention, runs
+from antiphon.engine.deltas import DeltaStream
+from antiphon.engine.runs import Claim, Ended, Ending, Outcome, Stopped, Worker
+from antiphon.engine.transcripts import Entry
+from antiphon.engine.turns import Setting, Turn, settled
+from antiphon.errors import AntiphonError, Fenced, RunFailed, StoreError
+from antiphon.lanes import LaneEngine
+from antiphon.messages import ToolCall, ToolResult
+from antiphon.store import Store
+
+log = logging.getLogger(__name__)
+
+STOPS = "stops"  # the topic on which every process hears of requests to stop
+
+
+def session_topic(session: int) -> str:
+    return f"session.{session}"
+
+
+def run_topic(n: int) -> str:
+    return f"run.{n}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How patient the engine is. Times in seconds."""
+
+    lease: float = 10.0
+    sweep: float = 2.0
+    stop_grace: float = 2.0
+    retention: float = 600.0
+    max_attempts: int = 5
+
+
+@dataclass(slots=True)
+class _Play:
+    """A run being played: how to stop it, and as what it then ends."""
+
+    limit: asyncio.Timeout
+    outcome: Outcome = "timeout"
+
+
+class Engine:
+    def __init__(
+        self,
+        *,
+        store: Store,
+        lanes: LaneEngine,
+        bus: EventBus,
+        clock: Clock,
+        setting: Callable[[Claim], Coroutine[Any, Any, Setting]],
+        pace: Pace | None = None,
+        keep: retention.Keep | None = None,
+        alone: bool = True,
+    ) -> None:
+        self._store = store
+        self._lanes = lanes
+        self._bus = bus
+        self._clock = clock
+        self._setting = setting
+        self._pace = pace or Pace()
+        self._keep = keep or retention.Keep()
+        self._alone = alone
+        self._owner = uuid.uuid4().hex
+        self._playing: dict[str, _Play] = {}
+        self._chores: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Take the lease, then look for work that an earlier process left."""
+        await self._renew(alone=self._alone)
+        await self._lanes.start(self._drain)
+        await self._wake_idle_lanes(older_than=0)
+        chores = [
+            self._every(self._pace.lease / 3, self._renew),
+            self._every(self._pace.sweep, self._sweep),
+            self._every(self._pace.retention, self._retain),
+            self._hear_stops(),
+        ]
+        self._chores = [asyncio.create_task(chore) for chore in chores]
+
+    async def stop(self, grace: float = 0.0) -> None:
+        """Let go. Runs in hand stay `running` in the store and are taken up by the next start."""
+        await self._lanes.stop(grace)
+        for task in self._chores:
+            task.cancel()
+        await asyncio.gather(*self._chores, return_exceptions=True)
+        await self._store.tx(runs.drop_lease, self._owner)
+
+    async def accepted(self, accepted: runs.Accepted) -> None:
+        """After the commit of a submission: tell listeners, wake the lane."""
+        if accepted.new:
+            self._publish_run(accepted.n, accepted.session, accepted.run_id, "queued")
+        await self._lanes.activate(accepted.session)
+
+    def stopping(self, stopped: Stopped) -> None:
+        """After the commit of a request to stop: end what ended, tell the owners of the rest."""
+        for ended in stopped.ended:
+            self._publish_ended(ended)
+        for run_id in stopped.asked:
+            self._bus.publish(STOPS, StopAsked(run_id=run_id))
+
+    # --- lanes ---
+
+    def _worker(self) -> Worker:
+        return Worker(self._owner, self._clock.now(), self._pace.max_attempts)
+
+    async def _drain(self, lane: int) -> None:
+        claim, skipped = await self._store.tx(runs.claim, lane, self._worker())
+        self._publish_all(skipped)
+        while claim is not None:
+            claim = await self._play(claim)
+
+    async def _play(self, claim: Claim) -> Claim | None:
+        """Play a run to its end; the claim of the next one comes with the commit that ends this."""
+        self._publish_run(claim.n, claim.session, claim.run_id, "running")
+        self._on_entries(claim, claim.entries)
+        try:
+            ending = await self._ending(claim)
+            ended, following, skipped = await settled(
+                self._store.tx(runs.finish, claim, ending, self._worker())
+            )
+        except Fenced:
+            log.info("Run %r was taken over", claim.run_id)
+            return None
+        self._publish_ended(ended, claim)
+        self._publish_all(skipped)
+        return following
+
+    async def _ending(self, claim: Claim) -> Ending:
+        turn: Turn | None = None
+        try:
+            async with asyncio.timeout(self._seconds_left(claim)) as limit:
+                play = self._playing[claim.run_id] = _Play(limit)
+                if claim.cancelled:
+                    self._cut(play)
+                turn = await self._turn(claim)
+                return await turn.play()
+        except TimeoutError:
+            play = self._playing[claim.run_id]
+            if play.limit.expired():
+                return _stopped(turn, play.outcome)
+            log.exception("Run %r failed", claim.run_id)
+            return _failed(turn, RunFailed(claim.run_id))
+        except (Fenced, StoreError):
+            raise  # Nothing can be committed now; the run is taken up again from its transcript.
+        except AntiphonError as error:
+            return _failed(turn, error)
+        except Exception:
+            log.exception("Run %r failed", claim.run_id)
+            return _failed(turn, RunFailed(claim.run_id))
+        finally:
+            self._playing.pop(claim.run_id, None)
+
+    async def _turn(self, claim: Claim) -> Turn:
+        deltas = DeltaStream(self._bus, session_topic(claim.session), claim.run_id)
+        setting = await self._setting(claim)
+        return Turn(self._store, self._clock, claim, setting, deltas, self._on_entries, self._on_tool)
+
+    def _seconds_left(self, claim: Claim) -> float | None:
+        return None if claim.deadline_at is None else max(0.0, (claim.deadline_at - self._clock.now()) / 1000)
+
+    # --- stopping ---
+
+    async def _hear_stops(self) -> None:
+        async with self._bus.listen(STOPS) as events:
+            while True:
+                event = await events.get()
+                if isinstance(event, StopAsked) and (play := self._playing.get(event.run_id)):
+                    self._cut(play)
+
+    @staticmethod
+    def _cut(play: _Play) -> None:
+        if not play.limit.expired():
+            play.outcome = "cancelled"
+            play.limit.reschedule(asyncio.get_running_loop().time())
+
+    # --- chores ---
+
+    async def _every(self, seconds: float, chore: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            try:
+                await chore()
+            except AntiphonError as error:
+                log.error("%s", error)
+            except Exception:
+                log.exception("A chore of the engine failed; it is tried again in %.1f s", seconds)
+
+    async def _renew(self, *, alone: bool = False) -> None:
+        now = self._clock.now()
+        until = now + round(self._pace.lease * 1000)
+        await self._store.tx(runs.renew_lease, self._owner, until, now, alone=alone)
+
+    async def _sweep(self) -> None:
+        """Whatever a lost hint, a stuck tool or a full disk left behind."""
+        now = self._clock.now()
+        self._publish_all(await self._store.tx(runs.expire, now))
+        forced = await self._store.tx(runs.force, now - round(self._pace.stop_grace * 1000), now)
+        self._publish_all(forced)
+        for ended in forced:
+            await self._lanes.activate(ended.session)
+        held = await self._store.read(runs.held_by, self._owner)
+        for run_id, lane in held.items():
+            if run_id not in self._playing:
+                await self._lanes.activate(lane)
+        await self._wake_idle_lanes(older_than=self._pace.sweep)
+
+    async def _wake_idle_lanes(self, older_than: float) -> None:
+        now = self._clock.now()
+        after, page = 0, 1000
+        while True:
+            before = now - round(older_than * 1000)
+            lanes = await self._store.read(runs.idle_lanes, after, before, now, page)
+            for lane in lanes:
+                await self._lanes.activate(lane)
+            if len(lanes) < page:
+                return
+            after = lanes[-1]
+
+    async def _retain(self) -> None:
+        for key in await retention.sweep(self._store, self._keep, self._clock.now()):
+            self._bus.publish("sessions", SessionChanged(session_key=key, reason="retention"))
+
+    # --- events, always after the commit they tell of ---
+
+    def _on_entries(self, claim: Claim, entries: Sequence[Entry]) -> None:
+        topic = session_topic(claim.session)
+        if self._bus.wanted(topic):
+            for entry in entries:
+                self._bus.publish(
+                    topic,
+                    MessageAppended(
+                        session_id=claim.session_id,
+                        seq=entry.seq,
+                        entry=entry.id,
+                        body=entry.body,
+                        run_id=claim.run_id,
+                    ),
+                )
+
+    def _on_tool(self, claim: Claim, call: ToolCall, result: ToolResult | None) -> None:
+        topic = session_topic(claim.session)
+        if self._bus.wanted(topic):
+            event = ToolPhase(
+                run_id=claim.run_id,
+                call_id=call.id,
+                name=call.name,
+                phase="result" if result else "start",
+                is_error=bool(result and result.is_error),
+            )
+            self._bus.publish(topic, event)
+
+    def _publish_all(self, all_ended: Sequence[Ended]) -> None:
+        for ended in all_ended:
+            self._publish_ended(ended)
+
+    def _publish_ended(self, ended: Ended, claim: Claim | None = None) -> None:
+        if claim:
+            self._on_entries(claim, ended.entries)
+        self._publish_run(ended.n, ended.session, ended.run_id, ended.ending.state, ended.ending)
+
+    def _publish_run(
+        self, n: int, session: int, run_id: str, state: str, ending: Ending | None = None
+    ) -> None:
+        for topic in (run_topic(n), session_topic(session)):
+            if self._bus.wanted(topic):
+                event = RunChanged(
+                    run_id=run_id,
+                    state=state,
+                    reply=ending and ending.reply,
+                    error_code=ending and ending.error_code,
+                    error=ending and ending.error,
+                )
+                self._bus.publish(topic, event)
+
+
+_REASONS: dict[Outcome, str] = {
+    "timeout": "The run's time was over.",
+    "cancelled": "The run was stopped.",
+}
+
+
+def _stopped(turn: Turn | None, outcome: Outcome) -> Ending:
+    reason = _REASONS[outcome]
+    return turn.stopped(outcome, reason) if turn else Ending(state=outcome, error_code=outcome, error=reason)
+
+
+def _failed(turn: Turn | None, error: AntiphonError) -> Ending:
+    if turn is not None:
+        return turn.failed(error)
+    return Ending(state="error", error_code=error.code, error=str(error))

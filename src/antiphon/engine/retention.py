@@ -1,0 +1,64 @@
+"""Retention: old sessions leave the lists, and much later, if configured, the store.
+
+Archiving hides and deletes nothing. Only sessions that are idle are touched, a bounded number in a transaction,
+and the clock is the engine's, so that years pass in a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from antiphon.engine import sessions
+from antiphon.store import Store, Tx
+from antiphon.store.listing import KINDS
+
+DAY = 86_400_000  # milliseconds
+BATCH = 200
+
+Step: TypeAlias = Callable[[Tx, str, int, int], Awaitable[list[str]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """Days without activity before archiving, days in the archive before deleting; None is for ever."""
+
+    archive_after_days: float | None = None
+    delete_archived_after_days: float | None = None
+
+
+async def sweep(store: Store, keep: Keep, now: int) -> list[str]:
+    """Apply `keep` everywhere; the keys that were touched."""
+    touched: list[str] = []
+    for kind in KINDS:
+        if keep.archive_after_days is not None:
+            touched += await _repeat(store, _archive, kind, now - round(keep.archive_after_days * DAY), now)
+        if keep.delete_archived_after_days is not None:
+            touched += await _repeat(
+                store, _delete, kind, now - round(keep.delete_archived_after_days * DAY), now
+            )
+    return touched
+
+
+async def _repeat(store: Store, script: Step, kind: str, before: int, now: int) -> list[str]:
+    touched: list[str] = []
+    while True:
+        batch = await store.tx(script, kind, before, now)
+        touched += batch
+        if len(batch) < BATCH:
+            return touched
+
+
+async def _archive(tx: Tx, kind: str, before: int, now: int) -> list[str]:
+    rows = await tx.all(sessions.SQL.stale, kind=kind, before=before, limit=BATCH)
+    for row in rows:
+        await tx.do(sessions.SQL.archive, id=row["id"], now=now)
+    return [row["key"] for row in rows]
+
+
+async def _delete(tx: Tx, kind: str, before: int, now: int) -> list[str]:
+    rows = await tx.all(sessions.SQL.expired, kind=kind, before=before, limit=BATCH)
+    for row in rows:
+        await sessions.forget(tx, row["id"], row["key"])
+    return [row["key"] for row in rows]

@@ -1,0 +1,420 @@
+"""Runs: the life of one accepted message, as transaction scripts.
+
+    queued ──▶ running ──▶ ok | error | timeout | cancelled | interrupted | incomplete
+       └───────────────────────▲   (a queued run can end without ever having run)
+
+The commit of `submit` is what "accepted" means. `claim` takes a lane by raising its epoch, and every later
+commit of the run names that epoch: a process that lost the lane changes nothing (`Fenced`). The user's message
+enters the transcript when its run starts, so a transcript is never interleaved. `finish` ends a run and claims
+the next one of the lane in the same commit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from antiphon.engine import transcripts
+from antiphon.engine.context import interrupted
+from antiphon.engine.transcripts import Entry
+from antiphon.errors import Conflict, Fenced, LaneFull, StoreError
+from antiphon.messages import Assistant, Message, Usage, User, decode, encode
+from antiphon.store import Row, Tx
+from antiphon.store.queries import Queries
+
+SQL = Queries("runs")
+SESSIONS = Queries("sessions")
+
+Outcome = Literal["ok", "error", "timeout", "cancelled", "interrupted", "incomplete"]
+TERMINAL: frozenset[str] = frozenset({"ok", "error", "timeout", "cancelled", "interrupted", "incomplete"})
+SKIPS = 1000  # runs that one claim may end unplayed (expired ones) before it lets others commit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A message on its way into a session, with everything its run will need frozen."""
+
+    run_id: str
+    session: int
+    origin: str
+    message: User
+    instructions: str | None = None
+    model: str | None = None
+    thinking: str | None = None
+    target: str | None = None
+    deadline_at: int | None = None
+    max_queued: int = 1000
+
+    @property
+    def digest(self) -> str:
+        """What makes a repeated id the same request: the session and the words, not when they were said."""
+        content = encode(User(content=self.message.content, timestamp=0))
+        return hashlib.sha256(f"{self.session}\n{self.origin}\n{content}".encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    run_id: str
+    n: int
+    session: int
+    state: str
+    new: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """The right to play a run: everything its commits must name, and what it starts from."""
+
+    n: int
+    run_id: str
+    session: int
+    session_key: str
+    session_id: str
+    root_key: str
+    agent_id: str
+    sandboxed: bool
+    transcript: int
+    epoch: int
+    first_seq: int
+    attempts: int
+    resumed: bool
+    input: str
+    instructions: str | None
+    model: str | None
+    thinking: str | None
+    deadline_at: int | None
+    cancelled: bool
+    entries: list[Entry]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a run ended, from runtime facts only."""
+
+    state: Outcome
+    reply: str | None = None
+    error_code: str | None = None
+    error: str | None = None
+    model_answered: str | None = None
+    messages: Sequence[Message] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A run that reached its end in this commit, and the entries that came with it."""
+
+    n: int
+    run_id: str
+    session: int
+    ending: Ending
+    entries: list[Entry]
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """Who is claiming, when, and how patient it is with runs that kill their process."""
+
+    owner: str
+    now: int
+    max_attempts: int
+
+
+async def submit(tx: Tx, submission: Submission, now: int) -> Accepted:
+    """Queue a run, or return the one that this id already stands for."""
+    row = await tx.one(
+        SQL.insert,
+        id=submission.run_id,
+        session=submission.session,
+        origin=submission.origin,
+        digest=submission.digest,
+        input=encode(submission.message),
+        instructions=submission.instructions,
+        model=submission.model,
+        thinking=submission.thinking,
+        target=submission.target,
+        deadline_at=submission.deadline_at,
+        max_queued=submission.max_queued,
+        now=now,
+    )
+    if row:
+        return Accepted(submission.run_id, row["n"], submission.session, "queued", new=True)
+    return await _accepted_before(tx, submission)
+
+
+async def _accepted_before(tx: Tx, submission: Submission) -> Accepted:
+    row = await tx.one(SQL.by_id, id=submission.run_id)
+    if row is None:
+        raise LaneFull(
+            f"This session already has {submission.max_queued} messages waiting.",
+            "Wait until some of them are answered, or stop them, then send again.",
+            max=submission.max_queued,
+        )
+    if row["digest"] != submission.digest:
+        raise Conflict(
+            f"The idempotency key {submission.run_id!r} was already used for another message.",
+            "Use a new key for a new message.",
+            field="idempotencyKey",
+        )
+    return Accepted(row["id"], row["n"], row["session"], row["state"], new=False)
+
+
+async def claim(tx: Tx, session: int, worker: Worker) -> tuple[Claim | None, list[Ended]]:
+    """Take the next run of a lane, ending on the way those that must not be played any more."""
+    ended: list[Ended] = []
+    for _ in range(SKIPS):
+        row = await tx.one(SQL.next_in_lane, session=session)
+        if row is None:
+            return None, ended
+        if row["active"] and row["owner"] != worker.owner and row["lease_until"] > worker.now:
+            return None, ended
+        verdict = _verdict(row, worker)
+        if verdict is None:
+            return await _start(tx, row, worker), ended
+        ended.append(await end_unplayed(tx, row, verdict, worker.now))
+    raise StoreError(
+        f"Lane {session} has over {SKIPS} expired runs.", "It is looked at again by the sweeper."
+    )
+
+
+def _verdict(row: Row, worker: Worker) -> Ending | None:
+    """Why a run may not be played (again), if so."""
+    if row["deadline_at"] is not None and row["deadline_at"] <= worker.now:
+        return Ending(
+            state="timeout", error_code="timeout", error="The run's time was over before it could go on."
+        )
+    if row["attempts"] >= worker.max_attempts:
+        return Ending(
+            state="interrupted",
+            error_code="quarantined",
+            error=f"The run was interrupted {row['attempts']} times without getting on, and is not tried again. "
+            "Send the message once more to retry it.",
+        )
+    return None
+
+
+async def _start(tx: Tx, row: Row, worker: Worker) -> Claim:
+    fresh = row["first_seq"] is None
+    lane = await tx.one(SESSIONS.take_lane, id=row["session"], count=int(fresh), now=worker.now)
+    if lane is None:
+        raise StoreError(f"Run {row['id']!r} has no session.", "Run `antiphon doctor`.")
+    first_seq = lane["last_seq"] if fresh else row["first_seq"]
+    await tx.do(
+        SQL.start,
+        n=row["n"],
+        owner=worker.owner,
+        epoch=lane["lane_epoch"],
+        transcript=lane["transcript"],
+        first_seq=first_seq,
+        now=worker.now,
+    )
+    entries: list[Entry] = []
+    if fresh:
+        entries = await transcripts.append(
+            tx, lane["transcript"], first_seq, row["n"], [decode(row["input"])], worker.now
+        )
+    return Claim(
+        n=row["n"],
+        run_id=row["id"],
+        session=row["session"],
+        session_key=lane["key"],
+        session_id=lane["session_id"],
+        root_key=lane["root_key"],
+        agent_id=lane["agent_id"],
+        sandboxed=bool(lane["sandboxed"]),
+        transcript=lane["transcript"],
+        epoch=lane["lane_epoch"],
+        first_seq=first_seq,
+        attempts=row["attempts"] + 1,
+        resumed=not fresh,
+        input=row["input"],
+        instructions=row["instructions"],
+        model=row["model"] or lane["model"],
+        thinking=row["thinking"] or lane["thinking"],
+        deadline_at=row["deadline_at"],
+        cancelled=row["cancel_at"] is not None,
+        entries=entries,
+    )
+
+
+async def commit(tx: Tx, claim: Claim, messages: Sequence[Message], now: int) -> list[Entry]:
+    """Append entries of a run that goes on."""
+    row = await tx.one(SESSIONS.advance, id=claim.session, epoch=claim.epoch, count=len(messages), now=now)
+    if row is None:
+        raise Fenced(claim.run_id)
+    entries = await transcripts.append(tx, claim.transcript, row["last_seq"], claim.n, messages, now)
+    await _ledger(tx, claim, messages, now)
+    if claim.attempts > 1:
+        await tx.do(SQL.progressed, n=claim.n)
+    return entries
+
+
+async def finish(
+    tx: Tx, claim: Claim, ending: Ending, worker: Worker
+) -> tuple[Ended, Claim | None, list[Ended]]:
+    """End a run and claim the next of its lane, in one commit."""
+    messages = list(ending.messages)
+    if ending.state in {"cancelled", "timeout", "error"}:
+        calls = await transcripts.open_calls(tx, claim.transcript, claim.first_seq)
+        messages = [*(interrupted(call, worker.now) for call in calls), *messages]
+    row = await tx.one(
+        SESSIONS.leave_lane,
+        id=claim.session,
+        epoch=claim.epoch,
+        count=len(messages),
+        aborted=int(ending.state in {"cancelled", "timeout"}),
+        now=worker.now,
+    )
+    if row is None:
+        raise Fenced(claim.run_id)
+    entries = await transcripts.append(tx, claim.transcript, row["last_seq"], claim.n, messages, worker.now)
+    await _ledger(tx, claim, messages, worker.now)
+    await _end(tx, claim.n, ending, row["last_seq"], worker.now)
+    following, skipped = await _following(tx, claim.session, worker)
+    return Ended(claim.n, claim.run_id, claim.session, ending, entries), following, skipped
+
+
+_following = claim
+
+
+async def _end(tx: Tx, n: int, ending: Ending, last_seq: int | None, now: int) -> None:
+    await tx.do(
+        SQL.end,
+        n=n,
+        state=ending.state,
+        reply=ending.reply,
+        error_code=ending.error_code,
+        error=ending.error,
+        model_answered=ending.model_answered,
+        last_seq=last_seq,
+        now=now,
+    )
+
+
+async def end_unplayed(tx: Tx, row: Row, ending: Ending, now: int) -> Ended:
+    """End a run that nobody plays: one that never started, or one taken from whoever had it."""
+    if row["first_seq"] is None:
+        await _end(tx, row["n"], ending, None, now)
+        return Ended(row["n"], row["id"], row["session"], ending, [])
+    calls = await transcripts.open_calls(tx, row["transcript"], row["first_seq"])
+    notice = Assistant(content=[], timestamp=now, stop_reason="aborted", error_message=ending.error)
+    messages = [*(interrupted(call, now) for call in calls), notice]
+    seized = await tx.one(SESSIONS.seize_lane, id=row["session"], count=len(messages), aborted=1, now=now)
+    last_seq = seized["last_seq"] if seized else 0
+    entries = await transcripts.append(tx, row["transcript"], last_seq, row["n"], messages, now)
+    await _end(tx, row["n"], ending, last_seq, now)
+    return Ended(row["n"], row["id"], row["session"], ending, entries)
+
+
+async def _ledger(tx: Tx, claim: Claim, messages: Sequence[Message], now: int) -> None:
+    for message in messages:
+        if isinstance(message, Assistant) and message.usage:
+            await record_usage(tx, claim, message.provider, message.model, message.usage, now)
+
+
+async def record_usage(
+    tx: Tx, claim: Claim, provider: str | None, model: str | None, usage: Usage, now: int
+) -> None:
+    """One row per model call, and the session's running totals."""
+    await tx.do(
+        SQL.record_usage,
+        now=now,
+        run_id=claim.run_id,
+        session_key=claim.session_key,
+        session_id=claim.session_id,
+        root_key=claim.root_key,
+        agent_id=claim.agent_id,
+        provider=provider,
+        model=model,
+        input=usage.input,
+        output=usage.output,
+        cache_read=usage.cache_read,
+        cache_write=usage.cache_write,
+        cost=usage.cost.total if usage.cost else None,
+    )
+    await tx.do(
+        SESSIONS.count_usage,
+        id=claim.session,
+        input=usage.input,
+        output=usage.output,
+        total=usage.total_tokens,
+        context=usage.input + usage.cache_read + usage.cache_write + usage.output,
+        model=model,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """What a request to stop did: runs that ended at once, and runs whose owner has been asked."""
+
+    ended: list[Ended]
+    asked: list[str]
+
+
+async def cancel(tx: Tx, session: int, run_id: str | None, now: int) -> Stopped:
+    """Stop a session's runs (or one of them) and everything running below it in its tree."""
+    ended: list[Ended] = []
+    asked: list[str] = []
+    for member in await tx.all(SQL.family, session=session):
+        only = run_id if member["id"] == session else None
+        for row in await tx.all(SQL.queued_in, session=member["id"]):
+            if only in {None, row["id"]}:
+                ending = Ending(
+                    state="cancelled", error_code="cancelled", error="The run was stopped before it began."
+                )
+                await _end(tx, row["n"], ending, None, now)
+                ended.append(Ended(row["n"], row["id"], member["id"], ending, []))
+        for row in await tx.all(SQL.active_in, session=member["id"]):
+            if only in {None, row["id"]}:
+                await tx.do(SQL.ask_to_stop, n=row["n"], now=now)
+                asked.append(row["id"])
+    return Stopped(ended, asked)
+
+
+async def expire(tx: Tx, now: int) -> list[Ended]:
+    """End queued runs whose time is over; a bounded number a call."""
+    ending = Ending(
+        state="timeout", error_code="timeout", error="The run's time was over before it could begin."
+    )
+    ended: list[Ended] = []
+    for row in await tx.all(SQL.overdue, now=now):
+        await _end(tx, row["n"], ending, None, now)
+        ended.append(Ended(row["n"], row["id"], row["session"], ending, []))
+    return ended
+
+
+async def force(tx: Tx, before: int, now: int) -> list[Ended]:
+    """End runs whose owner was asked to stop before that time and has not done so."""
+    ending = Ending(state="cancelled", error_code="cancelled", error="The run was stopped.")
+    rows = await tx.all(SQL.not_stopping, before=before)
+    return [await end_unplayed(tx, row, ending, now) for row in rows]
+
+
+async def idle_lanes(tx: Tx, after: int, before: int, now: int, limit: int) -> list[int]:
+    """Lanes that have work nobody alive is doing."""
+    rows = await tx.all(SQL.lanes_with_work, after=after, before=before, now=now, limit=limit)
+    return [row["session"] for row in rows]
+
+
+async def held_by(tx: Tx, owner: str) -> dict[str, int]:
+    return {row["id"]: row["session"] for row in await tx.all(SQL.held_by, owner=owner)}
+
+
+async def renew_lease(tx: Tx, owner: str, until: int, now: int, *, alone: bool = False) -> None:
+    """One write keeps every run of this process; `alone` means no other process can be alive."""
+    if alone:
+        await tx.do(SQL.drop_other_owners, id=owner)
+    await tx.do(SQL.renew_lease, id=owner, until=until)
+    await tx.do(SQL.drop_expired_owners, now=now)
+
+
+async def drop_lease(tx: Tx, owner: str) -> None:
+    await tx.do(SQL.drop_owner, id=owner)
+
+
+async def commit_summary(tx: Tx, claim: Claim, entry: Message, summary: Assistant, now: int) -> list[Entry]:
+    """Append a compaction entry, and charge for the call that wrote it."""
+    entries = await commit(tx, claim, [entry], now)
+    await _ledger(tx, claim, [summary], now)
+    return entries

@@ -1,0 +1,70 @@
+"""Tools as the engine sees them: something with a schema that takes a call and gives a result.
+
+What a tool does after a crash is part of its definition. `settle` tools are ours: they take the call's key and
+can be asked again with it, having at most one effect. Every other tool acts on a world we do not control, so a
+call that may have happened is reported to the model as interrupted and never repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from antiphon.access import Caller
+from antiphon.runtimes import ToolSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One invocation. `key` identifies it for ever: the same key is the same effect."""
+
+    caller: Caller
+    run_id: str
+    call_id: str
+    arguments: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        return f"{self.run_id}:{self.call_id}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What the model reads, and the same for machines."""
+
+    text: str
+    details: Any = None
+    is_error: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    spec: ToolSpec
+    invoke: Callable[[Call], Awaitable[Result]]
+    after_crash: Literal["settle", "report"] = "report"
+
+
+class Toolbox:
+    """The tools there are, and which of them an agent may use."""
+
+    def __init__(self, tools: Iterable[Tool] = ()) -> None:
+        self._tools = {tool.spec.name: tool for tool in tools}
+
+    def add(self, tool: Tool) -> None:
+        self._tools[tool.spec.name] = tool
+
+    def allowed(self, allow: Iterable[Iterable[str]], deny: Iterable[str]) -> dict[str, Tool]:
+        """The tools that every list in `allow` admits and `deny` does not; `*` in a name stands for any text."""
+        lists = [tuple(patterns) for patterns in allow]
+        denied = tuple(deny)
+        return {
+            name: tool
+            for name, tool in self._tools.items()
+            if all(_named(name, patterns) for patterns in lists) and not _named(name, denied)
+        }
+
+
+def _named(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,0 +1,273 @@
+"""Playing one run: model step, commit, tool step, commit, until there is an answer.
+
+The transcript is the checkpoint. A run that was cut off is loaded from it and goes on where it stopped: calls
+without a result are settled (our own tools, by their key) or reported as interrupted (everybody else's), and
+then the model is asked again. Nothing is shown to be done before the commit that did it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from antiphon.access import Caller
+from antiphon.clock import Clock
+from antiphon.engine import compaction, context, runs, transcripts
+from antiphon.engine.context import Context
+from antiphon.engine.deltas import DeltaStream
+from antiphon.engine.runs import Claim, Ending, Outcome
+from antiphon.engine.toolbox import Call, Result, Tool
+from antiphon.engine.transcripts import Entry
+from antiphon.errors import AntiphonError, ContextOverflow, Fenced, StoreError
+from antiphon.messages import Assistant, Message, Text, ToolCall, ToolResult, decode
+from antiphon.runtimes import Prompt, Runtime
+from antiphon.runtimes.model import INVALID_ARGUMENTS
+from antiphon.store import Store
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+COMPACTIONS = 3  # per run; a conversation that is still too long after that will not get shorter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a run is played with; computed once, when it starts."""
+
+    runtime: Runtime
+    instructions: str
+    tools: Mapping[str, Tool]
+    max_steps: int
+    reserve_tokens: int
+    keep_tokens: int
+    max_result_chars: int
+    steps: asyncio.Semaphore
+    """Bounds how many steps run at once in this process. Held while a model works, never while a tool waits."""
+
+
+class Turn:
+    """One run in the hands of this process."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        claim: Claim,
+        setting: Setting,
+        deltas: DeltaStream,
+        on_entries: Callable[[Claim, Sequence[Entry]], None],
+        on_tool: Callable[[Claim, ToolCall, ToolResult | None], None],
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._claim = claim
+        self._setting = setting
+        self._deltas = deltas
+        self._on_entries = on_entries
+        self._on_tool = on_tool
+        self._context = Context()
+        self._compactions = 0
+
+    async def play(self) -> Ending:
+        """To the end, which is returned and not yet committed."""
+        await self._load()
+        if self._claim.resumed:
+            await self._answer_all(
+                transcripts.unanswered(self._context.since(self._claim.first_seq)), resumed=True
+            )
+        for _ in range(self._setting.max_steps):
+            answer = await self._step()
+            if not answer.tool_calls:
+                return _ending(answer)
+            await self._commit([answer])
+            await self._answer_all(answer.tool_calls, resumed=False)
+        return Ending(
+            state="incomplete",
+            error_code="max_steps",
+            error=f"The run took {self._setting.max_steps} steps without coming to an answer. "
+            "Ask for less at once, or raise agents.defaults.maxSteps.",
+        )
+
+    def stopped(self, outcome: Outcome, reason: str) -> Ending:
+        """The ending of a run that was stopped: what had been said is kept."""
+        said = self._deltas.said
+        partial = Assistant(
+            content=[Text(text=said)] if said else [],
+            timestamp=self._clock.now(),
+            stop_reason="aborted",
+            error_message=reason,
+        )
+        return Ending(state=outcome, reply=said or None, error_code=outcome, error=reason, messages=[partial])
+
+    def failed(self, error: AntiphonError) -> Ending:
+        notice = Assistant(
+            content=[], timestamp=self._clock.now(), stop_reason="error", error_message=str(error)
+        )
+        return Ending(state="error", error_code=error.code, error=str(error), messages=[notice])
+
+    # --- what the model is shown ---
+
+    async def _load(self) -> None:
+        claim, runtime = self._claim, self._setting.runtime
+        if runtime.reads_history:
+            self._context = await self._store.read(context.load, claim.transcript, runtime.context_window)
+        elif claim.resumed:
+            since = claim.first_seq - 1
+            entries = await self._store.read(transcripts.after, claim.transcript, since, 1000, tools=True)
+            for entry in entries:
+                self._context.add(entry.seq, decode(entry.body))
+        else:
+            self._context.add(claim.first_seq, decode(claim.input))
+
+    async def _step(self) -> Assistant:
+        """One answer of the runtime, after making room for it if need be."""
+        while True:
+            if self._too_long():
+                await self._compact()
+            try:
+                async with self._setting.steps:
+                    return await self._setting.runtime.step(self._prompt(), self._deltas)
+            except ContextOverflow:
+                if not await self._compact():
+                    raise
+
+    def _prompt(self) -> Prompt:
+        claim, setting = self._claim, self._setting
+        return Prompt(
+            run_id=claim.run_id,
+            session_key=claim.session_key,
+            agent_id=claim.agent_id,
+            instructions=setting.instructions,
+            messages=context.mend(self._context.messages),
+            tools=[tool.spec for tool in setting.tools.values()],
+            thinking=claim.thinking,
+        )
+
+    def _too_long(self) -> bool:
+        window = self._setting.runtime.context_window
+        return window is not None and self._context.tokens > max(
+            window // 2, window - self._setting.reserve_tokens
+        )
+
+    async def _compact(self) -> bool:
+        """Put a summary in the place of the older half. False when there is nothing to put it in place of."""
+        cut = context.cut(self._context, self._setting.keep_tokens)
+        if cut == 0 or self._compactions >= COMPACTIONS:
+            return False
+        self._compactions += 1
+        async with self._setting.steps:
+            summary = await compaction.summarise(
+                self._setting.runtime, self._prompt(), self._context.messages[:cut]
+            )
+        entry = compaction.entry(self._context, cut, summary, self._clock.now())
+        entries = await self._write(runs.commit_summary, self._claim, entry, summary, self._clock.now())
+        kept = Context([entries[0].seq, *self._context.seqs[cut:]], [entry, *self._context.messages[cut:]])
+        self._context = kept
+        return True
+
+    # --- tools ---
+
+    async def _answer_all(self, calls: Sequence[ToolCall], *, resumed: bool) -> None:
+        """Every call gets its result, each in its own commit as soon as it is there."""
+        if len(calls) == 1:
+            await self._answer(calls[0], resumed=resumed)
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for call in calls:
+                    group.create_task(self._answer(call, resumed=resumed))
+        except BaseExceptionGroup as group_error:
+            raise group_error.exceptions[0] from None
+
+    async def _answer(self, call: ToolCall, *, resumed: bool) -> None:
+        tool = self._setting.tools.get(call.name)
+        if resumed and (tool is None or tool.after_crash == "report"):
+            result = context.interrupted(call, self._clock.now())
+        else:
+            self._on_tool(self._claim, call, None)
+            result = self._result(call, await self._invoke(call, tool))
+        await self._commit([result])
+        self._on_tool(self._claim, call, result)
+
+    async def _invoke(self, call: ToolCall, tool: Tool | None) -> Result:
+        if tool is None:
+            known = ", ".join(self._setting.tools) or "none"
+            return Result(text=f"There is no tool {call.name!r}. The tools are: {known}.", is_error=True)
+        if call.native and INVALID_ARGUMENTS in call.native:
+            return Result(
+                text=f"The arguments of {call.name!r} were not a JSON object. Call it again.", is_error=True
+            )
+        claim = self._claim
+        caller = Caller.agent(claim.agent_id, claim.session_key, sandboxed=claim.sandboxed)
+        try:
+            return await tool.invoke(
+                Call(caller=caller, run_id=claim.run_id, call_id=call.id, arguments=call.arguments)
+            )
+        except (Fenced, StoreError):
+            raise
+        except AntiphonError as error:
+            return Result(text=str(error), is_error=True, details={"code": error.code, **error.data})
+        except Exception as error:
+            log.exception("Tool %r failed in run %r", call.name, claim.run_id)
+            return Result(
+                text=f"The tool {call.name!r} failed: {type(error).__name__}: {error}", is_error=True
+            )
+
+    def _result(self, call: ToolCall, result: Result) -> ToolResult:
+        text, most = result.text, self._setting.max_result_chars
+        if len(text) > most:
+            text = f"{text[:most]}\n[{len(result.text) - most} of {len(result.text)} characters left out]"
+        return ToolResult(
+            tool_call_id=call.id,
+            tool_name=call.name,
+            content=[Text(text=text)],
+            is_error=result.is_error,
+            details=result.details,
+            timestamp=self._clock.now(),
+        )
+
+    # --- commits ---
+
+    async def _commit(self, messages: Sequence[Message]) -> None:
+        entries = await self._write(runs.commit, self._claim, messages, self._clock.now())
+        for entry, message in zip(entries, messages, strict=True):
+            self._context.add(entry.seq, message)
+
+    async def _write(self, script: Callable[..., Awaitable[list[Entry]]], *args: object) -> list[Entry]:
+        entries = await settled(self._store.tx(script, *args))
+        self._deltas.committed()
+        self._on_entries(self._claim, entries)
+        return entries
+
+
+def _ending(answer: Assistant) -> Ending:
+    """From what the runtime reported, never from what the text says."""
+    reply = answer.text
+    model = f"{answer.provider}/{answer.model}" if answer.provider and answer.model else answer.model
+    if answer.stop_reason == "length":
+        error = "The answer reached the model's length limit and is not complete."
+    elif not reply.strip():
+        error = "The model ended its turn without an answer."
+    else:
+        return Ending(state="ok", reply=reply, model_answered=model, messages=[answer])
+    return Ending(
+        state="incomplete",
+        reply=reply or None,
+        error_code="incomplete",
+        error=error,
+        model_answered=model,
+        messages=[answer],
+    )
+
+
+async def settled(work: Awaitable[T]) -> T:
+    """Await a commit to its end even when cancelled meanwhile, so that memory agrees with the store."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

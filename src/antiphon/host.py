@@ -1,0 +1,136 @@
+"""Putting the house together: one process that hosts sessions.
+
+`hosting` owns a state directory and runs its lanes; `looking` reads one beside a running owner. Both give the
+`Operations` through which everything is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from antiphon.bus.local import LocalBus
+from antiphon.clock import Clock, SystemClock
+from antiphon.config import AgentConfig, Config
+from antiphon.engine.door import Door
+from antiphon.engine.engine import Engine, Pace
+from antiphon.engine.retention import Keep
+from antiphon.engine.runs import Claim
+from antiphon.engine.toolbox import Tool, Toolbox
+from antiphon.engine.turns import Setting
+from antiphon.lanes.local import LocalLanes
+from antiphon.operations import Operations
+from antiphon.runtimes import Runtime
+from antiphon.runtimes.catalog import Catalog
+from antiphon.store.sqlite import Phase, SqliteStore
+from antiphon.store.statedir import StateDir
+
+RESULT_CHARS = 200_000  # of one tool result; more would not fit a prompt anyway
+
+
+@asynccontextmanager
+async def hosting(
+    config: Config,
+    state_dir: Path,
+    *,
+    tools: Iterable[Tool] = (),
+    functions: Mapping[str, Runtime] | None = None,
+    clock: Clock | None = None,
+    pace: Pace | None = None,
+    on_commit: Callable[[Phase], None] | None = None,
+) -> AsyncGenerator[Operations]:
+    """Own the directory, take up what was left in it, and host until the context is left."""
+    clock = clock or SystemClock()
+    with await asyncio.to_thread(StateDir.own, state_dir) as home:
+        store = await SqliteStore.open(
+            home.database, synchronous=config.store.synchronous, on_commit=on_commit
+        )
+        bus = LocalBus()
+        catalog = Catalog(config, functions)
+        engine = Engine(
+            store=store,
+            lanes=LocalLanes(),
+            bus=bus,
+            clock=clock,
+            setting=_Settings(config, catalog, Toolbox(tools)),
+            pace=pace,
+            keep=_keep(config),
+        )
+        try:
+            await engine.start()
+            try:
+                yield _operations(config, store, bus, clock, engine, home)
+            finally:
+                await engine.stop()
+        finally:
+            await catalog.close()
+            await store.close()
+
+
+@asynccontextmanager
+async def looking(config: Config, state_dir: Path) -> AsyncGenerator[Operations]:
+    """Read a state directory without owning it; whatever would change something is refused."""
+    home = StateDir.look(state_dir)
+    store = await SqliteStore.open(home.database, read_only=True, readers=1)
+    try:
+        yield _operations(config, store, LocalBus(), SystemClock(), None, home)
+    finally:
+        await store.close()
+
+
+def _operations(
+    config: Config, store: SqliteStore, bus: LocalBus, clock: Clock, engine: Engine | None, home: StateDir
+) -> Operations:
+    return Operations(
+        config=config,
+        store=store,
+        bus=bus,
+        clock=clock,
+        door=Door(config),
+        engine=engine,
+        transcripts_dir=home.transcripts,
+    )
+
+
+def _keep(config: Config) -> Keep:
+    retention = config.session.retention
+    return Keep(
+        archive_after_days=retention.archive_after_days,
+        delete_archived_after_days=retention.delete_archived_after_days,
+    )
+
+
+class _Settings:
+    """What a run is played with, from the configuration."""
+
+    def __init__(self, config: Config, catalog: Catalog, toolbox: Toolbox) -> None:
+        self._catalog = catalog
+        self._toolbox = toolbox
+        self._agents = {agent_id: config.agent(agent_id) for agent_id in config.agent_ids}
+        self._default = config.default_agent_id
+        self._steps = asyncio.Semaphore(config.agents.defaults.max_concurrent)
+
+    async def __call__(self, claim: Claim) -> Setting:
+        agent = self._agents.get(claim.agent_id or self._default)
+        runtime = await self._catalog.runtime(agent.id if agent else claim.agent_id, claim.model)
+        if agent is None:
+            agent = self._agents[self._default]
+        return Setting(
+            runtime=runtime,
+            instructions=_instructions(agent, claim),
+            tools=self._toolbox.allowed(agent.tools.allow, agent.tools.deny),
+            max_steps=agent.max_steps,
+            reserve_tokens=agent.compaction.reserve_tokens,
+            keep_tokens=agent.compaction.keep_recent_tokens,
+            max_result_chars=RESULT_CHARS,
+            steps=self._steps,
+        )
+
+
+def _instructions(agent: AgentConfig, claim: Claim) -> str:
+    own = agent.instructions or f"You are {agent.name or agent.id}, a helpful assistant."
+    return "\n\n".join(
+        filter(None, [own, f"This conversation is the session {claim.session_key!r}.", claim.instructions])
+    )

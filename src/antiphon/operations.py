@@ -1,0 +1,436 @@
+"""The protocol-blind middle: what a caller can ask of Antiphon, typed in and out.
+
+Every door (the CLI now, WebSocket, HTTP and agent tools on top of the same calls) says who is asking and gets
+data or an error from `errors`. Each operation is one straight line: check the input, open the session through
+`Door` inside one transaction, commit, tell. No wire format is known here, and nothing here keeps state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from antiphon import access, keys, policy, views
+from antiphon.access import Caller
+from antiphon.bus import Event, EventBus, SessionChanged
+from antiphon.clock import Clock
+from antiphon.config import Config
+from antiphon.engine import feeds, runs, sessions, transcripts
+from antiphon.engine.door import Door
+from antiphon.engine.engine import Engine, run_topic, session_topic
+from antiphon.engine.runs import Submission
+from antiphon.errors import InvalidInput, NotFound, SendBlocked, StoreReadOnly, TooLarge
+from antiphon.keys import SessionKey
+from antiphon.messages import Image, Provenance, Text, User
+from antiphon.store import Row, Store, Tx, listing
+from antiphon.store.listing import KINDS, Wish
+from antiphon.views import Accepted, HistoryPage, RunView, SessionPage, SessionView, UsageLine
+
+LIST_LIMIT, LIST_MOST = 50, 200
+HISTORY_LIMIT, HISTORY_MOST = 50, 1000
+_CHAT_TYPES: dict[str, keys.ChatType] = {"direct": "direct", "group": "group", "channel": "channel"}
+LOOK_AGAIN = 2.0  # seconds after which a wait reads the row though no event came
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """Words for a session. `idempotency_key` becomes the run's id: saying it again changes nothing."""
+
+    session: str
+    content: str | list[Text | Image]
+    idempotency_key: str | None = None
+    origin: str = "chat"
+    model: str | None = None
+    thinking: str | None = None
+    instructions: str | None = None
+    timeout_seconds: float | None = None
+    provenance: Provenance | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListFilter:
+    kinds: Sequence[str] | None = None
+    limit: int = LIST_LIMIT
+    active_minutes: float | None = None
+    agent_id: str | None = None
+    label: str | None = None
+    search: str | None = None
+    spawned_by: str | None = None
+    include_archived: bool = False
+    cursor: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryFilter:
+    limit: int = HISTORY_LIMIT
+    include_tools: bool = False
+    before: int | None = None
+    after: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StopView:
+    """Runs that were ended or told to end."""
+
+    run_ids: list[str]
+
+
+class Operations:
+    def __init__(
+        self,
+        *,
+        config: Config,
+        store: Store,
+        bus: EventBus,
+        clock: Clock,
+        door: Door,
+        engine: Engine | None,
+        transcripts_dir: Path,
+    ) -> None:
+        self.config = config
+        self._store = store
+        self._bus = bus
+        self._clock = clock
+        self._door = door
+        self._engine = engine
+        self._transcripts_dir = transcripts_dir
+
+    # --- speaking ---
+
+    async def submit(self, caller: Caller, message: Message) -> Accepted:
+        """Put words into a session. They are durable when this returns; their run starts by itself."""
+        self._check(message)
+        accepted, row = await self._store.tx(self._submit, caller, message, self._clock.now())
+        await self._running().accepted(accepted)
+        return Accepted(
+            run_id=accepted.run_id,
+            session_key=row["key"],
+            session_id=row["session_id"],
+            state=accepted.state,
+        )
+
+    async def _submit(self, tx: Tx, caller: Caller, message: Message, now: int) -> tuple[runs.Accepted, Row]:
+        row = await self._door.open(tx, caller, "send", message.session, found_at=now)
+        self._check_policy(row)
+        timeout = message.timeout_seconds or self.config.agents.defaults.timeout_seconds
+        submission = Submission(
+            run_id=message.idempotency_key or uuid.uuid4().hex,
+            session=row["id"],
+            origin=message.origin,
+            message=User(content=message.content, timestamp=now, provenance=message.provenance),
+            instructions=message.instructions,
+            model=message.model,
+            thinking=message.thinking,
+            deadline_at=now + round(timeout * 1000),
+            max_queued=self.config.store.lane_max_queued,
+        )
+        return await runs.submit(tx, submission, now), row
+
+    def _check(self, message: Message) -> None:
+        """Everything about the words that can be refused without looking anything up."""
+        most = self.config.store.message_max_bytes
+        size = _bytes(message.content)
+        if size == 0:
+            raise InvalidInput("The message is empty.", "Say something.", field="message")
+        if size > most:
+            raise TooLarge(
+                f"The message has {size} bytes; at most {most} are taken.",
+                "Shorten it, or raise store.messageMaxBytes.",
+                field="message",
+                bytes=size,
+                max=most,
+            )
+        key = message.idempotency_key
+        if key is not None and not (0 < len(key) <= 200 and key.isprintable()):
+            raise InvalidInput(
+                "The idempotency key must be 1 to 200 printable characters.",
+                "Use a UUID.",
+                field="idempotencyKey",
+            )
+        if message.timeout_seconds is not None and not 0 < message.timeout_seconds <= 366 * 86_400:
+            raise InvalidInput(
+                "The timeout must be more than 0 seconds and at most a year.",
+                "Leave it out.",
+                field="timeoutSeconds",
+            )
+        if message.model is not None:
+            self.config.find_model(message.model)
+
+    def _check_policy(self, row: Row) -> None:
+        configured = self.config.session.send_policy
+        rules = tuple(
+            policy.SendRule(
+                action=rule.action,
+                channel=rule.match.channel_name,
+                chat_type=_CHAT_TYPES.get(rule.match.chat_type or ""),
+                key_prefix=rule.match.key_prefix,
+                raw_key_prefix=rule.match.raw_key_prefix,
+            )
+            for rule in configured.rules
+        )
+        decision = policy.decide(
+            policy.SendPolicy(rules, configured.default),
+            override=row["send_policy"],
+            channel=row["channel"] or row["last_channel"],
+            chat_type=row["chat_type"],
+            key=row["key"],
+        )
+        if decision == "deny":
+            raise SendBlocked(
+                "send blocked by session policy",
+                f"for {row['key']!r}: change session.sendPolicy, or the session's own sendPolicy.",
+                key=row["key"],
+            )
+
+    # --- runs ---
+
+    async def run(self, caller: Caller, run_id: str) -> RunView:
+        """Where a run is."""
+        view, _ = await self._store.read(self._run, caller, run_id)
+        return view
+
+    async def wait(self, caller: Caller, run_id: str, timeout: float) -> RunView:
+        """Until the run has ended or `timeout` seconds are over; look at `ended` to see which.
+
+        A wait holds nothing: it can be dropped and repeated from anywhere, before and after the end.
+        """
+        view, n = await self._store.read(self._run, caller, run_id)
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout
+        if view.ended:
+            return view
+        async with self._bus.listen(run_topic(n)) as events:
+            while True:
+                view, _ = await self._store.read(self._run, caller, run_id)
+                left = until - loop.time()
+                if view.ended or left <= 0:
+                    return view
+                await events.get(min(left, LOOK_AGAIN))
+
+    async def _run(self, tx: Tx, caller: Caller, run_id: str) -> tuple[RunView, int]:
+        row = await tx.one(runs.SQL.by_id, id=run_id)
+        missing = NotFound(
+            f"Run {run_id!r} was not found.", "Check the id; it is given when a message is accepted."
+        )
+        if row is None:
+            raise missing
+        try:
+            await self._door.open(tx, caller, "read", row["key"])
+        except NotFound:
+            raise missing from None
+        spent = await tx.one(runs.SQL.spent, id=run_id)
+        assert spent is not None
+        return views.run_view(row, spent, row["key"], self._clock.now()), row["n"]
+
+    async def stop(self, caller: Caller, session: str, run_id: str | None = None) -> StopView:
+        """Stop what runs or waits in a session, and everything below it in its tree."""
+        stopped = await self._store.tx(self._stop, caller, session, run_id, self._clock.now())
+        self._running().stopping(stopped)
+        return StopView([*(ended.run_id for ended in stopped.ended), *stopped.asked])
+
+    async def _stop(self, tx: Tx, caller: Caller, session: str, run_id: str | None, now: int) -> runs.Stopped:
+        row = await self._door.open(tx, caller, "control", session)
+        return await runs.cancel(tx, row["id"], run_id, now)
+
+    # --- reading ---
+
+    async def list(self, caller: Caller, wanted: ListFilter) -> SessionPage:
+        """Sessions the caller may read, newest first."""
+        access.require_scope(caller, "list")
+        limit = _between(wanted.limit, 1, LIST_MOST, "limit")
+        wish = await self._store.read(self._wish, caller, wanted, limit + 1)
+        rows = await self._store.read(listing.page, wish) if wish else []
+        shown = rows[:limit]
+        more = len(rows) > limit
+        return SessionPage(
+            count=len(shown),
+            sessions=[self._session_view(caller, row) for row in shown],
+            scope="all" if caller.is_operator else self._door.grants(caller).read,
+            next_cursor=f"{shown[-1]['updated_at']}|{shown[-1]['key']}" if more else None,
+        )
+
+    async def _wish(self, tx: Tx, caller: Caller, wanted: ListFilter, limit: int) -> Wish | None:
+        """The caller's filters narrowed to the caller's reach; None when nothing can be left."""
+        reach = access.reach(caller, self._door.grants(caller))
+        agents = None
+        if not reach.everything:
+            agents = [agent for agent in await listing.agent_ids(tx) if reach.admits_agent(agent)]
+        if wanted.agent_id is not None:
+            own = [keys.checked_agent_id(wanted.agent_id)]
+            agents = own if agents is None or own[0] in agents else []
+        parent = None
+        if wanted.spawned_by is not None:
+            parent = (await self._door.open(tx, caller, "list", wanted.spawned_by))["key"]
+        keeps_tree = not reach.everything and wanted.agent_id in {None, caller.agent_id}
+        if agents == [] and not keeps_tree:
+            return None
+        active = wanted.active_minutes
+        return Wish(
+            limit=limit,
+            kinds=_kinds(wanted.kinds),
+            agents=agents,
+            own_key=reach.own_key if keeps_tree else None,
+            descendants=reach.descendants and keeps_tree,
+            label=wanted.label,
+            parent=parent,
+            search=wanted.search,
+            active_since=None if active is None else self._clock.now() - round(active * 60_000),
+            archived=wanted.include_archived,
+            cursor=_cursor(wanted.cursor),
+        )
+
+    async def describe(self, caller: Caller, session: str) -> SessionView:
+        """One session as a list row."""
+        return self._session_view(caller, await self._store.read(self._describe, caller, session))
+
+    async def _describe(self, tx: Tx, caller: Caller, session: str) -> Row:
+        row = await self._door.open(tx, caller, "read", session)
+        full = await tx.one(sessions.SQL.described, id=row["id"])
+        assert full is not None
+        return full
+
+    async def history(self, caller: Caller, session: str, wanted: HistoryFilter) -> HistoryPage:
+        """A page of a transcript, oldest first: the newest entries, or those before or after a number."""
+        limit = _between(wanted.limit, 1, HISTORY_MOST, "limit")
+        return await self._store.read(self._history, caller, session, wanted, limit)
+
+    async def _history(
+        self, tx: Tx, caller: Caller, session: str, wanted: HistoryFilter, limit: int
+    ) -> HistoryPage:
+        row = await self._door.open(tx, caller, "read", session)
+        transcript, session_id = sessions.named(row)
+        tools = wanted.include_tools
+        if wanted.after is not None:
+            entries = await transcripts.after(tx, transcript, wanted.after, limit + 1, tools=tools)
+            page, more = entries[:limit], len(entries) > limit
+            cursor = page[-1].seq if page else None
+        else:
+            before = transcripts.END if wanted.before is None else wanted.before
+            entries = await transcripts.before(tx, transcript, before, limit + 1, tools=tools)
+            page, more = entries[-limit:], len(entries) > limit
+            cursor = page[0].seq if page else None
+        return HistoryPage(
+            session_key=row["key"],
+            session_id=session_id,
+            messages=[views.history_item(entry) for entry in page],
+            total=await transcripts.last_seq(tx, transcript),
+            has_more=more,
+            next_cursor=str(cursor) if more and cursor is not None else None,
+        )
+
+    async def follow(self, caller: Caller, session: str, after: int | None = None) -> AsyncIterator[Event]:
+        """Entries after a number (default: from now on) and live events. Close the iterator to stop."""
+        row, last = await self._store.read(self._place, caller, session)
+        topic = session_topic(row["id"])
+        start = last if after is None else after
+        async for event in feeds.follow(
+            self._store, self._bus, topic, row["id"], row["transcript"], row["session_id"], start
+        ):
+            yield event
+
+    async def _place(self, tx: Tx, caller: Caller, session: str) -> tuple[Row, int]:
+        row = await self._door.open(tx, caller, "read", session)
+        return row, await transcripts.last_seq(tx, row["transcript"])
+
+    async def usage(self, caller: Caller, session: str, *, tree: bool = False) -> list[UsageLine]:
+        """What a session, or everything below its root, has cost by model."""
+        return await self._store.read(self._usage, caller, session, tree)
+
+    async def _usage(self, tx: Tx, caller: Caller, session: str, tree: bool) -> list[UsageLine]:
+        row = await self._door.open(tx, caller, "read", session)
+        query = runs.SQL.usage_by_tree if tree else runs.SQL.usage_by_model
+        columns = UsageLine.__struct_fields__
+        lines = await tx.all(query, key=row["key"])
+        return [UsageLine(**{column: line[column] for column in columns}) for line in lines]
+
+    # --- changing ---
+
+    async def open(self, caller: Caller, session: str) -> SessionView:
+        """The session, founded if it is not there yet."""
+        row = await self._store.tx(self._open, caller, session, self._clock.now())
+        return self._session_view(caller, row)
+
+    async def _open(self, tx: Tx, caller: Caller, session: str, now: int) -> Row:
+        row = await self._door.open(tx, caller, "send", session, found_at=now)
+        full = await tx.one(sessions.SQL.described, id=row["id"])
+        assert full is not None
+        return full
+
+    async def renew(
+        self, caller: Caller, session: str, reason: Literal["new", "reset"] = "new"
+    ) -> SessionView:
+        """Begin a new conversation under the same key. The old one stays readable by its session id."""
+        row = await self._store.tx(self._renew, caller, session, reason, self._clock.now())
+        event = SessionChanged(session_key=row["key"], reason="renewed")
+        self._bus.publish(session_topic(row["id"]), event)
+        self._bus.publish("sessions", event)
+        return self._session_view(caller, row)
+
+    async def _renew(self, tx: Tx, caller: Caller, session: str, reason: str, now: int) -> Row:
+        row = await self._door.open(tx, caller, "control", session)
+        await sessions.renew(tx, row, reason, now)
+        full = await tx.one(sessions.SQL.described, id=row["id"])
+        assert full is not None
+        return full
+
+    def _session_view(self, caller: Caller, row: Row) -> SessionView:
+        key: SessionKey = keys.parse(row["key"])
+        shown = keys.display(key, viewer_agent_id=caller.agent_id)
+        return views.session_view(row, key, shown, str(self._transcripts_dir / f"{row['session_id']}.jsonl"))
+
+    def _running(self) -> Engine:
+        if self._engine is None:
+            raise StoreReadOnly(
+                "This view of the store is for reading.", "Start Antiphon on this state directory."
+            )
+        return self._engine
+
+
+def _bytes(content: str | Sequence[Text | Image]) -> int:
+    texts = (
+        [content]
+        if isinstance(content, str)
+        else [b.text if isinstance(b, Text) else b.data for b in content]
+    )
+    try:
+        return sum(len(text.encode()) for text in texts)
+    except UnicodeEncodeError as error:
+        raise InvalidInput(
+            "The message contains half of a surrogate pair, which is not text.",
+            "Send valid Unicode.",
+            field="message",
+        ) from error
+
+
+def _between(value: int, least: int, most: int, field: str) -> int:
+    if value < least:
+        raise InvalidInput(
+            f"{field!r} is {value}; it must be at least {least}.", f"Use {least} to {most}.", field=field
+        )
+    return min(value, most)
+
+
+def _kinds(wanted: Sequence[str] | None) -> Sequence[str]:
+    unknown = set(wanted or ()) - set(KINDS)
+    if unknown:
+        raise InvalidInput(
+            f"There is no kind {sorted(unknown)[0]!r}.", f"The kinds are {', '.join(KINDS)}.", field="kinds"
+        )
+    return tuple(dict.fromkeys(wanted)) if wanted else KINDS
+
+
+def _cursor(text: str | None) -> tuple[int, str] | None:
+    if text is None:
+        return None
+    at, _, key = text.partition("|")
+    if not (at.isdecimal() and len(at) < 18 and key):
+        raise InvalidInput(
+            f"The cursor {text[:80]!r} is not one of ours.",
+            "Pass nextCursor as it was given.",
+            field="cursor",
+        )
+    return int(at), key

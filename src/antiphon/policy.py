@@ -1,0 +1,112 @@
+"""The send policy: whether words may leave a session for the people in its chat.
+
+Pure: rules and facts in, a decision out. It says nothing about who asks (see `antiphon.access`), and nothing
+about what comes in, which is always recorded. Older names of rule fields are settled where rules are read.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from antiphon.keys import ChatType, parse
+
+Decision = Literal["allow", "deny"]
+SendCommand = Literal["allow", "deny", "inherit"]
+
+_COMMAND = re.compile(r"/send[ \t]+([a-z]+)", re.IGNORECASE | re.ASCII)
+_ARGUMENTS: dict[str, SendCommand] = {
+    "on": "allow",
+    "allow": "allow",
+    "off": "deny",
+    "deny": "deny",
+    "inherit": "inherit",
+    "default": "inherit",
+    "reset": "inherit",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SendRule:
+    """Matches when every field that is given matches; a rule without fields matches everything."""
+
+    action: Decision = "allow"
+    channel: str | None = None
+    chat_type: ChatType | None = None
+    key_prefix: str | None = None
+    """Tried on the whole key and on the key without its agent."""
+    raw_key_prefix: str | None = None
+    """Tried on the whole key only."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendPolicy:
+    """Rules have no order: one matching deny outweighs every allow."""
+
+    rules: tuple[SendRule, ...] = ()
+    default: Decision = "allow"
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    channel: str | None
+    chat_type: ChatType | None
+    key: str
+    short_key: str
+
+
+def decide(
+    policy: SendPolicy | None,
+    *,
+    override: Decision | None,
+    channel: str | None,
+    chat_type: ChatType | None,
+    key: str,
+) -> Decision:
+    """Whether the session may send. `override` is the session's own setting and wins over every rule.
+
+    Where `channel` or `chat_type` is not recorded on the session, the key is asked. What neither can tell
+    matches no rule that asks for it.
+
+    Raises:
+        InvalidKey: `key` is not a stored key, so its chat cannot be judged and nothing may be sent.
+    """
+    if override is not None:
+        return override
+    if policy is None:
+        return "allow"
+    facts = _facts(channel, chat_type, key)
+    actions = {rule.action for rule in policy.rules if _applies(rule, facts)}
+    if "deny" in actions:
+        return "deny"
+    return "allow" if "allow" in actions else policy.default
+
+
+def parse_send_command(text: str) -> SendCommand | None:
+    """What `/send on|off|inherit` asks for, if that is the whole message. The sender is checked elsewhere."""
+    match = _COMMAND.fullmatch(text.strip())
+    return _ARGUMENTS.get(match[1].lower()) if match else None
+
+
+def _facts(channel: str | None, chat_type: ChatType | None, key: str) -> _Facts:
+    parsed = parse(key)
+    name = channel or parsed.channel
+    return _Facts(
+        channel=name.lower() if name else None,
+        chat_type=chat_type or parsed.chat_type,
+        key=key.lower(),
+        short_key=parsed.rest.lower(),
+    )
+
+
+def _applies(rule: SendRule, facts: _Facts) -> bool:
+    if rule.channel is not None and rule.channel.lower() != facts.channel:
+        return False
+    if rule.chat_type is not None and rule.chat_type != facts.chat_type:
+        return False
+    if rule.key_prefix is not None:
+        prefix = rule.key_prefix.lower()
+        if not (facts.key.startswith(prefix) or facts.short_key.startswith(prefix)):
+            return False
+    return rule.raw_key_prefix is None or facts.key.startswith(rule.raw_key_prefix.lower())

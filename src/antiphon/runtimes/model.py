@@ -1,0 +1,268 @@
+"""Answers a step with a language model behind an HTTP API.
+
+Here live what a model is (`ModelSpec`), how long one is tried (`Patience`) and what its failures are called
+(`failure`). How an answer is read off the wire is the business of a `Reader`, one per spec and opened on the
+first step: the one used today stands on pydantic-ai's model layer and is imported only then, so importing
+this module costs nothing. The agent loop of that library is not used; the durable loop is the engine's.
+
+A reader makes exactly one attempt and raises `ProviderError`; the attempts are counted here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+from urllib.parse import urlsplit
+
+import stamina
+
+from antiphon.errors import ContextOverflow, ProviderError
+from antiphon.messages import Assistant
+from antiphon.runtimes import Deltas, Prompt
+
+Api = Literal["openai-completions", "openai-responses", "anthropic-messages", "google-generative-ai"]
+
+INVALID_ARGUMENTS = "invalidArguments"
+"""Key in `ToolCall.native` holding what the model wrote where its arguments were not a JSON object.
+
+Such a call has `arguments == {}`; whoever runs tools answers it with an error result that quotes this text
+instead of running the tool. The text goes back to the model as it was written.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Price:
+    """US dollars per million tokens. Cached tokens without a price of their own cost what input costs."""
+
+    input: float
+    output: float
+    cache_read: float | None = None
+    cache_write: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """One model at one provider, as configured. Secrets stay out of its `repr`."""
+
+    provider: str
+    model: str
+    api: Api
+    base_url: str | None = None
+    """None means the public endpoint of the API's owner."""
+    api_key: str | None = field(default=None, repr=False)
+    """None is fine for local servers; they are sent a placeholder."""
+    headers: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
+    context_window: int | None = None
+    max_tokens: int | None = None
+    """Most tokens of one answer; None leaves it to the provider."""
+    price: Price | None = None
+    """None means the bundled price list, and an unknown cost for what is not on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How often and how long a step tries before it gives up. Times are in seconds."""
+
+    attempts: int = 4
+    first_wait: float = 0.5
+    """Doubles with every attempt; up to `jitter` is added so that many sessions do not return together."""
+    longest_wait: float = 20.0
+    jitter: float = 1.0
+    retry_after: float = 60.0
+    """A provider that asks for more than this is not waited for."""
+    connect: float = 10.0
+    idle: float = 120.0
+    """Longest silence on an open connection, before the first byte as well as between bytes."""
+
+
+class Reader(Protocol):
+    """Reads one answer of one model from the wire."""
+
+    async def read(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+        """Make one attempt.
+
+        Raises:
+            ProviderError: made by `failure`; `retryable` says whether another attempt makes sense.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class ModelRuntime:
+    """A `Runtime` on a `ModelSpec`. Make one per spec: it holds the connections to the provider."""
+
+    reads_history = True
+
+    def __init__(
+        self, spec: ModelSpec, *, patience: Patience | None = None, reader: Reader | None = None
+    ) -> None:
+        self.spec = spec
+        self._patience = patience or Patience()
+        self._reader = reader
+        self._opening = asyncio.Lock()
+
+    @property
+    def context_window(self) -> int | None:
+        return self.spec.context_window
+
+    async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+        reader = self._reader or await self._open()
+        patience = self._patience
+        async for attempt in stamina.retry_context(
+            on=self._wait_for,
+            attempts=patience.attempts,
+            timeout=None,
+            wait_initial=patience.first_wait,
+            wait_max=patience.longest_wait,
+            wait_jitter=patience.jitter,
+        ):
+            with attempt:
+                if attempt.num > 1:
+                    deltas.restart()
+                return await reader.read(prompt, deltas)
+        raise AssertionError("The last attempt returns or raises.")
+
+    async def close(self) -> None:
+        async with self._opening:
+            if self._reader is not None:
+                await self._reader.close()
+                self._reader = None
+
+    async def _open(self) -> Reader:
+        async with self._opening:
+            if self._reader is None:
+                # The provider libraries take most of a second to import: not on the event loop.
+                self._reader = await asyncio.to_thread(open_reader, self.spec, self._patience)
+            return self._reader
+
+    def _wait_for(self, error: Exception) -> bool | float:
+        """Whether to try again: no, yes after the usual wait, or after that many seconds."""
+        if not isinstance(error, ProviderError) or not error.retryable:
+            return False
+        asked: float | None = error.data.get("retryAfter")
+        if asked is None:
+            return True
+        return asked <= self._patience.retry_after and asked + random.uniform(0, self._patience.jitter)  # noqa: S311
+
+
+def open_reader(spec: ModelSpec, patience: Patience) -> Reader:
+    """The reader for a spec. A leaner one for a single API can take over here without anybody noticing."""
+    from antiphon.runtimes.pydantic_reader import PydanticReader  # noqa: PLC0415
+
+    return PydanticReader(spec, patience)
+
+
+Kind = Literal[
+    "overflow",
+    "credentials",
+    "unknownModel",
+    "quota",
+    "rateLimit",
+    "busy",
+    "rejected",
+    "unreachable",
+    "silent",
+    "brokenOff",
+    "withheld",
+]
+
+_SENTENCES: dict[Kind, tuple[str, str]] = {
+    "overflow": (
+        "says the conversation is longer than the context window of {model!r}",
+        "Compact the session or choose a model with a larger window.",
+    ),
+    "credentials": ("refused the credentials for {model!r}", "Check models.providers.{provider}.apiKey."),
+    "unknownModel": (
+        "does not know the model {model!r}",
+        "Choose one it offers, or check models.providers.{provider}.baseUrl.",
+    ),
+    "quota": ("has no credit left for {model!r}", "Top up the account or choose another model."),
+    "rateLimit": ("is limiting the requests to {model!r}", "Try again later, or let fewer runs go at once."),
+    "busy": ("could not answer for {model!r}", "Try again later."),
+    "rejected": (
+        "rejected the request to {model!r}",
+        "Check the model's settings: the same request will be rejected again.",
+    ),
+    "unreachable": ("cannot be reached for {model!r}", "Is the server at {url} running?"),
+    "silent": ("stopped sending while answering for {model!r}", "Try again, or check the server at {url}."),
+    "brokenOff": ("broke off the answer of {model!r}", "Try again later."),
+    "withheld": ("withheld the answer of {model!r}", "Word the message differently or choose another model."),
+}
+
+_RETRYABLE: frozenset[Kind] = frozenset({"rateLimit", "busy", "unreachable", "silent", "brokenOff"})
+
+_TOO_LONG = re.compile(
+    r"context.length.exceeded|exceed.context.size|maximum context length|reduce the length of the messages"
+    r"|prompt is too long|prompt too long|input is too long|longer than the (maximum )?(model|context)"
+    r"|exceeds? (the |max(imum)? )*(available |model'?s? )*context|greater than the context length"
+    r"|exceed context limit|context window|context size|input token count.*exceeds|request_too_large",
+    re.IGNORECASE,
+)
+"""How OpenAI, Anthropic, Google, vLLM, llama.cpp, Ollama, LM Studio and gateways word an overflow."""
+
+
+def kind_of(status: int, reason: str) -> Kind:
+    """What an HTTP error status means, given what the provider wrote with it."""
+    # A 429 that speaks of size is about tokens per minute, which compacting does not help.
+    if status != 429 and (status == 413 or _TOO_LONG.search(reason)):
+        return "overflow"
+    if status in (401, 403):
+        return "credentials"
+    if status == 402:
+        return "quota"
+    if status == 404:
+        return "unknownModel"
+    if status == 429:
+        return "rateLimit"
+    return "busy" if status in (408, 409) or status >= 500 else "rejected"
+
+
+def failure(
+    spec: ModelSpec,
+    kind: Kind,
+    *,
+    status: int | None = None,
+    reason: str = "",
+    retry_after: float | None = None,
+) -> ProviderError:
+    """The error to raise: who failed, why, and what to do next; never a secret.
+
+    What a provider says about refused credentials tends to quote them, so that reason is left out.
+    """
+    what, hint = _SENTENCES[kind]
+    names = {"provider": spec.provider, "model": spec.model, "url": _shown_url(spec)}
+    said = "" if kind == "credentials" else _without_secrets(spec, reason)
+    aside = ": ".join(str(part) for part in (status, said) if part)
+    what = f"Provider {spec.provider!r} {what.format(**names)}{f' ({aside})' if aside else ''}."
+    data: dict[str, object] = {"status": status, "provider": spec.provider, "model": spec.model}
+    if retry_after is not None:
+        data["retryAfter"] = retry_after
+        hint = f"Try again in {math.ceil(retry_after)} seconds, at {_clock_time(retry_after)}."
+    made = ContextOverflow if kind == "overflow" else ProviderError
+    return made(what, hint.format(**names), retryable=kind in _RETRYABLE, **data)
+
+
+def _without_secrets(spec: ModelSpec, reason: str) -> str:
+    said = " ".join(reason.split())
+    for secret in (spec.api_key, *spec.headers.values()):
+        if secret:
+            said = said.replace(secret, "***")
+    return said if len(said) <= 300 else f"{said[:299]}…"
+
+
+def _shown_url(spec: ModelSpec) -> str:
+    if spec.base_url is None:
+        return "the provider's public address"
+    parts = urlsplit(spec.base_url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def _clock_time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time.time() + seconds))

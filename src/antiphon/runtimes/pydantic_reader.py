@@ -1,0 +1,353 @@
+"""The `Reader` that stands on pydantic-ai's model layer: transcript in, one streamed request, transcript out.
+
+Only `Model.request_stream` is used, never the agent loop. pydantic-ai's exceptions do not leave this module:
+they become `ProviderError`. The provider SDKs' own retries are off, and an SDK is imported when the first
+model of its API is built.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import httpx2
+import msgspec
+from genai_prices import calc_price
+from genai_prices.data_snapshot import get_snapshot
+from pydantic_ai import exceptions as pai
+from pydantic_ai.messages import (
+    InstructionPart,
+    ModelResponse,
+    ModelResponseStreamEvent,
+    PartDeltaEvent,
+    PartStartEvent,
+    TextPart,
+    TextPartDelta,
+    ThinkingPart,
+    ThinkingPartDelta,
+)
+from pydantic_ai.models import Model, ModelRequestParameters
+from pydantic_ai.profiles import ModelProfile
+from pydantic_ai.profiles.openai import OpenAIModelProfile
+from pydantic_ai.settings import ModelSettings
+from pydantic_ai.tools import ToolDefinition
+from pydantic_ai.usage import RequestUsage
+
+from antiphon.clock import Clock, SystemClock
+from antiphon.errors import ConfigError, ProviderError
+from antiphon.messages import Assistant, Cost, StopReason, Text, Thinking, ToolCall, Usage
+from antiphon.runtimes import Deltas, Prompt
+from antiphon.runtimes.model import Api, Kind, ModelSpec, Patience, Price, failure, kind_of
+from antiphon.runtimes.pydantic_transcript import Dialect, blocks, call_ids, conversation, message_native
+
+PLACEHOLDER_KEY = "not-needed"
+"""Sent where no key is configured: the SDKs refuse to work without one, local servers do not look at it."""
+
+
+class PydanticReader:
+    """One model object and one HTTP client, reused by every step of a spec."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        patience: Patience,
+        *,
+        http: httpx2.AsyncClient | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._spec = spec
+        self._http = http or _client(patience)
+        self._clock = clock or SystemClock()
+        self._model = _BUILDERS[spec.api](spec, self._http)
+        self._dialect = Dialect(spec.api, spec.provider, self._model.system)
+        self._price_list = _price_list(spec, self._model.base_url)
+
+    async def read(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+        messages = conversation(prompt.messages, self._dialect)
+        try:
+            async with self._model.request_stream(
+                messages, self._settings(prompt), _parameters(prompt)
+            ) as stream:
+                async for event in stream:
+                    _forward(event, deltas)
+                response = stream.get()
+        except (pai.AgentRunError, pai.UserError, httpx2.TransportError) as error:
+            # The cause is left out: it would drag the provider's request, with its headers, into tracebacks.
+            raise self._failure(error) from None
+        return self._assistant(self._checked(response, deltas), prompt)
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    def _settings(self, prompt: Prompt) -> ModelSettings:
+        """What a model does not support is left out by its profile, `thinking` included."""
+        settings: dict[str, Any] = {}
+        if self._spec.max_tokens is not None:
+            settings["max_tokens"] = self._spec.max_tokens
+        if prompt.thinking is not None:
+            settings["thinking"] = False if prompt.thinking == "off" else prompt.thinking
+        if self._spec.api == "openai-responses":
+            # The transcript is ours to keep: nothing is stored there, and reasoning comes back encrypted.
+            settings["openai_store"] = False
+        return cast(ModelSettings, settings)
+
+    def _checked(self, response: ModelResponse, deltas: Deltas) -> ModelResponse:
+        """Refuse what is not an answer: a stream that ended early, or nothing because of a filter."""
+        details = response.provider_details or {}
+        if response.state == "incomplete" or not (response.finish_reason or details.get("finish_reason")):
+            raise failure(self._spec, "brokenOff", reason="the stream ended before the answer did")
+        if response.finish_reason == "error":
+            raise failure(self._spec, "busy", reason=str(details.get("finish_reason", "")))
+        if response.finish_reason == "content_filter" and not response.text:
+            refusal = details.get("refusal")
+            if not refusal:
+                raise failure(self._spec, "withheld", reason="content filter")
+            deltas.text(str(refusal))
+            response.parts = [*response.parts, TextPart(str(refusal))]
+        return response
+
+    def _assistant(self, response: ModelResponse, prompt: Prompt) -> Assistant:
+        content = blocks(response.parts, self._dialect, taken=call_ids(prompt.messages))
+        model = response.model_name or self._spec.model
+        return Assistant(
+            content=content,
+            timestamp=self._clock.now(),
+            stop_reason=_stop_reason(response, content),
+            api=self._spec.api,
+            provider=self._spec.provider,
+            model=model,
+            usage=self._usage(response, model),
+            native=message_native(response),
+        )
+
+    def _usage(self, response: ModelResponse, model: str) -> Usage | None:
+        """None when the provider reported none: nought tokens would be a claim."""
+        counted = response.usage
+        if counted.unmeasured_requests:
+            return None
+        cached = counted.cache_read_tokens + counted.cache_write_tokens
+        usage = Usage(
+            input=max(counted.input_tokens - cached, 0),
+            output=counted.output_tokens,
+            cache_read=counted.cache_read_tokens,
+            cache_write=counted.cache_write_tokens,
+            total_tokens=max(counted.input_tokens, cached) + counted.output_tokens,
+        )
+        if self._spec.price is not None:
+            cost = _own_cost(self._spec.price, usage)
+        else:
+            cost = self._listed_cost(counted, model, response.provider_details)
+        return msgspec.structs.replace(usage, cost=cost)
+
+    def _listed_cost(self, usage: RequestUsage, model: str, details: Mapping[str, Any] | None) -> Cost | None:
+        if self._price_list is None:
+            return None
+        context = {key: value for key, value in (details or {}).items() if isinstance(value, str)}
+        try:
+            price = calc_price(usage, model, provider_id=self._price_list, price_context=context)
+        except (LookupError, ValueError):
+            return None
+        return Cost(
+            total=float(price.total_price), input=float(price.input_price), output=float(price.output_price)
+        )
+
+    def _failure(self, error: Exception) -> ProviderError:
+        spec = self._spec
+        match error:
+            case pai.ModelHTTPError():
+                reason = _reason(error.body)
+                kind = _CATEGORIES.get(_category(error)) or kind_of(
+                    error.status_code, f"{reason} {_codes(error)}"
+                )
+                return failure(
+                    spec, kind, status=error.status_code, reason=reason, retry_after=error.retry_after
+                )
+            case pai.ModelTimeoutError() | httpx2.ReadTimeout():
+                unopened = isinstance(error, pai.ModelTimeoutError) and error.phase == "connect"
+                return failure(spec, "unreachable" if unopened else "silent", reason="timed out")
+            case pai.ModelConnectionError(phase="connect"):
+                return failure(spec, "unreachable")
+            case pai.ModelAPIError():
+                return failure(spec, _CATEGORIES.get(_category(error), "brokenOff"), reason=error.message)
+            case pai.UserError():
+                return failure(spec, "rejected", reason=error.message)
+            case _:
+                return failure(spec, "brokenOff", reason=str(error))
+
+
+_CATEGORIES: dict[type[Exception] | None, Kind] = {
+    pai.ModelContextWindowExceededError: "overflow",
+    pai.ModelQuotaExceededError: "quota",
+    pai.ModelNotFoundError: "unknownModel",
+    pai.ModelAuthenticationError: "credentials",
+    pai.ModelRateLimitError: "rateLimit",
+}
+
+
+def _category(error: pai.ModelAPIError) -> type[Exception] | None:
+    return next((category for category in _CATEGORIES if category and isinstance(error, category)), None)
+
+
+def _codes(error: pai.ModelAPIError) -> str:
+    return f"{error.provider_error_code or ''} {error.provider_error_type or ''}"
+
+
+def _reason(body: object) -> str:
+    """The sentence in an error body: `{"error": {"message": …}}` in its many spellings."""
+    while isinstance(body, dict):
+        fields = cast(dict[str, object], body)
+        body = fields.get("error") or fields.get("message") or fields.get("detail")
+    return body if isinstance(body, str) else ""
+
+
+def _stop_reason(response: ModelResponse, content: list[Text | Thinking | ToolCall]) -> StopReason:
+    if any(isinstance(block, ToolCall) for block in content):
+        return "toolUse"
+    return "length" if response.finish_reason == "length" else "stop"
+
+
+def _forward(event: ModelResponseStreamEvent, deltas: Deltas) -> None:
+    if isinstance(event, PartDeltaEvent):
+        piece = event.delta
+        if isinstance(piece, TextPartDelta):
+            deltas.text(piece.content_delta)
+        elif isinstance(piece, ThinkingPartDelta) and piece.content_delta:
+            deltas.thinking(piece.content_delta)
+    elif isinstance(event, PartStartEvent):
+        part = event.part
+        if isinstance(part, TextPart) and part.content:
+            deltas.text(part.content)
+        elif isinstance(part, ThinkingPart) and part.content:
+            deltas.thinking(part.content)
+
+
+def _parameters(prompt: Prompt) -> ModelRequestParameters:
+    return ModelRequestParameters(
+        function_tools=[
+            # Our schemas are sent as they are; strict mode would have the provider's dialect rewrite them.
+            ToolDefinition(
+                name=tool.name,
+                parameters_json_schema=dict(tool.parameters),
+                description=tool.description,
+                strict=False,
+            )
+            for tool in prompt.tools
+        ],
+        instruction_parts=[InstructionPart(content=prompt.instructions)] if prompt.instructions else [],
+    )
+
+
+def _own_cost(price: Price, usage: Usage) -> Cost:
+    per_read = price.input if price.cache_read is None else price.cache_read
+    per_write = price.input if price.cache_write is None else price.cache_write
+    parts = {
+        "input": usage.input * price.input / 1e6,
+        "output": usage.output * price.output / 1e6,
+        "cache_read": usage.cache_read * per_read / 1e6,
+        "cache_write": usage.cache_write * per_write / 1e6,
+    }
+    return Cost(total=sum(parts.values()), **parts)
+
+
+def _price_list(spec: ModelSpec, url: str | None) -> str | None:
+    """Whose bundled prices apply: the owner of the address, else the provider of exactly that name.
+
+    A name that merely resembles a known one, or a model that merely has a known name, is not priced.
+    """
+    snapshot = get_snapshot()
+    try:
+        return snapshot.find_provider(None, None, url or "").id
+    except LookupError:
+        return next((provider.id for provider in snapshot.providers if provider.id == spec.provider), None)
+
+
+def _client(patience: Patience) -> httpx2.AsyncClient:
+    return httpx2.AsyncClient(
+        timeout=httpx2.Timeout(patience.idle, connect=patience.connect, pool=None),
+        # The engine bounds how many runs go at once; a second bound here would only hide waiting.
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=100),
+        follow_redirects=True,
+    )
+
+
+_AS_IS = ModelProfile(json_schema_transformer=None)
+
+
+def _openai_completions(spec: ModelSpec, http: httpx2.AsyncClient) -> Model[Any]:
+    from pydantic_ai.models.openai import OpenAIChatModel  # noqa: PLC0415
+
+    # Without a finish reason nobody can tell an answer from the first half of one.
+    profile = OpenAIModelProfile(
+        json_schema_transformer=None, openai_chat_streaming_requires_finish_reason=True
+    )
+    if spec.provider != "openai":
+        # The older name is the one that every compatible server reads.
+        profile["openai_chat_supports_max_completion_tokens"] = False
+    return OpenAIChatModel(spec.model, provider=_openai_provider(spec, http), profile=profile)
+
+
+def _openai_responses(spec: ModelSpec, http: httpx2.AsyncClient) -> Model[Any]:
+    from pydantic_ai.models.openai import OpenAIResponsesModel  # noqa: PLC0415
+
+    return OpenAIResponsesModel(spec.model, provider=_openai_provider(spec, http), profile=_AS_IS)
+
+
+def _openai_provider(spec: ModelSpec, http: httpx2.AsyncClient) -> Any:
+    from openai import AsyncOpenAI  # noqa: PLC0415
+    from pydantic_ai.providers.openai import OpenAIProvider  # noqa: PLC0415
+    from pydantic_ai.providers.openai_compatible import OpenAICompatibleProvider  # noqa: PLC0415
+
+    client = AsyncOpenAI(
+        # Named even when it is the default, so that no environment variable redirects it.
+        base_url=spec.base_url or "https://api.openai.com/v1",
+        api_key=spec.api_key or PLACEHOLDER_KEY,
+        default_headers=dict(spec.headers),
+        http_client=http,
+        timeout=http.timeout,
+        max_retries=0,
+    )
+    if spec.provider == "openai":
+        return OpenAIProvider(openai_client=client)
+    return OpenAICompatibleProvider(spec.provider, openai_client=client)
+
+
+def _anthropic_messages(spec: ModelSpec, http: httpx2.AsyncClient) -> Model[Any]:
+    from anthropic import AsyncAnthropic  # noqa: PLC0415
+    from pydantic_ai.models.anthropic import AnthropicModel  # noqa: PLC0415
+    from pydantic_ai.providers.anthropic import AnthropicProvider  # noqa: PLC0415
+
+    client = AsyncAnthropic(
+        base_url=spec.base_url or "https://api.anthropic.com",
+        api_key=spec.api_key or PLACEHOLDER_KEY,
+        default_headers=dict(spec.headers),
+        http_client=http,
+        timeout=http.timeout,
+        max_retries=0,
+    )
+    return AnthropicModel(spec.model, provider=AnthropicProvider(anthropic_client=client), profile=_AS_IS)
+
+
+def _google_generative_ai(spec: ModelSpec, http: httpx2.AsyncClient) -> Model[Any]:
+    try:
+        # By name, because the SDK is an extra and its types need not be here.
+        models = importlib.import_module("pydantic_ai.models.google")
+        providers = importlib.import_module("pydantic_ai.providers.google")
+    except ImportError:
+        raise ConfigError(
+            f"Provider {spec.provider!r} needs the Google SDK, which is not installed.",
+            "Install it with `pip install 'antiphon[google]'`.",
+            path=f"models.providers.{spec.provider}.api",
+        ) from None
+    provider = providers.GoogleProvider(
+        api_key=spec.api_key or PLACEHOLDER_KEY, base_url=spec.base_url, http_client=http
+    )
+    return models.GoogleModel(spec.model, provider=provider)
+
+
+_BUILDERS: dict[Api, Callable[[ModelSpec, httpx2.AsyncClient], Model[Any]]] = {
+    "openai-completions": _openai_completions,
+    "openai-responses": _openai_responses,
+    "anthropic-messages": _anthropic_messages,
+    "google-generative-ai": _google_generative_ai,
+}

@@ -1,0 +1,252 @@
+"""The transcript as pydantic-ai's messages, and a response as transcript blocks.
+
+What only a provider understands is kept in a block's `native`: `id` (an item's id, or the field reasoning
+came in), `details` (opaque data to send back) and `provider` (who issued them, where that is not the name
+the provider is configured under). Thinking goes back only to the provider that wrote it; to another it
+would be noise at best and an error at worst.
+
+The result is always a conversation that strict providers take: it begins and ends with a request, requests
+and responses alternate, tool results come first in the request after their calls, and no text is blank.
+That every call has its result is the prompt's promise.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2s
+from itertools import chain, groupby
+from typing import Any
+
+import msgspec
+from pydantic_ai.messages import (
+    BinaryContent,
+    ModelMessage,
+    ModelRequest,
+    ModelResponse,
+    ModelResponsePart,
+    TextPart,
+    ThinkingPart,
+    ToolCallPart,
+    ToolReturnPart,
+    UserPromptPart,
+)
+from pydantic_core import to_jsonable_python
+
+from antiphon.messages import (
+    Assistant,
+    Compaction,
+    Image,
+    Message,
+    Text,
+    Thinking,
+    ToolCall,
+    ToolResult,
+    User,
+)
+from antiphon.runtimes.model import INVALID_ARGUMENTS, Api
+
+_OPENING = "(The conversation begins.)"
+_CONTINUE = "(Continue.)"
+_BLANK = "(empty message)"
+_NO_OUTPUT = "(no output)"
+_INTERRUPTED = "[interrupted: this call may or may not have taken effect]"
+_SUMMARY = "Summary of the conversation so far, which is no longer shown in full:\n\n"
+
+_RequestPart = UserPromptPart | ToolReturnPart
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What has to be known of the model a conversation is meant for."""
+
+    api: Api
+    provider: str
+    """The name it is configured under."""
+    system: str
+    """The name pydantic-ai knows it by, which is what it compares to decide what may be sent back."""
+
+
+def conversation(messages: Iterable[Message], dialect: Dialect) -> list[ModelMessage]:
+    """The messages to send, coalesced so that requests and responses alternate."""
+    turns = [(isinstance(message, Assistant), _parts(message, dialect)) for message in messages]
+    sent: list[ModelMessage] = []
+    for answered, group in groupby((turn for turn in turns if turn[1]), key=lambda turn: turn[0]):
+        parts = list(chain.from_iterable(parts for _, parts in group))
+        if answered:
+            sent.append(ModelResponse(parts=parts, provider_name=dialect.system))
+        else:
+            sent.append(ModelRequest(parts=_request_parts(parts)))
+    if not sent or isinstance(sent[0], ModelResponse):
+        sent.insert(0, ModelRequest(parts=[UserPromptPart(_OPENING)]))
+    if isinstance(sent[-1], ModelResponse):
+        sent.append(ModelRequest(parts=[UserPromptPart(_CONTINUE)]))
+    return sent
+
+
+def blocks(
+    parts: Sequence[ModelResponsePart], dialect: Dialect, taken: set[str]
+) -> list[Text | Thinking | ToolCall]:
+    """The transcript form of a response. `taken` are the call ids that are no longer free."""
+    content: list[Text | Thinking | ToolCall] = []
+    for part in parts:
+        if isinstance(part, TextPart):
+            content.append(Text(text=part.content, native=_native(part, dialect)))
+        elif isinstance(part, ThinkingPart):
+            content.append(
+                Thinking(
+                    thinking=part.content, thinking_signature=part.signature, native=_native(part, dialect)
+                )
+            )
+        elif isinstance(part, ToolCallPart):
+            content.append(_tool_call(part, dialect, taken))
+    return content
+
+
+def call_ids(messages: Iterable[Message]) -> set[str]:
+    return {call.id for message in messages if isinstance(message, Assistant) for call in message.tool_calls}
+
+
+def message_native(response: ModelResponse) -> dict[str, Any] | None:
+    """What a provider said of the whole message; the id is what its support asks for."""
+    details = {
+        key: value
+        for key, value in (response.provider_details or {}).items()
+        if key not in ("timestamp", "finish_reason")
+    }
+    return _present(id=response.provider_response_id, details=details)
+
+
+def _parts(message: Message, dialect: Dialect) -> list[Any]:
+    match message:
+        case User():
+            return [UserPromptPart(_user_content(message.content))]
+        case Compaction():
+            return [UserPromptPart(_SUMMARY + message.summary)]
+        case ToolResult():
+            return [_tool_return(message, dialect)]
+        case Assistant():
+            return _response_parts(message, dialect)
+
+
+def _request_parts(parts: Sequence[_RequestPart]) -> list[_RequestPart]:
+    """Results first, as providers demand, then one prompt: some chat templates refuse two in a row."""
+    results = [part for part in parts if isinstance(part, ToolReturnPart)]
+    prompts = [part.content for part in parts if isinstance(part, UserPromptPart)]
+    if not prompts:
+        return [*results]
+    texts = [content for content in prompts if isinstance(content, str)]
+    if len(texts) == len(prompts):
+        return [*results, UserPromptPart("\n\n".join(texts))]
+    items = chain.from_iterable([content] if isinstance(content, str) else content for content in prompts)
+    return [*results, UserPromptPart(list(items))]
+
+
+def _user_content(content: str | list[Text | Image]) -> str | list[str | BinaryContent]:
+    if isinstance(content, str):
+        return content if content.strip() else _BLANK
+    items = [_item(block) for block in content if not isinstance(block, Text) or block.text.strip()]
+    if all(isinstance(item, str) for item in items):
+        return "\n\n".join(str(item) for item in items) or _BLANK
+    return items
+
+
+def _item(block: Text | Image) -> str | BinaryContent:
+    if isinstance(block, Text):
+        return block.text
+    try:
+        return BinaryContent(base64.b64decode(block.data), media_type=block.mime_type)
+    except binascii.Error:
+        return "[an image that cannot be read]"
+
+
+def _tool_return(result: ToolResult, dialect: Dialect) -> ToolReturnPart:
+    """Plain text, so that the same result is always the same bytes to the provider's prompt cache."""
+    text = result.text if result.text.strip() else _NO_OUTPUT
+    if result.interrupted:
+        text = f"{_INTERRUPTED}\n{text}"
+    images = [_item(block) for block in result.content if isinstance(block, Image)]
+    return ToolReturnPart(
+        tool_name=result.tool_name,
+        content=[text, *images] if images else text,
+        tool_call_id=_sendable_id(result.tool_call_id, dialect),
+        outcome="failed" if result.is_error else "interrupted" if result.interrupted else "success",
+    )
+
+
+def _response_parts(message: Assistant, dialect: Dialect) -> list[ModelResponsePart]:
+    """Nothing for a message that failed or was stopped before it said anything."""
+    broken = message.stop_reason in ("error", "aborted")
+    parts: list[ModelResponsePart] = []
+    for block in message.content:
+        native = block.native or {}
+        provider = native.get("provider") or _known_as(message.provider, dialect)
+        kept: dict[str, Any] = {}
+        if provider == dialect.system:
+            kept = {
+                "id": native.get("id"),
+                "provider_name": provider,
+                "provider_details": native.get("details"),
+            }
+        match block:
+            case Text():
+                if block.text.strip():
+                    parts.append(TextPart(block.text, **kept))
+            case ToolCall():
+                arguments = native.get(INVALID_ARGUMENTS, block.arguments)
+                call_id = _sendable_id(block.id, dialect)
+                parts.append(ToolCallPart(block.name, arguments, call_id, **kept))
+            case Thinking():
+                if kept and not broken and (block.thinking_signature or dialect.api != "anthropic-messages"):
+                    parts.append(ThinkingPart(block.thinking, signature=block.thinking_signature, **kept))
+    spoken = any(not isinstance(part, ThinkingPart) for part in parts)
+    return parts if spoken else []
+
+
+def _known_as(provider: str | None, dialect: Dialect) -> str | None:
+    return dialect.system if provider == dialect.provider else provider
+
+
+def _sendable_id(call_id: str, dialect: Dialect) -> str:
+    """Anthropic takes only some characters in ids, and a transcript may have been begun elsewhere."""
+    if dialect.api != "anthropic-messages" or re.fullmatch(r"[A-Za-z0-9_-]{1,64}", call_id):
+        return call_id
+    return f"call_{blake2s(call_id.encode(), digest_size=12).hexdigest()}"
+
+
+def _tool_call(part: ToolCallPart, dialect: Dialect, taken: set[str]) -> ToolCall:
+    native = _native(part, dialect) or {}
+    arguments = _arguments(part.args)
+    if arguments is None:
+        native[INVALID_ARGUMENTS] = part.args
+    call_id = part.tool_call_id
+    if not call_id or call_id in taken:
+        # Some local servers count from nought in every answer; a result must belong to one call only.
+        call_id = f"call_{uuid.uuid4().hex[:24]}"
+    taken.add(call_id)
+    return ToolCall(id=call_id, name=part.tool_name, arguments=arguments or {}, native=native or None)
+
+
+def _arguments(raw: str | dict[str, Any] | None) -> dict[str, Any] | None:
+    """None when the model did not write a JSON object."""
+    if not isinstance(raw, str):
+        return raw or {}
+    if not raw.strip():
+        return {}
+    try:
+        return msgspec.json.decode(raw, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        return None
+
+
+def _native(part: TextPart | ThinkingPart | ToolCallPart, dialect: Dialect) -> dict[str, Any] | None:
+    foreign = part.provider_name if part.provider_name != dialect.provider else None
+    return _present(id=part.id, details=part.provider_details, provider=foreign)
+
+
+def _present(**fields: Any) -> dict[str, Any] | None:
+    return {key: to_jsonable_python(value, fallback=str) for key, value in fields.items() if value} or None

@@ -1,0 +1,282 @@
+"""The built-in model that needs no network and no key: it does what the last user message tells it to.
+
+One instruction per line; other lines are ignored as long as there is at least one instruction:
+
+    call <tool> {json}       ask for a tool, one step per line, in order; `+` puts several calls in one step
+    think <text>             think this before what follows
+    say <text>               the reply, exactly; several lines make a reply of several lines
+    slow <seconds>           stream the reply over that time
+    fail <text>              fail as a provider would
+
+Without `say` the reply is what the last step's tools returned; `say` alone makes it empty; without any
+instruction it is a short text that says how to instruct it. The place in the script is the number of tool
+results after that message, so the same prompt always has the same answer and a resumed run goes on where it
+was. It understands nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2s
+from typing import Any, cast
+
+from antiphon.clock import Clock, SystemClock
+from antiphon.errors import ProviderError
+from antiphon.messages import (
+    Assistant,
+    Compaction,
+    Message,
+    Text,
+    Thinking,
+    ToolCall,
+    ToolResult,
+    Usage,
+    User,
+)
+from antiphon.runtimes import Deltas, Prompt
+
+_HELP = (
+    "Instruct me with lines such as `say hello`, `call sessions_list {}`, `think …`, `slow 2` or `fail …`."
+)
+_CALL = re.compile(r"call\s+(\S+)\s*")
+_PLUS = re.compile(r"\s*\+\s*(?=call\s)")
+
+
+@dataclass(slots=True)
+class _Act:
+    """What one step does: think, then ask for tools; the last act has no calls and replies."""
+
+    thoughts: list[str] = field(default_factory=list[str])
+    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list[tuple[str, dict[str, Any]]])
+
+
+@dataclass(slots=True)
+class _Script:
+    acts: list[_Act]
+    """Those that call tools, in order."""
+    ending: _Act
+    lines: list[str] = field(default_factory=list[str])
+    """What `say` said."""
+    seconds: float = 0.0
+    failure: str | None = None
+    unreadable: str | None = None
+
+
+class RehearsalRuntime:
+    """A `Runtime` that follows the script in the last user message."""
+
+    reads_history = True
+
+    def __init__(self, *, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+
+    @property
+    def context_window(self) -> int | None:
+        return None
+
+    async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+        told, results = _position(prompt.messages)
+        script = _parse(told)
+        if script is None:
+            return await self._reply(prompt, deltas, f"You said: {told.strip()!r}. {_HELP}")
+        act = _next_act(script, len(results))
+        if problem := _problem(script, act, prompt):
+            return await self._reply(prompt, deltas, problem)
+        if act.calls:
+            return self._ask(prompt, deltas, act)
+        if script.failure is not None:
+            raise _failed(script.failure)
+        text = "\n".join(script.lines) if script.lines else _last_results(script, results)
+        return await self._reply(prompt, deltas, text, thoughts=act.thoughts, seconds=script.seconds)
+
+    async def close(self) -> None:
+        """There is nothing to close."""
+
+    def _ask(self, prompt: Prompt, deltas: Deltas, act: _Act) -> Assistant:
+        # The same step of the same run asks under the same ids, so a repeated step is recognised.
+        run = blake2s(prompt.run_id.encode(), digest_size=6).hexdigest()
+        calls = [
+            ToolCall(id=f"call_{run}_{len(prompt.messages)}_{index}", name=name, arguments=arguments)
+            for index, (name, arguments) in enumerate(act.calls)
+        ]
+        return self._assistant(prompt, [*_thinking(act.thoughts, deltas), *calls])
+
+    async def _reply(
+        self, prompt: Prompt, deltas: Deltas, text: str, *, thoughts: Sequence[str] = (), seconds: float = 0.0
+    ) -> Assistant:
+        content = _thinking(thoughts, deltas)
+        words = re.findall(r"\S+\s*|\s+", text)
+        for word in words:
+            if seconds:
+                await asyncio.sleep(seconds / len(words))
+            deltas.text(word)
+        return self._assistant(prompt, [*content, Text(text=text)])
+
+    def _assistant(self, prompt: Prompt, content: Sequence[Text | Thinking | ToolCall]) -> Assistant:
+        seen = _words(prompt.instructions) + sum(map(_words, map(_text_of, prompt.messages)))
+        written = sum(map(_words_of_block, content))
+        return Assistant(
+            content=list(content),
+            timestamp=self._clock.now(),
+            stop_reason="toolUse" if isinstance(content[-1], ToolCall) else "stop",
+            api="rehearsal",
+            provider="rehearsal",
+            model="rehearsal",
+            usage=Usage(input=seen, output=written, total_tokens=seen + written),
+        )
+
+
+def _position(messages: Sequence[Message]) -> tuple[str, list[ToolResult]]:
+    """The message to obey and the tool results that came after it."""
+    results: list[ToolResult] = []
+    for message in reversed(messages):
+        if isinstance(message, User):
+            return _text_of(message), results[::-1]
+        if isinstance(message, ToolResult):
+            results.append(message)
+    return "", results[::-1]
+
+
+def _parse(told: str) -> _Script | None:
+    """None when there is no instruction at all."""
+    script = _Script(acts=[], ending=_Act())
+    instructed = False
+    for line in map(str.strip, told.splitlines()):
+        verb, _, rest = line.partition(" ")
+        if verb in _VERBS and (rest or verb == "say"):
+            instructed = True
+            _VERBS[verb](script, line, rest.lstrip())
+    return script if instructed else None
+
+
+def _add_call(script: _Script, line: str, _: str) -> None:
+    try:
+        script.ending.calls = _read_calls(line)
+    except ValueError as error:
+        script.unreadable = script.unreadable or f"I cannot read {line!r}: {error}."
+    else:
+        script.acts.append(script.ending)
+        script.ending = _Act()
+
+
+def _add_thought(script: _Script, _: str, rest: str) -> None:
+    script.ending.thoughts.append(rest)
+
+
+def _add_line(script: _Script, _: str, rest: str) -> None:
+    script.lines.append(rest)
+
+
+def _add_delay(script: _Script, line: str, rest: str) -> None:
+    try:
+        script.seconds = float(rest)
+    except ValueError:
+        script.unreadable = script.unreadable or f"I cannot read {line!r}: it takes a number of seconds."
+
+
+def _add_failure(script: _Script, _: str, rest: str) -> None:
+    script.failure = rest
+
+
+_VERBS = {
+    "call": _add_call,
+    "think": _add_thought,
+    "say": _add_line,
+    "slow": _add_delay,
+    "fail": _add_failure,
+}
+
+
+def _read_calls(line: str) -> list[tuple[str, dict[str, Any]]]:
+    """The calls of one line. The JSON is read by its grammar, so a `+` inside it joins nothing."""
+    calls: list[tuple[str, dict[str, Any]]] = []
+    at = 0
+    while found := _CALL.match(line, at):
+        arguments, at = _read_arguments(line, found.end())
+        calls.append((found[1], arguments))
+        if joined := _PLUS.match(line, at):
+            at = joined.end()
+        elif line[at:].strip():
+            raise ValueError(f"after {found[1]!r} comes neither a JSON object nor '+ call'")
+        else:
+            break
+    return calls
+
+
+def _read_arguments(line: str, at: int) -> tuple[dict[str, Any], int]:
+    if not line.startswith("{", at):
+        return {}, at
+    try:
+        arguments, end = json.JSONDecoder().raw_decode(line, at)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"its arguments are not JSON ({error.msg})") from error
+    return cast(dict[str, Any], arguments), end
+
+
+def _next_act(script: _Script, done: int) -> _Act:
+    for act in script.acts:
+        if done < len(act.calls):
+            return act
+        done -= len(act.calls)
+    return script.ending
+
+
+def _problem(script: _Script, act: _Act, prompt: Prompt) -> str | None:
+    if script.unreadable:
+        return script.unreadable
+    known = [tool.name for tool in prompt.tools]
+    missing = next((name for name, _ in act.calls if name not in known), None)
+    if missing is None:
+        return None
+    return f"I have no tool named {missing!r}. I have: {', '.join(known) or 'none'}."
+
+
+def _last_results(script: _Script, results: Sequence[ToolResult]) -> str:
+    if not script.acts:
+        return "Done."
+    return "\n".join(result.text for result in results[-len(script.acts[-1].calls) :])
+
+
+def _failed(text: str) -> ProviderError:
+    return ProviderError(
+        f"Provider 'rehearsal' failed as it was told to: {text}.",
+        "Leave the `fail` line out to let it answer.",
+        status=None,
+        provider="rehearsal",
+        model="rehearsal",
+    )
+
+
+def _thinking(thoughts: Sequence[str], deltas: Deltas) -> list[Thinking]:
+    for thought in thoughts:
+        deltas.thinking(thought)
+    return [Thinking(thinking=thought) for thought in thoughts]
+
+
+def _text_of(message: Message) -> str:
+    if isinstance(message, Compaction):
+        return message.summary
+    if isinstance(message, User):
+        content = message.content
+        return (
+            content if isinstance(content, str) else "\n".join(b.text for b in content if isinstance(b, Text))
+        )
+    return message.text
+
+
+def _words(text: str) -> int:
+    return len(text.split())
+
+
+def _words_of_block(block: Text | Thinking | ToolCall) -> int:
+    match block:
+        case Text():
+            return _words(block.text)
+        case Thinking():
+            return _words(block.thinking)
+        case ToolCall():
+            return 1 + len(block.arguments)

@@ -1,0 +1,61 @@
+"""The truth: one transactional store, seen through two small protocols.
+
+Everything that must survive is a row. Work on rows is written as *transaction scripts*: plain
+`async def script(tx, …)` functions that use nothing but their `Tx`. A store runs a script atomically and, for
+`Store.tx`, returns only when the outcome is durable. A script must not await anything but its `Tx` (on SQLite
+the writer thread drives it without an event loop) and must be safe to run again after a rollback.
+
+`Store` and `Tx` know nothing of sessions or runs, and nothing outside this package knows which database is
+behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from antiphon.store.queries import Query
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Param = str | int | float | None
+
+
+class Row(Protocol):
+    """A result row, read by column name."""
+
+    def __getitem__(self, column: str, /) -> Any: ...
+
+
+class Tx(Protocol):
+    """One transaction, as a script sees it."""
+
+    async def one(self, query: Query, /, **params: Param) -> Row | None:
+        """The first row, or None."""
+        ...
+
+    async def all(self, query: Query, /, **params: Param) -> list[Row]:
+        """Every row. The query must bound them."""
+        ...
+
+    async def do(self, query: Query, /, **params: Param) -> int:
+        """Run a statement; how many rows it changed."""
+        ...
+
+
+Script = Callable[Concatenate[Tx, P], Awaitable[T]]
+
+
+class Store(Protocol):
+    """Runs transaction scripts."""
+
+    async def tx(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run atomically; durable when it returns. If it raises, nothing happened."""
+        ...
+
+    async def read(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run on a snapshot; never waits for, nor delays, a writer."""
+        ...
+
+    async def close(self) -> None: ...

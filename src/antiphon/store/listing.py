@@ -1,0 +1,124 @@
+"""One page of sessions, by any combination of filters, without ever scanning the table.
+
+A page is the ordered merge of *streams*, each of which an index delivers newest first: one per kind (and per
+agent where agents are asked for), or the one that a label, a parent, a search or the caller's own tree selects.
+What remains of the filters is tested on the few rows that the merge looks at. This module turns a wish into one
+statement and its parameters; it decides nothing about who may wish it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from antiphon.store import Param, Row, Tx
+from antiphon.store.queries import Queries, Query
+
+SQL = Queries("listing")
+KINDS = ("main", "group", "cron", "hook", "node", "other")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What to list. `agents` None means every agent; `own_key` and `descendants` add the caller's own tree."""
+
+    limit: int
+    kinds: Sequence[str] = KINDS
+    agents: Sequence[str] | None = None
+    own_key: str | None = None
+    descendants: bool = False
+    label: str | None = None
+    parent: str | None = None
+    search: str | None = None
+    active_since: int | None = None
+    archived: bool = False
+    cursor: tuple[int, str] | None = None
+
+
+async def page(tx: Tx, wish: Wish) -> list[Row]:
+    """At most `limit` rows, newest first by `updated_at`, then by key."""
+    query, params = statement(replace(wish, limit=2 * wish.limit))
+    rows = {row["id"]: row for row in await tx.all(query, **params)}  # a session may be in two streams
+    return list(rows.values())[: wish.limit]
+
+
+async def agent_ids(tx: Tx) -> list[str]:
+    return [row["id"] for row in await tx.all(SQL.agent_ids)]
+
+
+def statement(wish: Wish) -> tuple[Query, dict[str, Param]]:
+    params: dict[str, Param] = {"limit": wish.limit}
+    filters = _filters(wish, params)
+    streams = [text.replace("{filters}", filters) for text in _streams(wish, params)]
+    return Query("listing.page", SQL.page.text.replace("{streams}", "\nUNION ALL\n".join(streams))), params
+
+
+def _filters(wish: Wish, params: dict[str, Param]) -> str:
+    filters = ["1 = 1"]
+    if wish.cursor is not None:
+        params["cursor_at"], params["cursor_key"] = wish.cursor
+        filters.append(SQL.filter_cursor.text)
+    if wish.active_since is not None:
+        params["active_since"] = wish.active_since
+        filters.append(SQL.filter_active.text)
+    return " AND ".join(filters)
+
+
+def _streams(wish: Wish, params: dict[str, Param]) -> Iterator[str]:
+    chosen = _chosen(wish, params)
+    if chosen:
+        yield f"{chosen} AND {_residue(wish, params)}"
+        return
+    for i, (agent, kind, archived) in enumerate(
+        product(wish.agents if wish.agents is not None else [None], wish.kinds, range(int(wish.archived) + 1))
+    ):
+        params |= {f"kind_{i}": kind, f"archived_{i}": archived}
+        if agent is not None:
+            params[f"agent_{i}"] = agent
+        yield (SQL.of_kind if agent is None else SQL.of_agent).text.replace("{i}", str(i))
+    if wish.own_key is not None and wish.agents is not None:
+        params["own_key"] = wish.own_key
+        own = (SQL.of_tree if wish.descendants else SQL.of_self).text
+        yield f"{own} AND {_kinds(wish, params)}"
+
+
+def _chosen(wish: Wish, params: dict[str, Param]) -> str | None:
+    """The stream of the narrowest filter, where one of those that pick single sessions is given."""
+    if wish.label is not None:
+        params["label"] = wish.label
+        return SQL.of_label.text
+    if wish.parent is not None:
+        params["parent"] = wish.parent
+        return SQL.of_parent.text
+    if wish.search is not None:
+        params["words"] = words(wish.search)
+        return SQL.of_words.text
+    return None
+
+
+def _residue(wish: Wish, params: dict[str, Param]) -> str:
+    if wish.agents is None:
+        return _kinds(wish, params)
+    for i, agent in enumerate(wish.agents):
+        params[f"agent_{i}"] = agent
+    params |= {"own_key": wish.own_key, "descendants": int(wish.descendants)}
+    agents = ", ".join(f":agent_{i}" for i in range(len(wish.agents))) or "NULL"
+    return f"{_kinds(wish, params)} AND {SQL.filter_visible.text.replace('{agents}', agents)}"
+
+
+def _kinds(wish: Wish, params: dict[str, Param]) -> str:
+    text = "s.archived <= :with_archived"
+    params["with_archived"] = int(wish.archived)
+    if len(wish.kinds) < len(KINDS):
+        for i, kind in enumerate(wish.kinds):
+            params[f"only_{i}"] = kind
+        text += f" AND s.kind IN ({', '.join(f':only_{i}' for i in range(len(wish.kinds)))})"
+    return text
+
+
+def words(search: str) -> str:
+    """A full-text expression in which every word must be the beginning of some word; nothing else is special."""
+    found = re.findall(r"\w+", search)[:16]
+    return " ".join(f'"{word}"*' for word in found) or '""'

@@ -1,0 +1,57 @@
+-- name: page
+-- {streams} is one or more of the streams below joined by UNION ALL: the database merges them in order and
+-- stops at the limit, so a page costs the same however many sessions there are.
+SELECT p.*, parent.key AS parent_key,
+       (SELECT count(*) FROM sessions c WHERE c.spawned_by = p.id) AS child_count
+FROM ({streams} ORDER BY updated_at DESC, key LIMIT :limit) AS p
+LEFT JOIN sessions parent ON parent.id = p.spawned_by
+ORDER BY p.updated_at DESC, p.key;
+
+-- name: of_kind
+SELECT s.* FROM sessions s WHERE s.archived = :archived_{i} AND s.kind = :kind_{i} AND {filters}
+
+-- name: of_agent
+SELECT s.* FROM sessions s
+WHERE s.agent_id = :agent_{i} AND s.archived = :archived_{i} AND s.kind = :kind_{i} AND {filters}
+
+-- name: of_tree
+SELECT s.* FROM sessions s
+WHERE s.id IN (SELECT l.descendant FROM lineage l JOIN sessions a ON a.id = l.ancestor WHERE a.key = :own_key
+               UNION ALL SELECT o.id FROM sessions o WHERE o.key = :own_key)
+  AND {filters}
+
+-- name: of_self
+SELECT s.* FROM sessions s WHERE s.key = :own_key AND {filters}
+
+-- name: of_parent
+SELECT s.* FROM sessions s WHERE s.spawned_by = (SELECT id FROM sessions WHERE key = :parent) AND {filters}
+
+-- name: of_label
+SELECT s.* FROM sessions s WHERE s.label = :label AND {filters}
+
+-- name: of_words
+-- The most recently created matches; a word that fits a million sessions must not read a million rows.
+SELECT s.* FROM sessions s
+WHERE s.id IN (SELECT rowid FROM session_names WHERE session_names MATCH :words ORDER BY rowid DESC LIMIT 1000)
+  AND {filters}
+
+-- name: filter_cursor
+s.updated_at <= :cursor_at AND (s.updated_at < :cursor_at OR s.key > :cursor_key)
+
+-- name: filter_active
+s.updated_at >= :active_since
+
+-- name: filter_visible
+-- For streams that a filter chose; the others are visible by what they are.
+(s.agent_id IN ({agents}) OR s.key = :own_key
+ OR (:descendants = 1 AND s.id IN (SELECT l.descendant FROM lineage l JOIN sessions a ON a.id = l.ancestor
+                                   WHERE a.key = :own_key)))
+
+-- name: agent_ids
+-- Jumps from one agent to the next through the index instead of reading every session.
+WITH RECURSIVE agents (id) AS (
+  SELECT min(agent_id) FROM sessions
+  UNION ALL
+  SELECT (SELECT min(agent_id) FROM sessions WHERE agent_id > agents.id) FROM agents WHERE agents.id IS NOT NULL
+)
+SELECT id FROM agents WHERE id IS NOT NULL LIMIT 1000;

@@ -1,0 +1,116 @@
+-- name: insert
+-- Refused when the id is taken or the lane is full; the caller finds out which.
+INSERT INTO runs (id, session, origin, digest, input, instructions, model, thinking, target, deadline_at, created_at)
+SELECT :id, :session, :origin, :digest, :input, :instructions, :model, :thinking, :target, :deadline_at, :now
+WHERE (SELECT count(*) FROM (SELECT 1 FROM runs WHERE session = :session AND state = 'queued' LIMIT :max_queued) AS q)
+      < :max_queued
+ON CONFLICT (id) DO NOTHING
+RETURNING n;
+
+-- name: by_id
+SELECT r.*, s.key, s.agent_id, s.session_id,
+       (SELECT count(*) FROM runs q WHERE q.session = r.session AND q.state = 'queued' AND q.n < r.n
+          AND r.state = 'queued') AS ahead
+FROM runs r JOIN sessions s ON s.id = r.session WHERE r.id = :id;
+
+-- name: spent
+SELECT coalesce(sum(input), 0) AS input, coalesce(sum(output), 0) AS output,
+       CASE WHEN count(*) = count(cost) THEN sum(cost) END AS cost
+FROM usage WHERE run_id = :id;
+
+-- name: next_in_lane
+-- The active run if there is one (its owner may be dead), else the head of the queue.
+SELECT r.*, coalesce(o.lease_until, 0) AS lease_until, 1 AS active
+FROM runs r LEFT JOIN owners o ON o.id = r.owner WHERE r.session = :session AND r.state = 'running'
+UNION ALL
+SELECT * FROM (SELECT r.*, 0 AS lease_until, 0 AS active FROM runs r
+               WHERE r.session = :session AND r.state = 'queued' ORDER BY r.n LIMIT 1) AS head
+ORDER BY active DESC LIMIT 1;
+
+-- name: start
+UPDATE runs SET state = 'running', owner = :owner, epoch = :epoch, attempts = attempts + 1,
+       transcript = :transcript, first_seq = coalesce(first_seq, :first_seq), started_at = coalesce(started_at, :now)
+WHERE n = :n AND state IN ('queued', 'running');
+
+-- name: end
+-- No edge leads out of a terminal state.
+UPDATE runs SET state = :state, reply = :reply, error_code = :error_code, error = :error,
+       model_answered = :model_answered, last_seq = :last_seq, ended_at = :now
+WHERE n = :n AND state IN ('queued', 'running');
+
+-- name: queued_in
+SELECT n, id FROM runs WHERE session = :session AND state = 'queued' ORDER BY n LIMIT 5000;
+
+-- name: active_in
+SELECT n, id, cancel_at FROM runs WHERE session = :session AND state = 'running';
+
+-- name: ask_to_stop
+UPDATE runs SET cancel_at = coalesce(cancel_at, :now) WHERE n = :n AND state = 'running';
+
+-- name: family
+-- The session and everything spawned below it.
+SELECT s.id, s.key FROM sessions s WHERE s.id = :session
+UNION ALL
+SELECT s.id, s.key FROM lineage l JOIN sessions s ON s.id = l.descendant WHERE l.ancestor = :session
+LIMIT 10000;
+
+-- name: overdue
+SELECT n, id, session FROM runs WHERE state = 'queued' AND deadline_at <= :now ORDER BY deadline_at LIMIT 500;
+
+-- name: not_stopping
+SELECT n, id, session, transcript, first_seq FROM runs
+WHERE state = 'running' AND cancel_at <= :before ORDER BY cancel_at LIMIT 500;
+
+-- name: lanes_with_work
+-- Lanes to look at after a start or when a hint was lost: queued work, or an active run whose owner is gone.
+SELECT DISTINCT session FROM runs
+WHERE session > :after AND state = 'queued' AND created_at <= :before
+  AND NOT EXISTS (SELECT 1 FROM runs a JOIN owners o ON o.id = a.owner
+                  WHERE a.session = runs.session AND a.state = 'running' AND o.lease_until > :now)
+UNION
+SELECT r.session FROM runs r LEFT JOIN owners o ON o.id = r.owner
+WHERE r.session > :after AND r.state = 'running' AND coalesce(o.lease_until, 0) <= :now
+ORDER BY session LIMIT :limit;
+
+-- name: held_by
+SELECT session, id FROM runs WHERE owner = :owner AND state = 'running' LIMIT 20000;
+
+-- name: progressed
+-- A run that gets on is not a poison run, however often the process died.
+UPDATE runs SET attempts = 1 WHERE n = :n;
+
+-- name: renew_lease
+INSERT INTO owners (id, lease_until) VALUES (:id, :until)
+ON CONFLICT (id) DO UPDATE SET lease_until = excluded.lease_until;
+
+-- name: drop_owner
+DELETE FROM owners WHERE id = :id;
+
+-- name: drop_other_owners
+DELETE FROM owners WHERE id <> :id;
+
+-- name: drop_expired_owners
+DELETE FROM owners WHERE lease_until <= :now AND NOT EXISTS
+  (SELECT 1 FROM runs WHERE owner = owners.id AND state = 'running');
+
+-- name: record_usage
+INSERT INTO usage (at, run_id, session_key, session_id, root_key, agent_id, provider, model,
+                   input, output, cache_read, cache_write, cost)
+VALUES (:now, :run_id, :session_key, :session_id, :root_key, :agent_id, :provider, :model,
+        :input, :output, :cache_read, :cache_write, :cost);
+
+-- name: usage_by_model
+SELECT provider, model, count(*) AS calls, sum(input) AS input, sum(output) AS output,
+       sum(cache_read) AS cache_read, sum(cache_write) AS cache_write,
+       CASE WHEN count(*) = count(cost) THEN sum(cost) END AS cost
+FROM usage WHERE session_key = :key GROUP BY provider, model ORDER BY provider, model LIMIT 200;
+
+-- name: usage_by_tree
+SELECT provider, model, count(*) AS calls, sum(input) AS input, sum(output) AS output,
+       sum(cache_read) AS cache_read, sum(cache_write) AS cache_write,
+       CASE WHEN count(*) = count(cost) THEN sum(cost) END AS cost
+FROM usage WHERE root_key = :key GROUP BY provider, model ORDER BY provider, model LIMIT 200;
+
+-- name: interrupted
+SELECT r.id, s.key, r.error, r.attempts, r.ended_at FROM runs r JOIN sessions s ON s.id = r.session
+WHERE r.state = 'interrupted' ORDER BY r.n DESC LIMIT 50;

@@ -1,0 +1,130 @@
+-- name: by_key
+SELECT s.*, s.transcript AS named_transcript, s.session_id AS named_session_id, EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
+                    WHERE l.descendant = s.id AND a.key = :viewer) AS descendant
+FROM sessions s WHERE s.key = :key;
+
+-- name: by_session_id
+-- A transcript that is no longer current still names the session it belonged to.
+SELECT s.*, t.id AS named_transcript, t.session_id AS named_session_id,
+       EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
+               WHERE l.descendant = s.id AND a.key = :viewer) AS descendant
+FROM transcripts t JOIN sessions s ON s.key = t.key WHERE t.session_id = :session_id;
+
+-- name: by_label
+SELECT s.*, s.transcript AS named_transcript, s.session_id AS named_session_id, EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
+                    WHERE l.descendant = s.id AND a.key = :viewer) AS descendant
+FROM sessions s WHERE s.label = :label AND s.archived = 0
+ORDER BY s.updated_at DESC, s.id DESC LIMIT 20;
+
+-- name: by_id
+SELECT * FROM sessions WHERE id = :id;
+
+-- name: described
+-- As in a list.
+SELECT s.*, parent.key AS parent_key, (SELECT count(*) FROM sessions c WHERE c.spawned_by = s.id) AS child_count
+FROM sessions s LEFT JOIN sessions parent ON parent.id = s.spawned_by WHERE s.id = :id;
+
+-- name: insert_transcript
+INSERT INTO transcripts (session_id, key, reason, started_at) VALUES (:session_id, :key, :reason, :now) RETURNING id;
+
+-- name: end_transcript
+UPDATE transcripts SET ended_at = :now WHERE id = :transcript;
+
+-- name: transcripts_of
+SELECT id, session_id, reason, started_at, ended_at FROM transcripts WHERE key = :key ORDER BY id DESC LIMIT 200;
+
+-- name: insert
+INSERT INTO sessions (key, session_id, transcript, agent_id, kind, chat_type, channel, label, display_name,
+                      spawned_by, root_key, depth, role, sandboxed, created_at, updated_at)
+VALUES (:key, :session_id, :transcript, :agent_id, :kind, :chat_type, :channel, :label, :display_name,
+        :spawned_by, :root_key, :depth, :role, :sandboxed, :now, :now)
+RETURNING *;
+
+-- name: adopt
+-- What an import knows of a session beyond its transcript.
+UPDATE sessions SET label = :label, display_name = :display_name, subject = :subject, channel = :channel,
+       chat_type = :chat_type, last_channel = :last_channel, last_to = :last_to, last_account = :last_account,
+       last_thread = :last_thread, model = :model, thinking = :thinking, verbose = :verbose,
+       send_policy = :send_policy, system_sent = :system_sent, aborted_last_run = :aborted_last_run,
+       input_tokens = :input_tokens, output_tokens = :output_tokens, total_tokens = :total_tokens,
+       context_tokens = :context_tokens, extra = :extra, updated_at = :updated_at
+WHERE id = :id;
+
+-- name: link
+INSERT INTO lineage (ancestor, descendant)
+SELECT ancestor, :child FROM lineage WHERE descendant = :parent
+UNION ALL SELECT :parent, :child;
+
+-- name: name_session
+INSERT INTO session_names (rowid, names) VALUES (:id, :names);
+
+-- name: unname_session
+DELETE FROM session_names WHERE rowid = :id;
+
+-- name: advance
+-- Reserve `count` sequence numbers; only the owner of the current epoch may.
+UPDATE sessions SET last_seq = last_seq + :count, updated_at = :now
+WHERE id = :id AND lane_epoch = :epoch RETURNING last_seq;
+
+-- name: advance_unfenced
+-- For entries that belong to no run (imports, injected notices).
+UPDATE sessions SET last_seq = last_seq + :count, updated_at = :now WHERE id = :id RETURNING last_seq, transcript;
+
+-- name: take_lane
+UPDATE sessions SET lane_epoch = lane_epoch + 1, state = 'running', updated_at = :now,
+       last_seq = last_seq + :count, archived = 0, archived_at = NULL
+WHERE id = :id
+RETURNING lane_epoch, last_seq, transcript, key, session_id, coalesce(root_key, key) AS root_key, agent_id, sandboxed,
+          model, thinking;
+
+-- name: leave_lane
+UPDATE sessions SET last_seq = last_seq + :count, updated_at = :now, state = 'idle', aborted_last_run = :aborted
+WHERE id = :id AND lane_epoch = :epoch RETURNING last_seq;
+
+-- name: seize_lane
+-- Somebody else ends the run: the number goes up, so whatever its owner still tries is refused.
+UPDATE sessions SET lane_epoch = lane_epoch + 1, last_seq = last_seq + :count, updated_at = :now, state = 'idle',
+       aborted_last_run = :aborted
+WHERE id = :id RETURNING last_seq;
+
+-- name: count_usage
+UPDATE sessions SET input_tokens = input_tokens + :input, output_tokens = output_tokens + :output,
+       total_tokens = total_tokens + :total, context_tokens = :context, last_model = :model, system_sent = 1
+WHERE id = :id;
+
+-- name: renew
+-- A new conversation under the same key.
+UPDATE sessions SET session_id = :session_id, transcript = :transcript, last_seq = 0, lane_epoch = lane_epoch + 1,
+       input_tokens = 0, output_tokens = 0, total_tokens = 0, context_tokens = NULL, system_sent = 0,
+       aborted_last_run = 0, updated_at = :now
+WHERE id = :id RETURNING *;
+
+-- name: stale
+SELECT id, key FROM sessions
+WHERE archived = 0 AND kind = :kind AND updated_at < :before AND state = 'idle'
+  AND NOT EXISTS (SELECT 1 FROM runs r WHERE r.session = sessions.id AND r.state = 'queued')
+ORDER BY updated_at, id LIMIT :limit;
+
+-- name: archive
+UPDATE sessions SET archived = 1, archived_at = :now WHERE id = :id AND archived = 0;
+
+-- name: expired
+SELECT id, key FROM sessions
+WHERE archived = 1 AND kind = :kind AND archived_at < :before AND state = 'idle'
+  AND NOT EXISTS (SELECT 1 FROM runs r WHERE r.session = sessions.id AND r.state = 'queued')
+ORDER BY updated_at, id LIMIT :limit;
+
+-- name: forget_messages
+DELETE FROM messages WHERE transcript IN (SELECT id FROM transcripts WHERE key = :key);
+
+-- name: forget_transcripts
+DELETE FROM transcripts WHERE key = :key;
+
+-- name: forget_runs
+DELETE FROM runs WHERE session = :id;
+
+-- name: forget_lineage
+DELETE FROM lineage WHERE ancestor = :id OR descendant = :id;
+
+-- name: forget_session
+DELETE FROM sessions WHERE id = :id;

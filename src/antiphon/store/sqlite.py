@@ -1,0 +1,354 @@
+"""The SQLite store: one writer thread with group commit, a pool of snapshot readers.
+
+The writer takes every script that is waiting, runs each inside its own savepoint of one transaction and
+commits them together: a hundred concurrent callers share one fsync, and a script that raises takes only its
+own changes with it. Callers are answered after the commit, never before. Readers have connections of their
+own in WAL mode, so they neither wait for the writer nor delay it.
+
+A script is driven by a single `send(None)`: its awaits are answered on the spot and never suspend.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import sqlite3
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, cast
+
+from antiphon.errors import AntiphonError, StoreDamaged, StoreError, StoreFull, StoreReadOnly
+from antiphon.store import Param, Row, Script, Tx
+from antiphon.store.migrations import migrate
+from antiphon.store.queries import Query
+from antiphon.store.statedir import explain
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+APPLICATION_ID = 0x414E5450  # "ANTP": says that the file is ours before anything else is read
+BATCH = 256  # scripts per commit; bounds how long the first one waits for the last
+BACKLOG = 20_000  # scripts that may wait for the writer before callers are told to come back
+CHECKED_AT_OPEN = 32 * 2**20  # bytes; a larger file is checked by `antiphon doctor`, not at every start
+Phase = Literal["before", "after"]
+
+
+class SqliteTx:
+    """A transaction on one connection. Only the thread that owns the connection uses it."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._execute = connection.execute
+
+    async def one(self, query: Query, /, **params: Param) -> Row | None:
+        return self._execute(query.text, params).fetchone()
+
+    async def all(self, query: Query, /, **params: Param) -> list[Row]:
+        return self._execute(query.text, params).fetchall()
+
+    async def do(self, query: Query, /, **params: Param) -> int:
+        return self._execute(query.text, params).rowcount
+
+
+Bound: TypeAlias = Callable[[Tx], Coroutine[Any, Any, T]]
+
+
+def _bound(script: Callable[..., Awaitable[T]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound[T]:
+    def run(tx: Tx) -> Coroutine[Any, Any, T]:
+        return cast("Coroutine[Any, Any, T]", script(tx, *args, **kwargs))
+
+    return run
+
+
+class _Job:
+    """A script on its way to the writer, and where its outcome goes."""
+
+    __slots__ = ("error", "future", "result", "run")
+
+    def __init__(self, run: Bound[Any], future: asyncio.Future[Any]) -> None:
+        self.run = run
+        self.future = future
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+
+def drive(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a script to its end without an event loop."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return cast(T, stop.value)
+    coroutine.close()
+    raise RuntimeError(
+        "a transaction script awaited something other than its Tx; move that out of the script"
+    )
+
+
+class SqliteStore:
+    """See the module. Open with `SqliteStore.open`, from a running event loop."""
+
+    def __init__(
+        self,
+        path: Path,
+        writer: sqlite3.Connection | None,
+        readers: int,
+        on_commit: Callable[[Phase], None] | None,
+    ) -> None:
+        self._path = path
+        self._loop = asyncio.get_running_loop()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._waiting = 0
+        self._closed = False
+        self._on_commit = on_commit
+        self._local = threading.local()
+        self._opened: list[sqlite3.Connection] = []
+        self._readers = ThreadPoolExecutor(readers, "antiphon-reader", initializer=self._open_reader)
+        self._writer = writer
+        self._thread = threading.Thread(target=self._write, name="antiphon-writer", daemon=True)
+        if writer:
+            self._thread.start()
+
+    @classmethod
+    async def open(
+        cls,
+        path: Path,
+        *,
+        synchronous: Literal["full", "normal"] = "full",
+        readers: int = 2,
+        read_only: bool = False,
+        on_commit: Callable[[Phase], None] | None = None,
+    ) -> SqliteStore:
+        """Open, check and migrate. `on_commit` is called around each COMMIT; crash tests kill there."""
+        if read_only:
+            writer = None
+            await asyncio.to_thread(_check_readable, path)
+        else:
+            writer = await asyncio.to_thread(_open_writer, path, synchronous)
+        return cls(path, writer, readers, on_commit)
+
+    async def tx(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if self._writer is None or self._closed:
+            raise StoreReadOnly("This store was opened for reading.", "Open it without read_only to write.")
+        if self._waiting >= BACKLOG:
+            raise StoreError(
+                f"{BACKLOG} transactions are already waiting for the disk.", "Try again in a moment."
+            )
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._waiting += 1
+        self._jobs.put(_Job(_bound(script, args, kwargs), future))
+        return await future
+
+    async def read(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        run = _bound(script, args, kwargs)
+        return await self._loop.run_in_executor(self._readers, self._read, run)
+
+    async def close(self) -> None:
+        """Finish what is waiting, then let go of the file."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._writer is not None:
+            self._jobs.put(None)
+            await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._readers.shutdown)
+        for connection in self._opened:
+            connection.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    # --- the writer thread ---
+
+    def _write(self) -> None:
+        assert self._writer is not None
+        tx = SqliteTx(self._writer)
+        stopping = False
+        while not stopping:
+            batch = [self._jobs.get()]
+            while len(batch) < BATCH and batch[-1] is not None:
+                try:
+                    batch.append(self._jobs.get_nowait())
+                except queue.Empty:
+                    break
+            stopping = batch[-1] is None
+            jobs = [job for job in batch if job is not None]
+            if jobs:
+                self._commit(self._writer, tx, jobs)
+                self._loop.call_soon_threadsafe(self._settle, jobs)
+
+    def _commit(self, connection: sqlite3.Connection, tx: SqliteTx, jobs: list[_Job]) -> None:
+        """Run the batch in one transaction; afterwards every job has a result or an error."""
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            for job in jobs:
+                self._run(connection, tx, job)
+            self._signal("before")
+            connection.execute("COMMIT")
+            self._signal("after")
+        except Exception as error:  # noqa: BLE001 - the writer thread must outlive any batch
+            told = _told(error, self._path) if isinstance(error, sqlite3.Error) else error
+            for job in jobs:
+                job.error = job.error or told
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+
+    @staticmethod
+    def _run(connection: sqlite3.Connection, tx: SqliteTx, job: _Job) -> None:
+        connection.execute("SAVEPOINT script")
+        try:
+            job.result = drive(job.run(tx))
+        except BaseException as error:
+            job.error = error
+            if not connection.in_transaction:
+                raise  # SQLite gave up the whole transaction (a full disk does this): nobody's work is kept.
+            connection.execute("ROLLBACK TO script")
+        connection.execute("RELEASE script")
+
+    def _signal(self, phase: Phase) -> None:
+        if self._on_commit:
+            self._on_commit(phase)
+
+    def _settle(self, jobs: list[_Job]) -> None:
+        self._waiting -= len(jobs)
+        for job in jobs:
+            if job.future.done():
+                continue  # The caller stopped waiting; what it asked for has happened, or not, as a whole.
+            if job.error is None:
+                job.future.set_result(job.result)
+            elif isinstance(job.error, sqlite3.Error):
+                job.future.set_exception(_told(job.error, self._path))
+            else:
+                job.future.set_exception(job.error)
+
+    # --- the reader threads ---
+
+    def _open_reader(self) -> None:
+        connection = _connect(self._path, read_only=True)
+        self._local.connection = connection
+        self._opened.append(connection)
+
+    def _read(self, run: Bound[T]) -> T:
+        connection: sqlite3.Connection = self._local.connection
+        try:
+            connection.execute("BEGIN")
+            try:
+                return drive(run(SqliteTx(connection)))
+            finally:
+                connection.execute("ROLLBACK")
+        except sqlite3.Error as error:
+            raise _told(error, self._path) from error
+
+
+def _connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+    mode = "ro" if read_only else "rw"
+    connection = sqlite3.connect(
+        f"file:{_quoted(path)}?mode={mode}",
+        uri=True,
+        isolation_level=None,
+        timeout=10.0,
+        check_same_thread=False,
+        cached_statements=512,
+    )
+    connection.row_factory = sqlite3.Row
+    connection.execute("PRAGMA foreign_keys = ON")
+    return connection
+
+
+def _quoted(path: Path) -> str:
+    return str(path.absolute()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
+
+
+def _open_writer(path: Path, synchronous: str) -> sqlite3.Connection:
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    except OSError as error:
+        raise explain(error, path.parent) from error
+    try:
+        connection = _connect(path)
+        _check_ours(connection, path)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA synchronous = {synchronous.upper()}")
+        connection.execute("PRAGMA journal_size_limit = 67108864")
+        migrate(connection)
+        if path.stat().st_size <= CHECKED_AT_OPEN:
+            check(connection, path, quick=True)
+    except sqlite3.Error as error:
+        raise _told(error, path) from error
+    return connection
+
+
+def _check_readable(path: Path) -> None:
+    if not path.exists():
+        raise StoreError(
+            f"There is no Antiphon database at {str(path)!r} yet.",
+            "Start a conversation with `antiphon chat` first.",
+        )
+    try:
+        connection = _connect(path, read_only=True)
+        _check_ours(connection, path)
+        connection.close()
+    except sqlite3.Error as error:
+        raise _told(error, path) from error
+
+
+def _check_ours(connection: sqlite3.Connection, path: Path) -> None:
+    owner: int = connection.execute("PRAGMA application_id").fetchone()[0]
+    tables: int = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
+    if owner != APPLICATION_ID and tables:
+        raise StoreDamaged(
+            f"The file {str(path)!r} is a database of another program.",
+            "Move it away, or choose another directory with --state-dir.",
+        )
+    if not tables and owner != APPLICATION_ID:
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+
+
+def check(connection: sqlite3.Connection, path: Path, *, quick: bool) -> None:
+    """Raise `StoreDamaged` with the first finding of SQLite's own check."""
+    pragma = "quick_check(1)" if quick else "integrity_check(1)"
+    found: str = connection.execute(f"PRAGMA {pragma}").fetchone()[0]
+    if found != "ok":
+        raise _damaged(path, found)
+
+
+def check_file(path: Path) -> None:
+    """The full check of a database nobody has to be writing to; for `antiphon doctor`."""
+    _check_readable(path)
+    connection = _connect(path, read_only=True)
+    try:
+        check(connection, path, quick=False)
+    except sqlite3.Error as error:
+        raise _told(error, path) from error
+    finally:
+        connection.close()
+
+
+def _damaged(path: Path, reason: str) -> StoreDamaged:
+    return StoreDamaged(
+        f"The database {str(path)!r} is damaged ({reason}).",
+        "Restore a backup, or move the file away to start afresh; nothing was changed.",
+        path=str(path),
+    )
+
+
+def _told(error: sqlite3.Error, path: Path) -> AntiphonError:
+    """A database error, in one sentence with a next step."""
+    code = getattr(error, "sqlite_errorcode", None)
+    primary = code & 0xFF if isinstance(code, int) else None
+    if primary == sqlite3.SQLITE_FULL:
+        return StoreFull(
+            f"There is no room left for the database {str(path)!r}; nothing of this request was kept.",
+            "Free some disk space and try again.",
+        )
+    if primary in {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM}:
+        return StoreReadOnly(
+            f"The database {str(path)!r} cannot be opened for writing ({error}).",
+            "Give this user write access to the file and its directory.",
+        )
+    if primary in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}:
+        return _damaged(path, str(error))
+    return StoreError(
+        f"The database {str(path)!r} refused a statement ({error}).",
+        "Run `antiphon doctor`; nothing of this request was kept.",
+    )

@@ -1,0 +1,91 @@
+"""The directory everything durable lives in: private to its owner, and owned by one process at a time."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from antiphon.errors import StoreError, StoreLocked, StoreReadOnly
+
+_READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+def explain(error: OSError, path: Path) -> StoreError:
+    """An operating-system error on the state directory, in one sentence."""
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno in _READ_ONLY:
+        return StoreReadOnly(
+            f"The state directory {str(path)!r} cannot be written ({reason}).",
+            "Give this user write access to it, or choose another one with --state-dir.",
+            path=str(path),
+        )
+    return StoreError(
+        f"The state directory {str(path)!r} cannot be used ({reason}).",
+        "Check the path, or choose another one with --state-dir.",
+        path=str(path),
+    )
+
+
+class StateDir:
+    """An opened state directory. Use as a context manager; leaving it gives up the lock."""
+
+    def __init__(self, path: Path, lock: int | None) -> None:
+        self.path = path
+        self._lock = lock
+
+    @property
+    def database(self) -> Path:
+        return self.path / "antiphon.db"
+
+    @property
+    def transcripts(self) -> Path:
+        return self.path / "transcripts"
+
+    @classmethod
+    def own(cls, path: Path) -> Self:
+        """Create the directory if need be and become its only owner until closed."""
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if path.stat().st_mode & 0o077:
+                path.chmod(0o700)
+            lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise explain(error, path) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(lock, 32).decode(errors="replace").strip() or "unknown"
+            os.close(lock)
+            raise StoreLocked(
+                f"The state directory {str(path)!r} is in use by another Antiphon (process {holder}).",
+                "Stop that one first, or choose another directory with --state-dir.",
+                pid=holder,
+            ) from error
+        try:
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
+        except OSError:
+            pass  # The number only serves the message above; on a full disk the lock still holds.
+        return cls(path, lock)
+
+    @classmethod
+    def look(cls, path: Path) -> Self:
+        """For readers beside a running owner: nothing is created, nothing is locked."""
+        return cls(path, None)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

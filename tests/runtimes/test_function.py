@@ -1,0 +1,176 @@
+"""Agents that are functions."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from antiphon.clock import ManualClock
+from antiphon.errors import ConfigError, ContextOverflow, ProviderError
+from antiphon.messages import Assistant, Text, ToolCall, User
+from antiphon.runtimes import Prompt, Runtime
+from antiphon.runtimes.function import Agent, FunctionRuntime, load
+
+pytestmark = pytest.mark.anyio
+PROMPT = Prompt(
+    run_id="run",
+    session_key="agent:main:main",
+    agent_id="main",
+    instructions="",
+    messages=[User(content="hi", timestamp=1)],
+)
+
+
+class Pieces(list[str]):
+    """Deltas as a list."""
+
+    def text(self, piece: str) -> None:
+        self.append(piece)
+
+    def thinking(self, piece: str) -> None: ...
+
+    def restart(self) -> None: ...
+
+
+async def echo(prompt: Prompt) -> str:
+    message = prompt.messages[-1]
+    assert isinstance(message, User)
+    return f"you said {message.content}"
+
+
+async def stream(prompt: Prompt) -> AsyncGenerator[str, None]:
+    for word in ("one ", "two ", prompt.agent_id):
+        yield word
+
+
+NOT_CALLABLE = 7
+
+
+async def test_a_text() -> None:
+    runtime: Runtime = FunctionRuntime(echo, clock=ManualClock(5))
+    pieces = Pieces()
+    answer = await runtime.step(PROMPT, pieces)
+    assert answer == Assistant(
+        content=[Text(text="you said hi")],
+        timestamp=5,
+        stop_reason="stop",
+        api="function",
+        provider="function",
+        model="echo",
+    )
+    assert pieces == ["you said hi"]
+    assert runtime.context_window is None
+    await runtime.close()
+
+
+async def test_pieces_are_streamed() -> None:
+    pieces = Pieces()
+    answer = await FunctionRuntime(stream).step(PROMPT, pieces)
+    assert answer.text == "one two main"
+    assert pieces == ["one ", "two ", "main"]
+
+
+async def test_a_whole_message() -> None:
+    async def agent(prompt: Prompt) -> Assistant:
+        return Assistant(content=[ToolCall(id="c", name="t", arguments={})], timestamp=9, model="mine")
+
+    answer = await FunctionRuntime(agent).step(PROMPT, Pieces())
+    assert (answer.stop_reason, answer.timestamp, answer.model) == ("toolUse", 9, "mine")
+
+
+async def test_cancelling_closes_the_generator() -> None:
+    started, closed = asyncio.Event(), asyncio.Event()
+
+    async def agent(prompt: Prompt) -> AsyncGenerator[str, None]:
+        try:
+            yield "a"
+            started.set()
+            await asyncio.Event().wait()
+        finally:
+            closed.set()
+
+    running = asyncio.create_task(FunctionRuntime(agent).step(PROMPT, Pieces()))
+    async with asyncio.timeout(5):
+        await started.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    assert closed.is_set()
+
+
+async def test_what_it_raises_is_told() -> None:
+    async def agent(prompt: Prompt) -> str:
+        raise KeyError("missing")
+
+    with pytest.raises(ProviderError, match="'agent' failed with KeyError") as caught:
+        await FunctionRuntime(agent).step(PROMPT, Pieces())
+    assert caught.value.data["model"] == "agent"
+
+
+async def test_our_own_errors_pass() -> None:
+    async def agent(prompt: Prompt) -> str:
+        raise ContextOverflow("Too long.", "Compact.")
+
+    with pytest.raises(ContextOverflow):
+        await FunctionRuntime(agent).step(PROMPT, Pieces())
+
+
+async def test_answers_that_are_none() -> None:
+    async def number(prompt: Prompt) -> Any:
+        return 7
+
+    def synchronous(prompt: Prompt) -> Any:
+        return "not awaited"
+
+    with pytest.raises(ProviderError, match="answered with 'int'"):
+        await FunctionRuntime(number).step(PROMPT, Pieces())
+    with pytest.raises(ProviderError, match="instead of something to await"):
+        await FunctionRuntime(synchronous).step(PROMPT, Pieces())
+
+
+async def test_an_instant_agent_costs_microseconds() -> None:
+    async def agent(prompt: Prompt) -> str:
+        return "ok"
+
+    runtime, pieces = FunctionRuntime(agent), Pieces()
+    began = time.process_time()
+    for _ in range(1000):
+        await runtime.step(PROMPT, pieces)
+    assert (time.process_time() - began) / 1000 < 0.0002
+
+
+def test_load() -> None:
+    found: Agent = load(f"{__name__}:echo")
+    assert found is echo
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("no-colon", "is not of the form"),
+        (":echo", "is not of the form"),
+        ("absent_module:echo", "'absent_module', which cannot be found"),
+        ("json.absent:echo", "'json.absent', which cannot be found"),
+        ("json:absent", "no 'absent' in 'json'"),
+        (f"{__name__}:NOT_CALLABLE", "is a 'int', not a function"),
+        ("needs_absent:run", "imports 'absent_library', which is not installed"),
+        ("breaks:run", "could not be imported (ZeroDivisionError"),
+    ],
+)
+def test_load_says_what_is_wrong(
+    target: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_absent.py").write_text("import absent_library\n")
+    (tmp_path / "breaks.py").write_text("1 / 0\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    with pytest.raises(ConfigError) as caught:
+        load(target)
+    assert said in str(caught.value)
+    assert caught.value.hint
