@@ -115,8 +115,7 @@ class Provider:
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[Provider]:
         """Serve on an ephemeral loopback port for as long as the block lasts."""
-        with socket.socket() as listening:
-            listening.bind(("127.0.0.1", 0))
+        with _socket(0) as listening:
             self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
             server = _Server(_config(self))
             serving = asyncio.create_task(server.serve(sockets=[listening]))
@@ -193,6 +192,14 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.ready.set()
+
+
+def _socket(port: int) -> socket.socket:
+    # With the protocol named, asyncio switches Nagle's algorithm off; without, every answer takes 40 ms more.
+    made = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.bind(("127.0.0.1", port))
+    return made
 
 
 def _config(provider: Provider) -> uvicorn.Config:
@@ -592,9 +599,7 @@ def main() -> None:
     options.add_argument("--chunks", type=int, default=32)
     chosen = options.parse_args()
     words = tuple(f"word{number} " for number in range(chosen.chunks))
-    with socket.socket() as listening:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(("127.0.0.1", chosen.port))
+    with _socket(chosen.port) as listening:
         sys.stdout.write(f"{listening.getsockname()[1]}\n")
         sys.stdout.flush()
         provider = Provider(default=Answer(text=words), recording=False)

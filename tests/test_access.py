@@ -163,7 +163,7 @@ def test_sandbox_clamp(wanted: Visibility, clamped: Visibility) -> None:
 
 
 @pytest.mark.requirement("V2")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(settings_of, st.sampled_from(TOOLS_VISIBILITIES), targets)
 def test_the_clamp_never_widens(given: Settings, tools: SessionToolsVisibility, target: Target) -> None:
     free = grants_for(**given, a2a_enabled=True)
@@ -175,7 +175,7 @@ def test_the_clamp_never_widens(given: Settings, tools: SessionToolsVisibility, 
 
 
 @pytest.mark.requirement("V3", "G30")
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(callers, targets, grants_of)
 def test_listed_if_and_only_if_readable(caller: Caller, target: Target, grants: Grants) -> None:
     listed = allowed(caller, "list", target, grants)
@@ -183,7 +183,7 @@ def test_listed_if_and_only_if_readable(caller: Caller, target: Target, grants: 
 
 
 @pytest.mark.requirement("V3", "G30")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(callers, targets, grants_of, st.sampled_from(ON_TARGETS))
 def test_forbidden_only_where_the_caller_may_read(
     caller: Caller, target: Target, grants: Grants, action: Action

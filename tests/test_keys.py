@@ -123,14 +123,14 @@ def test_stored_forms(text: str, key: SessionKey) -> None:
 
 
 @pytest.mark.requirement("K5", "G32")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(keys)
 def test_round_trip(key: SessionKey) -> None:
     assert parse(str(key)) == key
 
 
 @pytest.mark.requirement("K5", "G32")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(keys, keys)
 def test_different_keys_are_written_differently(one: SessionKey, other: SessionKey) -> None:
     assert (one == other) == (str(one) == str(other))
@@ -238,7 +238,7 @@ def test_a_channel_cannot_be_called_like_a_word_of_the_keys(name: str) -> None:
 
 
 @pytest.mark.requirement("K1")
-@pytest.mark.parametrize("account", ["group", "Channel", "direct", "dm", ""])
+@pytest.mark.parametrize("account", ["group", "Channel", "direct", "dm"])
 def test_an_account_cannot_be_called_like_a_chat(account: str) -> None:
     with pytest.raises(InvalidKey):
         SessionKey("a", "direct", "peer", "telegram", account)
@@ -257,6 +257,18 @@ def test_an_account_cannot_be_called_like_a_chat(account: str) -> None:
 def test_parts_that_make_no_key_are_refused(parts: tuple[str, ...]) -> None:
     with pytest.raises(InvalidKey):
         SessionKey(*parts)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.requirement("K1", "G32")
+def test_an_empty_part_is_named_as_such() -> None:
+    for parts in (
+        ("", "irc", None, None),
+        ("x", "", None, None),
+        ("x", "irc", "", None),
+        ("x", "irc", None, Thread("")),
+    ):
+        with pytest.raises(InvalidKey, match="has an empty part"):
+            SessionKey("a", "direct", *parts)
 
 
 @pytest.mark.requirement("K1")
@@ -349,14 +361,14 @@ def test_the_configured_main_key_is_another_name_for_main() -> None:
 
 
 @pytest.mark.requirement("K2", "G32")
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(keys.filter(lambda key: key != GLOBAL), agents)
 def test_canonical_keys_are_accepted_unchanged(key: SessionKey, agent: str) -> None:
     assert canonicalise(str(key), agent_id=agent) == key
 
 
 @pytest.mark.requirement("K2", "K3")
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(keys, agents)
 def test_what_is_displayed_is_accepted_back(key: SessionKey, viewer: str) -> None:
     scope = "global" if key == GLOBAL else "per-sender"
@@ -365,7 +377,7 @@ def test_what_is_displayed_is_accepted_back(key: SessionKey, viewer: str) -> Non
 
 
 @pytest.mark.requirement("K2", "K4", "G32")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.lists(ID_PIECES, max_size=10).map("".join),
     agents,

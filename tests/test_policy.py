@@ -54,7 +54,7 @@ def test_the_sessions_own_setting_wins(
 
 
 @pytest.mark.requirement("D1")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(policies, rules, maybe_channel, maybe_type, st.sampled_from(KEYS))
 def test_a_further_deny_never_opens_and_a_further_allow_never_lifts_a_deny_rule(
     policy: SendPolicy, rule: SendRule, channel: str | None, chat_type: ChatType | None, key: str
@@ -112,6 +112,7 @@ def test_deny_then_allow_then_default() -> None:
         (SendRule("deny", key_prefix="telegram:direct:bob"), "agent:a:telegram:direct:BOB", True),
         (SendRule("deny", key_prefix="cron:"), "agent:main:cron:1", True),
         (SendRule("deny", raw_key_prefix="agent:Main:"), GROUP, True),
+        (SendRule("deny", raw_key_prefix="agent:a:irc:direct:bob"), "agent:a:irc:direct:BOB", True),
         (SendRule("deny", raw_key_prefix="discord:"), GROUP, False),
         (SendRule("deny", key_prefix="discord:", raw_key_prefix="agent:ops:"), GROUP, False),
     ],

@@ -1,7 +1,8 @@
 """Putting the house together: one process that hosts sessions.
 
 `hosting` owns a state directory and runs its lanes; `looking` reads one beside a running owner. Both give the
-`Operations` through which everything is asked.
+`Operations` through which everything is asked. `keeping` and `reading` give the bare store, for work on the
+directory itself: nothing runs in it meanwhile.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from antiphon.engine.retention import Keep
 from antiphon.engine.runs import Claim
 from antiphon.engine.toolbox import Tool, Toolbox
 from antiphon.engine.turns import Setting
+from antiphon.errors import NotFound
 from antiphon.lanes.local import LocalLanes
 from antiphon.operations import Operations
 from antiphon.runtimes import Runtime
@@ -57,6 +59,7 @@ async def hosting(
             setting=_Settings(config, catalog, Toolbox(tools)),
             pace=pace,
             keep=_keep(config),
+            longest_run=config.agents.defaults.timeout_seconds,
         )
         try:
             await engine.start()
@@ -72,12 +75,29 @@ async def hosting(
 @asynccontextmanager
 async def looking(config: Config, state_dir: Path) -> AsyncGenerator[Operations]:
     """Read a state directory without owning it; whatever would change something is refused."""
-    home = StateDir.look(state_dir)
-    store = await SqliteStore.open(home.database, read_only=True, readers=1)
+    async with reading(state_dir) as store:
+        yield _operations(config, store, LocalBus(), SystemClock(), None, StateDir.look(state_dir))
+
+
+@asynccontextmanager
+async def reading(state_dir: Path) -> AsyncGenerator[SqliteStore]:
+    """The store of a state directory for reading, whoever owns it."""
+    store = await SqliteStore.open(StateDir.look(state_dir).database, read_only=True, readers=1)
     try:
-        yield _operations(config, store, LocalBus(), SystemClock(), None, home)
+        yield store
     finally:
         await store.close()
+
+
+@asynccontextmanager
+async def keeping(config: Config, state_dir: Path) -> AsyncGenerator[SqliteStore]:
+    """Own the directory without playing what waits in it."""
+    with await asyncio.to_thread(StateDir.own, state_dir) as home:
+        store = await SqliteStore.open(home.database, synchronous=config.store.synchronous)
+        try:
+            yield store
+        finally:
+            await store.close()
 
 
 def _operations(
@@ -107,20 +127,25 @@ class _Settings:
 
     def __init__(self, config: Config, catalog: Catalog, toolbox: Toolbox) -> None:
         self._catalog = catalog
-        self._toolbox = toolbox
         self._agents = {agent_id: config.agent(agent_id) for agent_id in config.agent_ids}
-        self._default = config.default_agent_id
+        self._tools = {
+            agent_id: toolbox.allowed(agent.tools.allow, agent.tools.deny)
+            for agent_id, agent in self._agents.items()
+        }
         self._steps = asyncio.Semaphore(config.agents.defaults.max_concurrent)
 
     async def __call__(self, claim: Claim) -> Setting:
-        agent = self._agents.get(claim.agent_id or self._default)
-        runtime = await self._catalog.runtime(agent.id if agent else claim.agent_id, claim.model)
+        agent = self._agents.get(claim.agent_id)
         if agent is None:
-            agent = self._agents[self._default]
+            raise NotFound(
+                f"Agent {claim.agent_id!r} is not configured any more.",
+                "Add it to agents.list, or archive the session.",
+            )
+        runtime = await self._catalog.runtime(agent.id, claim.model)
         return Setting(
             runtime=runtime,
             instructions=_instructions(agent, claim),
-            tools=self._toolbox.allowed(agent.tools.allow, agent.tools.deny),
+            tools=self._tools[agent.id],
             max_steps=agent.max_steps,
             reserve_tokens=agent.compaction.reserve_tokens,
             keep_tokens=agent.compaction.keep_recent_tokens,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from antiphon.errors import InvalidKey
@@ -255,6 +256,13 @@ def display(key: SessionKey, *, viewer_agent_id: str | None) -> str:
     return str(key)
 
 
+def display_text(text: str, *, viewer_agent_id: str | None) -> str:
+    """`display` of a stored key, taking it apart only where that can make a difference: lists have many."""
+    if text != "global" and (viewer_agent_id is None or not text.startswith(f"agent:{viewer_agent_id}:")):
+        return text
+    return display(parse(text), viewer_agent_id=viewer_agent_id)
+
+
 def channel_of(kind: Kind, recorded_channel: str | None, last_channel: str | None) -> str:
     """The channel a list shows. A group belongs to the channel it lives in, whoever spoke last in it."""
     if kind in ("cron", "hook", "node"):
@@ -344,6 +352,7 @@ def _required(current: SessionKey | None) -> SessionKey:
     return current
 
 
+@lru_cache(maxsize=8192)  # every operation reads a key, and most read the same few
 def _read_full(text: str) -> SessionKey:
     match = _FULL.fullmatch(text)
     if not match:

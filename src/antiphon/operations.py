@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from antiphon import access, keys, policy, views
 from antiphon.access import Caller
-from antiphon.bus import Event, EventBus, SessionChanged
+from antiphon.bus import Event, EventBus, RunChanged, SessionChanged
 from antiphon.clock import Clock
 from antiphon.config import Config
 from antiphon.engine import feeds, runs, sessions, transcripts
@@ -24,7 +25,6 @@ from antiphon.engine.door import Door
 from antiphon.engine.engine import Engine, run_topic, session_topic
 from antiphon.engine.runs import Submission
 from antiphon.errors import InvalidInput, NotFound, SendBlocked, StoreReadOnly, TooLarge
-from antiphon.keys import SessionKey
 from antiphon.messages import Image, Provenance, Text, User
 from antiphon.store import Row, Store, Tx, listing
 from antiphon.store.listing import KINDS, Wish
@@ -36,8 +36,7 @@ _CHAT_TYPES: dict[str, keys.ChatType] = {"direct": "direct", "group": "group", "
 LOOK_AGAIN = 2.0  # seconds after which a wait reads the row though no event came
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class Message(msgspec.Struct, frozen=True, kw_only=True):
     """Words for a session. `idempotency_key` becomes the run's id: saying it again changes nothing."""
 
     session: str
@@ -51,8 +50,7 @@ class Message:
     provenance: Provenance | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListFilter:
+class ListFilter(msgspec.Struct, frozen=True, kw_only=True):
     kinds: Sequence[str] | None = None
     limit: int = LIST_LIMIT
     active_minutes: float | None = None
@@ -64,16 +62,14 @@ class ListFilter:
     cursor: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HistoryFilter:
+class HistoryFilter(msgspec.Struct, frozen=True, kw_only=True):
     limit: int = HISTORY_LIMIT
     include_tools: bool = False
     before: int | None = None
     after: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StopView:
+class StopView(msgspec.Struct, frozen=True):
     """Runs that were ended or told to end."""
 
     run_ids: list[str]
@@ -97,7 +93,8 @@ class Operations:
         self._clock = clock
         self._door = door
         self._engine = engine
-        self._transcripts_dir = transcripts_dir
+        self._transcripts = str(transcripts_dir)
+        self._policy = _send_policy(config)
 
     # --- speaking ---
 
@@ -116,7 +113,7 @@ class Operations:
     async def _submit(self, tx: Tx, caller: Caller, message: Message, now: int) -> tuple[runs.Accepted, Row]:
         row = await self._door.open(tx, caller, "send", message.session, found_at=now)
         self._check_policy(row)
-        timeout = message.timeout_seconds or self.config.agents.defaults.timeout_seconds
+        timeout = message.timeout_seconds
         submission = Submission(
             run_id=message.idempotency_key or uuid.uuid4().hex,
             session=row["id"],
@@ -125,7 +122,7 @@ class Operations:
             instructions=message.instructions,
             model=message.model,
             thinking=message.thinking,
-            deadline_at=now + round(timeout * 1000),
+            deadline_at=None if timeout is None else now + round(timeout * 1000),
             max_queued=self.config.store.lane_max_queued,
         )
         return await runs.submit(tx, submission, now), row
@@ -161,19 +158,8 @@ class Operations:
             self.config.find_model(message.model)
 
     def _check_policy(self, row: Row) -> None:
-        configured = self.config.session.send_policy
-        rules = tuple(
-            policy.SendRule(
-                action=rule.action,
-                channel=rule.match.channel_name,
-                chat_type=_CHAT_TYPES.get(rule.match.chat_type or ""),
-                key_prefix=rule.match.key_prefix,
-                raw_key_prefix=rule.match.raw_key_prefix,
-            )
-            for rule in configured.rules
-        )
         decision = policy.decide(
-            policy.SendPolicy(rules, configured.default),
+            self._policy,
             override=row["send_policy"],
             channel=row["channel"] or row["last_channel"],
             chat_type=row["chat_type"],
@@ -190,41 +176,48 @@ class Operations:
 
     async def run(self, caller: Caller, run_id: str) -> RunView:
         """Where a run is."""
-        view, _ = await self._store.read(self._run, caller, run_id)
-        return view
+        return await self._store.read(self._run, caller, run_id)
 
     async def wait(self, caller: Caller, run_id: str, timeout: float) -> RunView:
         """Until the run has ended or `timeout` seconds are over; look at `ended` to see which.
 
         A wait holds nothing: it can be dropped and repeated from anywhere, before and after the end.
         """
-        view, n = await self._store.read(self._run, caller, run_id)
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
-        if view.ended:
-            return view
-        async with self._bus.listen(run_topic(n)) as events:
+        async with self._bus.listen(run_topic(run_id)) as events:
             while True:
-                view, _ = await self._store.read(self._run, caller, run_id)
+                view = await self._store.read(self._run, caller, run_id)
                 left = until - loop.time()
                 if view.ended or left <= 0:
                     return view
-                await events.get(min(left, LOOK_AGAIN))
+                event = await events.get(min(left, LOOK_AGAIN))
+                if isinstance(event, RunChanged) and event.ended_at is not None:
+                    return views.ended_view(view, event)
 
-    async def _run(self, tx: Tx, caller: Caller, run_id: str) -> tuple[RunView, int]:
-        row = await tx.one(runs.SQL.by_id, id=run_id)
+    async def _run(self, tx: Tx, caller: Caller, run_id: str) -> RunView:
+        row = await tx.one(runs.SQL.by_id, id=run_id, viewer=caller.session_key)
         missing = NotFound(
             f"Run {run_id!r} was not found.", "Check the id; it is given when a message is accepted."
         )
         if row is None:
             raise missing
         try:
-            await self._door.open(tx, caller, "read", row["key"])
+            self._door.admit(caller, "read", row, run_id)
         except NotFound:
             raise missing from None
-        spent = await tx.one(runs.SQL.spent, id=run_id)
-        assert spent is not None
-        return views.run_view(row, spent, row["key"], self._clock.now()), row["n"]
+        spent = await tx.one(runs.SQL.spent, id=run_id) if row["ended_at"] else None
+        return views.run_view(row, spent, self._clock.now())
+
+    async def unfinished(self, caller: Caller, session: str) -> list[str]:
+        """Ids of the runs that play or wait in a session, in their order."""
+        return await self._store.read(self._unfinished, caller, session)
+
+    async def _unfinished(self, tx: Tx, caller: Caller, session: str) -> list[str]:
+        row = await self._door.open(tx, caller, "read", session)
+        active = await tx.all(runs.SQL.active_in, session=row["id"])
+        queued = await tx.all(runs.SQL.queued_in, session=row["id"])
+        return [run["id"] for run in [*active, *queued]]
 
     async def stop(self, caller: Caller, session: str, run_id: str | None = None) -> StopView:
         """Stop what runs or waits in a session, and everything below it in its tree."""
@@ -242,8 +235,7 @@ class Operations:
         """Sessions the caller may read, newest first."""
         access.require_scope(caller, "list")
         limit = _between(wanted.limit, 1, LIST_MOST, "limit")
-        wish = await self._store.read(self._wish, caller, wanted, limit + 1)
-        rows = await self._store.read(listing.page, wish) if wish else []
+        rows = await self._store.read(self._list, caller, wanted, limit + 1)
         shown = rows[:limit]
         more = len(rows) > limit
         return SessionPage(
@@ -252,6 +244,10 @@ class Operations:
             scope="all" if caller.is_operator else self._door.grants(caller).read,
             next_cursor=f"{shown[-1]['updated_at']}|{shown[-1]['key']}" if more else None,
         )
+
+    async def _list(self, tx: Tx, caller: Caller, wanted: ListFilter, limit: int) -> list[Row]:
+        wish = await self._wish(tx, caller, wanted, limit)
+        return await listing.page(tx, wish) if wish else []
 
     async def _wish(self, tx: Tx, caller: Caller, wanted: ListFilter, limit: int) -> Wish | None:
         """The caller's filters narrowed to the caller's reach; None when nothing can be left."""
@@ -378,9 +374,8 @@ class Operations:
         return full
 
     def _session_view(self, caller: Caller, row: Row) -> SessionView:
-        key: SessionKey = keys.parse(row["key"])
-        shown = keys.display(key, viewer_agent_id=caller.agent_id)
-        return views.session_view(row, key, shown, str(self._transcripts_dir / f"{row['session_id']}.jsonl"))
+        shown = keys.display_text(row["key"], viewer_agent_id=caller.agent_id)
+        return views.session_view(row, shown, f"{self._transcripts}/{row['session_id']}.jsonl")
 
     def _running(self) -> Engine:
         if self._engine is None:
@@ -388,6 +383,21 @@ class Operations:
                 "This view of the store is for reading.", "Start Antiphon on this state directory."
             )
         return self._engine
+
+
+def _send_policy(config: Config) -> policy.SendPolicy:
+    configured = config.session.send_policy
+    rules = tuple(
+        policy.SendRule(
+            action=rule.action,
+            channel=rule.match.channel_name,
+            chat_type=_CHAT_TYPES.get(rule.match.chat_type or ""),
+            key_prefix=rule.match.key_prefix,
+            raw_key_prefix=rule.match.raw_key_prefix,
+        )
+        for rule in configured.rules
+    )
+    return policy.SendPolicy(rules, configured.default)
 
 
 def _bytes(content: str | Sequence[Text | Image]) -> int:

@@ -76,6 +76,8 @@ def decide(
         return override
     if policy is None:
         return "allow"
+    if not policy.rules:
+        return policy.default
     facts = _facts(channel, chat_type, key)
     actions = {rule.action for rule in policy.rules if _applies(rule, facts)}
     if "deny" in actions:

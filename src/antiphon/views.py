@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from antiphon import keys
+from antiphon.bus import RunChanged, Spent
 from antiphon.engine.transcripts import Entry
-from antiphon.keys import SessionKey
 from antiphon.store import Row
 
 
@@ -26,14 +26,6 @@ class Accepted(_View, frozen=True):
     session_key: str
     session_id: str
     state: str
-
-
-class Spent(_View, omit_defaults=False, frozen=True):
-    """Tokens and US dollars; a cost that is not known is null."""
-
-    input: int
-    output: int
-    cost: float | None
 
 
 class RunView(_View, frozen=True):
@@ -125,11 +117,11 @@ class UsageLine(_View, omit_defaults=False, frozen=True):
     cost: float | None
 
 
-def run_view(row: Row, spent: Row, key: str, now: int) -> RunView:
+def run_view(row: Row, spent: Row | None, now: int) -> RunView:
     started, ended = row["started_at"], row["ended_at"]
     return RunView(
         run_id=row["id"],
-        session_key=key,
+        session_key=row["key"],
         state=row["state"],
         created_at=row["created_at"],
         started_at=started,
@@ -141,43 +133,63 @@ def run_view(row: Row, spent: Row, key: str, now: int) -> RunView:
         error_code=row["error_code"],
         error=row["error"],
         model=row["model_answered"],
-        usage=Spent(input=spent["input"], output=spent["output"], cost=spent["cost"]),
+        usage=Spent(input=spent["input"], output=spent["output"], cost=spent["cost"]) if spent else None,
     )
 
 
-def session_view(row: Row, key: SessionKey, shown: str, transcript_path: str) -> SessionView:
-    route = Route(
-        channel=row["last_channel"],
-        to=row["last_to"],
-        account_id=row["last_account"],
-        thread_id=row["last_thread"],
+def ended_view(view: RunView, event: RunChanged) -> RunView:
+    """A run that was seen under way, with the event of its end."""
+    started, ended = event.started_at or view.created_at, event.ended_at or view.created_at
+    return msgspec.structs.replace(
+        view,
+        state=event.state,
+        started_at=started,
+        ended_at=ended,
+        queued_ms=started - view.created_at,
+        running_ms=ended - started,
+        position=None,
+        reply=event.reply,
+        error_code=event.error_code,
+        error=event.error,
+        model=event.model,
+        usage=event.usage or Spent(input=0, output=0, cost=None),
     )
+
+
+def session_view(row: Row, shown: str, transcript_path: str) -> SessionView:
+    """From the columns of `listing.page`, in their order: by name, each would be searched for again in every row."""
+    _, _, kind, channel, agent_id, session_id, updated_at, state, display_name, label, model, last_model, *rest = row
+    context_tokens, total_tokens, thinking, verbose, system_sent, aborted, send_policy, *rest = rest
+    last_channel, last_to, last_account, last_thread, parent_key, child_count = rest
+    route = None
+    if last_channel:
+        route = Route(channel=last_channel, to=last_to, account_id=last_account, thread_id=last_thread)
     return SessionView(
         key=shown,
-        kind=row["kind"],
-        channel=keys.channel_of(key.kind, row["channel"], row["last_channel"]),
-        agent_id=row["agent_id"] or None,
-        session_id=row["session_id"],
-        updated_at=row["updated_at"],
-        last_activity_at=row["updated_at"],
-        state=row["state"],
-        display_name=row["display_name"],
-        label=row["label"],
-        model=row["model"] or row["last_model"],
-        context_tokens=row["context_tokens"],
-        total_tokens=row["total_tokens"],
-        thinking_level=row["thinking"],
-        verbose_level=row["verbose"],
-        system_sent=bool(row["system_sent"]),
-        aborted_last_run=bool(row["aborted_last_run"]),
-        send_policy=row["send_policy"],
-        last_channel=row["last_channel"],
-        last_to=row["last_to"],
-        last_account_id=row["last_account"],
-        delivery_context=route if route.channel else None,
+        kind=kind,
+        channel=keys.channel_of(kind, channel, last_channel),
+        agent_id=agent_id,
+        session_id=session_id,
+        updated_at=updated_at,
+        last_activity_at=updated_at,
+        state=state,
+        display_name=display_name,
+        label=label,
+        model=model or last_model,
+        context_tokens=context_tokens,
+        total_tokens=total_tokens,
+        thinking_level=thinking,
+        verbose_level=verbose,
+        system_sent=system_sent == 1,
+        aborted_last_run=aborted == 1,
+        send_policy=send_policy,
+        last_channel=last_channel,
+        last_to=last_to,
+        last_account_id=last_account,
+        delivery_context=route,
         transcript_path=transcript_path,
-        parent_key=row["parent_key"],
-        child_count=row["child_count"],
+        parent_key=parent_key,
+        child_count=child_count,
     )
 
 

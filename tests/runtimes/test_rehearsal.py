@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from antiphon.clock import ManualClock
 from antiphon.errors import ProviderError
-from antiphon.messages import Assistant, Message, Text, Thinking, ToolResult, User
+from antiphon.messages import Assistant, Image, Message, Text, Thinking, ToolResult, User
 from antiphon.runtimes import Prompt, Runtime, ToolSpec
 from antiphon.runtimes.rehearsal import RehearsalRuntime
 
@@ -58,7 +58,7 @@ async def play(told: str, results: list[str] | None = None) -> list[Assistant]:
         said.append(await runtime.step(prompt_of(messages), Recorder()))
         messages.append(said[-1])
         for call in said[-1].tool_calls:
-            content = [Text(text=left.pop(0))]
+            content: list[Text | Image] = [Text(text=left.pop(0))]
             messages.append(
                 ToolResult(tool_call_id=call.id, tool_name=call.name, content=content, timestamp=1)
             )

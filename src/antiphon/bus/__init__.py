@@ -1,6 +1,6 @@
 """Live events: hints over durable rows, delivered at most once.
 
-A topic is a short word and a number (`session.7`, `run.42`) or a word (`sessions`). Whoever needs certainty
+A topic is a word, or a word and an id (`sessions`, `session.7`, `run.<id>`). Whoever needs certainty
 listens first, then reads the rows, then follows; a listener that could not keep up is told so by a `Gap` and
 reads the rows again. Events are plain data that any transport can encode.
 """
@@ -27,14 +27,29 @@ class MessageAppended(_Event, tag="message", frozen=True):
     run_id: str | None = None
 
 
+class Spent(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Tokens and US dollars of a run; a cost that is not known is null."""
+
+    input: int
+    output: int
+    cost: float | None
+
+
 class RunChanged(_Event, tag="run", frozen=True):
-    """A run was accepted, started or ended, after the commit that made it so."""
+    """A run was accepted, started or ended, after the commit that made it so.
+
+    An end that was played carries everything there is to know of it; for any other, read the row.
+    """
 
     run_id: str
     state: str
     reply: str | None = None
     error_code: str | None = None
     error: str | None = None
+    model: str | None = None
+    started_at: int | None = None
+    ended_at: int | None = None
+    usage: Spent | None = None
 
 
 class Delta(_Event, tag="delta", frozen=True):

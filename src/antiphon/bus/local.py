@@ -18,24 +18,30 @@ class _Listener:
     def __init__(self, size: int) -> None:
         self._size = size
         self._events: deque[Event] = deque()
-        self._ready = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
 
     def put(self, event: Event) -> None:
         if len(self._events) >= self._size:
             self._events.clear()
             self._events.append(Gap())
         self._events.append(event)
-        self._ready.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def get(self, timeout: float | None = None) -> Event | None:
-        while not self._events:
-            self._ready.clear()
+        if not self._events:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(timeout, self._wake) if timeout is not None else None
             try:
-                async with asyncio.timeout(timeout):
-                    await self._ready.wait()
-            except TimeoutError:
-                return None
-        return self._events.popleft()
+                await self._waiter
+            finally:
+                if timer:
+                    timer.cancel()
+        return self._events.popleft() if self._events else None
 
 
 class LocalBus:

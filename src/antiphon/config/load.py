@@ -154,16 +154,18 @@ def _decode(content: str, path: Path) -> object:
 def _syntax(error: Exception, content: str) -> str:
     """Where and what, without the parts of the document that the parser attaches to its errors."""
     found = re.search(r"near (\d+)", str(error.args[0]) if error.args else "")
+    offset = max(0, int(found[1]) - 1) if found else 0
     if isinstance(error, pyjson5.Json5ExtraData):
-        what, back = "something follows the end of the document", 0
+        what = "something follows the end of the document"
+        # Counted differently there: the end of the document, not the character at fault.
+        offset = len(content) - len(content[offset + 1 :].lstrip())
     elif isinstance(error, pyjson5.Json5EOF):
-        what, back = "what starts here is not finished", 1
+        what = "what starts here is not finished"
     elif isinstance(error, pyjson5.Json5NestingTooDeep):
-        what, back = "it is nested too deeply", 1
+        what = "it is nested too deeply"
     else:
-        what, back = "this is not expected here", 1
-    before = content[: max(0, int(found[1]) - back)] if found else ""
-    line, column = before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1
+        what = "this is not expected here"
+    line, column = content.count("\n", 0, offset) + 1, offset - content.rfind("\n", 0, offset)
     return f"line {line}, column {column}: {what}"
 
 

@@ -167,15 +167,19 @@ def _from_env(name: str) -> str:
     return value
 
 
+class _Unsafe(Exception):
+    """A file that is no place for a secret; the text completes "the file …"."""
+
+
 def _from_file(path: Path) -> str:
     def refused(why: str, hint: str) -> ConfigError:
         return ConfigError(f"The secret file {str(path)!r} {why}.", hint, file=str(path))
 
     try:
         content = _read_private(path)
-    except PermissionError as error:
+    except _Unsafe as error:
         hint = f"Make it a regular file of this user and run: chmod 600 {str(path)!r}"
-        raise refused(error.strerror or "is not private", hint) from None
+        raise refused(str(error), hint) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "its name is not usable"
         raise refused(f"cannot be read: {why}", "Correct the path, or create the file.") from None
@@ -191,13 +195,11 @@ def _read_private(path: Path) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise PermissionError(None, "is not a regular file")
+            raise _Unsafe("is not a regular file")
         if status.st_mode & 0o077:
-            raise PermissionError(
-                None, f"can be used by others than its owner (mode {status.st_mode & 0o777:04o})"
-            )
+            raise _Unsafe(f"can be used by others than its owner (mode {status.st_mode & 0o777:04o})")
         if status.st_uid not in (os.geteuid(), 0):
-            raise PermissionError(None, "belongs to another user")
+            raise _Unsafe("belongs to another user")
         return file.read(MAX_BYTES + 1)
 
 
@@ -233,9 +235,8 @@ def _run(command: tuple[str, ...], base: Path | None) -> bytes:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    assert process.stdout is not None  # noqa: S101 - asked for above
     try:
-        with process.stdout as stream:
+        with cast("IO[bytes]", process.stdout) as stream:
             output = _read_until(stream, deadline)
         status = process.wait(max(0.0, deadline - time.monotonic()))
     except (TimeoutError, OverflowError, subprocess.TimeoutExpired) as error:

@@ -7,7 +7,8 @@ originals stay in the transcript.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+
+import msgspec
 
 from antiphon.engine.context import CHARACTERS_PER_TOKEN, Context, as_text
 from antiphon.messages import Assistant, Compaction, Message, User
@@ -38,9 +39,10 @@ async def summarise(runtime: Runtime, prompt: Prompt, messages: Sequence[Message
     question = User(
         content=f"{OPENING}\n{text}\n{CLOSING}\nWrite the summary.", timestamp=messages[-1].timestamp
     )
-    return await runtime.step(
-        replace(prompt, instructions=INSTRUCTIONS, messages=[question], tools=(), thinking=None), _Quiet()
+    asked = msgspec.structs.replace(
+        prompt, instructions=INSTRUCTIONS, messages=[question], tools=(), thinking=None
     )
+    return await runtime.step(asked, _Quiet())
 
 
 def entry(context: Context, cut: int, summary: Assistant, now: int) -> Compaction:

@@ -36,8 +36,8 @@ INTERRUPTED = "This call was interrupted: it may or may not have taken effect. C
 class Context:
     """Numbered messages, oldest first, as they are in the transcript (not yet mended)."""
 
-    seqs: list[int] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
+    seqs: list[int] = field(default_factory=list[int])
+    messages: list[Message] = field(default_factory=list[Message])
 
     def add(self, seq: int, message: Message) -> None:
         self.seqs.append(seq)

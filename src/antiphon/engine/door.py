@@ -10,6 +10,7 @@ from antiphon import access, keys
 from antiphon.access import Action, Caller, Grants, Target
 from antiphon.config import Config
 from antiphon.engine import sessions
+from antiphon.engine.sessions import Birth
 from antiphon.errors import Ambiguous
 from antiphon.keys import SessionIdRef, SessionKey
 from antiphon.store import Row, Tx
@@ -18,12 +19,18 @@ from antiphon.store import Row, Tx
 class Door:
     def __init__(self, config: Config) -> None:
         self._config = config
+        self._default_agent = config.default_agent_id
+        self._granted: dict[tuple[str | None, bool], Grants] = {(None, False): Grants()}
 
     def grants(self, caller: Caller) -> Grants:
         """What this caller's agent may reach; an operator's scopes say it all."""
-        if caller.agent_id is None:
-            return Grants()
-        agent = self._config.agent(caller.agent_id)
+        key = (caller.agent_id, caller.sandboxed)
+        if key not in self._granted:
+            self._granted[key] = self._grants(caller.agent_id or "", sandboxed=caller.sandboxed)
+        return self._granted[key]
+
+    def _grants(self, agent_id: str, *, sandboxed: bool) -> Grants:
+        agent = self._config.agent(agent_id)
         return access.grants_for(
             visibility=agent.tools.visibility,
             send_visibility=agent.tools.send,
@@ -31,16 +38,17 @@ class Door:
             a2a_enabled=self._config.tools.agent_to_agent.enabled,
             a2a_allow=self._config.tools.agent_to_agent.allow,
             spawn_agents=agent.subagents.allow_agents or (),
-            sandboxed=caller.sandboxed,
+            sandboxed=sandboxed,
             session_tools_visibility=agent.sandbox.session_tools_visibility,
         )
 
     def canonical(self, caller: Caller, reference: str) -> SessionKey | SessionIdRef:
+        session = self._config.session
         return keys.canonicalise(
             reference,
-            agent_id=caller.agent_id or self._config.default_agent_id,
-            main_key=self._config.session.main_key,
-            scope=self._config.session.scope,
+            agent_id=caller.agent_id or self._default_agent,
+            main_key=session.main_key,
+            scope=session.scope,
             current=keys.parse(caller.session_key) if caller.session_key else None,
         )
 
@@ -56,17 +64,27 @@ class Door:
         row = await sessions.find(tx, canonical, caller.session_key)
         if row is None and isinstance(canonical, SessionIdRef):
             row = await self._by_label(tx, caller, canonical.value)
-        elif row is None and isinstance(canonical, SessionKey) and found_at is not None and caller.is_operator:
+        elif (
+            row is None and isinstance(canonical, SessionKey) and found_at is not None and caller.is_operator
+        ):
             return await self._found(tx, canonical, found_at)
         if row is None:
             raise access.missing(reference)
-        access.authorize(caller, action, _target(row), self.grants(caller), reference=reference)
+        self.admit(caller, action, row, reference)
         return row
 
+    def admit(self, caller: Caller, action: Action, row: Row, reference: str) -> None:
+        """For a row that was found by something else than a reference to its session, such as a run's id."""
+        access.authorize(caller, action, _target(row), self.grants(caller), reference=reference)
+
     async def _found(self, tx: Tx, key: SessionKey, now: int) -> Row:
-        if key.agent_id:
-            self._config.agent(key.agent_id)  # raises for an agent that is not configured
-        return await sessions.create(tx, key, now)
+        agent = self._config.agent(
+            key.agent_id or self._default_agent
+        )  # raises for one that is not configured
+        await sessions.create(tx, key, now, Birth(agent_id=agent.id))
+        row = await sessions.find(tx, key, None)
+        assert row is not None
+        return row
 
     async def _by_label(self, tx: Tx, caller: Caller, label: str) -> Row | None:
         rows = [

@@ -13,13 +13,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from antiphon.bus import EventBus, MessageAppended, RunChanged, SessionChanged, StopAsked, ToolPhase
+from antiphon.bus import EventBus, MessageAppended, RunChanged, SessionChanged, Spent, StopAsked, ToolPhase
 from antiphon.clock import Clock
 from antiphon.engine import retention, runs
 from antiphon.engine.deltas import DeltaStream
 from antiphon.engine.runs import Claim, Ended, Ending, Outcome, Stopped, Worker
 from antiphon.engine.transcripts import Entry
-from antiphon.engine.turns import Setting, Turn, settled
+from antiphon.engine.turns import Setting, Turn
 from antiphon.errors import AntiphonError, Fenced, RunFailed, StoreError
 from antiphon.lanes import LaneEngine
 from antiphon.messages import ToolCall, ToolResult
@@ -34,8 +34,9 @@ def session_topic(session: int) -> str:
     return f"session.{session}"
 
 
-def run_topic(n: int) -> str:
-    return f"run.{n}"
+def run_topic(run_id: str) -> str:
+    """Hears only of the run's end."""
+    return f"run.{run_id}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,7 @@ class Engine:
         setting: Callable[[Claim], Coroutine[Any, Any, Setting]],
         pace: Pace | None = None,
         keep: retention.Keep | None = None,
+        longest_run: float = 172_800.0,
         alone: bool = True,
     ) -> None:
         self._store = store
@@ -77,6 +79,7 @@ class Engine:
         self._setting = setting
         self._pace = pace or Pace()
         self._keep = keep or retention.Keep()
+        self._longest_ms = round(longest_run * 1000)
         self._alone = alone
         self._owner = uuid.uuid4().hex
         self._playing: dict[str, _Play] = {}
@@ -106,7 +109,7 @@ class Engine:
     async def accepted(self, accepted: runs.Accepted) -> None:
         """After the commit of a submission: tell listeners, wake the lane."""
         if accepted.new:
-            self._publish_run(accepted.n, accepted.session, accepted.run_id, "queued")
+            self._publish_phase(accepted.session, accepted.run_id, "queued")
         await self._lanes.activate(accepted.session)
 
     def stopping(self, stopped: Stopped) -> None:
@@ -119,7 +122,7 @@ class Engine:
     # --- lanes ---
 
     def _worker(self) -> Worker:
-        return Worker(self._owner, self._clock.now(), self._pace.max_attempts)
+        return Worker(self._owner, self._clock.now(), self._pace.max_attempts, self._longest_ms)
 
     async def _drain(self, lane: int) -> None:
         claim, skipped = await self._store.tx(runs.claim, lane, self._worker())
@@ -129,13 +132,11 @@ class Engine:
 
     async def _play(self, claim: Claim) -> Claim | None:
         """Play a run to its end; the claim of the next one comes with the commit that ends this."""
-        self._publish_run(claim.n, claim.session, claim.run_id, "running")
+        self._publish_phase(claim.session, claim.run_id, "running")
         self._on_entries(claim, claim.entries)
         try:
             ending = await self._ending(claim)
-            ended, following, skipped = await settled(
-                self._store.tx(runs.finish, claim, ending, self._worker())
-            )
+            ended, following, skipped = await self._store.tx(runs.finish, claim, ending, self._worker())
         except Fenced:
             log.info("Run %r was taken over", claim.run_id)
             return None
@@ -173,8 +174,8 @@ class Engine:
         setting = await self._setting(claim)
         return Turn(self._store, self._clock, claim, setting, deltas, self._on_entries, self._on_tool)
 
-    def _seconds_left(self, claim: Claim) -> float | None:
-        return None if claim.deadline_at is None else max(0.0, (claim.deadline_at - self._clock.now()) / 1000)
+    def _seconds_left(self, claim: Claim) -> float:
+        return max(0.0, (claim.deadline_at - self._clock.now()) / 1000)
 
     # --- stopping ---
 
@@ -215,6 +216,7 @@ class Engine:
         forced = await self._store.tx(runs.force, now - round(self._pace.stop_grace * 1000), now)
         self._publish_all(forced)
         for ended in forced:
+            await self._lanes.abandon(ended.session)
             await self._lanes.activate(ended.session)
         held = await self._store.read(runs.held_by, self._owner)
         for run_id, lane in held.items():
@@ -274,21 +276,25 @@ class Engine:
     def _publish_ended(self, ended: Ended, claim: Claim | None = None) -> None:
         if claim:
             self._on_entries(claim, ended.entries)
-        self._publish_run(ended.n, ended.session, ended.run_id, ended.ending.state, ended.ending)
+        ending, spent = ended.ending, ended.spent
+        event = RunChanged(
+            run_id=ended.run_id,
+            state=ending.state,
+            reply=ending.reply,
+            error_code=ending.error_code,
+            error=ending.error,
+            model=ending.model_answered,
+            started_at=claim.started_at if claim else None,
+            ended_at=ended.at if claim else None,
+            usage=Spent(input=spent["input"], output=spent["output"], cost=spent["cost"]) if spent else None,
+        )
+        self._bus.publish(run_topic(ended.run_id), event)
+        self._bus.publish(session_topic(ended.session), event)
 
-    def _publish_run(
-        self, n: int, session: int, run_id: str, state: str, ending: Ending | None = None
-    ) -> None:
-        for topic in (run_topic(n), session_topic(session)):
-            if self._bus.wanted(topic):
-                event = RunChanged(
-                    run_id=run_id,
-                    state=state,
-                    reply=ending and ending.reply,
-                    error_code=ending and ending.error_code,
-                    error=ending and ending.error,
-                )
-                self._bus.publish(topic, event)
+    def _publish_phase(self, session: int, run_id: str, state: str) -> None:
+        topic = session_topic(session)
+        if self._bus.wanted(topic):
+            self._bus.publish(topic, RunChanged(run_id=run_id, state=state))
 
 
 _REASONS: dict[Outcome, str] = {

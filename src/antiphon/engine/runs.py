@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from antiphon.engine import transcripts
 from antiphon.engine.context import interrupted
 from antiphon.engine.transcripts import Entry
 from antiphon.errors import Conflict, Fenced, LaneFull, StoreError
-from antiphon.messages import Assistant, Message, Usage, User, decode, encode
+from antiphon.messages import Assistant, Message, Usage, User, encode
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
 
@@ -32,8 +33,7 @@ TERMINAL: frozenset[str] = frozenset({"ok", "error", "timeout", "cancelled", "in
 SKIPS = 1000  # runs that one claim may end unplayed (expired ones) before it lets others commit
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submission:
+class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """A message on its way into a session, with everything its run will need frozen."""
 
     run_id: str
@@ -54,17 +54,14 @@ class Submission:
         return hashlib.sha256(f"{self.session}\n{self.origin}\n{content}".encode()).hexdigest()[:32]
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
+class Accepted(msgspec.Struct, frozen=True):
     run_id: str
-    n: int
     session: int
     state: str
     new: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """The right to play a run: everything its commits must name, and what it starts from."""
 
     n: int
@@ -84,13 +81,13 @@ class Claim:
     instructions: str | None
     model: str | None
     thinking: str | None
-    deadline_at: int | None
+    deadline_at: int
     cancelled: bool
+    started_at: int
     entries: list[Entry]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class Ending(msgspec.Struct, frozen=True, kw_only=True):
     """How a run ended, from runtime facts only."""
 
     state: Outcome
@@ -99,31 +96,36 @@ class Ending:
     error: str | None = None
     model_answered: str | None = None
     messages: Sequence[Message] = ()
+    used: bool = True
+    """False when it is known that no step of the run reported usage."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(msgspec.Struct, frozen=True):
     """A run that reached its end in this commit, and the entries that came with it."""
 
-    n: int
     run_id: str
     session: int
     ending: Ending
     entries: list[Entry]
+    at: int
+    spent: Row | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Worker:
+class Worker(msgspec.Struct, frozen=True):
     """Who is claiming, when, and how patient it is with runs that kill their process."""
 
     owner: str
     now: int
     max_attempts: int
+    longest_ms: int
+    """The deadline of runs that were accepted without one of their own."""
 
 
 async def submit(tx: Tx, submission: Submission, now: int) -> Accepted:
     """Queue a run, or return the one that this id already stands for."""
-    row = await tx.one(
+    if await tx.one(SQL.full, session=submission.session, others=submission.max_queued - 1):
+        return await _accepted_before(tx, submission)
+    inserted = await tx.do(
         SQL.insert,
         id=submission.run_id,
         session=submission.session,
@@ -135,16 +137,15 @@ async def submit(tx: Tx, submission: Submission, now: int) -> Accepted:
         thinking=submission.thinking,
         target=submission.target,
         deadline_at=submission.deadline_at,
-        max_queued=submission.max_queued,
         now=now,
     )
-    if row:
-        return Accepted(submission.run_id, row["n"], submission.session, "queued", new=True)
+    if inserted:
+        return Accepted(submission.run_id, submission.session, "queued", new=True)
     return await _accepted_before(tx, submission)
 
 
 async def _accepted_before(tx: Tx, submission: Submission) -> Accepted:
-    row = await tx.one(SQL.by_id, id=submission.run_id)
+    row = await tx.one(SQL.accepted_before, id=submission.run_id)
     if row is None:
         raise LaneFull(
             f"This session already has {submission.max_queued} messages waiting.",
@@ -157,17 +158,30 @@ async def _accepted_before(tx: Tx, submission: Submission) -> Accepted:
             "Use a new key for a new message.",
             field="idempotencyKey",
         )
-    return Accepted(row["id"], row["n"], row["session"], row["state"], new=False)
+    return Accepted(row["id"], row["session"], row["state"], new=False)
 
 
 async def claim(tx: Tx, session: int, worker: Worker) -> tuple[Claim | None, list[Ended]]:
-    """Take the next run of a lane, ending on the way those that must not be played any more."""
+    """Take up the active run of a lane if its owner is gone, else begin the next one."""
+    row = await tx.one(SQL.active, session=session)
+    if row is None:
+        return await _claim_next(tx, session, worker)
+    if row["owner"] != worker.owner and row["lease_until"] > worker.now:
+        return None, []
+    verdict = _verdict(row, worker)
+    if verdict is None:
+        return await _start(tx, row, worker), []
+    ended = await end_unplayed(tx, row, verdict, worker.now)
+    following, skipped = await _claim_next(tx, session, worker)
+    return following, [ended, *skipped]
+
+
+async def _claim_next(tx: Tx, session: int, worker: Worker) -> tuple[Claim | None, list[Ended]]:
+    """Begin the head of the queue, ending on the way those that must not be played any more."""
     ended: list[Ended] = []
     for _ in range(SKIPS):
-        row = await tx.one(SQL.next_in_lane, session=session)
+        row = await tx.one(SQL.head, session=session)
         if row is None:
-            return None, ended
-        if row["active"] and row["owner"] != worker.owner and row["lease_until"] > worker.now:
             return None, ended
         verdict = _verdict(row, worker)
         if verdict is None:
@@ -178,9 +192,13 @@ async def claim(tx: Tx, session: int, worker: Worker) -> tuple[Claim | None, lis
     )
 
 
+def _deadline(row: Row, worker: Worker) -> int:
+    return row["deadline_at"] if row["deadline_at"] is not None else row["created_at"] + worker.longest_ms
+
+
 def _verdict(row: Row, worker: Worker) -> Ending | None:
     """Why a run may not be played (again), if so."""
-    if row["deadline_at"] is not None and row["deadline_at"] <= worker.now:
+    if _deadline(row, worker) <= worker.now:
         return Ending(
             state="timeout", error_code="timeout", error="The run's time was over before it could go on."
         )
@@ -211,9 +229,8 @@ async def _start(tx: Tx, row: Row, worker: Worker) -> Claim:
     )
     entries: list[Entry] = []
     if fresh:
-        entries = await transcripts.append(
-            tx, lane["transcript"], first_seq, row["n"], [decode(row["input"])], worker.now
-        )
+        entries = [transcripts.new_entry(first_seq, "user", row["input"], worker.now)]
+        await transcripts.append_raw(tx, lane["transcript"], row["n"], entries[0])
     return Claim(
         n=row["n"],
         run_id=row["id"],
@@ -232,8 +249,9 @@ async def _start(tx: Tx, row: Row, worker: Worker) -> Claim:
         instructions=row["instructions"],
         model=row["model"] or lane["model"],
         thinking=row["thinking"] or lane["thinking"],
-        deadline_at=row["deadline_at"],
+        deadline_at=_deadline(row, worker),
         cancelled=row["cancel_at"] is not None,
+        started_at=row["started_at"] or worker.now,
         entries=entries,
     )
 
@@ -271,11 +289,9 @@ async def finish(
     entries = await transcripts.append(tx, claim.transcript, row["last_seq"], claim.n, messages, worker.now)
     await _ledger(tx, claim, messages, worker.now)
     await _end(tx, claim.n, ending, row["last_seq"], worker.now)
-    following, skipped = await _following(tx, claim.session, worker)
-    return Ended(claim.n, claim.run_id, claim.session, ending, entries), following, skipped
-
-
-_following = claim
+    following, skipped = await _claim_next(tx, claim.session, worker)
+    spent = await tx.one(SQL.spent, id=claim.run_id) if ending.used else None
+    return Ended(claim.run_id, claim.session, ending, entries, worker.now, spent), following, skipped
 
 
 async def _end(tx: Tx, n: int, ending: Ending, last_seq: int | None, now: int) -> None:
@@ -296,7 +312,7 @@ async def end_unplayed(tx: Tx, row: Row, ending: Ending, now: int) -> Ended:
     """End a run that nobody plays: one that never started, or one taken from whoever had it."""
     if row["first_seq"] is None:
         await _end(tx, row["n"], ending, None, now)
-        return Ended(row["n"], row["id"], row["session"], ending, [])
+        return Ended(row["id"], row["session"], ending, [], now)
     calls = await transcripts.open_calls(tx, row["transcript"], row["first_seq"])
     notice = Assistant(content=[], timestamp=now, stop_reason="aborted", error_message=ending.error)
     messages = [*(interrupted(call, now) for call in calls), notice]
@@ -304,7 +320,7 @@ async def end_unplayed(tx: Tx, row: Row, ending: Ending, now: int) -> Ended:
     last_seq = seized["last_seq"] if seized else 0
     entries = await transcripts.append(tx, row["transcript"], last_seq, row["n"], messages, now)
     await _end(tx, row["n"], ending, last_seq, now)
-    return Ended(row["n"], row["id"], row["session"], ending, entries)
+    return Ended(row["id"], row["session"], ending, entries, now)
 
 
 async def _ledger(tx: Tx, claim: Claim, messages: Sequence[Message], now: int) -> None:
@@ -344,8 +360,7 @@ async def record_usage(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Stopped:
+class Stopped(msgspec.Struct, frozen=True):
     """What a request to stop did: runs that ended at once, and runs whose owner has been asked."""
 
     ended: list[Ended]
@@ -364,7 +379,7 @@ async def cancel(tx: Tx, session: int, run_id: str | None, now: int) -> Stopped:
                     state="cancelled", error_code="cancelled", error="The run was stopped before it began."
                 )
                 await _end(tx, row["n"], ending, None, now)
-                ended.append(Ended(row["n"], row["id"], member["id"], ending, []))
+                ended.append(Ended(row["id"], member["id"], ending, [], now))
         for row in await tx.all(SQL.active_in, session=member["id"]):
             if only in {None, row["id"]}:
                 await tx.do(SQL.ask_to_stop, n=row["n"], now=now)
@@ -380,15 +395,16 @@ async def expire(tx: Tx, now: int) -> list[Ended]:
     ended: list[Ended] = []
     for row in await tx.all(SQL.overdue, now=now):
         await _end(tx, row["n"], ending, None, now)
-        ended.append(Ended(row["n"], row["id"], row["session"], ending, []))
+        ended.append(Ended(row["id"], row["session"], ending, [], now))
     return ended
 
 
 async def force(tx: Tx, before: int, now: int) -> list[Ended]:
-    """End runs whose owner was asked to stop before that time and has not done so."""
-    ending = Ending(state="cancelled", error_code="cancelled", error="The run was stopped.")
+    """End runs that were to stop before that time, asked to or by their deadline, and have not done so."""
+    cancelled = Ending(state="cancelled", error_code="cancelled", error="The run was stopped.")
+    late = Ending(state="timeout", error_code="timeout", error="The run's time was over.")
     rows = await tx.all(SQL.not_stopping, before=before)
-    return [await end_unplayed(tx, row, ending, now) for row in rows]
+    return [await end_unplayed(tx, row, cancelled if row["cancel_at"] else late, now) for row in rows]
 
 
 async def idle_lanes(tx: Tx, after: int, before: int, now: int, limit: int) -> list[int]:
@@ -413,8 +429,10 @@ async def drop_lease(tx: Tx, owner: str) -> None:
     await tx.do(SQL.drop_owner, id=owner)
 
 
-async def commit_summary(tx: Tx, claim: Claim, entry: Message, summary: Assistant, now: int) -> list[Entry]:
-    """Append a compaction entry, and charge for the call that wrote it."""
-    entries = await commit(tx, claim, [entry], now)
+async def commit_summary(
+    tx: Tx, claim: Claim, entry: Message | None, summary: Assistant, now: int
+) -> list[Entry]:
+    """Append a compaction entry, if there is one, and charge for the call that wrote it."""
+    entries = await commit(tx, claim, [entry] if entry else [], now)
     await _ledger(tx, claim, [summary], now)
     return entries

@@ -22,6 +22,8 @@ RUNS = Queries("runs")
 class Birth:
     """What is known of a session when it is created."""
 
+    agent_id: str | None = None
+    """For the global session, whose key names no agent."""
     label: str | None = None
     display_name: str | None = None
     parent: Row | None = None
@@ -57,7 +59,7 @@ async def create(tx: Tx, key: SessionKey, now: int, birth: Birth | None = None) 
         key=str(key),
         session_id=session_id,
         transcript=transcript,
-        agent_id=key.agent_id,
+        agent_id=key.agent_id or birth.agent_id,
         kind=key.kind,
         chat_type=key.chat_type,
         channel=key.channel,
@@ -73,7 +75,7 @@ async def create(tx: Tx, key: SessionKey, now: int, birth: Birth | None = None) 
     assert row is not None
     if parent:
         await tx.do(SQL.link, parent=parent["id"], child=row["id"])
-    await name(tx, row["id"], key.rest, birth.label, birth.display_name)
+    await name(tx, row["id"], key.id, key.thread and key.thread.id, birth.label, birth.display_name)
     return row
 
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+import msgspec
+
 from antiphon.access import Caller
 from antiphon.runtimes import ToolSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One invocation. `key` identifies it for ever: the same key is the same effect."""
 
     caller: Caller
@@ -30,8 +31,7 @@ class Call:
         return f"{self.run_id}:{self.call_id}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class Result(msgspec.Struct, frozen=True, kw_only=True):
     """What the model reads, and the same for machines."""
 
     text: str

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from antiphon.messages import Assistant, Message, ToolCall, ToolResult, decode, encode
 from antiphon.store import Row, Tx
@@ -18,8 +19,7 @@ SQL = Queries("transcripts")
 END = 2**62  # a sequence number after every other
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """A stored entry: its number, its id and its raw JSON."""
 
     seq: int
@@ -35,11 +35,14 @@ async def append(
     """Write `messages` so that the last one gets `last_seq`, which the caller has reserved."""
     entries: list[Entry] = []
     for seq, message in enumerate(messages, last_seq - len(messages) + 1):
-        role = message.__struct_config__.tag
-        entry = Entry(seq, os.urandom(4).hex(), str(role), encode(message), now)
+        entry = new_entry(seq, str(message.__struct_config__.tag), encode(message), now)
         await append_raw(tx, transcript, run, entry)
         entries.append(entry)
     return entries
+
+
+def new_entry(seq: int, role: str, body: str, now: int) -> Entry:
+    return Entry(seq, os.urandom(4).hex(), role, body, now)
 
 
 async def append_raw(tx: Tx, transcript: int, run: int | None, entry: Entry) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
+
+import msgspec
 
 from antiphon.access import Caller
 from antiphon.clock import Clock
@@ -33,8 +34,7 @@ T = TypeVar("T")
 COMPACTIONS = 3  # per run; a conversation that is still too long after that will not get shorter
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """What a run is played with; computed once, when it starts."""
 
     runtime: Runtime
@@ -70,6 +70,7 @@ class Turn:
         self._on_tool = on_tool
         self._context = Context()
         self._compactions = 0
+        self._used = claim.resumed
 
     async def play(self) -> Ending:
         """To the end, which is returned and not yet committed."""
@@ -81,7 +82,8 @@ class Turn:
         for _ in range(self._setting.max_steps):
             answer = await self._step()
             if not answer.tool_calls:
-                return _ending(answer)
+                self._deltas.flush()  # nothing may be streamed after the entry that completes it
+                return _ending(answer, used=self._used or answer.usage is not None)
             await self._commit([answer])
             await self._answer_all(answer.tool_calls, resumed=False)
         return Ending(
@@ -93,6 +95,7 @@ class Turn:
 
     def stopped(self, outcome: Outcome, reason: str) -> Ending:
         """The ending of a run that was stopped: what had been said is kept."""
+        self._deltas.flush()
         said = self._deltas.said
         partial = Assistant(
             content=[Text(text=said)] if said else [],
@@ -103,6 +106,7 @@ class Turn:
         return Ending(state=outcome, reply=said or None, error_code=outcome, error=reason, messages=[partial])
 
     def failed(self, error: AntiphonError) -> Ending:
+        self._deltas.flush()
         notice = Assistant(
             content=[], timestamp=self._clock.now(), stop_reason="error", error_message=str(error)
         )
@@ -153,7 +157,7 @@ class Turn:
         )
 
     async def _compact(self) -> bool:
-        """Put a summary in the place of the older half. False when there is nothing to put it in place of."""
+        """Put a summary in the place of the older half. False when there is nothing to put, or to put it for."""
         cut = context.cut(self._context, self._setting.keep_tokens)
         if cut == 0 or self._compactions >= COMPACTIONS:
             return False
@@ -162,8 +166,12 @@ class Turn:
             summary = await compaction.summarise(
                 self._setting.runtime, self._prompt(), self._context.messages[:cut]
             )
-        entry = compaction.entry(self._context, cut, summary, self._clock.now())
-        entries = await self._write(runs.commit_summary, self._claim, entry, summary, self._clock.now())
+        now = self._clock.now()
+        # A model with nothing to say must not cost the conversation: it is charged for, and that is all.
+        entry = compaction.entry(self._context, cut, summary, now) if summary.text.strip() else None
+        entries = await self._write(runs.commit_summary, self._claim, entry, summary, now)
+        if entry is None:
+            return False
         kept = Context([entries[0].seq, *self._context.seqs[cut:]], [entry, *self._context.messages[cut:]])
         self._context = kept
         return True
@@ -237,13 +245,14 @@ class Turn:
             self._context.add(entry.seq, message)
 
     async def _write(self, script: Callable[..., Awaitable[list[Entry]]], *args: object) -> list[Entry]:
+        self._used = True
         entries = await settled(self._store.tx(script, *args))
         self._deltas.committed()
         self._on_entries(self._claim, entries)
         return entries
 
 
-def _ending(answer: Assistant) -> Ending:
+def _ending(answer: Assistant, *, used: bool) -> Ending:
     """From what the runtime reported, never from what the text says."""
     reply = answer.text
     model = f"{answer.provider}/{answer.model}" if answer.provider and answer.model else answer.model
@@ -252,7 +261,7 @@ def _ending(answer: Assistant) -> Ending:
     elif not reply.strip():
         error = "The model ended its turn without an answer."
     else:
-        return Ending(state="ok", reply=reply, model_answered=model, messages=[answer])
+        return Ending(state="ok", reply=reply, model_answered=model, messages=[answer], used=used)
     return Ending(
         state="incomplete",
         reply=reply or None,

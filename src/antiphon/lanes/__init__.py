@@ -21,6 +21,10 @@ class LaneEngine(Protocol):
         """Idempotent hint. Returns at once and never raises."""
         ...
 
+    async def abandon(self, lane: int) -> None:
+        """The lane's drain is stuck in a run that has been ended: let others have the lane without it."""
+        ...
+
     async def stop(self, grace: float) -> None:
-        """Take no new lane; give the active ones `grace` seconds, then cancel them."""
+        """Take no new lane; give the active ones `grace` seconds, then cancel them, and wait for none for ever."""
         ...

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 
 from antiphon.errors import AntiphonError
 from antiphon.lanes import Drain
 
 log = logging.getLogger(__name__)
+
+LAST_WAIT = 5.0  # seconds a cancelled drain may take to end; something in it may not know how to stop
 
 
 class LocalLanes:
@@ -18,6 +21,7 @@ class LocalLanes:
         self._drain: Drain | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._again: set[int] = set()
+        self._stuck: set[asyncio.Task[None]] = set()
 
     @property
     def active(self) -> int:
@@ -32,16 +36,26 @@ class LocalLanes:
         if lane in self._tasks:
             self._again.add(lane)
         else:
-            self._tasks[lane] = asyncio.create_task(self._run(lane, self._drain), name=f"lane-{lane}")
+            # A context of its own: whoever gave the hint may be another session's run, whose variables are not ours.
+            self._tasks[lane] = asyncio.create_task(
+                self._run(lane, self._drain), name=f"lane-{lane}", context=contextvars.Context()
+            )
+
+    async def abandon(self, lane: int) -> None:
+        self._again.discard(lane)
+        if task := self._tasks.pop(lane, None):
+            self._stuck.add(task)
+            task.add_done_callback(self._stuck.discard)
 
     async def stop(self, grace: float) -> None:
         self._drain = None
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *self._stuck]
         if tasks and grace > 0:
             await asyncio.wait(tasks, timeout=grace)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await asyncio.wait(tasks, timeout=LAST_WAIT)
 
     async def _run(self, lane: int, drain: Drain) -> None:
         try:
@@ -53,8 +67,13 @@ class LocalLanes:
                     log.error("%s", error)
                 except Exception:
                     log.exception("Lane %d stopped; it is looked at again by the sweeper", lane)
-                if lane not in self._again or self._drain is None:
+                if not self._owns(lane) or lane not in self._again or self._drain is None:
                     return
         finally:
-            self._again.discard(lane)
-            del self._tasks[lane]
+            if self._owns(lane):
+                self._again.discard(lane)
+                del self._tasks[lane]
+
+    def _owns(self, lane: int) -> bool:
+        """False for a drain that was abandoned: the lane is somebody else's then."""
+        return self._tasks.get(lane) is asyncio.current_task()

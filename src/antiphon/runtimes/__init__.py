@@ -8,8 +8,10 @@ runtime keeps no state between steps, knows no store and never runs a tool.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+import msgspec
 
 from antiphon.messages import Assistant, Message
 
@@ -24,8 +26,7 @@ class ToolSpec:
     """JSON Schema of the arguments object."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """Everything one step may look at. `messages` is a valid conversation: every call has its result."""
 
     run_id: str
@@ -33,7 +34,7 @@ class Prompt:
     agent_id: str
     instructions: str
     messages: Sequence[Message]
-    tools: Sequence[ToolSpec] = field(default=())
+    tools: Sequence[ToolSpec] = ()
     thinking: str | None = None
     """One of `off minimal low medium high xhigh`, or None for the model's default."""
 

@@ -11,7 +11,7 @@ behind them.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from antiphon.store.queries import Query
@@ -23,9 +23,11 @@ Param = str | int | float | None
 
 
 class Row(Protocol):
-    """A result row, read by column name."""
+    """A result row, read by column name, or all columns in the order of the query."""
 
     def __getitem__(self, column: str, /) -> Any: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
 
 
 class Tx(Protocol):

@@ -39,8 +39,17 @@ class Wish:
 
 async def page(tx: Tx, wish: Wish) -> list[Row]:
     """At most `limit` rows, newest first by `updated_at`, then by key."""
-    query, params = statement(replace(wish, limit=2 * wish.limit))
-    rows = {row["id"]: row for row in await tx.all(query, **params)}  # a session may be in two streams
+    rows = await _page(tx, wish, prefix=False)
+    if wish.search is not None and len(rows) < wish.limit:
+        # Whole words are streamed from the index; beginnings have to be gathered first, so they come second.
+        rows = await _page(tx, wish, prefix=True)
+    return rows
+
+
+async def _page(tx: Tx, wish: Wish, *, prefix: bool) -> list[Row]:
+    overlap = 2 if wish.own_key is not None else 1  # a session of the own tree may be in another stream too
+    query, params = statement(replace(wish, limit=overlap * wish.limit), prefix=prefix)
+    rows = {row["id"]: row for row in await tx.all(query, **params)}
     return list(rows.values())[: wish.limit]
 
 
@@ -48,8 +57,10 @@ async def agent_ids(tx: Tx) -> list[str]:
     return [row["id"] for row in await tx.all(SQL.agent_ids)]
 
 
-def statement(wish: Wish) -> tuple[Query, dict[str, Param]]:
+def statement(wish: Wish, *, prefix: bool = False) -> tuple[Query, dict[str, Param]]:
     params: dict[str, Param] = {"limit": wish.limit}
+    if wish.search is not None:
+        params["words"] = words(wish.search, prefix=prefix)
     filters = _filters(wish, params)
     streams = [text.replace("{filters}", filters) for text in _streams(wish, params)]
     return Query("listing.page", SQL.page.text.replace("{streams}", "\nUNION ALL\n".join(streams))), params
@@ -85,17 +96,20 @@ def _streams(wish: Wish, params: dict[str, Param]) -> Iterator[str]:
 
 
 def _chosen(wish: Wish, params: dict[str, Param]) -> str | None:
-    """The stream of the narrowest filter, where one of those that pick single sessions is given."""
-    if wish.label is not None:
-        params["label"] = wish.label
-        return SQL.of_label.text
-    if wish.parent is not None:
-        params["parent"] = wish.parent
-        return SQL.of_parent.text
-    if wish.search is not None:
-        params["words"] = words(wish.search)
-        return SQL.of_words.text
-    return None
+    """The stream of the narrowest filter where one of those that pick single sessions is given, tested by the rest."""
+    found = {
+        "label": wish.label,
+        "parent": wish.parent,
+        "words": words(wish.search) if wish.search is not None else None,
+    }
+    given = {name: value for name, value in found.items() if value is not None}
+    params |= given
+    streams = {"label": SQL.of_label, "parent": SQL.of_parent, "words": SQL.of_words}
+    tests = {"label": SQL.filter_label, "parent": SQL.filter_parent, "words": SQL.filter_words}
+    if not given:
+        return None
+    first, *others = given
+    return " AND ".join([streams[first].text, *(tests[name].text for name in others)])
 
 
 def _residue(wish: Wish, params: dict[str, Param]) -> str:
@@ -118,7 +132,7 @@ def _kinds(wish: Wish, params: dict[str, Param]) -> str:
     return text
 
 
-def words(search: str) -> str:
-    """A full-text expression in which every word must be the beginning of some word; nothing else is special."""
-    found = re.findall(r"\w+", search)[:16]
-    return " ".join(f'"{word}"*' for word in found) or '""'
+def words(search: str, *, prefix: bool) -> str:
+    """A full-text expression for sessions that have all these words; the last may be the beginning of one."""
+    found = [f'"{word}"' for word in re.findall(r"\w+", search)[:16]] or ['""']
+    return " ".join(found) + ("*" if prefix and found != ['""'] else "")

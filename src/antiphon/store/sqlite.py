@@ -1,9 +1,9 @@
 """The SQLite store: one writer thread with group commit, a pool of snapshot readers.
 
-The writer takes every script that is waiting, runs each inside its own savepoint of one transaction and
-commits them together: a hundred concurrent callers share one fsync, and a script that raises takes only its
-own changes with it. Callers are answered after the commit, never before. Readers have connections of their
-own in WAL mode, so they neither wait for the writer nor delay it.
+The writer takes every script that is waiting, runs them in one transaction and commits them together: a
+hundred concurrent callers share one fsync, and a script that raises takes only its own changes with it.
+Callers are answered after the commit, never before. Readers have connections of their own in WAL mode, so
+they neither wait for the writer nor delay it.
 
 A script is driven by a single `send(None)`: its awaits are answered on the spot and never suspend.
 """
@@ -16,7 +16,6 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, cast
 
@@ -32,8 +31,14 @@ T = TypeVar("T")
 APPLICATION_ID = 0x414E5450  # "ANTP": says that the file is ours before anything else is read
 BATCH = 256  # scripts per commit; bounds how long the first one waits for the last
 BACKLOG = 20_000  # scripts that may wait for the writer before callers are told to come back
+READ_BATCH = 8  # reads that share a snapshot; a long one holds up no more than these
 CHECKED_AT_OPEN = 32 * 2**20  # bytes; a larger file is checked by `antiphon doctor`, not at every start
 Phase = Literal["before", "after"]
+
+_NO_ROOM = (
+    "There is no room left for the database; nothing of this request was kept.",
+    "Free some disk space and try again.",
+)
 
 
 class SqliteTx:
@@ -62,6 +67,9 @@ def _bound(script: Callable[..., Awaitable[T]], args: tuple[Any, ...], kwargs: d
     return run
 
 
+Work: TypeAlias = "Callable[[sqlite3.Connection, SqliteTx, list[_Job]], None]"
+
+
 class _Job:
     """A script on its way to the writer, and where its outcome goes."""
 
@@ -86,6 +94,77 @@ def drive(coroutine: Coroutine[Any, Any, T]) -> T:
     )
 
 
+class _Crew:
+    """Threads that take jobs off one queue, several at a time, and answer them in the event loop.
+
+    Each thread opens its own connection and is the only one to use it. Answering a whole batch with one
+    `call_soon_threadsafe` is most of the speed: waking the loop costs more than a statement.
+    """
+
+    def __init__(
+        self, name: str, open_: Callable[[], sqlite3.Connection], work: Work, *, threads: int, batch: int
+    ) -> None:
+        self._open = open_
+        self._work = work
+        self._batch = batch
+        self._loop = asyncio.get_running_loop()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._waiting = 0
+        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def hand(self, run: Bound[T]) -> asyncio.Future[T]:
+        if self._waiting >= BACKLOG:
+            raise StoreError(
+                f"{BACKLOG} transactions are already waiting for the disk.", "Try again in a moment."
+            )
+        self._waiting += 1
+        job = _Job(run, self._loop.create_future())
+        self._jobs.put(job)
+        return job.future
+
+    async def dismiss(self) -> None:
+        """Finish what is waiting, then end the threads."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
+
+    def _run(self) -> None:
+        connection = self._open()
+        tx = SqliteTx(connection)
+        while jobs := self._take():
+            self._work(connection, tx, jobs)
+            self._loop.call_soon_threadsafe(self._settle, jobs)
+        connection.close()
+
+    def _take(self) -> list[_Job]:
+        """At least one job, and whatever else is waiting; nothing when it is time to go."""
+        jobs: list[_Job] = []
+        try:
+            while len(jobs) < self._batch:
+                job = self._jobs.get(block=not jobs)
+                if job is None:
+                    if jobs:
+                        self._jobs.put(None)  # meant for a thread that has nothing in its hands
+                    break
+                jobs.append(job)
+        except queue.Empty:
+            pass
+        return jobs
+
+    def _settle(self, jobs: list[_Job]) -> None:
+        self._waiting -= len(jobs)
+        for job in jobs:
+            if job.future.done():
+                continue  # The caller stopped waiting; what it asked for has happened, or not, as a whole.
+            if job.error is None:
+                job.future.set_result(job.result)
+            else:
+                job.future.set_exception(job.error)
+
+
 class SqliteStore:
     """See the module. Open with `SqliteStore.open`, from a running event loop."""
 
@@ -97,18 +176,17 @@ class SqliteStore:
         on_commit: Callable[[Phase], None] | None,
     ) -> None:
         self._path = path
-        self._loop = asyncio.get_running_loop()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._waiting = 0
-        self._closed = False
         self._on_commit = on_commit
-        self._local = threading.local()
-        self._opened: list[sqlite3.Connection] = []
-        self._readers = ThreadPoolExecutor(readers, "antiphon-reader", initializer=self._open_reader)
-        self._writer = writer
-        self._thread = threading.Thread(target=self._write, name="antiphon-writer", daemon=True)
+        self._writer = None
         if writer:
-            self._thread.start()
+            self._writer = _Crew("antiphon-writer", lambda: writer, self._commit, threads=1, batch=BATCH)
+        self._readers = _Crew(
+            "antiphon-reader",
+            lambda: _connect(path, read_only=True),
+            self._look,
+            threads=readers,
+            batch=READ_BATCH,
+        )
 
     @classmethod
     async def open(
@@ -129,115 +207,85 @@ class SqliteStore:
         return cls(path, writer, readers, on_commit)
 
     async def tx(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if self._writer is None or self._closed:
-            raise StoreReadOnly("This store was opened for reading.", "Open it without read_only to write.")
-        if self._waiting >= BACKLOG:
-            raise StoreError(
-                f"{BACKLOG} transactions are already waiting for the disk.", "Try again in a moment."
-            )
-        future: asyncio.Future[T] = self._loop.create_future()
-        self._waiting += 1
-        self._jobs.put(_Job(_bound(script, args, kwargs), future))
-        return await future
+        if self._writer is None:
+            raise StoreReadOnly("This store is not open for writing.", "Open it without read_only to write.")
+        return await self._writer.hand(_bound(script, args, kwargs))
 
     async def read(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        run = _bound(script, args, kwargs)
-        return await self._loop.run_in_executor(self._readers, self._read, run)
+        return await self._readers.hand(_bound(script, args, kwargs))
 
     async def close(self) -> None:
         """Finish what is waiting, then let go of the file."""
-        if self._closed:
-            return
-        self._closed = True
+        await self._readers.dismiss()
         if self._writer is not None:
-            self._jobs.put(None)
-            await asyncio.to_thread(self._thread.join)
-        await asyncio.to_thread(self._readers.shutdown)
-        for connection in self._opened:
-            connection.close()
-        if self._writer is not None:
-            self._writer.close()
-
-    # --- the writer thread ---
-
-    def _write(self) -> None:
-        assert self._writer is not None
-        tx = SqliteTx(self._writer)
-        stopping = False
-        while not stopping:
-            batch = [self._jobs.get()]
-            while len(batch) < BATCH and batch[-1] is not None:
-                try:
-                    batch.append(self._jobs.get_nowait())
-                except queue.Empty:
-                    break
-            stopping = batch[-1] is None
-            jobs = [job for job in batch if job is not None]
-            if jobs:
-                self._commit(self._writer, tx, jobs)
-                self._loop.call_soon_threadsafe(self._settle, jobs)
+            writer, self._writer = self._writer, None
+            await writer.dismiss()
 
     def _commit(self, connection: sqlite3.Connection, tx: SqliteTx, jobs: list[_Job]) -> None:
-        """Run the batch in one transaction; afterwards every job has a result or an error."""
+        """One transaction for the whole batch. Afterwards every job has its result or its error.
+
+        A script that raises is rare, so scripts run bare first; only when one did are all of them undone and
+        run again, each in a savepoint of its own.
+        """
         try:
             connection.execute("BEGIN IMMEDIATE")
-            for job in jobs:
-                self._run(connection, tx, job)
+            if not all(_try(tx, job) for job in jobs):
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                connection.execute("BEGIN IMMEDIATE")
+                for job in jobs:
+                    _try_apart(connection, tx, job)
             self._signal("before")
             connection.execute("COMMIT")
             self._signal("after")
         except Exception as error:  # noqa: BLE001 - the writer thread must outlive any batch
-            told = _told(error, self._path) if isinstance(error, sqlite3.Error) else error
             for job in jobs:
-                job.error = job.error or told
+                job.error = job.error or error
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
+        self._tell(jobs)
 
-    @staticmethod
-    def _run(connection: sqlite3.Connection, tx: SqliteTx, job: _Job) -> None:
-        connection.execute("SAVEPOINT script")
+    def _look(self, connection: sqlite3.Connection, tx: SqliteTx, jobs: list[_Job]) -> None:
+        """One snapshot for the whole batch."""
         try:
-            job.result = drive(job.run(tx))
-        except BaseException as error:
-            job.error = error
-            if not connection.in_transaction:
-                raise  # SQLite gave up the whole transaction (a full disk does this): nobody's work is kept.
-            connection.execute("ROLLBACK TO script")
-        connection.execute("RELEASE script")
+            connection.execute("BEGIN")
+            for job in jobs:
+                _try(tx, job)
+            connection.execute("ROLLBACK")
+        except sqlite3.Error as error:
+            for job in jobs:
+                job.error = job.error or error
+        self._tell(jobs)
+
+    def _tell(self, jobs: list[_Job]) -> None:
+        for job in jobs:
+            if isinstance(job.error, sqlite3.Error):
+                job.error = _told(job.error, self._path)
 
     def _signal(self, phase: Phase) -> None:
         if self._on_commit:
             self._on_commit(phase)
 
-    def _settle(self, jobs: list[_Job]) -> None:
-        self._waiting -= len(jobs)
-        for job in jobs:
-            if job.future.done():
-                continue  # The caller stopped waiting; what it asked for has happened, or not, as a whole.
-            if job.error is None:
-                job.future.set_result(job.result)
-            elif isinstance(job.error, sqlite3.Error):
-                job.future.set_exception(_told(job.error, self._path))
-            else:
-                job.future.set_exception(job.error)
 
-    # --- the reader threads ---
+def _try(tx: SqliteTx, job: _Job) -> bool:
+    try:
+        job.result = drive(job.run(tx))
+    except BaseException as error:  # noqa: BLE001 - it is the caller's, who will get it
+        job.error = error
+        return False
+    return True
 
-    def _open_reader(self) -> None:
-        connection = _connect(self._path, read_only=True)
-        self._local.connection = connection
-        self._opened.append(connection)
 
-    def _read(self, run: Bound[T]) -> T:
-        connection: sqlite3.Connection = self._local.connection
-        try:
-            connection.execute("BEGIN")
-            try:
-                return drive(run(SqliteTx(connection)))
-            finally:
-                connection.execute("ROLLBACK")
-        except sqlite3.Error as error:
-            raise _told(error, self._path) from error
+def _try_apart(connection: sqlite3.Connection, tx: SqliteTx, job: _Job) -> None:
+    connection.execute("SAVEPOINT script")
+    job.error = None
+    if not _try(tx, job):
+        if not connection.in_transaction:
+            raise StoreFull(
+                *_NO_ROOM
+            )  # SQLite gives up a whole transaction when the disk is full: nothing is kept.
+        connection.execute("ROLLBACK TO script")
+    connection.execute("RELEASE script")
 
 
 def _connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
@@ -269,6 +317,7 @@ def _open_writer(path: Path, synchronous: str) -> sqlite3.Connection:
         _check_ours(connection, path)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {synchronous.upper()}")
+        connection.execute("PRAGMA wal_autocheckpoint = 4000")
         connection.execute("PRAGMA journal_size_limit = 67108864")
         migrate(connection)
         if path.stat().st_size <= CHECKED_AT_OPEN:
@@ -337,10 +386,7 @@ def _told(error: sqlite3.Error, path: Path) -> AntiphonError:
     code = getattr(error, "sqlite_errorcode", None)
     primary = code & 0xFF if isinstance(code, int) else None
     if primary == sqlite3.SQLITE_FULL:
-        return StoreFull(
-            f"There is no room left for the database {str(path)!r}; nothing of this request was kept.",
-            "Free some disk space and try again.",
-        )
+        return StoreFull(*_NO_ROOM)
     if primary in {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM}:
         return StoreReadOnly(
             f"The database {str(path)!r} cannot be opened for writing ({error}).",

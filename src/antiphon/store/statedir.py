@@ -77,6 +77,21 @@ class StateDir:
         """For readers beside a running owner: nothing is created, nothing is locked."""
         return cls(path, None)
 
+    @property
+    def holder(self) -> str | None:
+        """The process that owns the directory (its number, or `unknown`), or None when nobody does."""
+        try:
+            lock = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return os.read(lock, 32).decode(errors="replace").strip() or "unknown"
+        finally:
+            os.close(lock)
+        return None
+
     def close(self) -> None:
         if self._lock is not None:
             os.close(self._lock)

@@ -94,7 +94,7 @@ CREATE TABLE runs (
   model          TEXT,
   thinking       TEXT,
   target         TEXT,
-  deadline_at    BIGINT,
+  deadline_at    BIGINT, -- NULL: the default applies, counted from created_at
   state          TEXT    NOT NULL DEFAULT 'queued' CHECK (state IN
                    ('queued', 'running', 'ok', 'error', 'timeout', 'cancelled', 'interrupted', 'incomplete')),
   cancel_at      BIGINT,
@@ -114,11 +114,8 @@ CREATE TABLE runs (
 );
 -- The law of the lane: at most one active run in a session, whatever any process believes.
 CREATE UNIQUE INDEX runs_one_active ON runs (session) WHERE state = 'running';
-CREATE INDEX runs_queued   ON runs (session, n)    WHERE state = 'queued';
-CREATE INDEX runs_of_owner ON runs (owner)         WHERE state = 'running';
-CREATE INDEX runs_due      ON runs (deadline_at)   WHERE state = 'queued' AND deadline_at IS NOT NULL;
-CREATE INDEX runs_stopping ON runs (cancel_at)     WHERE state = 'running' AND cancel_at IS NOT NULL;
-CREATE INDEX runs_of_session ON runs (session, n);
+CREATE INDEX runs_in_lane ON runs (session, state, n);
+CREATE INDEX runs_due ON runs (deadline_at) WHERE state = 'queued' AND deadline_at IS NOT NULL;
 
 -- One row per process that executes runs. A run's lease is its owner's: one heartbeat renews them all.
 CREATE TABLE owners (

@@ -1,37 +1,41 @@
 -- name: page
--- {streams} is one or more of the streams below joined by UNION ALL: the database merges them in order and
--- stops at the limit, so a page costs the same however many sessions there are.
-SELECT p.*, parent.key AS parent_key,
-       (SELECT count(*) FROM sessions c WHERE c.spawned_by = p.id) AS child_count
+-- The streams below are joined by UNION ALL: the database merges them in order and stops at the limit, so a page
+-- costs the same however many sessions there are. They are read from their indexes alone; only the rows of the
+-- page itself are fetched.
+SELECT s.id, s.key, s.kind, s.channel, s.agent_id, s.session_id, s.updated_at, s.state, s.display_name, s.label,
+       s.model, s.last_model, s.context_tokens, s.total_tokens, s.thinking, s.verbose, s.system_sent,
+       s.aborted_last_run, s.send_policy, s.last_channel, s.last_to, s.last_account, s.last_thread,
+       parent.key AS parent_key, (SELECT count(*) FROM sessions c WHERE c.spawned_by = s.id) AS child_count
 FROM ({streams} ORDER BY updated_at DESC, key LIMIT :limit) AS p
-LEFT JOIN sessions parent ON parent.id = p.spawned_by
+CROSS JOIN sessions s ON s.id = p.id
+LEFT JOIN sessions parent ON parent.id = s.spawned_by
 ORDER BY p.updated_at DESC, p.key;
 
 -- name: of_kind
-SELECT s.* FROM sessions s WHERE s.archived = :archived_{i} AND s.kind = :kind_{i} AND {filters}
+SELECT s.id, s.updated_at, s.key FROM sessions s WHERE s.archived = :archived_{i} AND s.kind = :kind_{i} AND {filters}
 
 -- name: of_agent
-SELECT s.* FROM sessions s
+SELECT s.id, s.updated_at, s.key FROM sessions s
 WHERE s.agent_id = :agent_{i} AND s.archived = :archived_{i} AND s.kind = :kind_{i} AND {filters}
 
 -- name: of_tree
-SELECT s.* FROM sessions s
+SELECT s.id, s.updated_at, s.key FROM sessions s
 WHERE s.id IN (SELECT l.descendant FROM lineage l JOIN sessions a ON a.id = l.ancestor WHERE a.key = :own_key
                UNION ALL SELECT o.id FROM sessions o WHERE o.key = :own_key)
   AND {filters}
 
 -- name: of_self
-SELECT s.* FROM sessions s WHERE s.key = :own_key AND {filters}
+SELECT s.id, s.updated_at, s.key FROM sessions s WHERE s.key = :own_key AND {filters}
 
 -- name: of_parent
-SELECT s.* FROM sessions s WHERE s.spawned_by = (SELECT id FROM sessions WHERE key = :parent) AND {filters}
+SELECT s.id, s.updated_at, s.key FROM sessions s WHERE s.spawned_by = (SELECT id FROM sessions WHERE key = :parent) AND {filters}
 
 -- name: of_label
-SELECT s.* FROM sessions s WHERE s.label = :label AND {filters}
+SELECT s.id, s.updated_at, s.key FROM sessions s WHERE s.label = :label AND {filters}
 
 -- name: of_words
 -- The most recently created matches; a word that fits a million sessions must not read a million rows.
-SELECT s.* FROM sessions s
+SELECT s.id, s.updated_at, s.key FROM sessions s
 WHERE s.id IN (SELECT rowid FROM session_names WHERE session_names MATCH :words ORDER BY rowid DESC LIMIT 1000)
   AND {filters}
 
@@ -40,6 +44,15 @@ s.updated_at <= :cursor_at AND (s.updated_at < :cursor_at OR s.key > :cursor_key
 
 -- name: filter_active
 s.updated_at >= :active_since
+
+-- name: filter_label
+s.label = :label
+
+-- name: filter_parent
+s.spawned_by = (SELECT id FROM sessions WHERE key = :parent)
+
+-- name: filter_words
+s.id IN (SELECT rowid FROM session_names WHERE session_names MATCH :words)
 
 -- name: filter_visible
 -- For streams that a filter chose; the others are visible by what they are.

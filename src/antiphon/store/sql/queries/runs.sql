@@ -1,16 +1,23 @@
+-- name: full
+-- Whether a lane already holds as many queued runs as it may.
+SELECT 1 AS full FROM runs WHERE session = :session AND state = 'queued' ORDER BY n LIMIT 1 OFFSET :others;
+
 -- name: insert
--- Refused when the id is taken or the lane is full; the caller finds out which.
 INSERT INTO runs (id, session, origin, digest, input, instructions, model, thinking, target, deadline_at, created_at)
-SELECT :id, :session, :origin, :digest, :input, :instructions, :model, :thinking, :target, :deadline_at, :now
-WHERE (SELECT count(*) FROM (SELECT 1 FROM runs WHERE session = :session AND state = 'queued' LIMIT :max_queued) AS q)
-      < :max_queued
-ON CONFLICT (id) DO NOTHING
-RETURNING n;
+VALUES (:id, :session, :origin, :digest, :input, :instructions, :model, :thinking, :target, :deadline_at, :now)
+ON CONFLICT (id) DO NOTHING;
+
+-- name: accepted_before
+SELECT n, id, session, digest, state FROM runs WHERE id = :id;
 
 -- name: by_id
-SELECT r.*, s.key, s.agent_id, s.session_id,
-       (SELECT count(*) FROM runs q WHERE q.session = r.session AND q.state = 'queued' AND q.n < r.n
-          AND r.state = 'queued') AS ahead
+SELECT r.n, r.id, r.state, r.created_at, r.started_at, r.ended_at, r.reply, r.error_code, r.error, r.model_answered,
+       s.key, s.agent_id,
+       :viewer IS NOT NULL AND EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
+                                       WHERE l.descendant = s.id AND a.key = :viewer) AS descendant,
+       CASE WHEN r.state = 'queued'
+            THEN (SELECT count(*) FROM runs q WHERE q.session = r.session AND q.state = 'queued' AND q.n < r.n)
+       END AS ahead
 FROM runs r JOIN sessions s ON s.id = r.session WHERE r.id = :id;
 
 -- name: spent
@@ -18,14 +25,17 @@ SELECT coalesce(sum(input), 0) AS input, coalesce(sum(output), 0) AS output,
        CASE WHEN count(*) = count(cost) THEN sum(cost) END AS cost
 FROM usage WHERE run_id = :id;
 
--- name: next_in_lane
--- The active run if there is one (its owner may be dead), else the head of the queue.
-SELECT r.*, coalesce(o.lease_until, 0) AS lease_until, 1 AS active
-FROM runs r LEFT JOIN owners o ON o.id = r.owner WHERE r.session = :session AND r.state = 'running'
-UNION ALL
-SELECT * FROM (SELECT r.*, 0 AS lease_until, 0 AS active FROM runs r
-               WHERE r.session = :session AND r.state = 'queued' ORDER BY r.n LIMIT 1) AS head
-ORDER BY active DESC LIMIT 1;
+-- name: active
+-- The run a lane is in the middle of, and until when its owner has a lease.
+SELECT r.n, r.id, r.session, r.input, r.instructions, r.model, r.thinking, r.deadline_at, r.cancel_at, r.owner,
+       r.attempts, r.transcript, r.first_seq, r.created_at, r.started_at,
+       coalesce(o.lease_until, 0) AS lease_until
+FROM runs r LEFT JOIN owners o ON o.id = r.owner WHERE r.session = :session AND r.state = 'running';
+
+-- name: head
+SELECT r.n, r.id, r.session, r.input, r.instructions, r.model, r.thinking, r.deadline_at, r.cancel_at, r.owner,
+       r.attempts, r.transcript, r.first_seq, r.created_at, r.started_at
+FROM runs r WHERE r.session = :session AND r.state = 'queued' ORDER BY r.n LIMIT 1;
 
 -- name: start
 UPDATE runs SET state = 'running', owner = :owner, epoch = :epoch, attempts = attempts + 1,
@@ -58,8 +68,8 @@ LIMIT 10000;
 SELECT n, id, session FROM runs WHERE state = 'queued' AND deadline_at <= :now ORDER BY deadline_at LIMIT 500;
 
 -- name: not_stopping
-SELECT n, id, session, transcript, first_seq FROM runs
-WHERE state = 'running' AND cancel_at <= :before ORDER BY cancel_at LIMIT 500;
+SELECT n, id, session, transcript, first_seq, cancel_at FROM runs
+WHERE state = 'running' AND (cancel_at <= :before OR deadline_at <= :before) ORDER BY n LIMIT 500;
 
 -- name: lanes_with_work
 -- Lanes to look at after a start or when a hint was lost: queued work, or an active run whose owner is gone.

@@ -1,18 +1,25 @@
+-- The lookups name their columns: reading forty of them costs more than finding the row.
+
 -- name: by_key
-SELECT s.*, s.transcript AS named_transcript, s.session_id AS named_session_id, EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
-                    WHERE l.descendant = s.id AND a.key = :viewer) AS descendant
+SELECT s.id, s.key, s.session_id, s.transcript, s.agent_id, s.channel, s.last_channel, s.chat_type, s.send_policy,
+       s.transcript AS named_transcript, s.session_id AS named_session_id,
+       :viewer IS NOT NULL AND EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
+                                       WHERE l.descendant = s.id AND a.key = :viewer) AS descendant
 FROM sessions s WHERE s.key = :key;
 
 -- name: by_session_id
 -- A transcript that is no longer current still names the session it belonged to.
-SELECT s.*, t.id AS named_transcript, t.session_id AS named_session_id,
-       EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
-               WHERE l.descendant = s.id AND a.key = :viewer) AS descendant
+SELECT s.id, s.key, s.session_id, s.transcript, s.agent_id, s.channel, s.last_channel, s.chat_type, s.send_policy,
+       t.id AS named_transcript, t.session_id AS named_session_id,
+       :viewer IS NOT NULL AND EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
+                                       WHERE l.descendant = s.id AND a.key = :viewer) AS descendant
 FROM transcripts t JOIN sessions s ON s.key = t.key WHERE t.session_id = :session_id;
 
 -- name: by_label
-SELECT s.*, s.transcript AS named_transcript, s.session_id AS named_session_id, EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
-                    WHERE l.descendant = s.id AND a.key = :viewer) AS descendant
+SELECT s.id, s.key, s.session_id, s.transcript, s.agent_id, s.channel, s.last_channel, s.chat_type, s.send_policy,
+       s.transcript AS named_transcript, s.session_id AS named_session_id,
+       :viewer IS NOT NULL AND EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
+                                       WHERE l.descendant = s.id AND a.key = :viewer) AS descendant
 FROM sessions s WHERE s.label = :label AND s.archived = 0
 ORDER BY s.updated_at DESC, s.id DESC LIMIT 20;
 
@@ -21,7 +28,10 @@ SELECT * FROM sessions WHERE id = :id;
 
 -- name: described
 -- As in a list.
-SELECT s.*, parent.key AS parent_key, (SELECT count(*) FROM sessions c WHERE c.spawned_by = s.id) AS child_count
+SELECT s.id, s.key, s.kind, s.channel, s.agent_id, s.session_id, s.updated_at, s.state, s.display_name, s.label,
+       s.model, s.last_model, s.context_tokens, s.total_tokens, s.thinking, s.verbose, s.system_sent,
+       s.aborted_last_run, s.send_policy, s.last_channel, s.last_to, s.last_account, s.last_thread,
+       parent.key AS parent_key, (SELECT count(*) FROM sessions c WHERE c.spawned_by = s.id) AS child_count
 FROM sessions s LEFT JOIN sessions parent ON parent.id = s.spawned_by WHERE s.id = :id;
 
 -- name: insert_transcript
@@ -44,7 +54,7 @@ RETURNING *;
 -- What an import knows of a session beyond its transcript.
 UPDATE sessions SET label = :label, display_name = :display_name, subject = :subject, channel = :channel,
        chat_type = :chat_type, last_channel = :last_channel, last_to = :last_to, last_account = :last_account,
-       last_thread = :last_thread, model = :model, thinking = :thinking, verbose = :verbose,
+       last_thread = :last_thread, model = :model, last_model = :last_model, thinking = :thinking, verbose = :verbose,
        send_policy = :send_policy, system_sent = :system_sent, aborted_last_run = :aborted_last_run,
        input_tokens = :input_tokens, output_tokens = :output_tokens, total_tokens = :total_tokens,
        context_tokens = :context_tokens, extra = :extra, updated_at = :updated_at

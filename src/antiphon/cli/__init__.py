@@ -1,0 +1,86 @@
+"""The command line. Commands are thin: they read options, ask `Operations` or a neighbour of it, and print.
+
+Only click is imported here. A command's module is imported when it is called and imports what it needs when it
+runs, because `antiphon --version` is over before a model library would be loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from antiphon import __version__
+from antiphon.cli.failures import report
+from antiphon.cli.settings import common
+
+COMMANDS = {
+    "chat": ("antiphon.cli.chat", "Talk with an agent in this terminal."),
+    "sessions": ("antiphon.cli.sessions", "List, read, export and import conversations."),
+    "config": ("antiphon.cli.config", "Check the configuration, or print its schema."),
+    "doctor": ("antiphon.cli.doctor", "Look for anything that is wrong, and say what to do."),
+}
+
+ABOUT = """\
+Antiphon hosts agents' chat sessions and lets them find, read, message and spawn each other.
+
+Everything is kept in one state directory (~/.antiphon unless you say otherwise). Without a configured
+provider a built-in rehearsal model answers, so everything can be tried offline.
+
+Try first:  antiphon chat
+"""
+
+
+class Shelf(click.Group):
+    """Commands that are imported when they are taken."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        from importlib import import_module
+
+        return import_module(COMMANDS[cmd_name][0]).command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, about) for name, (_, about) in COMMANDS.items()])
+
+
+@click.group(
+    cls=Shelf,
+    invoke_without_command=True,
+    help=ABOUT,
+    epilog="`antiphon COMMAND --help` explains a command.",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, prog_name="antiphon", message="%(prog)s %(version)s")
+@common
+@click.pass_context
+def root(ctx: click.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The whole program; its exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    os.umask(0o077)  # whatever is written holds conversations
+    try:
+        code = root.main(given, prog_name="antiphon", standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _abandon_stdout()
+        return 1
+    except Exception as error:  # noqa: BLE001 - the last one to hear of it; `report` says it in one sentence
+        return report(error, given)
+    return code if isinstance(code, int) else 0
+
+
+def _abandon_stdout() -> None:
+    """Whoever read our output is gone; give the interpreter something else to flush."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,0 +1,76 @@
+"""`antiphon config`: whether the configuration can be used, and what may stand in it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from antiphon.cli import output
+from antiphon.cli.settings import Settings, common
+
+if TYPE_CHECKING:
+    from antiphon.config import Loaded
+
+
+@click.group(help="Check the configuration, or print its schema.")
+@common
+def command() -> None: ...
+
+
+@command.command()
+@common
+@click.pass_obj
+def check(settings: Settings) -> None:
+    """Read the configuration and say what it amounts to. Exit code 6 if it cannot be used."""
+    loaded = settings.load()
+    facts = _facts(settings, loaded)
+    if settings.json:
+        output.emit(facts)
+        return
+    click.echo(
+        f"config     {loaded.path or f'none at {str(settings.paths.config)!r}: the defaults are used'}"
+    )
+    click.echo(f"state      {facts['stateDir']}")
+    for agent in facts["agents"]:
+        marked = " (default)" if agent["default"] else ""
+        click.echo(f"agent      {agent['id']}{marked}, answered by {agent['model']}")
+    click.echo(f"providers  {', '.join(facts['providers']) or 'none: the built-in rehearsal model answers'}")
+    for warning in loaded.warnings:
+        click.echo(f"warning    {warning}")
+    click.echo("The configuration can be used.")
+
+
+def _facts(settings: Settings, loaded: Loaded) -> dict[str, Any]:
+    config = loaded.config
+    return {
+        "path": str(loaded.path) if loaded.path else None,
+        "stateDir": str(settings.paths.state_dir),
+        "agents": [
+            {
+                "id": agent_id,
+                "default": agent_id == config.default_agent_id,
+                "model": answerer(loaded, agent_id),
+            }
+            for agent_id in config.agent_ids
+        ],
+        "providers": list(config.models.providers),
+        "warnings": list(loaded.warnings),
+    }
+
+
+def answerer(loaded: Loaded, agent_id: str) -> str:
+    """What answers for an agent, in a word."""
+    runtime = loaded.config.agent(agent_id).runtime
+    if runtime.type == "function":
+        return f"function {runtime.target}"
+    return loaded.config.model_ref(agent_id)
+
+
+@command.command()
+@common
+def schema() -> None:
+    """Print the JSON Schema of the configuration, for editors."""
+    from antiphon.config import json_schema
+
+    output.emit(json_schema())

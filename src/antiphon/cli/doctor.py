@@ -1,0 +1,31 @@
+"""`antiphon doctor`: one line per finding, and an exit code that a script can use."""
+
+from __future__ import annotations
+
+import asyncio
+
+import click
+
+from antiphon.cli import output
+from antiphon.cli.settings import Settings, common
+
+MARKS = {"ok": "ok  ", "warn": "warn", "fail": "fail"}
+
+
+@click.command(help="Look for anything that is wrong. Exit code 1 if something has to be mended.")
+@click.option("--online", is_flag=True, help="Also see whether model providers answer; no key is sent.")
+@common
+@click.pass_obj
+def command(settings: Settings, online: bool) -> int:
+    from antiphon.doctor import examine
+
+    findings = asyncio.run(examine(settings.paths, online=online))
+    failed = any(finding.level == "fail" for finding in findings)
+    if settings.json:
+        output.emit({"ok": not failed, "findings": findings})
+        return int(failed)
+    for finding in findings:
+        mark = output.red(MARKS["fail"]) if finding.level == "fail" else MARKS[finding.level]
+        hint = f" {finding.next_step}" if finding.next_step else ""
+        click.echo(f"{mark}  {finding.check:<12} {output.clean(finding.what + hint)}")
+    return int(failed)

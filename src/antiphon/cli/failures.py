@@ -1,0 +1,59 @@
+"""How a failure is told: one sentence and a next step on standard error, and an exit code.
+
+With `--json` the same is one JSON object. A traceback is for `--debug`, and for the log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from antiphon.errors import AntiphonError
+
+INTERRUPTED = 130
+MOST_PROBLEMS = 20
+
+
+def report(error: Exception, arguments: Sequence[str]) -> int:
+    """Tell, and return the exit code. `arguments` say how: nothing else is known when they were wrong."""
+    if isinstance(error, click.exceptions.Abort):
+        return INTERRUPTED
+    machine = "--json" in arguments
+    if "--debug" in arguments:
+        traceback.print_exception(error)
+    if isinstance(error, AntiphonError):
+        _tell(machine, error.code, error.what, error.hint, error.data)
+        return error.exit_code
+    if isinstance(error, click.ClickException):
+        _tell(machine, "usage", error.format_message(), _usage(error), {})
+        return error.exit_code
+    what = f"Something unexpected went wrong ({type(error).__name__}: {error})."
+    _tell(machine, "internal", what, "Run the command again with --debug to see where.", {})
+    return 1
+
+
+def _usage(error: click.ClickException) -> str:
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    return f"Try `{context.command_path if context else 'antiphon'} --help`."
+
+
+def _tell(machine: bool, code: str, what: str, hint: str, data: dict[str, Any]) -> None:
+    if machine:
+        error = {"code": code, "message": what, "hint": hint, "data": data}
+        click.echo(json.dumps({"error": error}, ensure_ascii=False, default=str), err=True)
+        return
+    start = "\033[31mError:\033[0m" if _coloured() else "Error:"
+    click.echo(f"{start} {what}\n{hint}", err=True)
+    problems = data.get("problems")
+    for problem in problems[:MOST_PROBLEMS] if isinstance(problems, list) else []:  # pyright: ignore[reportUnknownVariableType]
+        click.echo(f"- {problem}", err=True)
+
+
+def _coloured() -> bool:
+    return sys.stderr.isatty() and "NO_COLOR" not in os.environ

@@ -1,0 +1,114 @@
+"""Reading lines from standard input without stopping the event loop.
+
+A thread does the reading. At a prompt on a terminal it is `input()`, so the line can be edited; while something
+else happens it waits for a line in a way that can be called off, and nothing that was typed is lost by that.
+Bytes are read from the descriptor itself: a thread that is stuck in a buffered read could not be left behind
+when the program ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import select
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+
+PROMPT = "you> "
+
+
+class _CalledOff(Exception):
+    """The wait for a line is not needed any more."""
+
+
+class Keyboard:
+    """Lines from descriptor 0, or None for its end. `interactive` means a person at a terminal."""
+
+    def __init__(self, *, interactive: bool) -> None:
+        self.interactive = interactive
+        self._loop = asyncio.get_running_loop()
+        self._wishes: queue.SimpleQueue[tuple[str | None, asyncio.Future[str | None]]] = queue.SimpleQueue()
+        self._early: deque[str | None] = deque()
+        self._buffer = b""
+        self._calls_off, self._call_off = os.pipe()
+        self._terminal: list[Any] | None = None
+
+    def __enter__(self) -> Self:
+        if self.interactive:
+            import termios
+            from importlib import import_module
+
+            import_module("readline")  # being imported is what it does: input() edits from now on
+            self._terminal = termios.tcgetattr(0)
+        threading.Thread(target=self._read, name="antiphon-keyboard", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._terminal is not None:
+            import termios
+
+            termios.tcsetattr(0, termios.TCSADRAIN, self._terminal)
+
+    async def line(self, prompt: str | None = None) -> str | None:
+        """The next line. A wait without a prompt can be cancelled; the line is then there for the next call."""
+        if self._early:
+            return self._early.popleft()
+        answer: asyncio.Future[str | None] = self._loop.create_future()
+        self._wishes.put((prompt, answer))
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            if prompt is None:
+                await self._call_off_wait(answer)
+            raise
+
+    async def _call_off_wait(self, answer: asyncio.Future[str | None]) -> None:
+        os.write(self._call_off, b"x")
+        await asyncio.wait([answer])
+        if answer.exception() is None:
+            self._early.append(answer.result())
+            # The line came first, so the call is still in the pipe.
+            os.read(self._calls_off, 1)
+
+    def _read(self) -> None:
+        while True:
+            prompt, answer = self._wishes.get()
+            try:
+                line = input(prompt) if prompt and self.interactive else self._plain_line()
+            except _CalledOff as error:
+                self._settle(answer.set_exception, error)
+            except (EOFError, OSError, ValueError):
+                self._settle(answer.set_result, None)
+            else:
+                self._settle(answer.set_result, line)
+
+    def _settle(self, settle: Callable[[Any], None], outcome: object) -> None:
+        with suppress(RuntimeError):  # the loop is gone, and so is whoever asked
+            self._loop.call_soon_threadsafe(settle, outcome)
+
+    def _plain_line(self) -> str | None:
+        """A line, or None at the end."""
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([0, self._calls_off], [], [])
+            if self._calls_off in ready:
+                os.read(self._calls_off, 1)
+                raise _CalledOff
+            chunk = os.read(0, 65536)
+            if not chunk:
+                rest, self._buffer = self._buffer, b""
+                return rest.decode(errors="replace") or None
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line.decode(errors="replace")
+
+
+def interactive() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()

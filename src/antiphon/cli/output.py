@@ -1,0 +1,93 @@
+"""Printing: JSON, tables, and text from conversations made safe for a terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import click
+
+LONGEST = 4000  # characters of one message in a listing for people; --json has everything
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def coloured() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+
+
+def dim(text: str) -> str:
+    return f"\033[2m{text}\033[0m" if coloured() else text
+
+
+def bold(text: str) -> str:
+    return f"\033[1m{text}\033[0m" if coloured() else text
+
+
+def red(text: str) -> str:
+    return f"\033[31m{text}\033[0m" if coloured() else text
+
+
+def clean(text: str) -> str:
+    """Without control characters: what a model says must not be able to command the terminal."""
+    return _CONTROL.sub("\ufffd", text.replace("\r\n", "\n"))
+
+
+def clip(text: str, most: int = LONGEST) -> str:
+    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} more characters; see --json)"
+
+
+def emit(value: object, *, compact: bool = False) -> None:
+    """One JSON value."""
+    import msgspec
+
+    encoded = msgspec.json.encode(value)
+    click.echo(encoded if compact else msgspec.json.format(encoded, indent=2))
+
+
+def ago(ms: int) -> str:
+    seconds = max(0, time.time() - ms / 1000)
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit} ago"
+    return "just now"
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as they need to be; on a terminal each line is cut at its edge."""
+    lines = [headings, *([clean(cell).replace("\n", " ") for cell in row] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(headings))]
+    edge = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for number, line in enumerate(lines):
+        text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        text = f"{text[: edge - 1]}…" if edge and len(text) > edge else text
+        click.echo(bold(text) if number == 0 else text)
+
+
+def said(item: Mapping[str, Any]) -> str:
+    """The words of a history entry, as a person would want to read them."""
+    if item.get("role") == "compaction":
+        return f"(summary of what came before) {item.get('summary', '')}"
+    content = item.get("content")
+    blocks = cast("list[Any]", content) if isinstance(content, list) else [{"type": "text", "text": content}]
+    parts = [_block(block) for block in blocks] + [str(item.get("errorMessage") or "")]
+    return clean(clip("\n".join(filter(None, parts))))
+
+
+def _block(block: Any) -> str:
+    if not isinstance(block, dict):
+        return str(block)
+    fields = cast("dict[str, Any]", block)
+    match fields.get("type"):
+        case "text":
+            return str(fields.get("text") or "")
+        case "toolCall":
+            return f"→ {fields.get('name')} {clip(str(fields.get('arguments') or ''), 200)}"
+        case "thinking":
+            return ""
+        case other:
+            return f"[{other}]"

@@ -1,0 +1,176 @@
+"""A conversation on a terminal: events in, text out, each word once.
+
+Deltas are printed as they come; the committed message says what the step's words really were, and whatever of
+them has not been seen yet is printed then. So a missed event costs a moment, never a word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Any, Literal, cast
+
+import click
+import msgspec
+
+from antiphon.bus import Delta, Event, MessageAppended, RunChanged, ToolPhase
+from antiphon.cli.output import bold, clean, dim, red
+
+Style = Literal["conversation", "answers", "silent"]
+"""For a person at a terminal; only what was answered; nothing at all."""
+
+
+class Screen:
+    def __init__(self, style: Style, speaker: str) -> None:
+        self._style = style
+        self._speaker = speaker
+        self._mine: set[str] = set()
+        self._over: deque[str] = deque(maxlen=256)
+        self._ends: dict[str, asyncio.Event] = {}
+        self._begin(None)
+
+    def _begin(self, run_id: str | None) -> None:
+        self._run = run_id
+        self._introduced = False
+        self._last = ""
+        self._number = 0
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._step = ""
+        self._lost = False
+
+    def expect(self, run_id: str) -> None:
+        """An answer to whoever is reading. Only these are shown where nothing but answers is."""
+        self._mine.add(run_id)
+
+    def note(self, text: str) -> None:
+        """Something that nobody said."""
+        if self._style == "conversation":
+            self._fresh_line()
+            click.echo(dim(clean(text)))
+
+    def tell(self, text: str) -> None:
+        """Something that was asked for."""
+        if self._style != "silent":
+            self._fresh_line()
+            click.echo(dim(clean(text)))
+
+    async def ended(self, run_id: str, seconds: float) -> bool:
+        """Whether the end of a run has been shown, after waiting for that a while."""
+        if run_id in self._over:
+            return True
+        try:
+            async with asyncio.timeout(seconds):
+                await self._ends.setdefault(run_id, asyncio.Event()).wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def show(self, event: Event) -> None:
+        if self._style == "answers" and getattr(event, "run_id", None) not in self._mine:
+            return
+        match event:
+            case RunChanged():
+                self._run_changed(event)
+            case Delta():
+                self._delta(event)
+            case ToolPhase():
+                self._tool(event)
+            case MessageAppended():
+                self._message(event)
+            case _:
+                pass
+
+    def end(self, run_id: str, state: str, reply: str | None, error: str | None) -> None:
+        """Complete what a run has answered, and say how it ended if that was not well."""
+        if run_id in self._over:
+            return
+        self._over.append(run_id)
+        self._mine.discard(run_id)
+        ours = self._run in {None, run_id}  # else it ended in the queue, while another is being shown
+        if ours and reply and reply != self._last:
+            self._complete(reply)
+        self._fresh_line()
+        if state != "ok":
+            self._tell_end(state, error)
+        if ours:
+            self._begin(None)
+        if waiting := self._ends.pop(run_id, None):
+            waiting.set()
+
+    def _tell_end(self, state: str, error: str | None) -> None:
+        text = clean(error or f"The run ended as {state!r}.")
+        if self._style == "conversation":
+            click.echo(dim(f"({text})") if state == "cancelled" else red(text))
+        elif self._style == "answers":
+            click.echo(text, err=True)
+
+    def _run_changed(self, event: RunChanged) -> None:
+        if event.state == "running":
+            self._begin(event.run_id)
+        elif event.state != "queued":
+            self.end(event.run_id, event.state, event.reply, event.error)
+
+    def _delta(self, event: Delta) -> None:
+        if event.run_id in self._over:
+            return
+        if event.run_id != self._run:
+            self._begin(event.run_id)
+        self._lost = self._lost or event.number != self._number + 1
+        self._number = event.number
+        if event.restart:
+            if self._step:
+                self.note("(the answer was cut off; it starts again)")
+            self._begin_step()
+        if event.text and not self._lost:
+            self._step += event.text
+            self._write(event.text)
+
+    def _tool(self, event: ToolPhase) -> None:
+        if event.phase == "start":
+            self.note(f"  · {event.name}")
+        elif event.is_error:
+            self.note(f"  · {event.name} failed")
+
+    def _message(self, event: MessageAppended) -> None:
+        body: dict[str, Any] = msgspec.json.decode(event.body)
+        if body.get("role") == "assistant":
+            self._complete(_text(body))
+            self._begin_step()
+        elif body.get("role") == "user" and body.get("provenance"):
+            source = body["provenance"].get("sourceSessionKey") or body["provenance"].get("kind")
+            self.note(f"{source}> {_text(body)}")
+
+    def _complete(self, text: str) -> None:
+        """Print what is missing of a step's words."""
+        if not text.startswith(self._step):
+            self.note("(the answer was)")
+            self._step = ""
+        self._write(text[len(self._step) :])
+        self._last = text
+        self._fresh_line()
+
+    def _write(self, text: str) -> None:
+        if not text or self._style == "silent":
+            return
+        if not self._introduced and self._style == "conversation":
+            click.echo(bold(f"{self._speaker}> "), nl=False)
+        self._introduced = True
+        self._mid_line = not text.endswith("\n")
+        click.echo(clean(text), nl=False)
+
+    def _fresh_line(self) -> None:
+        if self._mid_line:
+            click.echo()
+        self._mid_line = False
+
+    _mid_line = False
+
+
+def _text(body: dict[str, Any]) -> str:
+    content: Any = body.get("content") or []
+    if isinstance(content, str):
+        return content
+    blocks = cast("list[dict[str, Any]]", content)
+    return "".join(block.get("text", "") for block in blocks if block.get("type") == "text")

@@ -1,0 +1,77 @@
+"""What every command is told: where the configuration and the state are, and how to print.
+
+The options stand before or after the command's name; the environment is asked where neither does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from antiphon.config import Loaded, Paths
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass
+class Settings:
+    config: str | None = None
+    state_dir: str | None = None
+    json: bool = False
+    debug: bool = False
+
+    @property
+    def paths(self) -> Paths:
+        from antiphon.config import locate
+
+        return locate(self.config, self.state_dir, os.environ)
+
+    def load(self) -> Loaded:
+        """The configuration; a file that nobody named need not exist."""
+        from antiphon.config import load
+
+        paths = self.paths
+        return load(paths.config, required=paths.config_explicit)
+
+
+def _remember(ctx: click.Context, param: click.Parameter, value: object) -> None:
+    settings = ctx.ensure_object(Settings)
+    if value and param.name:
+        setattr(settings, param.name, value)
+
+
+def common(function: F) -> F:
+    """The options of every command; commands reach them with `click.pass_obj`."""
+    for option in (
+        click.option(
+            "--debug", is_flag=True, help="Show tracebacks.", expose_value=False, callback=_remember
+        ),
+        click.option(
+            "--json",
+            is_flag=True,
+            help="Print data and errors as JSON.",
+            expose_value=False,
+            callback=_remember,
+        ),
+        click.option(
+            "--state-dir",
+            metavar="DIR",
+            help="Where everything is kept (ANTIPHON_STATE_DIR, else ~/.antiphon).",
+            expose_value=False,
+            callback=_remember,
+        ),
+        click.option(
+            "--config",
+            metavar="FILE",
+            help="The configuration (ANTIPHON_CONFIG, else config.json5 there).",
+            expose_value=False,
+            callback=_remember,
+        ),
+    ):
+        function = option(function)
+    return function

@@ -1,0 +1,277 @@
+"""Looking for what is wrong with a configuration and a state directory. Nothing is changed, and nothing mended.
+
+Each check gives findings: what was looked at, how it is, and what to do about it. A check that cannot be made is
+a finding too, so one broken part never hides the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import shutil
+import sqlite3
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from antiphon.config import Config, Loaded, Paths, load
+from antiphon.engine import runs
+from antiphon.errors import AntiphonError, InvalidInput
+from antiphon.host import reading
+from antiphon.messages import decode
+from antiphon.store import Row, Store, Tx
+from antiphon.store.migrations import migrations, version_of
+from antiphon.store.queries import Queries
+from antiphon.store.sqlite import check_file
+from antiphon.store.statedir import StateDir
+
+SQL = Queries("doctor")
+LEAST_SQLITE = (3, 35, 0)  # RETURNING
+LEAST_FREE, LITTLE_FREE = 64 * 2**20, 1024 * 2**20  # bytes
+ENTRIES = 100_000  # newest transcript entries that are read
+PAGE = 500
+ONLINE_SECONDS = 5.0
+
+Level = Literal["ok", "warn", "fail"]
+
+
+class Finding(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
+    check: str
+    level: Level
+    what: str
+    next_step: str | None = None
+
+
+def ok(check: str, what: str) -> Finding:
+    return Finding(check=check, level="ok", what=what)
+
+
+def warn(check: str, what: str, next_step: str) -> Finding:
+    return Finding(check=check, level="warn", what=what, next_step=next_step)
+
+
+def fail(check: str, what: str, next_step: str) -> Finding:
+    return Finding(check=check, level="fail", what=what, next_step=next_step)
+
+
+def _failed(check: str, error: AntiphonError) -> Finding:
+    return fail(check, error.what, error.hint)
+
+
+async def examine(paths: Paths, *, online: bool = False) -> list[Finding]:
+    """Everything, in the order in which one thing can explain the next."""
+    findings = [*_machine()]
+    loaded = _configuration(paths, findings)
+    home = StateDir.look(paths.state_dir)
+    findings += [*_directory(home), *_disk(home.path)]
+    if home.database.exists():
+        findings += await _database(home)
+    if loaded is not None:
+        findings += await _models(loaded.config, online=online)
+    return findings
+
+
+def _machine() -> Iterator[Finding]:
+    yield ok("python", f"Python {platform.python_version()}")
+    text = f"SQLite {sqlite3.sqlite_version}"
+    if sqlite3.sqlite_version_info < LEAST_SQLITE:
+        yield fail("sqlite", f"{text} is too old.", "Use a Python that comes with SQLite 3.35 or newer.")
+    else:
+        yield ok("sqlite", text)
+
+
+def _configuration(paths: Paths, findings: list[Finding]) -> Loaded | None:
+    try:
+        loaded = load(paths.config, required=paths.config_explicit)
+    except AntiphonError as error:
+        findings.append(_failed("config", error))
+        return None
+    where = str(loaded.path) if loaded.path else f"none at {str(paths.config)!r}; the defaults are used"
+    findings.append(ok("config", where))
+    findings += [
+        warn("config", text, "`antiphon config check` shows all warnings.") for text in loaded.warnings[:20]
+    ]
+    return loaded
+
+
+# --- the directory ---
+
+
+def _directory(home: StateDir) -> Iterator[Finding]:
+    if not home.path.is_dir():
+        yield ok("state", f"{str(home.path)!r} does not exist yet; it is made at the first start")
+        return
+    open_to_others = [path for path in _private(home) if stat.S_IMODE(path.stat().st_mode) & 0o077]
+    for path in open_to_others:
+        yield warn("state", f"{str(path)!r} can be read by others.", f"Run: chmod go= {str(path)!r}")
+    if not open_to_others:
+        yield ok("state", f"{str(home.path)!r} is private to its owner")
+    holder = home.holder
+    yield ok("lock", f"in use by process {holder}" if holder else "free")
+
+
+def _private(home: StateDir) -> Iterable[Path]:
+    database = home.database
+    paths = [home.path, database, *(database.with_name(database.name + end) for end in ("-wal", "-shm"))]
+    return [path for path in [*paths, home.path / "lock", home.transcripts] if path.exists()]
+
+
+def _disk(path: Path) -> Iterator[Finding]:
+    existing = next((place for place in (path, *path.parents) if place.exists()), None)
+    if existing is None:
+        return
+    free = shutil.disk_usage(existing).free
+    text = f"{free // 2**20} MiB free"
+    if free < LEAST_FREE:
+        yield fail("disk", f"Only {text}.", "Free some space: nothing can be accepted without it.")
+    elif free < LITTLE_FREE:
+        yield warn("disk", f"Only {text}.", "Free some space before it runs out.")
+    else:
+        yield ok("disk", text)
+
+
+# --- the database ---
+
+
+async def _database(home: StateDir) -> list[Finding]:
+    try:
+        await asyncio.to_thread(check_file, home.database)
+        version = await asyncio.to_thread(_schema, home.database)
+    except AntiphonError as error:
+        return [_failed("database", error)]
+    newest = migrations()[-1].version
+    if version > newest:
+        return [
+            fail(
+                "database", f"Schema {version} is newer than this Antiphon knows.", "Use the newer Antiphon."
+            )
+        ]
+    if version < newest:
+        return [warn("database", f"Schema {version} of {newest}.", "It is migrated at the next start.")]
+    findings = [ok("database", f"intact, schema {version}")]
+    try:
+        async with reading(home.path) as store:
+            findings += [await _transcripts(store), *await _runs(store, running=home.holder is not None)]
+    except AntiphonError as error:
+        findings.append(_failed("database", error))
+    return findings
+
+
+def _schema(path: Path) -> int:
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+    try:
+        return version_of(connection)
+    finally:
+        connection.close()
+
+
+async def _transcripts(store: Store) -> Finding:
+    """Reads the newest entries, a page at a time, as a prompt would."""
+    looked = unreadable = 0
+    first: Row | None = None
+    before = 2**62
+    while looked < ENTRIES:
+        page = await store.read(_entries_before, before)
+        damaged = [row for row in page if not _readable(row["body"])]
+        looked += len(page)
+        unreadable += len(damaged)
+        first = first or (damaged[0] if damaged else None)
+        if len(page) < PAGE:
+            break
+        before = page[-1]["id"]
+    if first is None:
+        return ok("transcripts", f"the newest {looked} entries can be read")
+    return warn(
+        "transcripts",
+        f"{unreadable} of the newest {looked} entries cannot be shown to a model; "
+        f"the newest is {first['seq']} in {first['key']!r}.",
+        f"Look at it with: antiphon sessions history {first['session_id']} --before {first['seq'] + 1} --limit 1 --json",
+    )
+
+
+async def _entries_before(tx: Tx, before: int) -> list[Row]:
+    return await tx.all(SQL.entries_before, before=before, limit=PAGE)
+
+
+def _readable(body: str) -> bool:
+    try:
+        decode(body)
+    except InvalidInput:
+        return False
+    return True
+
+
+async def _runs(store: Store, *, running: bool) -> list[Finding]:
+    interrupted, orphaned = await store.read(_run_rows, time.time_ns() // 1_000_000)
+    findings: list[Finding] = []
+    if interrupted:
+        findings.append(
+            warn(
+                "runs",
+                f"{_many(len(interrupted))} given up after too many interruptions, "
+                f"the latest in {interrupted[0]['key']!r}.",
+                "Say the message again if it still matters.",
+            )
+        )
+    if orphaned and running:
+        findings.append(
+            fail(
+                "runs",
+                f"{_many(len(orphaned))} running without a live owner, the first in {orphaned[0]['key']!r}.",
+                "If that does not change within a minute, restart Antiphon.",
+            )
+        )
+    elif orphaned:
+        findings.append(
+            warn("runs", f"{_many(len(orphaned))} interrupted.", "They are carried on at the next start.")
+        )
+    return findings or [ok("runs", "none is lost or given up")]
+
+
+async def _run_rows(tx: Tx, now: int) -> tuple[list[Row], list[Row]]:
+    return await tx.all(runs.SQL.interrupted), await tx.all(SQL.without_owner, now=now)
+
+
+def _many(count: int) -> str:
+    return f"{count} {'run was' if count == 1 else 'runs were'}"
+
+
+# --- the models ---
+
+
+async def _models(config: Config, *, online: bool) -> list[Finding]:
+    if not config.models.providers:
+        return [
+            warn(
+                "models",
+                "No provider is configured; the built-in rehearsal model answers.",
+                "Put one under models.providers.",
+            )
+        ]
+    findings: list[Finding] = []
+    for name, provider in config.models.providers.items():
+        where = provider.base_url or "its public address"
+        if online and provider.base_url:
+            findings.append(await _reach(name, provider.base_url))
+        else:
+            findings.append(ok("models", f"{name!r} at {where}, not contacted (--online does)"))
+    return findings
+
+
+async def _reach(name: str, url: str) -> Finding:
+    """Whether anything answers there. No key is sent, so a refusal is an answer, too."""
+    import httpx2  # noqa: PLC0415 - only for --online
+
+    try:
+        async with httpx2.AsyncClient(timeout=ONLINE_SECONDS) as client:
+            response = await client.get(url)
+    except httpx2.HTTPError as error:
+        why = str(error) or type(error).__name__
+        return fail(
+            "models", f"{name!r} at {url} does not answer ({why}).", "Check the address and the network."
+        )
+    return ok("models", f"{name!r} at {url} answers (HTTP {response.status_code})")

@@ -1,0 +1,7 @@
+-- name: entries_before
+SELECT m.id, m.seq, m.body, t.key, t.session_id FROM messages m JOIN transcripts t ON t.id = m.transcript
+WHERE m.id < :before ORDER BY m.id DESC LIMIT :limit;
+
+-- name: without_owner
+SELECT r.id, s.key FROM runs r JOIN sessions s ON s.id = r.session LEFT JOIN owners o ON o.id = r.owner
+WHERE r.state = 'running' AND coalesce(o.lease_until, 0) <= :now ORDER BY r.n LIMIT 100;

@@ -1,0 +1,379 @@
+"""Bringing conversations in from a state directory of the OpenClaw family, or from an export of ours.
+
+Each session is one transaction: it is there with everything said in it, or not at all. Importing again changes
+nothing, because a session id that is known is left alone. A key that is taken keeps its conversation; the
+imported one is put beside it, readable by its session id, as if `/new` had ended it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, cast
+
+import msgspec
+
+from antiphon import keys
+from antiphon.config import Config
+from antiphon.engine import sessions, transcripts
+from antiphon.engine.sessions import Birth
+from antiphon.errors import AntiphonError, InvalidInput, StoreError, TooLarge, UnknownModel
+from antiphon.keys import SessionIdRef, SessionKey
+from antiphon.store import Row, Store, Tx
+from antiphon.transfers import index
+from antiphon.transfers.exports import INDEX, SESSION_ID, SQL
+from antiphon.transfers.jsonl import Reading, moment
+
+MOST_INDEX = 512 * 2**20  # bytes of one sessions.json
+LONGEST_LINE = 64 * 2**20  # bytes; longer ones count as damaged
+MOST_FAILURES = 100  # told one by one
+
+_ARCHIVED = re.compile(r"\.jsonl\.(reset|deleted|bak)\.")
+
+Outcome: TypeAlias = Literal["imported", "beside", "skipped"]
+
+
+class Failure(msgspec.Struct, rename="camel", frozen=True):
+    key: str
+    reason: str
+
+
+class Imported(msgspec.Struct, rename="camel", kw_only=True):
+    """What an import did, or with `dryRun` would do."""
+
+    dry_run: bool = False
+    imported: int = 0
+    beside: int = 0
+    """Of the imported ones: put beside a conversation that already had the key."""
+    skipped: int = 0
+    """Sessions whose session id is already here."""
+    failed: list[Failure] = []
+    failed_count: int = 0
+    messages: int = 0
+    damaged_lines: int = 0
+    left_out_entries: int = 0
+    """Entries that are no part of a conversation, such as a change of model."""
+    missing_transcripts: int = 0
+    archived_files: int = 0
+    unlisted_files: int = 0
+    unknown_agents: list[str] = []
+    """Agents of imported sessions that are not configured here, so that nobody answers for them yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A directory with a `sessions.json`, and the agent that its short keys belong to."""
+
+    path: Path
+    agent_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One session of a `sessions.json`."""
+
+    key: SessionKey
+    agent_id: str
+    session_id: str
+    entry: Mapping[str, Any]
+    parent: str | None
+    file: Path | None
+
+    @property
+    def updated_at(self) -> int:
+        return moment(self.entry.get("updatedAt")) or 0
+
+
+@dataclass(slots=True)
+class _Done:
+    outcome: Outcome
+    messages: int = 0
+    damaged: int = 0
+    left_out: int = 0
+
+
+class _DryRun(Exception):
+    """Undoes the transaction of a dry run, and brings its result out of it."""
+
+    def __init__(self, done: _Done) -> None:
+        self.done = done
+
+
+async def bring(
+    store: Store,
+    config: Config,
+    source: Path,
+    now: int,
+    *,
+    agent_id: str | None = None,
+    dry_run: bool = False,
+) -> Imported:
+    """Import every session under `source`. The store must be owned, and no engine need run on it."""
+    report = Imported(dry_run=dry_run)
+    everything: list[Found] = []
+    for folder in folders(source, agent_id or config.default_agent_id, only=agent_id):
+        everything += _read_folder(folder, config, report)
+    for found in _parents_first(everything):
+        try:
+            done = await _take(store, found, config, now, dry_run=dry_run)
+        except StoreError:
+            raise  # no other session would fare better
+        except (AntiphonError, OSError) as error:
+            _fail(report, str(found.key), error)
+        else:
+            _count(report, found, done, config)
+    return report
+
+
+def folders(source: Path, agent_id: str, *, only: str | None = None) -> list[Folder]:
+    """Where the sessions are: in `source` itself, in its `sessions`, or in `agents/<id>/sessions` below it."""
+    for single in (source, source / "sessions"):
+        if (single / INDEX).is_file():
+            within = single.parent.parent.name == "agents" and single.name == "sessions"
+            own = keys.normalize_agent_id(single.parent.name) if within else agent_id
+            return [Folder(single, own)]
+    found = [
+        Folder(path.parent, keys.normalize_agent_id(path.parent.parent.name))
+        for path in sorted(source.glob(f"agents/*/sessions/{INDEX}"))
+    ]
+    if not found:
+        raise _nothing_in(source)
+    return [folder for folder in found if only in {None, folder.agent_id}]
+
+
+def _nothing_in(source: Path) -> InvalidInput:
+    if any(source.glob("agents/*/agent/*.sqlite")):
+        return InvalidInput(
+            f"The sessions under {str(source)!r} are kept in SQLite, which cannot be imported.",
+            "Import a backup from before that migration, or its transcripts as JSONL.",
+            field="directory",
+        )
+    return InvalidInput(
+        f"There is no {INDEX!r} in {str(source)!r}, nor under 'agents/<id>/sessions' in it.",
+        "Pass a state directory such as '~/.openclaw', or a directory that holds that file.",
+        field="directory",
+    )
+
+
+def _read_folder(folder: Folder, config: Config, report: Imported) -> list[Found]:
+    found: list[Found] = []
+    for raw_key, entry in _read_index(folder.path / INDEX).items():
+        try:
+            found.append(_found(raw_key, entry, folder, config))
+        except AntiphonError as error:
+            _fail(report, raw_key, error)
+    used = {item.file for item in found}
+    names = [path.name for path in folder.path.iterdir()]
+    report.archived_files += sum(1 for name in names if _ARCHIVED.search(name))
+    files = (folder.path / name for name in names if name.endswith(".jsonl"))
+    report.unlisted_files += sum(1 for path in files if path not in used)
+    report.missing_transcripts += sum(1 for item in found if item.file is None)
+    return found
+
+
+def _read_index(path: Path) -> dict[str, Any]:
+    if path.stat().st_size > MOST_INDEX:
+        raise TooLarge(f"{str(path)!r} is larger than {MOST_INDEX} bytes.", "Split it.", max=MOST_INDEX)
+    content = path.read_bytes()
+    try:
+        read: object = msgspec.json.decode(content)
+    except (ValueError, RecursionError):
+        read = _read_json5(content, path)
+    if not isinstance(read, dict):
+        raise InvalidInput(f"{str(path)!r} is not an object of sessions.", "Check that it is the right file.")
+    return cast("dict[str, Any]", read)
+
+
+def _read_json5(content: bytes, path: Path) -> object:
+    import pyjson5  # noqa: PLC0415 - files that programs wrote do not need it
+
+    try:
+        return pyjson5.decode(content.decode("utf-8-sig"))
+    except (pyjson5.Json5Exception, ValueError, RecursionError) as error:
+        reason = str(error.args[0]) if error.args else type(error).__name__
+    raise InvalidInput(f"{str(path)!r} cannot be read ({reason}).", "Mend it, or restore a backup of it.")
+
+
+def _found(raw_key: str, entry: object, folder: Folder, config: Config) -> Found:
+    if not isinstance(entry, dict):
+        raise InvalidInput("The entry is not an object.", f"Mend it in {INDEX!r}.")
+    values = cast("dict[str, Any]", entry)
+    session_id = values.get("sessionId")
+    if not isinstance(session_id, str) or not SESSION_ID.fullmatch(session_id):
+        raise InvalidInput(f"The session id {session_id!r} is not one.", f"Mend it in {INDEX!r}.")
+    key = _canonical(raw_key, folder.agent_id, config)
+    spawned_by = values.get("spawnedBy")
+    return Found(
+        key=key,
+        agent_id=key.agent_id or folder.agent_id,
+        session_id=session_id,
+        entry=values,
+        parent=_parent(spawned_by, folder.agent_id, config) if isinstance(spawned_by, str) else None,
+        file=_file(folder.path, session_id, values, key),
+    )
+
+
+def _canonical(raw_key: str, agent_id: str, config: Config) -> SessionKey:
+    """The key that is stored, from any spelling that was ever used."""
+    if raw_key.strip().lower() == "global":
+        return keys.main_session(agent_id, scope=config.session.scope)
+    session = config.session
+    found = keys.canonicalise(raw_key, agent_id=agent_id, main_key=session.main_key, scope=session.scope)
+    if isinstance(found, SessionIdRef):  # a bare peer or chat id, from before keys had agents
+        found = keys.canonicalise(f"agent:{agent_id}:{found.value}", agent_id=agent_id)
+    assert isinstance(found, SessionKey)
+    return found
+
+
+def _parent(spawned_by: str, agent_id: str, config: Config) -> str | None:
+    try:
+        return str(_canonical(spawned_by, agent_id, config))
+    except AntiphonError:
+        return None
+
+
+def _file(folder: Path, session_id: str, entry: Mapping[str, Any], key: SessionKey) -> Path | None:
+    """The transcript. A recorded path is from another place or time, so only its last part is used."""
+    recorded = entry.get("sessionFile")
+    topic = key.thread.id if key.thread else None
+    names = [
+        re.split(r"[/\\]", recorded)[-1] if isinstance(recorded, str) else None,
+        f"{session_id}-topic-{topic}.jsonl" if topic else None,
+        f"{session_id}.jsonl",
+    ]
+    usable = (name for name in names if name and "\0" not in name and "/" not in name)
+    return next((folder / name for name in usable if (folder / name).is_file()), None)
+
+
+def _parents_first(everything: Sequence[Found]) -> Iterator[Found]:
+    """Newest first, but nobody before whoever spawned it: lineage is recorded when a session is created."""
+    newest = sorted(everything, key=lambda found: -found.updated_at)
+    by_key = {str(found.key): found for found in reversed(newest)}
+    placed: set[int] = set()
+    for found in newest:
+        chain: list[Found] = []
+        above: Found | None = found
+        while above is not None and id(above) not in placed:
+            placed.add(id(above))
+            chain.append(above)
+            above = by_key.get(above.parent) if above.parent else None
+        yield from reversed(chain)
+
+
+async def _take(store: Store, found: Found, config: Config, now: int, *, dry_run: bool) -> _Done:
+    try:
+        return await store.tx(_write, found, config, now, dry_run)
+    except _DryRun as rehearsed:
+        return rehearsed.done
+
+
+async def _write(tx: Tx, found: Found, config: Config, now: int, dry_run: bool) -> _Done:
+    """The whole session. Reads its file in the writer's thread, entry by entry."""
+    if await tx.one(SQL.has_session_id, session_id=found.session_id):
+        return _Done("skipped")
+    reading = Reading(lambda: _lines(found.file))
+    began = reading.started_at or found.updated_at or now
+    present = await sessions.find(tx, found.key, None)
+    if present is None:
+        done = await _write_session(tx, found, config, reading, began)
+    else:
+        done = _Done("beside", await _write_beside(tx, found, reading, began))
+    done.damaged, done.left_out = reading.damaged, reading.left_out
+    if dry_run:
+        raise _DryRun(done)
+    return done
+
+
+async def _write_session(tx: Tx, found: Found, config: Config, reading: Reading, began: int) -> _Done:
+    parent = await _parent_row(tx, found.parent)
+    role = found.entry.get("subagentRole")
+    entry = {**found.entry, **({"cwd": reading.cwd} if reading.cwd else {})}
+    columns = index.columns(entry, found.key, lambda ref: _known(config, ref))
+    birth = Birth(
+        agent_id=found.agent_id,
+        session_id=found.session_id,
+        reason="imported",
+        parent=parent,
+        role=role if isinstance(role, str) else None,
+        label=cast("str | None", columns["label"]),
+        display_name=cast("str | None", columns["display_name"]),
+    )
+    row = await sessions.create(tx, found.key, began, birth)
+    count, last_at = await _append(tx, row["transcript"], reading)
+    updated_at = found.updated_at or last_at or began
+    await tx.one(sessions.SQL.advance_unfenced, id=row["id"], count=count, now=updated_at)
+    await tx.do(sessions.SQL.adopt, id=row["id"], updated_at=updated_at, **columns)
+    if archived_at := moment(found.entry.get("archivedAt")):
+        await tx.do(sessions.SQL.archive, id=row["id"], now=archived_at)
+    return _Done("imported", count)
+
+
+async def _parent_row(tx: Tx, key: str | None) -> Row | None:
+    found = await sessions.find(tx, keys.parse(key), None) if key else None
+    return await tx.one(sessions.SQL.by_id, id=found["id"]) if found else None
+
+
+async def _write_beside(tx: Tx, found: Found, reading: Reading, began: int) -> int:
+    transcript = await tx.one(
+        sessions.SQL.insert_transcript,
+        session_id=found.session_id,
+        key=str(found.key),
+        reason="imported",
+        now=began,
+    )
+    assert transcript is not None
+    count, last_at = await _append(tx, transcript["id"], reading)
+    await tx.do(sessions.SQL.end_transcript, transcript=transcript["id"], now=last_at or began)
+    return count
+
+
+async def _append(tx: Tx, transcript: int, reading: Reading) -> tuple[int, int]:
+    """How many entries were written, and when the last of them was said."""
+    count = last_at = 0
+    for entry in reading.entries():
+        await transcripts.append_raw(tx, transcript, None, entry)
+        count, last_at = entry.seq, entry.created_at
+    return count, last_at
+
+
+def _lines(path: Path | None) -> Iterator[bytes]:
+    """Lines of a bounded length; what is longer is given as something that cannot be read."""
+    if path is None:
+        return
+    with path.open("rb") as file:
+        while line := file.readline(LONGEST_LINE):
+            if len(line) < LONGEST_LINE or line.endswith(b"\n"):
+                yield line
+                continue
+            while (more := file.readline(LONGEST_LINE)) and not more.endswith(b"\n"):
+                pass
+            yield b"(too long)"
+
+
+def _known(config: Config, ref: str) -> bool:
+    try:
+        config.find_model(ref)
+    except UnknownModel:
+        return False
+    return True
+
+
+def _count(report: Imported, found: Found, done: _Done, config: Config) -> None:
+    if done.outcome == "skipped":
+        report.skipped += 1
+        return
+    report.imported += 1
+    report.beside += done.outcome == "beside"
+    report.messages += done.messages
+    report.damaged_lines += done.damaged
+    report.left_out_entries += done.left_out
+    if found.agent_id not in {*config.agent_ids, *report.unknown_agents}:
+        report.unknown_agents.append(found.agent_id)
+
+
+def _fail(report: Imported, key: str, error: Exception) -> None:
+    report.failed_count += 1
+    if len(report.failed) < MOST_FAILURES:
+        report.failed.append(Failure(key[:200], str(error)))

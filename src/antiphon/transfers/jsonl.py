@@ -1,0 +1,263 @@
+"""The transcript file format: one JSON object per line, a header first, entries that name their parent.
+
+Writing gives one line per stored entry. Reading takes whatever such a file has become: lines that cannot be
+read are counted and passed over, abandoned branches are left behind, and a message that we do not understand
+is kept word for word. This module opens no file and knows no store.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeAlias, cast
+
+import msgspec
+
+from antiphon import messages
+from antiphon.engine.transcripts import Entry
+from antiphon.errors import InvalidInput
+
+VERSION = 3
+COMPACTION = "compaction"
+LONGEST_ROLE = 64  # characters
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_LAST = 253_402_300_799_999  # the last millisecond that has a four-digit year
+_SUMMARY_FIELDS = {"type", "id", "parentId", "timestamp", "summary", "firstKeptEntryId", "tokensBefore"}
+_BODY_FIELDS = {"role", "summary", "firstKeptSeq", "tokensBefore", "timestamp"}
+
+Lines: TypeAlias = Callable[[], Iterable[bytes]]
+"""Gives the lines of a file from its beginning, as often as it is called."""
+
+
+def iso(ms: int) -> str:
+    """Milliseconds since the epoch as the format writes them."""
+    ms = min(max(ms, 0), _LAST)
+    whole = datetime.fromtimestamp(ms // 1000, UTC).replace(tzinfo=None)
+    return f"{whole.isoformat()}.{ms % 1000:03d}Z"
+
+
+def moment(value: object) -> int | None:
+    """Milliseconds since the epoch from either spelling, or None."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, int | float):
+        return int(value) if 0 <= value <= _LAST else None
+    if not isinstance(value, str):
+        return None
+    try:
+        read = datetime.fromisoformat(value)
+    except ValueError:
+        return None
+    return (read.replace(tzinfo=read.tzinfo or UTC) - _EPOCH) // timedelta(milliseconds=1)
+
+
+def header(session_id: str, started_at: int, cwd: str) -> bytes:
+    return _line(type="session", version=VERSION, id=session_id, timestamp=iso(started_at), cwd=cwd)
+
+
+def line(entry: Entry, parent: str | None, first_kept: str | None = None) -> bytes | None:
+    """One stored entry, or None when what is stored is not JSON. `first_kept` is for compactions."""
+    body = as_object(entry.body)
+    if body is None:
+        return None
+    place = {"id": entry.id, "parentId": parent, "timestamp": iso(entry.created_at)}
+    if entry.role != COMPACTION:
+        return _line(type="message", **place, message=msgspec.Raw(_one_line(entry.body).encode()))
+    rest = {name: value for name, value in body.items() if name not in _BODY_FIELDS}
+    return _line(
+        type=COMPACTION,
+        **place,
+        summary=body.get("summary"),
+        firstKeptEntryId=first_kept,
+        tokensBefore=body.get("tokensBefore"),
+        **rest,
+    )
+
+
+def first_kept_seq(entry: Entry) -> int | None:
+    """Where the part that a compaction left in place begins."""
+    seq = (as_object(entry.body) or {}).get("firstKeptSeq") if entry.role == COMPACTION else None
+    return seq if isinstance(seq, int) else None
+
+
+def as_object(text: str | bytes) -> dict[str, Any] | None:
+    """A JSON object, or None."""
+    try:
+        found: object = msgspec.json.decode(text)
+    except (ValueError, RecursionError):
+        return None
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else None
+
+
+class _Line(msgspec.Struct, rename="camel"):
+    type: str
+    id: str | None = None
+    parent_id: str | msgspec.UnsetType | None = msgspec.UNSET
+    timestamp: Any = None
+    cwd: str | None = None
+    message: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+    first_kept_entry_id: str | None = None
+
+
+_decoder = msgspec.json.Decoder(_Line)
+
+
+class Reading:
+    """One file, read twice: first for its shape, then for its entries."""
+
+    def __init__(self, lines: Lines) -> None:
+        self.damaged = 0
+        """Lines that could not be read."""
+        self.left_out = 0
+        """Entries on the branch that are no part of a conversation, such as a change of model."""
+        self.started_at: int | None = None
+        self.cwd: str | None = None
+        self._lines = lines
+        self._kept: set[str] = set()
+        self._branch = self._survey()
+
+    def entries(self) -> Iterator[Entry]:
+        """The conversation that ends in the file's last entry, numbered from 1."""
+        seqs: dict[str, int] = {}
+        seq, at = 0, self.started_at or 0
+        for number, raw in enumerate(self._lines()):
+            if number not in self._branch:
+                continue
+            found, raw = _sound(raw)  # noqa: PLW2901
+            at = moment(found.timestamp) or at
+            if found.id in self._kept:
+                seqs[found.id] = seq + 1
+            entry = self._entry(found, raw, seq + 1, at, seqs)
+            if entry is not None:
+                seq, at = entry.seq, entry.created_at
+                yield entry
+
+    def _survey(self) -> set[int]:
+        """The numbers of the lines on the way from the last entry to its root."""
+        numbers: list[int] = []
+        parents: list[int] = []
+        places: dict[str, int] = {}
+        for number, raw in enumerate(self._lines()):
+            found = self._decoded(raw)
+            if found is None:
+                continue
+            if found.type == "session":
+                self._take_header(found)
+                continue
+            # A parent that is not there was on a damaged line: the entry before stands in for it.
+            before = len(parents) - 1
+            known = places.get(found.parent_id, before) if isinstance(found.parent_id, str) else before
+            parents.append(-1 if found.parent_id is None else known)
+            if found.id:
+                places[found.id] = len(numbers)
+            if found.first_kept_entry_id:
+                self._kept.add(found.first_kept_entry_id)
+            numbers.append(number)
+        return _ancestry(numbers, parents)
+
+    def _decoded(self, raw: bytes) -> _Line | None:
+        if not raw.strip():
+            return None
+        try:
+            return _sound(raw)[0]
+        except (ValueError, RecursionError):
+            self.damaged += 1
+            return None
+
+    def _take_header(self, found: _Line) -> None:
+        self.started_at = moment(found.timestamp)
+        self.cwd = found.cwd
+
+    def _entry(self, found: _Line, raw: bytes, seq: int, at: int, seqs: dict[str, int]) -> Entry | None:
+        name = (found.id or f"{seq:08x}")[:128]
+        if found.type == "message":
+            said = _message(bytes(found.message), at)
+            if said is None:
+                self.damaged += 1
+                return None
+            return Entry(seq, name, said[0], said[1], at or said[2])
+        if found.type == COMPACTION:
+            kept = seqs.get(found.first_kept_entry_id or "", seq)
+            return Entry(seq, name, COMPACTION, _summary(raw, kept, at), at)
+        self.left_out += 1
+        return None
+
+
+def _sound(raw: bytes) -> tuple[_Line, bytes]:
+    """The line, with halves of surrogate pairs replaced: cutting a text in UTF-16 leaves them behind.
+
+    Raises:
+        ValueError: the line is no entry.
+    """
+    try:
+        return _decoder.decode(raw), raw
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        text = json.dumps(json.loads(raw), ensure_ascii=False)
+        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+        return _decoder.decode(whole), whole
+
+
+def _ancestry(numbers: list[int], parents: list[int]) -> set[int]:
+    branch: set[int] = set()
+    place = len(numbers) - 1
+    while place >= 0:  # a parent stands before its child, so this ends
+        branch.add(numbers[place])
+        place = parents[place]
+    return branch
+
+
+def _message(raw: bytes, at: int) -> tuple[str, str, int] | None:
+    """Role, text to store and time of a message: as it is if it can be read, or must be kept as it is."""
+    body = as_object(raw)
+    role = body.get("role") if body else None
+    if body is None or not isinstance(role, str) or not 0 < len(role) <= LONGEST_ROLE or role == COMPACTION:
+        return None
+    said_at = moment(body.get("timestamp")) or 0
+    text = raw.decode()
+    if not _readable(text):
+        mended = msgspec.json.encode(_mended(body, role, said_at or at)).decode()
+        text = mended if _readable(mended) else text
+    return role, text, said_at
+
+
+def _readable(text: str) -> bool:
+    try:
+        messages.decode(text)
+    except InvalidInput:
+        return False
+    return True
+
+
+def _mended(body: dict[str, Any], role: str, at: int) -> dict[str, Any]:
+    """The message with what older writers left out: a time, blocks instead of bare text, a tool's name."""
+    mended = {**body, "timestamp": at}
+    if role != "user" and isinstance(body.get("content"), str):
+        mended["content"] = [{"type": "text", "text": body["content"]}]
+    if role == "toolResult":
+        mended.setdefault("toolName", "unknown")
+    return mended
+
+
+def _summary(raw: bytes, first_kept: int, at: int) -> str:
+    found = as_object(raw) or {}
+    summary, tokens = found.get("summary"), found.get("tokensBefore")
+    rest = {name: value for name, value in found.items() if name not in _SUMMARY_FIELDS}
+    body = {
+        "role": COMPACTION,
+        "summary": summary if isinstance(summary, str) else "",
+        "firstKeptSeq": first_kept,
+        "tokensBefore": tokens if isinstance(tokens, int) else 0,
+        "timestamp": at,
+    }
+    return msgspec.json.encode({**rest, **body}).decode()
+
+
+def _one_line(body: str) -> str:
+    return msgspec.json.format(body, indent=-1) if "\n" in body or "\r" in body else body
+
+
+def _line(**fields: Any) -> bytes:
+    return msgspec.json.encode(fields) + b"\n"

@@ -1,0 +1,266 @@
+"""The independent checker of the crash suite: raw SQLite and JSON, nothing of Antiphon.
+
+`always` holds for the file at every moment, so also right after a kill; `finally_` holds when a process has
+worked everything off. Both return what is wrong, as sentences; an empty list is a proof of nothing but good luck
+until a broken engine has been shown to fail it.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from chaos.scenario import NOTE, NOTES, TELL, Planned
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    key: str
+    name: str
+    arguments: dict[str, Any]
+    interrupted: bool
+    failed: bool
+
+
+class Book:
+    """Everything in the store, read at once."""
+
+    def __init__(self, state_dir: Path) -> None:
+        # Read-only, so that looking neither recovers nor checkpoints what the next process must cope with.
+        connection = sqlite3.connect(f"file:{state_dir / 'antiphon.db'}?mode=ro", uri=True)
+        connection.row_factory = sqlite3.Row
+        try:
+            self.integrity: str = connection.execute("PRAGMA integrity_check").fetchone()[0]
+            tables = {
+                row[0] for row in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")
+            }
+            # A process killed before its first migration has committed leaves an empty file.
+            self.empty = "runs" not in tables
+            self.runs = self._rows(connection, "runs", "n")
+            self.sessions = self._rows(connection, "sessions", "id")
+            self.usage = self._rows(connection, "usage", "id")
+            self.owners = self._rows(connection, "owners", "id")
+            self.messages = self._rows(connection, "messages", "transcript, seq")
+        finally:
+            connection.close()
+        for message in self.messages:
+            message["json"] = json.loads(message["body"])
+        notes = state_dir / NOTES
+        self.notes = Counter(notes.read_text().split("\n")[:-1] if notes.exists() else [])
+
+    def _rows(self, connection: sqlite3.Connection, table: str, order: str) -> list[Row]:
+        if self.empty:
+            return []
+        return [dict(row) for row in connection.execute(f"SELECT * FROM {table} ORDER BY {order}")]  # noqa: S608
+
+    def entries(self, run: Row) -> list[Row]:
+        return [message for message in self.messages if message["run"] == run["n"]]
+
+    def key_of(self, session: int) -> str:
+        return next(row["key"] for row in self.sessions if row["id"] == session)
+
+
+def always(state_dir: Path, accepted: Iterable[str]) -> list[str]:
+    """What must hold whenever anybody looks. `accepted` are the keys a caller was told of."""
+    book = Book(state_dir)
+    present = {run["id"] for run in book.runs}
+    wrong = [f"{key} was accepted and is not in the store" for key in accepted if key not in present]
+    if book.integrity != "ok":
+        wrong.append(f"the file is damaged: {book.integrity}")
+    active = Counter(run["session"] for run in book.runs if run["state"] == "running")
+    wrong += [f"session {session} has {count} active runs" for session, count in active.items() if count > 1]
+    wrong += [f"{line} was noted {count} times" for line, count in book.notes.items() if count > 1]
+    wrong += _numbers(book)
+    for run in book.runs:
+        wrong += _beginning(book, run)
+        wrong += _known_results(book, run)
+    return wrong
+
+
+def _numbers(book: Book) -> list[str]:
+    """`seq` is 1..n in every transcript, and the session says how far it is."""
+    wrong: list[str] = []
+    for session in book.sessions:
+        seqs = [m["seq"] for m in book.messages if m["transcript"] == session["transcript"]]
+        if seqs != list(range(1, len(seqs) + 1)):
+            wrong.append(f"{session['key']} is numbered {seqs}")
+        if session["last_seq"] != len(seqs):
+            wrong.append(f"{session['key']} has {len(seqs)} entries and says {session['last_seq']}")
+    transcripts = {session["transcript"] for session in book.sessions}
+    wrong += [
+        f"entry {m['entry']} is in no session" for m in book.messages if m["transcript"] not in transcripts
+    ]
+    return wrong
+
+
+def _beginning(book: Book, run: Row) -> list[str]:
+    """A run that has begun has its message in the transcript, once, first and word for word."""
+    entries = book.entries(run)
+    asked = [entry for entry in entries if entry["role"] == "user"]
+    if run["first_seq"] is None:
+        return [f"{run['id']} has not begun and has entries"] if entries else []
+    if len(asked) != 1 or asked[0] is not entries[0] or asked[0]["seq"] != run["first_seq"]:
+        return [f"{run['id']} has its message at {[entry['seq'] for entry in asked]}"]
+    if asked[0]["body"] != run["input"]:
+        return [f"the message of {run['id']} was changed"]
+    return []
+
+
+def _known_results(book: Book, run: Row) -> list[str]:
+    """Every result follows the call it belongs to; no call has two."""
+    wrong: list[str] = []
+    open_calls: set[str] = set()
+    for entry in book.entries(run):
+        body = entry["json"]
+        if entry["role"] == "assistant":
+            if open_calls:
+                wrong.append(f"{run['id']} went on at {entry['seq']} without the results of {open_calls}")
+            open_calls = {block["id"] for block in body["content"] if block["type"] == "toolCall"}
+        elif entry["role"] == "toolResult":
+            if body["toolCallId"] not in open_calls:
+                wrong.append(f"{run['id']} has a result for {body['toolCallId']} that nobody waits for")
+            open_calls.discard(body["toolCallId"])
+    if open_calls and run["state"] not in {"queued", "running"}:
+        wrong.append(f"{run['id']} ended without the results of {open_calls}")
+    return wrong
+
+
+def finally_(state_dir: Path, plan: Sequence[Planned]) -> list[str]:
+    """What must hold when a process has ended in good order after working everything off."""
+    book = Book(state_dir)
+    wrong = always(state_dir, [planned.key for planned in plan])
+    wrong += [
+        f"{run['id']} is still {run['state']}" for run in book.runs if run["state"] in {"queued", "running"}
+    ]
+    wrong += [
+        f"{session['key']} is {session['state']}" for session in book.sessions if session["state"] != "idle"
+    ]
+    wrong += [f"owner {owner['id']} is still there" for owner in book.owners]
+    if wrong:
+        return wrong
+    told: dict[str, Call] = {}
+    for planned in plan:
+        wrong += _outcome(book, planned)
+    for run in book.runs:
+        calls = _calls(book, run)
+        told |= {call.key: call for call in calls if call.name == TELL}
+        wrong += _noted(book, [call for call in calls if call.name == NOTE])
+        wrong += _ending(book, run)
+        wrong += _charged(book, run)
+    wrong += _told(book, told, plan)
+    noted = {call.key for run in book.runs for call in _calls(book, run) if call.name == NOTE}
+    wrong += [f"{line} was noted, and no transcript knows of it" for line in book.notes if line not in noted]
+    wrong += _order(book)
+    return wrong
+
+
+def _outcome(book: Book, planned: Planned) -> list[str]:
+    found = [run for run in book.runs if run["id"] == planned.key]
+    if len(found) != 1:
+        return [f"{planned.key} has {len(found)} runs"]
+    run = found[0]
+    steps = sum(1 for entry in book.entries(run) if entry["role"] == "assistant")
+    facts = (book.key_of(run["session"]), json.loads(run["input"])["content"], run["state"], steps)
+    wanted = (planned.session, planned.text, planned.state, planned.steps)
+    # The notice of a failure is an entry as well, in the place of the last answer.
+    return [] if facts == wanted else [f"{planned.key} came to {facts}, not {wanted}"]
+
+
+def _calls(book: Book, run: Row) -> list[Call]:
+    entries = book.entries(run)
+    results = {e["json"]["toolCallId"]: e["json"] for e in entries if e["role"] == "toolResult"}
+    return [
+        Call(
+            f"{run['id']}:{block['id']}",
+            block["name"],
+            block["arguments"],
+            results[block["id"]].get("interrupted", False),
+            results[block["id"]].get("isError", False),
+        )
+        for entry in entries
+        if entry["role"] == "assistant"
+        for block in entry["json"]["content"]
+        if block["type"] == "toolCall"
+    ]
+
+
+def _noted(book: Book, calls: Iterable[Call]) -> list[str]:
+    """A foreign tool: once if its result says so, at most once if the result says that nobody knows."""
+    wrong: list[str] = []
+    for call in calls:
+        if not call.interrupted and book.notes[call.key] != 1:
+            wrong.append(f"{call.key} is said to have happened, and happened {book.notes[call.key]} times")
+        if call.failed != call.interrupted:
+            wrong.append(f"{call.key} failed={call.failed} interrupted={call.interrupted}")
+    return wrong
+
+
+def _told(book: Book, told: dict[str, Call], plan: Sequence[Planned]) -> list[str]:
+    """Our own tool: exactly one run for each call, with the words of the call, and no run from anywhere else."""
+    wrong = [f"{call.key} was not settled" for call in told.values() if call.failed or call.interrupted]
+    planned = {message.key for message in plan}
+    for run in book.runs:
+        if run["id"] in planned:
+            continue
+        call = told.pop(run["id"], None)
+        if call is None:
+            wrong.append(f"nobody asked for the run {run['id']}")
+            continue
+        heard = (book.key_of(run["session"]), json.loads(run["input"])["content"], run["state"])
+        if heard != (call.arguments["session"], call.arguments["text"], "ok"):
+            wrong.append(f"{run['id']} came to {heard}")
+    return wrong + [f"the effect of {key} is missing" for key in told]
+
+
+def _ending(book: Book, run: Row) -> list[str]:
+    """One final answer, last in the run's entries, and it is what the run says it answered."""
+    entries = book.entries(run)
+    finals = [
+        entry
+        for entry in entries
+        if entry["role"] == "assistant"
+        and all(block["type"] != "toolCall" for block in entry["json"]["content"])
+    ]
+    if len(finals) != 1 or finals[0] is not entries[-1]:
+        return [f"{run['id']} has its final answers at {[entry['seq'] for entry in finals]}"]
+    text = "".join(block.get("text", "") for block in finals[0]["json"]["content"])
+    if text != (run["reply"] or ""):
+        return [f"{run['id']} replied {run['reply']!r}, its transcript says {text!r}"]
+    if run["state"] == "error" and finals[0]["json"]["stopReason"] != "error":
+        return [f"{run['id']} failed, and its transcript does not say so"]
+    return []
+
+
+def _charged(book: Book, run: Row) -> list[str]:
+    """Every answer that cost something is in the ledger once, and nothing else is."""
+    usages = [entry["json"].get("usage") for entry in book.entries(run) if entry["role"] == "assistant"]
+    said = [(usage["input"], usage["output"]) for usage in usages if usage]
+    ledger = [(line["input"], line["output"]) for line in book.usage if line["run_id"] == run["id"]]
+    return [] if said == ledger else [f"{run['id']} used {said} and was charged {ledger}"]
+
+
+def _order(book: Book) -> list[str]:
+    """First come, first served, one after the other: the entries of a lane's runs do not interleave."""
+    wrong: list[str] = []
+    for session in book.sessions:
+        lane = [run for run in book.runs if run["session"] == session["id"]]
+        for run in lane:
+            seqs = [entry["seq"] for entry in book.entries(run)]
+            if seqs != list(range(run["first_seq"], run["last_seq"] + 1)):
+                wrong.append(f"{run['id']} is spread over {seqs}")
+        for earlier, later in pairwise(lane):
+            if later["first_seq"] != earlier["last_seq"] + 1 or later["started_at"] < earlier["ended_at"]:
+                wrong.append(f"{later['id']} did not wait for {earlier['id']}")
+        charged = [line for line in book.usage if line["session_key"] == session["key"]]
+        totals = sum(line["input"] for line in charged), sum(line["output"] for line in charged)
+        if totals != (session["input_tokens"], session["output_tokens"]):
+            wrong.append(f"{session['key']} does not add up to {totals}")
+    return wrong

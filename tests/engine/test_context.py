@@ -1,0 +1,372 @@
+"""What a model is shown: always a valid conversation, and never more than fits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import httpx2
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from antiphon.engine import compaction, context, transcripts
+from antiphon.engine.context import Context
+from antiphon.engine.transcripts import Entry
+from antiphon.errors import ContextOverflow
+from antiphon.messages import (
+    Assistant,
+    Compaction,
+    Message,
+    Text,
+    Thinking,
+    ToolCall,
+    ToolResult,
+    Usage,
+    User,
+    encode,
+)
+from antiphon.operations import HistoryFilter
+from antiphon.runtimes import Deltas, Prompt
+from antiphon.runtimes.model import Api, ModelSpec, Patience
+from antiphon.runtimes.pydantic_reader import PydanticReader
+from antiphon.store import Tx
+from providers import Provider
+from stage import MAIN, OPERATOR, opened, raw, staged, text
+
+# --- any transcript ---
+
+# Few ids, so that they repeat within an answer and between answers, and results meet the wrong call.
+IDS = st.sampled_from(["a", "b", "c"])
+WORDS = st.sampled_from(["", " ", "yes", "no\n", "é" * 30])
+CALLS = st.builds(ToolCall, id=IDS, name=st.just("add"), arguments=st.just({"a": 1}))
+BLOCKS = st.one_of(st.builds(Text, text=WORDS), st.builds(Thinking, thinking=WORDS), CALLS)
+STOPS = st.sampled_from(["stop", "length", "toolUse", "error", "aborted", None])
+ENTRIES: st.SearchStrategy[Message] = st.one_of(
+    st.builds(User, content=WORDS.filter(str.strip), timestamp=st.just(1)),
+    st.builds(Assistant, content=st.lists(BLOCKS, max_size=4), timestamp=st.just(2), stop_reason=STOPS),
+    st.builds(
+        ToolResult,
+        tool_call_id=IDS,
+        tool_name=st.just("add"),
+        content=st.lists(st.builds(Text, text=WORDS), max_size=2),
+        timestamp=st.just(3),
+        is_error=st.booleans(),
+    ),
+    st.builds(
+        Compaction,
+        summary=WORDS.filter(str.strip),
+        first_kept_seq=st.integers(1, 9),
+        tokens_before=st.just(9),
+        timestamp=st.just(4),
+    ),
+)
+ANYTHING = st.lists(ENTRIES, max_size=14)
+
+
+@st.composite
+def played(draw: st.DrawFn) -> list[Message]:
+    """What an engine writes that is killed anywhere, any number of times: turns, each cut off at some entry."""
+    written: list[Message] = []
+    for turn in range(draw(st.integers(1, 4))):
+        entries: list[Message] = [User(content=f"question {turn}", timestamp=1)]
+        for step in range(draw(st.integers(0, 3))):
+            made = [
+                ToolCall(id=f"{turn}_{step}_{i}", name="add", arguments={})
+                for i in range(draw(st.integers(1, 3)))
+            ]
+            entries.append(
+                Assistant(content=[Text(text="let me see"), *made], timestamp=2, stop_reason="toolUse")
+            )
+            entries += [
+                ToolResult(tool_call_id=call.id, tool_name="add", content=[Text(text="3")], timestamp=3)
+                for call in draw(st.permutations(made))
+            ]
+        entries.append(
+            draw(
+                st.sampled_from(
+                    [
+                        text("done", stop_reason="stop"),
+                        text("par", stop_reason="aborted"),
+                        Assistant(content=[], timestamp=2, stop_reason="error", error_message="no"),
+                    ]
+                )
+            )
+        )
+        written += entries[: draw(st.integers(1, len(entries)))]
+    return written
+
+
+def problem(messages: Sequence[Message]) -> str | None:
+    """Why this is not a valid conversation: written from the providers' rules, not from `mend`."""
+    waiting: set[str] = set()
+    if messages and not isinstance(messages[0], User | Compaction):
+        return "it does not begin with a question"
+    for message in messages:
+        if isinstance(message, ToolResult):
+            if message.tool_call_id not in waiting:
+                return f"a result for {message.tool_call_id} that nobody waits for"
+            waiting.remove(message.tool_call_id)
+            continue
+        if waiting:
+            return f"no results for {waiting}"
+        if isinstance(message, Assistant):
+            ids = [call.id for call in message.tool_calls]
+            waiting = set(ids)
+            if len(ids) != len(waiting):
+                return "an id twice in one answer"
+            if not message.content:
+                return "an answer without content"
+    return f"no results for {waiting}" if waiting else None
+
+
+@pytest.mark.requirement("G26")
+@settings(max_examples=400, deadline=None)
+@given(ANYTHING | played())
+def test_whatever_is_left_behind_is_mended(messages: list[Message]) -> None:
+    mended = context.mend(messages)
+    assert problem(mended) is None
+    assert context.mend(mended) == mended
+    # Nothing a person said is lost, and what was valid before is left as it is.
+    asked = [message for message in messages if isinstance(message, User | Compaction)]
+    assert [message for message in mended if isinstance(message, User | Compaction)] == asked
+    answered = [m for m in messages if isinstance(m, Assistant) and m.stop_reason in {"error", "aborted"}]
+    if problem(messages) is None and not answered:
+        assert mended == messages
+
+
+@lru_cache
+def readers() -> dict[Api, tuple[Provider, PydanticReader]]:
+    """The real client libraries, and a strict provider without a socket."""
+    made: dict[Api, tuple[Provider, PydanticReader]] = {}
+    for api in ("openai-completions", "openai-responses", "anthropic-messages"):
+        anthropic = api == "anthropic-messages"
+        spec = ModelSpec(
+            provider="anthropic" if anthropic else "openai",
+            model="claude-sonnet-5" if anthropic else "gpt-5",
+            api=api,
+            base_url="http://provider" if anthropic else "http://provider/v1",
+            api_key="sk-test",
+        )
+        provider = Provider()
+        http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=provider))
+        made[api] = provider, PydanticReader(spec, Patience(first_wait=0.001, jitter=0.0), http=http)
+    return made
+
+
+class Quiet:
+    def text(self, piece: str) -> None: ...
+
+    def thinking(self, piece: str) -> None: ...
+
+    def restart(self) -> None: ...
+
+
+@pytest.mark.requirement("G26")
+@pytest.mark.parametrize("api", ["openai-completions", "openai-responses", "anthropic-messages"])
+@settings(max_examples=60, deadline=None)
+@given(messages=ANYTHING | played(), words=st.sampled_from(["go on", None]))
+def test_strict_providers_accept_what_is_left_behind(
+    api: Api, messages: list[Message], words: str | None
+) -> None:
+    """With and without a new question after it: a resumed run has none."""
+    question = [User(content=words, timestamp=5)] if words else []
+    provider, reader = readers()[api]
+    provider.received.clear()
+    prompt = Prompt(
+        run_id="run",
+        session_key=MAIN,
+        agent_id="main",
+        instructions="Be brief.",
+        messages=context.mend([*messages, *question]),
+    )
+    # What a strict provider would refuse is refused, and would raise here.
+    assert asyncio.run(reader.read(prompt, Quiet())).text == "Hello there."
+    assert len(provider.received) == 1
+
+
+# --- loading ---
+
+
+async def _write(tx: Tx, bodies: list[tuple[str, str]]) -> None:
+    for seq, (role, body) in enumerate(bodies, 1):
+        await transcripts.append_raw(tx, 7, None, Entry(seq, f"{seq:08x}", role, body, 1))
+
+
+DAMAGED = st.tuples(
+    st.just("assistant"), st.sampled_from(["", "{", '{"role":"assistant"}', '{"role":"x"}', "[]"])
+)
+
+
+@pytest.mark.requirement("G21", "G26")
+@settings(max_examples=25, deadline=None)
+@given(
+    bodies=st.lists(
+        st.one_of(
+            ENTRIES.map(lambda message: (str(message.__struct_config__.tag), encode(message))), DAMAGED
+        ),
+        max_size=12,
+    )
+)
+def test_damaged_entries_do_not_brick_a_session(
+    tmp_path_factory: pytest.TempPathFactory, bodies: list[tuple[str, str]]
+) -> None:
+    async def loaded(path: Path) -> Context:
+        async with opened(path) as store:
+            await store.tx(_write, bodies)
+            return await store.read(context.load, 7, None)
+
+    found = asyncio.run(loaded(tmp_path_factory.mktemp("damaged")))
+    assert problem(context.mend(found.messages)) is None
+
+
+@pytest.mark.requirement("G21")
+@pytest.mark.anyio
+async def test_a_session_with_a_damaged_entry_is_answered_and_shown(tmp_path: Path) -> None:
+    async def agent(prompt: Prompt) -> str:
+        return f"{sum(isinstance(message, User) for message in prompt.messages)} questions"
+
+    async with staged(tmp_path, agent) as stage:
+        await stage.ask("one")
+        raw(stage.path, "UPDATE messages SET body = '{torn' WHERE seq = 2")
+        assert (await stage.ask("two")).reply == "2 questions"
+        entries = await stage.transcript()
+        assert [entry["seq"] for entry in entries] == [1, 2, 3, 4]
+        assert "damaged" in entries[1]["errorMessage"]
+
+
+# --- cutting ---
+
+
+@pytest.mark.requirement("G26")
+@settings(max_examples=300, deadline=None)
+@given(messages=played(), keep=st.integers(0, 200))
+def test_a_cut_separates_no_call_from_its_result(messages: list[Message], keep: int) -> None:
+    whole = context.mend(messages)
+    index = context.cut(Context(list(range(1, len(whole) + 1)), whole), keep)
+    assert 0 <= index < len(whole)
+    if index:
+        assert problem(whole[:index]) is None
+        summary = Compaction(summary="s", first_kept_seq=index + 1, tokens_before=1, timestamp=1)
+        assert problem([summary, *whole[index:]]) is None
+
+
+def test_a_cut_keeps_about_what_it_is_told_to() -> None:
+    messages: list[Message] = [User(content="x" * 400, timestamp=1) for _ in range(20)]
+    whole = Context(list(range(1, 21)), messages)
+    each = context.weigh(messages[0])
+    assert context.cut(whole, 5 * each) == 15
+    assert context.cut(whole, 1000 * each) == 1
+    assert context.cut(Context([1], messages[:1]), 0) == 0
+
+
+# --- making room ---
+
+
+class Windowed:
+    """A runtime with a small window that remembers what it was shown."""
+
+    reads_history = True
+
+    def __init__(self, window: int | None, overflow: Callable[[Prompt], bool] = lambda _: False) -> None:
+        self.context_window = window
+        self.prompts: list[Prompt] = []
+        self.summaries: list[Prompt] = []
+        self.summary = "They talked about summit {number}."
+        self._overflow = overflow
+
+    async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+        if prompt.instructions == compaction.INSTRUCTIONS:
+            self.summaries.append(prompt)
+            words = self.summary.format(number=len(self.summaries))
+            return text(words, usage=Usage(input=1000, output=7, total_tokens=1007), provider="p", model="m")
+        if self._overflow(prompt):
+            raise ContextOverflow("Too long.", "Shorten it.")
+        self.prompts.append(prompt)
+        return text("ok", usage=Usage(input=10, output=1, total_tokens=11), provider="p", model="m")
+
+    async def close(self) -> None: ...
+
+
+def shown(prompt: Prompt) -> list[str]:
+    """What a prompt contains, in short."""
+    return [
+        f"# {m.summary}" if isinstance(m, Compaction) else str(m.content)[:8]
+        for m in prompt.messages
+        if isinstance(m, Compaction | User)
+    ]
+
+
+@pytest.mark.requirement("G23", "G26", "G28")
+@pytest.mark.anyio
+async def test_a_long_conversation_is_summarised_and_stays_whole(tmp_path: Path) -> None:
+    runtime = Windowed(window=400)
+    async with staged(tmp_path, runtime) as stage:
+        bodies: dict[int, str] = {}
+        for number in range(12):
+            assert (await stage.ask(f"{number:<4}{'x' * 200}")).state == "ok"
+            now = {row["seq"]: row["body"] for row in stage.rows("SELECT seq, body FROM messages")}
+            assert {seq: now[seq] for seq in bodies} == bodies  # nothing already written ever changes
+            bodies = now
+        entries = await stage.transcript()
+        assert [entry["seq"] for entry in entries] == list(range(1, len(entries) + 1))
+        said = [entry["content"] for entry in entries if entry["role"] == "user"]
+        assert said == [f"{number:<4}{'x' * 200}" for number in range(12)]
+        assert 1 <= len(runtime.summaries) < 12
+        assert sum(entry["role"] == "compaction" for entry in entries) == len(runtime.summaries)
+        # Every prompt after a summary begins with the latest one, and fits.
+        newest = f"# They talked about summit {len(runtime.summaries)}."
+        final = shown(runtime.prompts[-1])
+        assert final[0] == newest and final[-1].startswith("11")
+        assert sum(context.weigh(message) for message in runtime.prompts[-1].messages) <= 400
+        # The call that wrote a summary is paid for like every other.
+        ledger = stage.rows("SELECT input FROM usage ORDER BY id")
+        assert sorted(line["input"] for line in ledger) == [10] * 12 + [1000] * len(runtime.summaries)
+    # Another process shows the model the same: what came before the summary stays out of it.
+    again = Windowed(window=4000)
+    async with staged(tmp_path, again) as stage:
+        await stage.ask("12")
+        assert shown(again.prompts[-1]) == [*final, "12"]
+
+
+@pytest.mark.requirement("G26")
+@pytest.mark.anyio
+async def test_an_overflow_told_by_the_provider_makes_room_too(tmp_path: Path) -> None:
+    runtime = Windowed(None, overflow=lambda prompt: len(prompt.messages) > 5)
+    async with staged(tmp_path, runtime) as stage:
+        for number in range(6):
+            assert (await stage.ask(f"{number}{'x' * 100}")).state == "ok"
+        assert runtime.summaries
+        assert shown(runtime.prompts[-1])[0].startswith("# They")
+
+
+@pytest.mark.requirement("G26")
+@pytest.mark.anyio
+@pytest.mark.timeout(30)
+async def test_what_cannot_be_made_to_fit_ends_with_an_error(tmp_path: Path) -> None:
+    runtime = Windowed(None, overflow=lambda _: True)
+    async with staged(tmp_path, runtime) as stage:
+        alone = await stage.ask("nothing to cut off")
+        assert (alone.state, alone.error_code) == ("error", "context_overflow")
+        assert len(runtime.summaries) == 0
+        view = await stage.ask("again")
+        assert (view.state, view.error_code) == ("error", "context_overflow")
+        assert len(runtime.summaries) <= 3
+
+
+@pytest.mark.requirement("G26")
+@pytest.mark.anyio
+async def test_an_empty_summary_replaces_nothing(tmp_path: Path) -> None:
+    """A conversation must not be exchanged for nothing because a model had nothing to say."""
+    runtime = Windowed(window=200)
+    runtime.summary = " "
+    async with staged(tmp_path, runtime) as stage:
+        for number in range(6):
+            await stage.ask(f"{number:<4}{'x' * 200}")
+        page = await stage.operations.history(OPERATOR, MAIN, HistoryFilter(limit=100, include_tools=True))
+        blank = [
+            entry for entry in page.messages if entry["role"] == "compaction" and not entry["summary"].strip()
+        ]
+        assert blank == []

@@ -1,0 +1,287 @@
+"""Following a session, and reading it back: every entry once and in order, whatever was dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from antiphon.bus import Delta, Event, MessageAppended, RunChanged, SessionChanged, ToolPhase
+from antiphon.bus.local import LocalBus
+from antiphon.engine.engine import session_topic
+from antiphon.engine.toolbox import Call, Result
+from antiphon.errors import Conflict, NotFound
+from antiphon.messages import Assistant, ToolResult
+from antiphon.operations import HistoryFilter
+from antiphon.runtimes import Prompt
+from stage import BOUND, MAIN, OPERATOR, Stage, calls, staged, text, tool
+
+pytestmark = pytest.mark.anyio
+
+
+async def echo(prompt: Prompt) -> str:
+    return "ok"
+
+
+async def take(
+    events: AsyncIterator[Event], upto: int, pause: random.Random | None = None
+) -> list[tuple[str, int]]:
+    """Entries until number `upto`, reading as slowly as the dice say."""
+    seen: list[tuple[str, int]] = []
+    async with asyncio.timeout(BOUND):
+        async for event in events:
+            if isinstance(event, MessageAppended):
+                seen.append((event.session_id, event.seq))
+                if event.seq >= upto:
+                    return seen
+            for _ in range(pause.randrange(20) if pause else 0):
+                await asyncio.sleep(0)
+    raise AssertionError("a feed ends never")
+
+
+@pytest.mark.requirement("G38", "W3")
+@pytest.mark.parametrize("seed", range(6))
+async def test_every_entry_once_and_in_order_whatever_is_dropped(tmp_path: Path, seed: int) -> None:
+    """A buffer of two events drops nearly everything; followers come late, read slowly and come back."""
+    dice = random.Random(seed)
+    turns, last = 25, 50
+    async with staged(tmp_path, echo, bus=LocalBus(buffer=dice.choice([1, 2, 3]))) as stage:
+        await stage.create(MAIN)
+
+        async def follower(own: random.Random) -> list[int]:
+            seen: list[int] = []
+            while len(seen) < last:
+                # Up to some entry, then away, then again from there.
+                upto = min(last, len(seen) + own.randint(1, 30))
+                async with aclosing(stage.operations.follow(OPERATOR, MAIN, after=len(seen))) as events:  # pyright: ignore[reportArgumentType, reportUnknownVariableType]
+                    seen += [seq for _, seq in await take(events, upto, own)]
+            return seen
+
+        async def speak() -> None:
+            for number in range(turns):
+                await stage.say(f"{number}")
+                for _ in range(dice.randrange(10)):
+                    await asyncio.sleep(0)
+
+        followers = [asyncio.create_task(follower(random.Random(f"{seed} {n}"))) for n in range(4)]
+        await speak()
+        for task in followers:
+            assert await asyncio.wait_for(task, BOUND) == list(range(1, last + 1))
+
+
+@pytest.mark.requirement("G38")
+async def test_a_lost_hint_costs_time_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from antiphon.engine import feeds
+
+    monkeypatch.setattr(feeds, "LOOK_AGAIN", 0.01)
+
+    class Deaf(LocalBus):
+        """Loses everything, as a network may."""
+
+        def publish(self, topic: str, event: Event) -> None: ...
+
+    async with staged(tmp_path, echo, bus=Deaf()) as stage:
+        await stage.create(MAIN)
+        following = asyncio.create_task(take(stage.operations.follow(OPERATOR, MAIN, after=0), 4))
+        for words in ("one", "two"):
+            await stage.ask(words)
+        assert [seq for _, seq in await following] == [1, 2, 3, 4]
+
+
+@pytest.mark.requirement("G38", "G25")
+async def test_a_renewed_session_is_followed_into_its_new_transcript(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo) as stage:
+        await stage.ask("one")
+        before = await stage.operations.describe(OPERATOR, MAIN)
+        seen: list[Event] = []
+        ready = asyncio.Event()
+
+        async def follow() -> None:
+            async for event in stage.operations.follow(OPERATOR, MAIN, after=0):
+                if isinstance(event, MessageAppended | SessionChanged):
+                    seen.append(event)
+                if isinstance(event, MessageAppended) and event.seq == 2:
+                    ready.set()
+                    if event.session_id != before.session_id:
+                        return
+
+        following = asyncio.create_task(follow())
+        await asyncio.wait_for(ready.wait(), BOUND)
+        after = await stage.operations.renew(OPERATOR, MAIN)
+        await stage.ask("two")
+        await asyncio.wait_for(following, BOUND)
+        entries = [(event.session_id, event.seq) for event in seen if isinstance(event, MessageAppended)]
+        assert entries == [
+            (before.session_id, 1),
+            (before.session_id, 2),
+            (after.session_id, 1),
+            (after.session_id, 2),
+        ]
+        told = [at for at, event in enumerate(seen) if isinstance(event, SessionChanged)]
+        assert told == [2], "the change is told once, between the transcripts"
+
+
+async def test_live_events_come_in_the_order_of_a_turn(tmp_path: Path) -> None:
+    async def work(call: Call) -> Result:
+        return Result(text="done")
+
+    async def agent(prompt: Prompt) -> Assistant:
+        done = any(isinstance(message, ToolResult) for message in prompt.messages)
+        return text("finished") if done else calls("work")
+
+    async with staged(tmp_path, agent, tools=[tool("work", work)]) as stage:
+        await stage.create(MAIN)
+        seen: list[str] = []
+
+        async def follow() -> None:
+            async for event in stage.operations.follow(OPERATOR, MAIN, after=0):
+                match event:
+                    case MessageAppended():
+                        seen.append(f"entry {event.seq}")
+                    case RunChanged():
+                        seen.append(event.state)
+                    case ToolPhase():
+                        seen.append(f"tool {event.phase}")
+                    case Delta() if event.text:
+                        seen.append(f"says {event.text}")
+                    case _:
+                        pass
+                if seen[-1:] == ["ok"]:
+                    return
+
+        following = asyncio.create_task(follow())
+
+        async def listening() -> bool:
+            row = stage.rows("SELECT id FROM sessions")[0]
+            return stage.bus.wanted(session_topic(row["id"]))
+
+        from stage import until
+
+        await until(listening)
+        await stage.ask("go")
+        await asyncio.wait_for(following, BOUND)
+        assert seen == [
+            "queued",
+            "running",
+            "entry 1",
+            "entry 2",
+            "tool start",
+            "entry 3",
+            "tool result",
+            "says finished",
+            "entry 4",
+            "ok",
+        ]
+
+
+@pytest.mark.requirement("V3")
+async def test_what_may_not_be_read_may_not_be_followed(tmp_path: Path) -> None:
+    from antiphon.access import Caller
+
+    async with staged(tmp_path, echo) as stage:
+        await stage.ask("secret", "agent:main:direct:a")
+        stranger = Caller.agent("main", "agent:main:direct:b")
+        with pytest.raises(NotFound):
+            await anext(aiter(stage.operations.follow(stranger, "agent:main:direct:a", after=0)))
+
+
+# --- reading back ---
+
+
+async def pages(stage: Stage, limit: int, *, backwards: bool, tools: bool) -> list[dict[str, Any]]:
+    """The whole transcript along the cursors, while somebody is still talking."""
+    found: list[dict[str, Any]] = []
+    at: int | None = None if backwards else 0
+    while True:
+        wanted = HistoryFilter(
+            limit=limit, include_tools=tools, **({"before": at} if backwards else {"after": at})
+        )
+        page = await stage.operations.history(OPERATOR, MAIN, wanted)
+        found = [*page.messages, *found] if backwards else [*found, *page.messages]
+        assert len(page.messages) <= limit
+        assert page.has_more == (page.next_cursor is not None)
+        if page.next_cursor is None:
+            return found
+        at = int(page.next_cursor)
+
+
+@pytest.mark.requirement("G23", "H1", "H2", "H4")
+@pytest.mark.parametrize("backwards", [True, False])
+async def test_following_the_cursors_gives_the_transcript_exactly(tmp_path: Path, backwards: bool) -> None:
+    async def work(call: Call) -> Result:
+        return Result(text="done")
+
+    async def agent(prompt: Prompt) -> Assistant:
+        return text("ok") if isinstance(prompt.messages[-1], ToolResult) else calls("work")
+
+    async with staged(tmp_path, agent, tools=[tool("work", work)]) as stage:
+        for number in range(4):
+            await stage.ask(f"{number}")
+        talking = asyncio.create_task(asyncio.wait_for(_talk(stage), BOUND))
+        for limit in (1, 3, 7, 1000):
+            for tools in (True, False):
+                found = await pages(stage, limit, backwards=backwards, tools=tools)
+                seqs = [item["seq"] for item in found]
+                roles = [item["role"] for item in found]
+                whole = [row["seq"] for row in stage.rows("SELECT seq, role FROM messages ORDER BY seq")
+                         if tools or row["role"] != "toolResult"]  # fmt: skip
+                assert seqs == whole[: len(seqs)] and len(seqs) >= 12
+                assert ("toolResult" in roles) == tools
+        await talking
+
+
+async def _talk(stage: Stage) -> None:
+    for number in range(10):
+        await stage.ask(f"later {number}")
+
+
+# --- a new conversation ---
+
+
+@pytest.mark.requirement("G25")
+async def test_renewing_keeps_the_old_conversation_readable(tmp_path: Path) -> None:
+    async def agent(prompt: Prompt) -> str:
+        return f"{len(prompt.messages)} shown"
+
+    async with staged(tmp_path, agent) as stage:
+        await stage.ask("old")
+        old = await stage.operations.describe(OPERATOR, MAIN)
+        new = await stage.operations.renew(OPERATOR, MAIN, "reset")
+        assert (new.key, new.session_id == old.session_id) == (old.key, False)
+        assert await stage.transcript() == []
+        assert (await stage.ask("fresh")).reply == "1 shown"
+        kept = await stage.transcript(old.session_id)
+        assert [entry["content"] for entry in kept if entry["role"] == "user"] == ["old"]
+        reasons = stage.rows("SELECT session_id, reason, ended_at FROM transcripts ORDER BY id")
+        assert [(row["session_id"], row["reason"]) for row in reasons] == [
+            (old.session_id, "created"),
+            (new.session_id, "reset"),
+        ]
+        assert reasons[0]["ended_at"] is not None
+    async with staged(tmp_path, agent) as stage:
+        assert (await stage.operations.describe(OPERATOR, MAIN)).session_id == new.session_id
+
+
+@pytest.mark.requirement("G25")
+async def test_a_busy_session_is_not_renewed(tmp_path: Path) -> None:
+    begun, release = asyncio.Event(), asyncio.Event()
+
+    async def agent(prompt: Prompt) -> str:
+        begun.set()
+        await release.wait()
+        return "ok"
+
+    async with staged(tmp_path, agent) as stage:
+        run_id = await stage.say("go")
+        await asyncio.wait_for(begun.wait(), BOUND)
+        with pytest.raises(Conflict):
+            await stage.operations.renew(OPERATOR, MAIN)
+        release.set()
+        assert (await stage.ended(run_id)).state == "ok"

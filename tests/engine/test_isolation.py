@@ -1,0 +1,187 @@
+"""No identity is global: sessions never see each other, and a state directory has one owner."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator
+from contextvars import ContextVar
+from pathlib import Path
+
+import pytest
+
+from antiphon.bus import Delta, MessageAppended
+from antiphon.engine.engine import session_topic
+from antiphon.engine.toolbox import Call, Result
+from antiphon.messages import Assistant, ToolResult, User
+from antiphon.runtimes import Deltas, Prompt
+from stage import BOUND, OPERATOR, calls, raw, staged, text, tool
+
+pytestmark = pytest.mark.anyio
+
+SESSIONS = 200
+whoami: ContextVar[str] = ContextVar("whoami", default="nobody")
+
+
+class Echo:
+    """Says the id of its session in pieces, giving way at random, and asks a tool who is calling."""
+
+    context_window = None
+    reads_history = True
+
+    def __init__(self) -> None:
+        self._dice = random.Random(37)
+
+    async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+        # What an earlier run left in a context variable would be inherited by this one.
+        assert whoami.get() in {"nobody", prompt.run_id}, "another run's context"
+        whoami.set(prompt.run_id)
+        await self._give_way()
+        said = [message.content for message in prompt.messages if isinstance(message, User)]
+        assert set(map(str, said)) == {prompt.session_key}, f"{prompt.session_key} was shown {said}"
+        seen = [message.text for message in prompt.messages if isinstance(message, ToolResult)]
+        assert set(seen) <= {prompt.session_key}
+        if not isinstance(prompt.messages[-1], ToolResult):
+            return calls("who")
+        async for piece in self._pieces(prompt.session_key):
+            deltas.text(piece)
+        return text(prompt.session_key)
+
+    async def _pieces(self, words: str) -> AsyncGenerator[str, None]:
+        for at in range(0, len(words), 7):
+            await self._give_way()
+            yield words[at : at + 7]
+
+    async def _give_way(self) -> None:
+        for _ in range(self._dice.randrange(4)):
+            await asyncio.sleep(0)
+
+    async def close(self) -> None: ...
+
+
+@pytest.mark.requirement("G37")
+@pytest.mark.parametrize("concurrent", [8, SESSIONS])
+async def test_two_hundred_interleaved_sessions_never_see_each_other(tmp_path: Path, concurrent: int) -> None:
+    async def who(call: Call) -> Result:
+        await asyncio.sleep(0)
+        return Result(text=call.caller.session_key or "")
+
+    keys = [f"agent:main:direct:{number}" for number in range(SESSIONS)]
+    async with staged(tmp_path, Echo(), tools=[tool("who", who)], concurrent=concurrent) as stage:
+        rows = {key: (await stage.create(key))["id"] for key in keys}
+
+        async def listen(key: str) -> tuple[str, set[str]]:
+            """What a follower of one session hears of two turns: pieces, and whose entries."""
+            pieces, owners = "", set[str]()
+            async with asyncio.timeout(BOUND * 3), stage.bus.listen(session_topic(rows[key])) as events:
+                listening.release()
+                while len(owners) < 1 or entries[key] < 8:
+                    event = await events.get(BOUND)
+                    if isinstance(event, Delta):
+                        pieces += event.text
+                    if isinstance(event, MessageAppended):
+                        owners.add(event.session_id)
+                        entries[key] += 1
+            return pieces, owners
+
+        listening = asyncio.Semaphore(0)
+        entries = dict.fromkeys(keys, 0)
+        listeners = {key: asyncio.create_task(listen(key)) for key in keys}
+        for _ in keys:
+            await listening.acquire()
+        for _ in range(2):
+            ids = await asyncio.gather(*(stage.say(key, key) for key in keys))
+            for key, run_id in zip(keys, ids, strict=True):
+                view = await stage.operations.wait(OPERATOR, run_id, BOUND * 3)
+                assert (view.state, view.reply, view.session_key) == ("ok", key, key), view.error
+        for key in keys:
+            pieces, owners = await listeners[key]
+            assert pieces == key * 2
+            assert owners == {(await stage.operations.describe(OPERATOR, key)).session_id}
+        strangers = stage.rows(
+            "SELECT s.key FROM messages m JOIN sessions s ON s.transcript = m.transcript JOIN runs r ON r.n = m.run "
+            "WHERE r.session <> s.id OR instr(m.body, 'direct:') > 0 AND instr(m.body, '\"' || s.key || '\"') = 0"
+        )
+        assert strangers == []
+
+
+@pytest.mark.requirement("G37")
+async def test_a_run_inherits_nothing_from_the_run_that_caused_it(tmp_path: Path) -> None:
+    """A task copies the context it is made in, and lanes are made where somebody submits: inside a tool, say."""
+    seen: list[str] = []
+
+    async def tell(call: Call) -> Result:
+        whoami.set("the teller")
+        run_id = await stage.say("told", "agent:main:direct:told")
+        return Result(text=(await stage.ended(run_id)).reply or "")
+
+    async def agent(prompt: Prompt) -> Assistant:
+        if prompt.session_key == "agent:main:direct:told":
+            seen.append(whoami.get())
+            return text("heard")
+        whoami.set("the teller")
+        return text("told") if isinstance(prompt.messages[-1], ToolResult) else calls("tell")
+
+    whoami.set("the test")
+    async with staged(tmp_path, agent, tools=[tool("tell", tell)]) as stage:
+        assert (await stage.ask("go")).reply == "told"
+    assert seen == ["nobody"]
+
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from antiphon.access import Caller
+from antiphon.config import Config
+from antiphon.errors import AntiphonError
+from antiphon.host import hosting
+from antiphon.operations import Message
+
+async def main():
+    try:
+        async with hosting(Config(), Path(sys.argv[1])) as operations:
+            print("hosting", flush=True)
+            for line in sys.stdin:
+                accepted = await operations.submit(Caller.operator(), Message(session="main", content=line))
+                view = await operations.wait(Caller.operator(), accepted.run_id, 10)
+                print(view.reply, flush=True)
+    except AntiphonError as error:
+        print(error.code, error, flush=True)
+        sys.exit(error.exit_code)
+
+asyncio.run(main())
+"""
+
+
+def owner(state_dir: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", OWNER, str(state_dir)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.requirement("G2", "G13")
+def test_a_second_process_says_so_and_disturbs_nothing(tmp_path: Path) -> None:
+    first = owner(tmp_path / "state")
+    assert first.stdin and first.stdout
+    try:
+        assert first.stdout.readline() == "hosting\n"
+        second = owner(tmp_path / "state")
+        told, _ = second.communicate("say never\n", timeout=30)
+        assert told.startswith("store_locked") and str(first.pid) in told
+        assert second.returncode == 7
+        first.stdin.write("say still here\n")
+        first.stdin.flush()
+        assert first.stdout.readline() == "still here\n"
+        # A killed owner leaves a lock behind that holds nobody up.
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait(30)
+    finally:
+        first.kill()
+        first.communicate()
+    third = owner(tmp_path / "state")
+    told, _ = third.communicate("say my turn\n", timeout=30)
+    assert told == "hosting\nmy turn\n"
+    assert len(raw(tmp_path / "state" / "antiphon.db", "SELECT 1 FROM runs WHERE state = 'ok'")) == 2

@@ -1,0 +1,142 @@
+"""Retention with a clock that is moved: years pass in a test."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from antiphon.bus import SessionChanged
+from antiphon.clock import ManualClock
+from antiphon.engine import retention
+from antiphon.engine.engine import Pace
+from antiphon.engine.retention import Keep
+from antiphon.errors import NotFound
+from antiphon.operations import ListFilter
+from antiphon.runtimes import Prompt
+from stage import MAIN, OPERATOR, staged, until
+
+pytestmark = pytest.mark.anyio
+
+QUIET = Pace(lease=10**7, sweep=3600, retention=3600)
+KEEP = Keep(archive_after_days=30, delete_archived_after_days=365)
+
+
+async def echo(prompt: Prompt) -> str:
+    return "ok"
+
+
+@pytest.mark.requirement("G21", "G27")
+async def test_archiving_hides_and_keeps(tmp_path: Path) -> None:
+    clock = ManualClock()
+    async with staged(tmp_path, echo, clock=clock, pace=QUIET) as stage:
+        for peer in ("old", "young"):
+            await stage.ask("hello", f"agent:main:direct:{peer}")
+        clock.advance(days=20)
+        await stage.ask("hello again", "agent:main:direct:young")
+        clock.advance(days=10, seconds=-1)
+        assert await retention.sweep(stage.store, KEEP, clock.now()) == []  # one second short of it
+        clock.advance(seconds=2)
+        assert await retention.sweep(stage.store, KEEP, clock.now()) == ["agent:main:direct:old"]
+        assert await retention.sweep(stage.store, KEEP, clock.now()) == []
+
+        async def listed(archived: bool) -> set[str]:
+            page = await stage.operations.list(OPERATOR, ListFilter(include_archived=archived))
+            return {row.key for row in page.sessions}
+
+        assert await listed(archived=False) == {"agent:main:direct:young"}
+        assert await listed(archived=True) == {"agent:main:direct:young", "agent:main:direct:old"}
+        assert len(await stage.transcript("agent:main:direct:old")) == 2
+        # Speaking to it brings it back.
+        await stage.ask("are you there", "agent:main:direct:old")
+        assert len(await listed(archived=False)) == 2
+
+
+@pytest.mark.requirement("G21", "G27", "G28")
+async def test_deleting_takes_the_words_and_leaves_the_ledger(tmp_path: Path) -> None:
+    clock = ManualClock()
+    async with staged(tmp_path, echo, clock=clock, pace=QUIET) as stage:
+        await stage.create(MAIN)
+        await stage.create("agent:main:direct:gone", MAIN)
+        run_id = (await stage.ask("a secret", "agent:main:direct:gone")).run_id
+        first = await stage.operations.describe(OPERATOR, "agent:main:direct:gone")
+        await stage.operations.renew(OPERATOR, "agent:main:direct:gone")
+        await stage.ask("another secret", "agent:main:direct:gone")
+        clock.advance(days=31)
+        await stage.ask("alive")
+        await retention.sweep(stage.store, KEEP, clock.now())
+        clock.advance(days=365, seconds=-1)
+        await retention.sweep(stage.store, Keep(delete_archived_after_days=365), clock.now())
+        assert stage.rows("SELECT 1 FROM sessions WHERE key = 'agent:main:direct:gone'")
+        clock.advance(seconds=2)
+        gone = await retention.sweep(stage.store, Keep(delete_archived_after_days=365), clock.now())
+        assert gone == ["agent:main:direct:gone"]
+        for reference in ("agent:main:direct:gone", first.session_id):
+            with pytest.raises(NotFound):
+                await stage.operations.describe(OPERATOR, reference)
+        with pytest.raises(NotFound):
+            await stage.operations.run(OPERATOR, run_id)
+        for table in ("messages", "runs", "transcripts", "session_names_content"):
+            assert "secret" not in str(stage.rows(f"SELECT * FROM {table}"))  # noqa: S608
+            assert "gone" not in str(stage.rows(f"SELECT * FROM {table}"))  # noqa: S608
+        assert stage.rows("SELECT * FROM lineage") == []
+        assert len(await stage.transcript()) == 2
+        # The key is free, and what comes under it is a new conversation.
+        assert (await stage.ask("hello", "agent:main:direct:gone")).state == "ok"
+        assert len(await stage.transcript("agent:main:direct:gone")) == 2
+
+
+@pytest.mark.requirement("G27")
+async def test_only_the_idle_are_touched(tmp_path: Path) -> None:
+    clock = ManualClock()
+    begun, release = asyncio.Event(), asyncio.Event()
+
+    async def agent(prompt: Prompt) -> str:
+        begun.set()
+        await release.wait()
+        return "ok"
+
+    async with staged(tmp_path, agent, clock=clock, pace=QUIET) as stage:
+        ids = [await stage.say(words, timeout_seconds=360 * 86_400) for words in ("one", "two")]
+        await asyncio.wait_for(begun.wait(), 10)
+        clock.advance(days=100)
+        assert await retention.sweep(stage.store, KEEP, clock.now()) == []
+        release.set()
+        for run_id in ids:
+            assert (await stage.ended(run_id)).state == "ok"
+    # A session whose message waits for a process that is not there is not idle either.
+    async with staged(tmp_path, agent, clock=clock, pace=QUIET) as stage:
+        clock.advance(days=31)
+        assert await retention.sweep(stage.store, KEEP, clock.now()) == [MAIN]
+
+
+@pytest.mark.requirement("G21")
+async def test_many_are_swept_in_bounded_transactions(tmp_path: Path) -> None:
+    clock = ManualClock()
+    async with staged(tmp_path, echo, clock=clock, pace=QUIET) as stage:
+        keys = [f"agent:main:direct:{number:04}" for number in range(2 * retention.BATCH + 3)]
+        await asyncio.gather(*(stage.create(key) for key in keys))
+        clock.advance(days=31)
+        assert sorted(await retention.sweep(stage.store, KEEP, clock.now())) == keys
+        clock.advance(days=366)
+        assert sorted(await retention.sweep(stage.store, KEEP, clock.now())) == keys
+        assert stage.rows("SELECT 1 FROM sessions") == []
+
+
+@pytest.mark.requirement("G21")
+async def test_by_default_nothing_is_ever_touched_and_the_chore_runs(tmp_path: Path) -> None:
+    clock = ManualClock()
+    brisk = Pace(lease=10**7, sweep=3600, retention=0.005)
+    async with staged(tmp_path, echo, clock=clock, pace=brisk) as stage:
+        await stage.ask("hello")
+        clock.advance(days=10_000)
+        assert await retention.sweep(stage.store, Keep(), clock.now()) == []
+    async with staged(tmp_path, echo, clock=clock, pace=brisk, keep=KEEP) as stage:
+        async with stage.bus.listen("sessions") as events:
+
+            async def archived() -> bool:
+                return bool(stage.rows("SELECT 1 FROM sessions WHERE archived = 1"))
+
+            await until(archived)
+            assert await events.get(10) == SessionChanged(session_key=MAIN, reason="retention")

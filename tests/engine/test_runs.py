@@ -1,0 +1,852 @@
+"""The life of a run: accepted, queued, played, stopped, resumed, ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import threading
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+
+from antiphon.access import Caller
+from antiphon.clock import ManualClock
+from antiphon.engine.engine import Pace
+from antiphon.engine.toolbox import Call, Result
+from antiphon.errors import (
+    AntiphonError,
+    Conflict,
+    InvalidInput,
+    LaneFull,
+    NotFound,
+    TooLarge,
+    ToolFailed,
+    UnknownModel,
+)
+from antiphon.lanes import local
+from antiphon.messages import Assistant, ToolResult, User
+from antiphon.operations import Message
+from antiphon.runtimes import Prompt
+from antiphon.store import Tx
+from antiphon.store.queries import Query
+from stage import (
+    BOUND,
+    MAIN,
+    OPERATOR,
+    calls,
+    dump,
+    opened,
+    raw,
+    soon,
+    staged,
+    text,
+    tool,
+    until,
+    with_settings,
+)
+
+pytestmark = pytest.mark.anyio
+
+SLOW = Pace(lease=3600, sweep=3600)  # nothing happens by itself
+BRISK = Pace(lease=3600, sweep=0.01, stop_grace=0.05)
+
+
+async def echo(prompt: Prompt) -> str:
+    return f"heard {last(prompt)}"
+
+
+def last(prompt: Prompt) -> str:
+    """What the user said last."""
+    said = [message for message in prompt.messages if isinstance(message, User)]
+    assert isinstance(said[-1].content, str)
+    return said[-1].content
+
+
+def results(prompt: Prompt) -> list[ToolResult]:
+    return [message for message in prompt.messages if isinstance(message, ToolResult)]
+
+
+class Held:
+    """An agent that answers only when it is let go, and says when it has begun."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.released = asyncio.Event()
+        self.order: list[str] = []
+
+    async def __call__(self, prompt: Prompt) -> str:
+        self.order.append(last(prompt))
+        self.begun.set()
+        await self.released.wait()
+        return f"heard {last(prompt)}"
+
+
+# --- accepting ---
+
+
+@pytest.mark.requirement("G2")
+async def test_accepted_means_committed(tmp_path: Path) -> None:
+    armed, reached, go = threading.Event(), threading.Event(), threading.Event()
+
+    def hold(phase: str) -> None:
+        if armed.is_set() and phase == "before":
+            reached.set()
+            assert go.wait(BOUND)
+
+    async with staged(tmp_path, echo, on_commit=hold) as stage:
+        armed.set()
+        submitting = asyncio.create_task(stage.say("hello", idempotency_key="k"))
+        assert await asyncio.to_thread(reached.wait, BOUND)
+        assert not submitting.done()
+        assert stage.rows("SELECT 1 FROM runs") == []
+        armed.clear()
+        go.set()
+        assert await submitting == "k"
+        assert len(stage.rows("SELECT 1 FROM runs WHERE id = 'k'")) == 1
+        assert (await stage.ended("k")).reply == "heard hello"
+
+
+@pytest.mark.requirement("G5", "G13")
+async def test_a_session_answers_one_after_the_other_in_order(tmp_path: Path) -> None:
+    active = 0
+    order: list[str] = []
+
+    async def agent(prompt: Prompt) -> str:
+        nonlocal active
+        active += 1
+        assert active == 1, "two runs of one session at once"
+        order.append(last(prompt))
+        for _ in range(len(order) % 3):
+            await asyncio.sleep(0)
+        active -= 1
+        return "ok"
+
+    async with staged(tmp_path, agent) as stage:
+        ids = await asyncio.gather(*(stage.say(f"{number}") for number in range(30)))
+        assert {(await stage.ended(run_id)).state for run_id in ids} == {"ok"}
+        accepted = [
+            row["input"]
+            for row in stage.rows("SELECT json_extract(input, '$.content') input FROM runs ORDER BY n")
+        ]
+        assert order == accepted
+        said = [entry["content"] for entry in await stage.transcript() if entry["role"] == "user"]
+        assert said == accepted
+
+
+@pytest.mark.requirement("G13")
+async def test_sessions_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    agent = Held()
+
+    async def some(prompt: Prompt) -> str:
+        return await agent(prompt) if last(prompt) == "wait" else "at once"
+
+    async with staged(tmp_path, some) as stage:
+        slow = await stage.say("wait", "agent:main:direct:a")
+        await soon(agent.begun)
+        assert (await stage.ask("go", "agent:main:direct:b")).reply == "at once"
+        assert (await stage.operations.run(OPERATOR, slow)).state == "running"
+        agent.released.set()
+        assert (await stage.ended(slow)).reply == "heard wait"
+
+
+@pytest.mark.requirement("G5", "G13")
+async def test_a_hundred_at_once_are_all_accepted_and_answered(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo) as stage:
+        ids = await asyncio.gather(*(stage.say(f"{n}", f"agent:main:direct:{n}") for n in range(100)))
+        replies = [(await stage.ended(run_id)).reply for run_id in ids]
+        assert replies == [f"heard {n}" for n in range(100)]
+
+
+# --- idempotency ---
+
+
+@pytest.mark.requirement("G5", "S9")
+async def test_the_same_key_is_the_same_run(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo) as stage:
+        ids = await asyncio.gather(*(stage.say("hello", idempotency_key="k") for _ in range(20)))
+        assert set(ids) == {"k"}
+        await stage.ended("k")
+        again = await stage.operations.submit(
+            OPERATOR, Message(session=MAIN, content="hello", idempotency_key="k")
+        )
+        assert again.state == "ok"
+        assert [entry["role"] for entry in await stage.transcript()] == ["user", "assistant"]
+
+
+@pytest.mark.requirement("G5")
+async def test_a_key_used_for_other_words_or_another_session_is_a_conflict(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo) as stage:
+        await stage.ask("the secret is 42", idempotency_key="k")
+        await stage.create("agent:main:direct:other")
+        before = dump(stage.path, besides=["owners"])
+        for session, words in [(MAIN, "other words"), ("agent:main:direct:other", "the secret is 42")]:
+            with pytest.raises(Conflict) as refused:
+                await stage.say(words, session, idempotency_key="k")
+            shown = f"{refused.value} {refused.value.data}"
+            assert "42" not in shown and MAIN not in shown
+        assert dump(stage.path, besides=["owners"]) == before
+
+
+@pytest.mark.requirement("G2", "G13")
+async def test_the_database_itself_allows_one_active_run_per_session(tmp_path: Path) -> None:
+    agent = Held()
+    async with staged(tmp_path, agent) as stage:
+        await stage.say("one", idempotency_key="one")
+        await soon(agent.begun)
+        await stage.say("two", idempotency_key="two")
+        with pytest.raises(sqlite3.IntegrityError):
+            stage.rows("UPDATE runs SET state = 'running' WHERE id = 'two'")
+        with pytest.raises(sqlite3.IntegrityError):
+            stage.rows("UPDATE runs SET state = 'finished' WHERE id = 'two'")
+        agent.released.set()
+        assert (await stage.ended("two")).state == "ok"
+
+
+# --- fencing ---
+
+
+@pytest.mark.requirement("G2", "G13")
+@pytest.mark.parametrize("answer", [text("from the dead"), calls("touch")], ids=["finish", "commit"])
+async def test_a_zombie_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, answer: Assistant
+) -> None:
+    clock = ManualClock()
+    begun, wake = asyncio.Event(), asyncio.Event()
+    touched: list[str] = []
+
+    async def asleep(prompt: Prompt) -> Assistant:
+        begun.set()
+        await wake.wait()
+        return answer
+
+    async def touch(call: Call) -> Result:
+        touched.append(call.key)
+        return Result(text="touched")
+
+    caplog.set_level(logging.INFO)
+    tools = [tool("touch", touch)]
+    async with (
+        opened(tmp_path) as store,
+        staged(tmp_path, asleep, tools=tools, clock=clock, store=store, alone=False, pace=SLOW) as zombie,
+    ):
+        run_id = await zombie.say("hello")
+        await soon(begun)
+        # While the lease holds, a second engine leaves the run alone.
+        async with staged(tmp_path, echo, clock=clock, store=store, alone=False, pace=SLOW) as early:
+            assert (await early.operations.wait(OPERATOR, run_id, 0)).state == "running"
+            await early.engine.stop()
+            assert (await early.operations.run(OPERATOR, run_id)).state == "running"
+        clock.advance(seconds=2 * SLOW.lease)
+        async with staged(tmp_path, echo, clock=clock, store=store, alone=False, pace=SLOW) as heir:
+            assert (await heir.ended(run_id)).reply == "heard hello"
+            before = dump(zombie.path)
+            wake.set()
+
+            async def noticed() -> bool:
+                return "was taken over" in caplog.text
+
+            await until(noticed)
+            assert dump(zombie.path) == before
+            assert touched == []
+            # The lane is still good for both.
+            assert (await heir.ask("again")).reply == "heard again"
+
+
+# --- deadlines ---
+
+
+@pytest.mark.requirement("G17")
+async def test_a_deadline_outlives_the_process(tmp_path: Path) -> None:
+    clock = ManualClock()
+    agent = Held()
+    async with staged(tmp_path, agent, clock=clock, pace=SLOW) as stage:
+        await stage.say("long", idempotency_key="long", timeout_seconds=60)
+        await stage.say("next", idempotency_key="next")
+        await soon(agent.begun)
+    clock.advance(seconds=59)
+    async with staged(tmp_path, agent, clock=clock, pace=SLOW) as stage:
+        assert (await stage.operations.run(OPERATOR, "long")).state == "running"
+    clock.advance(seconds=2)
+    agent.order.clear()
+    agent.released.set()
+    async with staged(tmp_path, agent, clock=clock, pace=SLOW) as stage:
+        view = await stage.ended("long")
+        assert (view.state, view.error_code) == ("timeout", "timeout")
+        assert (await stage.ended("next")).state == "ok"
+        assert agent.order == ["next"]
+
+
+@pytest.mark.requirement("G17")
+async def test_a_queued_run_expires_where_it_stands(tmp_path: Path) -> None:
+    clock = ManualClock()
+    agent = Held()
+    async with staged(tmp_path, agent, clock=clock, pace=BRISK) as stage:
+        await stage.say("busy", idempotency_key="busy", timeout_seconds=86_400)
+        await soon(agent.begun)
+        await stage.say("waits", idempotency_key="waits", timeout_seconds=30)
+        clock.advance(seconds=31)
+        view = await stage.ended("waits")
+        assert (view.state, view.started_at) == ("timeout", None)
+        agent.released.set()
+        assert (await stage.ended("busy")).state == "ok"
+        assert agent.order == ["busy"]
+        assert [entry["role"] for entry in await stage.transcript()] == ["user", "assistant"]
+
+
+@pytest.mark.requirement("G17", "P6")
+async def test_a_timeout_keeps_what_was_said(tmp_path: Path) -> None:
+    async def agent(prompt: Prompt) -> AsyncGenerator[str, None]:
+        yield "so "
+        yield "far"
+        await asyncio.Event().wait()
+
+    async with staged(tmp_path, agent) as stage:
+        view = await stage.ask("go", timeout_seconds=0.05)
+        assert (view.state, view.reply) == ("timeout", "so far")
+        assert view.running_ms is not None and 40 <= view.running_ms < 1000
+        end = (await stage.transcript())[-1]
+        assert (end["stopReason"], end["content"][0]["text"]) == ("aborted", "so far")
+
+
+async def test_a_timeout_of_the_agent_itself_is_its_failure(tmp_path: Path) -> None:
+    async def agent(prompt: Prompt) -> str:
+        raise TimeoutError
+
+    async with staged(tmp_path, agent) as stage:
+        assert (await stage.ask("go")).state == "error"
+
+
+# --- stopping ---
+
+
+@pytest.mark.requirement("G16")
+async def test_stopping_a_stream_takes_less_than_50_ms(tmp_path: Path) -> None:
+    begun = asyncio.Event()
+
+    async def agent(prompt: Prompt) -> AsyncGenerator[str, None]:
+        yield "partial"
+        begun.set()
+        await asyncio.Event().wait()
+
+    took: list[float] = []
+    async with staged(tmp_path, agent) as stage:
+        loop = asyncio.get_running_loop()
+        for _ in range(5):
+            begun.clear()
+            run_id = await stage.say("go")
+            await soon(begun)
+            start = loop.time()
+            stopped = await stage.operations.stop(OPERATOR, MAIN)
+            view = await stage.ended(run_id)
+            took.append(loop.time() - start)
+            assert stopped.run_ids == [run_id]
+            assert (view.state, view.reply) == ("cancelled", "partial")
+        # The best of five: the machine may be busy, the engine may not.
+        assert min(took) < 0.05, took
+        assert (await stage.operations.describe(OPERATOR, MAIN)).aborted_last_run
+
+
+@pytest.mark.requirement("G16")
+async def test_a_queued_run_is_stopped_at_once_and_alone(tmp_path: Path) -> None:
+    agent = Held()
+    async with staged(tmp_path, agent, pace=SLOW) as stage:
+        for key in ("one", "two", "three"):
+            await stage.say(key, idempotency_key=key)
+        await soon(agent.begun)
+        assert (await stage.operations.stop(OPERATOR, MAIN, "two")).run_ids == ["two"]
+        view = await stage.operations.run(OPERATOR, "two")
+        assert (view.state, view.started_at) == ("cancelled", None)
+        agent.released.set()
+        assert (await stage.ended("three")).state == "ok"
+        assert agent.order == ["one", "three"]
+
+
+@pytest.mark.requirement("G16")
+async def test_stopping_reaches_everything_below_and_nothing_beside(tmp_path: Path) -> None:
+    agent = Held()
+    child, grandchild = "agent:main:direct:child", "agent:main:direct:grandchild"
+    sibling = "agent:main:direct:sibling"
+    async with staged(tmp_path, agent, pace=SLOW) as stage:
+        await stage.create(MAIN)
+        await stage.create(child, MAIN)
+        await stage.create(grandchild, child)
+        await stage.create(sibling)
+        ids = {key: await stage.say(key, key) for key in (MAIN, child, grandchild, sibling)}
+        queued = await stage.say("queued", grandchild)
+
+        async def all_running() -> bool:
+            return len(agent.order) == 4
+
+        await until(all_running)
+        stopped = await stage.operations.stop(OPERATOR, child)
+        assert set(stopped.run_ids) == {ids[child], ids[grandchild], queued}
+        for run_id in (ids[child], ids[grandchild], queued):
+            assert (await stage.ended(run_id)).state == "cancelled"
+        for key in (MAIN, sibling):
+            assert (await stage.operations.run(OPERATOR, ids[key])).state == "running"
+        agent.released.set()
+        for key in (MAIN, sibling):
+            assert (await stage.ended(ids[key])).state == "ok"
+
+
+class Stubborn:
+    """A tool that does not know how to stop, and an agent that uses it."""
+
+    def __init__(self) -> None:
+        self.begun, self.release, self.left = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def work(self, call: Call) -> Result:
+        self.begun.set()
+        while not self.release.is_set():
+            try:
+                await self.release.wait()
+            except asyncio.CancelledError:
+                continue
+        self.left.set()
+        return Result(text="too late")
+
+    async def agent(self, prompt: Prompt) -> Assistant:
+        return text("fresh") if last(prompt) == "next" else calls("stubborn")
+
+
+@pytest.mark.requirement("G16", "G17")
+@pytest.mark.parametrize("outcome", ["cancelled", "timeout"])
+async def test_a_tool_that_ignores_being_stopped_is_left_behind(tmp_path: Path, outcome: str) -> None:
+    stubborn = Stubborn()
+    tools = [tool("stubborn", stubborn.work)]
+    async with staged(tmp_path, stubborn.agent, tools=tools, pace=BRISK) as stage:
+        try:
+            run_id = await stage.say("go", timeout_seconds=0.05 if outcome == "timeout" else 60)
+            await soon(stubborn.begun)
+            if outcome == "cancelled":
+                await stage.operations.stop(OPERATOR, MAIN)
+            assert (await stage.ended(run_id)).state == outcome
+            entries = await stage.transcript()
+            assert [entry["role"] for entry in entries] == ["user", "assistant", "toolResult", "assistant"]
+            assert entries[2]["interrupted"] is True
+            # The lane is free although the tool still holds on to its thread of control.
+            assert (await stage.ask("next")).reply == "fresh"
+            assert not stubborn.left.is_set()
+            before = dump(stage.path, besides=["owners"])
+        finally:
+            stubborn.release.set()
+        await soon(stubborn.left)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        # What the tool came back with has no place any more.
+        assert (await stage.ask("next")).reply == "fresh"
+        after = dump(stage.path, besides=["owners"])
+        assert after["messages"][: len(before["messages"])] == before["messages"]
+        assert "too late" not in str(after)
+
+
+@pytest.mark.requirement("G16")
+async def test_a_tool_that_ignores_being_stopped_does_not_keep_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "LAST_WAIT", 0.05)
+    stubborn = Stubborn()
+    async with staged(tmp_path, stubborn.agent, tools=[tool("stubborn", stubborn.work)], pace=SLOW) as stage:
+        await stage.say("go")
+        await soon(stubborn.begun)
+        await asyncio.wait_for(stage.engine.stop(), BOUND)
+        assert not stubborn.left.is_set()
+        stubborn.release.set()
+        await soon(stubborn.left)
+    assert raw(tmp_path / "antiphon.db", "SELECT state FROM runs") == [{"state": "running"}]
+
+
+@pytest.mark.requirement("G16")
+async def test_a_request_to_stop_outlives_the_process(tmp_path: Path) -> None:
+    agent = Held()
+    async with staged(tmp_path, agent, pace=SLOW) as stage:
+        run_id = await stage.say("go")
+        await soon(agent.begun)
+    raw(tmp_path / "antiphon.db", "UPDATE runs SET cancel_at = 1 WHERE id = ?", run_id)
+    agent.released.set()
+    async with staged(tmp_path, agent, pace=SLOW) as stage:
+        assert (await stage.ended(run_id)).state == "cancelled"
+
+
+# --- crashes ---
+
+
+@pytest.mark.requirement("G2", "G16")
+async def test_stopping_the_engine_leaves_a_run_that_the_next_one_resumes(tmp_path: Path) -> None:
+    ready = asyncio.Event()
+    first = Held()
+    done: list[str] = []
+
+    async def slow(call: Call) -> Result:
+        done.append(call.key)
+        ready.set()
+        return Result(text="done")
+
+    async def before(prompt: Prompt) -> Assistant:
+        if not results(prompt):
+            return calls("work")
+        return text(await first(prompt))
+
+    async def after(prompt: Prompt) -> str:
+        return f"{results(prompt)[0].text} and resumed"
+
+    tools = [tool("work", slow)]
+    async with staged(tmp_path, before, tools=tools, pace=SLOW) as stage:
+        run_id = await stage.say("go")
+        await soon(first.begun)
+    assert raw(tmp_path / "antiphon.db", "SELECT state FROM runs") == [{"state": "running"}]
+    assert raw(tmp_path / "antiphon.db", "SELECT * FROM owners") == []
+    async with staged(tmp_path, after, tools=tools, pace=SLOW) as stage:
+        view = await stage.ended(run_id)
+        assert (view.state, view.reply) == ("ok", "done and resumed")
+        assert len(done) == 1
+
+
+@pytest.mark.requirement("G24")
+async def test_a_run_that_never_gets_on_is_put_aside(tmp_path: Path) -> None:
+    """The counter is what stops a run that kills its process from killing it for ever."""
+    agent = Held()
+    tries = 0
+    for _ in range(10):
+        agent.begun.clear()
+        async with staged(tmp_path, agent, pace=SLOW) as stage:
+            if not tries:
+                await stage.say("poison", idempotency_key="poison")
+                await stage.say("after", idempotency_key="after")
+            await soon(agent.begun)
+            if agent.order[-1] == "after":
+                break
+            tries += 1
+        # As a crash leaves it: a stop in good order may well be kinder.
+        raw(tmp_path / "antiphon.db", "UPDATE runs SET attempts = ? WHERE id = 'poison'", tries)
+    assert tries == Pace().max_attempts
+    agent.released.set()
+    async with staged(tmp_path, agent, pace=SLOW) as stage:
+        view = await stage.operations.run(OPERATOR, "poison")
+        assert (view.state, view.error_code) == ("interrupted", "quarantined")
+        assert view.error and "Send the message once more" in view.error
+        assert (await stage.ended("after")).state == "ok"
+
+
+@pytest.mark.requirement("G24")
+async def test_a_run_that_gets_on_is_never_put_aside(tmp_path: Path) -> None:
+    lives = 2 * Pace().max_attempts
+    begun = asyncio.Event()
+    held: set[int] = set()
+
+    async def work(call: Call) -> Result:
+        return Result(text="done")
+
+    async def agent(prompt: Prompt) -> Assistant:
+        """One step a life, then nothing until the next."""
+        count = len(results(prompt))
+        if count >= lives:
+            return text("at last")
+        if count and count not in held:
+            held.add(count)
+            begun.set()
+            await asyncio.Event().wait()
+        return Assistant(content=calls("work").content, timestamp=count)
+
+    tools = [tool("work", work)]
+    for life in range(lives - 1):
+        begun.clear()
+        async with staged(tmp_path, agent, tools=tools, pace=SLOW) as stage:
+            if life == 0:
+                await stage.say("long", idempotency_key="long")
+            await soon(begun)
+    async with staged(tmp_path, agent, tools=tools, pace=SLOW) as stage:
+        assert (await stage.ended("long")).reply == "at last"
+
+
+@pytest.mark.requirement("G2", "G21")
+async def test_a_full_disk_in_the_middle_of_a_run_costs_time_and_nothing_else(tmp_path: Path) -> None:
+    tries = 0
+
+    async def agent(prompt: Prompt) -> str:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            await stage.store.tx(_ask, NOT_A_PAGE_MORE)
+        if tries == 3:
+            await stage.store.tx(_ask, ROOM_AGAIN)
+        return "x" * 200_000
+
+    async with staged(tmp_path, agent, pace=BRISK) as stage:
+        run_id = await stage.say("go")
+        view = await stage.ended(run_id)
+        assert (view.state, tries) == ("ok", 3)
+        assert [entry["role"] for entry in await stage.transcript()] == ["user", "assistant"]
+
+
+NOT_A_PAGE_MORE = Query("test.limit", "PRAGMA max_page_count = 1")  # SQLite takes the present size
+ROOM_AGAIN = Query("test.unlimit", "PRAGMA max_page_count = 1073741823")
+
+
+async def _ask(tx: Tx, query: Query) -> None:
+    await tx.one(query)
+
+
+# --- bounds on what is accepted ---
+
+
+@pytest.mark.requirement("G21")
+async def test_a_lane_holds_so_many_and_no_more(tmp_path: Path) -> None:
+    agent = Held()
+    config = with_settings({"store": {"laneMaxQueued": 2}})
+    async with staged(tmp_path, agent, config=config) as stage:
+        await stage.say("running", idempotency_key="running")
+        await soon(agent.begun)
+        for key in ("one", "two"):
+            await stage.say(key, idempotency_key=key)
+        before = dump(stage.path, besides=["owners"])
+        with pytest.raises(LaneFull):
+            await stage.say("three", idempotency_key="three")
+        assert await stage.say("two", idempotency_key="two") == "two"  # not a new message
+        assert dump(stage.path, besides=["owners"]) == before
+        assert (await stage.operations.run(OPERATOR, "two")).position == 2
+        agent.released.set()
+        await stage.ended("two")
+        assert (await stage.ask("three", idempotency_key="three")).state == "ok"
+
+
+@pytest.mark.requirement("G21")
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"text": ""}, InvalidInput),
+        ({"text": "x" * 1025}, TooLarge),
+        ({"text": "ü" * 513}, TooLarge),
+        ({"text": "half \ud83d"}, InvalidInput),
+        ({"text": "hi", "idempotency_key": ""}, InvalidInput),
+        ({"text": "hi", "idempotency_key": "k" * 201}, InvalidInput),
+        ({"text": "hi", "idempotency_key": "a\nb"}, InvalidInput),
+        ({"text": "hi", "timeout_seconds": 0}, InvalidInput),
+        ({"text": "hi", "timeout_seconds": float("nan")}, InvalidInput),
+        ({"text": "hi", "model": "nowhere/nothing"}, UnknownModel),
+        ({"text": "hi", "session": "agent:nobody:main"}, NotFound),
+        ({"text": "hi", "session": "global"}, AntiphonError),
+    ],
+)
+async def test_what_cannot_be_accepted_changes_nothing(
+    tmp_path: Path, options: dict[str, object], error: type[AntiphonError]
+) -> None:
+    config = with_settings({"store": {"messageMaxBytes": 1024}})
+    async with staged(tmp_path, echo, config=config) as stage:
+        before = dump(stage.path, besides=["owners"])
+        with pytest.raises(error) as refused:
+            await stage.say(**options)  # pyright: ignore[reportArgumentType]
+        assert refused.value.hint
+        assert dump(stage.path, besides=["owners"]) == before
+
+
+async def test_a_message_of_exactly_the_cap_is_taken(tmp_path: Path) -> None:
+    config = with_settings({"store": {"messageMaxBytes": 1024}})
+    async with staged(tmp_path, echo, config=config) as stage:
+        assert (await stage.ask("ü" * 512)).state == "ok"
+
+
+# --- waiting ---
+
+
+@pytest.mark.requirement("S4", "G4")
+async def test_a_wait_can_be_dropped_repeated_and_made_from_elsewhere(tmp_path: Path) -> None:
+    agent = Held()
+    async with staged(tmp_path, agent) as stage:
+        run_id = await stage.say("go")
+        await soon(agent.begun)
+        dropped = asyncio.create_task(stage.operations.wait(OPERATOR, run_id, BOUND))
+        await asyncio.sleep(0)
+        dropped.cancel()
+        early = await stage.operations.wait(OPERATOR, run_id, 0.01)
+        assert (early.state, early.ended) == ("running", False)
+        waiting = asyncio.create_task(stage.operations.wait(OPERATOR, run_id, BOUND))
+        agent.released.set()
+        assert (await waiting).reply == "heard go"
+        assert (await stage.operations.wait(OPERATOR, run_id, 0)).reply == "heard go"
+        with pytest.raises(asyncio.CancelledError):
+            await dropped
+    async with staged(tmp_path, agent) as later:
+        assert (await later.operations.wait(OPERATOR, run_id, 0)).reply == "heard go"
+
+
+@pytest.mark.requirement("S4")
+async def test_a_wait_beside_the_engine_sees_the_end_without_its_events(tmp_path: Path) -> None:
+    """As another replica would: the row is the truth, the event only saves time."""
+    agent = Held()
+    async with (
+        staged(tmp_path, agent) as stage,
+        staged(tmp_path, echo, store=stage.store, alone=False) as other,
+    ):
+        run_id = await stage.say("go")
+        await soon(agent.begun)
+        waiting = asyncio.create_task(other.operations.wait(OPERATOR, run_id, BOUND))
+        await asyncio.sleep(0)
+        agent.released.set()
+        assert (await waiting).reply == "heard go"
+
+
+@pytest.mark.requirement("V3")
+async def test_a_run_one_may_not_read_is_not_found(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo) as stage:
+        run_id = (await stage.ask("secret", "agent:main:direct:a")).run_id
+        stranger = Caller.agent("main", "agent:main:direct:b")
+        errors: list[str] = []
+        for asked in (run_id, "nothing"):
+            with pytest.raises(NotFound) as refused:
+                await stage.operations.wait(stranger, asked, 0)
+            errors.append(str(refused.value).replace(asked, "…"))
+        assert errors[0] == errors[1]
+
+
+@pytest.mark.requirement("G12")
+async def test_waiting_for_another_session_holds_no_slot(tmp_path: Path) -> None:
+    """With one step at a time in the whole process, a tool may still wait for somebody else's run."""
+    stages: list[asyncio.Future[str]] = [asyncio.get_running_loop().create_future()]
+
+    async def relay(call: Call) -> Result:
+        accepted = await stage.operations.submit(
+            OPERATOR, Message(session="agent:main:direct:other", content="inner", idempotency_key=call.key)
+        )
+        view = await stage.operations.wait(OPERATOR, accepted.run_id, BOUND)
+        stages[0].set_result(view.reply or "")
+        return Result(text=view.reply or "nothing")
+
+    async def agent(prompt: Prompt) -> Assistant:
+        if last(prompt) == "inner":
+            return text("from inside")
+        return text(f"got {results(prompt)[0].text}") if results(prompt) else calls("relay")
+
+    async with staged(tmp_path, agent, tools=[tool("relay", relay)], concurrent=1) as stage:
+        assert (await stage.ask("outer")).reply == "got from inside"
+
+
+# --- steps and tools ---
+
+
+@pytest.mark.requirement("G12")
+async def test_tools_of_one_step_run_at_the_same_time(tmp_path: Path) -> None:
+    meeting = asyncio.Barrier(3)
+
+    async def meet(call: Call) -> Result:
+        async with asyncio.timeout(BOUND):
+            await meeting.wait()
+        return Result(text=call.call_id)
+
+    async def agent(prompt: Prompt) -> Assistant:
+        return text("met") if results(prompt) else calls("meet", "meet", "meet")
+
+    async with staged(tmp_path, agent, tools=[tool("meet", meet)]) as stage:
+        assert (await stage.ask("go")).reply == "met"
+        entries = await stage.transcript()
+        assert {e["toolCallId"] for e in entries if e["role"] == "toolResult"} == {
+            "meet_0",
+            "meet_1",
+            "meet_2",
+        }
+
+
+async def test_what_a_tool_raises_is_told_to_the_model(tmp_path: Path) -> None:
+    async def refuse(call: Call) -> Result:
+        raise ToolFailed("The door is shut.", "Knock.")
+
+    async def crash(call: Call) -> Result:
+        raise ValueError("a bug")
+
+    seen: list[tuple[bool, str]] = []
+
+    async def agent(prompt: Prompt) -> Assistant:
+        seen.extend((result.is_error, result.text) for result in results(prompt))
+        return text("fine") if results(prompt) else calls("refuse", "crash", "missing")
+
+    async with staged(tmp_path, agent, tools=[tool("refuse", refuse), tool("crash", crash)]) as stage:
+        assert (await stage.ask("go")).reply == "fine"
+        told = "\n".join(words for failed, words in seen if failed)
+        assert len(seen) == 3
+        assert "The door is shut. Knock." in told and "a bug" in told and "There is no tool 'missing'" in told
+
+
+@pytest.mark.requirement("G10")
+async def test_a_run_without_an_answer_is_incomplete(tmp_path: Path) -> None:
+    async def work(call: Call) -> Result:
+        return Result(text="done")
+
+    async def agent(prompt: Prompt) -> Assistant:
+        match last(prompt):
+            case "steps":
+                return calls("work")
+            case "length":
+                return text("once upon", stop_reason="length")
+            case "blank":
+                return text("  \n")
+            case _:
+                return Assistant(content=[], timestamp=1)
+
+    async with staged(tmp_path, agent, tools=[tool("work", work)], max_steps=3) as stage:
+        steps = await stage.ask("steps")
+        assert (steps.state, steps.error_code) == ("incomplete", "max_steps")
+        roles = [entry["role"] for entry in await stage.transcript()]
+        assert roles.count("assistant") == 3 and roles.count("toolResult") == 3
+        length = await stage.ask("length")
+        assert (length.state, length.reply) == ("incomplete", "once upon")
+        for words in ("blank", "empty"):
+            view = await stage.ask(words)
+            assert (view.state, view.error) == ("incomplete", "The model ended its turn without an answer.")
+
+
+@pytest.mark.requirement("G10")
+async def test_a_failure_is_one_sentence_and_the_session_goes_on(tmp_path: Path) -> None:
+    async def agent(prompt: Prompt) -> str:
+        if last(prompt) == "fail":
+            raise ValueError("no luck")
+        # What failed is not shown to the model again as an answer.
+        assert not [m for m in prompt.messages if isinstance(m, Assistant)]
+        return "fine"
+
+    async with staged(tmp_path, agent) as stage:
+        view = await stage.ask("fail")
+        assert (view.state, view.error_code) == ("error", "provider_error")
+        assert (
+            view.error
+            and "no luck" in view.error
+            and "Traceback" not in view.error
+            and "\n" not in view.error
+        )
+        end = (await stage.transcript())[-1]
+        assert (end["stopReason"], end["errorMessage"]) == ("error", view.error)
+        assert (await stage.ask("again")).reply == "fine"
+
+
+@pytest.mark.requirement("G10")
+async def test_no_edge_leads_out_of_the_end(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo, pace=SLOW) as stage:
+        run_id = (await stage.ask("go")).run_id
+        before = dump(stage.path)
+        assert (await stage.operations.stop(OPERATOR, MAIN)).run_ids == []
+        assert (await stage.operations.stop(OPERATOR, MAIN, run_id)).run_ids == []
+        assert dump(stage.path) == before
+
+
+@pytest.mark.requirement("G9")
+async def test_messages_to_a_busy_session_are_answered_when_it_is_free(tmp_path: Path) -> None:
+    """Whatever the moment between busy and idle, nothing is left lying."""
+    turns = 0
+
+    async def agent(prompt: Prompt) -> str:
+        nonlocal turns
+        turns += 1
+        for _ in range(turns % 5):
+            await asyncio.sleep(0)
+        return "ok"
+
+    async with staged(tmp_path, agent, pace=SLOW) as stage:  # the sweeper, who would find it late, is asleep
+        ids: list[str] = []
+        for number in range(60):
+            ids.append(await stage.say(f"{number}"))
+            for _ in range(number % 7):
+                await asyncio.sleep(0)
+        for run_id in ids:
+            assert (await stage.ended(run_id)).state == "ok"
+        assert turns == 60

@@ -1,0 +1,110 @@
+"""What Antiphon promises, as data: every contract line and guarantee has an id, a source and a part.
+
+A test names what it proves with `@pytest.mark.requirement("K1", …)`; `test_requirements.py` fails on a promise of
+a delivered part that no test names, and on a name that is not here. Parts that are not delivered yet are listed,
+so that nothing is forgotten, and are not checked.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Part = Literal["core", "gateway", "tools", "channels"]
+DELIVERED: frozenset[Part] = frozenset({"core"})
+
+
+class Requirement(NamedTuple):
+    text: str
+    source: str
+    part: Part
+
+
+CONTRACT: dict[str, tuple[Part, str]] = {
+    "K1": ("core", "Stored keys have one canonical form per kind of session."),
+    "K2": ("core", "`main` and `current` are the caller's own; short and full spellings are both accepted."),
+    "K3": ("core", "`global` and `unknown` are never listed nor accepted; global scope folds mains into one."),
+    "K4": ("core", "Older spellings are accepted and normalised."),
+    "K5": ("core", "parse(format(k)) == k and format is injective, for any id a channel can produce."),
+    "K6": ("core", "Kind and channel of a session follow from its key and its record."),
+    "K7": ("core", "Direct chats are scoped by session.dmScope, with identity links."),
+    "L1": ("core", "sessions_list filters: kinds, limit, activeMinutes, agentId, label, search, spawnedBy, archived."),
+    "L2": ("core", "Newest first by updatedAt, then key; pages by cursor."),
+    "L3": ("core", "A list row has exactly the agreed names, absent when unknown."),
+    "L4": ("core", "transcriptPath is where the export of that session is."),
+    "L5": ("tools", "A scoped list says so and counts what it hides."),
+    "H1": ("core", "History by key or session id, limited, with cursors both ways."),
+    "H2": ("core", "History is raw transcript entries, oldest first; tool results only when asked for."),
+    "H3": ("tools", "History is bounded and masked on the way out, and says what was cut."),
+    "H4": ("core", "Following the cursors gives the transcript exactly, also while it grows."),
+    "H5": ("tools", "Unknown and invisible sessions look alike."),
+    "S1": ("tools", "sessions_send: targets and parameters."),
+    "S2": ("tools", "sessions_send: results that separate delivery from reply."),
+    "S3": ("tools", "The sent message is byte-equal, with provenance, and framed as data."),
+    "S4": ("core", "A wait is on the server and on durable state: it can be dropped and repeated."),
+    "S5": ("tools", "Reply-back turns alternate and are bounded."),
+    "S6": ("tools", "The announce step."),
+    "S7": ("tools", "Self-sends, wait cycles and endless chains are refused."),
+    "S8": ("core", "A send that the policy denies says: send blocked by session policy."),
+    "S9": ("core", "The same idempotency key is one message."),
+    "P1": ("tools", "sessions_spawn: parameters."),
+    "P2": ("tools", "Spawning is durable when accepted, and refused before anything exists."),
+    "P3": ("tools", "The child's key and tools."),
+    "P4": ("tools", "Completion is announced as Status, Result, Notes and stats."),
+    "P5": ("tools", "The result reaches the requester's transcript and wakes it."),
+    "P6": ("tools", "runTimeoutSeconds holds across restarts."),
+    "P7": ("tools", "Auto-archive and cleanup."),
+    "P8": ("tools", "The sandbox guard."),
+    "P9": ("tools", "Attachments with receipts."),
+    "P10": ("channels", "Thread-bound children."),
+    "A1": ("tools", "agents_list is what sessions_spawn would accept."),
+    "A2": ("tools", "Companion tools."),
+    "V1": ("core", "Visibility self, tree, agent, all; cross-agent needs all and agentToAgent."),
+    "V2": ("core", "A sandboxed session is clamped to its tree."),
+    "V3": ("core", "One authorize() on canonical keys; listed if and only if readable."),
+    "D1": ("core", "Send policy: override, deny, allow, default, in that order."),
+    "D2": ("core", "The owner's standalone /send, and nobody else's."),
+    "D3": ("tools", "The policy sits in the one outbound gate; inbound is always recorded."),
+    "W1": ("gateway", "The WebSocket protocol."),
+    "W2": ("gateway", "Its methods."),
+    "W3": ("gateway", "Its events, numbered per session."),
+    "W4": ("gateway", "HTTP history and SSE."),
+    "W5": ("gateway", "HTTP tools, OpenAI-compatible API, hooks, health, metrics."),
+    "W6": ("gateway", "Real clients work unchanged."),
+    "W7": ("gateway", "Loopback, tokens, Origin, scopes."),
+    "C": ("core", "Configuration: JSON5, errors that name the path, secrets by reference, a JSON Schema."),
+    "R": ("core", "Commands: self-explaining, --json, one-sentence errors, documented exit codes."),
+}
+
+GUARANTEES: dict[str, tuple[Part, str]] = {
+    "G1": ("core", "A run's end and what follows from it are one commit; it is never absent."),
+    "G2": ("core", "Accepted means durable; after a crash each accepted run is resumed once or says it was not."),
+    "G5": ("core", "A durable FIFO per session; the message in the transcript is byte-equal to what was sent."),
+    "G9": ("core", "Waking an idle session is prompt and cannot be lost."),
+    "G10": ("core", "The outcome comes from runtime facts: no answer is never `ok`, and terminal is terminal."),
+    "G12": ("core", "Waiting holds no slot; sessions never wait for each other."),
+    "G13": ("core", "One writer per session, enforced by the database; reads neither fail nor delay it."),
+    "G16": ("core", "Cancel is hard, cascades, and leaves nothing running without a live lease."),
+    "G17": ("core", "Deadlines are wall-clock, hold across restarts, and keep the partial text."),
+    "G20": ("core", "Provider failures are retried with bounded, jittered patience."),
+    "G21": ("core", "The store survives kills and full disks, refuses damage clearly, and retention runs."),
+    "G22": ("core", "Lists cost the same however many sessions there are."),
+    "G23": ("core", "History pages are bounded, stable and complete."),
+    "G24": ("core", "Memory is flat; a run that kills its process is quarantined."),
+    "G25": ("core", "A key's session id changes only by explicit reset, on record, and the old one stays readable."),
+    "G26": ("core", "Any prefix of a transcript makes a valid provider request."),
+    "G27": ("core", "Archiving hides and keeps; only idle sessions are touched."),
+    "G28": ("core", "The usage ledger is append-only, adds up, outlives sessions; an unknown price is null."),
+    "G29": ("core", "The model that was asked for is the one used, and the one that answered is reported."),
+    "G30": ("core", "List, read, send and control are one decision with separate grants."),
+    "G32": ("core", "Keys do not collide, and errors about them say what would work."),
+    "G33": ("core", "The policy never stops what comes in."),
+    "G34": ("core", "Shared direct chats are a visible choice."),
+    "G37": ("core", "No identity is global: two hundred interleaved sessions never see each other."),
+    "G38": ("core", "A feed gives each entry once and in order, whatever was dropped."),
+    "G45": ("core", "Schema migrations are transactional and tested from the schema before."),
+}
+
+REQUIREMENTS: dict[str, Requirement] = {
+    **{name: Requirement(text, f"contract {name}", part) for name, (part, text) in CONTRACT.items()},
+    **{name: Requirement(text, f"guarantee {name}", part) for name, (part, text) in GUARANTEES.items()},
+}

@@ -1,0 +1,222 @@
+"""A whole Antiphon core for tests, with its parts in reach: a real SQLite file, a real engine, a movable clock.
+
+`hosting` is the way a program gets one; a test also wants the store, the bus and the engine behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from antiphon import keys
+from antiphon.access import Caller
+from antiphon.bus.local import LocalBus
+from antiphon.clock import Clock, SystemClock
+from antiphon.config import Config
+from antiphon.engine import sessions
+from antiphon.engine.door import Door
+from antiphon.engine.engine import Engine, Pace
+from antiphon.engine.retention import Keep
+from antiphon.engine.runs import Claim
+from antiphon.engine.sessions import Birth
+from antiphon.engine.toolbox import Call, Result, Tool
+from antiphon.engine.turns import Setting
+from antiphon.lanes.local import LocalLanes
+from antiphon.messages import Assistant, Text, ToolCall
+from antiphon.operations import HistoryFilter, Message, Operations
+from antiphon.runtimes import Runtime, ToolSpec
+from antiphon.runtimes.function import Agent, FunctionRuntime
+from antiphon.store import Row, Tx
+from antiphon.store.sqlite import Phase, SqliteStore
+from antiphon.views import RunView
+
+OPERATOR = Caller.operator()
+MAIN = "agent:main:main"
+BOUND = 10.0  # seconds after which any wait of a test is a failure
+DATABASE = "antiphon.db"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Everything that was put together."""
+
+    operations: Operations
+    engine: Engine
+    store: SqliteStore
+    bus: LocalBus
+    clock: Clock
+    path: Path
+
+    async def say(self, text: str, session: str = MAIN, **options: Any) -> str:
+        """Submit; the run's id."""
+        message = Message(session=session, content=text, **options)
+        return (await self.operations.submit(OPERATOR, message)).run_id
+
+    async def ended(self, run_id: str) -> RunView:
+        view = await self.operations.wait(OPERATOR, run_id, BOUND)
+        assert view.ended, f"{run_id} is still {view.state} after {BOUND} seconds"
+        return view
+
+    async def ask(self, text: str, session: str = MAIN, **options: Any) -> RunView:
+        """Submit and wait for the end."""
+        return await self.ended(await self.say(text, session, **options))
+
+    async def transcript(self, session: str = MAIN) -> list[dict[str, Any]]:
+        wanted = HistoryFilter(limit=1000, include_tools=True, after=0)
+        return (await self.operations.history(OPERATOR, session, wanted)).messages
+
+    async def create(self, key: str, parent: str | None = None) -> Row:
+        """A session, spawned by another one if that is given."""
+        return await self.store.tx(_create, key, parent, self.clock.now())
+
+    def rows(self, sql: str, *params: object) -> list[dict[str, Any]]:
+        """Past everything, from the file."""
+        return raw(self.path, sql, *params)
+
+
+async def _create(tx: Tx, key: str, parent: str | None, now: int) -> Row:
+    found = await sessions.find(tx, keys.parse(parent), None) if parent else None
+    above = await tx.one(sessions.SQL.by_id, id=found["id"]) if found else None
+    return await sessions.create(tx, keys.parse(key), now, Birth(parent=above))
+
+
+def raw(path: Path, sql: str, *params: object) -> list[dict[str, Any]]:
+    connection = sqlite3.connect(path, timeout=BOUND)
+    connection.row_factory = sqlite3.Row
+    try:
+        rows = [dict(row) for row in connection.execute(sql, params)]
+        connection.commit()
+        return rows
+    finally:
+        connection.close()
+
+
+def dump(path: Path, *, besides: Iterable[str] = ()) -> dict[str, list[tuple[Any, ...]]]:
+    """Every row of every table, to see that nothing changed."""
+    connection = sqlite3.connect(path, timeout=BOUND)
+    try:
+        names = [row[0] for row in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")]
+        return {
+            name: connection.execute(f'SELECT * FROM "{name}"').fetchall()  # noqa: S608
+            for name in names
+            if name not in besides
+        }
+    finally:
+        connection.close()
+
+
+@asynccontextmanager
+async def opened(path: Path, on_commit: Callable[[Phase], None] | None = None) -> AsyncGenerator[SqliteStore]:
+    store = await SqliteStore.open(path / DATABASE, on_commit=on_commit)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@asynccontextmanager
+async def staged(
+    path: Path,
+    agent: Agent | Runtime,
+    *,
+    tools: Iterable[Tool] = (),
+    config: Config | None = None,
+    clock: Clock | None = None,
+    pace: Pace | None = None,
+    keep: Keep | None = None,
+    bus: LocalBus | None = None,
+    store: SqliteStore | None = None,
+    alone: bool = True,
+    max_steps: int = 20,
+    reserve_tokens: int = 100,
+    keep_tokens: int = 50,
+    concurrent: int = 64,
+    on_commit: Callable[[Phase], None] | None = None,
+) -> AsyncGenerator[Stage]:
+    """Start on this directory (or beside others on this store), stop when the block is left."""
+    clock = clock or SystemClock()
+    config = config or Config()
+    bus = bus or LocalBus()
+    own = None if store else await SqliteStore.open(path / DATABASE, on_commit=on_commit)
+    runtime = FunctionRuntime(agent, clock=clock) if callable(agent) else agent
+    toolbox = {tool.spec.name: tool for tool in tools}
+    steps = asyncio.Semaphore(concurrent)
+
+    async def setting(claim: Claim) -> Setting:
+        return Setting(
+            runtime=runtime,
+            instructions=f"You are {claim.agent_id}.",
+            tools=toolbox,
+            max_steps=max_steps,
+            reserve_tokens=reserve_tokens,
+            keep_tokens=keep_tokens,
+            max_result_chars=1000,
+            steps=steps,
+        )
+
+    shared = store or own
+    assert shared is not None
+    engine = Engine(
+        store=shared,
+        lanes=LocalLanes(),
+        bus=bus,
+        clock=clock,
+        setting=setting,
+        pace=pace,
+        keep=keep,
+        alone=alone,
+    )
+    operations = Operations(
+        config=config,
+        store=shared,
+        bus=bus,
+        clock=clock,
+        door=Door(config),
+        engine=engine,
+        transcripts_dir=path / "transcripts",
+    )
+    try:
+        await engine.start()
+        try:
+            yield Stage(operations, engine, shared, bus, clock, path / DATABASE)
+        finally:
+            await asyncio.wait_for(engine.stop(), BOUND)
+    finally:
+        if own:
+            await own.close()
+
+
+def tool(name: str, invoke: Callable[[Call], Awaitable[Result]], *, settle: bool = False) -> Tool:
+    spec = ToolSpec(name=name, description=name, parameters={"type": "object"})
+    return Tool(spec=spec, invoke=invoke, after_crash="settle" if settle else "report")
+
+
+def calls(*names: str, **arguments: Any) -> Assistant:
+    """An answer that asks for these tools."""
+    blocks = [ToolCall(id=f"{name}_{i}", name=name, arguments=arguments) for i, name in enumerate(names)]
+    return Assistant(content=[*blocks], timestamp=1)
+
+
+def text(words: str, **options: Any) -> Assistant:
+    return Assistant(content=[Text(text=words)], timestamp=1, **options)
+
+
+async def soon(happened: asyncio.Event) -> None:
+    """Wait for something that must happen."""
+    await asyncio.wait_for(happened.wait(), BOUND)
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """For what no event tells of: look again until it is so."""
+    async with asyncio.timeout(BOUND):
+        while not await condition():
+            await asyncio.sleep(0)
+
+
+def with_settings(settings: Mapping[str, Any]) -> Config:
+    return Config.model_validate(settings)

@@ -1,0 +1,289 @@
+"""Pages of sessions equal a brute-force reference, for every combination of filters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from antiphon import keys
+from antiphon.access import Caller
+from antiphon.config import Config
+from antiphon.engine import sessions
+from antiphon.engine.door import Door
+from antiphon.engine.sessions import Birth
+from antiphon.errors import AntiphonError, NotFound
+from antiphon.operations import ListFilter
+from antiphon.runtimes import Prompt
+from antiphon.store import Row, Tx, listing
+from antiphon.store.listing import KINDS, Wish
+from antiphon.store.queries import Query
+from antiphon.store.sqlite import SqliteStore
+from stage import DATABASE, OPERATOR, staged, with_settings
+
+AGENTS = ("main", "helper", "writer")
+TOUCH = Query("test.touch", "UPDATE sessions SET updated_at = :at, archived = :archived WHERE id = :id")
+# Every kind there is, as a key of an agent.
+SHAPES: tuple[Callable[[str, int], str], ...] = (
+    lambda agent, _: f"agent:{agent}:main",
+    lambda agent, n: f"agent:{agent}:telegram:group:{n}",
+    lambda agent, n: f"agent:{agent}:cron:{n}",
+    lambda agent, n: f"agent:{agent}:hook:{n}",
+    lambda agent, n: f"agent:{agent}:node-{n}",
+    lambda agent, n: f"agent:{agent}:direct:{n}",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A session as the reference knows it."""
+
+    key: str
+    agent: str
+    kind: str
+    at: int
+    archived: bool
+    label: str | None
+    parent: str | None
+    ancestors: frozenset[str]
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> list[Fact]:
+    """Up to two dozen sessions in random trees; times repeat, so that the key decides too."""
+    facts: dict[str, Fact] = {}
+    for number in range(draw(st.integers(0, 24))):
+        agent = draw(st.sampled_from(AGENTS))
+        key = draw(st.sampled_from(SHAPES))(agent, number)
+        if key in facts:
+            continue
+        parent = draw(st.none() | st.sampled_from(sorted(facts))) if facts else None
+        facts[key] = Fact(
+            key=key,
+            agent=agent,
+            kind=keys.parse(key).kind,
+            at=draw(st.integers(1, 6)),
+            archived=draw(st.integers(0, 4)) == 0,
+            label=draw(st.sampled_from([None, None, "red", "blue"])),
+            parent=parent,
+            ancestors=frozenset({parent}) | facts[parent].ancestors if parent else frozenset(),
+        )
+    return list(facts.values())
+
+
+async def _build(tx: Tx, facts: list[Fact]) -> None:
+    rows: dict[str, Row] = {}
+    for fact in facts:
+        birth = Birth(label=fact.label, parent=rows[fact.parent] if fact.parent else None)
+        rows[fact.key] = await sessions.create(tx, keys.parse(fact.key), fact.at, birth)
+        await tx.do(TOUCH, id=rows[fact.key]["id"], at=fact.at, archived=int(fact.archived))
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Filters, and whose reach they are narrowed to."""
+
+    kinds: tuple[str, ...]
+    agents: tuple[str, ...] | None
+    own_key: str | None
+    descendants: bool
+    label: str | None
+    parent: str | None
+    active_since: int | None
+    archived: bool
+    limit: int
+
+    def admits(self, fact: Fact) -> bool:
+        seen = self.agents is None or fact.agent in self.agents or fact.key == self.own_key
+        seen = seen or (self.descendants and self.own_key in fact.ancestors)
+        return (
+            seen
+            and fact.kind in self.kinds
+            and (self.archived or not fact.archived)
+            and (self.label is None or fact.label == self.label)
+            and (self.parent is None or fact.parent == self.parent)
+            and (self.active_since is None or fact.at >= self.active_since)
+        )
+
+    def wish(self, cursor: tuple[int, str] | None) -> Wish:
+        return Wish(
+            limit=self.limit,
+            kinds=self.kinds,
+            agents=self.agents,
+            own_key=self.own_key,
+            descendants=self.descendants,
+            label=self.label,
+            parent=self.parent,
+            active_since=self.active_since,
+            archived=self.archived,
+            cursor=cursor,
+        )
+
+
+@st.composite
+def wishes(draw: st.DrawFn, facts: list[Fact]) -> Wanted:
+    some_key = st.sampled_from([fact.key for fact in facts] or ["agent:main:main"])
+    agents = draw(st.none() | st.lists(st.sampled_from(AGENTS), unique=True).map(tuple))
+    own = draw(st.none() | some_key) if agents is not None else None
+    return Wanted(
+        kinds=draw(st.just(KINDS) | st.lists(st.sampled_from(KINDS), min_size=1, unique=True).map(tuple)),
+        agents=agents,
+        own_key=own,
+        descendants=draw(st.booleans()) if own else False,
+        label=draw(st.sampled_from([None, None, None, "red"])),
+        parent=draw(st.none() | st.none() | some_key),
+        active_since=draw(st.none() | st.integers(1, 7)),
+        archived=draw(st.booleans()),
+        limit=draw(st.integers(1, 7)),
+    )
+
+
+async def _pages(tx: Tx, wanted: Wanted) -> list[str]:
+    """Everything, page by page, along the cursors."""
+    if wanted.agents == () and wanted.own_key is None:
+        return []  # the caller of `page` knows that nothing can be left
+    found: list[str] = []
+    cursor: tuple[int, str] | None = None
+    while True:
+        rows = await listing.page(tx, wanted.wish(cursor))
+        found += [row["key"] for row in rows]
+        if len(rows) < wanted.limit:
+            return found
+        cursor = rows[-1]["updated_at"], rows[-1]["key"]
+
+
+@pytest.mark.requirement("L1", "L2", "G22")
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), facts=worlds())
+def test_pages_equal_the_reference(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, facts: list[Fact]
+) -> None:
+    wanted = [data.draw(wishes(facts)) for _ in range(8)]
+
+    async def run(path: Path) -> list[list[str]]:
+        store = await SqliteStore.open(path / DATABASE, synchronous="normal")
+        await store.tx(_build, facts)
+        pages = [await store.read(_pages, one) for one in wanted]
+        await store.close()
+        return pages
+
+    for one, found in zip(wanted, asyncio.run(run(tmp_path_factory.mktemp("list"))), strict=True):
+        reference = sorted(
+            (fact for fact in facts if one.admits(fact)), key=lambda fact: (-fact.at, fact.key)
+        )
+        assert found == [fact.key for fact in reference], one
+
+
+VISIBILITY = st.sampled_from(["self", "tree", "agent", "all"])
+
+
+@st.composite
+def settings_of(draw: st.DrawFn) -> dict[str, Any]:
+    """What an operator may have configured for what agents see of each other."""
+    a2a: dict[str, Any] = {"enabled": draw(st.booleans())}
+    if draw(st.booleans()):
+        a2a["allow"] = draw(st.lists(st.sampled_from([*AGENTS, "*", "h*"]), unique=True, max_size=2))
+    return {
+        "agents": {"list": [{"id": agent} for agent in AGENTS]},
+        "tools": {"sessions": {"visibility": draw(VISIBILITY)}, "agentToAgent": a2a},
+    }
+
+
+@pytest.mark.requirement("V1", "V3", "G30")
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), facts=worlds(), given_settings=settings_of())
+def test_a_session_is_listed_if_and_only_if_it_may_be_read(
+    tmp_path_factory: pytest.TempPathFactory,
+    data: st.DataObject,
+    facts: list[Fact],
+    given_settings: dict[str, Any],
+) -> None:
+    config = with_settings(given_settings)
+    places = [fact for fact in facts if not fact.archived]
+    callers: list[Caller] = [OPERATOR]
+    for _ in range(3):
+        if places:
+            place = data.draw(st.sampled_from(places))
+            callers.append(Caller.agent(place.agent, place.key, sandboxed=data.draw(st.booleans())))
+    limit = data.draw(st.integers(1, 5))
+    outcome = asyncio.run(_compared(tmp_path_factory.mktemp("door"), config, facts, callers, limit))
+    for caller, listed, readable in outcome:
+        assert listed == readable, caller
+
+
+async def silent(prompt: Prompt) -> str:
+    raise AssertionError("nobody is asked anything here")
+
+
+async def _compared(
+    path: Path, config: Config, facts: list[Fact], callers: list[Caller], limit: int
+) -> list[tuple[Caller, set[str], set[str]]]:
+    door = Door(config)
+
+    async def readable(tx: Tx, caller: Caller) -> set[str]:
+        passed: set[str] = set()
+        for fact in facts:
+            try:
+                passed.add((await door.open(tx, caller, "read", fact.key))["key"])
+            except NotFound as refused:
+                assert fact.key in str(refused)
+        return passed
+
+    outcome: list[tuple[Caller, set[str], set[str]]] = []
+    async with staged(path, silent, config=config) as stage:
+        await stage.store.tx(_build, facts)
+        for caller in callers:
+            listed: list[str] = []
+            cursor: str | None = None
+            while True:
+                page = await stage.operations.list(
+                    caller, ListFilter(limit=limit, include_archived=True, cursor=cursor)
+                )
+                # Short names are the caller's own; the row behind one is found by asking for it.
+                listed += [str(door.canonical(caller, row.key)) for row in page.sessions]
+                if page.next_cursor is None:
+                    break
+                cursor = page.next_cursor
+            assert len(listed) == len(set(listed))
+            outcome.append((caller, set(listed), await stage.store.read(readable, caller)))
+    return outcome
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("L1", "L3", "G32")
+async def test_filters_an_operator_can_give(tmp_path: Path) -> None:
+    async with staged(tmp_path, silent) as stage:
+        await stage.create("agent:main:main")
+        await stage.create("agent:main:direct:Ångström", "agent:main:main")
+        await stage.create("agent:main:cron:nightly")
+
+        async def found(**filters: Any) -> list[str]:
+            page = await stage.operations.list(OPERATOR, ListFilter(**filters))
+            assert page.count == len(page.sessions)
+            return sorted(row.key for row in page.sessions)
+
+        assert len(await found()) == 3
+        assert await found(kinds=["cron"]) == ["agent:main:cron:nightly"]
+        assert await found(search="night") == ["agent:main:cron:nightly"]
+        assert await found(search="ångs") == await found(search="ANGS") == ["agent:main:direct:Ångström"]
+        assert await found(search='" OR *') == []  # nothing in it is special
+        assert await found(spawned_by="main") == ["agent:main:direct:Ångström"]
+        assert await found(agent_id="MAIN") == await found()
+        assert await found(active_minutes=0) == [] or len(await found(active_minutes=0)) <= 3
+        assert len(await found(active_minutes=1)) == 3
+        assert len(await found(limit=100_000)) == 3
+        for wrong in (
+            {"kinds": ["mains"]},
+            {"limit": 0},
+            {"cursor": "x"},
+            {"cursor": "1|"},
+            {"spawned_by": "nobody"},
+        ):
+            with pytest.raises(AntiphonError):
+                await found(**wrong)

@@ -1,0 +1,498 @@
+"""The SQLite store: its file, its group commit, and everything that can be wrong with a disk."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import sqlite3
+import stat
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+import antiphon
+from antiphon.config import Config
+from antiphon.engine import runs
+from antiphon.errors import StoreDamaged, StoreError, StoreFull, StoreLocked, StoreNewer, StoreReadOnly
+from antiphon.host import hosting
+from antiphon.store import Tx, listing, migrations
+from antiphon.store.migrations import Migration
+from antiphon.store.queries import Queries, Query
+from antiphon.store.sqlite import SqliteStore, check_file
+from antiphon.store.statedir import StateDir
+from stage import BOUND, raw
+
+NAME = "antiphon.db"
+OWNERS = Query("test.owners", "SELECT id FROM owners ORDER BY id")
+LIMIT = Query("test.limit", "PRAGMA max_page_count = 1")
+UNLIMIT = Query("test.unlimit", "PRAGMA max_page_count = 1073741823")
+
+
+async def put(tx: Tx, owner: str) -> None:
+    await tx.do(runs.SQL.renew_lease, id=owner, until=1)
+
+
+async def put_and_raise(tx: Tx, owner: str) -> None:
+    await put(tx, owner)
+    raise ValueError(owner)
+
+
+async def owners(tx: Tx) -> list[str]:
+    return [row["id"] for row in await tx.all(OWNERS)]
+
+
+async def ask(tx: Tx, query: Query) -> object:
+    return await tx.one(query)
+
+
+class Gate:
+    """Holds the writer before a commit, so that everything handed over meanwhile is one batch."""
+
+    def __init__(self) -> None:
+        self.commits = 0
+        self._open = threading.Event()
+        self._open.set()
+        self.reached = threading.Event()
+
+    def __call__(self, phase: str) -> None:
+        if phase == "before":
+            self.commits += 1
+            self.reached.set()
+            assert self._open.wait(BOUND)
+
+    @contextmanager
+    def shut(self) -> Generator[None]:
+        self._open.clear()
+        self.reached.clear()
+        try:
+            yield
+        finally:
+            self._open.set()
+
+    async def holding(self) -> None:
+        assert await asyncio.to_thread(self.reached.wait, BOUND)
+
+
+# --- group commit ---
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G13", "G21")
+async def test_a_batch_is_one_commit_and_a_failure_in_it_is_alone(tmp_path: Path) -> None:
+    gate = Gate()
+    store = await SqliteStore.open(tmp_path / NAME, on_commit=gate)
+    with gate.shut():
+        first = asyncio.create_task(store.tx(put, "first"))
+        await gate.holding()
+        batch = [
+            asyncio.create_task(store.tx(put_and_raise if n in {3, 17} else put, f"{n:02}"))
+            for n in range(30)
+        ]
+        for _ in range(3):
+            await asyncio.sleep(0)  # all of them are handed over while the writer is held
+    outcomes = await asyncio.gather(first, *batch, return_exceptions=True)
+    assert [str(o) for o in outcomes if isinstance(o, ValueError)] == ["03", "17"]
+    assert sum(o is None for o in outcomes) == 29
+    assert gate.commits == 2
+    assert await store.read(owners) == sorted(["first", *(f"{n:02}" for n in range(30) if n not in {3, 17})])
+    await store.close()
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G13")
+async def test_readers_and_the_writer_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    gate = Gate()
+    store = await SqliteStore.open(tmp_path / NAME, on_commit=gate)
+    await store.tx(put, "old")
+    with gate.shut():
+        writing = asyncio.create_task(store.tx(put, "new"))
+        await gate.holding()
+        # The writer stands in the middle of its transaction, and reads go on, on what was committed.
+        assert await asyncio.wait_for(store.read(owners), BOUND) == ["old"]
+        assert not writing.done()
+    await writing
+    reading, release = threading.Event(), threading.Event()
+
+    async def slow(tx: Tx) -> tuple[list[str], list[str]]:
+        before = await owners(tx)
+        reading.set()
+        assert release.wait(BOUND)
+        return before, await owners(tx)
+
+    looking = asyncio.create_task(store.read(slow))
+    assert await asyncio.to_thread(reading.wait, BOUND)
+    await asyncio.wait_for(store.tx(put, "newer"), BOUND)  # a reader in the middle delays no writer
+    release.set()
+    before, after = await looking
+    assert before == after == ["new", "old"]  # and it sees the moment it began with, to its end
+    assert await store.read(owners) == ["new", "newer", "old"]
+    await store.close()
+
+
+@pytest.mark.anyio
+async def test_closing_finishes_what_was_asked_for(tmp_path: Path) -> None:
+    store = await SqliteStore.open(tmp_path / NAME)
+    work = [asyncio.create_task(store.tx(put, f"{n:03}")) for n in range(300)]
+    await asyncio.sleep(0)
+    await store.close()
+    await asyncio.gather(*work)
+    assert len(raw(tmp_path / NAME, "SELECT * FROM owners")) == 300
+    with pytest.raises(StoreReadOnly):
+        await store.tx(put, "late")
+    await store.close()  # twice is as good as once
+
+
+@pytest.mark.anyio
+async def test_a_store_for_reading_refuses_to_write(tmp_path: Path) -> None:
+    writer = await SqliteStore.open(tmp_path / NAME)
+    await writer.tx(put, "a")
+    reader = await SqliteStore.open(tmp_path / NAME, read_only=True)
+    assert await reader.read(owners) == ["a"]
+    with pytest.raises(StoreReadOnly):
+        await reader.tx(put, "b")
+    with pytest.raises(StoreReadOnly):
+        await reader.read(put, "b")
+    await writer.tx(put, "c")
+    assert await reader.read(owners) == ["a", "c"]
+    await reader.close()
+    await writer.close()
+
+
+# --- disks ---
+
+
+async def append(tx: Tx, session: int, body: str) -> None:
+    query = Query("test.append", "INSERT INTO usage (at, run_id, session_key, session_id, root_key, agent_id, input, "
+                  "output, cache_read, cache_write) VALUES (1, :body, '', '', '', '', :n, 0, 0, 0)")  # fmt: skip
+    await tx.do(query, n=session, body=body)
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G21")
+async def test_a_full_disk_changes_nothing_and_is_survived(tmp_path: Path) -> None:
+    store = await SqliteStore.open(tmp_path / NAME)
+    await store.tx(put, "before")
+    await store.tx(ask, LIMIT)  # SQLite takes the present size: not a page more
+    # One that fits the pages there are shares its batch with one that does not.
+    outcomes = await asyncio.gather(
+        store.tx(append, 1, "x"),
+        store.tx(append, 2, "x" * 500_000),
+        store.tx(put, "small"),
+        return_exceptions=True,
+    )
+    assert isinstance(outcomes[1], StoreFull)
+    assert "Free some disk space" in outcomes[1].hint
+    kept = {row["input"] for row in raw(tmp_path / NAME, "SELECT input FROM usage")}
+    assert kept == ({1} if outcomes[0] is None else set())  # what was told is what is so
+    assert ("small" in await store.read(owners)) == (outcomes[2] is None)
+    assert "before" in await store.read(owners)
+    await store.tx(ask, UNLIMIT)
+    await store.tx(append, 3, "x" * 500_000)
+    assert len(raw(tmp_path / NAME, "SELECT 1 FROM usage WHERE input = 3")) == 1
+    await store.close()
+    check_file(tmp_path / NAME)
+
+
+@contextmanager
+def unprivileged() -> Generator[None]:
+    """Root may write everywhere, so a test run as root becomes nobody for a while."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.fixture
+def open_path(tmp_path: Path) -> Generator[Path]:
+    """A directory that another user can reach; pytest's own are private."""
+    changed = [parent for parent in (tmp_path, *tmp_path.parents) if not parent.stat().st_mode & stat.S_IXOTH]
+    modes = {parent: parent.stat().st_mode for parent in changed}
+    for parent in changed:
+        parent.chmod(0o755)
+    yield tmp_path
+    for parent, mode in modes.items():
+        parent.chmod(mode)
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G21")
+async def test_a_directory_that_cannot_be_written_is_said_to_be_so(open_path: Path) -> None:
+    state = open_path / "state"
+    state.mkdir(mode=0o755)
+    state.chmod(0o555)
+    with unprivileged():
+        with pytest.raises(StoreReadOnly) as refused:
+            async with hosting(Config(), state):
+                pass
+        assert "--state-dir" in refused.value.hint
+        with pytest.raises(StoreReadOnly):
+            await SqliteStore.open(state / NAME)
+    assert list(state.iterdir()) == []
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G21")
+async def test_a_file_that_cannot_be_written_is_said_to_be_so(open_path: Path) -> None:
+    store = await SqliteStore.open(open_path / NAME)
+    await store.close()
+    (open_path / NAME).chmod(0o444)
+    with unprivileged(), pytest.raises(StoreReadOnly):
+        await SqliteStore.open(open_path / NAME)
+
+
+@pytest.mark.requirement("G21")
+def test_a_path_that_is_a_file_is_said_to_be_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("hello")
+    with pytest.raises(StoreError) as refused:
+        StateDir.own(tmp_path / "file")
+    assert refused.value.hint
+
+
+# --- damage ---
+
+
+async def filled(path: Path) -> None:
+    store = await SqliteStore.open(path)
+    for n in range(40):
+        await store.tx(append, n, "x" * 2000)
+    await store.close()
+
+
+def _noise(path: Path) -> None:
+    path.write_bytes(random.Random(1).randbytes(8192))
+
+
+def _text(path: Path) -> None:
+    path.write_text("Dear diary, this is not a database, and never was one. " * 40)
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _scribble(path: Path) -> None:
+    """A good header, and noise in every page after the first."""
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        for at in range(4096, size, 4096):
+            file.seek(at)
+            file.write(random.Random(at).randbytes(200))
+
+
+def _foreign(path: Path) -> None:
+    path.unlink()
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE recipes (name TEXT)")
+    connection.commit()
+    connection.close()
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G21")
+@pytest.mark.parametrize("damage", [_noise, _text, _truncate, _scribble, _foreign])
+async def test_what_is_not_ours_or_broken_is_refused_untouched(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    path = tmp_path / NAME
+    await filled(path)
+    damage(path)
+    before = path.read_bytes()
+    with pytest.raises(StoreDamaged) as refused:
+        await SqliteStore.open(path)
+    assert str(path) in str(refused.value) and refused.value.hint
+    assert path.read_bytes() == before
+    with pytest.raises(StoreDamaged):
+        check_file(path)
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G21")
+async def test_looking_where_nothing_is_creates_nothing(tmp_path: Path) -> None:
+    with pytest.raises(StoreError):
+        await SqliteStore.open(tmp_path / NAME, read_only=True)
+    with pytest.raises(StoreError):
+        check_file(tmp_path / NAME)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G45")
+async def test_a_file_from_the_future_is_refused_untouched(tmp_path: Path) -> None:
+    path = tmp_path / NAME
+    await filled(path)
+    raw(path, "PRAGMA user_version = 9999")
+    raw(path, "PRAGMA wal_checkpoint(TRUNCATE)")
+    before = path.read_bytes()
+    with pytest.raises(StoreNewer) as refused:
+        await SqliteStore.open(path)
+    assert refused.value.data["schema"] == 9999
+    assert path.read_bytes() == before
+
+
+# --- who may look ---
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G21")
+async def test_what_is_stored_is_private(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir(mode=0o755)
+    state.chmod(0o755)  # as somebody made it by hand
+    mask = os.umask(0)  # the least careful one
+    try:
+        async with hosting(Config(), state):
+            modes = {item.name: stat.S_IMODE(item.stat().st_mode) for item in state.iterdir()}
+    finally:
+        os.umask(mask)
+    assert stat.S_IMODE(state.stat().st_mode) == 0o700
+    assert {NAME, "lock"} <= modes.keys()
+    assert {name: mode for name, mode in modes.items() if mode & 0o077} == {}
+
+
+def test_a_directory_has_one_owner(tmp_path: Path) -> None:
+    with StateDir.own(tmp_path / "state"), pytest.raises(StoreLocked) as refused:
+        StateDir.own(tmp_path / "state")
+    assert str(os.getpid()) in str(refused.value)
+    StateDir.own(tmp_path / "state").close()  # and none when it has gone
+
+
+# --- SQL ---
+
+
+def topics() -> list[str]:
+    folder = resources.files("antiphon.store").joinpath("sql", "queries")
+    return sorted(item.name.removesuffix(".sql") for item in folder.iterdir() if item.name.endswith(".sql"))
+
+
+def used() -> set[str]:
+    """`topic.name` of every query that some module names, through whatever the module calls the topic."""
+    package = Path(antiphon.__file__).parent
+    sources = {path: path.read_text() for path in package.rglob("*.py")}
+    bound = re.compile(r"^(\w+) = Queries\(\"(\w+)\"\)", re.MULTILINE)
+    names: set[str] = set()
+    for path, source in sources.items():
+        module = path.stem
+        for variable, topic in bound.findall(source):
+            names |= {f"{topic}.{name}" for name in re.findall(rf"(?<![\w.]){variable}\.(\w+)", source)}
+            for other in sources.values():
+                if f"{module}.{variable}" in other:
+                    names |= {f"{topic}.{n}" for n in re.findall(rf"\b{module}\.{variable}\.(\w+)", other)}
+                if re.search(rf"from antiphon[\w.]*\.{module} import [^\n]*\b{variable}\b", other):
+                    names |= {f"{topic}.{n}" for n in re.findall(rf"(?<![\w.]){variable}\.(\w+)", other)}
+    return names
+
+
+def test_every_query_is_used_and_every_used_one_exists() -> None:
+    there = {f"{topic}.{name}" for topic in topics() for name in Queries(topic).names()}
+    named = {name for name in used() if not name.endswith(".names")}
+    assert named - there == set(), "these are used and not there"
+    assert there - named == set(), "these are there and not used"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("topic", topics())
+async def test_every_query_compiles(tmp_path: Path, topic: str) -> None:
+    await (await SqliteStore.open(tmp_path / NAME)).close()
+    connection = sqlite3.connect(tmp_path / NAME)
+    queries = Queries(topic)
+    for name in sorted(queries.names()):
+        query: Query = getattr(queries, name)
+        if "{" in query.text or not re.match(r"(?i)(select|insert|update|delete|with)\b", query.text):
+            continue  # a piece of a statement; the whole ones are compiled by the listing tests
+        params = dict.fromkeys(re.findall(r"(?<!:):(\w+)", query.text), 1)
+        try:
+            connection.execute(f"EXPLAIN {query.text}", params)
+        except sqlite3.Error as error:
+            pytest.fail(f"{query.name}: {error}")
+    connection.close()
+
+
+def test_a_missing_query_is_named() -> None:
+    with pytest.raises(AttributeError, match="no_such_query"):
+        _ = Queries("runs").no_such_query
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G22")
+@pytest.mark.parametrize(
+    "wish",
+    [
+        listing.Wish(limit=50),
+        listing.Wish(limit=50, kinds=("main", "cron")),
+        listing.Wish(limit=50, agents=["main", "other"], own_key="k", descendants=True),
+        listing.Wish(limit=50, label="l"),
+        listing.Wish(limit=50, parent="p"),
+        listing.Wish(limit=50, search="words"),
+        listing.Wish(limit=50, active_since=5, cursor=(9, "k"), archived=True),
+    ],
+)
+async def test_a_list_never_scans_the_sessions(tmp_path: Path, wish: listing.Wish) -> None:
+    await (await SqliteStore.open(tmp_path / NAME)).close()
+    query, params = listing.statement(wish)
+    plan = raw_plan(tmp_path / NAME, query.text, params)
+    scans = [line for line in plan if re.match(r"SCAN (s|sessions|parent|c)\b(?! USING)", line)]
+    assert scans == [], plan
+    assert not [line for line in plan if "SCAN" in line and "USING INDEX sessions" in line], plan
+
+
+def raw_plan(path: Path, sql: str, params: object) -> list[str]:
+    connection = sqlite3.connect(path)
+    try:
+        return [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {sql}", params)]  # pyright: ignore[reportArgumentType]
+    finally:
+        connection.close()
+
+
+# --- migrations ---
+
+
+def test_migrations_are_numbered_without_a_gap() -> None:
+    assert [m.version for m in migrations.migrations()] == list(range(1, len(migrations.migrations()) + 1))
+
+
+@pytest.mark.requirement("G45")
+def test_each_version_is_reached_from_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = sqlite3.connect(tmp_path / NAME, isolation_level=None)
+    known = migrations.migrations()
+    for count in range(1, len(known) + 1):
+        monkeypatch.setattr(migrations, "migrations", lambda upto=count: known[:upto])
+        migrations.migrate(connection)
+        assert migrations.version_of(connection) == count
+        migrations.migrate(connection)  # again changes nothing
+    assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+    connection.close()
+
+
+@pytest.mark.requirement("G45")
+def test_a_migration_that_fails_leaves_the_version_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connection = sqlite3.connect(tmp_path / NAME, isolation_level=None)
+    migrations.migrate(connection)
+    known = migrations.migrations()
+    present = known[-1].version
+    schema = connection.execute("SELECT * FROM sqlite_schema").fetchall()
+    broken = Migration(
+        present + 1, "broken", "CREATE TABLE half (id {ID});\nALTER TABLE nowhere ADD COLUMN x;\n"
+    )
+    monkeypatch.setattr(migrations, "migrations", lambda: [*known, broken])
+    with pytest.raises(sqlite3.OperationalError):
+        migrations.migrate(connection)
+    assert migrations.version_of(connection) == present
+    assert connection.execute("SELECT * FROM sqlite_schema").fetchall() == schema
+    mended = broken._replace(script="CREATE TABLE whole (id {ID}); -- a comment; with a semicolon\n")
+    monkeypatch.setattr(migrations, "migrations", lambda: [*known, mended])
+    migrations.migrate(connection)
+    assert migrations.version_of(connection) == present + 1
+    assert connection.execute("SELECT count(*) FROM whole").fetchone()[0] == 0
+    connection.close()

@@ -1,0 +1,91 @@
+"""What every event bus promises. Local now; NATS joins the list."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from antiphon.bus import Delta, Event, EventBus, Gap, SessionChanged
+from antiphon.bus.local import LocalBus
+
+pytestmark = pytest.mark.anyio
+
+BOUND = 10.0
+
+
+@pytest.fixture(params=[LocalBus])
+def bus(request: pytest.FixtureRequest) -> EventBus:
+    make: Callable[..., EventBus] = request.param
+    return make(buffer=4)
+
+
+def event(number: int) -> Event:
+    return Delta(run_id="r", number=number)
+
+
+async def test_each_listener_gets_each_event_of_its_topic_in_order(bus: EventBus) -> None:
+    async with (
+        bus.listen("session.1") as one,
+        bus.listen("session.1") as two,
+        bus.listen("session.2") as other,
+    ):
+        for number in range(3):
+            bus.publish("session.1", event(number))
+        bus.publish("session.2", event(9))
+        for listener in (one, two):
+            assert [await listener.get(BOUND) for _ in range(3)] == [event(n) for n in range(3)]
+        assert await other.get(BOUND) == event(9)
+        assert await other.get(0.001) is None
+
+
+async def test_listening_begins_with_the_context_and_ends_with_it(bus: EventBus) -> None:
+    bus.publish("t", event(0))
+    assert not bus.wanted("t")
+    async with bus.listen("t") as listener:
+        assert bus.wanted("t")
+        bus.publish("t", event(1))
+        assert await listener.get(BOUND) == event(1)
+        async with bus.listen("t"):
+            pass
+        assert bus.wanted("t")  # the other one has gone, this one is there
+    assert not bus.wanted("t")
+    bus.publish("t", event(2))
+
+
+async def test_a_listener_wakes_when_something_comes(bus: EventBus) -> None:
+    async with bus.listen("t") as listener:
+        waiting = asyncio.create_task(listener.get(BOUND))
+        await asyncio.sleep(0)
+        bus.publish("t", event(1))
+        assert await waiting == event(1)
+
+
+@pytest.mark.requirement("G38")
+async def test_who_cannot_keep_up_is_told_of_the_gap_and_delays_nobody(bus: EventBus) -> None:
+    """Whatever is dropped, a Gap stands in its place; what follows the Gap is in order and without a hole."""
+    async with bus.listen("t") as slow, bus.listen("t") as quick:
+        for number in range(50):
+            bus.publish("t", event(number))
+            assert await quick.get(BOUND) == event(number)
+        got: list[Event] = []
+        while (one := await slow.get(0.001)) is not None:
+            got.append(one)
+        assert Gap() in got
+        assert len(got) <= 5
+        after = got[len(got) - got[::-1].index(Gap()) :]
+        assert after == [event(n) for n in range(50 - len(after), 50)]
+        bus.publish("t", event(50))
+        assert await slow.get(BOUND) == event(50)
+
+
+async def test_a_wait_that_is_cancelled_takes_nothing(bus: EventBus) -> None:
+    async with bus.listen("t") as listener:
+        waiting = asyncio.create_task(listener.get(BOUND))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        bus.publish("t", SessionChanged(session_key="k", reason="r"))
+        assert await listener.get(BOUND) == SessionChanged(session_key="k", reason="r")

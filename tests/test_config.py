@@ -1,0 +1,1059 @@
+"""The config: what loads, what is refused and in which words, and that no secret is ever shown."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pyjson5
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from antiphon.config import (
+    REHEARSAL_REF,
+    Config,
+    Loaded,
+    Secret,
+    json_schema,
+    load,
+    locate,
+    parse,
+    secrets,
+)
+from antiphon.config.foreign import FOREIGN
+from antiphon.errors import ConfigError, NotFound, UnknownModel
+
+pytestmark = pytest.mark.requirement("C")
+
+SEND_POLICY = """
+{
+  "session": {
+    "sendPolicy": {
+      "rules": [
+        {
+          "match": { "channel": "discord", "chatType": "group" },
+          "action": "deny"
+        }
+      ],
+      "default": "allow"
+    }
+  }
+}
+"""
+
+SANDBOX = """
+{
+  agents: {
+    defaults: {
+      sandbox: {
+        // default: "spawned"
+        sessionToolsVisibility: "spawned" // or "all"
+      }
+    }
+  }
+}
+"""
+
+CONTRACT = """
+{ models: { providers: { local: { baseUrl: "http://127.0.0.1:9999/v1", apiKey: "x", api: "openai-completions",
+                                  models: [{ id: "m1" }] } } },
+  agents: { defaults: { model: { primary: "local/m1" } }, list: [{ id: "main", default: true }, { id: "helper" }] },
+  tools: { sessions: { visibility: "all" }, agentToAgent: { enabled: true } },
+  gateway: { port: 18789, auth: { token: "…" } } }
+"""
+
+FULL = """
+{
+  $schema: "./schema.json",
+  session: {
+    scope: "per-sender", mainKey: "main", dmScope: "per-channel-peer",
+    identityLinks: { ann: ["telegram:1", "discord:2"] },
+    sendPolicy: { rules: [{ action: "allow", match: { keyPrefix: "cron:", rawKeyPrefix: "agent:a:" } },
+                          { action: "deny" }] },
+    agentToAgent: { maxPingPongTurns: 0, maxHops: 3 },
+    threadBindings: { enabled: true, idleHours: 24, maxAgeHours: 0.5, spawnSessions: false },
+    reset: { mode: "daily", atHour: 4, idleMinutes: 60 },
+    resetByType: { direct: { mode: "idle", idleMinutes: 5 }, dm: {}, group: {}, thread: {} },
+    resetByChannel: { discord: { mode: "idle", idleMinutes: 5 } },
+    idleMinutes: 60, resetTriggers: ["/new"],
+    store: "~/s/{agentId}.json", maintenance: { mode: "warn", pruneAfter: "30d", maxEntries: 500 },
+    retention: { archiveAfterDays: 30, deleteArchivedAfterDays: null },
+    transcripts: { mirror: true }, announce: { locale: "pt" }, compat: { providerField: true },
+  },
+  agents: {
+    defaults: {
+      model: "p/one", instructions: "Be brief.", workspace: "~/w", timeoutSeconds: 60, maxConcurrent: 2, maxSteps: 9,
+      thinkingDefault: "low", compaction: { reserveTokens: 1, keepRecentTokens: 2 },
+      subagents: { maxConcurrent: 8, maxSpawnDepth: 2, maxChildrenPerAgent: 20, archiveAfterMinutes: 0,
+                   runTimeoutSeconds: 5, announceTimeoutMs: 90000,
+                   model: "p/two", thinking: "off", allowAgents: ["B"], requireAgentId: true,
+                   delegationMode: "prefer" },
+      sandbox: { mode: "non-main", sessionToolsVisibility: "all" },
+    },
+    list: [
+      { id: "Ann", default: true, name: "Ann", instructions: "", model: { primary: "p/two", fallbacks: ["p/one"] },
+        workspace: "/w", identity: { name: "A", emoji: "🦉", theme: "owl", avatar: "a.png" }, thinkingDefault: "high",
+        subagents: { allowAgents: ["*"], model: "p/one", thinking: "max" },
+        tools: { sessions: { visibility: "self", send: "agent", control: "tree" }, allow: ["x"], deny: ["y"] },
+        sandbox: { mode: "all" } },
+      { id: "b", runtime: { type: "function", target: "pkg.mod:answer" } },
+      { id: "c", runtime: { type: "embedded" } },
+    ],
+  },
+  tools: {
+    sessions: { visibility: "agent", send: "all" }, agentToAgent: { enabled: true, allow: ["Ann", "b*"] },
+    subagents: { tools: { allow: ["a"], alsoAllow: ["b"], deny: ["c"] } },
+    sessions_spawn: { attachments: { enabled: false, maxFiles: 1, maxFileBytes: 2, maxTotalBytes: 3,
+                                     retainOnSessionKeep: true } },
+    allow: ["group:sessions"], deny: ["z"],
+  },
+  models: {
+    mode: "merge",
+    providers: {
+      p: { baseUrl: "https://example.org/v1", apiKey: { env: "ANTIPHON_TEST_KEY" }, api: "anthropic-messages",
+           headers: { "x-team": "blue", "x-key": { file: "key" } },
+           models: [{ id: "one", name: "One", contextWindow: 1000, maxTokens: 10, reasoning: true,
+                      input: ["text", "image"],
+                      cost: { input: 3, output: 15.5, cacheRead: 0, cacheWrite: 0 }, api: "openai-responses" },
+                    { id: "two" }, { id: "org/three" }] },
+    },
+  },
+  channels: { telegram: { botToken: "t", allowFrom: [1] } },
+  gateway: {
+    port: 0, bind: "custom", customBindHost: "10.0.0.1",
+    auth: { mode: "password", token: { exec: ["pass", "show", "x"] }, password: "${GATEWAY_PASSWORD}" },
+    tools: { allow: ["sessions_send"], deny: ["cron"] },
+    http: { endpoints: { chatCompletions: { enabled: true }, responses: { enabled: true } } },
+    controlUi: { enabled: false, basePath: "/ui", allowedOrigins: ["https://a"] },
+  },
+  hooks: { enabled: true, token: "h", path: "/h", defaultSessionKey: "hook:x", allowRequestSessionKey: true,
+           allowedSessionKeyPrefixes: ["hook:"], allowedAgentIds: ["b"] },
+  cron: { enabled: false, maxConcurrentRuns: 2 },
+  store: { url: "postgresql://u:pw@db/x", synchronous: "normal", messageMaxBytes: 2048, laneMaxQueued: 5 },
+  bus: { url: "redis://localhost" },
+}
+"""
+
+RELATED = """
+{
+  meta: { lastTouchedVersion: "1" }, wizard: {}, env: { vars: { A: "b" } }, messages: { queue: { mode: "collect" } },
+  plugins: { entries: {} }, skills: {}, browser: { enabled: false }, logging: { level: "info" }, bindings: [],
+  agents: { defaults: { workspace: "~/w", contextPruning: { mode: "off" }, compaction: { mode: "safeguard" },
+                        sandbox: { mode: "off", docker: { image: "x" } } },
+            list: [{ id: "main", agentDir: "x", heartbeat: { every: "30m" }, tools: { profile: "full", exec: {} } }] },
+  tools: { profile: "coding", web: { search: { enabled: true } }, exec: { ask: "off" } },
+  models: { providers: { p: { baseUrl: "http://h/v1", authHeader: true, models: [{ id: "m", compat: {} }] } } },
+  gateway: { mode: "local", tailscale: { mode: "off" }, auth: { mode: "token", token: "x", rateLimit: {} },
+             controlUi: { allowInsecureAuth: true }, http: { endpoints: { responses: { maxBodyBytes: 1 } } } },
+  hooks: { mappings: [] }, cron: { store: "x" },
+}
+"""
+
+EXAMPLES = {
+    "send policy": SEND_POLICY,
+    "older send policy": SEND_POLICY.replace("channel", "surface"),
+    "sandbox": SANDBOX,
+    "contract": CONTRACT,
+    "full": FULL,
+    "empty": "{}",
+}
+
+SENTINEL = "s3cr3t-Qx7"
+
+
+def refused(raw: object) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        parse(raw)
+    return caught.value
+
+
+def written(directory: Path, text: str, mode: int = 0o600) -> Path:
+    path = directory / "config.json5"
+    path.write_text(text, encoding="utf-8")
+    path.chmod(mode)
+    return path
+
+
+# Loading
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_documented_examples_load(name: str, tmp_path: Path) -> None:
+    loaded = load(written(tmp_path, EXAMPLES[name]))
+
+    assert loaded.path == tmp_path / "config.json5"
+    assert not [text for text in loaded.warnings if "does not have" in text]
+
+
+def test_send_policy_is_read_under_both_names() -> None:
+    for text in (
+        SEND_POLICY,
+        SEND_POLICY.replace("channel", "surface"),
+        SEND_POLICY.replace("group", "room"),
+    ):
+        [rule] = parse(pyjson5.decode(text))[0].session.send_policy.rules
+        assert (rule.action, rule.match.channel_name) == ("deny", "discord")
+        assert rule.match.chat_type == ("channel" if "room" in text else "group")
+
+
+def test_contract_example_means_what_it_says() -> None:
+    config, warnings = parse(pyjson5.decode(CONTRACT))
+
+    assert warnings == ()
+    assert (config.default_agent_id, config.agent_ids) == ("main", ("main", "helper"))
+    assert config.model_ref("helper") == "local/m1"
+    assert config.agent("helper").tools.visibility == "all"
+    assert config.gateway.auth.token is not None
+    assert config.gateway.auth.token.reveal() == "…"
+
+
+def test_defaults_of_the_contract() -> None:
+    config = Config()
+
+    assert config.session.agent_to_agent.max_ping_pong_turns == 5
+    assert config.session.agent_to_agent.max_hops == 12
+    assert (config.session.reset, config.session.idle_minutes, config.session.reset_by_channel) == (
+        None,
+        None,
+        {},
+    )
+    assert config.session.retention.archive_after_days is None
+    assert config.session.retention.delete_archived_after_days is None
+    assert config.tools.sessions.visibility == "tree"
+    assert not config.tools.agent_to_agent.enabled
+    subagents = config.agents.defaults.subagents
+    assert (subagents.max_spawn_depth, subagents.max_children_per_agent) == (1, 5)
+    assert (subagents.archive_after_minutes, subagents.run_timeout_seconds) == (60, 0)
+    attachments = config.tools.sessions_spawn.attachments
+    assert (attachments.max_files, attachments.max_file_bytes, attachments.max_total_bytes) == (
+        50,
+        2**20,
+        5 * 2**20,
+    )
+    assert (config.gateway.port, config.gateway.bind) == (18789, "loopback")
+    assert (config.store.synchronous, config.store.message_max_bytes) == ("full", 2**20)
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Config().session.scope = "global"
+
+
+def test_settings_without_effect_are_told() -> None:
+    warnings = " ".join(parse(pyjson5.decode(FULL))[1])
+
+    assert "'session.store' has no effect" in warnings
+    assert "'session.maintenance' has no effect" in warnings
+
+
+# Parts that belong to others
+
+
+def test_config_of_a_related_gateway_loads_with_a_warning_for_each_foreign_part() -> None:
+    raw = pyjson5.decode(RELATED)
+    config, warnings = parse(raw)
+
+    named = {match[1] for text in warnings if (match := re.match(r"'([^']+)' belongs to a part", text))}
+    assert {"messages", "agents.list[0].heartbeat", "models.providers.p.authHeader", "gateway.mode"} <= named
+    assert "models.providers.p.models[0].compat" in named
+    assert len(warnings) == len(named) == 28
+    assert config.agents.defaults.workspace == "~/w"
+    assert raw == pyjson5.decode(RELATED)
+
+
+def test_no_key_is_both_ours_and_foreign() -> None:
+    schema = json_schema()
+    for place, keys in FOREIGN.items():
+        node = schema
+        for step in place.split(".") if place else ():
+            inner = {"*": "additionalProperties", "[]": "items"}
+            node = node[inner[step]] if step in inner else node["properties"][step]
+            node = schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+        assert not keys & node["properties"].keys(), place
+
+
+def test_misspelt_foreign_section_is_an_error() -> None:
+    assert refused({"mesages": {}}).data["path"] == "mesages"
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("raw", "path", "instead"),
+    [
+        ({"session": {"dmScoop": "main"}}, "session.dmScoop", "session.dmScope"),
+        ({"gatway": {}}, "gatway", "gateway"),
+        ({"session": {"dm_scope": "main"}}, "session.dm_scope", "session.dmScope"),
+        (
+            {"agents": {"list": [{"id": "a"}, {"id": "b", "modle": "x"}]}},
+            "agents.list[1].modle",
+            "agents.list[1].model",
+        ),
+        ({"gateway": {"auth": {"tokn": "x"}}}, "gateway.auth.tokn", "gateway.auth.token"),
+        (
+            {"models": {"providers": {"models": {"apikey": "x"}}}},
+            "models.providers.models.apikey",
+            "models.providers.models.apiKey",
+        ),
+        (
+            {"session": {"resetByChannel": {"x": {"athour": 1}}}},
+            "session.resetByChannel.x.athour",
+            "session.resetByChannel.x.atHour",
+        ),
+    ],
+)
+def test_unknown_key_is_named_with_the_nearest(raw: object, path: str, instead: str) -> None:
+    error = refused(raw)
+
+    assert error.data["path"] == path
+    assert f"Key {path!r} is not known." in str(error)
+    assert f"Did you mean {instead!r}?" in error.hint
+
+
+def test_unknown_key_lists_the_valid_ones_when_nothing_is_near() -> None:
+    assert "Valid keys here: 'enabled', 'maxConcurrentRuns'." in refused({"cron": {"zzz": 1}}).hint
+
+
+@pytest.mark.parametrize(
+    ("raw", "path", "says"),
+    [
+        (
+            {"session": {"agentToAgent": {"maxPingPongTurns": 6}}},
+            "session.agentToAgent.maxPingPongTurns",
+            "at most 5; 6 was",
+        ),
+        (
+            {"session": {"agentToAgent": {"maxPingPongTurns": -1}}},
+            "session.agentToAgent.maxPingPongTurns",
+            "at least 0; -1",
+        ),
+        (
+            {"session": {"agentToAgent": {"maxHops": "3"}}},
+            "session.agentToAgent.maxHops",
+            "a whole number; '3'",
+        ),
+        ({"session": {"scope": "x"}}, "session.scope", "'per-sender' or 'global'; 'x'"),
+        ({"session": {"resetTriggers": "/new"}}, "session.resetTriggers", "a list; text"),
+        (
+            {"session": {"retention": {"archiveAfterDays": 0}}},
+            "session.retention.archiveAfterDays",
+            "more than 0; 0",
+        ),
+        (
+            {"session": {"retention": {"archiveAfterDays": float("inf")}}},
+            "session.retention.archiveAfterDays",
+            "finite",
+        ),
+        ({"cron": {"enabled": 1}}, "cron.enabled", "true or false; 1"),
+        (
+            {"cron": {"maxConcurrentRuns": 10**5000}},
+            "cron.maxConcurrentRuns",
+            "at most 1,000,000,000; a number",
+        ),
+        ({"agents": []}, "agents", "an object; a list"),
+        ({"agents": {"defaults": {"model": 5}}}, "agents.defaults.model", "'provider/model'"),
+        ({"agents": {"list": [{"name": "x"}]}}, "agents.list[0].id", "is missing"),
+        ({"agents": {"list": [{"id": "a b"}]}}, "agents.list[0].id", "an agent id"),
+        ({"agents": {"list": [{"id": "é"}]}}, "agents.list[0].id", "an agent id"),
+        (
+            {"agents": {"list": [{"id": "a", "runtime": {"type": "acp"}}]}},
+            "agents.list[0].runtime.type",
+            "'function'; 'acp'",
+        ),
+        (
+            {"models": {"providers": {"p": {"baseUrl": "ftp://x"}}}},
+            "models.providers.p.baseUrl",
+            "of the form",
+        ),
+        ({"channels": {"x": 5}}, "channels.x", "an object; a number"),
+    ],
+)
+def test_wrong_value_names_path_allowed_and_given(raw: object, path: str, says: str) -> None:
+    before = copy.deepcopy(raw)
+    error = refused(raw)
+
+    assert error.data["path"] == path
+    assert says in str(error)
+    assert raw == before
+
+
+@pytest.mark.parametrize(
+    ("raw", "path", "says"),
+    [
+        ({"agents": {"list": [{"id": "A"}, {"id": "a"}]}}, "agents.list[1].id", "'a' is used by both"),
+        (
+            {"agents": {"list": [{"id": "a", "default": True}, {"id": "b", "default": True}]}},
+            "agents.list[1].default",
+            "More than one",
+        ),
+        ({"agents": {"defaults": {"model": "x/y"}}}, "agents.defaults.model", "'x/y'"),
+        (
+            {"agents": {"defaults": {"subagents": {"model": "x/y"}}}},
+            "agents.defaults.subagents.model",
+            "'x/y'",
+        ),
+        (
+            {"agents": {"list": [{"id": "a", "model": {"primary": REHEARSAL_REF, "fallbacks": ["x/y"]}}]}},
+            "agents.list[0].model",
+            "'x/y'",
+        ),
+        (
+            {"agents": {"list": [{"id": "a", "runtime": {"type": "function"}}]}},
+            "agents.list[0].runtime.target",
+            "'target'",
+        ),
+        ({"models": {"providers": {"rehearsal": {}}}}, "models.providers.rehearsal", "reserved"),
+        ({"models": {"providers": {"a/b": {}}}}, "models.providers.a/b", "'/'"),
+        (
+            {"models": {"providers": {"p": {"models": [{"id": "m"}, {"id": "m"}]}}}},
+            "models.providers.p.models",
+            "twice",
+        ),
+        ({"gateway": {"bind": "lan", "auth": {"mode": "none"}}}, "gateway.auth.mode", "loopback"),
+        ({"gateway": {"bind": "custom"}}, "gateway.customBindHost", "not set"),
+        ({"gateway": {"auth": {"mode": "password"}}}, "gateway.auth.password", "not set"),
+        ({"hooks": {"enabled": True}}, "hooks.token", "not set"),
+        (
+            {
+                "session": {
+                    "sendPolicy": {"rules": [{"action": "deny", "match": {"channel": "a", "surface": "b"}}]}
+                }
+            },
+            "session.sendPolicy.rules[0].match.surface",
+            "differ",
+        ),
+    ],
+)
+def test_contradiction_is_refused(raw: object, path: str, says: str) -> None:
+    error = refused(raw)
+
+    assert error.data["path"] == path
+    assert says in str(error)
+    assert error.hint
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    error = refused({"session": {"scope": "x", "dmScoop": 1}, "cron": {"enabled": 0}})
+
+    everything = [str(error), *error.data["problems"]]
+    assert "(2 more in the same config.)" in str(error)
+    assert len(error.data["problems"]) == 2
+    assert all(
+        any(path in text for text in everything)
+        for path in ("session.scope", "session.dmScoop", "cron.enabled")
+    )
+
+
+# Files
+
+
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ("{a: 1,\n b: }", "line 2, column 5"),
+        ("{} x", "line 1, column 4"),
+        ('{\n  a: "x', "line 2, column 6"),
+        ("", "line 1, column 1"),
+        ("[" * 100, "nested too deeply"),
+    ],
+)
+def test_syntax_error_gives_line_and_column(text: str, where: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not JSON5") as caught:
+        load(written(tmp_path, text))
+    assert where in str(caught.value)
+
+
+def test_document_must_be_an_object(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not an object"):
+        load(written(tmp_path, "[1]"))
+
+
+def test_file_must_be_small_readable_text(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="larger than"):
+        load(written(tmp_path, " " * (2**20 + 1)))
+    (tmp_path / "binary").write_bytes(b'{a: "\xff"}')
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load(tmp_path / "binary")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(Path("a\0b"))
+
+
+def test_byte_order_mark_is_ignored(tmp_path: Path) -> None:
+    assert load(written(tmp_path, "\ufeff{cron: {enabled: false}}")).config.cron.enabled is False
+
+
+def test_missing_file_is_an_error_only_when_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = tmp_path / "none.json5"
+    with pytest.raises(ConfigError, match="does not exist"):
+        load(missing)
+    assert load(missing, required=False) == Loaded(Config(), None, ())
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("ANTIPHON_STATE_DIR", raising=False)
+    monkeypatch.delenv("ANTIPHON_CONFIG", raising=False)
+    assert load(None).path is None
+    monkeypatch.setenv("ANTIPHON_CONFIG", str(missing))
+    with pytest.raises(ConfigError, match="does not exist"):
+        load(None)
+
+
+def test_readable_file_with_secrets_gets_a_warning(tmp_path: Path) -> None:
+    plain, reference = "{hooks: {token: 'x'}}", "{hooks: {token: {env: 'X'}}}"
+
+    assert "chmod 600" in load(written(tmp_path, plain, 0o644)).warnings[0]
+    assert load(written(tmp_path, plain, 0o600)).warnings == ()
+    assert load(written(tmp_path, reference, 0o644)).warnings == ()
+
+
+def test_paths_prefer_flags_then_environment_then_home() -> None:
+    home = {"HOME": "/h"}
+    environ = {**home, "ANTIPHON_CONFIG": "/e/c.json5", "ANTIPHON_STATE_DIR": "/e/state"}
+
+    default = locate(None, None, home)
+    assert (str(default.config), default.config_explicit) == ("/h/.antiphon/config.json5", False)
+    assert str(default.state_dir) == "/h/.antiphon"
+
+    named = locate(None, None, environ)
+    assert (str(named.config), named.config_explicit, str(named.state_dir)) == (
+        "/e/c.json5",
+        True,
+        "/e/state",
+    )
+
+    flagged = locate("~/c.json5", "/f", environ)
+    assert (str(flagged.config), flagged.config_explicit, str(flagged.state_dir)) == (
+        "/h/c.json5",
+        True,
+        "/f",
+    )
+
+    moved = locate("", "/f", home)
+    assert (str(moved.config), moved.config_explicit) == ("/f/config.json5", False)
+    assert locate("c.json5", None, home).config == Path.cwd() / "c.json5"
+
+
+# Questions
+
+
+def test_agent_is_merged_with_the_defaults() -> None:
+    config, _ = parse(pyjson5.decode(FULL))
+    ann, b = config.agent("ann"), config.agent("b")
+
+    assert config.agent_ids == ("ann", "b", "c")
+    assert (ann.instructions, b.instructions) == ("", "Be brief.")
+    assert (ann.thinking_default, b.thinking_default) == ("high", "low")
+    assert (ann.workspace, b.workspace) == ("/w", "~/w")
+    assert ann.subagents.model is not None
+    assert (ann.subagents.model.primary, ann.subagents.thinking, ann.subagents.max_spawn_depth) == (
+        "p/one",
+        "max",
+        2,
+    )
+    assert (ann.subagents.allow_agents, b.subagents.allow_agents) == (("*",), ("b",))
+    assert (ann.sandbox.mode, ann.sandbox.session_tools_visibility, b.sandbox.mode) == (
+        "all",
+        "all",
+        "non-main",
+    )
+    assert (ann.tools.allow, ann.tools.deny) == ((("group:sessions",), ("x",)), ("z", "y"))
+    assert (b.runtime.type, b.runtime.target, config.agent("c").runtime.type) == (
+        "function",
+        "pkg.mod:answer",
+        "model",
+    )
+    assert (config.model_ref("ann"), config.model_ref("b")) == ("p/two", "p/one")
+
+
+@pytest.mark.requirement("V1")
+@pytest.mark.parametrize(
+    ("general", "own", "reach"),
+    [
+        ({}, {}, ("tree", "tree", "tree")),
+        ({"visibility": "all"}, {}, ("all", "all", "tree")),
+        ({"visibility": "self"}, {}, ("self", "self", "self")),
+        ({"visibility": "self", "send": "all"}, {}, ("self", "all", "self")),
+        (
+            {"visibility": "all", "send": "all", "control": "tree"},
+            {"visibility": "self"},
+            ("self", "self", "self"),
+        ),
+        ({"visibility": "all", "control": "self"}, {"send": "tree"}, ("all", "tree", "self")),
+    ],
+)
+def test_reach_of_session_tools_is_decided_by_the_nearest_level(
+    general: dict[str, str], own: dict[str, str], reach: tuple[str, str, str]
+) -> None:
+    raw = {"tools": {"sessions": general}, "agents": {"list": [{"id": "a", "tools": {"sessions": own}}]}}
+    rules = parse(raw)[0].agent("a").tools
+
+    assert (rules.visibility, rules.send, rules.control) == reach
+
+
+def test_default_agent_is_the_marked_one_else_the_first_else_main() -> None:
+    assert Config().default_agent_id == "main"
+    assert Config().agent("main").timeout_seconds == 172_800
+    assert parse({"agents": {"list": [{"id": "x"}, {"id": "y"}]}})[0].default_agent_id == "x"
+    assert parse({"agents": {"list": [{"id": "x"}, {"id": "y", "default": True}]}})[0].default_agent_id == "y"
+
+
+def test_unknown_agent_lists_the_known_ones() -> None:
+    config, _ = parse({"agents": {"list": [{"id": "alpha"}, {"id": "beta"}]}})
+    with pytest.raises(NotFound, match="Did you mean 'alpha'") as caught:
+        config.agent("alhpa")
+    assert "'beta'" in caught.value.hint
+
+
+def test_model_falls_back_to_the_first_there_is_then_to_the_rehearsal() -> None:
+    assert Config().model_ref("main") == REHEARSAL_REF == "rehearsal/rehearsal"
+    config, _ = parse({"models": {"providers": {"empty": {}, "p": {"models": [{"id": "m"}]}}}})
+    assert config.model_ref("main") == "p/m"
+
+
+def test_models_are_found_by_reference() -> None:
+    config, _ = parse(pyjson5.decode(FULL))
+
+    name, provider, model = config.find_model("p/org/three")
+    assert (name, provider.api, model.id) == ("p", "anthropic-messages", "org/three")
+    assert config.find_model(REHEARSAL_REF).model.id == "rehearsal"
+    with pytest.raises(UnknownModel, match="Did you mean 'p/two'"):
+        config.find_model("p/tow")
+    with pytest.raises(UnknownModel, match=r"Valid models: .*'p/one'"):
+        config.find_model("")
+
+
+# Several people in one session
+
+
+@pytest.mark.requirement("K7", "G34")
+@pytest.mark.parametrize(
+    ("channels", "session", "warned"),
+    [
+        ({"telegram": {"allowFrom": [1, 2]}}, {}, True),
+        ({"telegram": {"allowFrom": ["*"]}}, {}, True),
+        ({"telegram": {"dmPolicy": "open"}}, {}, True),
+        ({"telegram": {"allowFrom": [1]}, "discord": {"dm": {"allowFrom": ["2"]}}}, {}, True),
+        ({"telegram": {"accounts": {"a": {"allowFrom": [1]}, "b": {"allowFrom": [2]}}}}, {}, True),
+        ({"telegram": {"allowFrom": [1, 2]}}, {"dmScope": "per-peer"}, False),
+        ({"telegram": {"allowFrom": [1, 2], "enabled": False}}, {}, False),
+        ({"telegram": {"allowFrom": [1]}}, {}, False),
+        ({"telegram": {}}, {}, False),
+        (
+            {"telegram": {"allowFrom": [1]}, "discord": {"allowFrom": [2]}},
+            {"identityLinks": {"ann": ["telegram:1", "discord:2"]}},
+            False,
+        ),
+    ],
+)
+def test_one_session_for_several_senders_is_warned_of(
+    channels: dict[str, Any], session: dict[str, Any], warned: bool
+) -> None:
+    _, warnings = parse({"channels": channels, "session": session})
+
+    assert [text for text in warnings if "'session.dmScope' is 'main'" in text] == list(warnings)
+    assert bool(warnings) is warned
+
+
+# Secrets
+
+SECRET_PLACES: list[Callable[[object], dict[str, Any]]] = [
+    lambda secret: {"gateway": {"auth": {"token": secret}}},
+    lambda secret: {"gateway": {"auth": {"password": secret}}},
+    lambda secret: {"hooks": {"token": secret}},
+    lambda secret: {"models": {"providers": {"p": {"apiKey": secret}}}},
+    lambda secret: {"models": {"providers": {"p": {"headers": {"authorization": secret}}}}},
+    lambda secret: {"store": {"url": secret}},
+    lambda secret: {"bus": {"url": secret}},
+    lambda secret: {"channels": {"telegram": {"botToken": secret}}},
+]
+
+
+def shown(config: Config) -> str:
+    views = (
+        repr(config),
+        str(config),
+        config.model_dump_json(),
+        repr(config.model_dump()),
+        str(dict(config)["gateway"]),
+    )
+    return "\n".join(views)
+
+
+@given(
+    place=st.sampled_from(SECRET_PLACES),
+    tail=st.text(alphabet=st.characters(exclude_categories=["Cs", "Cc"]), max_size=30),
+    other=st.sampled_from(["scope", "dmScoop"]),
+)
+def test_no_secret_is_ever_shown(place: Callable[[object], dict[str, Any]], tail: str, other: str) -> None:
+    secret = SENTINEL + tail
+    config, warnings = parse(place(secret))
+
+    assert SENTINEL not in shown(config) + "\n".join(warnings)
+    error = refused({**place(secret), "session": {other: "x"}})
+    assert SENTINEL not in "".join(traceback.format_exception(error)) + repr(error.data)
+
+
+@pytest.mark.parametrize("index", range(len(SECRET_PLACES)))
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        [SENTINEL],
+        {"envv": SENTINEL},
+        {"env": SENTINEL, "file": SENTINEL},
+        {"env": [SENTINEL]},
+        {"exec": SENTINEL, "x": 1},
+        {"exec": [SENTINEL, 5]},
+        {"exec": []},
+        {"file": SENTINEL + "\0"},
+        "",
+        5,
+        None,
+        True,
+    ],
+)
+def test_wrong_secret_is_refused_without_showing_it(index: int, wrong: object) -> None:
+    raw = SECRET_PLACES[index](wrong)
+    if "channels" in raw or (wrong is None and "headers" not in str(raw)):
+        parse(raw)
+        return
+    error = refused(raw)
+    assert "a secret: text, {env" in str(error)
+    assert SENTINEL not in "".join(traceback.format_exception(error)) + repr(error.data)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"gateway": {"auth": SENTINEL}},
+        {"gateway": {"auth": {"mode": SENTINEL}}},
+        {"gateway": {"auth": {"tokn": SENTINEL}}},
+        {"gateway": SENTINEL},
+        {"models": {"providers": {"p": SENTINEL}}},
+        {"models": {"providers": {"p": {"baseUrl": SENTINEL}}}},
+        {"models": {"providers": {"models": {"baseUrl": SENTINEL}}}},
+        {"models": {"providers": {"p": {"headers": SENTINEL}}}},
+        {"models": {"providers": {"p": {"headers": [SENTINEL]}}}},
+        {"hooks": {"path": SENTINEL}},
+        {"channels": {"telegram": SENTINEL}},
+        {"channels": SENTINEL},
+        {"store": {"synchronous": SENTINEL}},
+    ],
+)
+def test_secret_in_the_wrong_place_is_not_shown_either(raw: object) -> None:
+    error = refused(raw)
+
+    assert SENTINEL not in "".join(traceback.format_exception(error)) + repr(error.data)
+
+
+def test_syntax_error_does_not_show_the_document(tmp_path: Path) -> None:
+    path = written(tmp_path, f"{{hooks: {{token: '{SENTINEL}'}}, !}}")
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert SENTINEL not in "".join(traceback.format_exception(caught.value))
+    assert caught.value.__context__ is None
+
+
+def test_secret_masks_itself() -> None:
+    secret = Secret.parse(SENTINEL)
+
+    assert (str(secret), repr(secret), f"{secret}") == ("***", "Secret(text)", "***")
+    assert secret == Secret.parse(SENTINEL) != Secret.parse("other")
+    assert hash(secret) == hash(Secret.parse(SENTINEL))
+    assert copy.deepcopy(secret).reveal() == SENTINEL
+
+
+def test_secret_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    forms: list[object] = [
+        {"env": "ANTIPHON_T"},
+        "${ANTIPHON_T}",
+        {"source": "env", "provider": "default", "id": "ANTIPHON_T"},
+    ]
+    for form in forms:
+        secret = Secret.parse(form)
+        monkeypatch.delenv("ANTIPHON_T", raising=False)
+        with pytest.raises(ConfigError, match=r"'ANTIPHON_T'.* is not set"):
+            secret.reveal()
+        monkeypatch.setenv("ANTIPHON_T", SENTINEL)
+        assert secret.reveal() == SENTINEL
+
+
+def test_secret_from_a_file_beside_the_config(tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(SENTINEL.encode() + b"\r\n")
+    (tmp_path / "key").chmod(0o600)
+    loaded = load(written(tmp_path, "{hooks: {token: {file: 'key'}}}"))
+
+    assert loaded.config.hooks.token is not None
+    assert loaded.config.hooks.token.reveal() == SENTINEL
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o660, 0o604, 0o601])
+def test_secret_file_that_others_can_use_is_refused(mode: int, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text(SENTINEL)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match=f"mode {mode:04o}") as caught:
+        Secret.parse({"file": str(path)}).reveal()
+    assert "chmod 600" in caught.value.hint
+    assert SENTINEL not in str(caught.value)
+
+
+def test_secret_file_has_to_be_a_small_text(tmp_path: Path) -> None:
+    def reason(content: bytes) -> str:
+        (tmp_path / "key").write_bytes(content)
+        (tmp_path / "key").chmod(0o600)
+        with pytest.raises(ConfigError) as caught:
+            Secret.parse({"file": "key"}, tmp_path).reveal()
+        assert SENTINEL not in "".join(traceback.format_exception(caught.value))
+        return str(caught.value)
+
+    assert "larger than 65536" in reason(SENTINEL.encode() * 10_000)
+    assert "empty or not UTF-8" in reason(SENTINEL.encode() + b"\xff")
+    assert "empty or not UTF-8" in reason(b"\n")
+
+
+def test_secret_file_has_to_be_a_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for name, why in (("pipe", "not a regular file"), ("none", "No such file"), ("/", "Is a directory")):
+        with pytest.raises(ConfigError, match=why):
+            Secret.parse({"file": name}, tmp_path).reveal()
+
+
+def command(code: str) -> Secret:
+    return Secret.parse({"exec": [sys.executable, "-c", code]})
+
+
+def test_secret_from_a_command_is_its_first_line(tmp_path: Path) -> None:
+    assert command(f"print('{SENTINEL}'); print('more')").reveal() == SENTINEL
+    # No shell: what looks like shell syntax is an argument.
+    assert Secret.parse({"exec": ["echo", "$HOME; true"]}).reveal() == "$HOME; true"
+    (tmp_path / "here").touch()
+    assert Secret.parse({"exec": ["ls"]}, tmp_path).reveal() == "here"
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (f"print('{SENTINEL}'); raise SystemExit(3)", "ended with status 3"),
+        (f"print('{SENTINEL}' * 10_000)", "printed more than"),
+        ("print()", "empty"),
+        (f"import sys; sys.stdout.buffer.write(b'{SENTINEL}\\xff')", "not UTF-8"),
+    ],
+)
+def test_failing_secret_command_shows_nothing_of_its_output(code: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        command(code).reveal()
+    assert SENTINEL not in "".join(traceback.format_exception(caught.value)) + repr(caught.value.data)
+
+
+def test_missing_secret_command_is_told() -> None:
+    with pytest.raises(ConfigError, match="cannot be started"):
+        Secret.parse({"exec": ["/nonexistent/command"]}).reveal()
+
+
+def ended(pid: int) -> bool:
+    """Whether a process is gone, given it a moment to die of the signal it was sent."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    ready, _, _ = select.select([descriptor], [], [], 10)
+    os.close(descriptor)
+    return bool(ready)
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_secret_command_that_hangs_is_ended(
+    detached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "never")
+    hang = 'sh -c "echo \\$\\$ > pid; exec cat never"'
+    monkeypatch.setattr(secrets, "EXEC_TIMEOUT", 1.0)
+    # A child of the command that keeps the output open must not keep us waiting either.
+    secret = Secret.parse({"exec": ["sh", "-c", f"{hang} &" if detached else hang]}, tmp_path)
+
+    with pytest.raises(ConfigError, match=r"did not finish within 1 s"):
+        secret.reveal()
+    assert ended(int((tmp_path / "pid").read_text()))
+
+
+# The published schema
+
+
+def fits(value: object, schema: dict[str, Any], root: dict[str, Any]) -> bool:
+    """As much of JSON Schema as ours uses."""
+    if "$ref" in schema:
+        schema = root["$defs"][schema["$ref"].rpartition("/")[2]]
+    if "anyOf" in schema:
+        return any(fits(value, option, root) for option in schema["anyOf"])
+    return value in schema.get("enum", [value]) and _type_fits(value, schema, root)
+
+
+def _type_fits(value: object, schema: dict[str, Any], root: dict[str, Any]) -> bool:
+    match value:
+        case None | bool():
+            return schema.get("type", "any") in ("any", "null" if value is None else "boolean")
+        case str():
+            return _text_fits(value, schema)
+        case int() | float():
+            return _number_fits(value, schema)
+        case list():
+            items = cast("list[object]", value)
+            return schema.get("type") == "array" and all(fits(item, schema["items"], root) for item in items)
+        case _:
+            return _object_fits(cast("dict[str, object]", value), schema, root)
+
+
+def _text_fits(value: str, schema: dict[str, Any]) -> bool:
+    pattern = schema.get("pattern", "")
+    long_enough = len(value) >= schema.get("minLength", 0)
+    return schema.get("type", "string") == "string" and long_enough and bool(re.search(pattern, value))
+
+
+def _number_fits(value: float, schema: dict[str, Any]) -> bool:
+    if schema.get("type") not in (None, "number", "integer" if isinstance(value, int) else "number"):
+        return False
+    return schema.get("minimum", value) <= value <= schema.get("maximum", value)
+
+
+def _object_fits(value: dict[str, object], schema: dict[str, Any], root: dict[str, Any]) -> bool:
+    known: dict[str, Any] = schema.get("properties", {})
+    others: Any = schema.get("additionalProperties", True)
+    if schema.get("type", "object") != "object" or not set(schema.get("required", ())) <= value.keys():
+        return False
+    rules = {key: known.get(key, others) for key in value}
+    return all(
+        rule if isinstance(rule, bool) else fits(value[key], rule, root) for key, rule in rules.items()
+    )
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_schema_accepts_the_examples(name: str) -> None:
+    schema = json_schema()
+    assert fits(pyjson5.decode(EXAMPLES[name]), schema, schema)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"session": {"dmScoop": 1}},
+        {"session": {"scope": "x"}},
+        {"session": {"agentToAgent": {"maxPingPongTurns": 6}}},
+        {"agents": {"list": [{"name": "x"}]}},
+        {"hooks": {"token": {"envv": "x"}}},
+        {"agents": {"defaults": {"model": {"primary": 5}}}},
+    ],
+)
+def test_schema_refuses_what_the_loader_refuses(raw: dict[str, Any]) -> None:
+    schema = json_schema()
+    assert not fits(raw, schema, schema)
+    refused(raw)
+
+
+def test_schema_has_titles_and_descriptions_and_is_json() -> None:
+    schema = json.loads(json.dumps(json_schema()))
+
+    assert (schema["title"], schema["$schema"][:30]) == ("Antiphon config", "https://json-schema.org/draft/")
+    assert all(definition.get("description") for definition in schema["$defs"].values())
+    turns = schema["$defs"]["AgentToAgentTurns"]["properties"]["maxPingPongTurns"]
+    assert (turns["title"], turns["default"], turns["maximum"]) == ("Max ping pong turns", 5, 5)
+    assert "sessions_spawn" in schema["$defs"]["Tools"]["properties"]
+
+
+# Whatever is in the file, it loads or it is a ConfigError
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["\ud800", "*", "/", "a\0b", "local/m1", 10**4000, -1, 0]),
+    lambda children: (
+        st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=5), children, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+def places(node: object) -> Iterator[tuple[Any, Any]]:
+    """Every container of a document with each of its keys or indexes."""
+    if isinstance(node, dict | list):
+        held = cast("Any", node)
+        for key in list(held) if isinstance(node, dict) else range(len(held)):
+            yield held, key
+            yield from places(held[key])
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> dict[str, Any]:
+    document = copy.deepcopy(pyjson5.decode(draw(st.sampled_from([FULL, CONTRACT, RELATED]))))
+    for _ in range(draw(st.integers(1, 3))):
+        choices = list(places(document))
+        if not choices:
+            break
+        container, key = draw(st.sampled_from(choices))
+        change = draw(st.sampled_from(["replace", "remove", "rename", "swap"]))
+        if change == "remove":
+            del container[key]
+        elif change == "rename" and isinstance(key, str):
+            container[draw(st.text(max_size=8))] = container.pop(key)
+        elif change == "swap":
+            container[key] = copy.deepcopy(draw(st.sampled_from([holder[at] for holder, at in choices])))
+        else:
+            container[key] = draw(json_values)
+    return document
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(document=mutated() | json_values)
+def test_any_document_loads_or_is_a_config_error(document: object) -> None:
+    try:
+        config, warnings = parse(document)
+    except ConfigError as error:
+        assert error.hint
+        assert "path" in error.data
+        return
+    for agent_id in config.agent_ids:
+        config.find_model(config.model_ref(agent_id))
+    assert config.default_agent_id in config.agent_ids
+    shown(config)
+    assert all(warnings)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    content=st.binary(max_size=40)
+    | st.text(alphabet="{}[]:,'\"\\/*+-.0x1eaEn \n", max_size=30).map(str.encode)
+)
+def test_any_bytes_load_or_are_a_config_error(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "any.json5"
+    path.write_bytes(content)
+    try:
+        load(path)
+    except ConfigError as error:
+        assert str(path) in str(error) or error.data.get("file") == str(path)
+
+
+# Cost
+
+
+def test_importing_the_config_loads_no_model_library() -> None:
+    code = (
+        "import sys, antiphon.config\n"
+        "sys.exit(any(name in sys.modules for name in ('pydantic_ai', 'openai', 'anthropic')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -1,0 +1,489 @@
+"""Export and import of conversations: what goes out comes back, and what others left can be brought in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from antiphon import keys, messages
+from antiphon.access import Caller
+from antiphon.config import Config, parse
+from antiphon.engine import sessions, transcripts
+from antiphon.engine.door import Door
+from antiphon.engine.transcripts import Entry
+from antiphon.errors import InvalidInput, NotFound
+from antiphon.host import keeping, looking
+from antiphon.messages import Assistant, Image, Message, Text, Thinking, ToolCall, ToolResult, User
+from antiphon.operations import HistoryFilter, ListFilter
+from antiphon.store import Row, Tx
+from antiphon.store.sqlite import SqliteStore
+from antiphon.transfers import jsonl
+from antiphon.transfers.exports import export_all, export_named
+from antiphon.transfers.imports import Imported, bring
+from antiphon.transfers.jsonl import Reading, iso, moment
+
+NOW = 1_800_000_000_000
+OPERATOR = Caller.operator()
+MAIN = "agent:main:main"
+FIRST, SECOND = "0b7a3b5e-0000-4000-8000-000000000001", "0b7a3b5e-0000-4000-8000-000000000002"
+
+
+def entry_line(entry: str, parent: str | None, message: dict[str, Any], **more: Any) -> str:
+    at = "2026-11-15T19:40:00.000Z"
+    return json.dumps(
+        {"type": "message", "id": entry, "parentId": parent, "timestamp": at, "message": message} | more
+    )
+
+
+def user(text: str, timestamp: int = NOW) -> dict[str, Any]:
+    return {"role": "user", "content": text, "timestamp": timestamp}
+
+
+def answer(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": [{"type": "text", "text": text}], "timestamp": NOW}
+
+
+def folder(
+    root: Path, index: dict[str, Any] | str, files: dict[str, Iterable[str]], agent: str = "main"
+) -> Path:
+    """A sessions directory below `agents/<agent>`, written as that family writes it."""
+    path = root / "agents" / agent / "sessions"
+    path.mkdir(parents=True, exist_ok=True)
+    path.joinpath("sessions.json").write_text(index if isinstance(index, str) else json.dumps(index))
+    for name, lines in files.items():
+        path.joinpath(name).write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def header(session_id: str, **more: Any) -> str:
+    return json.dumps(
+        {"type": "session", "version": 3, "id": session_id, "timestamp": iso(NOW), "cwd": "/w", **more}
+    )
+
+
+async def brought(state: Path, source: Path, config: Config | None = None, **options: Any) -> Imported:
+    config = config or Config()
+    async with keeping(config, state) as store:
+        return await bring(store, config, source, NOW, **options)
+
+
+async def transcript(state: Path, reference: str = MAIN) -> list[dict[str, Any]]:
+    async with looking(Config(), state) as operations:
+        wanted = HistoryFilter(limit=1000, include_tools=True, after=0)
+        return (await operations.history(OPERATOR, reference, wanted)).messages
+
+
+async def described(state: Path, reference: str) -> dict[str, Any]:
+    async with looking(Config(), state) as operations:
+        return msgspec.to_builtins(await operations.describe(OPERATOR, reference))
+
+
+def exported_lines(out: Path) -> dict[str, list[str]]:
+    return {path.name: path.read_text().splitlines() for path in sorted(out.iterdir())}
+
+
+async def export_everything(state: Path, out: Path) -> dict[str, list[str]]:
+    async with keeping(Config(), state) as store:
+        await export_all(store, out)
+    return exported_lines(out)
+
+
+# --- what a message can be ---
+
+text = st.text(st.characters(codec="utf-8"), max_size=60)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(text, inner, max_size=3),
+    max_leaves=8,
+)
+objects = st.dictionaries(text, json_values, max_size=3)
+native = st.none() | objects
+times = st.integers(1, 4_000_000_000_000)
+texts = st.builds(Text, text=text, native=native)
+images = st.builds(Image, data=text, mime_type=text)
+said: st.SearchStrategy[Message] = st.one_of(
+    st.builds(User, content=text | st.lists(texts | images, max_size=3), timestamp=times),
+    st.builds(
+        Assistant,
+        content=st.lists(
+            texts
+            | st.builds(Thinking, thinking=text, thinking_signature=st.none() | text, native=native)
+            | st.builds(ToolCall, id=text, name=text, arguments=objects, native=native),
+            max_size=4,
+        ),
+        timestamp=times,
+        stop_reason=st.sampled_from([None, "stop", "toolUse", "error"]),
+        model=st.none() | text,
+        error_message=st.none() | text,
+        native=native,
+    ),
+    st.builds(
+        ToolResult,
+        tool_call_id=text,
+        tool_name=text,
+        content=st.lists(texts, max_size=2),
+        timestamp=times,
+        is_error=st.booleans(),
+        details=json_values,
+    ),
+)
+
+
+async def _fill(tx: Tx, key: str, everything: list[tuple[int, Message]]) -> Row:
+    row = await sessions.create(tx, keys.parse(key), NOW)
+    for seq, (at, message) in enumerate(everything, 1):
+        role = str(message.__struct_config__.tag)
+        entry = Entry(seq, f"{seq:08x}", role, messages.encode(message), at)
+        await transcripts.append_raw(tx, row["transcript"], None, entry)
+    await tx.one(sessions.SQL.advance_unfenced, id=row["id"], count=len(everything), now=NOW)
+    return row
+
+
+@pytest.mark.requirement("L4", "R", "G45")
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(times, said), max_size=8))
+def test_what_is_exported_comes_back_and_goes_out_the_same(everything: list[tuple[int, Message]]) -> None:
+    async def scenario(root: Path) -> None:
+        async with keeping(Config(), root / "one") as store:
+            await store.tx(_fill, MAIN, everything)
+            await export_all(store, root / "first")
+        report = await brought(root / "two", root / "first")
+        assert (report.imported, report.messages, report.damaged_lines) == (1, len(everything), 0)
+        assert await export_everything(root / "two", root / "second") == exported_lines(root / "first")
+
+    with tempfile.TemporaryDirectory() as root:
+        asyncio.run(scenario(Path(root)))
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("L4")
+async def test_a_compaction_keeps_pointing_at_the_same_entry(tmp_path: Path) -> None:
+    compaction = messages.Compaction(summary="so far", first_kept_seq=2, tokens_before=900, timestamp=NOW)
+    everything: list[tuple[int, Message]] = [
+        (NOW, User(content="one", timestamp=NOW)),
+        (NOW, User(content="two", timestamp=NOW)),
+        (NOW + 5, compaction),
+    ]
+    async with keeping(Config(), tmp_path / "one") as store:
+        await store.tx(_fill, MAIN, everything)
+        await export_all(store, tmp_path / "out")
+    [file] = (tmp_path / "out").glob("*.jsonl")
+    line = json.loads(file.read_text().splitlines()[3])
+    assert line["type"] == "compaction"
+    assert (line["firstKeptEntryId"], line["tokensBefore"], line["parentId"]) == ("00000002", 900, "00000002")
+    await brought(tmp_path / "two", tmp_path / "out")
+    assert (await transcript(tmp_path / "two"))[2]["firstKeptSeq"] == 2
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("L4")
+async def test_an_export_is_private_and_at_the_path_that_a_list_names(tmp_path: Path) -> None:
+    async with keeping(Config(), tmp_path) as store:
+        await store.tx(_fill, MAIN, [(NOW, User(content="hello", timestamp=NOW))])
+        done = await export_named(store, Door(Config()), tmp_path / "transcripts", ["main"])
+        assert (done.files, done.messages) == (1, 1)
+    path = Path((await described(tmp_path, MAIN))["transcriptPath"])
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert (first["type"], first["version"], first["id"]) == ("session", 3, path.stem)
+    assert (second["type"], second["parentId"], second["message"]["content"]) == ("message", None, "hello")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+@pytest.mark.anyio
+async def test_exporting_one_more_session_keeps_the_others_in_the_index(tmp_path: Path) -> None:
+    async with keeping(Config(), tmp_path) as store:
+        for key in (MAIN, "agent:main:cron:nightly"):
+            await store.tx(_fill, key, [])
+        for key in ("main", "cron:nightly"):
+            await export_named(store, Door(Config()), tmp_path / "out", [key])
+        with pytest.raises(NotFound):
+            await export_named(store, Door(Config()), tmp_path / "out", ["cron:other"])
+    assert set(json.loads((tmp_path / "out" / "sessions.json").read_text())) == {
+        MAIN,
+        "agent:main:cron:nightly",
+    }
+
+
+@pytest.mark.anyio
+async def test_an_export_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    async with keeping(Config(), tmp_path) as store:
+        await store.tx(_fill, MAIN, [])
+        await export_all(store, tmp_path / "out")
+        before = exported_lines(tmp_path / "out")
+        broken = _Broken(store)
+        with pytest.raises(RuntimeError):
+            await export_all(broken, tmp_path / "out")
+    assert exported_lines(tmp_path / "out") == before
+
+
+class _Broken(SqliteStore):
+    """A store that dies while the first transcript is read."""
+
+    def __init__(self, store: SqliteStore) -> None:
+        self._store = store
+
+    async def read(self, script: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if script is transcripts.after:
+            raise RuntimeError("gone")
+        return await self._store.read(script, *args, **kwargs)
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G21")
+async def test_a_damaged_entry_does_not_stop_an_export(tmp_path: Path) -> None:
+    async def damage(tx: Tx) -> None:
+        row = await sessions.create(tx, keys.parse(MAIN), NOW)
+        for seq, body in enumerate(['{"role":"user"', messages.encode(User(content="ok", timestamp=1))], 1):
+            await transcripts.append_raw(
+                tx, row["transcript"], None, Entry(seq, f"e{seq}", "user", body, NOW)
+            )
+
+    async with keeping(Config(), tmp_path) as store:
+        await store.tx(damage)
+        done = await export_all(store, tmp_path / "out")
+    assert (done.messages, done.damaged) == (1, 1)
+
+
+# --- other programs' directories ---
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("C", "G45", "K4")
+async def test_a_first_generation_directory(tmp_path: Path) -> None:
+    index = """{
+      // written by hand at some point
+      main: {sessionId: "s-main", updatedAt: 1700000000000, lastChannel: "whatsapp", lastTo: "+4912",
+             thinkingLevel: "high", systemSent: true, abortedLastRun: false, totalTokens: 77, skillsSnapshot: {a: 1},},
+      "discord:group:Room-7": {sessionId: "s-group", updatedAt: 1700000000001, chatType: "group", displayName: "Room"},
+      "telegram:dm:Bob": {sessionId: "s-dm", updatedAt: 3},
+      unknown: {sessionId: "s-unknown"},
+      "agent:main:bad": {sessionId: "../../etc/passwd"},
+    }"""
+    files = {
+        "s-main.jsonl": [
+            json.dumps(
+                {"type": "session", "id": "s-main", "timestamp": "2023-11-14T22:13:20.000Z", "cwd": "/old"}
+            ),
+            json.dumps(
+                {"type": "message", "timestamp": iso(NOW), "message": {"role": "user", "content": "hi"}}
+            ),
+            json.dumps(
+                {"type": "message", "timestamp": iso(NOW), "message": {"role": "assistant", "content": "yo"}}
+            ),
+        ],
+        "s-group.jsonl": [],
+        "s-old.jsonl.reset.2026-01-01T00-00-00.000Z": ["{}"],
+        "s-stray.jsonl": ["{}"],
+    }
+    folder(tmp_path / "old", index, files)
+    report = await brought(tmp_path / "new", tmp_path / "old")
+    assert (report.imported, report.messages, report.missing_transcripts) == (3, 2, 1)
+    assert (report.archived_files, report.unlisted_files, report.failed_count) == (1, 1, 2)
+    first, second = await transcript(tmp_path / "new")
+    assert (first["role"], first["content"], first["timestamp"]) == ("user", "hi", NOW)
+    assert second["content"] == [{"type": "text", "text": "yo"}], "what a model cannot read is mended"
+    main = await described(tmp_path / "new", "main")
+    assert (main["sessionId"], main["updatedAt"], main["lastTo"]) == ("s-main", 1_700_000_000_000, "+4912")
+    assert (main["thinkingLevel"], main["systemSent"], main["totalTokens"]) == ("high", True, 77)
+    assert (await described(tmp_path / "new", "discord:group:Room-7"))["displayName"] == "Room"
+    assert (await described(tmp_path / "new", "s-dm"))["key"] == "agent:main:telegram:direct:Bob"
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("C", "G45")
+async def test_a_third_generation_directory(tmp_path: Path) -> None:
+    child = "agent:helper:subagent:1d9f7e0c-0000-4000-8000-000000000003"
+    topic = "agent:main:telegram:group:-100:topic:42"
+    index = {
+        MAIN: {
+            "sessionId": FIRST,
+            "updatedAt": NOW,
+            "sessionFile": f"/far/away/{FIRST}.jsonl",
+            "origin": {"label": "x"},
+        },
+        topic: {
+            "sessionId": SECOND,
+            "updatedAt": NOW,
+            "deliveryContext": {"channel": "telegram", "threadId": 42},
+        },
+    }
+    files = {
+        f"{FIRST}.jsonl": [
+            header(FIRST),
+            entry_line("a0000001", None, user("first")),
+            entry_line("a0000002", "a0000001", answer("an answer that was edited away")),
+            '{"type":"message","id":"torn","parentId":"a0000001","mess',
+            entry_line("a0000003", "a0000001", answer("the answer")),
+            json.dumps({"type": "model_change", "id": "a0000004", "parentId": "a0000003", "modelId": "m"}),
+            entry_line("a0000005", "a0000004", user("half a \\ud83d pair")).replace("\\\\ud83d", "\\ud83d"),
+            json.dumps(
+                {
+                    "type": "compaction", "id": "a0000006", "parentId": "a0000005", "timestamp": iso(NOW),
+                    "summary": "sum", "firstKeptEntryId": "a0000004", "tokensBefore": 9, "details": {"by": "x"},
+                }
+            ),
+            entry_line("a0000007", "a0000006", {"role": "hologram", "content": {"beam": 1}}),
+            entry_line("a0000008", "a0000007", {**answer("x"), "content": [{"type": "audio", "data": "…"}]}),
+        ],
+        f"{SECOND}-topic-42.jsonl": [header(SECOND), entry_line("b0000001", None, user("in a topic"))],
+    }  # fmt: skip
+    folder(tmp_path / "old", index, files)
+    folder(
+        tmp_path / "old",
+        {child: {"sessionId": "s-child", "updatedAt": NOW + 9, "spawnedBy": MAIN}},
+        {},
+        "helper",
+    )
+    report = await brought(tmp_path / "new", tmp_path / "old")
+    assert (report.imported, report.damaged_lines, report.left_out_entries) == (3, 1, 1)
+    assert report.unknown_agents == ["helper"]
+
+    entries = await transcript(tmp_path / "new")
+    assert [entry["id"][-1] for entry in entries] == ["1", "3", "5", "6", "7", "8"], (
+        "one branch, in its order"
+    )
+    assert entries[1]["content"][0]["text"] == "the answer"
+    assert entries[2]["content"] == "half a \ufffd pair"
+    assert (entries[3]["firstKeptSeq"], entries[3]["details"]) == (3, {"by": "x"})
+    assert (entries[4]["role"], entries[4]["content"]) == ("hologram", {"beam": 1})
+    assert entries[5]["content"] == [{"type": "audio", "data": "…"}]
+    assert [entry["content"] for entry in await transcript(tmp_path / "new", topic)] == ["in a topic"]
+
+    assert (await described(tmp_path / "new", "s-child"))["parentKey"] == MAIN
+    route = (await described(tmp_path / "new", topic))["deliveryContext"]
+    assert route == {"channel": "telegram", "threadId": "42"}
+    again = await export_everything(tmp_path / "new", tmp_path / "out")
+    assert json.loads("".join(again["sessions.json"]))[MAIN]["origin"] == {"label": "x"}
+    assert json.loads(again[f"{FIRST}.jsonl"][0])["cwd"] == "/w"
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G25")
+async def test_importing_twice_changes_nothing(tmp_path: Path) -> None:
+    files = {f"{FIRST}.jsonl": [header(FIRST), entry_line("a", None, user("once"))]}
+    source = folder(tmp_path / "old", {"main": {"sessionId": FIRST, "updatedAt": NOW}}, files)
+    first = await brought(tmp_path / "new", tmp_path / "old")
+    assert (first.imported, first.skipped) == (1, 0)
+    before = await export_everything(tmp_path / "new", tmp_path / "before")
+    second = await brought(tmp_path / "new", source)
+    assert (second.imported, second.skipped, second.messages) == (0, 1, 0)
+    assert await export_everything(tmp_path / "new", tmp_path / "after") == before
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G25")
+async def test_a_key_in_use_keeps_its_conversation(tmp_path: Path) -> None:
+    async with keeping(Config(), tmp_path / "new") as store:
+        await store.tx(_fill, MAIN, [(NOW, User(content="mine", timestamp=NOW))])
+    files = {f"{FIRST}.jsonl": [header(FIRST), entry_line("a", None, user("theirs"))]}
+    folder(tmp_path / "old", {"main": {"sessionId": FIRST, "updatedAt": NOW}}, files)
+    report = await brought(tmp_path / "new", tmp_path / "old")
+    assert (report.imported, report.beside) == (1, 1)
+    assert [entry["content"] for entry in await transcript(tmp_path / "new")] == ["mine"]
+    assert [entry["content"] for entry in await transcript(tmp_path / "new", FIRST)] == ["theirs"]
+
+
+@pytest.mark.anyio
+async def test_a_dry_run_says_the_same_and_does_nothing(tmp_path: Path) -> None:
+    files = {f"{FIRST}.jsonl": [header(FIRST), entry_line("a", None, user("hello"))]}
+    folder(tmp_path / "old", {"main": {"sessionId": FIRST, "updatedAt": NOW}}, files)
+    rehearsed = await brought(tmp_path / "new", tmp_path / "old", dry_run=True)
+    assert (rehearsed.dry_run, rehearsed.imported, rehearsed.messages) == (True, 1, 1)
+    async with looking(Config(), tmp_path / "new") as operations:
+        assert (await operations.list(OPERATOR, ListFilter())).count == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G21")
+async def test_a_session_that_fails_takes_nothing_with_it(tmp_path: Path) -> None:
+    index = {
+        "main": {"sessionId": FIRST, "updatedAt": NOW},
+        "cron:x": {"sessionId": SECOND, "updatedAt": NOW - 1},
+    }
+    files = {f"{FIRST}.jsonl": [header(FIRST)], f"{SECOND}.jsonl": [header(SECOND)]}
+    source = folder(tmp_path / "old", index, files)
+    config = Config()
+    async with keeping(config, tmp_path / "new") as store:
+        source.joinpath(f"{FIRST}.jsonl").unlink()
+        source.joinpath(
+            f"{FIRST}.jsonl"
+        ).mkdir()  # no longer a file, so the session comes without a transcript
+        report = await bring(store, config, tmp_path / "old", NOW)
+    assert (report.imported, report.missing_transcripts) == (2, 1)
+
+
+@pytest.mark.anyio
+async def test_only_one_agent_and_its_model_override(tmp_path: Path) -> None:
+    config, _ = parse({"models": {"providers": {"p": {"models": [{"id": "m"}]}}}})
+    override = {"providerOverride": "p", "modelOverride": "m"}
+    folder(tmp_path, {"main": {"sessionId": FIRST, **override}}, {}, "a")
+    folder(tmp_path, {"main": {"sessionId": SECOND, "modelOverride": "q/x"}}, {}, "b")
+    assert (await brought(tmp_path / "new", tmp_path, config, agent_id="a")).imported == 1
+    assert (await described(tmp_path / "new", FIRST))["model"] == "p/m"
+    assert (await brought(tmp_path / "new", tmp_path, config)).imported == 1
+    assert "model" not in await described(tmp_path / "new", SECOND), (
+        "a model nobody serves would fail every turn"
+    )
+    again = await export_everything(tmp_path / "new", tmp_path / "out")
+    index = json.loads("".join(again["sessions.json"]))
+    assert index["agent:a:main"]["modelOverride"] == "m"
+    assert index["agent:b:main"]["modelOverride"] == "q/x"
+
+
+@pytest.mark.anyio
+async def test_a_directory_without_sessions_says_what_to_pass(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"sessions\.json.*Pass a state directory"):
+        await brought(tmp_path / "new", tmp_path / "old")
+    newer = tmp_path / "v9" / "agents" / "main" / "agent"
+    newer.mkdir(parents=True)
+    newer.joinpath("openclaw-agent.sqlite").touch()
+    with pytest.raises(InvalidInput, match="SQLite"):
+        await brought(tmp_path / "new", tmp_path / "v9")
+    folder(tmp_path / "torn", "{main: {sessionId:", {})
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        await brought(tmp_path / "new", tmp_path / "torn")
+
+
+# --- the format by itself ---
+
+
+@given(st.integers(0, 253_402_300_799_999))
+def test_a_moment_survives_being_written(ms: int) -> None:
+    assert moment(iso(ms)) == ms
+
+
+@pytest.mark.parametrize("value", [None, True, -1, "yesterday", [], float("nan")])
+def test_what_is_no_moment(value: object) -> None:
+    assert moment(value) is None
+
+
+@pytest.mark.requirement("G21")
+@given(st.lists(st.binary(max_size=40) | st.just(entry_line("x", None, user("u"))[:-3].encode()), max_size=6))
+def test_no_line_can_stop_a_reading(lines: list[bytes]) -> None:
+    good = entry_line("ok", "lost", user("still here")).encode()
+    reading = Reading(lambda: [*lines, good])
+    assert list(reading.entries())[-1].id == "ok"
+
+
+def test_a_parent_on_a_damaged_line_is_replaced_by_the_entry_before() -> None:
+    lines = [entry_line("1", None, user("a")), "{", entry_line("3", "2", user("c"))]
+    reading = Reading(lambda: [line.encode() for line in lines])
+    assert [entry.id for entry in reading.entries()] == ["1", "3"]
+    assert reading.damaged == 1
+
+
+def test_a_stored_entry_of_several_lines_becomes_one() -> None:
+    line = jsonl.line(Entry(1, "e", "user", '{"role":\n"user"}', 0), None)
+    assert line is not None
+    assert line.count(b"\n") == 1
