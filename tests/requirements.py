@@ -97,7 +97,7 @@ GUARANTEES: dict[str, tuple[Part, str]] = {
     "G29": ("core", "The model that was asked for is the one used, and the one that answered is reported."),
     "G30": ("core", "List, read, send and control are one decision with separate grants."),
     "G32": ("core", "Keys do not collide, and errors about them say what would work."),
-    "G33": ("core", "The policy never stops what comes in."),
+    "G33": ("tools", "The policy never stops what comes in."),
     "G34": ("core", "Shared direct chats are a visible choice."),
     "G37": ("core", "No identity is global: two hundred interleaved sessions never see each other."),
     "G38": ("core", "A feed gives each entry once and in order, whatever was dropped."),

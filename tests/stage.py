@@ -214,7 +214,7 @@ async def soon(happened: asyncio.Event) -> None:
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     """For what no event tells of: look again until it is so."""
     async with asyncio.timeout(BOUND):
-        while not await condition():
+        while not await condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0)
 
 

@@ -22,7 +22,6 @@ from antiphon.engine import sessions, transcripts
 from antiphon.engine.door import Door
 from antiphon.engine.transcripts import Entry
 from antiphon.errors import InvalidInput, NotFound
-from antiphon.host import keeping, looking
 from antiphon.messages import Assistant, Image, Message, Text, Thinking, ToolCall, ToolResult, User
 from antiphon.operations import HistoryFilter, ListFilter
 from antiphon.store import Row, Tx
@@ -31,6 +30,7 @@ from antiphon.transfers import jsonl
 from antiphon.transfers.exports import export_all, export_named
 from antiphon.transfers.imports import Imported, bring
 from antiphon.transfers.jsonl import Reading, iso, moment
+from antiphon.visits import keeping, looking
 
 NOW = 1_800_000_000_000
 OPERATOR = Caller.operator()
@@ -192,7 +192,10 @@ async def test_an_export_is_private_and_at_the_path_that_a_list_names(tmp_path: 
         await store.tx(_fill, MAIN, [(NOW, User(content="hello", timestamp=NOW))])
         done = await export_named(store, Door(Config()), tmp_path / "transcripts", ["main"])
         assert (done.files, done.messages) == (1, 1)
-    path = Path((await described(tmp_path, MAIN))["transcriptPath"])
+    check_export(Path((await described(tmp_path, MAIN))["transcriptPath"]))
+
+
+def check_export(path: Path) -> None:
     first, second = map(json.loads, path.read_text().splitlines())
     assert (first["type"], first["version"], first["id"]) == ("session", 3, path.stem)
     assert (second["type"], second["parentId"], second["message"]["content"]) == ("message", None, "hello")
@@ -406,21 +409,40 @@ async def test_a_dry_run_says_the_same_and_does_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.requirement("G21")
-async def test_a_session_that_fails_takes_nothing_with_it(tmp_path: Path) -> None:
+async def test_a_session_is_there_completely_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index = {
         "main": {"sessionId": FIRST, "updatedAt": NOW},
         "cron:x": {"sessionId": SECOND, "updatedAt": NOW - 1},
     }
-    files = {f"{FIRST}.jsonl": [header(FIRST)], f"{SECOND}.jsonl": [header(SECOND)]}
-    source = folder(tmp_path / "old", index, files)
-    config = Config()
-    async with keeping(config, tmp_path / "new") as store:
-        source.joinpath(f"{FIRST}.jsonl").unlink()
-        source.joinpath(
-            f"{FIRST}.jsonl"
-        ).mkdir()  # no longer a file, so the session comes without a transcript
-        report = await bring(store, config, tmp_path / "old", NOW)
-    assert (report.imported, report.missing_transcripts) == (2, 1)
+    lines = [entry_line("a", None, user("one")), entry_line("b", "a", user("two"))]
+    files = {f"{FIRST}.jsonl": [header(FIRST), *lines], f"{SECOND}.jsonl": [header(SECOND), *lines[:1]]}
+    folder(tmp_path / "old", index, files)
+    append = transcripts.append_raw
+
+    async def torn(tx: Tx, transcript: int, run: int | None, entry: Entry) -> None:
+        if entry.seq == 2:
+            raise OSError("the disk that is read from is gone")
+        await append(tx, transcript, run, entry)
+
+    monkeypatch.setattr(transcripts, "append_raw", torn)
+    report = await brought(tmp_path / "new", tmp_path / "old")
+    assert (report.imported, report.failed_count, report.failed[0].key) == (1, 1, MAIN)
+    monkeypatch.undo()
+    with pytest.raises(NotFound):
+        await described(tmp_path / "new", MAIN)
+    again = await brought(tmp_path / "new", tmp_path / "old")
+    assert (again.imported, again.skipped, again.messages) == (1, 1, 2)
+
+
+@pytest.mark.anyio
+async def test_a_session_without_a_transcript_is_a_session(tmp_path: Path) -> None:
+    source = folder(tmp_path / "old", {"main": {"sessionId": FIRST, "updatedAt": NOW}}, {})
+    source.joinpath(f"{FIRST}.jsonl").mkdir()
+    report = await brought(tmp_path / "new", tmp_path / "old")
+    assert (report.imported, report.missing_transcripts, report.failed_count) == (1, 1, 0)
+    assert (await described(tmp_path / "new", MAIN))["updatedAt"] == NOW
 
 
 @pytest.mark.anyio

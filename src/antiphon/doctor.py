@@ -21,13 +21,13 @@ import msgspec
 from antiphon.config import Config, Loaded, Paths, load
 from antiphon.engine import runs
 from antiphon.errors import AntiphonError, InvalidInput
-from antiphon.host import reading
 from antiphon.messages import decode
 from antiphon.store import Row, Store, Tx
 from antiphon.store.migrations import migrations, version_of
 from antiphon.store.queries import Queries
 from antiphon.store.sqlite import check_file
 from antiphon.store.statedir import StateDir
+from antiphon.visits import reading
 
 SQL = Queries("doctor")
 LEAST_SQLITE = (3, 35, 0)  # RETURNING
@@ -189,7 +189,7 @@ async def _transcripts(store: Store) -> Finding:
         "transcripts",
         f"{unreadable} of the newest {looked} entries cannot be shown to a model; "
         f"the newest is {first['seq']} in {first['key']!r}.",
-        f"Look at it with: antiphon sessions history {first['session_id']} --before {first['seq'] + 1} --limit 1 --json",
+        f"See: antiphon sessions history {first['session_id']} --before {first['seq'] + 1} --limit 1 --json",
     )
 
 

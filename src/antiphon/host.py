@@ -1,8 +1,7 @@
 """Putting the house together: one process that hosts sessions.
 
-`hosting` owns a state directory and runs its lanes; `looking` reads one beside a running owner. Both give the
-`Operations` through which everything is asked. `keeping` and `reading` give the bare store, for work on the
-directory itself: nothing runs in it meanwhile.
+`hosting` owns a state directory, runs its lanes and gives the `Operations` through which everything is asked.
+Reaching a directory without running anything in it is in `visits`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from pathlib import Path
 from antiphon.bus.local import LocalBus
 from antiphon.clock import Clock, SystemClock
 from antiphon.config import AgentConfig, Config
-from antiphon.engine.door import Door
 from antiphon.engine.engine import Engine, Pace
 from antiphon.engine.retention import Keep
 from antiphon.engine.runs import Claim
@@ -28,6 +26,9 @@ from antiphon.runtimes import Runtime
 from antiphon.runtimes.catalog import Catalog
 from antiphon.store.sqlite import Phase, SqliteStore
 from antiphon.store.statedir import StateDir
+from antiphon.visits import looking, operations_on
+
+__all__ = ["RESULT_CHARS", "hosting", "looking"]
 
 RESULT_CHARS = 200_000  # of one tool result; more would not fit a prompt anyway
 
@@ -64,54 +65,12 @@ async def hosting(
         try:
             await engine.start()
             try:
-                yield _operations(config, store, bus, clock, engine, home)
+                yield operations_on(config, store, home, bus=bus, clock=clock, engine=engine)
             finally:
                 await engine.stop()
         finally:
             await catalog.close()
             await store.close()
-
-
-@asynccontextmanager
-async def looking(config: Config, state_dir: Path) -> AsyncGenerator[Operations]:
-    """Read a state directory without owning it; whatever would change something is refused."""
-    async with reading(state_dir) as store:
-        yield _operations(config, store, LocalBus(), SystemClock(), None, StateDir.look(state_dir))
-
-
-@asynccontextmanager
-async def reading(state_dir: Path) -> AsyncGenerator[SqliteStore]:
-    """The store of a state directory for reading, whoever owns it."""
-    store = await SqliteStore.open(StateDir.look(state_dir).database, read_only=True, readers=1)
-    try:
-        yield store
-    finally:
-        await store.close()
-
-
-@asynccontextmanager
-async def keeping(config: Config, state_dir: Path) -> AsyncGenerator[SqliteStore]:
-    """Own the directory without playing what waits in it."""
-    with await asyncio.to_thread(StateDir.own, state_dir) as home:
-        store = await SqliteStore.open(home.database, synchronous=config.store.synchronous)
-        try:
-            yield store
-        finally:
-            await store.close()
-
-
-def _operations(
-    config: Config, store: SqliteStore, bus: LocalBus, clock: Clock, engine: Engine | None, home: StateDir
-) -> Operations:
-    return Operations(
-        config=config,
-        store=store,
-        bus=bus,
-        clock=clock,
-        door=Door(config),
-        engine=engine,
-        transcripts_dir=home.transcripts,
-    )
 
 
 def _keep(config: Config) -> Keep:

@@ -9,26 +9,30 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from antiphon import access, keys, policy, views
 from antiphon.access import Caller
-from antiphon.bus import Event, EventBus, RunChanged, SessionChanged
+from antiphon.bus import Event, EventBus, RunChanged, SessionChanged, run_topic, session_topic
 from antiphon.clock import Clock
-from antiphon.config import Config
 from antiphon.engine import feeds, runs, sessions, transcripts
 from antiphon.engine.door import Door
-from antiphon.engine.engine import Engine, run_topic, session_topic
 from antiphon.engine.runs import Submission
 from antiphon.errors import InvalidInput, NotFound, SendBlocked, StoreReadOnly, TooLarge
 from antiphon.messages import Image, Provenance, Text, User
 from antiphon.store import Row, Store, Tx, listing
 from antiphon.store.listing import KINDS, Wish
-from antiphon.views import Accepted, HistoryPage, RunView, SessionPage, SessionView, UsageLine
+from antiphon.views import Accepted, Conversation, HistoryPage, RunView, SessionPage, SessionView, UsageLine
+
+if TYPE_CHECKING:  # a command that only reads is over before these would be imported
+    from antiphon.config import Config
+    from antiphon.engine.engine import Engine
 
 LIST_LIMIT, LIST_MOST = 50, 200
 HISTORY_LIMIT, HISTORY_MOST = 50, 1000
@@ -94,7 +98,10 @@ class Operations:
         self._door = door
         self._engine = engine
         self._transcripts = str(transcripts_dir)
-        self._policy = _send_policy(config)
+
+    @cached_property
+    def _policy(self) -> policy.SendPolicy:
+        return _send_policy(self.config)
 
     # --- speaking ---
 
@@ -285,9 +292,7 @@ class Operations:
 
     async def _describe(self, tx: Tx, caller: Caller, session: str) -> Row:
         row = await self._door.open(tx, caller, "read", session)
-        full = await tx.one(sessions.SQL.described, id=row["id"])
-        assert full is not None
-        return full
+        return await self._described(tx, row["id"])
 
     async def history(self, caller: Caller, session: str, wanted: HistoryFilter) -> HistoryPage:
         """A page of a transcript, oldest first: the newest entries, or those before or after a number."""
@@ -318,15 +323,17 @@ class Operations:
             next_cursor=str(cursor) if more and cursor is not None else None,
         )
 
-    async def follow(self, caller: Caller, session: str, after: int | None = None) -> AsyncIterator[Event]:
-        """Entries after a number (default: from now on) and live events. Close the iterator to stop."""
+    async def follow(self, caller: Caller, session: str, after: int | None = None) -> AsyncGenerator[Event]:
+        """Entries after a number (default: from now on) and live events. Close the generator to stop."""
         row, last = await self._store.read(self._place, caller, session)
         topic = session_topic(row["id"])
         start = last if after is None else after
-        async for event in feeds.follow(
+        feed = feeds.follow(
             self._store, self._bus, topic, row["id"], row["transcript"], row["session_id"], start
-        ):
-            yield event
+        )
+        async with aclosing(feed):  # who stops following is not listened for any longer
+            async for event in feed:
+                yield event
 
     async def _place(self, tx: Tx, caller: Caller, session: str) -> tuple[Row, int]:
         row = await self._door.open(tx, caller, "read", session)
@@ -352,26 +359,64 @@ class Operations:
 
     async def _open(self, tx: Tx, caller: Caller, session: str, now: int) -> Row:
         row = await self._door.open(tx, caller, "send", session, found_at=now)
-        full = await tx.one(sessions.SQL.described, id=row["id"])
-        assert full is not None
-        return full
+        return await self._described(tx, row["id"])
+
+    async def conversations(self, caller: Caller, session: str) -> list[Conversation]:
+        """The conversations a key has had, newest first; each is readable by its session id."""
+        rows = await self._store.read(self._conversations, caller, session)
+        return [
+            Conversation(
+                session_id=row["session_id"],
+                reason=row["reason"],
+                started_at=row["started_at"],
+                ended_at=row["ended_at"],
+            )
+            for row in rows
+        ]
+
+    async def _conversations(self, tx: Tx, caller: Caller, session: str) -> list[Row]:
+        return await sessions.conversations(tx, await self._door.open(tx, caller, "read", session))
 
     async def renew(
         self, caller: Caller, session: str, reason: Literal["new", "reset"] = "new"
     ) -> SessionView:
-        """Begin a new conversation under the same key. The old one stays readable by its session id."""
-        row = await self._store.tx(self._renew, caller, session, reason, self._clock.now())
+        """Begin a new conversation under the same key. The old one stays readable, and can be restored."""
+
+        async def change(tx: Tx, row: Row, now: int) -> None:
+            await sessions.renew(tx, row, reason, now)
+
+        return await self._change(caller, session, change)
+
+    async def restore(self, caller: Caller, session_id: str) -> SessionView:
+        """Make an older conversation of a key its current one again."""
+        return await self._change(caller, session_id, sessions.restore)
+
+    async def _change(
+        self, caller: Caller, session: str, change: Callable[[Tx, Row, int], Awaitable[None]]
+    ) -> SessionView:
+        row = await self._store.tx(self._changed, caller, session, change, self._clock.now())
         event = SessionChanged(session_key=row["key"], reason="renewed")
         self._bus.publish(session_topic(row["id"]), event)
         self._bus.publish("sessions", event)
         return self._session_view(caller, row)
 
-    async def _renew(self, tx: Tx, caller: Caller, session: str, reason: str, now: int) -> Row:
+    async def _changed(
+        self,
+        tx: Tx,
+        caller: Caller,
+        session: str,
+        change: Callable[[Tx, Row, int], Awaitable[None]],
+        now: int,
+    ) -> Row:
         row = await self._door.open(tx, caller, "control", session)
-        await sessions.renew(tx, row, reason, now)
-        full = await tx.one(sessions.SQL.described, id=row["id"])
-        assert full is not None
-        return full
+        await change(tx, row, now)
+        return await self._described(tx, row["id"])
+
+    @staticmethod
+    async def _described(tx: Tx, session: int) -> Row:
+        row = await tx.one(sessions.SQL.described, id=session)
+        assert row is not None
+        return row
 
     def _session_view(self, caller: Caller, row: Row) -> SessionView:
         shown = keys.display_text(row["key"], viewer_agent_id=caller.agent_id)

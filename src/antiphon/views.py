@@ -106,6 +106,15 @@ class HistoryPage(_View, omit_defaults=False, frozen=True):
     next_cursor: str | None = None
 
 
+class Conversation(_View, frozen=True):
+    """One transcript of a key: the current one has not ended. `reason` is why it was begun."""
+
+    session_id: str
+    reason: str
+    started_at: int
+    ended_at: int | None = None
+
+
 class UsageLine(_View, omit_defaults=False, frozen=True):
     provider: str | None
     model: str | None
@@ -158,7 +167,21 @@ def ended_view(view: RunView, event: RunChanged) -> RunView:
 
 def session_view(row: Row, shown: str, transcript_path: str) -> SessionView:
     """From the columns of `listing.page`, in their order: by name, each would be searched for again in every row."""
-    _, _, kind, channel, agent_id, session_id, updated_at, state, display_name, label, model, last_model, *rest = row
+    (
+        _,
+        _,
+        kind,
+        channel,
+        agent_id,
+        session_id,
+        updated_at,
+        state,
+        display_name,
+        label,
+        model,
+        last_model,
+        *rest,
+    ) = row
     context_tokens, total_tokens, thinking, verbose, system_sent, aborted, send_policy, *rest = rest
     last_channel, last_to, last_account, last_thread, parent_key, child_count = rest
     route = None

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shutil
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -177,3 +178,47 @@ def test_a_kill_from_outside_at_any_time_is_survived(servers: Servers, tmp_path:
         assert servers.play(state_dir, name, None) == 0
         assert verify.finally_(state_dir, plan(name)) == []
     assert died >= 3
+
+
+def chat(state_dir: Path, *messages: str) -> subprocess.Popen[str]:
+    said = [part for message in messages for part in ("--message", message)]
+    command = [sys.executable, "-c", "from antiphon.cli import main; main()", "--state-dir", str(state_dir)]
+    environment = {**os.environ, "ANTIPHON_CONFIG": ""}
+    return subprocess.Popen([*command, "chat", *said], stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def begun(state_dir: Path) -> bool:
+    """Whether a run is active. The file appears at some moment of the start, its tables a little later."""
+    if not (state_dir / "antiphon.db").exists():
+        return False
+    try:
+        return any(run["state"] == "running" for run in verify.Book(state_dir).runs)
+    except sqlite3.OperationalError:
+        return False
+
+
+@pytest.mark.requirement("G2")
+def test_a_killed_chat_is_answered_by_the_next_one(tmp_path: Path) -> None:
+    """The real program: its answer was on its way when it died, and is there after the next start."""
+    state_dir = tmp_path / "state"
+    first = chat(state_dir, "slow 1\nsay first answer")
+    looking = threading.Event()
+    for _ in range(1000):
+        if begun(state_dir) or first.poll() is not None:
+            break
+        looking.wait(0.02)  # another process writes the file; there is no event to wait for
+    first.kill()
+    first.communicate(timeout=30)
+    assert first.returncode == KILLED
+    assert verify.always(state_dir, []) == []
+    second = chat(state_dir, "say second answer")
+    shown, _ = second.communicate(timeout=60)
+    assert second.returncode == 0
+    assert "second answer" in shown
+    book = verify.Book(state_dir)
+    assert [(run["state"], run["reply"]) for run in book.runs] == [
+        ("ok", "first answer"),
+        ("ok", "second answer"),
+    ]
+    assert verify.always(state_dir, []) == []
+    assert book.owners == []

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from antiphon.bus import Delta, Event, MessageAppended, RunChanged, SessionChanged, ToolPhase
+from antiphon.bus import Delta, Event, MessageAppended, RunChanged, SessionChanged, ToolPhase, session_topic
 from antiphon.bus.local import LocalBus
-from antiphon.engine.engine import session_topic
 from antiphon.engine.toolbox import Call, Result
 from antiphon.errors import Conflict, NotFound
 from antiphon.messages import Assistant, ToolResult
 from antiphon.operations import HistoryFilter
 from antiphon.runtimes import Prompt
-from stage import BOUND, MAIN, OPERATOR, Stage, calls, staged, text, tool
+from stage import BOUND, MAIN, OPERATOR, Stage, calls, staged, text, tool, until
 
 pytestmark = pytest.mark.anyio
 
@@ -58,7 +57,7 @@ async def test_every_entry_once_and_in_order_whatever_is_dropped(tmp_path: Path,
             while len(seen) < last:
                 # Up to some entry, then away, then again from there.
                 upto = min(last, len(seen) + own.randint(1, 30))
-                async with aclosing(stage.operations.follow(OPERATOR, MAIN, after=len(seen))) as events:  # pyright: ignore[reportArgumentType, reportUnknownVariableType]
+                async with aclosing(stage.operations.follow(OPERATOR, MAIN, after=len(seen))) as events:
                     seen += [seq for _, seq in await take(events, upto, own)]
             return seen
 
@@ -128,6 +127,53 @@ async def test_a_renewed_session_is_followed_into_its_new_transcript(tmp_path: P
         assert told == [2], "the change is told once, between the transcripts"
 
 
+def in_short(event: Event) -> list[str]:
+    match event:
+        case MessageAppended():
+            return [f"entry {event.seq}"]
+        case RunChanged():
+            return [event.state]
+        case ToolPhase():
+            return [f"tool {event.phase}"]
+        case Delta() if event.text:
+            return [f"says {event.text}"]
+        case _:
+            return []
+
+
+async def test_who_stops_following_is_not_listened_for(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo) as stage:
+        await stage.ask("one")
+        topic = session_topic(stage.rows("SELECT id FROM sessions")[0]["id"])
+        async with aclosing(stage.operations.follow(OPERATOR, MAIN, after=0)) as events:
+            await anext(events)
+            assert stage.bus.wanted(topic)
+        assert not stage.bus.wanted(topic)
+
+
+@pytest.mark.parametrize("outcome", ["ok", "error", "timeout"])
+async def test_nothing_is_streamed_after_the_end(tmp_path: Path, outcome: str) -> None:
+    """Pieces are gathered for a while; those still gathered at the end come before it or not at all."""
+
+    async def agent(prompt: Prompt) -> AsyncGenerator[str, None]:
+        yield "first "
+        await asyncio.sleep(0)
+        yield "second"
+        if outcome == "error":
+            raise ValueError("no")
+        if outcome == "timeout":
+            await asyncio.Event().wait()
+
+    async with staged(tmp_path, agent) as stage:
+        row = await stage.create(MAIN)
+        async with stage.bus.listen(session_topic(row["id"])) as events:
+            await stage.ask("go", timeout_seconds=0.02 if outcome == "timeout" else 60)
+            seen: list[str] = []
+            while event := await events.get(0.1):  # twice as long as pieces are gathered for
+                seen += in_short(event)
+        assert seen == ["queued", "running", "entry 1", "says first ", "says second", "entry 2", outcome]
+
+
 async def test_live_events_come_in_the_order_of_a_turn(tmp_path: Path) -> None:
     async def work(call: Call) -> Result:
         return Result(text="done")
@@ -142,17 +188,7 @@ async def test_live_events_come_in_the_order_of_a_turn(tmp_path: Path) -> None:
 
         async def follow() -> None:
             async for event in stage.operations.follow(OPERATOR, MAIN, after=0):
-                match event:
-                    case MessageAppended():
-                        seen.append(f"entry {event.seq}")
-                    case RunChanged():
-                        seen.append(event.state)
-                    case ToolPhase():
-                        seen.append(f"tool {event.phase}")
-                    case Delta() if event.text:
-                        seen.append(f"says {event.text}")
-                    case _:
-                        pass
+                seen.extend(in_short(event))
                 if seen[-1:] == ["ok"]:
                     return
 
@@ -161,8 +197,6 @@ async def test_live_events_come_in_the_order_of_a_turn(tmp_path: Path) -> None:
         async def listening() -> bool:
             row = stage.rows("SELECT id FROM sessions")[0]
             return stage.bus.wanted(session_topic(row["id"]))
-
-        from stage import until
 
         await until(listening)
         await stage.ask("go")

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.bus import Delta, MessageAppended
-from antiphon.engine.engine import session_topic
+from antiphon.bus import Delta, MessageAppended, session_topic
 from antiphon.engine.toolbox import Call, Result
 from antiphon.messages import Assistant, ToolResult, User
 from antiphon.runtimes import Deltas, Prompt

@@ -15,7 +15,7 @@ from antiphon.engine.retention import Keep
 from antiphon.errors import NotFound
 from antiphon.operations import ListFilter
 from antiphon.runtimes import Prompt
-from stage import MAIN, OPERATOR, staged, until
+from stage import MAIN, OPERATOR, staged
 
 pytestmark = pytest.mark.anyio
 
@@ -132,11 +132,9 @@ async def test_by_default_nothing_is_ever_touched_and_the_chore_runs(tmp_path: P
         await stage.ask("hello")
         clock.advance(days=10_000)
         assert await retention.sweep(stage.store, Keep(), clock.now()) == []
-    async with staged(tmp_path, echo, clock=clock, pace=brisk, keep=KEEP) as stage:
-        async with stage.bus.listen("sessions") as events:
-
-            async def archived() -> bool:
-                return bool(stage.rows("SELECT 1 FROM sessions WHERE archived = 1"))
-
-            await until(archived)
-            assert await events.get(10) == SessionChanged(session_key=MAIN, reason="retention")
+    async with (
+        staged(tmp_path, echo, clock=clock, pace=brisk, keep=KEEP) as stage,
+        stage.bus.listen("sessions") as events,
+    ):
+        assert await events.get(10) == SessionChanged(session_key=MAIN, reason="retention")
+        assert stage.rows("SELECT key FROM sessions WHERE archived = 1") == [{"key": MAIN}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,12 @@ class Fact:
     parent: str | None
     ancestors: frozenset[str]
 
+    def called(self, search: str) -> bool:
+        """It has every word of the search; the last may be the beginning of one."""
+        names = re.findall(r"\w+", f"{keys.parse(self.key).id or ''} {self.label or ''}".lower())
+        *whole, beginning = search.split()
+        return set(whole) <= set(names) and any(name.startswith(beginning) for name in names)
+
 
 @st.composite
 def worlds(draw: st.DrawFn) -> list[Fact]:
@@ -95,6 +102,7 @@ class Wanted:
     descendants: bool
     label: str | None
     parent: str | None
+    search: str | None
     active_since: int | None
     archived: bool
     limit: int
@@ -108,6 +116,7 @@ class Wanted:
             and (self.archived or not fact.archived)
             and (self.label is None or fact.label == self.label)
             and (self.parent is None or fact.parent == self.parent)
+            and (self.search is None or fact.called(self.search))
             and (self.active_since is None or fact.at >= self.active_since)
         )
 
@@ -120,6 +129,7 @@ class Wanted:
             descendants=self.descendants,
             label=self.label,
             parent=self.parent,
+            search=self.search,
             active_since=self.active_since,
             archived=self.archived,
             cursor=cursor,
@@ -138,6 +148,7 @@ def wishes(draw: st.DrawFn, facts: list[Fact]) -> Wanted:
         descendants=draw(st.booleans()) if own else False,
         label=draw(st.sampled_from([None, None, None, "red"])),
         parent=draw(st.none() | st.none() | some_key),
+        search=draw(st.sampled_from([None, None, None, "red", "bl", "1", "re 1", "red 1", "nothing"])),
         active_since=draw(st.none() | st.integers(1, 7)),
         archived=draw(st.booleans()),
         limit=draw(st.integers(1, 7)),

@@ -13,6 +13,15 @@ from typing import Protocol, TypeAlias
 import msgspec
 
 
+def session_topic(session: int) -> str:
+    return f"session.{session}"
+
+
+def run_topic(run_id: str) -> str:
+    """Hears only of the run's end."""
+    return f"run.{run_id}"
+
+
 class _Event(msgspec.Struct, frozen=True, kw_only=True, rename="camel", tag_field="event"):
     pass
 

@@ -7,6 +7,7 @@ them has not been seen yet is printed then. So a missed event costs a moment, ne
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from typing import Any, Literal, cast
 
@@ -158,7 +159,7 @@ class Screen:
             click.echo(bold(f"{self._speaker}> "), nl=False)
         self._introduced = True
         self._mid_line = not text.endswith("\n")
-        click.echo(clean(text), nl=False)
+        click.echo(clean(text) if sys.stdout.isatty() else text, nl=False)
 
     def _fresh_line(self) -> None:
         if self._mid_line:

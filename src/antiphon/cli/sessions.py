@@ -74,9 +74,9 @@ def list_sessions(
 
 async def _list(settings: Settings, wanted: ListFilter) -> SessionPage:
     from antiphon.access import Caller
-    from antiphon.host import looking
+    from antiphon.visits import looking
 
-    async with looking(settings.load().config, settings.paths.state_dir) as operations:
+    async with looking(settings.config_when_needed(), settings.paths.state_dir) as operations:
         return await operations.list(Caller.operator(), wanted)
 
 
@@ -130,9 +130,9 @@ def history(
 
 async def _history(settings: Settings, key: str, wanted: HistoryFilter) -> HistoryPage:
     from antiphon.access import Caller
-    from antiphon.host import looking
+    from antiphon.visits import looking
 
-    async with looking(settings.load().config, settings.paths.state_dir) as operations:
+    async with looking(settings.config_when_needed(), settings.paths.state_dir) as operations:
         return await operations.history(Caller.operator(), key, wanted)
 
 
@@ -159,15 +159,15 @@ def export_sessions(settings: Settings, keys: Sequence[str], everything: bool, o
 
 async def _export(settings: Settings, keys: Sequence[str], out: Path | None) -> Exported:
     from antiphon.engine.door import Door
-    from antiphon.host import reading
     from antiphon.store.statedir import StateDir
     from antiphon.transfers.exports import export_all, export_named
+    from antiphon.visits import reading
 
     state_dir = settings.paths.state_dir
     directory = out or StateDir.look(state_dir).transcripts
     async with reading(state_dir) as store:
         if keys:
-            return await export_named(store, Door(settings.load().config), directory, keys)
+            return await export_named(store, Door(settings.config_when_needed()), directory, keys)
         return await export_all(store, directory)
 
 
@@ -191,9 +191,9 @@ async def _import(settings: Settings, directory: Path, agent: str | None, *, dry
     import tempfile
 
     from antiphon.clock import SystemClock
-    from antiphon.host import keeping
     from antiphon.store.statedir import StateDir
     from antiphon.transfers.imports import bring
+    from antiphon.visits import keeping
 
     config, state_dir = settings.load().config, settings.paths.state_dir
     with tempfile.TemporaryDirectory() as empty:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from antiphon.paths import Paths, locate
+
 if TYPE_CHECKING:
-    from antiphon.config import Loaded, Paths
+    from antiphon.config import Config, Loaded
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,9 +29,11 @@ class Settings:
 
     @property
     def paths(self) -> Paths:
-        from antiphon.config import locate
-
         return locate(self.config, self.state_dir, os.environ)
+
+    def config_when_needed(self) -> Config:
+        """The configuration, read when something first asks it; a list of sessions never does."""
+        return cast("Config", _Later(lambda: self.load().config))
 
     def load(self) -> Loaded:
         """The configuration; a file that nobody named need not exist."""
@@ -37,6 +41,17 @@ class Settings:
 
         paths = self.paths
         return load(paths.config, required=paths.config_explicit)
+
+
+class _Later:
+    """Stands in for an object until one of its attributes is wanted."""
+
+    def __init__(self, make: Callable[[], object]) -> None:
+        self._make = make
+
+    def __getattr__(self, name: str) -> Any:
+        self.__dict__["_made"] = made = self.__dict__.get("_made") or self._make()
+        return getattr(made, name)
 
 
 def _remember(ctx: click.Context, param: click.Parameter, value: object) -> None:

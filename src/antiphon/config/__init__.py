@@ -6,10 +6,11 @@ This package decides nothing about sessions, and importing it starts nothing.
 
 from antiphon.config.agents import AgentConfig, ModelChoice, Runtime, Sandbox, Subagents, ToolRules
 from antiphon.config.base import Thinking, Visibility
-from antiphon.config.load import Loaded, Paths, load, locate, parse
+from antiphon.config.load import Loaded, load, parse
 from antiphon.config.model import REHEARSAL, REHEARSAL_REF, Config, FoundModel, json_schema
 from antiphon.config.secrets import Secret
 from antiphon.config.sections import ModelConfig, ProviderConfig, Reset, SendMatch, SendPolicy, SendRule
+from antiphon.paths import Paths, locate
 
 __all__ = [
     "REHEARSAL",

@@ -6,7 +6,7 @@ import copy
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,18 +21,9 @@ from antiphon.config.model import Config
 from antiphon.config.problems import combined, dotted, from_errors
 from antiphon.config.secrets import Secret
 from antiphon.errors import ConfigError
+from antiphon.paths import locate
 
 MAX_BYTES = 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Paths:
-    """Where this process keeps its things."""
-
-    config: Path
-    config_explicit: bool
-    """Somebody named the file, so that its absence is a mistake."""
-    state_dir: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +34,6 @@ class Loaded:
     path: Path | None
     """None when there was no file."""
     warnings: tuple[str, ...]
-
-
-def locate(config: str | None, state_dir: str | None, environ: Mapping[str, str]) -> Paths:
-    """Chooses the paths: a flag, else `ANTIPHON_CONFIG` and `ANTIPHON_STATE_DIR`, else `~/.antiphon`."""
-    home = Path(environ.get("HOME") or Path.home())
-    state = _path(state_dir or environ.get("ANTIPHON_STATE_DIR"), home) or home / ".antiphon"
-    chosen = _path(config or environ.get("ANTIPHON_CONFIG"), home)
-    return Paths(chosen or state / "config.json5", chosen is not None, state)
 
 
 def load(path: Path | None = None, *, required: bool = True) -> Loaded:
@@ -106,12 +89,6 @@ def _validated(known: dict[str, Any], base: Path | None, file: str | None) -> Co
             return config
     # Raised out here, because the validation error would bring the values along.
     raise combined(problems, file)
-
-
-def _path(value: str | None, home: Path) -> Path | None:
-    if not value:
-        return None
-    return home / value[2:] if value.startswith("~/") else Path(value).absolute()
 
 
 def _read(path: Path, *, required: bool) -> tuple[str, int] | None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from antiphon.engine.transcripts import END, SQL
 from antiphon.errors import InvalidInput
 from antiphon.messages import (
@@ -131,7 +133,7 @@ def _kept(message: Assistant) -> Assistant | None:
     content = [
         b for b in message.content if not (isinstance(b, ToolCall) and (b.id in seen or seen.add(b.id)))
     ]
-    return Assistant(content=content, timestamp=message.timestamp, stop_reason=message.stop_reason)
+    return msgspec.structs.replace(message, content=content)
 
 
 def interrupted(call: ToolCall, now: int) -> ToolResult:

@@ -6,21 +6,29 @@ the answer is about the very rows that are then read or changed.
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import TYPE_CHECKING
+
 from antiphon import access, keys
 from antiphon.access import Action, Caller, Grants, Target
-from antiphon.config import Config
 from antiphon.engine import sessions
 from antiphon.engine.sessions import Birth
 from antiphon.errors import Ambiguous
 from antiphon.keys import SessionIdRef, SessionKey
 from antiphon.store import Row, Tx
 
+if TYPE_CHECKING:
+    from antiphon.config import Config
+
 
 class Door:
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._default_agent = config.default_agent_id
         self._granted: dict[tuple[str | None, bool], Grants] = {(None, False): Grants()}
+
+    @cached_property
+    def _default_agent(self) -> str:
+        return self._config.default_agent_id
 
     def grants(self, caller: Caller) -> Grants:
         """What this caller's agent may reach; an operator's scopes say it all."""

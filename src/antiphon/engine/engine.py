@@ -13,7 +13,17 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from antiphon.bus import EventBus, MessageAppended, RunChanged, SessionChanged, Spent, StopAsked, ToolPhase
+from antiphon.bus import (
+    EventBus,
+    MessageAppended,
+    RunChanged,
+    SessionChanged,
+    Spent,
+    StopAsked,
+    ToolPhase,
+    run_topic,
+    session_topic,
+)
 from antiphon.clock import Clock
 from antiphon.engine import retention, runs
 from antiphon.engine.deltas import DeltaStream
@@ -28,15 +38,6 @@ from antiphon.store import Store
 log = logging.getLogger(__name__)
 
 STOPS = "stops"  # the topic on which every process hears of requests to stop
-
-
-def session_topic(session: int) -> str:
-    return f"session.{session}"
-
-
-def run_topic(run_id: str) -> str:
-    """Hears only of the run's end."""
-    return f"run.{run_id}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ again whenever an event shows a hole, is a `Gap`, or has been silent for a while
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from antiphon.bus import Event, EventBus, Gap, MessageAppended, SessionChanged
@@ -30,7 +30,7 @@ class _Place:
 
 async def follow(
     store: Store, bus: EventBus, topic: str, session: int, transcript: int, session_id: str, after: int
-) -> AsyncIterator[Event]:
+) -> AsyncGenerator[Event]:
     """Every entry after `after` exactly once and in order, and live events between them. Ends never."""
     place = _Place(session, transcript, session_id, after)
     async with bus.listen(topic) as events:
@@ -58,7 +58,7 @@ def _skips(event: Event, place: _Place) -> bool:
     return event.session_id != place.session_id or event.seq > place.seq + 1
 
 
-async def _missed(store: Store, place: _Place) -> AsyncIterator[Event]:
+async def _missed(store: Store, place: _Place) -> AsyncGenerator[Event]:
     while True:
         current, entries = await store.read(_look, place.session, place.transcript, place.seq)
         for entry in entries:

@@ -91,21 +91,37 @@ async def name(tx: Tx, session: int, *names: str | None) -> None:
     await tx.do(SQL.name_session, id=session, names=" ".join(filter(None, names)))
 
 
-async def renew(tx: Tx, session: Row, reason: str, now: int) -> Row:
+async def renew(tx: Tx, session: Row, reason: str, now: int) -> None:
     """A new transcript for this key; the old one ends, with the reason on record in its successor."""
+    await _check_idle(tx, session)
+    session_id = str(uuid.uuid4())
+    await tx.do(SQL.end_transcript, transcript=session["transcript"], now=now)
+    transcript = await _begin(tx, session_id, session["key"], reason, now)
+    await tx.do(SQL.renew, id=session["id"], session_id=session_id, transcript=transcript, now=now)
+
+
+async def restore(tx: Tx, session: Row, now: int) -> None:
+    """Go back to the older transcript that the row was found by."""
+    await _check_idle(tx, session)
+    transcript, session_id = named(session)
+    await tx.do(SQL.end_transcript, transcript=session["transcript"], now=now)
+    await tx.do(SQL.reopen_transcript, transcript=transcript)
+    await tx.do(SQL.restore, id=session["id"], session_id=session_id, transcript=transcript, now=now)
+
+
+async def _check_idle(tx: Tx, session: Row) -> None:
     active = await tx.one(RUNS.active_in, session=session["id"])
     if active:
         raise Conflict(
             f"Session {session['key']!r} is still answering.",
-            "Stop it first, then start anew.",
+            "Stop it first, then try again.",
             run_id=active["id"],
         )
-    session_id = str(uuid.uuid4())
-    await tx.do(SQL.end_transcript, transcript=session["transcript"], now=now)
-    transcript = await _begin(tx, session_id, session["key"], reason, now)
-    renewed = await tx.one(SQL.renew, id=session["id"], session_id=session_id, transcript=transcript, now=now)
-    assert renewed is not None
-    return renewed
+
+
+async def conversations(tx: Tx, session: Row) -> list[Row]:
+    """Every transcript this key has had, newest first."""
+    return await tx.all(SQL.transcripts_of, key=session["key"])
 
 
 async def forget(tx: Tx, session: int, key: str) -> None:

@@ -31,6 +31,7 @@ from antiphon.store import Store
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+TOOL_GRACE = 1.0  # seconds
 COMPACTIONS = 3  # per run; a conversation that is still too long after that will not get shorter
 
 
@@ -211,9 +212,8 @@ class Turn:
         claim = self._claim
         caller = Caller.agent(claim.agent_id, claim.session_key, sandboxed=claim.sandboxed)
         try:
-            return await tool.invoke(
-                Call(caller=caller, run_id=claim.run_id, call_id=call.id, arguments=call.arguments)
-            )
+            given = Call(caller=caller, run_id=claim.run_id, call_id=call.id, arguments=call.arguments)
+            return await obedient(tool.invoke(given))
         except (Fenced, StoreError):
             raise
         except AntiphonError as error:
@@ -270,6 +270,22 @@ def _ending(answer: Assistant, *, used: bool) -> Ending:
         model_answered=model,
         messages=[answer],
     )
+
+
+async def obedient(work: Awaitable[T]) -> T:
+    """Await foreign code; when cancelled, give it `TOOL_GRACE` to wind up and then leave it behind.
+
+    A tool that does not let itself be cancelled must not hold its session's lane.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.cancel()
+        _, running = await asyncio.wait([task], timeout=TOOL_GRACE)
+        if running:
+            log.warning("A tool ignored being cancelled and was left behind")
+        raise
 
 
 async def settled(work: Awaitable[T]) -> T:

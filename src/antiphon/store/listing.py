@@ -17,6 +17,7 @@ from antiphon.store import Param, Row, Tx
 from antiphon.store.queries import Queries, Query
 
 SQL = Queries("listing")
+MATCHES = 400  # of a search that are looked at, the most recently created ones
 KINDS = ("main", "group", "cron", "hook", "node", "other")
 
 
@@ -39,18 +40,17 @@ class Wish:
 
 async def page(tx: Tx, wish: Wish) -> list[Row]:
     """At most `limit` rows, newest first by `updated_at`, then by key."""
-    rows = await _page(tx, wish, prefix=False)
-    if wish.search is not None and len(rows) < wish.limit:
-        # Whole words are streamed from the index; beginnings have to be gathered first, so they come second.
-        rows = await _page(tx, wish, prefix=True)
-    return rows
-
-
-async def _page(tx: Tx, wish: Wish, *, prefix: bool) -> list[Row]:
     overlap = 2 if wish.own_key is not None else 1  # a session of the own tree may be in another stream too
+    prefix = wish.search is not None and not await _common(tx, wish.search)
     query, params = statement(replace(wish, limit=overlap * wish.limit), prefix=prefix)
     rows = {row["id"]: row for row in await tx.all(query, **params)}
     return list(rows.values())[: wish.limit]
+
+
+async def _common(tx: Tx, search: str) -> bool:
+    """Whether whole words find enough: they are streamed from the index, beginnings have to be gathered first."""
+    row = await tx.one(SQL.matches, words=words(search, prefix=False), most=MATCHES)
+    return row is not None and row["matches"] >= MATCHES
 
 
 async def agent_ids(tx: Tx) -> list[str]:
@@ -59,10 +59,8 @@ async def agent_ids(tx: Tx) -> list[str]:
 
 def statement(wish: Wish, *, prefix: bool = False) -> tuple[Query, dict[str, Param]]:
     params: dict[str, Param] = {"limit": wish.limit}
-    if wish.search is not None:
-        params["words"] = words(wish.search, prefix=prefix)
     filters = _filters(wish, params)
-    streams = [text.replace("{filters}", filters) for text in _streams(wish, params)]
+    streams = [text.replace("{filters}", filters) for text in _streams(wish, params, prefix=prefix)]
     return Query("listing.page", SQL.page.text.replace("{streams}", "\nUNION ALL\n".join(streams))), params
 
 
@@ -77,8 +75,8 @@ def _filters(wish: Wish, params: dict[str, Param]) -> str:
     return " AND ".join(filters)
 
 
-def _streams(wish: Wish, params: dict[str, Param]) -> Iterator[str]:
-    chosen = _chosen(wish, params)
+def _streams(wish: Wish, params: dict[str, Param], *, prefix: bool) -> Iterator[str]:
+    chosen = _chosen(wish, params, prefix=prefix)
     if chosen:
         yield f"{chosen} AND {_residue(wish, params)}"
         return
@@ -95,12 +93,12 @@ def _streams(wish: Wish, params: dict[str, Param]) -> Iterator[str]:
         yield f"{own} AND {_kinds(wish, params)}"
 
 
-def _chosen(wish: Wish, params: dict[str, Param]) -> str | None:
+def _chosen(wish: Wish, params: dict[str, Param], *, prefix: bool) -> str | None:
     """The stream of the narrowest filter where one of those that pick single sessions is given, tested by the rest."""
     found = {
         "label": wish.label,
         "parent": wish.parent,
-        "words": words(wish.search) if wish.search is not None else None,
+        "words": words(wish.search, prefix=prefix) if wish.search is not None else None,
     }
     given = {name: value for name, value in found.items() if value is not None}
     params |= given

@@ -114,7 +114,8 @@ CREATE TABLE runs (
 );
 -- The law of the lane: at most one active run in a session, whatever any process believes.
 CREATE UNIQUE INDEX runs_one_active ON runs (session) WHERE state = 'running';
-CREATE INDEX runs_in_lane ON runs (session, state, n);
+CREATE INDEX runs_queued ON runs (session, n) WHERE state = 'queued';
+CREATE INDEX runs_of_session ON runs (session);
 CREATE INDEX runs_due ON runs (deadline_at) WHERE state = 'queued' AND deadline_at IS NOT NULL;
 
 -- One row per process that executes runs. A run's lease is its owner's: one heartbeat renews them all.
@@ -141,5 +142,5 @@ CREATE TABLE usage (
   cost         DOUBLE PRECISION
 );
 CREATE INDEX usage_of_run ON usage (run_id);
-CREATE INDEX usage_of_session ON usage (session_key, id);
+CREATE INDEX usage_of_session ON usage (session_key, session_id);
 CREATE INDEX usage_of_root ON usage (root_key, id);

@@ -28,7 +28,8 @@ WHERE s.id IN (SELECT l.descendant FROM lineage l JOIN sessions a ON a.id = l.an
 SELECT s.id, s.updated_at, s.key FROM sessions s WHERE s.key = :own_key AND {filters}
 
 -- name: of_parent
-SELECT s.id, s.updated_at, s.key FROM sessions s WHERE s.spawned_by = (SELECT id FROM sessions WHERE key = :parent) AND {filters}
+SELECT s.id, s.updated_at, s.key FROM sessions s
+WHERE s.spawned_by = (SELECT id FROM sessions WHERE key = :parent) AND {filters}
 
 -- name: of_label
 SELECT s.id, s.updated_at, s.key FROM sessions s WHERE s.label = :label AND {filters}
@@ -36,8 +37,11 @@ SELECT s.id, s.updated_at, s.key FROM sessions s WHERE s.label = :label AND {fil
 -- name: of_words
 -- The most recently created matches; a word that fits a million sessions must not read a million rows.
 SELECT s.id, s.updated_at, s.key FROM sessions s
-WHERE s.id IN (SELECT rowid FROM session_names WHERE session_names MATCH :words ORDER BY rowid DESC LIMIT 1000)
+WHERE s.id IN (SELECT rowid FROM session_names WHERE session_names MATCH :words ORDER BY rowid DESC LIMIT 400)
   AND {filters}
+
+-- name: matches
+SELECT count(*) AS matches FROM (SELECT 1 FROM session_names WHERE session_names MATCH :words LIMIT :most) AS found;
 
 -- name: filter_cursor
 s.updated_at <= :cursor_at AND (s.updated_at < :cursor_at OR s.key > :cursor_key)

@@ -107,22 +107,37 @@ WHERE id = :id;
 UPDATE sessions SET session_id = :session_id, transcript = :transcript, last_seq = 0, lane_epoch = lane_epoch + 1,
        input_tokens = 0, output_tokens = 0, total_tokens = 0, context_tokens = NULL, system_sent = 0,
        aborted_last_run = 0, updated_at = :now
-WHERE id = :id RETURNING *;
+WHERE id = :id;
+
+-- name: restore
+-- Back to an older conversation of the key. Its counters come from the ledger that outlived it.
+UPDATE sessions SET session_id = :session_id, transcript = :transcript, lane_epoch = lane_epoch + 1, updated_at = :now,
+       last_seq = (SELECT coalesce(max(seq), 0) FROM messages WHERE messages.transcript = :transcript),
+       input_tokens = (SELECT coalesce(sum(input), 0) FROM usage WHERE session_key = sessions.key AND usage.session_id = :session_id),
+       output_tokens = (SELECT coalesce(sum(output), 0) FROM usage WHERE session_key = sessions.key AND usage.session_id = :session_id),
+       total_tokens = (SELECT coalesce(sum(input + output + cache_read + cache_write), 0)
+                       FROM usage WHERE session_key = sessions.key AND usage.session_id = :session_id),
+       context_tokens = NULL, system_sent = 1, aborted_last_run = 0
+WHERE id = :id;
+
+-- name: reopen_transcript
+UPDATE transcripts SET ended_at = NULL WHERE id = :transcript;
 
 -- name: stale
 SELECT id, key FROM sessions
 WHERE archived = 0 AND kind = :kind AND updated_at < :before AND state = 'idle'
   AND NOT EXISTS (SELECT 1 FROM runs r WHERE r.session = sessions.id AND r.state = 'queued')
-ORDER BY updated_at, id LIMIT :limit;
+ORDER BY updated_at LIMIT :limit;
 
 -- name: archive
 UPDATE sessions SET archived = 1, archived_at = :now WHERE id = :id AND archived = 0;
 
 -- name: expired
+-- Nothing is archived before it was last used, so the index on `updated_at` bounds this too.
 SELECT id, key FROM sessions
-WHERE archived = 1 AND kind = :kind AND archived_at < :before AND state = 'idle'
+WHERE archived = 1 AND kind = :kind AND updated_at < :before AND archived_at < :before AND state = 'idle'
   AND NOT EXISTS (SELECT 1 FROM runs r WHERE r.session = sessions.id AND r.state = 'queued')
-ORDER BY updated_at, id LIMIT :limit;
+ORDER BY updated_at LIMIT :limit;
 
 -- name: forget_messages
 DELETE FROM messages WHERE transcript IN (SELECT id FROM transcripts WHERE key = :key);

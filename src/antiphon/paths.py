@@ -1,0 +1,31 @@
+"""Where this process finds its configuration and keeps its state. Nothing is opened here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Where this process keeps its things."""
+
+    config: Path
+    config_explicit: bool
+    """Somebody named the file, so that its absence is a mistake."""
+    state_dir: Path
+
+
+def locate(config: str | None, state_dir: str | None, environ: Mapping[str, str]) -> Paths:
+    """Chooses the paths: a flag, else `ANTIPHON_CONFIG` and `ANTIPHON_STATE_DIR`, else `~/.antiphon`."""
+    home = Path(environ.get("HOME") or Path.home())
+    state = _path(state_dir or environ.get("ANTIPHON_STATE_DIR"), home) or home / ".antiphon"
+    chosen = _path(config or environ.get("ANTIPHON_CONFIG"), home)
+    return Paths(chosen or state / "config.json5", chosen is not None, state)
+
+
+def _path(value: str | None, home: Path) -> Path | None:
+    if not value:
+        return None
+    return home / value[2:] if value.startswith("~/") else Path(value).absolute()

@@ -1,0 +1,73 @@
+"""Reaching a state directory without hosting what is in it.
+
+`looking` gives `Operations` for reading beside a running owner; `reading` and `keeping` give the bare store, for
+work on the directory itself. Nothing runs meanwhile, and nothing here imports what a run would need.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from antiphon.bus.local import LocalBus
+from antiphon.clock import Clock, SystemClock
+from antiphon.engine.door import Door
+from antiphon.operations import Operations
+from antiphon.store.sqlite import SqliteStore
+from antiphon.store.statedir import StateDir
+
+if TYPE_CHECKING:
+    from antiphon.config import Config
+    from antiphon.engine.engine import Engine
+
+
+@asynccontextmanager
+async def looking(config: Config, state_dir: Path) -> AsyncGenerator[Operations]:
+    """Read a state directory without owning it; whatever would change something is refused."""
+    async with reading(state_dir) as store:
+        yield operations_on(config, store, StateDir.look(state_dir))
+
+
+@asynccontextmanager
+async def reading(state_dir: Path) -> AsyncGenerator[SqliteStore]:
+    """The store of a state directory for reading, whoever owns it."""
+    store = await SqliteStore.open(StateDir.look(state_dir).database, read_only=True, readers=1)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@asynccontextmanager
+async def keeping(config: Config, state_dir: Path) -> AsyncGenerator[SqliteStore]:
+    """Own the directory without playing what waits in it."""
+    with await asyncio.to_thread(StateDir.own, state_dir) as home:
+        store = await SqliteStore.open(home.database, synchronous=config.store.synchronous)
+        try:
+            yield store
+        finally:
+            await store.close()
+
+
+def operations_on(
+    config: Config,
+    store: SqliteStore,
+    home: StateDir,
+    *,
+    bus: LocalBus | None = None,
+    clock: Clock | None = None,
+    engine: Engine | None = None,
+) -> Operations:
+    """Everything that can be asked of this store; without an engine, only questions."""
+    return Operations(
+        config=config,
+        store=store,
+        bus=bus or LocalBus(),
+        clock=clock or SystemClock(),
+        door=Door(config),
+        engine=engine,
+        transcripts_dir=home.transcripts,
+    )

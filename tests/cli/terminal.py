@@ -1,0 +1,166 @@
+"""The real `antiphon` process for tests: run to its end, or held on a pseudo-terminal and talked to.
+
+Every wait is bounded, and a process that is still there when its test ends is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+COMMAND = [sys.executable, "-m", "antiphon"]
+BOUND = 60.0  # seconds after which any wait of a test is a failure
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x01|\x02|\r")
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        return json.loads(self.err)["error"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """Antiphon with a home of its own."""
+
+    home: Path
+    bytecode: Path
+    extra: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def state(self) -> Path:
+        return self.home / "state"
+
+    @property
+    def environ(self) -> dict[str, str]:
+        kept = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL") if name in os.environ}
+        own = {"HOME": str(self.home), "ANTIPHON_STATE_DIR": str(self.state), "TERM": "xterm"}
+        return {
+            **kept,
+            **own,
+            "PYTHONPYCACHEPREFIX": str(self.bytecode),
+            "PYTHONWARNINGS": "error",
+            **self.extra,
+        }
+
+    def run(self, *arguments: str, stdin: str = "") -> Result:
+        done = subprocess.run(
+            [*COMMAND, *arguments],
+            input=stdin,
+            capture_output=True,
+            encoding="utf-8",
+            env=self.environ,
+            timeout=BOUND,
+            check=False,
+        )
+        return Result(done.returncode, done.stdout, done.stderr)
+
+    def say(self, *messages: str) -> str:
+        """Messages to the main session; what was answered."""
+        options = [part for message in messages for part in ("--message", message)]
+        done = self.run("chat", *options)
+        assert done.code == 0, done.err
+        return done.out
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*COMMAND, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            env=self.environ,
+        )
+
+    def terminal(self, *arguments: str) -> Terminal:
+        return Terminal(self, arguments)
+
+
+class Terminal:
+    """A process on a terminal of 100 columns. `expect` reads until something is there."""
+
+    def __init__(self, program: Program, arguments: tuple[str, ...]) -> None:
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [*COMMAND, *arguments],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            env={**program.environ, "COLUMNS": "100", "LINES": "40"},
+        )
+        os.close(slave)
+        self.raw = ""
+        self._seen = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(BOUND)
+        os.close(self._master)
+
+    @property
+    def text(self) -> str:
+        """Everything shown so far, without colours."""
+        return _ESCAPES.sub("", self.raw)
+
+    def type(self, line: str) -> None:
+        os.write(self._master, f"{line}\n".encode())
+
+    def press(self, key: bytes) -> None:
+        os.write(self._master, key)
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+    def expect(self, pattern: str) -> re.Match[str]:
+        """Until what has been shown since the last match contains the pattern."""
+        until = time.monotonic() + BOUND
+        while not (found := re.compile(pattern).search(self.text, self._seen)):
+            left = until - time.monotonic()
+            assert left > 0, f"{pattern!r} was not shown in:\n{self.text[self._seen :]}"
+            assert self._more(left), f"the process ended without {pattern!r}:\n{self.text[self._seen :]}"
+        self._seen = found.end()
+        return found
+
+    def ended(self) -> int:
+        """Read to the end; the exit code."""
+        while self._more(BOUND):
+            pass
+        return self.process.wait(BOUND)
+
+    def _more(self, seconds: float) -> bool:
+        if not select.select([self._master], [], [], seconds)[0]:
+            return True
+        try:
+            chunk = os.read(self._master, 65536)
+        except OSError:  # how Linux says that the other side is closed
+            return False
+        self.raw += chunk.decode(errors="replace")
+        return bool(chunk)

@@ -1,0 +1,490 @@
+"""The command line as its users meet it: the real process, its output, its exit codes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from cli.terminal import BOUND, COMMAND, Program
+
+from antiphon import __version__
+from antiphon.cli import COMMANDS
+from antiphon.cli.failures import report
+from antiphon.errors import AntiphonError, LaneFull, ProviderError, StoreLocked
+
+MAIN = "agent:main:main"
+COUNTING = " ".join(f"word{number}" for number in range(40))
+
+pytestmark = pytest.mark.requirement("R")
+
+
+def configure(program: Program, config: dict[str, Any]) -> None:
+    program.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = program.state / "config.json5"
+    path.write_text(json.dumps(config))
+    path.chmod(0o600)
+
+
+def change(program: Program, sql: str, *params: object) -> None:
+    """Past everything, in the file."""
+    connection = sqlite3.connect(program.state / "antiphon.db")
+    connection.execute(sql, params)
+    connection.commit()
+    connection.close()
+
+
+def imported(program: Program, *arguments: str) -> set[str]:
+    """The modules that a command has loaded by its end."""
+    script = (
+        "import sys; from antiphon.cli import main; main(sys.argv[1:]); print('\\0', *sys.modules, sep='\\n')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        encoding="utf-8",
+        env=program.environ,
+        timeout=BOUND,
+        check=True,
+    )
+    return set(done.stdout.split("\0", 1)[1].split())
+
+
+# --- starting ---
+
+
+def test_alone_it_explains_itself(program: Program) -> None:
+    done = program.run()
+    assert done.code == 0
+    assert "antiphon chat" in done.out
+    for name, (_, about) in COMMANDS.items():
+        assert name in done.out
+        assert about in done.out
+
+
+def test_every_command_has_help(program: Program) -> None:
+    for command in (
+        *([name] for name in COMMANDS),
+        ["sessions", "list"],
+        ["sessions", "import"],
+        ["config", "check"],
+    ):
+        done = program.run(*command, "--help")
+        assert (done.code, done.err) == (0, "")
+        assert "--state-dir" in done.out
+
+
+def test_the_version_comes_at_once(program: Program) -> None:
+    times: list[float] = []
+    for _ in range(6):  # the first one may compile
+        start = time.perf_counter()
+        assert program.run("--version").out == f"antiphon {__version__}\n"
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.3
+    modules = imported(program, "--version")
+    assert modules.isdisjoint({"pydantic", "pydantic_ai", "openai", "asyncio", "msgspec", "sqlite3", "rich"})
+
+
+def test_a_list_loads_no_model_library_and_no_configuration(program: Program) -> None:
+    program.say("say hello")
+    modules = imported(program, "sessions", "list")
+    assert modules.isdisjoint(
+        {"pydantic", "pydantic_ai", "openai", "anthropic", "stamina", "antiphon.runtimes.model"}
+    )
+
+
+# --- speaking from a script ---
+
+
+def test_a_message_and_its_answer(program: Program) -> None:
+    done = program.run("chat", "--message", "say hello there\nsay and more")
+    assert (done.code, done.out, done.err) == (0, "hello there\nand more\n", "")
+
+
+def test_several_messages_are_one_conversation(program: Program) -> None:
+    assert program.say("say one", "say two") == "one\ntwo\n"
+    assert program.say("say three") == "three\n"
+    said = program.run("sessions", "history", "main", "--json").json["messages"]
+    assert [item["content"] for item in said if item["role"] == "user"] == ["say one", "say two", "say three"]
+
+
+def test_an_answer_as_json(program: Program) -> None:
+    view = program.run("chat", "--message", "say x", "--json").json
+    assert (view["state"], view["reply"], view["sessionKey"]) == ("ok", "x", MAIN)
+    lines = program.run("--json", "chat", stdin="say y\nfail z\n").out.splitlines()
+    assert [json.loads(line)["state"] for line in lines] == ["ok", "error"]
+
+
+def test_lines_of_a_pipe_are_messages(program: Program) -> None:
+    done = program.run(
+        "chat", stdin="say one\n\n/status\nsay two \\\nsay lines\nsay last, without a line break"
+    )
+    assert done.code == 0
+    answers = [
+        line
+        for line in done.out.splitlines()
+        if not line.startswith(("session", "model", "entries", "tokens"))
+    ]
+    assert answers == ["answers due  0", "two", "lines", "last, without a line break"] or answers[0] == "one"
+    assert "you>" not in done.out
+    assert "\x1b" not in done.out
+
+
+def test_a_failed_run_is_an_exit_code(program: Program) -> None:
+    done = program.run("chat", stdin="fail badly\nsay still here\n")
+    assert (done.code, done.out) == (1, "still here\n")
+    assert "badly" in done.err
+
+
+def test_another_agent_and_another_session(program: Program) -> None:
+    configure(program, {"agents": {"list": [{"id": "main"}, {"id": "helper"}]}})
+    assert program.run("chat", "--agent", "helper", "--message", "say hi").code == 0
+    assert program.run("chat", "--session", "cron:nightly", "--message", "say hi").code == 0
+    keys = {row["key"] for row in program.run("sessions", "list", "--json").json["sessions"]}
+    assert keys == {"agent:helper:main", "agent:main:cron:nightly"}
+    unknown = program.run("chat", "--agent", "nobody", "--message", "hi")
+    assert unknown.code == 3
+    assert "'nobody'" in unknown.err
+
+
+def test_an_interrupted_script_stops_its_run(program: Program) -> None:
+    process = program.start("chat", "--message", f"say {COUNTING}\nslow 600")
+    assert process.stdout is not None
+    first = process.stdout.read(4)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=BOUND)
+    assert (first, process.returncode) == ("word", 130)
+    last = program.run("sessions", "history", "main", "--json").json["messages"][-1]
+    assert last["stopReason"] == "aborted"
+
+
+# --- reading ---
+
+
+def test_lists_and_histories_page(program: Program) -> None:
+    program.say("say one", "say two")
+    assert program.run("chat", "--session", "hook:h1", "--message", "say three").code == 0
+    page = program.run("sessions", "list", "--limit", "1", "--json").json
+    assert [row["key"] for row in page["sessions"]] == ["agent:main:hook:h1"]
+    rest = program.run("sessions", "list", "--cursor", page["nextCursor"], "--json").json
+    assert [row["key"] for row in rest["sessions"]] == [MAIN]
+    assert [
+        row["kind"] for row in program.run("sessions", "list", "--kind", "main", "--json").json["sessions"]
+    ] == ["main"]
+    table = program.run("sessions", "list").out
+    assert table.splitlines()[0].split() == ["SESSION", "KIND", "ACTIVE", "TOKENS", "MODEL", "NAME"]
+    newest = program.run("sessions", "history", "main", "--limit", "1")
+    assert "two" in newest.out
+    assert "--before 4" in newest.out
+    assert "one" in program.run("sessions", "history", "main", "--before", "4").out
+
+
+def test_reading_works_beside_an_owner_and_owning_does_not(program: Program) -> None:
+    program.say("say hello")
+    owner = program.start("chat")
+    assert owner.stdin is not None
+    assert owner.stdout is not None
+    owner.stdin.write("say ready\n")
+    owner.stdin.flush()
+    assert owner.stdout.readline() == "ready\n"
+    assert program.run("sessions", "list").code == 0
+    assert "ready" in program.run("sessions", "history", "main").out
+    assert program.run("sessions", "export", "--all").code == 0
+    locks = [
+        finding for finding in program.run("doctor", "--json").json["findings"] if finding["check"] == "lock"
+    ]
+    assert str(owner.pid) in locks[0]["what"]
+    refused = program.run("chat", "--message", "hi", "--json")
+    assert (refused.code, refused.error["code"], refused.error["data"]["pid"]) == (
+        7,
+        "store_locked",
+        str(owner.pid),
+    )
+    owner.communicate(timeout=BOUND)
+    assert owner.returncode == 0
+
+
+def test_what_was_said_cannot_command_a_terminal(program: Program) -> None:
+    program.say("say \x1b[31mred\x1b[0m")
+    assert "\x1b" not in program.run("sessions", "history", "main").out
+    with program.terminal("chat", "--message", "say \x1b[31mred\x07") as terminal:
+        terminal.expect("red")
+        assert terminal.ended() == 0
+    assert "\x1b[31m" not in terminal.raw
+
+
+def test_a_reader_that_leaves_is_no_error(program: Program) -> None:
+    program.say("say hello")
+    script = f"{sys.executable} -m antiphon sessions history main --json | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", script],
+        capture_output=True,
+        encoding="utf-8",
+        env=program.environ,
+        timeout=BOUND,
+        check=True,
+    )
+    assert done.stderr == ""
+    assert done.stdout.strip() in {"0", "1"}
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "name"),
+    [
+        (["sessions", "lst"], 2, "usage"),
+        (["chat", "--agent", "a", "--session", "b"], 2, "usage"),
+        (["sessions", "export"], 2, "usage"),
+        (["sessions", "list", "--cursor", "nonsense"], 2, "invalid_input"),
+        (["sessions", "history", "agent::"], 2, "invalid_key"),
+        (["sessions", "history", "cron:never"], 3, "not_found"),
+        (["config", "check", "--config", "/does/not/exist.json5"], 6, "config_invalid"),
+        (["sessions", "list", "--state-dir", "/does/not/exist"], 7, "store_unavailable"),
+    ],
+)
+def test_errors_say_what_and_what_next(program: Program, arguments: list[str], code: int, name: str) -> None:
+    program.say("say hello")
+    plain = program.run(*arguments)
+    assert (plain.code, plain.out) == (code, "")
+    assert plain.err.startswith("Error: ")
+    assert "Traceback" not in plain.err
+    machine = program.run(*arguments, "--json")
+    assert (machine.code, machine.out, machine.error["code"]) == (code, "", name)
+    assert machine.error["message"]
+    assert machine.error["hint"]
+
+
+def test_exit_codes_are_those_of_the_documents() -> None:
+    documented = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    for error in (AntiphonError, LaneFull, ProviderError, StoreLocked):
+        assert f"| {error.exit_code} |" in documented
+
+
+def test_an_unexpected_error_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(RuntimeError("gears"), []) == 1
+    told = capsys.readouterr().err
+    assert "RuntimeError: gears" in told
+    assert "--debug" in told
+    assert "Traceback" not in told
+    report(RuntimeError("gears"), ["--debug"])
+    assert "RuntimeError" in capsys.readouterr().err
+    assert report(click.exceptions.Abort(), []) == 130
+
+
+@pytest.mark.requirement("C")
+def test_the_configuration_is_checked(program: Program) -> None:
+    configure(
+        program,
+        {
+            "models": {
+                "providers": {"local": {"baseUrl": "http://127.0.0.1:9/v1", "models": [{"id": "m1"}]}}
+            },
+            "agents": {
+                "defaults": {"model": "local/m1"},
+                "list": [{"id": "main"}, {"id": "helper", "default": True}],
+            },
+            "session": {"store": "elsewhere"},
+        },
+    )
+    facts = program.run("config", "check", "--json").json
+    assert facts["path"] == str(program.state / "config.json5")
+    assert facts["agents"][1] == {"id": "helper", "default": True, "model": "local/m1"}
+    assert "session.store" in facts["warnings"][0]
+    assert "helper (default), answered by local/m1" in program.run("config", "check").out
+    configure(program, {"session": {"scoop": 1}, "gateway": {"port": "high"}})
+    broken = program.run("config", "check")
+    assert broken.code == 6
+    assert "'session.scoop'" in broken.err
+    assert "gateway.port" in broken.err
+
+
+@pytest.mark.requirement("C")
+def test_the_schema_is_printed(program: Program) -> None:
+    assert "agents" in program.run("config", "schema").json["properties"]
+
+
+# --- files ---
+
+
+@pytest.mark.requirement("L4", "G25")
+def test_an_export_can_be_imported_elsewhere(program: Program, tmp_path: Path) -> None:
+    program.say("say hello")
+    written = program.run("sessions", "export", "main", "--json").json
+    assert (written["files"], written["messages"]) == (1, 2)
+    row = program.run("sessions", "list", "--json").json["sessions"][0]
+    assert Path(row["transcriptPath"]).is_file()
+
+    other = Program(tmp_path / "other", program.bytecode)
+    directory = written["directory"]
+    assert "Would import 1" in other.run("sessions", "import", directory, "--dry-run").out
+    assert not other.state.exists()
+    assert "Imported 1 sessions with 2 messages" in other.run("sessions", "import", directory).out
+    assert other.run("sessions", "import", directory, "--json").json["skipped"] == 1
+    assert other.run("sessions", "list", "--json").json["sessions"][0]["sessionId"] == row["sessionId"]
+    assert other.say("say and on it goes") == "and on it goes\n"
+
+
+def test_an_import_that_loses_something_is_an_exit_code(program: Program, tmp_path: Path) -> None:
+    folder = tmp_path / "sessions"
+    folder.mkdir()
+    folder.joinpath("sessions.json").write_text('{"unknown": {"sessionId": "x"}, "main": {"sessionId": "y"}}')
+    done = program.run("sessions", "import", str(folder))
+    assert done.code == 1
+    assert "failed unknown" in done.out
+    assert "Imported 1" in done.out
+
+
+# --- the doctor ---
+
+
+def findings(program: Program, *arguments: str) -> tuple[int, dict[str, str]]:
+    """The exit code, and the worst level of each check."""
+    done = program.run("doctor", "--json", *arguments)
+    worst: dict[str, str] = {}
+    for finding in done.json["findings"]:
+        assert finding["level"] == "ok" or finding["nextStep"]
+        if worst.get(finding["check"]) in {None, "ok"}:
+            worst[finding["check"]] = finding["level"]
+    return done.code, worst
+
+
+def test_the_doctor_finds_nothing_in_good_health(program: Program) -> None:
+    program.say("say hello")
+    code, levels = findings(program)
+    assert code == 0
+    assert {check for check, level in levels.items() if level != "ok"} == {"models"}
+    assert "the newest 2 entries can be read" in program.run("doctor").out
+
+
+@pytest.mark.requirement("G21")
+def test_the_doctor_names_what_is_wrong(program: Program) -> None:
+    program.say("say hello")
+    change(program, "UPDATE messages SET body = '{' WHERE seq = 2")
+    change(program, "UPDATE runs SET state = 'interrupted', error = 'x'")
+    program.state.chmod(0o755)
+    configure(
+        program, {"models": {"providers": {"gone": {"baseUrl": "http://127.0.0.1:9/v1", "models": []}}}}
+    )
+    code, levels = findings(program)
+    assert code == 0
+    assert {check for check, level in levels.items() if level == "warn"} == {"state", "transcripts", "runs"}
+    code, levels = findings(program, "--online")
+    assert (code, levels["models"]) == (1, "fail")
+
+
+@pytest.mark.requirement("G21")
+def test_the_doctor_survives_a_broken_database_and_configuration(program: Program) -> None:
+    program.say("say hello")
+    configure(program, {"nonsense": 1})
+    (program.state / "antiphon.db").write_bytes(b"not a database, but long enough to look like one" * 100)
+    for name in ("antiphon.db-wal", "antiphon.db-shm"):
+        (program.state / name).unlink(missing_ok=True)
+    code, levels = findings(program)
+    assert (code, levels["config"], levels["database"]) == (1, "fail", "fail")
+
+
+# --- at a terminal ---
+
+
+def test_a_conversation(program: Program) -> None:
+    with program.terminal("chat") as terminal:
+        terminal.expect(r"agent main · rehearsal/rehearsal")
+        terminal.expect(r"No model provider is configured")
+        terminal.expect(r"/help lists the commands")
+        terminal.expect(r"you> ")
+        terminal.type("/help")
+        terminal.expect(r"/stop +stop the answer")
+        terminal.expect(r"you> ")
+        terminal.type("say good morning")
+        terminal.expect(r"main> good morning\n")
+        terminal.expect(r"you> ")
+        terminal.type("/status")
+        terminal.expect(r"entries +2\n")
+        terminal.type("/new")
+        old = terminal.expect(r"antiphon sessions history (\S+)")[1]
+        terminal.expect(r"you> ")
+        terminal.type("/history")
+        terminal.expect(r"Nothing has been said yet")
+        terminal.type("/nonsense")
+        terminal.expect(r"There is no command '/nonsense'")
+        terminal.expect(r"you> ")
+        terminal.press(b"\x04")
+        assert terminal.ended() == 0
+    assert "good morning" in program.run("sessions", "history", old).out
+
+
+def test_an_answer_streams_and_can_be_stopped(program: Program) -> None:
+    with program.terminal("chat") as terminal:
+        terminal.expect(r"you> ")
+        terminal.type(f"say {COUNTING}\\")
+        terminal.expect(r"\. \. \. ")
+        terminal.type("slow 600")
+        terminal.expect(r"main> word0 ")
+        terminal.type("say later")
+        terminal.expect(r"waits until this answer is complete")
+        terminal.type("/stop")
+        terminal.expect(r"The run was stopped\.\)\n")
+        terminal.expect(r"you> ")
+        terminal.type(f"say {COUNTING}\\")
+        terminal.expect(r"\. \. \. ")
+        terminal.type("slow 600")
+        terminal.expect(r"main> word0 ")
+        terminal.interrupt()
+        terminal.expect(r"The run was stopped\.\)\n")
+        terminal.expect(r"you> ")
+        terminal.interrupt()
+        assert terminal.ended() == 0
+
+
+@pytest.mark.requirement("G2")
+def test_a_turn_that_was_cut_off_is_carried_on(program: Program) -> None:
+    with program.terminal("chat") as terminal:
+        terminal.expect(r"you> ")
+        terminal.type("say alpha beta gamma\\")
+        terminal.expect(r"\. \. \. ")
+        terminal.type("slow 6")
+        terminal.expect(r"main> alpha ")
+        terminal.process.kill()
+        terminal.ended()
+    assert findings(program)[1]["runs"] == "warn"
+    with program.terminal("chat") as terminal:
+        terminal.expect(r"Carrying on with a turn that was interrupted: 'say alpha")
+        terminal.expect(r"main> alpha beta gamma\n")
+        terminal.expect(r"you> ")
+        terminal.type("/quit")
+        assert terminal.ended() == 0
+    replies = program.run("sessions", "history", "main", "--json").json["messages"]
+    assert [item["role"] for item in replies] == ["user", "assistant"]
+
+
+def test_no_colours_where_none_are_wanted(program: Program) -> None:
+    plain = Program(program.home, program.bytecode, {"NO_COLOR": "1"})
+    with plain.terminal("chat") as terminal:
+        terminal.expect(r"you> ")
+        terminal.type("/quit")
+        assert terminal.ended() == 0
+    assert "\x1b[1m" not in terminal.raw
+    assert "\x1b[2m" not in terminal.raw
+
+
+def test_json_is_not_for_a_person(program: Program) -> None:
+    with program.terminal("chat", "--json") as terminal:
+        assert terminal.ended() == 2
+
+
+def test_the_module_is_the_program(program: Program) -> None:
+    script = Path(sys.executable).with_name("antiphon")
+    assert COMMAND[-1] == "antiphon"
+    done = subprocess.run(
+        [script, "--version"], capture_output=True, env=program.environ, timeout=BOUND, check=True
+    )
+    assert done.stdout.decode() == f"antiphon {__version__}\n"

@@ -1,0 +1,182 @@
+"""What a caller can ask: rows as agreed, pages that add up, a policy that blocks, conversations that come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from antiphon.access import Caller
+from antiphon.errors import Ambiguous, Conflict, InvalidInput, NotFound, SendBlocked, UnknownModel
+from antiphon.messages import User
+from antiphon.operations import HistoryFilter, ListFilter, Message
+from antiphon.runtimes import Prompt
+from stage import MAIN, OPERATOR, staged, with_settings
+
+pytestmark = pytest.mark.anyio
+
+WORDS = """
+    key kind channel displayName label updatedAt sessionId model contextTokens totalTokens thinkingLevel verboseLevel
+    systemSent abortedLastRun sendPolicy lastChannel lastTo lastAccountId deliveryContext transcriptPath state
+    lastActivityAt agentId parentKey childCount
+"""
+ROW = set(WORDS.split())
+
+
+async def echo(prompt: Prompt) -> str:
+    last = prompt.messages[-1]
+    assert isinstance(last, User)
+    return f"heard {last.content}"
+
+
+@pytest.mark.requirement("L3")
+async def test_a_row_has_the_agreed_names_and_leaves_out_what_is_unknown(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo) as stage:
+        await stage.ask("hello")
+        child = "agent:main:subagent:11111111-1111-1111-1111-111111111111"
+        await stage.create(child, MAIN)
+        stage.rows(
+            "UPDATE sessions SET label = 'l', display_name = 'd', model = 'm', thinking = 'low', verbose = 'on', "
+            "send_policy = 'allow', last_channel = 'telegram', last_to = '7', last_account = 'a', context_tokens = 5 "
+            "WHERE key = ?",
+            child,
+        )
+        page = await stage.operations.list(OPERATOR, ListFilter())
+        full, plain = (msgspec.to_builtins(row) for row in page.sessions)
+        assert set(full) == ROW
+        assert full["deliveryContext"] == {"channel": "telegram", "to": "7", "accountId": "a"}
+        assert full["parentKey"] == MAIN
+        assert set(plain) < ROW
+        assert "label" not in plain
+        assert plain["childCount"] == 1
+        assert plain["channel"] == "unknown"
+        assert page.scope == "all"
+
+
+@pytest.mark.requirement("H1", "H2")
+async def test_history_is_raw_oldest_first_and_by_key_or_session_id(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo) as stage:
+        for number in range(3):
+            await stage.ask(f"say {number}")
+        page = await stage.operations.history(OPERATOR, "main", HistoryFilter(limit=2))
+        assert [item["role"] for item in page.messages] == ["user", "assistant"]
+        assert page.messages[0]["content"] == "say 2"
+        assert (page.total, page.has_more, page.next_cursor) == (6, True, "5")
+        by_id = await stage.operations.history(OPERATOR, page.session_id, HistoryFilter(limit=2))
+        assert by_id == page
+        with pytest.raises(NotFound, match="sessions_list"):
+            await stage.operations.history(OPERATOR, "00000000-0000-0000-0000-000000000000", HistoryFilter())
+
+
+@pytest.mark.requirement("S8")
+async def test_a_denied_session_takes_nothing_and_changes_nothing(tmp_path: Path) -> None:
+    rules = [{"match": {"chatType": "group"}, "action": "deny"}]
+    config = with_settings({"session": {"sendPolicy": {"rules": rules}}})
+    group = "agent:main:discord:group:1"
+    async with staged(tmp_path, echo, config=config) as stage:
+        with pytest.raises(SendBlocked, match="send blocked by session policy"):
+            await stage.say("hello", group)
+        assert stage.rows("SELECT * FROM runs") == []
+        assert stage.rows("SELECT * FROM sessions") == []
+        assert (await stage.ask("hello")).state == "ok"
+        await stage.create(group)
+        stage.rows("UPDATE sessions SET send_policy = 'allow' WHERE key = ?", group)
+        assert (await stage.ask("hello", group)).state == "ok"
+
+
+@pytest.mark.requirement("G25")
+async def test_a_new_conversation_keeps_the_old_one_readable_and_restorable(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo) as stage:
+        await stage.ask("first")
+        old = (await stage.operations.describe(OPERATOR, "main")).session_id
+        new = (await stage.operations.renew(OPERATOR, "main")).session_id
+        assert new != old
+        assert await stage.transcript() == []
+        assert (await stage.transcript(old))[0]["content"] == "first"
+        assert [c.session_id for c in await stage.operations.conversations(OPERATOR, "main")] == [new, old]
+        assert (await stage.operations.restore(OPERATOR, old)).session_id == old
+        await stage.ask("second")
+        entries = await stage.transcript()
+        assert [entry["seq"] for entry in entries] == [1, 2, 3, 4]
+        assert entries[2]["content"] == "second"
+    async with staged(tmp_path, echo) as stage:
+        assert (await stage.operations.describe(OPERATOR, "main")).session_id == old
+
+
+async def test_a_session_that_is_answering_is_not_renewed(tmp_path: Path) -> None:
+    async def slow(prompt: Prompt) -> str:
+        with pytest.raises(Conflict, match="Stop it first"):
+            await stage.operations.renew(OPERATOR, "main")
+        return "done"
+
+    async with staged(tmp_path, slow) as stage:
+        assert (await stage.ask("hello")).state == "ok"
+
+
+@pytest.mark.requirement("G32", "K2")
+async def test_references_that_fit_several_sessions_list_them(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo) as stage:
+        keys = [f"agent:main:dashboard:{number}" for number in range(2)]
+        for key in keys:
+            await stage.create(key)
+        stage.rows("UPDATE sessions SET label = 'twin'")
+        with pytest.raises(Ambiguous) as caught:
+            await stage.operations.describe(OPERATOR, "twin")
+        assert sorted(caught.value.data["candidates"]) == keys
+        stage.rows("UPDATE sessions SET label = 'only' WHERE key = ?", keys[0])
+        assert (await stage.operations.describe(OPERATOR, "only")).key == keys[0]
+
+
+@pytest.mark.requirement("V3", "K2")
+async def test_an_agent_sees_its_own_short_keys_and_nobody_elses_sessions(tmp_path: Path) -> None:
+    config = with_settings({"agents": {"list": [{"id": "main"}, {"id": "other"}]}})
+    async with staged(tmp_path, echo, config=config) as stage:
+        await stage.ask("hello")
+        await stage.ask("hello", "agent:other:main")
+        caller = Caller.agent("main", MAIN)
+        page = await stage.operations.list(caller, ListFilter())
+        assert [row.key for row in page.sessions] == ["main"]
+        assert page.scope == "tree"
+        hidden, absent = "agent:other:main", "agent:other:dashboard:9"
+        errors: list[str] = []
+        for reference in (hidden, absent):
+            with pytest.raises(NotFound) as caught:
+                await stage.operations.history(caller, reference, HistoryFilter())
+            errors.append(str(caught.value).replace(reference, "…"))
+        assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize(
+    ("message", "error", "field"),
+    [
+        (Message(session="main", content=""), InvalidInput, "message"),
+        (Message(session="main", content="\ud800"), InvalidInput, "message"),
+        (Message(session="main", content="x", idempotency_key=""), InvalidInput, "idempotencyKey"),
+        (Message(session="main", content="x", timeout_seconds=-1), InvalidInput, "timeoutSeconds"),
+        (Message(session="main", content="x", model="nobody/nothing"), UnknownModel, None),
+        (Message(session="global", content="x"), InvalidInput, None),
+        (Message(session="agent:nobody:main", content="x"), NotFound, None),
+    ],
+)
+@pytest.mark.requirement("K3")
+async def test_bad_input_names_the_field_and_changes_nothing(
+    tmp_path: Path, message: Message, error: type[Exception], field: str | None
+) -> None:
+    async with staged(tmp_path, echo) as stage:
+        with pytest.raises(error) as caught:
+            await stage.operations.submit(OPERATOR, message)
+        assert getattr(caught.value, "data", {}).get("field") == field
+        assert stage.rows("SELECT * FROM sessions") == []
+
+
+@pytest.mark.requirement("K3")
+async def test_with_global_scope_every_main_is_the_one_session(tmp_path: Path) -> None:
+    agents = {"list": [{"id": "a", "default": True}, {"id": "b"}]}
+    config = with_settings({"session": {"scope": "global"}, "agents": agents})
+    async with staged(tmp_path, echo, config=config) as stage:
+        await stage.ask("one", "main")
+        await stage.ask("two", "agent:b:main")
+        page = await stage.operations.list(OPERATOR, ListFilter())
+        assert [row.key for row in page.sessions] == ["main"]
+        assert [entry["content"] for entry in await stage.transcript("main")][::2] == ["one", "two"]
