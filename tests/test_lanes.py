@@ -133,7 +133,7 @@ async def test_before_the_start_a_hint_is_nothing(lanes: LaneEngine) -> None:
 @pytest.mark.requirement("G16")
 async def test_an_abandoned_drain_holds_no_lane(lanes: LaneEngine) -> None:
     drains: list[int] = []
-    stuck, second = asyncio.Event(), asyncio.Event()
+    stuck, second, busy = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def drain(lane: int) -> None:
         drains.append(lane)
@@ -141,6 +141,7 @@ async def test_an_abandoned_drain_holds_no_lane(lanes: LaneEngine) -> None:
             await stuck.wait()
         else:
             second.set()
+            await busy.wait()
 
     await lanes.start(drain)
     await lanes.activate(1)
@@ -152,8 +153,13 @@ async def test_an_abandoned_drain_holds_no_lane(lanes: LaneEngine) -> None:
     await lanes.abandon(2)  # nothing there: nothing happens
     await lanes.activate(1)
     await asyncio.wait_for(second.wait(), BOUND)
+    await lanes.activate(1)  # for the second drain, and not for the first when that comes back
     stuck.set()
     for _ in range(5):
         await asyncio.sleep(0)
     assert drains == [1, 1]
+    busy.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert drains == [1, 1, 1]
     await lanes.stop(0)

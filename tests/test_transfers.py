@@ -6,7 +6,7 @@ import asyncio
 import json
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def answer(text: str) -> dict[str, Any]:
 
 
 def folder(
-    root: Path, index: dict[str, Any] | str, files: dict[str, Iterable[str]], agent: str = "main"
+    root: Path, index: dict[str, Any] | str, files: Mapping[str, Iterable[str]], agent: str = "main"
 ) -> Path:
     """A sessions directory below `agents/<agent>`, written as that family writes it."""
     path = root / "agents" / agent / "sessions"

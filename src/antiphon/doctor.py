@@ -34,6 +34,7 @@ LEAST_SQLITE = (3, 35, 0)  # RETURNING
 LEAST_FREE, LITTLE_FREE = 64 * 2**20, 1024 * 2**20  # bytes
 ENTRIES = 100_000  # newest transcript entries that are read
 PAGE = 500
+NEVER = 2**62  # a time after every lease
 ONLINE_SECONDS = 5.0
 
 Level = Literal["ok", "warn", "fail"]
@@ -206,7 +207,8 @@ def _readable(body: str) -> bool:
 
 
 async def _runs(store: Store, *, running: bool) -> list[Finding]:
-    interrupted, orphaned = await store.read(_run_rows, time.time_ns() // 1_000_000)
+    now = time.time_ns() // 1_000_000 if running else NEVER  # nobody is alive where nobody holds the lock
+    interrupted, orphaned = await store.read(_run_rows, now)
     findings: list[Finding] = []
     if interrupted:
         findings.append(

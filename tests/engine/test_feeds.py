@@ -13,6 +13,7 @@ import pytest
 
 from antiphon.bus import Delta, Event, MessageAppended, RunChanged, SessionChanged, ToolPhase, session_topic
 from antiphon.bus.local import LocalBus
+from antiphon.engine import feeds
 from antiphon.engine.toolbox import Call, Result
 from antiphon.errors import Conflict, NotFound
 from antiphon.messages import Assistant, ToolResult
@@ -45,8 +46,11 @@ async def take(
 
 @pytest.mark.requirement("G38", "W3")
 @pytest.mark.parametrize("seed", range(6))
-async def test_every_entry_once_and_in_order_whatever_is_dropped(tmp_path: Path, seed: int) -> None:
+async def test_every_entry_once_and_in_order_whatever_is_dropped(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A buffer of two events drops nearly everything; followers come late, read slowly and come back."""
+    monkeypatch.setattr(feeds, "LOOK_AGAIN", 3600)  # looking again by itself would hide a missed hint
     dice = random.Random(seed)
     turns, last = 25, 50
     async with staged(tmp_path, echo, bus=LocalBus(buffer=dice.choice([1, 2, 3]))) as stage:
@@ -74,11 +78,28 @@ async def test_every_entry_once_and_in_order_whatever_is_dropped(tmp_path: Path,
 
 
 @pytest.mark.requirement("G38")
+async def test_a_hole_shows_in_the_next_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds, "LOOK_AGAIN", 3600)
+
+    class Leaky(LocalBus):
+        """Loses every other entry without a word, as a network may."""
+
+        def publish(self, topic: str, event: Event) -> None:
+            if not (isinstance(event, MessageAppended) and event.seq % 2):
+                super().publish(topic, event)
+
+    async with staged(tmp_path, echo, bus=Leaky()) as stage:
+        await stage.create(MAIN)
+        following = asyncio.create_task(take(stage.operations.follow(OPERATOR, MAIN, after=0), 6))
+        for words in ("one", "two", "three"):
+            await stage.ask(words)
+        assert [seq for _, seq in await following] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.requirement("G38")
 async def test_a_lost_hint_costs_time_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from antiphon.engine import feeds
-
     monkeypatch.setattr(feeds, "LOOK_AGAIN", 0.01)
 
     class Deaf(LocalBus):

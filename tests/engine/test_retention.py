@@ -9,10 +9,12 @@ import pytest
 
 from antiphon.bus import SessionChanged
 from antiphon.clock import ManualClock
-from antiphon.engine import retention
+from antiphon.engine import retention, runs
 from antiphon.engine.engine import Pace
 from antiphon.engine.retention import Keep
+from antiphon.engine.runs import Submission
 from antiphon.errors import NotFound
+from antiphon.messages import User
 from antiphon.operations import ListFilter
 from antiphon.runtimes import Prompt
 from stage import MAIN, OPERATOR, staged
@@ -98,15 +100,21 @@ async def test_only_the_idle_are_touched(tmp_path: Path) -> None:
         return "ok"
 
     async with staged(tmp_path, agent, clock=clock, pace=QUIET) as stage:
-        ids = [await stage.say(words, timeout_seconds=360 * 86_400) for words in ("one", "two")]
+        run_id = await stage.say("one", timeout_seconds=360 * 86_400)
         await asyncio.wait_for(begun.wait(), 10)
         clock.advance(days=100)
         assert await retention.sweep(stage.store, KEEP, clock.now()) == []
         release.set()
-        for run_id in ids:
-            assert (await stage.ended(run_id)).state == "ok"
-    # A session whose message waits for a process that is not there is not idle either.
+        assert (await stage.ended(run_id)).state == "ok"
+        # A message that waits, and that no process has taken up yet, keeps its session too.
+        message = User(content="two", timestamp=clock.now())
+        session = stage.rows("SELECT id FROM sessions")[0]["id"]
+        waiting = Submission(run_id="two", session=session, origin="chat", message=message)
+        await stage.store.tx(runs.submit, waiting, clock.now())
+        clock.advance(days=31)
+        assert await retention.sweep(stage.store, KEEP, clock.now()) == []
     async with staged(tmp_path, agent, clock=clock, pace=QUIET) as stage:
+        await stage.ended("two")
         clock.advance(days=31)
         assert await retention.sweep(stage.store, KEEP, clock.now()) == [MAIN]
 

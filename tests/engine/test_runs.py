@@ -235,12 +235,17 @@ async def test_a_zombie_changes_nothing(
         await soon(begun)
         # While the lease holds, a second engine leaves the run alone.
         async with staged(tmp_path, echo, clock=clock, store=store, alone=False, pace=SLOW) as early:
-            assert (await early.operations.wait(OPERATOR, run_id, 0)).state == "running"
-            await early.engine.stop()
-            assert (await early.operations.run(OPERATOR, run_id)).state == "running"
+            held = early.rows("SELECT owner, epoch FROM runs WHERE id = ?", run_id)
+            await early.say("second", idempotency_key="second")  # makes it look at the lane
+            for _ in range(10):
+                await asyncio.sleep(0)
+                await early.store.tx(_ask, Query("test.nothing", "SELECT 1"))
+            assert early.rows("SELECT owner, epoch FROM runs WHERE id = ?", run_id) == held
+            assert (await early.operations.run(OPERATOR, "second")).state == "queued"
         clock.advance(seconds=2 * SLOW.lease)
         async with staged(tmp_path, echo, clock=clock, store=store, alone=False, pace=SLOW) as heir:
             assert (await heir.ended(run_id)).reply == "heard hello"
+            assert (await heir.ended("second")).reply == "heard second"
             before = dump(zombie.path)
             wake.set()
 
@@ -348,6 +353,28 @@ async def test_stopping_a_stream_takes_less_than_50_ms(tmp_path: Path) -> None:
         assert (await stage.operations.describe(OPERATOR, MAIN)).aborted_last_run
 
 
+@pytest.mark.requirement("G16", "G26")
+async def test_a_call_that_is_stopped_is_reported_as_interrupted(tmp_path: Path) -> None:
+    begun = asyncio.Event()
+
+    async def wait(call: Call) -> Result:
+        begun.set()
+        await asyncio.Event().wait()
+        return Result(text="never")
+
+    async def agent(prompt: Prompt) -> Assistant:
+        return calls("wait", "wait")
+
+    async with staged(tmp_path, agent, tools=[tool("wait", wait)], pace=SLOW) as stage:
+        run_id = await stage.say("go")
+        await soon(begun)
+        await stage.operations.stop(OPERATOR, MAIN)
+        assert (await stage.ended(run_id)).state == "cancelled"
+        entries = await stage.transcript()
+        assert [e["role"] for e in entries] == ["user", "assistant", "toolResult", "toolResult", "assistant"]
+        assert [e["interrupted"] for e in entries if e["role"] == "toolResult"] == [True, True]
+
+
 @pytest.mark.requirement("G16")
 async def test_a_queued_run_is_stopped_at_once_and_alone(tmp_path: Path) -> None:
     agent = Held()
@@ -392,12 +419,25 @@ async def test_stopping_reaches_everything_below_and_nothing_beside(tmp_path: Pa
 
 
 class Stubborn:
-    """A tool that does not know how to stop, and an agent that uses it."""
+    """A tool or a model step that does not know how to stop."""
 
-    def __init__(self) -> None:
+    def __init__(self, where: str) -> None:
+        self._where = where
         self.begun, self.release, self.left = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def work(self, call: Call) -> Result:
+        await self._hold()
+        return Result(text="too late")
+
+    async def agent(self, prompt: Prompt) -> Assistant:
+        if last(prompt) == "next":
+            return text("fresh")
+        if self._where == "tool":
+            return calls("stubborn")
+        await self._hold()
+        return text("too late")
+
+    async def _hold(self) -> None:
         self.begun.set()
         while not self.release.is_set():
             try:
@@ -405,16 +445,13 @@ class Stubborn:
             except asyncio.CancelledError:
                 continue
         self.left.set()
-        return Result(text="too late")
-
-    async def agent(self, prompt: Prompt) -> Assistant:
-        return text("fresh") if last(prompt) == "next" else calls("stubborn")
 
 
 @pytest.mark.requirement("G16", "G17")
+@pytest.mark.parametrize("where", ["tool", "step"])
 @pytest.mark.parametrize("outcome", ["cancelled", "timeout"])
-async def test_a_tool_that_ignores_being_stopped_is_left_behind(tmp_path: Path, outcome: str) -> None:
-    stubborn = Stubborn()
+async def test_what_ignores_being_stopped_is_left_behind(tmp_path: Path, outcome: str, where: str) -> None:
+    stubborn = Stubborn(where)
     tools = [tool("stubborn", stubborn.work)]
     async with staged(tmp_path, stubborn.agent, tools=tools, pace=BRISK) as stage:
         try:
@@ -424,9 +461,10 @@ async def test_a_tool_that_ignores_being_stopped_is_left_behind(tmp_path: Path, 
                 await stage.operations.stop(OPERATOR, MAIN)
             assert (await stage.ended(run_id)).state == outcome
             entries = await stage.transcript()
-            assert [entry["role"] for entry in entries] == ["user", "assistant", "toolResult", "assistant"]
-            assert entries[2]["interrupted"] is True
-            # The lane is free although the tool still holds on to its thread of control.
+            calling = ["assistant", "toolResult"] if where == "tool" else []
+            assert [entry["role"] for entry in entries] == ["user", *calling, "assistant"]
+            assert all(entry["interrupted"] for entry in entries if entry["role"] == "toolResult")
+            # The lane is free although something still holds on to its thread of control.
             assert (await stage.ask("next")).reply == "fresh"
             assert not stubborn.left.is_set()
             before = dump(stage.path, besides=["owners"])
@@ -435,7 +473,7 @@ async def test_a_tool_that_ignores_being_stopped_is_left_behind(tmp_path: Path, 
         await soon(stubborn.left)
         for _ in range(20):
             await asyncio.sleep(0)
-        # What the tool came back with has no place any more.
+        # What it came back with has no place any more.
         assert (await stage.ask("next")).reply == "fresh"
         after = dump(stage.path, besides=["owners"])
         assert after["messages"][: len(before["messages"])] == before["messages"]
@@ -443,19 +481,18 @@ async def test_a_tool_that_ignores_being_stopped_is_left_behind(tmp_path: Path, 
 
 
 @pytest.mark.requirement("G16")
-async def test_a_tool_that_ignores_being_stopped_does_not_keep_the_process(
+async def test_what_ignores_being_stopped_does_not_keep_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "LAST_WAIT", 0.05)
-    stubborn = Stubborn()
-    async with staged(tmp_path, stubborn.agent, tools=[tool("stubborn", stubborn.work)], pace=SLOW) as stage:
+    stubborn = Stubborn("step")
+    async with staged(tmp_path, stubborn.agent, pace=SLOW) as stage:
         await stage.say("go")
         await soon(stubborn.begun)
         await asyncio.wait_for(stage.engine.stop(), BOUND)
         assert not stubborn.left.is_set()
         stubborn.release.set()
         await soon(stubborn.left)
-    assert raw(tmp_path / "antiphon.db", "SELECT state FROM runs") == [{"state": "running"}]
 
 
 @pytest.mark.requirement("G16")

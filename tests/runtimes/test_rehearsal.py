@@ -155,6 +155,7 @@ async def test_slow_can_be_cancelled() -> None:
 
 async def test_slow_says_everything() -> None:
     assert (await play("slow 0.001\nsay a b"))[0].text == "a b"
+    assert (await play("slow 0.001 a b"))[0].text == "a b"
 
 
 @pytest.mark.parametrize(

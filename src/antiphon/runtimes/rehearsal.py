@@ -5,7 +5,7 @@ One instruction per line; other lines are ignored as long as there is at least o
     call <tool> {json}       ask for a tool, one step per line, in order; `+` puts several calls in one step
     think <text>             think this before what follows
     say <text>               the reply, exactly; several lines make a reply of several lines
-    slow <seconds>           stream the reply over that time
+    slow <seconds> [<text>]  stream the reply over that time; the text, if any, is said as by `say`
     fail <text>              fail as a provider would
 
 Without `say` the reply is what the last step's tools returned; `say` alone makes it empty; without any
@@ -172,10 +172,13 @@ def _add_line(script: _Script, _: str, rest: str) -> None:
 
 
 def _add_delay(script: _Script, line: str, rest: str) -> None:
+    seconds, _, text = rest.partition(" ")
     try:
-        script.seconds = float(rest)
+        script.seconds = float(seconds)
     except ValueError:
         script.unreadable = script.unreadable or f"I cannot read {line!r}: it takes a number of seconds."
+    if text:
+        script.lines.append(text)
 
 
 def _add_failure(script: _Script, _: str, rest: str) -> None:

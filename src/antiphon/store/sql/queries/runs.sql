@@ -69,8 +69,8 @@ SELECT n, id, session FROM runs WHERE state = 'queued' AND deadline_at <= :now O
 
 -- name: not_stopping
 -- `session > 0` is always true; it lets SQLite choose the small index of active runs instead of the table.
-SELECT n, id, session, transcript, first_seq FROM runs
-WHERE state = 'running' AND session > 0 AND cancel_at <= :before LIMIT 500;
+SELECT n, id, session, transcript, first_seq, cancel_at FROM runs
+WHERE state = 'running' AND session > 0 AND (cancel_at <= :before OR deadline_at <= :before) LIMIT 500;
 
 -- name: lanes_with_work
 -- Lanes to look at after a start or when a hint was lost: queued work, or an active run whose owner is gone.
