@@ -22,12 +22,18 @@ class Requirement(NamedTuple):
 CONTRACT: dict[str, tuple[Part, str]] = {
     "K1": ("core", "Stored keys have one canonical form per kind of session."),
     "K2": ("core", "`main` and `current` are the caller's own; short and full spellings are both accepted."),
-    "K3": ("core", "`global` and `unknown` are never listed nor accepted; global scope folds mains into one."),
+    "K3": (
+        "core",
+        "`global` and `unknown` are never listed nor accepted; global scope folds mains into one.",
+    ),
     "K4": ("core", "Older spellings are accepted and normalised."),
     "K5": ("core", "parse(format(k)) == k and format is injective, for any id a channel can produce."),
     "K6": ("core", "Kind and channel of a session follow from its key and its record."),
     "K7": ("core", "Direct chats are scoped by session.dmScope, with identity links."),
-    "L1": ("core", "sessions_list filters: kinds, limit, activeMinutes, agentId, label, search, spawnedBy, archived."),
+    "L1": (
+        "core",
+        "sessions_list filters: kinds, limit, activeMinutes, agentId, label, search, spawnedBy, archived.",
+    ),
     "L2": ("core", "Newest first by updatedAt, then key; pages by cursor."),
     "L3": ("core", "A list row has exactly the agreed names, absent when unknown."),
     "L4": ("core", "transcriptPath is where the export of that session is."),
@@ -77,10 +83,19 @@ CONTRACT: dict[str, tuple[Part, str]] = {
 
 GUARANTEES: dict[str, tuple[Part, str]] = {
     "G1": ("core", "A run's end and what follows from it are one commit; it is never absent."),
-    "G2": ("core", "Accepted means durable; after a crash each accepted run is resumed once or says it was not."),
-    "G5": ("core", "A durable FIFO per session; the message in the transcript is byte-equal to what was sent."),
+    "G2": (
+        "core",
+        "Accepted means durable; after a crash each accepted run is resumed once or says it was not.",
+    ),
+    "G5": (
+        "core",
+        "A durable FIFO per session; the message in the transcript is byte-equal to what was sent.",
+    ),
     "G9": ("core", "Waking an idle session is prompt and cannot be lost."),
-    "G10": ("core", "The outcome comes from runtime facts: no answer is never `ok`, and terminal is terminal."),
+    "G10": (
+        "core",
+        "The outcome comes from runtime facts: no answer is never `ok`, and terminal is terminal.",
+    ),
     "G12": ("core", "Waiting holds no slot; sessions never wait for each other."),
     "G13": ("core", "One writer per session, enforced by the database; reads neither fail nor delay it."),
     "G16": ("core", "Cancel is hard, cascades, and leaves nothing running without a live lease."),
@@ -90,7 +105,10 @@ GUARANTEES: dict[str, tuple[Part, str]] = {
     "G22": ("core", "Lists cost the same however many sessions there are."),
     "G23": ("core", "History pages are bounded, stable and complete."),
     "G24": ("core", "Memory is flat; a run that kills its process is quarantined."),
-    "G25": ("core", "A key's session id changes only by explicit reset, on record, and the old one stays readable."),
+    "G25": (
+        "core",
+        "A key's session id changes only by explicit reset, on record, and the old one stays readable.",
+    ),
     "G26": ("core", "Any prefix of a transcript makes a valid provider request."),
     "G27": ("core", "Archiving hides and keeps; only idle sessions are touched."),
     "G28": ("core", "The usage ledger is append-only, adds up, outlives sessions; an unknown price is null."),

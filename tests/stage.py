@@ -80,9 +80,8 @@ class Stage:
 
 
 async def _create(tx: Tx, key: str, parent: str | None, now: int) -> Row:
-    found = await sessions.find(tx, keys.parse(parent), None) if parent else None
-    above = await tx.one(sessions.SQL.by_id, id=found["id"]) if found else None
-    return await sessions.create(tx, keys.parse(key), now, Birth(parent=above))
+    above = await sessions.find(tx, keys.parse(parent), None) if parent else None
+    return await sessions.create(tx, keys.parse(key), now, Birth(parent=above["id"] if above else None))
 
 
 def raw(path: Path, sql: str, *params: object) -> list[dict[str, Any]]:

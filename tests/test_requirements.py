@@ -15,7 +15,11 @@ def claims() -> Iterator[tuple[str, str]]:
     """Every id that a test of the suite carries, and where."""
     for path in TESTS.rglob("test_*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "requirement":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "requirement"
+            ):
                 for argument in node.args:
                     assert isinstance(argument, ast.Constant), f"{path.name}: name requirements literally"
                     yield str(argument.value), f"{path.name}:{node.lineno}"

@@ -13,7 +13,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -118,14 +118,15 @@ def moments(servers: Servers, home: Path, name: str) -> int:
     return int(said(state_dir, "commits")[0])
 
 
-@pytest.mark.requirement("G2", "G16", "G21", "G26")
+@pytest.mark.requirement("G1", "G2", "G16", "G21", "G26")
 @pytest.mark.parametrize("shape", ["tell, note", "tell + note"])
 def test_a_turn_with_two_tool_calls_survives_a_kill_at_every_moment(
-    servers: Servers, tmp_path: Path, shape: str
+    servers: Servers, tmp_path: Path, shape: str, record_property: Callable[[str, object], None]
 ) -> None:
     name = f"single:{shape}"
     count = moments(servers, tmp_path, name)
     died = suffer(servers, tmp_path, [(name, [moment]) for moment in range(1, count + 1)])
+    record_property("kills", died)
     # The very last moments may go missing when two commits of the dry run fall into one.
     assert count >= 16
     assert died >= count - 4
@@ -135,7 +136,11 @@ def test_a_turn_with_two_tool_calls_survives_a_kill_at_every_moment(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_many_sessions_survive_seeded_kills(
-    servers: Servers, tmp_path: Path, batch: int, pytestconfig: pytest.Config
+    servers: Servers,
+    tmp_path: Path,
+    batch: int,
+    pytestconfig: pytest.Config,
+    record_property: Callable[[str, object], None],
 ) -> None:
     wanted = -(-cast(int, pytestconfig.getoption("--kills")) // BATCHES)
     dice = random.Random(batch)
@@ -149,6 +154,7 @@ def test_many_sessions_survive_seeded_kills(
         cases.append((f"several:{batch * 1000 + len(cases)}", kills))
         planned += times
     died = suffer(servers, tmp_path, cases)
+    record_property("kills", died)
     assert died >= wanted * 0.8
 
 

@@ -82,7 +82,16 @@ def always(state_dir: Path, accepted: Iterable[str]) -> list[str]:
     for run in book.runs:
         wrong += _beginning(book, run)
         wrong += _known_results(book, run)
+        wrong += _whole(book, run)
     return wrong
+
+
+def _whole(book: Book, run: Row) -> list[str]:
+    """A run's end, its final answer and what was paid for it are there together, or none of them is."""
+    if run["state"] not in {"queued", "running"}:
+        return [*_ending(book, run), *_charged(book, run)]
+    answered = _finals(book.entries(run))
+    return [f"{run['id']} has its answer and is still {run['state']}"] if answered else []
 
 
 def _numbers(book: Book) -> list[str]:
@@ -220,15 +229,19 @@ def _told(book: Book, told: dict[str, Call], plan: Sequence[Planned]) -> list[st
     return wrong + [f"the effect of {key} is missing" for key in told]
 
 
-def _ending(book: Book, run: Row) -> list[str]:
-    """One final answer, last in the run's entries, and it is what the run says it answered."""
-    entries = book.entries(run)
-    finals = [
+def _finals(entries: Iterable[Row]) -> list[Row]:
+    return [
         entry
         for entry in entries
         if entry["role"] == "assistant"
         and all(block["type"] != "toolCall" for block in entry["json"]["content"])
     ]
+
+
+def _ending(book: Book, run: Row) -> list[str]:
+    """One final answer, last in the run's entries, and it is what the run says it answered."""
+    entries = book.entries(run)
+    finals = _finals(entries)
     if len(finals) != 1 or finals[0] is not entries[-1]:
         return [f"{run['id']} has its final answers at {[entry['seq'] for entry in finals]}"]
     text = "".join(block.get("text", "") for block in finals[0]["json"]["content"])

@@ -688,7 +688,7 @@ async def test_a_message_of_exactly_the_cap_is_taken(tmp_path: Path) -> None:
 # --- waiting ---
 
 
-@pytest.mark.requirement("S4", "G4")
+@pytest.mark.requirement("S4")
 async def test_a_wait_can_be_dropped_repeated_and_made_from_elsewhere(tmp_path: Path) -> None:
     agent = Held()
     async with staged(tmp_path, agent) as stage:

@@ -87,7 +87,7 @@ def worlds(draw: st.DrawFn) -> list[Fact]:
 async def _build(tx: Tx, facts: list[Fact]) -> None:
     rows: dict[str, Row] = {}
     for fact in facts:
-        birth = Birth(label=fact.label, parent=rows[fact.parent] if fact.parent else None)
+        birth = Birth(label=fact.label, parent=rows[fact.parent]["id"] if fact.parent else None)
         rows[fact.key] = await sessions.create(tx, keys.parse(fact.key), fact.at, birth)
         await tx.do(TOUCH, id=rows[fact.key]["id"], at=fact.at, archived=int(fact.archived))
 

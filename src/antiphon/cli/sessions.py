@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from antiphon.operations import HistoryFilter, ListFilter
     from antiphon.transfers.exports import Exported
     from antiphon.transfers.imports import Imported
-    from antiphon.views import HistoryPage, SessionPage
+    from antiphon.views import Conversation, HistoryPage, SessionPage, SessionView
 
 KINDS = ("main", "group", "cron", "hook", "node", "other")
 
@@ -134,6 +134,58 @@ async def _history(settings: Settings, key: str, wanted: HistoryFilter) -> Histo
 
     async with looking(settings.config_when_needed(), settings.paths.state_dir) as operations:
         return await operations.history(Caller.operator(), key, wanted)
+
+
+@command.command()
+@click.argument("key")
+@common
+@click.pass_obj
+def past(settings: Settings, key: str) -> None:
+    """The conversations a session has had, the newest first. `history` reads each by its id."""
+    conversations = asyncio.run(_past(settings, key))
+    if settings.json:
+        output.emit(conversations)
+        return
+    rows = [[c.session_id, c.reason, output.ago(c.started_at), _ended(c)] for c in conversations]
+    output.table(["ID", "BEGUN BY", "BEGUN", "ENDED"], rows)
+
+
+def _ended(conversation: Conversation) -> str:
+    return "current" if conversation.ended_at is None else output.ago(conversation.ended_at)
+
+
+async def _past(settings: Settings, key: str) -> list[Conversation]:
+    from antiphon.access import Caller
+    from antiphon.visits import looking
+
+    async with looking(settings.config_when_needed(), settings.paths.state_dir) as operations:
+        return await operations.conversations(Caller.operator(), key)
+
+
+@command.command()
+@click.argument("session_id", metavar="ID")
+@common
+@click.pass_obj
+def restore(settings: Settings, session_id: str) -> None:
+    """Go back to an earlier conversation of a session; the current one is kept and can be restored in turn."""
+    session = asyncio.run(_restore(settings, session_id))
+    if settings.json:
+        output.emit(session)
+    else:
+        click.echo(
+            f"{output.clean(session.key)} goes on with conversation {output.clean(session.session_id)}."
+        )
+
+
+async def _restore(settings: Settings, session_id: str) -> SessionView:
+    from antiphon.access import Caller
+    from antiphon.store.statedir import StateDir
+    from antiphon.visits import keeping, operations_on
+
+    config = settings.load().config
+    async with keeping(config, settings.paths.state_dir) as store:
+        operations = operations_on(config, store, StateDir.look(settings.paths.state_dir))
+        return await operations.restore(Caller.operator(), session_id)
 
 
 @command.command("export")

@@ -26,7 +26,8 @@ class Birth:
     """For the global session, whose key names no agent."""
     label: str | None = None
     display_name: str | None = None
-    parent: Row | None = None
+    parent: int | None = None
+    """The session that spawned it."""
     role: str | None = None
     sandboxed: bool = False
     session_id: str | None = None
@@ -52,7 +53,7 @@ async def labelled(tx: Tx, label: str, viewer: str | None) -> list[Row]:
 async def create(tx: Tx, key: SessionKey, now: int, birth: Birth | None = None) -> Row:
     birth = birth or Birth()
     session_id = birth.session_id or str(uuid.uuid4())
-    parent = birth.parent
+    parent = await tx.one(SQL.by_id, id=birth.parent) if birth.parent is not None else None
     transcript = await _begin(tx, session_id, str(key), birth.reason, now)
     row = await tx.one(
         SQL.insert,

@@ -39,17 +39,28 @@ def version_of(connection: sqlite3.Connection) -> int:
     return connection.execute("PRAGMA user_version").fetchone()[0]
 
 
-def migrate(connection: sqlite3.Connection) -> None:
-    """Apply what is missing. The connection must be in autocommit mode."""
-    known = migrations()
-    present = version_of(connection)
-    if present > known[-1].version:
+def is_current(connection: sqlite3.Connection) -> bool:
+    """Whether nothing is left to apply.
+
+    Raises:
+        StoreNewer: the file is from the future.
+    """
+    present, newest = version_of(connection), migrations()[-1].version
+    if present > newest:
         raise StoreNewer(
-            f"The database has schema {present}, this Antiphon knows schemas up to {known[-1].version}.",
+            f"The database has schema {present}, this Antiphon knows schemas up to {newest}.",
             "Start the newer Antiphon that wrote it, or restore a backup made before the upgrade.",
             schema=present,
         )
-    for migration in known:
+    return present == newest
+
+
+def migrate(connection: sqlite3.Connection) -> None:
+    """Apply what is missing. The connection must be in autocommit mode."""
+    if is_current(connection):
+        return
+    present = version_of(connection)
+    for migration in migrations():
         if migration.version > present:
             _apply(connection, migration)
 

@@ -16,12 +16,13 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, cast
 
 from antiphon.errors import AntiphonError, StoreDamaged, StoreError, StoreFull, StoreReadOnly
 from antiphon.store import Param, Row, Script, Tx
-from antiphon.store.migrations import migrate
+from antiphon.store.migrations import is_current, migrate
 from antiphon.store.queries import Query
 from antiphon.store.statedir import explain
 
@@ -314,7 +315,8 @@ def _open_writer(path: Path, synchronous: str) -> sqlite3.Connection:
         raise explain(error, path.parent) from error
     try:
         connection = _connect(path)
-        _check_ours(connection, path)
+        if not _is_ours(connection, path):
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute(f"PRAGMA synchronous = {synchronous.upper()}")
         connection.execute("PRAGMA wal_autocheckpoint = 4000")
@@ -328,20 +330,28 @@ def _open_writer(path: Path, synchronous: str) -> sqlite3.Connection:
 
 
 def _check_readable(path: Path) -> None:
-    if not path.exists():
-        raise StoreError(
-            f"There is no Antiphon database at {str(path)!r} yet.",
-            "Start a conversation with `antiphon chat` first.",
-        )
+    """That the file is ours and of this version; a reader cannot put either right."""
+    missing = StoreError(
+        f"There is no Antiphon database at {str(path)!r} yet.",
+        "Start a conversation with `antiphon chat` first.",
+    )
+    if not path.exists() or path.stat().st_size == 0:
+        raise missing
     try:
-        connection = _connect(path, read_only=True)
-        _check_ours(connection, path)
-        connection.close()
+        with closing(_connect(path, read_only=True)) as connection:
+            if not _is_ours(connection, path):
+                raise missing
+            if not is_current(connection):
+                raise StoreError(
+                    f"The database {str(path)!r} was written by an older Antiphon.",
+                    "Start `antiphon chat` once to bring it up to date.",
+                )
     except sqlite3.Error as error:
         raise _told(error, path) from error
 
 
-def _check_ours(connection: sqlite3.Connection, path: Path) -> None:
+def _is_ours(connection: sqlite3.Connection, path: Path) -> bool:
+    """Whether the file carries our mark; False for an empty one, an error for anybody else's."""
     owner: int = connection.execute("PRAGMA application_id").fetchone()[0]
     tables: int = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
     if owner != APPLICATION_ID and tables:
@@ -349,8 +359,7 @@ def _check_ours(connection: sqlite3.Connection, path: Path) -> None:
             f"The file {str(path)!r} is a database of another program.",
             "Move it away, or choose another directory with --state-dir.",
         )
-    if not tables and owner != APPLICATION_ID:
-        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    return owner == APPLICATION_ID and tables > 0
 
 
 def check(connection: sqlite3.Connection, path: Path, *, quick: bool) -> None:

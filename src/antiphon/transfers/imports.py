@@ -21,7 +21,7 @@ from antiphon.engine import sessions, transcripts
 from antiphon.engine.sessions import Birth
 from antiphon.errors import AntiphonError, InvalidInput, StoreError, TooLarge, UnknownModel
 from antiphon.keys import SessionIdRef, SessionKey
-from antiphon.store import Row, Store, Tx
+from antiphon.store import Store, Tx
 from antiphon.transfers import index
 from antiphon.transfers.exports import INDEX, SESSION_ID, SQL
 from antiphon.transfers.jsonl import Reading, moment
@@ -287,7 +287,7 @@ async def _write(tx: Tx, found: Found, config: Config, now: int, dry_run: bool) 
 
 
 async def _write_session(tx: Tx, found: Found, config: Config, reading: Reading, began: int) -> _Done:
-    parent = await _parent_row(tx, found.parent)
+    parent = await sessions.find(tx, keys.parse(found.parent), None) if found.parent else None
     role = found.entry.get("subagentRole")
     entry = {**found.entry, **({"cwd": reading.cwd} if reading.cwd else {})}
     columns = index.columns(entry, found.key, lambda ref: _known(config, ref))
@@ -295,7 +295,7 @@ async def _write_session(tx: Tx, found: Found, config: Config, reading: Reading,
         agent_id=found.agent_id,
         session_id=found.session_id,
         reason="imported",
-        parent=parent,
+        parent=parent["id"] if parent else None,
         role=role if isinstance(role, str) else None,
         label=cast("str | None", columns["label"]),
         display_name=cast("str | None", columns["display_name"]),
@@ -308,11 +308,6 @@ async def _write_session(tx: Tx, found: Found, config: Config, reading: Reading,
     if archived_at := moment(found.entry.get("archivedAt")):
         await tx.do(sessions.SQL.archive, id=row["id"], now=archived_at)
     return _Done("imported", count)
-
-
-async def _parent_row(tx: Tx, key: str | None) -> Row | None:
-    found = await sessions.find(tx, keys.parse(key), None) if key else None
-    return await tx.one(sessions.SQL.by_id, id=found["id"]) if found else None
 
 
 async def _write_beside(tx: Tx, found: Found, reading: Reading, began: int) -> int:
