@@ -6,7 +6,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kills", type=int, default=160, help="seeded kills of the crash suite")
+    parser.addoption("--kills", type=int, default=180, help="seeded kills of the crash suite")
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from antiphon.runtimes import Runtime
 from antiphon.runtimes.catalog import Catalog
 from antiphon.store.sqlite import Phase, SqliteStore
 from antiphon.store.statedir import StateDir
+from antiphon.transfers.mirror import Mirror
 from antiphon.visits import looking, operations_on
 
 __all__ = ["RESULT_CHARS", "hosting", "looking"]
@@ -63,14 +64,34 @@ async def hosting(
             longest_run=config.agents.defaults.timeout_seconds,
         )
         try:
-            await engine.start()
-            try:
-                yield operations_on(config, store, home, bus=bus, clock=clock, engine=engine)
-            finally:
-                await engine.stop()
+            async with _mirroring(config, store, bus, home):
+                await engine.start()
+                try:
+                    yield operations_on(config, store, home, bus=bus, clock=clock, engine=engine)
+                finally:
+                    await engine.stop()
         finally:
             await catalog.close()
             await store.close()
+
+
+@asynccontextmanager
+async def _mirroring(
+    config: Config, store: SqliteStore, bus: LocalBus, home: StateDir
+) -> AsyncGenerator[None]:
+    """Transcript files beside the store, if they are wanted; up to date when the context is left."""
+    if not config.session.transcripts.mirror:
+        yield
+        return
+    mirror = Mirror(store, bus, home.transcripts)
+    task = asyncio.create_task(mirror.run())
+    try:
+        await asyncio.sleep(0)  # so that it listens before the first run
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await mirror.flush()
 
 
 def _keep(config: Config) -> Keep:

@@ -1,6 +1,6 @@
 """Killed at any commit, started again: nothing accepted is lost and nothing happens twice.
 
-`--kills N` sets how many seeded kills there are besides the exhaustive ones (default 160).
+`--kills N` sets how many seeded kills there are besides the exhaustive ones (default 180).
 """
 
 from __future__ import annotations
@@ -99,6 +99,7 @@ def trouble(servers: Servers, home: Path, name: str, kills: list[int]) -> tuple[
 
 def suffer(servers: Servers, home: Path, cases: list[tuple[str, list[int]]]) -> int:
     """Every case, two at a time; how many kills there were. Fails with everything that went wrong."""
+    home.mkdir(exist_ok=True)
     with ThreadPoolExecutor(2) as pool:
         jobs = [
             pool.submit(partial(trouble, servers, home / f"{number}", name, kills))
@@ -128,7 +129,7 @@ def test_a_turn_with_two_tool_calls_survives_a_kill_at_every_moment(
     died = suffer(servers, tmp_path, [(name, [moment]) for moment in range(1, count + 1)])
     record_property("kills", died)
     # The very last moments may go missing when two commits of the dry run fall into one.
-    assert count >= 16
+    assert count >= 12
     assert died >= count - 4
 
 
@@ -145,17 +146,20 @@ def test_many_sessions_survive_seeded_kills(
     wanted = -(-cast(int, pytestconfig.getoption("--kills")) // BATCHES)
     dice = random.Random(batch)
     count = moments(servers, tmp_path, f"several:{batch}")
-    cases: list[tuple[str, list[int]]] = []
-    planned = 0
-    while planned < wanted:
-        times = dice.choice([1, 1, 2, 3])
-        # The first life does most of the work, so kills of later ones are looked for early on.
-        kills = [dice.randint(1, count - 4), *(dice.randint(1, count // 3) for _ in range(times - 1))]
-        cases.append((f"several:{batch * 1000 + len(cases)}", kills))
-        planned += times
-    died = suffer(servers, tmp_path, cases)
+    died, number = 0, 0
+    # A plan with fewer commits than the measured one may end before its moment comes; only real kills count.
+    while died < wanted:
+        cases: list[tuple[str, list[int]]] = []
+        while len(cases) < max(2, (wanted - died) // 2):
+            times = dice.choice([1, 1, 2, 3])
+            # The first life does most of the work, so kills of later ones are looked for early on.
+            kills = [dice.randint(1, count - 4), *(dice.randint(1, count // 3) for _ in range(times - 1))]
+            cases.append((f"several:{batch * 1000 + number}", kills))
+            number += 1
+        killed = suffer(servers, tmp_path / f"round{number}", cases)
+        assert killed, "no kill at all in a whole round"
+        died += killed
     record_property("kills", died)
-    assert died >= wanted * 0.8
 
 
 @pytest.mark.requirement("G2", "G21")

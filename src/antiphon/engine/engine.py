@@ -244,6 +244,8 @@ class Engine:
     # --- events, always after the commit they tell of ---
 
     def _on_entries(self, claim: Claim, entries: Sequence[Entry]) -> None:
+        if entries and self._bus.wanted("sessions"):
+            self._bus.publish("sessions", SessionChanged(session_key=claim.session_key, reason="message"))
         topic = session_topic(claim.session)
         if self._bus.wanted(topic):
             for entry in entries:

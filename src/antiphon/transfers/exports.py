@@ -170,10 +170,10 @@ async def _named(tx: Tx, door: Door, reference: str) -> Row:
 
 async def _first_kept(store: Store, transcript: int, entry: Entry) -> str | None:
     seq = jsonl.first_kept_seq(entry)
-    return None if seq is None else await store.read(_entry_at, transcript, seq)
+    return None if seq is None else await store.read(entry_at, transcript, seq)
 
 
-async def _entry_at(tx: Tx, transcript: int, seq: int) -> str | None:
+async def entry_at(tx: Tx, transcript: int, seq: int) -> str | None:
     row = await tx.one(SQL.entry_at, transcript=transcript, seq=seq)
     return row["entry"] if row else None
 
