@@ -373,12 +373,16 @@ def main() -> None:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("parts", nargs="*", choices=[[], *PARTS], default=list(PARTS))
+    options.add_argument(
+        "parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}; all if none is given"
+    )
     options.add_argument("--quick", action="store_true", help="small sizes")
     given = options.parse_args()
+    if unknown := set(given.parts) - set(PARTS):
+        options.error(f"there is no part {sorted(unknown)[0]!r}; the parts are {', '.join(PARTS)}")
     print(f"{load()}; Python {sys.version.split()[0]}, SQLite {sqlite3.sqlite_version}")
     missed = 0
-    for part in given.parts:
+    for part in given.parts or PARTS:
         for figure in loop.run(PARTS[part](QUICK if given.quick else COUNTS)):
             missed += not figure.good
             mark = "ok  " if figure.good else "MISS"

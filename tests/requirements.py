@@ -114,6 +114,7 @@ GUARANTEES: dict[str, tuple[Part, str]] = {
     "G28": ("core", "The usage ledger is append-only, adds up, outlives sessions; an unknown price is null."),
     "G29": ("core", "The model that was asked for is the one used, and the one that answered is reported."),
     "G30": ("core", "List, read, send and control are one decision with separate grants."),
+    "G31": ("core", "Only configured and allowed agents can be spawned; `*` means every configured one."),
     "G32": ("core", "Keys do not collide, and errors about them say what would work."),
     "G33": ("tools", "The policy never stops what comes in."),
     "G34": ("core", "Shared direct chats are a visible choice."),

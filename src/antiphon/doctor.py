@@ -19,7 +19,6 @@ from typing import Literal
 import msgspec
 
 from antiphon.config import Config, Loaded, Paths, load
-from antiphon.engine import runs
 from antiphon.errors import AntiphonError, InvalidInput
 from antiphon.messages import decode
 from antiphon.store import Row, Store, Tx
@@ -235,7 +234,7 @@ async def _runs(store: Store, *, running: bool) -> list[Finding]:
 
 
 async def _run_rows(tx: Tx, now: int) -> tuple[list[Row], list[Row]]:
-    return await tx.all(runs.SQL.interrupted), await tx.all(SQL.without_owner, now=now)
+    return await tx.all(SQL.interrupted), await tx.all(SQL.without_owner, now=now)
 
 
 def _many(count: int) -> str:

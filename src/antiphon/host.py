@@ -39,35 +39,42 @@ async def hosting(
     config: Config,
     state_dir: Path,
     *,
-    tools: Iterable[Tool] = (),
+    tools: Callable[[Operations], Iterable[Tool]] | None = None,
     functions: Mapping[str, Runtime] | None = None,
     clock: Clock | None = None,
     pace: Pace | None = None,
     on_commit: Callable[[Phase], None] | None = None,
 ) -> AsyncGenerator[Operations]:
-    """Own the directory, take up what was left in it, and host until the context is left."""
+    """Own the directory, take up what was left in it, and host until the context is left.
+
+    `tools` is given the operations before anything runs: a run that is taken up may need them at once.
+    """
     clock = clock or SystemClock()
     with await asyncio.to_thread(StateDir.own, state_dir) as home:
         store = await SqliteStore.open(
             home.database, synchronous=config.store.synchronous, on_commit=on_commit
         )
         bus = LocalBus()
+        toolbox = Toolbox()
         catalog = Catalog(config, functions)
         engine = Engine(
             store=store,
             lanes=LocalLanes(),
             bus=bus,
             clock=clock,
-            setting=_Settings(config, catalog, Toolbox(tools)),
+            setting=_Settings(config, catalog, toolbox),
             pace=pace,
             keep=_keep(config),
             longest_run=config.agents.defaults.timeout_seconds,
         )
+        operations = operations_on(config, store, home, bus=bus, clock=clock, engine=engine)
+        for tool in tools(operations) if tools else ():
+            toolbox.add(tool)
         try:
             async with _mirroring(config, store, bus, home):
                 await engine.start()
                 try:
-                    yield operations_on(config, store, home, bus=bus, clock=clock, engine=engine)
+                    yield operations
                 finally:
                     await engine.stop()
         finally:
@@ -108,10 +115,7 @@ class _Settings:
     def __init__(self, config: Config, catalog: Catalog, toolbox: Toolbox) -> None:
         self._catalog = catalog
         self._agents = {agent_id: config.agent(agent_id) for agent_id in config.agent_ids}
-        self._tools = {
-            agent_id: toolbox.allowed(agent.tools.allow, agent.tools.deny)
-            for agent_id, agent in self._agents.items()
-        }
+        self._toolbox = toolbox
         self._steps = asyncio.Semaphore(config.agents.defaults.max_concurrent)
 
     async def __call__(self, claim: Claim) -> Setting:
@@ -125,7 +129,7 @@ class _Settings:
         return Setting(
             runtime=runtime,
             instructions=_instructions(agent, claim),
-            tools=self._tools[agent.id],
+            tools=self._toolbox.allowed(agent.tools.allow, agent.tools.deny),
             max_steps=agent.max_steps,
             reserve_tokens=agent.compaction.reserve_tokens,
             keep_tokens=agent.compaction.keep_recent_tokens,

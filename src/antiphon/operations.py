@@ -24,7 +24,7 @@ from antiphon.clock import Clock
 from antiphon.engine import feeds, runs, sessions, transcripts
 from antiphon.engine.door import Door
 from antiphon.engine.runs import Submission
-from antiphon.errors import InvalidInput, NotFound, SendBlocked, StoreReadOnly, TooLarge
+from antiphon.errors import Conflict, InvalidInput, NotFound, SendBlocked, StoreReadOnly, TooLarge
 from antiphon.messages import Image, Provenance, Text, User
 from antiphon.store import Row, Store, Tx, listing
 from antiphon.store.listing import KINDS, Wish
@@ -337,6 +337,11 @@ class Operations:
 
     async def _place(self, tx: Tx, caller: Caller, session: str) -> tuple[Row, int]:
         row = await self._door.open(tx, caller, "read", session)
+        if row["named_transcript"] != row["transcript"]:
+            raise Conflict(
+                f"The conversation {session!r} has ended.",
+                "Read it with history, or follow its session by the key.",
+            )
         return row, await transcripts.last_seq(tx, row["transcript"])
 
     async def usage(self, caller: Caller, session: str, *, tree: bool = False) -> list[UsageLine]:

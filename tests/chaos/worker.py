@@ -22,6 +22,7 @@ import signal
 import sqlite3
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 
 from antiphon.access import Caller
@@ -54,7 +55,7 @@ def say(line: str) -> None:
     os.write(1, f"{line}\n".encode())
 
 
-def tools(state_dir: Path, operations: asyncio.Future[Operations]) -> list[Tool]:
+def tools(state_dir: Path, operations: Operations) -> list[Tool]:
     async def tell(call: Call) -> Result:
         message = Message(
             session=call.arguments["session"],
@@ -62,8 +63,7 @@ def tools(state_dir: Path, operations: asyncio.Future[Operations]) -> list[Tool]
             idempotency_key=call.key,
             origin="tell",
         )
-        # The engine takes up old runs before hosting() has given us its operations.
-        accepted = await (await asyncio.shield(operations)).submit(OPERATOR, message)
+        accepted = await operations.submit(OPERATOR, message)
         return Result(text=f"told {accepted.run_id}")
 
     async def note(call: Call) -> Result:
@@ -90,9 +90,7 @@ def unfinished(state_dir: Path) -> list[str]:
 
 
 async def play(state_dir: Path, name: str, killer: Killer) -> None:
-    given: asyncio.Future[Operations] = asyncio.get_running_loop().create_future()
-    async with hosting(Config(), state_dir, tools=tools(state_dir, given), on_commit=killer) as operations:
-        given.set_result(operations)
+    async with hosting(Config(), state_dir, tools=partial(tools, state_dir), on_commit=killer) as operations:
         for planned in plan(name):
             message = Message(session=planned.session, content=planned.text, idempotency_key=planned.key)
             await operations.submit(OPERATOR, message)

@@ -216,7 +216,7 @@ def test_damaged_entries_do_not_brick_a_session(
     async def loaded(path: Path) -> Context:
         async with opened(path) as store:
             await store.tx(_write, bodies)
-            return await store.read(context.load, 7, None)
+            return await store.read(context.load, 7, 1, None)
 
     found = asyncio.run(loaded(tmp_path_factory.mktemp("damaged")))
     assert problem(context.mend(found.messages)) is None

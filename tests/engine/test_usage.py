@@ -143,7 +143,7 @@ async def test_the_ledger_outlives_its_session(tmp_path: Path) -> None:
             keep = Keep(archive_after_days=5, delete_archived_after_days=5)
             await retention.sweep(stage.store, keep, clock.now())
         assert stage.rows("SELECT 1 FROM sessions WHERE key = ?", CHILD) == []
-        assert stage.rows("SELECT * FROM usage WHERE session_key = ?", CHILD) == before
+        assert stage.rows("SELECT * FROM usage WHERE session_key = ? ORDER BY id", CHILD) == before
         tree = await stage.operations.usage(OPERATOR, MAIN, tree=True)
         assert totals(tree) == sums([usage for usages in spender.spent.values() for usage in usages])
 

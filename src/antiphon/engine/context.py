@@ -53,14 +53,22 @@ class Context:
         return sum(weigh(message) for message in self.messages)
 
 
-async def load(tx: Tx, transcript: int, window: int | None) -> Context:
-    """From the latest compaction to the end, and no more than could matter for a window of that many tokens."""
+async def load(tx: Tx, transcript: int, question: int, window: int | None) -> Context:
+    """From the latest compaction to the end, and no more than could matter for a window of that many tokens.
+
+    The entry with the number `question`, which the run is about, is there however long its answer already is.
+    """
     budget = UNBOUNDED_BYTES if window is None else 2 * window * CHARACTERS_PER_TOKEN
     compaction = await tx.one(SQL.latest_compaction, transcript=transcript)
     since, head = 0, None
     if compaction and isinstance(found := decode(compaction["body"]), Compaction):
         since, head = found.first_kept_seq, (compaction["seq"], found)
     rows = await _tail(tx, transcript, since, budget)
+    if rows and rows[0]["seq"] > question >= since:
+        rows = [
+            *await tx.all(SQL.tail, transcript=transcript, since=question, before=question + 1, limit=1),
+            *rows,
+        ]
     context = Context()
     if head:
         context.add(*head)

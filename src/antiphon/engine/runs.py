@@ -426,6 +426,7 @@ async def renew_lease(tx: Tx, owner: str, until: int, now: int, *, alone: bool =
 
 
 async def drop_lease(tx: Tx, owner: str) -> None:
+    await tx.do(SQL.excuse, owner=owner)
     await tx.do(SQL.drop_owner, id=owner)
 
 

@@ -49,21 +49,24 @@ class Tool:
 class Toolbox:
     """The tools there are, and which of them an agent may use."""
 
-    def __init__(self, tools: Iterable[Tool] = ()) -> None:
-        self._tools = {tool.spec.name: tool for tool in tools}
+    def __init__(self) -> None:
+        self._tools: dict[str, Tool] = {}
+        self._chosen: dict[tuple[object, ...], dict[str, Tool]] = {}
 
     def add(self, tool: Tool) -> None:
         self._tools[tool.spec.name] = tool
+        self._chosen.clear()
 
-    def allowed(self, allow: Iterable[Iterable[str]], deny: Iterable[str]) -> dict[str, Tool]:
+    def allowed(self, allow: tuple[tuple[str, ...], ...], deny: tuple[str, ...]) -> Mapping[str, Tool]:
         """The tools that every list in `allow` admits and `deny` does not; `*` in a name stands for any text."""
-        lists = [tuple(patterns) for patterns in allow]
-        denied = tuple(deny)
-        return {
-            name: tool
-            for name, tool in self._tools.items()
-            if all(_named(name, patterns) for patterns in lists) and not _named(name, denied)
-        }
+        rules = (allow, deny)
+        if rules not in self._chosen:  # as many as there are agents
+            self._chosen[rules] = {
+                name: tool
+                for name, tool in self._tools.items()
+                if all(_named(name, patterns) for patterns in allow) and not _named(name, deny)
+            }
+        return self._chosen[rules]
 
 
 def _named(name: str, patterns: Iterable[str]) -> bool:

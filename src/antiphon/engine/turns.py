@@ -118,7 +118,9 @@ class Turn:
     async def _load(self) -> None:
         claim, runtime = self._claim, self._setting.runtime
         if runtime.reads_history:
-            self._context = await self._store.read(context.load, claim.transcript, runtime.context_window)
+            self._context = await self._store.read(
+                context.load, claim.transcript, claim.first_seq, runtime.context_window
+            )
         elif claim.resumed:
             since = claim.first_seq - 1
             entries = await self._store.read(transcripts.after, claim.transcript, since, 1000, tools=True)

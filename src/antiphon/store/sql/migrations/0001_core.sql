@@ -115,7 +115,8 @@ CREATE TABLE runs (
 -- The law of the lane: at most one active run in a session, whatever any process believes.
 CREATE UNIQUE INDEX runs_one_active ON runs (session) WHERE state = 'running';
 CREATE INDEX runs_queued ON runs (session, n) WHERE state = 'queued';
-CREATE INDEX runs_of_session ON runs (session);
+-- Partial, so that no plan for a queue can choose it and walk through everything a session ever ran.
+CREATE INDEX runs_ended ON runs (session) WHERE ended_at IS NOT NULL;
 CREATE INDEX runs_due ON runs (deadline_at) WHERE state = 'queued' AND deadline_at IS NOT NULL;
 
 -- One row per process that executes runs. A run's lease is its owner's: one heartbeat renews them all.

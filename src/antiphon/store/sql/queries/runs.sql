@@ -94,6 +94,10 @@ UPDATE runs SET attempts = 1 WHERE n = :n;
 INSERT INTO owners (id, lease_until) VALUES (:id, :until)
 ON CONFLICT (id) DO UPDATE SET lease_until = excluded.lease_until;
 
+-- name: excuse
+-- A stop that was asked for is not the run's fault and does not count as an attempt.
+UPDATE runs SET attempts = attempts - 1 WHERE owner = :owner AND state = 'running' AND attempts > 0;
+
 -- name: drop_owner
 DELETE FROM owners WHERE id = :id;
 
@@ -121,7 +125,3 @@ SELECT provider, model, count(*) AS calls, sum(input) AS input, sum(output) AS o
        sum(cache_read) AS cache_read, sum(cache_write) AS cache_write,
        CASE WHEN count(*) = count(cost) THEN sum(cost) END AS cost
 FROM usage WHERE root_key = :key GROUP BY provider, model ORDER BY provider, model LIMIT 200;
-
--- name: interrupted
-SELECT r.id, s.key, r.error, r.attempts, r.ended_at FROM runs r JOIN sessions s ON s.id = r.session
-WHERE r.state = 'interrupted' ORDER BY r.n DESC LIMIT 50;

@@ -146,7 +146,8 @@ DELETE FROM messages WHERE transcript IN (SELECT id FROM transcripts WHERE key =
 DELETE FROM transcripts WHERE key = :key;
 
 -- name: forget_runs
-DELETE FROM runs WHERE session = :id;
+-- Only an idle session is forgotten: all its runs have ended.
+DELETE FROM runs WHERE session = :id AND ended_at IS NOT NULL;
 
 -- name: forget_lineage
 DELETE FROM lineage WHERE ancestor = :id OR descendant = :id;
