@@ -340,3 +340,13 @@ async def test_a_busy_session_is_not_renewed(tmp_path: Path) -> None:
             await stage.operations.renew(OPERATOR, MAIN)
         release.set()
         assert (await stage.ended(run_id)).state == "ok"
+
+
+async def test_a_conversation_that_has_ended_is_not_followed(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo) as stage:
+        await stage.ask("one")
+        old = (await stage.operations.describe(OPERATOR, MAIN)).session_id
+        await stage.operations.renew(OPERATOR, MAIN)
+        async with aclosing(stage.operations.follow(OPERATOR, old)) as events:
+            with pytest.raises(Conflict, match="by the key"):
+                await anext(events)

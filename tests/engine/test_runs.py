@@ -13,6 +13,7 @@ import pytest
 
 from antiphon.access import Caller
 from antiphon.clock import ManualClock
+from antiphon.engine import context
 from antiphon.engine.engine import Pace
 from antiphon.engine.toolbox import Call, Result
 from antiphon.errors import (
@@ -594,6 +595,8 @@ async def test_a_run_that_gets_on_is_never_put_aside(tmp_path: Path) -> None:
             if life == 0:
                 await stage.say("long", idempotency_key="long")
             await soon(begun)
+        # As a crash leaves it: a stop in good order is not counted.
+        raw(tmp_path / "antiphon.db", "UPDATE runs SET attempts = attempts + 1 WHERE id = 'long'")
     async with staged(tmp_path, agent, tools=tools, pace=SLOW) as stage:
         assert (await stage.ended("long")).reply == "at last"
 
@@ -887,3 +890,48 @@ async def test_messages_to_a_busy_session_are_answered_when_it_is_free(tmp_path:
         for run_id in ids:
             assert (await stage.ended(run_id)).state == "ok"
         assert turns == 60
+
+
+@pytest.mark.requirement("G24")
+async def test_stops_in_good_order_are_not_held_against_a_run(tmp_path: Path) -> None:
+    agent = Held()
+    for life in range(2 * Pace().max_attempts):
+        agent.begun.clear()
+        async with staged(tmp_path, agent, pace=SLOW) as stage:
+            if life == 0:
+                await stage.say("patient", idempotency_key="patient")
+            await soon(agent.begun)
+    agent.released.set()
+    async with staged(tmp_path, agent, pace=SLOW) as stage:
+        assert (await stage.ended("patient")).state == "ok"
+
+
+@pytest.mark.requirement("G26")
+async def test_a_long_run_that_is_taken_up_still_knows_its_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However much its tools have returned since."""
+    monkeypatch.setattr(context, "UNBOUNDED_BYTES", 1)
+    steps = context.PAGE
+    held = asyncio.Event()
+
+    async def work(call: Call) -> Result:
+        return Result(text="done")
+
+    async def before(prompt: Prompt) -> Assistant:
+        if len(results(prompt)) == steps:
+            held.set()
+            await asyncio.Event().wait()
+        return Assistant(content=calls("work").content, timestamp=len(results(prompt)))
+
+    async def after(prompt: Prompt) -> str:
+        first = prompt.messages[0]
+        assert isinstance(first, User)
+        return f"answering {first.content}"
+
+    tools = [tool("work", work)]
+    async with staged(tmp_path, before, tools=tools, pace=SLOW, max_steps=2 * steps) as stage:
+        run_id = await stage.say("the question")
+        await soon(held)
+    async with staged(tmp_path, after, tools=tools, pace=SLOW) as stage:
+        assert (await stage.ended(run_id)).reply == "answering the question"
