@@ -134,7 +134,6 @@ async def staged(
     max_steps: int = 20,
     reserve_tokens: int = 100,
     keep_tokens: int = 50,
-    concurrent: int = 64,
     on_commit: Callable[[Phase], None] | None = None,
 ) -> AsyncGenerator[Stage]:
     """Start on this directory (or beside others on this store), stop when the block is left."""
@@ -144,7 +143,6 @@ async def staged(
     own = None if store else await SqliteStore.open(path / DATABASE, on_commit=on_commit)
     runtime = FunctionRuntime(agent, clock=clock) if callable(agent) else agent
     toolbox = {tool.spec.name: tool for tool in tools}
-    steps = asyncio.Semaphore(concurrent)
 
     async def setting(claim: Claim) -> Setting:
         return Setting(
@@ -155,7 +153,6 @@ async def staged(
             reserve_tokens=reserve_tokens,
             keep_tokens=keep_tokens,
             max_result_chars=1000,
-            steps=steps,
         )
 
     shared = store or own

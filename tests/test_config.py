@@ -209,7 +209,7 @@ def test_send_policy_is_read_under_both_names() -> None:
 def test_contract_example_means_what_it_says() -> None:
     config, warnings = parse(pyjson5.decode(CONTRACT))
 
-    assert warnings == ()
+    assert warnings == ("'gateway' is accepted and has no effect in this release.",)
     assert (config.default_agent_id, config.agent_ids) == ("main", ("main", "helper"))
     assert config.model_ref("helper") == "local/m1"
     assert config.agent("helper").tools.visibility == "all"
@@ -254,6 +254,21 @@ def test_settings_without_effect_are_told() -> None:
 
     assert "'session.store' has no effect" in warnings
     assert "'session.maintenance' has no effect" in warnings
+    for part in ("channels", "gateway", "hooks", "cron", "store.url", "bus.url"):
+        assert f"'{part}' is accepted and has no effect in this release." in warnings
+
+
+def test_parts_that_are_not_there_yet_refuse_nothing() -> None:
+    _, warnings = parse({"hooks": {"enabled": True}})
+
+    assert any("'hooks.token' is not set" in text for text in warnings)
+    assert parse({"store": {"synchronous": "full"}, "bus": {}})[1] == ()
+
+
+def test_a_provider_without_models_is_told() -> None:
+    [warning] = parse({"models": {"providers": {"openai": {}}}})[1]
+
+    assert "'models.providers.openai.models' is empty" in warning
 
 
 # Parts that belong to others
@@ -266,7 +281,8 @@ def test_config_of_a_related_gateway_loads_with_a_warning_for_each_foreign_part(
     named = {match[1] for text in warnings if (match := re.match(r"'([^']+)' belongs to a part", text))}
     assert {"messages", "agents.list[0].heartbeat", "models.providers.p.authHeader", "gateway.mode"} <= named
     assert "models.providers.p.models[0].compat" in named
-    assert len(warnings) == len(named) == 28
+    assert len(named) == 28
+    assert len(warnings) == len(named) + len(("gateway", "hooks", "cron"))
     assert config.agents.defaults.workspace == "~/w"
     assert raw == pyjson5.decode(RELATED)
 
@@ -374,7 +390,19 @@ def test_unknown_key_lists_the_valid_ones_when_nothing_is_near() -> None:
         (
             {"models": {"providers": {"p": {"baseUrl": "ftp://x"}}}},
             "models.providers.p.baseUrl",
-            "of the form",
+            "must begin with http:// or https://; text was given",
+        ),
+        (
+            {"models": {"providers": {"p": {"api": "openai"}}}},
+            "models.providers.p.api",
+            "'google-generative-ai'; 'openai' was given",
+        ),
+        ({"gateway": {"auth": {"mode": "tokn"}}}, "gateway.auth.mode", "'none'; 'tokn' was given"),
+        ({"hooks": {"path": "x"}}, "hooks.path", "must begin with '/'"),
+        (
+            {"agents": {"list": [{"id": "a", "runtime": {"type": "function", "target": "clerk"}}]}},
+            "agents.list[0].runtime.target",
+            "must have the form 'package.module:callable'; 'clerk' was given",
         ),
         ({"channels": {"x": 5}}, "channels.x", "an object; a number"),
     ],
@@ -416,14 +444,14 @@ def test_wrong_value_names_path_allowed_and_given(raw: object, path: str, says: 
         ({"models": {"providers": {"rehearsal": {}}}}, "models.providers.rehearsal", "reserved"),
         ({"models": {"providers": {"a/b": {}}}}, "models.providers.a/b", "'/'"),
         (
-            {"models": {"providers": {"p": {"models": [{"id": "m"}, {"id": "m"}]}}}},
-            "models.providers.p.models",
+            {"models": {"providers": {"openai": {"models": [{"id": "m"}, {"id": "m"}]}}}},
+            "models.providers.openai.models",
             "twice",
         ),
+        ({"models": {"providers": {"ollama": {}}}}, "models.providers.ollama.baseUrl", "needs an address"),
         ({"gateway": {"bind": "lan", "auth": {"mode": "none"}}}, "gateway.auth.mode", "loopback"),
         ({"gateway": {"bind": "custom"}}, "gateway.customBindHost", "not set"),
         ({"gateway": {"auth": {"mode": "password"}}}, "gateway.auth.password", "not set"),
-        ({"hooks": {"enabled": True}}, "hooks.token", "not set"),
         (
             {
                 "session": {
@@ -513,7 +541,8 @@ def test_missing_file_is_an_error_only_when_it_was_asked_for(
 
 
 def test_readable_file_with_secrets_gets_a_warning(tmp_path: Path) -> None:
-    plain, reference = "{hooks: {token: 'x'}}", "{hooks: {token: {env: 'X'}}}"
+    provider = "{models: {providers: {openai: {apiKey: %s, models: [{id: 'm'}]}}}}"
+    plain, reference = provider % "'x'", provider % "{env: 'X'}"
 
     assert "chmod 600" in load(written(tmp_path, plain, 0o644)).warnings[0]
     assert load(written(tmp_path, plain, 0o600)).warnings == ()
@@ -620,8 +649,8 @@ def test_unknown_agent_lists_the_known_ones() -> None:
 
 def test_model_falls_back_to_the_first_there_is_then_to_the_rehearsal() -> None:
     assert Config().model_ref("main") == REHEARSAL_REF == "rehearsal/rehearsal"
-    config, _ = parse({"models": {"providers": {"empty": {}, "p": {"models": [{"id": "m"}]}}}})
-    assert config.model_ref("main") == "p/m"
+    config, _ = parse({"models": {"providers": {"openai": {}, "google": {"models": [{"id": "m"}]}}}})
+    assert config.model_ref("main") == "google/m"
 
 
 def test_models_are_found_by_reference() -> None:
@@ -664,8 +693,9 @@ def test_one_session_for_several_senders_is_warned_of(
 ) -> None:
     _, warnings = parse({"channels": channels, "session": session})
 
-    assert [text for text in warnings if "'session.dmScope' is 'main'" in text] == list(warnings)
-    assert bool(warnings) is warned
+    told = [text for text in warnings if "no effect in this release" not in text]
+    assert [text for text in told if "'session.dmScope' is 'main'" in text] == told
+    assert bool(told) is warned
 
 
 # Secrets
@@ -674,8 +704,8 @@ SECRET_PLACES: list[Callable[[object], dict[str, Any]]] = [
     lambda secret: {"gateway": {"auth": {"token": secret}}},
     lambda secret: {"gateway": {"auth": {"password": secret}}},
     lambda secret: {"hooks": {"token": secret}},
-    lambda secret: {"models": {"providers": {"p": {"apiKey": secret}}}},
-    lambda secret: {"models": {"providers": {"p": {"headers": {"authorization": secret}}}}},
+    lambda secret: {"models": {"providers": {"openai": {"apiKey": secret}}}},
+    lambda secret: {"models": {"providers": {"openai": {"headers": {"authorization": secret}}}}},
     lambda secret: {"store": {"url": secret}},
     lambda secret: {"bus": {"url": secret}},
     lambda secret: {"channels": {"telegram": {"botToken": secret}}},

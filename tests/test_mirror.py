@@ -2,24 +2,90 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from antiphon.access import Caller
-from antiphon.config import parse
+from antiphon.bus import Event, EventBus, Gap, SessionChanged
+from antiphon.bus.local import LocalBus
+from antiphon.clock import Clock, ManualClock
+from antiphon.config import Config, parse
+from antiphon.engine import sessions
 from antiphon.host import hosting
+from antiphon.keys import parse as parse_key
 from antiphon.operations import Message, Operations
+from antiphon.store import Store
+from antiphon.transfers import mirror as mirrors
 from antiphon.transfers.exports import export_all
-from antiphon.visits import reading
+from antiphon.transfers.mirror import Mirror
+from antiphon.visits import keeping, reading
 
 pytestmark = pytest.mark.anyio
 OPERATOR = Caller.operator()
+MAIN = "agent:main:main"
+BOUND = 10.0
 
 
-async def say(operations: Operations, text: str) -> None:
-    accepted = await operations.submit(OPERATOR, Message(session="main", content=text))
+async def say(operations: Operations, text: str, session: str = "main") -> None:
+    accepted = await operations.submit(OPERATOR, Message(session=session, content=text))
     assert (await operations.wait(OPERATOR, accepted.run_id, 10)).state == "ok"
+
+
+async def talked(state: Path, *keys: str, clock: Clock | None = None) -> list[Path]:
+    """Sessions in which something was said; their files, which are not written yet."""
+    async with hosting(Config(), state, clock=clock) as operations:
+        for key in keys:
+            await say(operations, "say hello", key)
+        rows = [await operations.describe(OPERATOR, key) for key in keys]
+    return [Path(row.transcript_path or "") for row in rows]
+
+
+def changed(key: str) -> SessionChanged:
+    return SessionChanged(session_key=key, reason="message")
+
+
+async def mirrored(mirror: Mirror, bus: EventBus, *events: Event) -> None:
+    """What a host does: listen, and bring everything up to date at the end."""
+    task = asyncio.create_task(mirror.run())
+    await asyncio.sleep(0)
+    assert bus.wanted("sessions")
+    for event in events:
+        bus.publish("sessions", event)
+    async with asyncio.timeout(BOUND):
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await mirror.flush()
+
+
+class Busy:
+    """A bus on which there is always another change, until the file is there."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._until = time.monotonic() + BOUND
+        self.seen = asyncio.Event()
+
+    def wanted(self, topic: str) -> bool:
+        return True
+
+    def publish(self, topic: str, event: Event) -> None: ...
+
+    @asynccontextmanager
+    async def listen(self, topic: str) -> AsyncGenerator[Busy]:
+        yield self
+
+    async def get(self, timeout: float | None = None) -> Event | None:
+        await asyncio.sleep(0)
+        if self.seen.is_set():
+            return None
+        if self._file.exists() or time.monotonic() > self._until:
+            self.seen.set()
+        return changed(MAIN)
 
 
 @pytest.mark.requirement("L4")
@@ -42,3 +108,64 @@ async def test_the_file_a_row_names_is_what_an_export_would_write(tmp_path: Path
     for file in files:
         assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()
         assert file.stat().st_mode & 0o777 == 0o600
+
+
+async def test_steady_traffic_does_not_put_a_file_off(tmp_path: Path) -> None:
+    (file,) = await talked(tmp_path, MAIN)
+    bus = Busy(file)
+    async with reading(tmp_path) as store:
+        task = asyncio.create_task(Mirror(store, bus, file.parent).run())
+        async with asyncio.timeout(2 * BOUND):
+            await bus.seen.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert file.exists()
+
+
+async def test_after_a_gap_whatever_may_have_changed_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirrors, "PAGE", 2)
+    clock = ManualClock()
+    (old,) = await talked(tmp_path, "cron:old", clock=clock)
+    clock.advance(days=1)
+    async with reading(tmp_path) as store:
+        bus = LocalBus()
+        mirror = Mirror(store, bus, old.parent, clock)
+        clock.advance(seconds=60)
+        files = await talked(tmp_path, MAIN, *(f"cron:c{n}" for n in range(4)), clock=clock)
+        await mirrored(mirror, bus, Gap())
+        assert [file.exists() for file in files] == [True] * 5
+        assert not old.exists()
+
+
+async def forget(store: Store, key: str) -> None:
+    row = await store.read(sessions.find, parse_key(key), None)
+    assert row is not None
+    await store.tx(sessions.forget, row["id"], key)
+
+
+@pytest.mark.parametrize("event", [changed(MAIN), Gap()])
+async def test_the_file_of_a_deleted_session_goes_too(tmp_path: Path, event: Event) -> None:
+    (file,) = await talked(tmp_path, MAIN)
+    async with keeping(Config(), tmp_path) as store:
+        bus = LocalBus()
+        mirror = Mirror(store, bus, file.parent)
+        await mirrored(mirror, bus, changed(MAIN))
+        assert file.exists()
+        await forget(store, MAIN)
+        await mirrored(mirror, bus, event)
+    assert not file.exists()
+
+
+async def test_a_file_that_could_not_be_written_is_written_anew(tmp_path: Path) -> None:
+    (file,) = await talked(tmp_path, MAIN)
+    async with reading(tmp_path) as store:
+        bus = LocalBus()
+        mirror = Mirror(store, bus, file.parent)
+        file.mkdir(parents=True)
+        await mirrored(mirror, bus, changed(MAIN))
+        file.rmdir()
+        await mirrored(mirror, bus, changed(MAIN))
+        await export_all(store, tmp_path / "out")
+    assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()

@@ -8,10 +8,20 @@ import msgspec
 import pytest
 
 from antiphon.access import Caller
-from antiphon.errors import Ambiguous, Conflict, InvalidInput, NotFound, SendBlocked, UnknownModel
+from antiphon.errors import (
+    Ambiguous,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    SendBlocked,
+    StoreReadOnly,
+    UnknownModel,
+)
 from antiphon.messages import User
 from antiphon.operations import HistoryFilter, ListFilter, Message
 from antiphon.runtimes import Prompt
+from antiphon.store.statedir import StateDir
+from antiphon.visits import operations_on
 from stage import MAIN, OPERATOR, staged, with_settings
 
 pytestmark = pytest.mark.anyio
@@ -95,6 +105,8 @@ async def test_a_new_conversation_keeps_the_old_one_readable_and_restorable(tmp_
         assert await stage.transcript() == []
         assert (await stage.transcript(old))[0]["content"] == "first"
         assert [c.session_id for c in await stage.operations.conversations(OPERATOR, "main")] == [new, old]
+        with pytest.raises(Conflict, match="Restore it first"):
+            await stage.say("to the old one", old)
         assert (await stage.operations.restore(OPERATOR, old)).session_id == old
         await stage.ask("second")
         entries = await stage.transcript()
@@ -180,3 +192,54 @@ async def test_with_global_scope_every_main_is_the_one_session(tmp_path: Path) -
         page = await stage.operations.list(OPERATOR, ListFilter())
         assert [row.key for row in page.sessions] == ["main"]
         assert [entry["content"] for entry in await stage.transcript("main")][::2] == ["one", "two"]
+
+
+@pytest.mark.requirement("V1", "L1")
+async def test_filtering_by_agent_keeps_what_was_spawned_below_the_caller(tmp_path: Path) -> None:
+    config = with_settings({"agents": {"list": [{"id": "main"}, {"id": "helper"}]}})
+    child = "agent:helper:subagent:22222222-2222-2222-2222-222222222222"
+    async with staged(tmp_path, echo, config=config) as stage:
+        await stage.create(MAIN)
+        await stage.create(child, MAIN)
+        caller = Caller.agent("main", MAIN)
+        for agent_id, expected in (("helper", [child]), ("MAIN", ["main"]), (None, [child, "main"])):
+            page = await stage.operations.list(caller, ListFilter(agent_id=agent_id))
+            assert sorted(row.key for row in page.sessions) == sorted(expected), agent_id
+
+
+@pytest.mark.requirement("V3", "G30")
+async def test_a_child_is_not_told_of_a_parent_it_may_not_see(tmp_path: Path) -> None:
+    parent = "agent:main:telegram:direct:+15550100"
+    child = "agent:main:subagent:33333333-3333-3333-3333-333333333333"
+    async with staged(tmp_path, echo) as stage:
+        await stage.create(parent)
+        await stage.create(child, parent)
+        page = await stage.operations.list(Caller.agent("main", child), ListFilter())
+        assert [(row.key, row.parent_key) for row in page.sessions] == [(child, None)]
+        page = await stage.operations.list(Caller.agent("main", parent), ListFilter())
+        assert {row.key: row.parent_key for row in page.sessions} == {parent: None, child: parent}
+
+
+async def test_many_agents_can_be_seen_at_once(tmp_path: Path) -> None:
+    ids = [f"a{number}" for number in range(120)]
+    config = with_settings(
+        {
+            "agents": {"list": [{"id": agent_id} for agent_id in ids]},
+            "tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True, "allow": ["a*"]}},
+        }
+    )
+    async with staged(tmp_path, echo, config=config) as stage:
+        for agent_id in [*ids, "hidden"]:
+            await stage.create(f"agent:{agent_id}:main")
+        caller = Caller.agent("a0", "agent:a0:main")
+        page = await stage.operations.list(caller, ListFilter(limit=200, include_archived=True))
+        assert {row.agent_id for row in page.sessions} == set(ids)
+
+
+async def test_without_an_engine_nothing_is_queued(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo) as stage:
+        await stage.ask("hello")
+        lame = operations_on(stage.operations.config, stage.store, StateDir.look(tmp_path))
+        with pytest.raises(StoreReadOnly):
+            await lame.submit(OPERATOR, Message(session="main", content="lost?"))
+        assert len(stage.rows("SELECT * FROM runs")) == 1

@@ -30,6 +30,7 @@ from antiphon.transfers import jsonl
 from antiphon.transfers.exports import export_all, export_named
 from antiphon.transfers.imports import Imported, bring
 from antiphon.transfers.jsonl import Reading, iso, moment
+from antiphon.views import Conversation
 from antiphon.visits import keeping, looking
 
 NOW = 1_800_000_000_000
@@ -216,6 +217,99 @@ async def test_exporting_one_more_session_keeps_the_others_in_the_index(tmp_path
         MAIN,
         "agent:main:cron:nightly",
     }
+
+
+@pytest.mark.anyio
+async def test_a_key_that_leads_nowhere_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    async with keeping(Config(), tmp_path) as store:
+        await store.tx(_fill, MAIN, [])
+        with pytest.raises(NotFound):
+            await export_named(store, Door(Config()), tmp_path / "out", ["main", "cron:other"])
+    assert not (tmp_path / "out").exists()
+
+
+async def _renew(tx: Tx, now: int) -> None:
+    row = await sessions.find(tx, keys.parse(MAIN), None)
+    assert row is not None
+    await sessions.renew(tx, row, "new", now)
+
+
+async def _say(tx: Tx, text: str, now: int) -> None:
+    row = await sessions.find(tx, keys.parse(MAIN), None)
+    assert row is not None
+    entry = Entry(1, "00000001", "user", messages.encode(User(content=text, timestamp=now)), now)
+    await transcripts.append_raw(tx, row["transcript"], None, entry)
+    await tx.one(sessions.SQL.advance_unfenced, id=row["id"], count=1, now=now)
+
+
+async def _go_back_to(tx: Tx, session_id: str, now: int) -> None:
+    row = await sessions.find(tx, keys.SessionIdRef(session_id), None)
+    assert row is not None
+    await sessions.restore(tx, row, now)
+
+
+async def conversations(state: Path) -> list[Conversation]:
+    async with looking(Config(), state) as operations:
+        return await operations.conversations(OPERATOR, MAIN)
+
+
+async def _three_conversations(state: Path) -> list[Conversation]:
+    """`one` and `three` have ended; `two` is current, because somebody went back to it."""
+    async with keeping(Config(), state) as store:
+        await store.tx(_fill, MAIN, [])
+        await store.tx(_say, "one", NOW + 1)
+        for at, text in ((NOW + 10, "two"), (NOW + 20, "three")):
+            await store.tx(_renew, at)
+            await store.tx(_say, text, at + 1)
+    two = (await conversations(state))[1].session_id
+    async with keeping(Config(), state) as store:
+        await store.tx(_go_back_to, two, NOW + 30)
+    return await conversations(state)
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("L4", "G45")
+async def test_conversations_that_ended_come_back_too(tmp_path: Path) -> None:
+    told = await _three_conversations(tmp_path / "one")
+    assert [item.ended_at for item in told] == [NOW + 30, None, NOW + 10]
+    exported = await export_everything(tmp_path / "one", tmp_path / "out")
+    report = await brought(tmp_path / "two", tmp_path / "out")
+    assert (report.imported, report.past, report.messages, report.unlisted_files) == (1, 2, 3, 0)
+    assert await conversations(tmp_path / "two") == told
+    for item, text in zip(told, ("three", "two", "one"), strict=True):
+        assert [said["content"] for said in await transcript(tmp_path / "two", item.session_id)] == [text]
+    assert [said["content"] for said in await transcript(tmp_path / "two")] == ["two"]
+    assert await export_everything(tmp_path / "two", tmp_path / "again") == exported
+    again = await brought(tmp_path / "two", tmp_path / "out")
+    assert (again.imported, again.past, again.skipped, again.messages) == (0, 0, 1, 0)
+
+
+@pytest.mark.anyio
+async def test_an_index_tells_only_of_conversations_whose_files_are_there(tmp_path: Path) -> None:
+    told = await _three_conversations(tmp_path / "one")
+
+    async def index_after(*references: str) -> list[str]:
+        async with keeping(Config(), tmp_path / "one") as store:
+            await export_named(store, Door(Config()), tmp_path / "out", references)
+        entry = json.loads((tmp_path / "out" / "sessions.json").read_text())[MAIN]
+        return [item["sessionId"] for item in entry.get("conversations", [])]
+
+    three, two, one = (item.session_id for item in told)
+    assert await index_after("main") == []
+    assert await index_after(one) == [one, two]
+    assert await index_after(three) == [one, two, three]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "theirs", [7, [1], [{"sessionId": "../x"}], [{"sessionId": SECOND}], [{"sessionId": "s", "reason": ""}]]
+)
+async def test_what_others_call_conversations_does_no_harm(tmp_path: Path, theirs: object) -> None:
+    entry = {"sessionId": FIRST, "updatedAt": NOW, "conversations": theirs}
+    folder(tmp_path / "old", {"main": entry}, {f"{FIRST}.jsonl": [header(FIRST)]})
+    report = await brought(tmp_path / "new", tmp_path / "old")
+    assert (report.imported, report.past, report.failed_count) == (1, 0, 0)
+    assert [item.session_id for item in await conversations(tmp_path / "new")] == [FIRST]
 
 
 @pytest.mark.anyio
@@ -447,7 +541,7 @@ async def test_a_session_without_a_transcript_is_a_session(tmp_path: Path) -> No
 
 @pytest.mark.anyio
 async def test_only_one_agent_and_its_model_override(tmp_path: Path) -> None:
-    config, _ = parse({"models": {"providers": {"p": {"models": [{"id": "m"}]}}}})
+    config, _ = parse({"models": {"providers": {"p": {"baseUrl": "http://h/v1", "models": [{"id": "m"}]}}}})
     override = {"providerOverride": "p", "modelOverride": "m"}
     folder(tmp_path, {"main": {"sessionId": FIRST, **override}}, {}, "a")
     folder(tmp_path, {"main": {"sessionId": SECOND, "modelOverride": "q/x"}}, {}, "b")

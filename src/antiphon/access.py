@@ -113,7 +113,7 @@ def missing(reference: str) -> NotFound:
     """The error for a session that does not exist, and for one the caller may not know of."""
     return NotFound(
         f"Session {reference!r} was not found.",
-        "Call sessions_list and pass a key from its result.",
+        "Use a key that sessions_list (or `antiphon sessions list`) shows.",
         reference=reference,
     )
 

@@ -21,8 +21,9 @@ import msgspec
 from antiphon.config import Config, Loaded, Paths, load
 from antiphon.errors import AntiphonError, InvalidInput
 from antiphon.messages import decode
+from antiphon.runtimes.model import shown_url
 from antiphon.store import Row, Store, Tx
-from antiphon.store.migrations import migrations, version_of
+from antiphon.store.migrations import migrations
 from antiphon.store.queries import Queries
 from antiphon.store.sqlite import check_file
 from antiphon.store.statedir import StateDir
@@ -140,33 +141,15 @@ def _disk(path: Path) -> Iterator[Finding]:
 async def _database(home: StateDir) -> list[Finding]:
     try:
         await asyncio.to_thread(check_file, home.database)
-        version = await asyncio.to_thread(_schema, home.database)
     except AntiphonError as error:
         return [_failed("database", error)]
-    newest = migrations()[-1].version
-    if version > newest:
-        return [
-            fail(
-                "database", f"Schema {version} is newer than this Antiphon knows.", "Use the newer Antiphon."
-            )
-        ]
-    if version < newest:
-        return [warn("database", f"Schema {version} of {newest}.", "It is migrated at the next start.")]
-    findings = [ok("database", f"intact, schema {version}")]
+    findings = [ok("database", f"intact, schema {migrations()[-1].version}")]
     try:
         async with reading(home.path) as store:
             findings += [await _transcripts(store), *await _runs(store, running=home.holder is not None)]
     except AntiphonError as error:
         findings.append(_failed("database", error))
     return findings
-
-
-def _schema(path: Path) -> int:
-    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
-    try:
-        return version_of(connection)
-    finally:
-        connection.close()
 
 
 async def _transcripts(store: Store) -> Finding:
@@ -255,22 +238,22 @@ async def _models(config: Config, *, online: bool) -> list[Finding]:
         ]
     findings: list[Finding] = []
     for name, provider in config.models.providers.items():
-        where = provider.base_url or "its public address"
+        where = shown_url(provider.base_url)
         if online and provider.base_url:
-            findings.append(await _reach(name, provider.base_url))
+            findings.append(await _reach(name, where))
         else:
             findings.append(ok("models", f"{name!r} at {where}, not contacted (--online does)"))
     return findings
 
 
 async def _reach(name: str, url: str) -> Finding:
-    """Whether anything answers there. No key is sent, so a refusal is an answer, too."""
+    """Whether anything answers at an address as it is shown: no key is sent, so a refusal is an answer, too."""
     import httpx2  # noqa: PLC0415 - only for --online
 
     try:
         async with httpx2.AsyncClient(timeout=ONLINE_SECONDS) as client:
             response = await client.get(url)
-    except httpx2.HTTPError as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         why = str(error) or type(error).__name__
         return fail(
             "models", f"{name!r} at {url} does not answer ({why}).", "Check the address and the network."

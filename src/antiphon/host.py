@@ -71,9 +71,9 @@ async def hosting(
         for tool in tools(operations) if tools else ():
             toolbox.add(tool)
         try:
-            async with _mirroring(config, store, bus, home):
-                await engine.start()
+            async with _mirroring(config, store, bus, home, clock):
                 try:
+                    await engine.start()
                     yield operations
                 finally:
                     await engine.stop()
@@ -84,13 +84,13 @@ async def hosting(
 
 @asynccontextmanager
 async def _mirroring(
-    config: Config, store: SqliteStore, bus: LocalBus, home: StateDir
+    config: Config, store: SqliteStore, bus: LocalBus, home: StateDir, clock: Clock
 ) -> AsyncGenerator[None]:
     """Transcript files beside the store, if they are wanted; up to date when the context is left."""
     if not config.session.transcripts.mirror:
         yield
         return
-    mirror = Mirror(store, bus, home.transcripts)
+    mirror = Mirror(store, bus, home.transcripts, clock)
     task = asyncio.create_task(mirror.run())
     try:
         await asyncio.sleep(0)  # so that it listens before the first run
@@ -116,7 +116,6 @@ class _Settings:
         self._catalog = catalog
         self._agents = {agent_id: config.agent(agent_id) for agent_id in config.agent_ids}
         self._toolbox = toolbox
-        self._steps = asyncio.Semaphore(config.agents.defaults.max_concurrent)
 
     async def __call__(self, claim: Claim) -> Setting:
         agent = self._agents.get(claim.agent_id)
@@ -134,7 +133,6 @@ class _Settings:
             reserve_tokens=agent.compaction.reserve_tokens,
             keep_tokens=agent.compaction.keep_recent_tokens,
             max_result_chars=RESULT_CHARS,
-            steps=self._steps,
         )
 
 

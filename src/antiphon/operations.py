@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # a command that only reads is over before these would be imp
 LIST_LIMIT, LIST_MOST = 50, 200
 HISTORY_LIMIT, HISTORY_MOST = 50, 1000
 _CHAT_TYPES: dict[str, keys.ChatType] = {"direct": "direct", "group": "group", "channel": "channel"}
+THINKING = ("off", "minimal", "low", "medium", "high", "xhigh")
 LOOK_AGAIN = 2.0  # seconds after which a wait reads the row though no event came
 
 
@@ -108,8 +109,9 @@ class Operations:
     async def submit(self, caller: Caller, message: Message) -> Accepted:
         """Put words into a session. They are durable when this returns; their run starts by itself."""
         self._check(message)
+        engine = self._running()
         accepted, row = await self._store.tx(self._submit, caller, message, self._clock.now())
-        await self._running().accepted(accepted)
+        await engine.accepted(accepted)
         return Accepted(
             run_id=accepted.run_id,
             session_key=row["key"],
@@ -119,6 +121,7 @@ class Operations:
 
     async def _submit(self, tx: Tx, caller: Caller, message: Message, now: int) -> tuple[runs.Accepted, Row]:
         row = await self._door.open(tx, caller, "send", message.session, found_at=now)
+        _check_current(row, message.session)
         self._check_policy(row)
         timeout = message.timeout_seconds
         submission = Submission(
@@ -137,8 +140,8 @@ class Operations:
     def _check(self, message: Message) -> None:
         """Everything about the words that can be refused without looking anything up."""
         most = self.config.store.message_max_bytes
-        size = _bytes(message.content)
-        if size == 0:
+        size = _bytes(message.content) + len((message.instructions or "").encode(errors="replace"))
+        if not _says_something(message.content):
             raise InvalidInput("The message is empty.", "Say something.", field="message")
         if size > most:
             raise TooLarge(
@@ -161,6 +164,12 @@ class Operations:
                 "Leave it out.",
                 field="timeoutSeconds",
             )
+        if message.thinking is not None and message.thinking not in THINKING:
+            raise InvalidInput(
+                f"There is no thinking level {message.thinking!r}.",
+                f"Use one of {', '.join(THINKING)}.",
+                field="thinking",
+            )
         if message.model is not None:
             self.config.find_model(message.model)
 
@@ -174,8 +183,8 @@ class Operations:
         )
         if decision == "deny":
             raise SendBlocked(
-                "send blocked by session policy",
-                f"for {row['key']!r}: change session.sendPolicy, or the session's own sendPolicy.",
+                f"send blocked by session policy: nothing may be sent to {row['key']!r}.",
+                "Change session.sendPolicy, or the session's own sendPolicy.",
                 key=row["key"],
             )
 
@@ -228,8 +237,9 @@ class Operations:
 
     async def stop(self, caller: Caller, session: str, run_id: str | None = None) -> StopView:
         """Stop what runs or waits in a session, and everything below it in its tree."""
+        engine = self._running()
         stopped = await self._store.tx(self._stop, caller, session, run_id, self._clock.now())
-        self._running().stopping(stopped)
+        engine.stopping(stopped)
         return StopView([*(ended.run_id for ended in stopped.ended), *stopped.asked])
 
     async def _stop(self, tx: Tx, caller: Caller, session: str, run_id: str | None, now: int) -> runs.Stopped:
@@ -261,23 +271,25 @@ class Operations:
         reach = access.reach(caller, self._door.grants(caller))
         agents = None
         if not reach.everything:
-            agents = [agent for agent in await listing.agent_ids(tx) if reach.admits_agent(agent)]
-        if wanted.agent_id is not None:
-            own = [keys.checked_agent_id(wanted.agent_id)]
-            agents = own if agents is None or own[0] in agents else []
+            known = await listing.agent_ids(tx)
+            agents = [agent for agent in known if reach.admits_agent(agent)]
+            agents = None if len(agents) == len(known) else agents
+        only = None if wanted.agent_id is None else keys.checked_agent_id(wanted.agent_id)
+        if only is not None:
+            agents = [only] if agents is None or only in agents else []
         parent = None
         if wanted.spawned_by is not None:
             parent = (await self._door.open(tx, caller, "list", wanted.spawned_by))["key"]
-        keeps_tree = not reach.everything and wanted.agent_id in {None, caller.agent_id}
-        if agents == [] and not keeps_tree:
+        if agents == [] and reach.own_key is None:
             return None
         active = wanted.active_minutes
         return Wish(
             limit=limit,
             kinds=_kinds(wanted.kinds),
             agents=agents,
-            own_key=reach.own_key if keeps_tree else None,
-            descendants=reach.descendants and keeps_tree,
+            own_key=reach.own_key,
+            descendants=reach.descendants,
+            only_agent=only,
             label=wanted.label,
             parent=parent,
             search=wanted.search,
@@ -337,11 +349,7 @@ class Operations:
 
     async def _place(self, tx: Tx, caller: Caller, session: str) -> tuple[Row, int]:
         row = await self._door.open(tx, caller, "read", session)
-        if row["named_transcript"] != row["transcript"]:
-            raise Conflict(
-                f"The conversation {session!r} has ended.",
-                "Read it with history, or follow its session by the key.",
-            )
+        _check_current(row, session)
         return row, await transcripts.last_seq(tx, row["transcript"])
 
     async def usage(self, caller: Caller, session: str, *, tree: bool = False) -> list[UsageLine]:
@@ -364,6 +372,7 @@ class Operations:
 
     async def _open(self, tx: Tx, caller: Caller, session: str, now: int) -> Row:
         row = await self._door.open(tx, caller, "send", session, found_at=now)
+        _check_current(row, session)
         return await self._described(tx, row["id"])
 
     async def conversations(self, caller: Caller, session: str) -> list[Conversation]:
@@ -425,7 +434,19 @@ class Operations:
 
     def _session_view(self, caller: Caller, row: Row) -> SessionView:
         shown = keys.display_text(row["key"], viewer_agent_id=caller.agent_id)
-        return views.session_view(row, shown, f"{self._transcripts}/{row['session_id']}.jsonl")
+        view = views.session_view(row, shown, f"{self._transcripts}/{row['session_id']}.jsonl")
+        return view if caller.is_operator else self._discreet(caller, view, row["key"])
+
+    def _discreet(self, caller: Caller, view: SessionView, key: str) -> SessionView:
+        """Without a parent that the caller may not know of, and without counting children it may not see."""
+        reach = access.reach(caller, self._door.grants(caller))
+        parent = view.parent_key
+        if parent is not None and parent != reach.own_key and not reach.admits_agent(_agent_of(parent)):
+            # A session seen only because it was spawned below the caller has a parent that was, too.
+            below = reach.descendants and key != reach.own_key and not reach.admits_agent(_agent_of(key))
+            parent = parent if below else None
+        children = view.child_count if reach.descendants else None
+        return msgspec.structs.replace(view, parent_key=parent, child_count=children)
 
     def _running(self) -> Engine:
         if self._engine is None:
@@ -433,6 +454,18 @@ class Operations:
                 "This view of the store is for reading.", "Start Antiphon on this state directory."
             )
         return self._engine
+
+
+def _check_current(row: Row, reference: str) -> None:
+    """For what is done to the conversation that goes on: an id that names an earlier one must not mean another."""
+    if row["named_transcript"] != row["transcript"]:
+        raise Conflict(
+            f"The conversation {reference!r} has ended.", "Restore it first, or name its session by the key."
+        )
+
+
+def _agent_of(key: str) -> str:
+    return keys.parse(key).agent_id
 
 
 def _send_policy(config: Config) -> policy.SendPolicy:
@@ -448,6 +481,12 @@ def _send_policy(config: Config) -> policy.SendPolicy:
         for rule in configured.rules
     )
     return policy.SendPolicy(rules, configured.default)
+
+
+def _says_something(content: str | Sequence[Text | Image]) -> bool:
+    if isinstance(content, str):
+        return bool(content.strip())
+    return any(isinstance(block, Image) or block.text.strip() for block in content)
 
 
 def _bytes(content: str | Sequence[Text | Image]) -> int:

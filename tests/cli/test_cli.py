@@ -376,7 +376,8 @@ def test_the_doctor_names_what_is_wrong(program: Program) -> None:
     change(program, "UPDATE runs SET state = 'interrupted', error = 'x'")
     program.state.chmod(0o755)
     configure(
-        program, {"models": {"providers": {"gone": {"baseUrl": "http://127.0.0.1:9/v1", "models": []}}}}
+        program,
+        {"models": {"providers": {"gone": {"baseUrl": "http://127.0.0.1:9/v1", "models": [{"id": "m"}]}}}},
     )
     code, levels = findings(program)
     assert code == 0

@@ -70,7 +70,7 @@ async def test_two_hundred_interleaved_sessions_never_see_each_other(tmp_path: P
         return Result(text=call.caller.session_key or "")
 
     keys = [f"agent:main:direct:{number}" for number in range(SESSIONS)]
-    async with staged(tmp_path, Echo(), tools=[tool("who", who)], concurrent=concurrent) as stage:
+    async with staged(tmp_path, Echo(), tools=[tool("who", who)]) as stage:
         rows = {key: (await stage.create(key))["id"] for key in keys}
 
         async def listen(key: str) -> tuple[str, set[str]]:

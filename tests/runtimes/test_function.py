@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import sys
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -104,13 +106,28 @@ async def test_cancelling_closes_the_generator() -> None:
     assert closed.is_set()
 
 
-async def test_what_it_raises_is_told() -> None:
+async def test_what_it_raises_is_told_with_its_place_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def agent(prompt: Prompt) -> str:
-        raise KeyError("missing")
+        return json.loads("no JSON")  # raises in a library: the place is here
 
-    with pytest.raises(ProviderError, match="'agent' failed with KeyError") as caught:
+    with pytest.raises(ProviderError, match="'agent' failed with JSONDecodeError") as caught:
         await FunctionRuntime(agent).step(PROMPT, Pieces())
     assert caught.value.data["model"] == "agent"
+    assert f"({__file__}:{agent.__code__.co_firstlineno + 1})." in caught.value.what
+    assert caught.value.hint == "See the log for the traceback."
+    [record] = caplog.records
+    assert (record.levelno, record.name) == (logging.ERROR, "antiphon.runtimes.function")
+    assert record.exc_info
+    assert isinstance(record.exc_info[1], json.JSONDecodeError)
+
+
+async def test_a_function_that_cannot_be_called_is_told_what_one_is() -> None:
+    async def agent() -> str:
+        return ""
+
+    with pytest.raises(ProviderError, match="failed with TypeError") as caught:
+        await FunctionRuntime(cast("Agent", agent)).step(PROMPT, Pieces())
+    assert caught.value.hint.startswith("Mend the function")
 
 
 async def test_our_own_errors_pass() -> None:
@@ -128,7 +145,7 @@ async def test_answers_that_are_none() -> None:
     def synchronous(prompt: Prompt) -> Any:
         return "not awaited"
 
-    with pytest.raises(ProviderError, match="answered with 'int'"):
+    with pytest.raises(ProviderError, match=r"answered with 'int'.*Mend the function"):
         await FunctionRuntime(number).step(PROMPT, Pieces())
     with pytest.raises(ProviderError, match="instead of something to await"):
         await FunctionRuntime(synchronous).step(PROMPT, Pieces())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 import httpx2
 import pytest
+import stamina
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
@@ -314,6 +316,34 @@ async def test_passing_troubles_are_retried(provider: Provider, api: Api, status
     answer = await step(spec_for(api, provider.url), deltas=deltas)
     assert answer.text == deltas.said == "Hello there."
     assert (len(provider.received), deltas.restarts) == (2, 1)
+
+
+async def test_each_retry_is_logged_in_our_words(
+    provider: Provider, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = replace(spec_for("openai-completions", provider.url), api_key="s3cr3t-Qx7")
+    body = {"error": {"message": "busy with s3cr3t-Qx7"}}
+    provider.script(Failure(status=503, body=body), Failure(status=503, body=body))
+    await step(spec)
+    told = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [record.name for record in told] == ["antiphon.runtimes.model"] * 2
+    text = told[0].getMessage()
+    assert f"Attempt 1 at {spec.provider}/{spec.model} failed and is made again in " in text
+    assert "could not answer" in text
+    assert "s3cr3t" not in caplog.text
+
+
+async def test_retries_of_others_are_logged_as_before(
+    provider: Provider, caplog: pytest.LogCaptureFixture
+) -> None:
+    provider.script(Failure(status=503, body="busy"))
+    await step(spec_for("openai-completions", provider.url))
+    caplog.clear()
+    async for attempt in stamina.retry_context(on=OSError, wait_initial=0, wait_jitter=0):
+        with attempt:
+            if attempt.num == 1:
+                raise OSError("theirs")
+    assert [record.name for record in caplog.records] == ["stamina"]
 
 
 @pytest.mark.requirement("G20")

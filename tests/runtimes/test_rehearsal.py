@@ -116,7 +116,16 @@ async def test_thoughts_come_before_what_follows_them() -> None:
 async def test_several_lines_and_none() -> None:
     assert (await play("say a\nsay b"))[0].text == "a\nb"
     assert (await play("say"))[0].text == ""
-    assert (await play("think hm"))[0].text == "Done."
+    assert (await play("think hm"))[0].text == "Thought about it."
+    assert (await play("slow 0.001"))[0].text == "Done."
+
+
+async def test_help_shows_a_call_only_of_a_tool_there_is() -> None:
+    told: list[Message] = [User(content="hello", timestamp=1)]
+    with_tools = await RehearsalRuntime().step(prompt_of(told), Recorder())
+    without = await RehearsalRuntime().step(prompt_of(told, tools=[]), Recorder())
+    assert "`call ping {}`" in with_tools.text
+    assert "call" not in without.text
 
 
 async def test_the_same_prompt_has_the_same_answer() -> None:

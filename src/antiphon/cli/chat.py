@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ import click
 from antiphon.cli import output
 from antiphon.cli.failures import INTERRUPTED
 from antiphon.cli.settings import Settings, common
+from antiphon.errors import ProviderError
 
 if TYPE_CHECKING:
     from antiphon.cli.conversation import Conversation
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 def command(settings: Settings, agent: str | None, key: str | None, messages: Sequence[str]) -> int:
     from antiphon.cli.journal import keep_journal
     from antiphon.cli.keyboard import interactive
+    from antiphon.loop import run
 
     if agent and key:
         raise click.UsageError("--agent and --session both say where to talk; keep one of them.")
@@ -38,7 +39,7 @@ def command(settings: Settings, agent: str | None, key: str | None, messages: Se
         raise click.UsageError("--json is for scripts: add --message, or pipe messages in.")
     loaded = settings.load()
     keep_journal(settings.paths.state_dir, debug=settings.debug)
-    return asyncio.run(_chat(settings, loaded, _reference(agent, key), messages, person=person))
+    return run(_chat(settings, loaded, _reference(agent, key), messages, person=person))
 
 
 def _reference(agent: str | None, key: str | None) -> str:
@@ -86,6 +87,8 @@ async def _converse(conversation: Conversation, messages: Sequence[str], *, pers
 def _outcome(conversation: Conversation) -> int:
     if conversation.interrupted:
         return INTERRUPTED
+    if conversation.provider_failed:
+        return ProviderError.exit_code
     return 1 if conversation.failed else 0
 
 
@@ -103,9 +106,10 @@ async def _greet(settings: Settings, loaded: Loaded, operations: Operations, vie
     agent_id = view.agent_id or loaded.config.default_agent_id
     model = answerer(loaded, agent_id)
     page = await operations.history(Caller.operator(), view.key, HistoryFilter(limit=1))
-    click.echo(f"{output.bold('antiphon')} {__version__} · agent {output.bold(agent_id)} · {model}")
+    who = f"agent {output.bold(output.line(agent_id))} · {output.line(model)}"
+    click.echo(f"{output.bold('antiphon')} {__version__} · {who}")
     so_far = f"{page.total} entries so far, /history shows them" if page.total else "a new conversation"
-    click.echo(output.dim(f"session {view.key} · {so_far}"))
+    click.echo(output.dim(f"session {output.line(view.key)} · {so_far}"))
     if model == REHEARSAL_REF:
         click.echo(
             "No model provider is configured, so the built-in rehearsal model answers: it does what a line\n"
@@ -113,5 +117,5 @@ async def _greet(settings: Settings, loaded: Loaded, operations: Operations, vie
             f"{str(settings.paths.config)!r}; `antiphon config check` says whether it can be used."
         )
     for warning in loaded.warnings:
-        click.echo(output.dim(f"warning: {warning}"))
+        click.echo(output.dim(f"warning: {output.clean(warning)}"))
     click.echo(output.dim("/help lists the commands, /quit leaves."))

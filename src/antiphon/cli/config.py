@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -28,17 +29,20 @@ def check(settings: Settings) -> None:
     if settings.json:
         output.emit(facts)
         return
-    click.echo(
-        f"config     {loaded.path or f'none at {str(settings.paths.config)!r}: the defaults are used'}"
-    )
-    click.echo(f"state      {facts['stateDir']}")
+    for name, fact in _told(settings, facts):
+        click.echo(f"{name:<10} {output.clean(fact)}")
+    click.echo("The configuration can be used.")
+
+
+def _told(settings: Settings, facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "config", facts["path"] or f"none at {str(settings.paths.config)!r}: the defaults are used"
+    yield "state", facts["stateDir"]
     for agent in facts["agents"]:
         marked = " (default)" if agent["default"] else ""
-        click.echo(f"agent      {agent['id']}{marked}, answered by {agent['model']}")
-    click.echo(f"providers  {', '.join(facts['providers']) or 'none: the built-in rehearsal model answers'}")
-    for warning in loaded.warnings:
-        click.echo(f"warning    {warning}")
-    click.echo("The configuration can be used.")
+        yield "agent", f"{agent['id']}{marked}, answered by {agent['model']}"
+    yield "providers", ", ".join(facts["providers"]) or "none: the built-in rehearsal model answers"
+    for warning in facts["warnings"]:
+        yield "warning", warning
 
 
 def _facts(settings: Settings, loaded: Loaded) -> dict[str, Any]:

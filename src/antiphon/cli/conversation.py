@@ -54,6 +54,7 @@ class Conversation:
         self._leaving = asyncio.Event()
         self.interrupted = False
         self.failed = False
+        self.provider_failed = False
         self._commands = {
             "/new": Command(self._new, "start a new conversation; the old one is kept"),
             "/stop": Command(self._stop, "stop the answer (so does Ctrl-C)"),
@@ -144,6 +145,7 @@ class Conversation:
 
     def _note_end(self, view: RunView) -> None:
         self.failed = self.failed or view.state != "ok"
+        self.provider_failed = self.provider_failed or view.error_code == "provider_error"
         if self._on_end:
             self._on_end(view)
 
@@ -211,7 +213,9 @@ class Conversation:
         self._screen.tell(f"A new conversation. The old one: antiphon sessions history {old.session_id}")
 
     async def _stop(self, _: str) -> None:
-        stopped = await self._operations.stop(self._caller, self._session)
+        stopped = await self._operations.stop(
+            self._caller, self._session, self._waiting[0] if self._waiting else None
+        )
         if not stopped.run_ids:
             self._screen.tell("Nothing runs.")
 
@@ -255,7 +259,10 @@ class Conversation:
     async def _last_question(self) -> str:
         page = await self._operations.history(self._caller, self._session, HistoryFilter(limit=20))
         asked = [output.said(item) for item in page.messages if item.get("role") == "user"]
-        return repr(output.clip(asked[-1], 80)) if asked else "its question waits"
+        if not asked:
+            return "its question waits"
+        question = output.line(asked[-1])
+        return f"{question[:60]}…" if len(question) > 64 else question
 
 
 def _prompt() -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from antiphon.cli.output import clean, escaped
 from antiphon.errors import AntiphonError
 
 INTERRUPTED = 130
@@ -26,7 +27,7 @@ def report(error: Exception, arguments: Sequence[str]) -> int:
         return INTERRUPTED
     machine = "--json" in arguments
     if "--debug" in arguments:
-        traceback.print_exception(error)
+        click.echo(clean("".join(traceback.format_exception(error))), err=True, nl=False)
     if isinstance(error, AntiphonError):
         _tell(machine, error.code, error.what, error.hint, error.data)
         return error.exit_code
@@ -46,13 +47,13 @@ def _usage(error: click.ClickException) -> str:
 def _tell(machine: bool, code: str, what: str, hint: str, data: dict[str, Any]) -> None:
     if machine:
         error = {"code": code, "message": what, "hint": hint, "data": data}
-        click.echo(json.dumps({"error": error}, ensure_ascii=False, default=str), err=True)
+        click.echo(escaped(json.dumps({"error": error}, ensure_ascii=False, default=str).encode()), err=True)
         return
     start = "\033[31mError:\033[0m" if _coloured() else "Error:"
-    click.echo(f"{start} {what}\n{hint}", err=True)
+    click.echo(f"{start} {clean(what)}\n{clean(hint)}", err=True)
     problems = data.get("problems")
     for problem in problems[:MOST_PROBLEMS] if isinstance(problems, list) else []:  # pyright: ignore[reportUnknownVariableType]
-        click.echo(f"- {problem}", err=True)
+        click.echo(f"- {clean(str(problem))}", err=True)  # pyright: ignore[reportUnknownArgumentType]
 
 
 def _coloured() -> bool:

@@ -6,9 +6,18 @@ import logging
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from antiphon.cli.output import clean
+
 NAME = "antiphon.log"
 MOST_BYTES = 2**20
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class _Cleaned(logging.Formatter):
+    """A log is read on a terminal, and quotes what others have said."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return clean(super().format(record))
 
 
 def keep_journal(state_dir: Path, *, debug: bool) -> None:
@@ -20,4 +29,6 @@ def keep_journal(state_dir: Path, *, debug: bool) -> None:
     ]
     if debug:
         handlers.append(logging.StreamHandler())
-    logging.basicConfig(level=logging.INFO if debug else logging.WARNING, format=FORMAT, handlers=handlers)
+    for handler in handlers:
+        handler.setFormatter(_Cleaned(FORMAT))
+    logging.basicConfig(level=logging.INFO if debug else logging.WARNING, handlers=handlers)

@@ -14,6 +14,7 @@ import click
 
 LONGEST = 4000  # characters of one message in a listing for people; --json has everything
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+_C1 = re.compile(rb"\xc2([\x80-\x9f])")  # U+0080 to U+009F in UTF-8
 
 
 def coloured() -> bool:
@@ -37,6 +38,11 @@ def clean(text: str) -> str:
     return _CONTROL.sub("\ufffd", text.replace("\r\n", "\n"))
 
 
+def line(text: str) -> str:
+    """A name or another short text, cleaned and in one line."""
+    return clean(text).replace("\n", " ")
+
+
 def clip(text: str, most: int = LONGEST) -> str:
     return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} more characters; see --json)"
 
@@ -45,8 +51,13 @@ def emit(value: object, *, compact: bool = False) -> None:
     """One JSON value."""
     import msgspec
 
-    encoded = msgspec.json.encode(value)
+    encoded = escaped(msgspec.json.encode(value))
     click.echo(encoded if compact else msgspec.json.format(encoded, indent=2))
+
+
+def escaped(encoded: bytes) -> bytes:
+    """The same JSON, without the control characters that it may contain as they are and a terminal would obey."""
+    return _C1.sub(lambda found: b"\\u00%02x" % found[1][0], encoded)
 
 
 def ago(ms: int) -> str:
@@ -59,11 +70,11 @@ def ago(ms: int) -> str:
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Columns as wide as they need to be; on a terminal each line is cut at its edge."""
-    lines = [headings, *([clean(cell).replace("\n", " ") for cell in row] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(headings))]
+    lines = [headings, *([line(cell) for cell in row] for row in rows)]
+    widths = [max(len(cells[i]) for cells in lines) for i in range(len(headings))]
     edge = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for number, line in enumerate(lines):
-        text = "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+    for number, cells in enumerate(lines):
+        text = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
         text = f"{text[: edge - 1]}…" if edge and len(text) > edge else text
         click.echo(bold(text) if number == 0 else text)
 
@@ -71,7 +82,7 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def said(item: Mapping[str, Any]) -> str:
     """The words of a history entry, as a person would want to read them."""
     if item.get("role") == "compaction":
-        return f"(summary of what came before) {item.get('summary', '')}"
+        return clean(clip(f"(summary of what came before) {item.get('summary', '')}"))
     content = item.get("content")
     blocks = cast("list[Any]", content) if isinstance(content, list) else [{"type": "text", "text": content}]
     parts = [_block(block) for block in blocks] + [str(item.get("errorMessage") or "")]

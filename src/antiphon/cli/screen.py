@@ -15,7 +15,7 @@ import click
 import msgspec
 
 from antiphon.bus import Delta, Event, MessageAppended, RunChanged, ToolPhase
-from antiphon.cli.output import bold, clean, dim, red
+from antiphon.cli.output import bold, clean, dim, line, red
 
 Style = Literal["conversation", "answers", "silent"]
 """For a person at a terminal; only what was answered; nothing at all."""
@@ -24,7 +24,7 @@ Style = Literal["conversation", "answers", "silent"]
 class Screen:
     def __init__(self, style: Style, speaker: str) -> None:
         self._style = style
-        self._speaker = speaker
+        self._speaker = line(speaker)
         self._mine: set[str] = set()
         self._over: deque[str] = deque(maxlen=256)
         self._ends: dict[str, asyncio.Event] = {}

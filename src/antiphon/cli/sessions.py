@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,6 +20,19 @@ if TYPE_CHECKING:
     from antiphon.views import Conversation, HistoryPage, SessionPage, SessionView
 
 KINDS = ("main", "group", "cron", "hook", "node", "other")
+MOST_MINUTES = 1e9  # two thousand years; a time before that has no number in the store
+
+
+class Minutes(click.FloatRange):
+    """A number of minutes. `inf` and `nan` are numbers to Python and no time to anybody."""
+
+    name = "minutes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = click.FLOAT.convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a number of minutes; give one such as 90.", param, ctx)
+        return super().convert(number, param, ctx)
 
 
 @click.group(help="List, read, export and import conversations.")
@@ -32,7 +46,10 @@ def command() -> None: ...
 )
 @click.option("--agent", metavar="ID", help="Only this agent's.")
 @click.option(
-    "--active", type=click.FloatRange(min=0), metavar="MIN", help="Only those active in the last MIN minutes."
+    "--active",
+    type=Minutes(min=0, max=MOST_MINUTES),
+    metavar="MIN",
+    help="Only those active in the last MIN minutes.",
 )
 @click.option("--search", metavar="WORDS", help="Only those whose names begin with these words.")
 @click.option("--label", help="Only those with this label.")
@@ -120,12 +137,11 @@ def history(
         output.emit(page)
         return
     for item in page.messages:
-        click.echo(
-            f"{output.dim(str(item['seq']).rjust(5))} {output.bold(str(item.get('role')))}: {output.said(item)}"
-        )
+        role = output.bold(output.line(str(item.get("role"))))
+        click.echo(f"{output.dim(str(item['seq']).rjust(5))} {role}: {output.said(item)}")
     if page.next_cursor:
         way = "--before" if after is None else "--after"
-        click.echo(output.dim(f"There is more: {way} {page.next_cursor}"))
+        click.echo(output.dim(f"There is more: {way} {output.line(str(page.next_cursor))}"))
 
 
 async def _history(settings: Settings, key: str, wanted: HistoryFilter) -> HistoryPage:
@@ -272,7 +288,7 @@ def _print_import(done: Imported) -> None:
         if count:
             click.echo(f"  {count} {note}")
     if done.unknown_agents:
-        names = ", ".join(done.unknown_agents[:20])
+        names = output.line(", ".join(done.unknown_agents[:20]))
         click.echo(f"  Not configured here: {names}. Add them to agents.list before speaking to them.")
     for failure in done.failed[:20]:
         click.echo(f"  {output.red('failed')} {output.clean(failure.key)}: {output.clean(failure.reason)}")

@@ -9,10 +9,19 @@ from antiphon.config.base import Thinking, Visibility
 from antiphon.config.load import Loaded, load, parse
 from antiphon.config.model import REHEARSAL, REHEARSAL_REF, Config, FoundModel, json_schema
 from antiphon.config.secrets import Secret
-from antiphon.config.sections import ModelConfig, ProviderConfig, Reset, SendMatch, SendPolicy, SendRule
+from antiphon.config.sections import (
+    OWN_APIS,
+    ModelConfig,
+    ProviderConfig,
+    Reset,
+    SendMatch,
+    SendPolicy,
+    SendRule,
+)
 from antiphon.paths import Paths, locate
 
 __all__ = [
+    "OWN_APIS",
     "REHEARSAL",
     "REHEARSAL_REF",
     "AgentConfig",

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 from pydantic import BeforeValidator, Field, Strict
 
 from antiphon.config.base import (
+    TARGET,
     AgentId,
     AgentPatterns,
     Amount,
@@ -137,7 +138,7 @@ class Runtime(Section):
     """What answers for an agent: a model (`embedded` is its older name) or a Python callable."""
 
     type: RuntimeType = "model"
-    target: Annotated[str, Field(pattern=r"^[^\W\d][\w.]*:[^\W\d][\w.]*$")] | None = Field(
+    target: Annotated[str, Field(pattern=TARGET)] | None = Field(
         default=None, description="`package.module:callable`, for a function."
     )
     history: bool = Field(default=True, description="Whether a function is shown what was said before.")

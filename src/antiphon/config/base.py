@@ -48,6 +48,10 @@ def expected(text: str) -> PydanticCustomError:
     return PydanticCustomError("expected", "{text}", {"text": text})
 
 
+WEB_ADDRESS = r"^https?://[^\s/]"
+URL_PATH = r"^/\S*$"
+TARGET = r"^[^\W\d][\w.]*:[^\W\d][\w.]*$"
+
 _AGENT_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 

@@ -10,6 +10,12 @@ from antiphon.config.model import REHEARSAL, Config
 from antiphon.config.problems import Problem
 from antiphon.errors import UnknownModel
 
+PUBLIC = ("openai", "anthropic", "google")
+"""Providers whose address is known without being told."""
+
+ABSENT = ("channels", "gateway", "hooks", "cron")
+"""Sections that are read and checked, for parts that this release does not have."""
+
 
 def contradictions(config: Config) -> list[Problem]:
     """Everything in a well-formed config that cannot hold together."""
@@ -25,15 +31,28 @@ def contradictions(config: Config) -> list[Problem]:
 def concerns(config: Config) -> Iterator[str]:
     """Sentences for settings that are accepted but should be known of."""
     if config.session.store is not None:
-        yield "'session.store' has no effect: sessions are kept in one store. Use 'store.url' to move it."
+        yield "'session.store' has no effect: sessions are kept in one store. Use '--state-dir' to move it."
     if config.session.maintenance is not None:
         yield "'session.maintenance' has no effect: nothing is pruned by itself. Use 'session.retention'."
+    yield from _absent_parts(config)
+    for name, provider in config.models.providers.items():
+        if not provider.models:
+            yield f"'models.providers.{name}.models' is empty, so none of its models can be used. List them there."
     if config.session.dm_scope == "main" and (channels := _open_to_several(config)):
         yield (
             "'session.dmScope' is 'main', so all direct chats share one session, and more than one sender is"
             f" admitted by {' and '.join(channels)}. Each may read what the others wrote."
             " Set it to 'per-channel-peer' to give each sender a session."
         )
+
+
+def _absent_parts(config: Config) -> Iterator[str]:
+    urls = [name for name, part in (("store", config.store), ("bus", config.bus)) if part.url is not None]
+    sections = [name for name in ABSENT if name in config.model_fields_set]
+    for path in (*sections, *(f"{name}.url" for name in urls)):
+        yield f"{path!r} is accepted and has no effect in this release."
+    if config.hooks.enabled and config.hooks.token is None:
+        yield "'hooks.enabled' is true but 'hooks.token' is not set. Set a token that only the senders of hooks know."
 
 
 def _agents(config: Config) -> Iterator[Problem]:
@@ -64,6 +83,10 @@ def _providers(config: Config) -> Iterator[Problem]:
         if not name or "/" in name or name != name.strip():
             what = f"The provider name {name!r} is empty, has a '/' in it or a space around it."
             yield Problem(path, what, "Models are named 'provider/model', so choose a name without '/'.")
+        if provider.base_url is None and name not in (*PUBLIC, REHEARSAL):
+            what = f"The provider {name!r} needs an address: {path + '.baseUrl'!r} is not set."
+            known = ", ".join(map(repr, PUBLIC))
+            yield Problem(f"{path}.baseUrl", what, f"Set it. Only {known} can do without.")
         ids = [model.id for model in provider.models]
         for model_id in sorted({model_id for model_id in ids if ids.count(model_id) > 1}):
             yield Problem(f"{path}.models", f"Model {model_id!r} is listed twice in {path!r}.", "Remove one.")
@@ -101,9 +124,6 @@ def _gateway(config: Config) -> Iterator[Problem]:
     if gateway.auth.mode == "password" and gateway.auth.password is None:
         what = "'gateway.auth.mode' is 'password' but 'gateway.auth.password' is not set."
         yield Problem("gateway.auth.password", what, "Set it, or use the mode 'token'.")
-    if config.hooks.enabled and config.hooks.token is None:
-        what = "'hooks.enabled' is true but 'hooks.token' is not set."
-        yield Problem("hooks.token", what, "Set a token that only the senders of hooks know.")
 
 
 def _send_rules(config: Config) -> Iterator[Problem]:

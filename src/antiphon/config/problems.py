@@ -1,11 +1,12 @@
 """What is wrong with a config, in words: where, what is allowed, what was given.
 
-What was given is only shown where no secret can be: not for keys that hold secrets, not beside them, and not
-where an object was expected.
+What was given is only shown where no secret can be: not for keys that hold secrets, not beside them (except a
+plain word where one of a few was expected), and not where an object was expected.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
@@ -13,7 +14,7 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from antiphon.config.base import suggestion
+from antiphon.config.base import TARGET, URL_PATH, WEB_ADDRESS, suggestion
 from antiphon.config.model import Config
 from antiphon.config.secrets import Secret
 from antiphon.errors import ConfigError
@@ -70,8 +71,8 @@ def _problem(error: ErrorDetails) -> Problem:
         return _unknown_key(path, location, holder)
     if error["type"] == "missing":
         return Problem(path, f"Key {path!r} is missing.", "It has to be set.")
-    given = _given(error["input"], shown=_may_show(error["type"], location, holder))
-    return Problem(path, f"Value of {path!r} must be {_allowed(error)}; {given} was given.")
+    given = _given(error["input"], shown=_may_show(error, location, holder))
+    return Problem(path, f"Value of {path!r} must {_demand(error)}; {given} was given.")
 
 
 def _unknown_key(path: str, location: Location, holder: type[BaseModel] | None) -> Problem:
@@ -90,7 +91,6 @@ _ALLOWED = {
     "string_type": "text",
     "string_unicode": "text without broken characters",
     "string_too_short": "text that is not empty",
-    "string_pattern_mismatch": "text of the form {pattern}",
     "dict_type": "an object",
     "model_type": "an object",
     "tuple_type": "a list",
@@ -101,6 +101,16 @@ _ALLOWED = {
     "expected": "{text}",
     "secret": "a secret: {text}",
 }
+
+_FORMS = {
+    WEB_ADDRESS: "begin with http:// or https://",
+    URL_PATH: "begin with '/' and have no spaces",
+    TARGET: "have the form 'package.module:callable'",
+}
+"""What each pattern asks for; whoever sees the message need not read patterns."""
+
+_WORD = re.compile(r"[A-Za-z]{1,16}(-[A-Za-z]{1,16}){0,3}")
+"""What one of a few words looks like, and a key or a password hardly ever does."""
 
 _NEVER_SHOWN = {"secret", "dict_type", "model_type", "tuple_type"}
 
@@ -114,14 +124,21 @@ _NAMES: dict[type, str] = {
 }
 
 
-def _allowed(error: ErrorDetails) -> str:
+def _demand(error: ErrorDetails) -> str:
+    """Completes "must …"."""
+    context = error.get("ctx", {})
+    if error["type"] == "string_pattern_mismatch":
+        return _FORMS[context["pattern"]]
     form = _ALLOWED.get(error["type"])
-    return form.format(**error.get("ctx", {})) if form else f"valid ({error['msg']})"
+    return f"be {form.format(**context)}" if form else f"be valid ({error['msg']})"
 
 
-def _may_show(kind: str, location: Location, holder: type[BaseModel] | None) -> bool:
-    if kind in _NEVER_SHOWN or location[:1] == ("channels",):
+def _may_show(error: ErrorDetails, location: Location, holder: type[BaseModel] | None) -> bool:
+    if error["type"] in _NEVER_SHOWN or location[:1] == ("channels",):
         return False
+    given: object = error["input"]
+    if error["type"] == "literal_error" and isinstance(given, str) and _WORD.fullmatch(given):
+        return True
     return not (holder and any(_holds_secret(field.annotation) for field in holder.model_fields.values()))
 
 

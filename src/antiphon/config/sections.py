@@ -11,6 +11,8 @@ from pydantic import BeforeValidator, Field, Strict
 
 from antiphon.config.base import (
     LARGEST,
+    URL_PATH,
+    WEB_ADDRESS,
     Action,
     AgentPatterns,
     Amount,
@@ -242,12 +244,21 @@ class ModelConfig(Section):
     api: Api | None = Field(default=None, description="Left out: the provider's.")
 
 
+OWN_APIS: dict[str, Api] = {"anthropic": "anthropic-messages", "google": "google-generative-ai"}
+"""What the providers of these names speak; every other is taken to speak OpenAI's chat completions."""
+
+
 class ProviderConfig(Section):
     """Where models are served, and how to speak to them."""
 
-    base_url: Annotated[str, Field(pattern=r"^https?://[^\s/]")] | None = None
+    base_url: Annotated[str, Field(pattern=WEB_ADDRESS)] | None = Field(
+        default=None, description="Needed unless the provider is `openai`, `anthropic` or `google`."
+    )
     api_key: Secret | None = None
-    api: Api = "openai-completions"
+    api: Api | None = Field(
+        default=None,
+        description="Left out: that of `anthropic` or `google` by name, else openai-completions.",
+    )
     headers: dict[str, Secret] = Field(default_factory=dict[str, Secret])
     models: Annotated[tuple[ModelConfig, ...], Strict(False)] = ()
 
@@ -320,7 +331,7 @@ class Hooks(Section):
 
     enabled: bool = False
     token: Secret | None = None
-    path: Annotated[str, Field(pattern=r"^/\S*$")] = "/hooks"
+    path: Annotated[str, Field(pattern=URL_PATH)] = "/hooks"
     default_session_key: Text | None = None
     allow_request_session_key: bool = False
     allowed_session_key_prefixes: Strings | None = Field(default=None, description="Left out: any.")

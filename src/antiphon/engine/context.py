@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from antiphon.engine.transcripts import END, SQL
-from antiphon.errors import InvalidInput
+from antiphon.engine.transcripts import END, SQL, readable
 from antiphon.messages import (
     Assistant,
     Compaction,
@@ -23,7 +22,6 @@ from antiphon.messages import (
     ToolCall,
     ToolResult,
     User,
-    decode,
 )
 from antiphon.store import Row, Tx
 
@@ -61,7 +59,7 @@ async def load(tx: Tx, transcript: int, question: int, window: int | None) -> Co
     budget = UNBOUNDED_BYTES if window is None else 2 * window * CHARACTERS_PER_TOKEN
     compaction = await tx.one(SQL.latest_compaction, transcript=transcript)
     since, head = 0, None
-    if compaction and isinstance(found := decode(compaction["body"]), Compaction):
+    if compaction and isinstance(found := readable(compaction), Compaction):
         since, head = found.first_kept_seq, (compaction["seq"], found)
     rows = await _tail(tx, transcript, since, budget)
     if rows and rows[0]["seq"] > question >= since:
@@ -73,7 +71,7 @@ async def load(tx: Tx, transcript: int, question: int, window: int | None) -> Co
     if head:
         context.add(*head)
     for row in rows:
-        if (message := _readable(row)) is not None:
+        if (message := readable(row)) is not None:
             context.add(row["seq"], message)
     return context
 
@@ -89,14 +87,6 @@ async def _tail(tx: Tx, transcript: int, since: int, budget: int) -> list[Row]:
             break
         before = page[-1]["seq"]
     return rows[::-1]
-
-
-def _readable(row: Row) -> Message | None:
-    """A damaged entry is passed over, so that it cannot brick its session; `antiphon doctor` names it."""
-    try:
-        return decode(row["body"])
-    except InvalidInput:
-        return None
 
 
 def mend(messages: Iterable[Message]) -> list[Message]:

@@ -94,7 +94,7 @@ class Engine:
         chores = [
             self._every(self._pace.lease / 3, self._renew),
             self._every(self._pace.sweep, self._sweep),
-            self._every(self._pace.retention, self._retain),
+            self._every(self._pace.retention, self._retain, at_once=True),
             self._hear_stops(),
         ]
         self._chores = [asyncio.create_task(chore) for chore in chores]
@@ -126,7 +126,10 @@ class Engine:
         return Worker(self._owner, self._clock.now(), self._pace.max_attempts, self._longest_ms)
 
     async def _drain(self, lane: int) -> None:
-        claim, skipped = await self._store.tx(runs.claim, lane, self._worker())
+        try:
+            claim, skipped = await self._store.tx(runs.claim, lane, self._worker())
+        except Fenced:
+            return
         self._publish_all(skipped)
         while claim is not None:
             claim = await self._play(claim)
@@ -184,8 +187,19 @@ class Engine:
         async with self._bus.listen(STOPS) as events:
             while True:
                 event = await events.get()
-                if isinstance(event, StopAsked) and (play := self._playing.get(event.run_id)):
-                    self._cut(play)
+                if isinstance(event, StopAsked):
+                    self._cut_run(event.run_id)
+                elif event is not None:
+                    await self._cut_asked()
+
+    async def _cut_asked(self) -> None:
+        """Whatever was asked to stop, also when the hint got lost or came before the run was in hand."""
+        for run_id in await self._store.read(runs.asked_to_stop, self._owner):
+            self._cut_run(run_id)
+
+    def _cut_run(self, run_id: str) -> None:
+        if play := self._playing.get(run_id):
+            self._cut(play)
 
     @staticmethod
     def _cut(play: _Play) -> None:
@@ -195,9 +209,13 @@ class Engine:
 
     # --- chores ---
 
-    async def _every(self, seconds: float, chore: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _every(
+        self, seconds: float, chore: Callable[[], Coroutine[Any, Any, None]], *, at_once: bool = False
+    ) -> None:
         while True:
-            await asyncio.sleep(seconds)
+            if not at_once:
+                await asyncio.sleep(seconds)
+            at_once = False
             try:
                 await chore()
             except AntiphonError as error:
@@ -214,16 +232,25 @@ class Engine:
         """Whatever a lost hint, a stuck tool or a full disk left behind."""
         now = self._clock.now()
         self._publish_all(await self._store.tx(runs.expire, now))
-        forced = await self._store.tx(runs.force, now - round(self._pace.stop_grace * 1000), now)
-        self._publish_all(forced)
-        for ended in forced:
-            await self._lanes.abandon(ended.session)
-            await self._lanes.activate(ended.session)
-        held = await self._store.read(runs.held_by, self._owner)
-        for run_id, lane in held.items():
+        await self._cut_asked()
+        await self._force(now - round(self._pace.stop_grace * 1000), now)
+        for run_id, lane in (await self._store.read(runs.held_by, self._owner)).items():
             if run_id not in self._playing:
                 await self._lanes.activate(lane)
         await self._wake_idle_lanes(older_than=self._pace.sweep)
+
+    async def _force(self, before: int, now: int) -> None:
+        """End runs that should have ended, each by itself: one that cannot be ended must not save the others."""
+        for run_id in await self._store.read(runs.not_stopping, before):
+            try:
+                ended = await self._store.tx(runs.force, run_id, before, now)
+            except Exception:
+                log.exception("Run %r could not be ended", run_id)
+                continue
+            if ended:
+                self._publish_ended(ended)
+                await self._lanes.abandon(ended.session)
+                await self._lanes.activate(ended.session)
 
     async def _wake_idle_lanes(self, older_than: float) -> None:
         now = self._clock.now()

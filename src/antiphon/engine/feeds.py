@@ -68,8 +68,11 @@ async def _missed(store: Store, place: _Place) -> AsyncGenerator[Event]:
             continue
         if current is None or current[0] == place.transcript:
             return
+        older = (
+            current[0] < place.transcript
+        )  # an earlier conversation was restored: what it has was given out then
         place.transcript, place.session_id = current
-        place.seq = 0
+        place.seq = await store.read(transcripts.last_seq, place.transcript) if older else 0
         yield SessionChanged(session_key="", reason="renewed")
 
 

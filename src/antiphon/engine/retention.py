@@ -15,7 +15,7 @@ from antiphon.store import Store, Tx
 from antiphon.store.listing import KINDS
 
 DAY = 86_400_000  # milliseconds
-BATCH = 200
+BATCH = 50  # sessions in one transaction; a long one would hold up everybody's commits
 
 Step: TypeAlias = Callable[[Tx, str, int, int], Awaitable[list[str]]]
 

@@ -187,9 +187,7 @@ async def _claim_next(tx: Tx, session: int, worker: Worker) -> tuple[Claim | Non
         if verdict is None:
             return await _start(tx, row, worker), ended
         ended.append(await end_unplayed(tx, row, verdict, worker.now))
-    raise StoreError(
-        f"Lane {session} has over {SKIPS} expired runs.", "It is looked at again by the sweeper."
-    )
+    return None, ended  # The sweeper looks at the lane again: one commit must not grow without end.
 
 
 def _deadline(row: Row, worker: Worker) -> int:
@@ -218,15 +216,20 @@ async def _start(tx: Tx, row: Row, worker: Worker) -> Claim:
     if lane is None:
         raise StoreError(f"Run {row['id']!r} has no session.", "Run `antiphon doctor`.")
     first_seq = lane["last_seq"] if fresh else row["first_seq"]
-    await tx.do(
+    started = await tx.do(
         SQL.start,
         n=row["n"],
+        seen=row["epoch"],
         owner=worker.owner,
         epoch=lane["lane_epoch"],
         transcript=lane["transcript"],
         first_seq=first_seq,
         now=worker.now,
     )
+    if not started:
+        raise Fenced(
+            row["id"]
+        )  # Somebody else claimed it since it was read; a store that locks rows can let them.
     entries: list[Entry] = []
     if fresh:
         entries = [transcripts.new_entry(first_seq, "user", row["input"], worker.now)]
@@ -368,23 +371,29 @@ class Stopped(msgspec.Struct, frozen=True):
 
 
 async def cancel(tx: Tx, session: int, run_id: str | None, now: int) -> Stopped:
-    """Stop a session's runs (or one of them) and everything running below it in its tree."""
+    """Stop a session's runs, or one of them. What is stopped in the middle stops everything below it, too."""
+    active = await tx.one(SQL.active_in, session=session)
+    if run_id is not None and not (active and active["id"] == run_id):
+        waiting = await tx.all(SQL.queued_in, session=session)
+        return Stopped([await _drop(tx, row, session, now) for row in waiting if row["id"] == run_id], [])
     ended: list[Ended] = []
     asked: list[str] = []
     for member in await tx.all(SQL.family, session=session):
-        only = run_id if member["id"] == session else None
-        for row in await tx.all(SQL.queued_in, session=member["id"]):
-            if only in {None, row["id"]}:
-                ending = Ending(
-                    state="cancelled", error_code="cancelled", error="The run was stopped before it began."
-                )
-                await _end(tx, row["n"], ending, None, now)
-                ended.append(Ended(row["id"], member["id"], ending, [], now))
+        if member["id"] != session or run_id is None:
+            ended += [
+                await _drop(tx, row, member["id"], now)
+                for row in await tx.all(SQL.queued_in, session=member["id"])
+            ]
         for row in await tx.all(SQL.active_in, session=member["id"]):
-            if only in {None, row["id"]}:
-                await tx.do(SQL.ask_to_stop, n=row["n"], now=now)
-                asked.append(row["id"])
+            await tx.do(SQL.ask_to_stop, n=row["n"], now=now)
+            asked.append(row["id"])
     return Stopped(ended, asked)
+
+
+async def _drop(tx: Tx, row: Row, session: int, now: int) -> Ended:
+    ending = Ending(state="cancelled", error_code="cancelled", error="The run was stopped before it began.")
+    await _end(tx, row["n"], ending, None, now)
+    return Ended(row["id"], session, ending, [], now)
 
 
 async def expire(tx: Tx, now: int) -> list[Ended]:
@@ -399,12 +408,24 @@ async def expire(tx: Tx, now: int) -> list[Ended]:
     return ended
 
 
-async def force(tx: Tx, before: int, now: int) -> list[Ended]:
-    """End runs that were to stop before that time, asked to or by their deadline, and have not done so."""
-    cancelled = Ending(state="cancelled", error_code="cancelled", error="The run was stopped.")
+async def not_stopping(tx: Tx, before: int) -> list[str]:
+    """Runs that were to stop before that time, asked to or by their deadline, and have not done so."""
+    return [row["id"] for row in await tx.all(SQL.not_stopping, before=before)]
+
+
+async def force(tx: Tx, run_id: str, before: int, now: int) -> Ended | None:
+    """End one of them, if it still is one."""
+    row = next((row for row in await tx.all(SQL.not_stopping, before=before) if row["id"] == run_id), None)
+    if row is None:
+        return None
+    stopped = Ending(state="cancelled", error_code="cancelled", error="The run was stopped.")
     late = Ending(state="timeout", error_code="timeout", error="The run's time was over.")
-    rows = await tx.all(SQL.not_stopping, before=before)
-    return [await end_unplayed(tx, row, cancelled if row["cancel_at"] else late, now) for row in rows]
+    return await end_unplayed(tx, row, stopped if row["cancel_at"] else late, now)
+
+
+async def asked_to_stop(tx: Tx, owner: str) -> list[str]:
+    """Runs in this owner's hands that somebody asked to stop."""
+    return [row["id"] for row in await tx.all(SQL.asked_to_stop, owner=owner)]
 
 
 async def idle_lanes(tx: Tx, after: int, before: int, now: int, limit: int) -> list[int]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from antiphon.errors import InvalidInput
 from antiphon.messages import Assistant, Message, ToolCall, ToolResult, decode, encode
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
@@ -84,7 +85,15 @@ async def last_seq(tx: Tx, transcript: int) -> int:
 async def open_calls(tx: Tx, transcript: int, first_seq: int) -> list[ToolCall]:
     """The tool calls of a run's last answer that have no result yet."""
     rows = await tx.all(SQL.since_last_answer, transcript=transcript, first=first_seq)
-    return unanswered([decode(row["body"]) for row in rows])
+    return unanswered([message for row in rows if (message := readable(row)) is not None])
+
+
+def readable(row: Row) -> Message | None:
+    """A damaged entry is passed over, so that it cannot brick its session; `antiphon doctor` names it."""
+    try:
+        return decode(row["body"])
+    except InvalidInput:
+        return None
 
 
 def unanswered(messages: Sequence[Message]) -> list[ToolCall]:

@@ -23,7 +23,7 @@ from antiphon.engine.runs import Claim, Ending, Outcome
 from antiphon.engine.toolbox import Call, Result, Tool
 from antiphon.engine.transcripts import Entry
 from antiphon.errors import AntiphonError, ContextOverflow, Fenced, StoreError
-from antiphon.messages import Assistant, Message, Text, ToolCall, ToolResult, decode
+from antiphon.messages import Assistant, Message, Text, Thinking, ToolCall, ToolResult, decode
 from antiphon.runtimes import Prompt, Runtime
 from antiphon.runtimes.model import INVALID_ARGUMENTS
 from antiphon.store import Store
@@ -45,8 +45,6 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     reserve_tokens: int
     keep_tokens: int
     max_result_chars: int
-    steps: asyncio.Semaphore
-    """Bounds how many steps run at once in this process. Held while a model works, never while a tool waits."""
 
 
 class Turn:
@@ -135,11 +133,32 @@ class Turn:
             if self._too_long():
                 await self._compact()
             try:
-                async with self._setting.steps:
-                    return await self._setting.runtime.step(self._prompt(), self._deltas)
+                return self._distinct(await self._setting.runtime.step(self._prompt(), self._deltas))
             except ContextOverflow:
                 if not await self._compact():
                     raise
+
+    def _distinct(self, answer: Assistant) -> Assistant:
+        """The answer with call ids that no other call of this run has: they are what makes an effect happen once."""
+        if not answer.tool_calls:
+            return answer
+        taken = {
+            call.id
+            for message in self._context.since(self._claim.first_seq)
+            if isinstance(message, Assistant)
+            for call in message.tool_calls
+        }
+        content: list[Text | Thinking | ToolCall] = []
+        for block in answer.content:
+            if isinstance(block, ToolCall):
+                number, call = 1, block
+                while call.id in taken:
+                    number, call = number + 1, msgspec.structs.replace(block, id=f"{block.id}-{number + 1}")
+                taken.add(call.id)
+                content.append(call)
+            else:
+                content.append(block)
+        return msgspec.structs.replace(answer, content=content)
 
     def _prompt(self) -> Prompt:
         claim, setting = self._claim, self._setting
@@ -165,19 +184,20 @@ class Turn:
         if cut == 0 or self._compactions >= COMPACTIONS:
             return False
         self._compactions += 1
-        async with self._setting.steps:
-            summary = await compaction.summarise(
-                self._setting.runtime, self._prompt(), self._context.messages[:cut]
-            )
+        summary = await compaction.summarise(
+            self._setting.runtime, self._prompt(), self._context.messages[:cut]
+        )
         now = self._clock.now()
         # A model with nothing to say must not cost the conversation: it is charged for, and that is all.
         entry = compaction.entry(self._context, cut, summary, now) if summary.text.strip() else None
-        entries = await self._write(runs.commit_summary, self._claim, entry, summary, now)
-        if entry is None:
-            return False
-        kept = Context([entries[0].seq, *self._context.seqs[cut:]], [entry, *self._context.messages[cut:]])
-        self._context = kept
-        return True
+
+        def committed(entries: list[Entry]) -> None:
+            if entry is not None:
+                shown = self._context
+                self._context = Context([entries[0].seq, *shown.seqs[cut:]], [entry, *shown.messages[cut:]])
+
+        await self._write(committed, runs.commit_summary, self._claim, entry, summary, now)
+        return entry is not None
 
     # --- tools ---
 
@@ -227,7 +247,8 @@ class Turn:
             )
 
     def _result(self, call: ToolCall, result: Result) -> ToolResult:
-        text, most = result.text, self._setting.max_result_chars
+        most = self._setting.max_result_chars
+        text = result.text.encode(errors="replace").decode()  # half a surrogate pair cannot be stored
         if len(text) > most:
             text = f"{text[:most]}\n[{len(result.text) - most} of {len(result.text)} characters left out]"
         return ToolResult(
@@ -235,23 +256,38 @@ class Turn:
             tool_name=call.name,
             content=[Text(text=text)],
             is_error=result.is_error,
-            details=result.details,
+            details=result.details if _small(result.details, most) else None,
             timestamp=self._clock.now(),
         )
 
     # --- commits ---
 
     async def _commit(self, messages: Sequence[Message]) -> None:
-        entries = await self._write(runs.commit, self._claim, messages, self._clock.now())
-        for entry, message in zip(entries, messages, strict=True):
-            self._context.add(entry.seq, message)
+        def committed(entries: list[Entry]) -> None:
+            for entry, message in zip(entries, messages, strict=True):
+                self._context.add(entry.seq, message)
 
-    async def _write(self, script: Callable[..., Awaitable[list[Entry]]], *args: object) -> list[Entry]:
+        await self._write(committed, runs.commit, self._claim, messages, self._clock.now())
+
+    async def _write(
+        self,
+        committed: Callable[[list[Entry]], None],
+        script: Callable[..., Awaitable[list[Entry]]],
+        *args: object,
+    ) -> None:
+        """Await a commit to its end even when the run is stopped meanwhile: memory has to agree with the store."""
         self._used = True
-        entries = await settled(self._store.tx(script, *args))
-        self._deltas.committed()
-        self._on_entries(self._claim, entries)
-        return entries
+        task = asyncio.ensure_future(self._store.tx(script, *args))
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task])
+            raise
+        finally:
+            if task.done() and not task.cancelled() and task.exception() is None:
+                committed(task.result())
+                self._deltas.committed()
+                self._on_entries(self._claim, task.result())
 
 
 def _ending(answer: Assistant, *, used: bool) -> Ending:
@@ -274,6 +310,14 @@ def _ending(answer: Assistant, *, used: bool) -> Ending:
     )
 
 
+def _small(details: object, most: int) -> bool:
+    """Whether a tool's data for machines can be stored; its text says the same to the model."""
+    try:
+        return len(msgspec.json.encode(details)) <= most
+    except (TypeError, ValueError):
+        return False
+
+
 async def obedient(work: Awaitable[T]) -> T:
     """Await foreign code; when cancelled, give it `TOOL_GRACE` to wind up and then leave it behind.
 
@@ -287,14 +331,4 @@ async def obedient(work: Awaitable[T]) -> T:
         _, running = await asyncio.wait([task], timeout=TOOL_GRACE)
         if running:
             log.warning("A tool ignored being cancelled and was left behind")
-        raise
-
-
-async def settled(work: Awaitable[T]) -> T:
-    """Await a commit to its end even when cancelled meanwhile, so that memory agrees with the store."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
         raise

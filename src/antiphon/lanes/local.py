@@ -46,6 +46,7 @@ class LocalLanes:
         if task := self._tasks.pop(lane, None):
             self._stuck.add(task)
             task.add_done_callback(self._stuck.discard)
+            task.cancel()
 
     async def stop(self, grace: float) -> None:
         self._drain = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from antiphon.config import REHEARSAL, Config, FoundModel
+from antiphon.config import OWN_APIS, REHEARSAL, Config, FoundModel
 from antiphon.runtimes import Runtime
 from antiphon.runtimes.function import Agent, FunctionRuntime, load
 from antiphon.runtimes.model import ModelRuntime, ModelSpec, Price
@@ -19,6 +19,7 @@ class Catalog:
         self._config = config
         self._by_agent: dict[str, Runtime] = dict(functions or {})
         self._by_model: dict[str, Runtime] = {}
+        self._slots = asyncio.Semaphore(config.agents.defaults.max_concurrent)
 
     async def runtime(self, agent_id: str, model: str | None) -> Runtime:
         """The runtime for a run of this agent; `model` is the session's or the run's own choice."""
@@ -42,7 +43,7 @@ class Catalog:
     async def _build(self, found: FoundModel) -> Runtime:
         if found.provider_name == REHEARSAL:
             return RehearsalRuntime()
-        return ModelRuntime(await asyncio.to_thread(_spec, found))
+        return ModelRuntime(await asyncio.to_thread(_spec, found), slots=self._slots)
 
 
 def _spec(found: FoundModel) -> ModelSpec:
@@ -53,7 +54,7 @@ def _spec(found: FoundModel) -> ModelSpec:
     return ModelSpec(
         provider=name,
         model=model.id,
-        api=model.api or provider.api,
+        api=model.api or provider.api or OWN_APIS.get(name, "openai-completions"),
         base_url=provider.base_url,
         api_key=provider.api_key.reveal() if provider.api_key else None,
         headers={header: secret.reveal() for header, secret in provider.headers.items()},

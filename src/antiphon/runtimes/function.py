@@ -7,9 +7,13 @@ of text. It keeps whatever state it likes; nothing is put between it and the eng
 from __future__ import annotations
 
 import importlib
+import logging
+import sysconfig
+import traceback
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import msgspec
@@ -18,6 +22,11 @@ from antiphon.clock import Clock, SystemClock
 from antiphon.errors import AntiphonError, ConfigError, ProviderError
 from antiphon.messages import Assistant, Text
 from antiphon.runtimes import Deltas, Prompt
+
+log = logging.getLogger(__name__)
+
+_CONTRACT = "Mend the function: it takes a prompt and answers with a text, an Assistant, or pieces of text."
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 Agent: TypeAlias = (
     Callable[[Prompt], Awaitable[str]]
@@ -45,7 +54,7 @@ class FunctionRuntime:
         except AntiphonError:
             raise
         except Exception as error:
-            raise self._failure(f"failed with {type(error).__name__}: {error}") from error
+            raise self._raised(error) from error
 
     async def close(self) -> None:
         """There is nothing to close."""
@@ -79,14 +88,36 @@ class FunctionRuntime:
             model=answer.model or self._name,
         )
 
-    def _failure(self, what: str) -> ProviderError:
+    def _raised(self, error: Exception) -> ProviderError:
+        log.exception("Function agent %r failed", self._name)
+        what = f"failed with {type(error).__name__}: {error}"
+        place = _place(error)
+        # Nowhere in the function: it could not be called, or what it gave could not be used.
+        return (
+            self._failure(f"{what} ({place})", "See the log for the traceback.")
+            if place
+            else self._failure(what)
+        )
+
+    def _failure(self, what: str, hint: str = _CONTRACT) -> ProviderError:
         return ProviderError(
             f"Function agent {self._name!r} {what}.",
-            "Mend the function: it takes a prompt and answers with a text, an Assistant, or pieces of text.",
+            hint,
             status=None,
             provider="function",
             model=self._name,
         )
+
+
+def _place(error: Exception) -> str | None:
+    """`file:line` of the innermost frame that the function's author wrote, else of the innermost one."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [frame for frame in frames if not _is_library(frame.filename)] or frames
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else None
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith("<frozen ") or any(Path(file).is_relative_to(path) for path in _LIBRARIES)
 
 
 async def _collect(pieces: AsyncGenerator[str, None], deltas: Deltas) -> str:

@@ -11,6 +11,7 @@ A reader makes exactly one attempt and raises `ProviderError`; the attempts are 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import random
 import re
@@ -21,10 +22,13 @@ from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
 import stamina
+from stamina.instrumentation import RetryDetails, RetryHook, get_on_retry_hooks, set_on_retry_hooks
 
 from antiphon.errors import ContextOverflow, ProviderError
 from antiphon.messages import Assistant
 from antiphon.runtimes import Deltas, Prompt
+
+log = logging.getLogger(__name__)
 
 Api = Literal["openai-completions", "openai-responses", "anthropic-messages", "google-generative-ai"]
 
@@ -101,8 +105,15 @@ class ModelRuntime:
     reads_history = True
 
     def __init__(
-        self, spec: ModelSpec, *, patience: Patience | None = None, reader: Reader | None = None
+        self,
+        spec: ModelSpec,
+        *,
+        patience: Patience | None = None,
+        reader: Reader | None = None,
+        slots: asyncio.Semaphore | None = None,
     ) -> None:
+        """`slots` bounds the requests under way at once, with whoever shares it; waiting to try again holds none."""
+        self._slots = slots or asyncio.Semaphore(1000)
         self.spec = spec
         self._patience = patience or Patience()
         self._reader = reader
@@ -115,6 +126,7 @@ class ModelRuntime:
     async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant:
         reader = self._reader or await self._open()
         patience = self._patience
+        _tell_of_retries()
         async for attempt in stamina.retry_context(
             on=self._wait_for,
             attempts=patience.attempts,
@@ -126,7 +138,8 @@ class ModelRuntime:
             with attempt:
                 if attempt.num > 1:
                     deltas.restart()
-                return await reader.read(prompt, deltas)
+                async with self._slots:
+                    return await reader.read(prompt, deltas)
         raise AssertionError("The last attempt returns or raises.")
 
     async def close(self) -> None:
@@ -150,6 +163,30 @@ class ModelRuntime:
         if asked is None:
             return True
         return asked <= self._patience.retry_after and asked + random.uniform(0, self._patience.jitter)  # noqa: S311
+
+
+def _tell_of_retries() -> None:
+    """Log our retries in our words. Hooks belong to the whole process, so others' retries keep those they had."""
+    hooks = get_on_retry_hooks()
+    if _tell not in hooks:
+        set_on_retry_hooks([_tell, *map(_except_ours, hooks)])
+
+
+def _tell(details: RetryDetails) -> None:
+    error = details.caused_by
+    if isinstance(error, ProviderError):
+        log.warning(
+            "Attempt %d at %s/%s failed and is made again in %.1f seconds: %s",
+            details.retry_num,
+            error.data.get("provider"),
+            error.data.get("model"),
+            details.wait_for,
+            error.what,
+        )
+
+
+def _except_ours(hook: RetryHook) -> RetryHook:
+    return lambda details: None if isinstance(details.caused_by, ProviderError) else hook(details)
 
 
 def open_reader(spec: ModelSpec, patience: Patience) -> Reader:
@@ -237,7 +274,7 @@ def failure(
     What a provider says about refused credentials tends to quote them, so that reason is left out.
     """
     what, hint = _SENTENCES[kind]
-    names = {"provider": spec.provider, "model": spec.model, "url": _shown_url(spec)}
+    names = {"provider": spec.provider, "model": spec.model, "url": shown_url(spec.base_url)}
     said = "" if kind == "credentials" else _without_secrets(spec, reason)
     aside = ": ".join(str(part) for part in (status, said) if part)
     what = f"Provider {spec.provider!r} {what.format(**names)}{f' ({aside})' if aside else ''}."
@@ -257,11 +294,19 @@ def _without_secrets(spec: ModelSpec, reason: str) -> str:
     return said if len(said) <= 300 else f"{said[:299]}…"
 
 
-def _shown_url(spec: ModelSpec) -> str:
-    if spec.base_url is None:
+def shown_url(url: str | None) -> str:
+    """Scheme, host, port and path of a provider's address: names, passwords and query strings may be secrets."""
+    if url is None:
         return "the provider's public address"
-    parts = urlsplit(spec.base_url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "an address that cannot be read"
+    if (
+        "@" in parts.path + parts.query + parts.fragment
+    ):  # a password with / ? or # in it would be taken for a host
+        return f"{parts.scheme}://…"
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
 def _clock_time(seconds: float) -> str:

@@ -8,10 +8,10 @@ One instruction per line; other lines are ignored as long as there is at least o
     slow <seconds> [<text>]  stream the reply over that time; the text, if any, is said as by `say`
     fail <text>              fail as a provider would
 
-Without `say` the reply is what the last step's tools returned; `say` alone makes it empty; without any
-instruction it is a short text that says how to instruct it. The place in the script is the number of tool
-results after that message, so the same prompt always has the same answer and a resumed run goes on where it
-was. It understands nothing.
+Without `say` the reply is what the last step's tools returned, or a word that says it was done; `say` alone makes
+it empty; without any instruction it is a short text that says how to instruct it. The place in the script is the
+number of tool results after that message, so the same prompt always has the same answer and a resumed run goes on
+where it was. It understands nothing.
 """
 
 from __future__ import annotations
@@ -39,9 +39,6 @@ from antiphon.messages import (
 )
 from antiphon.runtimes import Deltas, Prompt
 
-_HELP = (
-    "Instruct me with lines such as `say hello`, `call sessions_list {}`, `think …`, `slow 2` or `fail …`."
-)
 _CALL = re.compile(r"call\s+(\S+)\s*")
 _PLUS = re.compile(r"\s*\+\s*(?=call\s)")
 
@@ -82,7 +79,7 @@ class RehearsalRuntime:
         told, results = _position(prompt.messages)
         script = _parse(told)
         if script is None:
-            return await self._reply(prompt, deltas, f"You said: {told.strip()!r}. {_HELP}")
+            return await self._reply(prompt, deltas, f"You said: {told.strip()!r}. {_help(prompt)}")
         act = _next_act(script, len(results))
         if problem := _problem(script, act, prompt):
             return await self._reply(prompt, deltas, problem)
@@ -128,6 +125,12 @@ class RehearsalRuntime:
             model="rehearsal",
             usage=Usage(input=seen, output=written, total_tokens=seen + written),
         )
+
+
+def _help(prompt: Prompt) -> str:
+    # A call can be tried only where there is a tool.
+    call = f"`call {prompt.tools[0].name} {{}}`, " if prompt.tools else ""
+    return f"Instruct me with lines such as `say hello`, {call}`think …`, `slow 2` or `fail …`."
 
 
 def _position(messages: Sequence[Message]) -> tuple[str, list[ToolResult]]:
@@ -240,7 +243,7 @@ def _problem(script: _Script, act: _Act, prompt: Prompt) -> str | None:
 
 def _last_results(script: _Script, results: Sequence[ToolResult]) -> str:
     if not script.acts:
-        return "Done."
+        return "Thought about it." if script.ending.thoughts else "Done."
     return "\n".join(result.text for result in results[-len(script.acts[-1].calls) :])
 
 

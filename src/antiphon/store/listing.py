@@ -18,6 +18,7 @@ from antiphon.store.queries import Queries, Query
 
 SQL = Queries("listing")
 MATCHES = 400  # of a search that are looked at, the most recently created ones
+AGENTS = 16  # that get streams of their own; SQLite merges at most 500
 KINDS = ("main", "group", "cron", "hook", "node", "other")
 
 
@@ -35,6 +36,7 @@ class Wish:
     search: str | None = None
     active_since: int | None = None
     archived: bool = False
+    only_agent: str | None = None
     cursor: tuple[int, str] | None = None
 
 
@@ -69,6 +71,9 @@ def _filters(wish: Wish, params: dict[str, Param]) -> str:
     if wish.cursor is not None:
         params["cursor_at"], params["cursor_key"] = wish.cursor
         filters.append(SQL.filter_cursor.text)
+    if wish.only_agent is not None:
+        params["only_agent"] = wish.only_agent
+        filters.append(SQL.filter_agent.text)
     if wish.active_since is not None:
         params["active_since"] = wish.active_since
         filters.append(SQL.filter_active.text)
@@ -80,13 +85,14 @@ def _streams(wish: Wish, params: dict[str, Param], *, prefix: bool) -> Iterator[
     if chosen:
         yield f"{chosen} AND {_residue(wish, params)}"
         return
-    for i, (agent, kind, archived) in enumerate(
-        product(wish.agents if wish.agents is not None else [None], wish.kinds, range(int(wish.archived) + 1))
-    ):
+    crowded = wish.agents is not None and len(wish.agents) > AGENTS
+    agents = [None] if wish.agents is None or crowded else wish.agents
+    for i, (agent, kind, archived) in enumerate(product(agents, wish.kinds, range(int(wish.archived) + 1))):
         params |= {f"kind_{i}": kind, f"archived_{i}": archived}
         if agent is not None:
             params[f"agent_{i}"] = agent
-        yield (SQL.of_kind if agent is None else SQL.of_agent).text.replace("{i}", str(i))
+        stream = (SQL.of_kind if agent is None else SQL.of_agent).text.replace("{i}", str(i))
+        yield f"{stream} AND {_visible(wish, params)}" if crowded else stream
     if wish.own_key is not None and wish.agents is not None:
         params["own_key"] = wish.own_key
         own = (SQL.of_tree if wish.descendants else SQL.of_self).text
@@ -102,6 +108,8 @@ def _chosen(wish: Wish, params: dict[str, Param], *, prefix: bool) -> str | None
     }
     given = {name: value for name, value in found.items() if value is not None}
     params |= given
+    if wish.search is not None:  # who sees few sessions must not lose them among the many that match
+        params["matches"] = MATCHES if wish.agents is None else 50 * MATCHES
     streams = {"label": SQL.of_label, "parent": SQL.of_parent, "words": SQL.of_words}
     tests = {"label": SQL.filter_label, "parent": SQL.filter_parent, "words": SQL.filter_words}
     if not given:
@@ -111,13 +119,16 @@ def _chosen(wish: Wish, params: dict[str, Param], *, prefix: bool) -> str | None
 
 
 def _residue(wish: Wish, params: dict[str, Param]) -> str:
-    if wish.agents is None:
-        return _kinds(wish, params)
-    for i, agent in enumerate(wish.agents):
-        params[f"agent_{i}"] = agent
+    kinds = _kinds(wish, params)
+    return kinds if wish.agents is None else f"{kinds} AND {_visible(wish, params)}"
+
+
+def _visible(wish: Wish, params: dict[str, Param]) -> str:
+    agents = wish.agents or ()
+    params |= {f"seen_{i}": agent for i, agent in enumerate(agents)}
     params |= {"own_key": wish.own_key, "descendants": int(wish.descendants)}
-    agents = ", ".join(f":agent_{i}" for i in range(len(wish.agents))) or "NULL"
-    return f"{_kinds(wish, params)} AND {SQL.filter_visible.text.replace('{agents}', agents)}"
+    names = ", ".join(f":seen_{i}" for i in range(len(agents))) or "NULL"
+    return SQL.filter_visible.text.replace("{agents}", names)
 
 
 def _kinds(wish: Wish, params: dict[str, Param]) -> str:

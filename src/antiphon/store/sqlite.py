@@ -16,7 +16,7 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, cast
 
@@ -111,11 +111,14 @@ class _Crew:
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._waiting = 0
+        self._dismissed = False
         self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for _ in range(threads)]
         for thread in self._threads:
             thread.start()
 
     def hand(self, run: Bound[T]) -> asyncio.Future[T]:
+        if self._dismissed:
+            raise StoreError("The store is closed.", "Open it again.")
         if self._waiting >= BACKLOG:
             raise StoreError(
                 f"{BACKLOG} transactions are already waiting for the disk.", "Try again in a moment."
@@ -127,18 +130,30 @@ class _Crew:
 
     async def dismiss(self) -> None:
         """Finish what is waiting, then end the threads."""
+        self._dismissed = True
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
 
     def _run(self) -> None:
-        connection = self._open()
+        try:
+            connection = self._open()
+        except AntiphonError as error:
+            self._refuse(error)
+            return
         tx = SqliteTx(connection)
         while jobs := self._take():
             self._work(connection, tx, jobs)
             self._loop.call_soon_threadsafe(self._settle, jobs)
         connection.close()
+
+    def _refuse(self, error: AntiphonError) -> None:
+        """Without a connection every job has this error, and none waits for ever."""
+        while jobs := self._take():
+            for job in jobs:
+                job.error = error
+            self._loop.call_soon_threadsafe(self._settle, jobs)
 
     def _take(self) -> list[_Job]:
         """At least one job, and whatever else is waiting; nothing when it is time to go."""
@@ -183,7 +198,7 @@ class SqliteStore:
             self._writer = _Crew("antiphon-writer", lambda: writer, self._commit, threads=1, batch=BATCH)
         self._readers = _Crew(
             "antiphon-reader",
-            lambda: _connect(path, read_only=True),
+            lambda: _open_reader(path),
             self._look,
             threads=readers,
             batch=READ_BATCH,
@@ -242,7 +257,7 @@ class SqliteStore:
         except Exception as error:  # noqa: BLE001 - the writer thread must outlive any batch
             for job in jobs:
                 job.error = job.error or error
-            if connection.in_transaction:
+            with suppress(sqlite3.Error):  # SQLite may have rolled back by itself
                 connection.execute("ROLLBACK")
         self._tell(jobs)
 
@@ -327,6 +342,13 @@ def _open_writer(path: Path, synchronous: str) -> sqlite3.Connection:
     except sqlite3.Error as error:
         raise _told(error, path) from error
     return connection
+
+
+def _open_reader(path: Path) -> sqlite3.Connection:
+    try:
+        return _connect(path, read_only=True)
+    except sqlite3.Error as error:
+        raise _told(error, path) from error
 
 
 def _check_readable(path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Self
 from antiphon.errors import StoreError, StoreLocked, StoreReadOnly
 
 _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
+_FIRST = {"config.json5", "antiphon.log"}  # written there before the first start
 
 
 def explain(error: OSError, path: Path) -> StoreError:
@@ -28,6 +29,36 @@ def explain(error: OSError, path: Path) -> StoreError:
         "Check the path, or choose another one with --state-dir.",
         path=str(path),
     )
+
+
+def _make_private(path: Path) -> None:
+    """Make the directory, or close it to others, but only where it holds nothing that is somebody else's."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not path.stat().st_mode & 0o077:
+        return
+    if not _ours(path):
+        raise StoreError(
+            f"The directory {str(path)!r} holds other things and is open to other users.",
+            "Choose an empty or private directory with --state-dir, "
+            f"or make this one private: chmod go= {str(path)!r}",
+            path=str(path),
+        )
+    path.chmod(0o700)
+
+
+def _ours(path: Path) -> bool:
+    """Whether it has been a state directory before, or holds nothing but what one is begun with."""
+    names = {found.name for found in path.iterdir()}
+    return "antiphon.db" in names or names <= _FIRST or _is_lock(path / "lock")
+
+
+def _is_lock(path: Path) -> bool:
+    """Others have files of that name, too; in ours stands the number of a process, or nothing."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        content = file.read(32).strip()
+    return not content or content.isdigit()
 
 
 class StateDir:
@@ -49,9 +80,7 @@ class StateDir:
     def own(cls, path: Path) -> Self:
         """Create the directory if need be and become its only owner until closed."""
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if path.stat().st_mode & 0o077:
-                path.chmod(0o700)
+            _make_private(path)
             lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise explain(error, path) from error

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Self
 
 import msgspec
 
+from antiphon import keys
 from antiphon.access import Caller
 from antiphon.engine import sessions, transcripts
 from antiphon.engine.door import Door
@@ -25,6 +26,7 @@ from antiphon.errors import InvalidInput, StoreError
 from antiphon.store import Row, Store, Tx
 from antiphon.store.queries import Queries
 from antiphon.transfers import index, jsonl
+from antiphon.transfers.index import Told
 
 SQL = Queries("transfers")
 INDEX = "sessions.json"
@@ -86,29 +88,50 @@ class Draft:
 async def export_named(store: Store, door: Door, out: Path, references: Sequence[str]) -> Exported:
     """Write the conversations that these keys, session ids or labels name, beside what is there already."""
     done = Exported(directory=str(out))
+    # All of them first: a name that leads nowhere is told before anything is written.
+    rows = [await store.read(_named, door, reference) for reference in references]
     entries = _existing(out / INDEX)
-    for reference in references:
-        row = await store.read(_named, door, reference)
+    for row in rows:
         await _export(store, row, out, done)
         if row["session_id"] == row["named_session_id"]:
             entries[row["key"]] = index.entry_of(row)
+    for key in {row["key"] for row in rows} & entries.keys():
+        told = await store.read(_told, key)
+        _tell(entries[key], [item for item in told if (out / f"{item.session_id}.jsonl").is_file()])
     with Draft(out / INDEX) as draft:
         _write_index(draft, entries)
     return done
 
 
 async def export_all(store: Store, out: Path) -> Exported:
-    """Write every conversation there is, those that `/new` ended too; these are not in `sessions.json`."""
+    """Write every conversation there is, those that `/new` ended too."""
     done = Exported(directory=str(out))
+    entries: dict[str, Any] = {}
+    told: dict[str, list[Told]] = {}
     with Draft(out / INDEX) as draft:
-        separator = b"{\n"
         async for row in _conversations(store):
             await _export(store, row, out, done)
+            told.setdefault(row["key"], []).append(Told(row["named_session_id"]))
             if row["session_id"] == row["named_session_id"]:
-                draft.write(separator + _member(row["key"], index.entry_of(row)))
-                separator = b",\n"
-        draft.write(b"\n}\n" if separator == b",\n" else b"{}\n")
+                entries[row["key"]] = index.entry_of(row)
+        for key, items in told.items():
+            if len(items) > 1 and key in entries:
+                known = {item.session_id: item for item in await store.read(_told, key)}
+                _tell(entries[key], [known.get(item.session_id, item) for item in items])
+        _write_index(draft, entries)
     return done
+
+
+def _tell(entry: dict[str, Any], conversations: list[Told]) -> None:
+    if len(conversations) > 1:
+        entry[index.CONVERSATIONS] = msgspec.to_builtins(conversations)
+
+
+async def _told(tx: Tx, key: str) -> list[Told]:
+    """The conversations of a key, oldest first."""
+    row = await sessions.find(tx, keys.parse(key), None)
+    rows = await sessions.conversations(tx, row) if row else []
+    return [Told(row["session_id"], row["reason"], row["ended_at"]) for row in reversed(rows)]
 
 
 async def _export(store: Store, row: Row, out: Path, done: Exported) -> None:
@@ -178,9 +201,9 @@ async def entry_at(tx: Tx, transcript: int, seq: int) -> str | None:
     return row["entry"] if row else None
 
 
-def _existing(path: Path) -> dict[str, Any]:
+def _existing(path: Path) -> dict[str, dict[str, Any]]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, Any]])
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.MsgspecError) as error:
@@ -191,8 +214,11 @@ def _existing(path: Path) -> dict[str, Any]:
 
 
 def _write_index(draft: Draft, entries: dict[str, Any]) -> None:
-    members = b",\n".join(_member(key, entry) for key, entry in entries.items())
-    draft.write(b"{\n" + members + b"\n}\n" if members else b"{}\n")
+    separator = b"{\n"
+    for key, entry in entries.items():
+        draft.write(separator + _member(key, entry))
+        separator = b",\n"
+    draft.write(b"\n}\n" if entries else b"{}\n")
 
 
 def _member(key: str, entry: dict[str, Any]) -> bytes:

@@ -2,7 +2,8 @@
 
 Each session is one transaction: it is there with everything said in it, or not at all. Importing again changes
 nothing, because a session id that is known is left alone. A key that is taken keeps its conversation; the
-imported one is put beside it, readable by its session id, as if `/new` had ended it.
+imported one is put beside it, readable by its session id, as if `/new` had ended it. Conversations that `/new`
+did end come along with the one that followed them.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from antiphon.keys import SessionIdRef, SessionKey
 from antiphon.store import Store, Tx
 from antiphon.transfers import index
 from antiphon.transfers.exports import INDEX, SESSION_ID, SQL
+from antiphon.transfers.index import Told
 from antiphon.transfers.jsonl import Reading, moment
 
 MOST_INDEX = 512 * 2**20  # bytes of one sessions.json
 LONGEST_LINE = 64 * 2**20  # bytes; longer ones count as damaged
 MOST_FAILURES = 100  # told one by one
+LONGEST_REASON = 64  # characters
 
 _ARCHIVED = re.compile(r"\.jsonl\.(reset|deleted|bak)\.")
 
@@ -47,6 +50,8 @@ class Imported(msgspec.Struct, rename="camel", kw_only=True):
     imported: int = 0
     beside: int = 0
     """Of the imported ones: put beside a conversation that already had the key."""
+    past: int = 0
+    """Ended conversations that came along with the session whose key they had."""
     skipped: int = 0
     """Sessions whose session id is already here."""
     failed: list[Failure] = []
@@ -71,6 +76,14 @@ class Folder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """A conversation that ended before the current one of its key began, or was left for it."""
+
+    told: Told
+    file: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """One session of a `sessions.json`."""
 
@@ -80,6 +93,16 @@ class Found:
     entry: Mapping[str, Any]
     parent: str | None
     file: Path | None
+    reason: str = "imported"
+    before: Sequence[Past] = ()
+    """Older than the current conversation, oldest first."""
+    after: Sequence[Past] = ()
+    """Younger than the current conversation, which somebody went back to."""
+
+    @property
+    def files(self) -> Iterator[Path | None]:
+        yield self.file
+        yield from (past.file for past in (*self.before, *self.after))
 
     @property
     def updated_at(self) -> int:
@@ -88,7 +111,8 @@ class Found:
 
 @dataclass(slots=True)
 class _Done:
-    outcome: Outcome
+    outcome: Outcome = "skipped"
+    past: int = 0
     messages: int = 0
     damaged: int = 0
     left_out: int = 0
@@ -164,7 +188,7 @@ def _read_folder(folder: Folder, config: Config, report: Imported) -> list[Found
             found.append(_found(raw_key, entry, folder, config))
         except AntiphonError as error:
             _fail(report, raw_key, error)
-    used = {item.file for item in found}
+    used = {file for item in found for file in item.files}
     names = [path.name for path in folder.path.iterdir()]
     report.archived_files += sum(1 for name in names if _ARCHIVED.search(name))
     files = (folder.path / name for name in names if name.endswith(".jsonl"))
@@ -205,6 +229,8 @@ def _found(raw_key: str, entry: object, folder: Folder, config: Config) -> Found
         raise InvalidInput(f"The session id {session_id!r} is not one.", f"Mend it in {INDEX!r}.")
     key = _canonical(raw_key, folder.agent_id, config)
     spawned_by = values.get("spawnedBy")
+    told = [item for item in index.told_in(values) if _sound(item)]
+    place = next((at for at, item in enumerate(told) if item.session_id == session_id), len(told))
     return Found(
         key=key,
         agent_id=key.agent_id or folder.agent_id,
@@ -212,7 +238,20 @@ def _found(raw_key: str, entry: object, folder: Folder, config: Config) -> Found
         entry=values,
         parent=_parent(spawned_by, folder.agent_id, config) if isinstance(spawned_by, str) else None,
         file=_file(folder.path, session_id, values, key),
+        reason=told[place].reason if place < len(told) else "imported",
+        before=_past(folder.path, told[:place]),
+        after=_past(folder.path, told[place + 1 :]),
     )
+
+
+def _past(folder: Path, told: Sequence[Told]) -> list[Past]:
+    """Those that have a file: without one there is nothing to remember."""
+    named = [Past(told=item, file=folder / f"{item.session_id}.jsonl") for item in told]
+    return [past for past in named if past.file.is_file()]
+
+
+def _sound(told: Told) -> bool:
+    return bool(SESSION_ID.fullmatch(told.session_id)) and 0 < len(told.reason) <= LONGEST_REASON
 
 
 def _canonical(raw_key: str, agent_id: str, config: Config) -> SessionKey:
@@ -270,23 +309,52 @@ async def _take(store: Store, found: Found, config: Config, now: int, *, dry_run
 
 
 async def _write(tx: Tx, found: Found, config: Config, now: int, dry_run: bool) -> _Done:
-    """The whole session. Reads its file in the writer's thread, entry by entry."""
-    if await tx.one(SQL.has_session_id, session_id=found.session_id):
-        return _Done("skipped")
-    reading = Reading(lambda: _lines(found.file))
-    began = reading.started_at or found.updated_at or now
+    """The whole session. Reads its files in the writer's thread, entry by entry."""
+    done = _Done()
+    known = await tx.one(SQL.has_session_id, session_id=found.session_id)
     present = await sessions.find(tx, found.key, None)
-    if present is None:
-        done = await _write_session(tx, found, config, reading, began)
-    else:
-        done = _Done("beside", await _write_beside(tx, found, reading, began))
-    done.damaged, done.left_out = reading.damaged, reading.left_out
+    if known and not present:
+        return done  # it is here under another key, and its past has nowhere to go
+    # Conversations are listed in the order they were written in.
+    for past in found.before:
+        await _write_past(tx, found, past, now, done)
+    if not known:
+        await _write_current(tx, found, config, now, done, beside=present is not None)
+    for past in found.after:
+        await _write_past(tx, found, past, now, done)
     if dry_run:
         raise _DryRun(done)
     return done
 
 
-async def _write_session(tx: Tx, found: Found, config: Config, reading: Reading, began: int) -> _Done:
+async def _write_current(
+    tx: Tx, found: Found, config: Config, now: int, done: _Done, *, beside: bool
+) -> None:
+    reading = Reading(lambda: _lines(found.file))
+    began = reading.started_at or found.updated_at or now
+    if beside:
+        done.outcome = "beside"
+        told = Told(found.session_id, found.reason)
+        done.messages += await _write_beside(tx, str(found.key), told, reading, began)
+    else:
+        done.outcome = "imported"
+        done.messages += await _write_session(tx, found, config, reading, began)
+    done.damaged += reading.damaged
+    done.left_out += reading.left_out
+
+
+async def _write_past(tx: Tx, found: Found, past: Past, now: int, done: _Done) -> None:
+    if await tx.one(SQL.has_session_id, session_id=past.told.session_id):
+        return
+    reading = Reading(lambda: _lines(past.file))
+    began = reading.started_at or found.updated_at or now
+    done.messages += await _write_beside(tx, str(found.key), past.told, reading, began)
+    done.past += 1
+    done.damaged += reading.damaged
+    done.left_out += reading.left_out
+
+
+async def _write_session(tx: Tx, found: Found, config: Config, reading: Reading, began: int) -> int:
     parent = await sessions.find(tx, keys.parse(found.parent), None) if found.parent else None
     role = found.entry.get("subagentRole")
     entry = {**found.entry, **({"cwd": reading.cwd} if reading.cwd else {})}
@@ -294,7 +362,7 @@ async def _write_session(tx: Tx, found: Found, config: Config, reading: Reading,
     birth = Birth(
         agent_id=found.agent_id,
         session_id=found.session_id,
-        reason="imported",
+        reason=found.reason,
         parent=parent["id"] if parent else None,
         role=role if isinstance(role, str) else None,
         label=cast("str | None", columns["label"]),
@@ -307,20 +375,21 @@ async def _write_session(tx: Tx, found: Found, config: Config, reading: Reading,
     await tx.do(sessions.SQL.adopt, id=row["id"], updated_at=updated_at, **columns)
     if archived_at := moment(found.entry.get("archivedAt")):
         await tx.do(sessions.SQL.archive, id=row["id"], now=archived_at)
-    return _Done("imported", count)
+    return count
 
 
-async def _write_beside(tx: Tx, found: Found, reading: Reading, began: int) -> int:
+async def _write_beside(tx: Tx, key: str, told: Told, reading: Reading, began: int) -> int:
     transcript = await tx.one(
         sessions.SQL.insert_transcript,
-        session_id=found.session_id,
-        key=str(found.key),
-        reason="imported",
+        session_id=told.session_id,
+        key=key,
+        reason=told.reason,
         now=began,
     )
     assert transcript is not None
     count, last_at = await _append(tx, transcript["id"], reading)
-    await tx.do(sessions.SQL.end_transcript, transcript=transcript["id"], now=last_at or began)
+    ended_at = moment(told.ended_at) or last_at or began
+    await tx.do(sessions.SQL.end_transcript, transcript=transcript["id"], now=ended_at)
     return count
 
 
@@ -356,15 +425,14 @@ def _known(config: Config, ref: str) -> bool:
 
 
 def _count(report: Imported, found: Found, done: _Done, config: Config) -> None:
-    if done.outcome == "skipped":
-        report.skipped += 1
-        return
-    report.imported += 1
+    report.skipped += done.outcome == "skipped"
+    report.imported += done.outcome != "skipped"
     report.beside += done.outcome == "beside"
+    report.past += done.past
     report.messages += done.messages
     report.damaged_lines += done.damaged
     report.left_out_entries += done.left_out
-    if found.agent_id not in {*config.agent_ids, *report.unknown_agents}:
+    if done.outcome != "skipped" and found.agent_id not in {*config.agent_ids, *report.unknown_agents}:
         report.unknown_agents.append(found.agent_id)
 
 

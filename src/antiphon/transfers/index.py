@@ -43,8 +43,37 @@ _COUNTS = {
 }
 _ROUTE = {"last_channel": "channel", "last_to": "to", "last_account": "accountId", "last_thread": "threadId"}
 _OLD_CHAT_TYPES = {"dm": "direct", "room": "channel"}
-_LEFT_BEHIND = {"sessionId", "updatedAt", "archivedAt", "sessionFile", "skillsSnapshot", "systemPromptReport"}
+CONVERSATIONS = "conversations"
+"""Every conversation of a key whose file is there, oldest first and with the current one among them.
+
+A name of ours that other programs pass over; only where a key has had more than one."""
+
+_LEFT_BEHIND = {
+    "sessionId",
+    "updatedAt",
+    "archivedAt",
+    "sessionFile",
+    "skillsSnapshot",
+    "systemPromptReport",
+    CONVERSATIONS,
+}
 """Said in other ways here, or caches and paths that mean nothing outside the program that wrote them."""
+
+
+class Told(msgspec.Struct, rename="camel", frozen=True, omit_defaults=True):
+    """One conversation of a key, as `conversations` tells of it. `reason` is why it was begun."""
+
+    session_id: str
+    reason: str = "imported"
+    ended_at: int | None = None
+
+
+def told_in(entry: Mapping[str, Any]) -> list[Told]:
+    """The conversations that an entry tells of. What another program keeps under that name is none."""
+    try:
+        return msgspec.convert(entry.get(CONVERSATIONS, []), list[Told])
+    except msgspec.ValidationError:
+        return []
 
 
 def columns(

@@ -2,7 +2,7 @@
 
 A derived copy, written a moment after the commits it shows and never read back: a file that a crash left behind
 is written anew the next time its session changes. Files are appended to in a thread, so a slow disk delays
-nobody but the mirror.
+nobody but the mirror. Where events were dropped, the rows say what may have changed meanwhile.
 """
 
 from __future__ import annotations
@@ -10,29 +10,35 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from antiphon.bus import EventBus, SessionChanged
+from antiphon.bus import Event, EventBus, Gap, SessionChanged
+from antiphon.clock import Clock, SystemClock
 from antiphon.engine import sessions, transcripts
 from antiphon.engine.transcripts import Entry
 from antiphon.errors import AntiphonError
 from antiphon.keys import parse
 from antiphon.store import Row, Store, Tx
+from antiphon.store.listing import Wish, page
 from antiphon.transfers import jsonl
 from antiphon.transfers.exports import SESSION_ID, SQL, entry_at
 
 log = logging.getLogger(__name__)
 
-QUIET = 0.25  # seconds without news after which what has changed is written
+DELAY = 0.25  # seconds that a change may wait for others to be written with it
+MARGIN = 10_000  # milliseconds that a row's time may be behind its event
 PAGE = 200
 FILES = 4096  # whose place is remembered, the most recently changed ones
 
 
 @dataclass(slots=True)
 class _Place:
-    """How far a file has got: the last number in it, and that entry's id."""
+    """How far a file has got: the last number in it, and that entry's id. At 0 it is begun anew."""
 
+    key: str
     seq: int = 0
     entry: str | None = None
 
@@ -40,23 +46,58 @@ class _Place:
 class Mirror:
     """`run` writes until it is cancelled; `flush` writes what is due now."""
 
-    def __init__(self, store: Store, bus: EventBus, folder: Path) -> None:
+    def __init__(self, store: Store, bus: EventBus, folder: Path, clock: Clock | None = None) -> None:
         self._store = store
         self._bus = bus
         self._folder = folder
+        self._clock = clock or SystemClock()
         self._changed: set[str] = set()
         self._places: dict[str, _Place] = {}
+        self._missed = False
+        self._due: float | None = None
+        now = self._clock.now()
+        # The two latest: what was not yet heard when one began is no older than the one before it.
+        self._begun = deque([now, now], maxlen=2)
 
     async def run(self) -> None:
         async with self._bus.listen("sessions") as events:
-            while True:
-                event = await events.get(QUIET if self._changed else None)
-                if isinstance(event, SessionChanged):
-                    self._changed.add(event.session_key)
-                elif event is None:
-                    await self.flush()
+            try:
+                while True:
+                    self._hear(await events.get(self._left()))
+                    if self._left() == 0:
+                        await self._flush_whole()
+            finally:  # whoever ends this flushes once more
+                while (event := await events.get(0)) is not None:
+                    self._hear(event)
+
+    def _hear(self, event: Event | None) -> None:
+        if isinstance(event, SessionChanged):
+            self._changed.add(event.session_key)
+        elif isinstance(event, Gap):
+            self._missed = True
+        else:
+            return
+        if self._due is None:
+            self._due = asyncio.get_running_loop().time() + DELAY
+
+    def _left(self) -> float | None:
+        """Seconds until something has to be written, or None while nothing has changed."""
+        return None if self._due is None else max(0.0, self._due - asyncio.get_running_loop().time())
+
+    async def _flush_whole(self) -> None:
+        """To its end even when cancelled: a file that is being appended to must not be begun anew meanwhile."""
+        flushing = asyncio.create_task(self.flush())
+        try:
+            await asyncio.shield(flushing)
+        finally:
+            await flushing
 
     async def flush(self) -> None:
+        self._due = None
+        if self._missed:
+            await self._rescan()
+        if not self._missed:
+            self._begun.append(self._clock.now())
         while self._changed:
             key = self._changed.pop()
             try:
@@ -66,23 +107,56 @@ class Mirror:
                     "The transcript file of %r could not be written; it is tried at its next change", key
                 )
 
-    async def _update(self, key: str) -> None:
-        for row in await self._store.read(_recent, key):
-            if SESSION_ID.fullmatch(row["named_session_id"]):
-                await self._write(row["named_session_id"], row["named_transcript"], row["started_at"])
+    async def _rescan(self) -> None:
+        """Events were dropped: whatever was active since then may have changed, whatever is known may be gone."""
+        try:
+            self._changed |= await self._active_since(self._begun[0] - MARGIN)
+        except AntiphonError:
+            log.exception(
+                "Sessions that changed unheard could not be listed; that is tried at the next change"
+            )
+            return
+        self._changed.update(place.key for place in self._places.values())
+        self._missed = False
 
-    async def _write(self, session_id: str, transcript: int, started_at: int) -> None:
-        place = self._places.pop(session_id, None)
-        fresh = place is None
-        place = place or _Place()
+    async def _active_since(self, time: int) -> set[str]:
+        keys: set[str] = set()
+        cursor: tuple[int, str] | None = None
         while True:
+            wish = Wish(limit=PAGE, active_since=time, archived=True, cursor=cursor)
+            rows = await self._store.read(page, wish)
+            keys.update(row["key"] for row in rows)
+            if len(rows) < PAGE:
+                return keys
+            cursor = rows[-1]["updated_at"], rows[-1]["key"]
+
+    async def _update(self, key: str) -> None:
+        rows = await self._store.read(_recent, key)
+        if rows is None:
+            await self._remove(key)
+            return
+        for row in rows:
+            if SESSION_ID.fullmatch(row["named_session_id"]):
+                await self._write(key, row["named_session_id"], row["named_transcript"], row["started_at"])
+
+    async def _remove(self, key: str) -> None:
+        """The session was deleted; so are its files, as far as this process has written them."""
+        gone = [session_id for session_id, place in self._places.items() if place.key == key]
+        await asyncio.to_thread(_unlink, self._folder, gone)
+        for session_id in gone:
+            del self._places[session_id]
+
+    async def _write(self, key: str, session_id: str, transcript: int, started_at: int) -> None:
+        place = self._places.pop(session_id, None) or _Place(key)
+        self._places[session_id] = _Place(key)  # for the case that it cannot be written completely
+        while True:
+            fresh = place.seq == 0
             entries = await self._store.read(transcripts.after, transcript, place.seq, PAGE, tools=True)
             lines = [jsonl.header(session_id, started_at, "")] if fresh else []
             for entry in entries:
                 lines.append(await self._line(transcript, entry, place) or b"")
             if lines:
                 await asyncio.to_thread(_append, self._folder, session_id, b"".join(lines), fresh)
-            fresh = False
             if len(entries) < PAGE:
                 break
         self._places[session_id] = place
@@ -99,11 +173,14 @@ class Mirror:
         return line
 
 
-async def _recent(tx: Tx, key: str) -> list[Row]:
-    """The current conversation, and the one before it: `/new` may have ended it before it was written out."""
+async def _recent(tx: Tx, key: str) -> list[Row] | None:
+    """The current conversation, and the one before it: `/new` may have ended it before it was written out.
+
+    None where there is no such session.
+    """
     found = await sessions.find(tx, parse(key), None)
     if found is None:
-        return []
+        return None
     newest = [row["id"] for row in (await sessions.conversations(tx, found))[:2]]
     rows = [await tx.one(SQL.conversation, transcript=id_) for id_ in {found["transcript"], *newest}]
     return [row for row in rows if row is not None]
@@ -115,3 +192,8 @@ def _append(folder: Path, session_id: str, content: bytes, fresh: bool) -> None:
     file = os.open(folder / f"{session_id}.jsonl", flags, 0o600)
     with os.fdopen(file, "wb") as opened:
         opened.write(content)
+
+
+def _unlink(folder: Path, session_ids: Sequence[str]) -> None:
+    for session_id in session_ids:
+        (folder / f"{session_id}.jsonl").unlink(missing_ok=True)

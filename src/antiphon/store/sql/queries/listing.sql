@@ -7,7 +7,7 @@ SELECT s.id, s.key, s.kind, s.channel, s.agent_id, s.session_id, s.updated_at, s
        s.aborted_last_run, s.send_policy, s.last_channel, s.last_to, s.last_account, s.last_thread,
        parent.key AS parent_key, (SELECT count(*) FROM sessions c WHERE c.spawned_by = s.id) AS child_count
 FROM ({streams} ORDER BY updated_at DESC, key LIMIT :limit) AS p
-CROSS JOIN sessions s ON s.id = p.id
+JOIN sessions s ON s.id = p.id
 LEFT JOIN sessions parent ON parent.id = s.spawned_by
 ORDER BY p.updated_at DESC, p.key;
 
@@ -37,7 +37,7 @@ SELECT s.id, s.updated_at, s.key FROM sessions s WHERE s.label = :label AND {fil
 -- name: of_words
 -- The most recently created matches; a word that fits a million sessions must not read a million rows.
 SELECT s.id, s.updated_at, s.key FROM sessions s
-WHERE s.id IN (SELECT rowid FROM session_names WHERE session_names MATCH :words ORDER BY rowid DESC LIMIT 400)
+WHERE s.id IN (SELECT rowid FROM session_names WHERE session_names MATCH :words ORDER BY rowid DESC LIMIT :matches)
   AND {filters}
 
 -- name: matches
@@ -45,6 +45,9 @@ SELECT count(*) AS matches FROM (SELECT 1 FROM session_names WHERE session_names
 
 -- name: filter_cursor
 s.updated_at <= :cursor_at AND (s.updated_at < :cursor_at OR s.key > :cursor_key)
+
+-- name: filter_agent
+s.agent_id = :only_agent
 
 -- name: filter_active
 s.updated_at >= :active_since

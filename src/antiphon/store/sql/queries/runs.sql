@@ -28,19 +28,19 @@ FROM usage WHERE run_id = :id;
 -- name: active
 -- The run a lane is in the middle of, and until when its owner has a lease.
 SELECT r.n, r.id, r.session, r.input, r.instructions, r.model, r.thinking, r.deadline_at, r.cancel_at, r.owner,
-       r.attempts, r.transcript, r.first_seq, r.created_at, r.started_at,
+       r.attempts, r.transcript, r.first_seq, r.created_at, r.started_at, r.epoch,
        coalesce(o.lease_until, 0) AS lease_until
 FROM runs r LEFT JOIN owners o ON o.id = r.owner WHERE r.session = :session AND r.state = 'running';
 
 -- name: head
 SELECT r.n, r.id, r.session, r.input, r.instructions, r.model, r.thinking, r.deadline_at, r.cancel_at, r.owner,
-       r.attempts, r.transcript, r.first_seq, r.created_at, r.started_at
+       r.attempts, r.transcript, r.first_seq, r.created_at, r.started_at, r.epoch
 FROM runs r WHERE r.session = :session AND r.state = 'queued' ORDER BY r.n LIMIT 1;
 
 -- name: start
 UPDATE runs SET state = 'running', owner = :owner, epoch = :epoch, attempts = attempts + 1,
        transcript = :transcript, first_seq = coalesce(first_seq, :first_seq), started_at = coalesce(started_at, :now)
-WHERE n = :n AND state IN ('queued', 'running');
+WHERE n = :n AND state IN ('queued', 'running') AND epoch = :seen;
 
 -- name: end
 -- No edge leads out of a terminal state.
@@ -90,6 +90,9 @@ SELECT session, id FROM runs WHERE owner = :owner AND state = 'running' LIMIT 20
 -- A run that gets on is not a poison run, however often the process died.
 UPDATE runs SET attempts = 1 WHERE n = :n;
 
+-- name: asked_to_stop
+SELECT id FROM runs WHERE state = 'running' AND session > 0 AND cancel_at IS NOT NULL AND owner = :owner LIMIT 20000;
+
 -- name: renew_lease
 INSERT INTO owners (id, lease_until) VALUES (:id, :until)
 ON CONFLICT (id) DO UPDATE SET lease_until = excluded.lease_until;
@@ -124,4 +127,7 @@ FROM usage WHERE session_key = :key GROUP BY provider, model ORDER BY provider, 
 SELECT provider, model, count(*) AS calls, sum(input) AS input, sum(output) AS output,
        sum(cache_read) AS cache_read, sum(cache_write) AS cache_write,
        CASE WHEN count(*) = count(cost) THEN sum(cost) END AS cost
-FROM usage WHERE root_key = :key GROUP BY provider, model ORDER BY provider, model LIMIT 200;
+FROM usage WHERE root_key = :key OR session_key = :key OR session_key IN
+  (SELECT s.key FROM lineage l JOIN sessions a ON a.id = l.ancestor JOIN sessions s ON s.id = l.descendant
+   WHERE a.key = :key)
+GROUP BY provider, model ORDER BY provider, model LIMIT 200;

@@ -21,7 +21,7 @@ SELECT s.id, s.key, s.session_id, s.transcript, s.agent_id, s.channel, s.last_ch
        :viewer IS NOT NULL AND EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
                                        WHERE l.descendant = s.id AND a.key = :viewer) AS descendant
 FROM sessions s WHERE s.label = :label AND s.archived = 0
-ORDER BY s.updated_at DESC, s.id DESC LIMIT 20;
+ORDER BY s.updated_at DESC, s.key LIMIT 1000;
 
 -- name: by_id
 SELECT * FROM sessions WHERE id = :id;

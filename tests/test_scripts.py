@@ -1,0 +1,67 @@
+"""The scripts of a checkout, with stand-ins for what they would install."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+NEEDED = "Python 3.11 or newer is needed."
+
+
+def command(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout, and beside it a `bin` with nothing in it but what scripts take for granted."""
+    for name in ("antiphon", "scripts/uv"):
+        copy = tmp_path / "checkout" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, copy)
+    for name in ("bash", "dirname", "readlink", "mkdir", "rm"):
+        found = shutil.which(name)
+        assert found
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / name).symlink_to(found)
+    return tmp_path / "checkout"
+
+
+def run(program: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environ = {"PATH": str(cwd / "bin"), "HOME": os.environ.get("HOME", "/")}
+    return subprocess.run(
+        [program, *arguments], cwd=cwd, env=environ, check=False, capture_output=True, text=True, timeout=60
+    )
+
+
+def installing(checkout: Path) -> str:
+    made = checkout / ".venv" / "bin" / "antiphon"
+    script = 'echo "$PWD: $*"'
+    lines = f"mkdir -p {made.parent}", f"echo {script!r} > {made}", f"{shutil.which('chmod')} +x {made}"
+    return "\n".join(lines)
+
+
+def test_it_runs_through_a_link_and_says_once_that_it_sets_up(checkout: Path, tmp_path: Path) -> None:
+    command(tmp_path / "bin" / "uv", installing(checkout))
+    (tmp_path / "elsewhere").symlink_to(checkout / "antiphon")
+    first, second = (run(tmp_path / "elsewhere", "chat", "--json", cwd=tmp_path) for _ in range(2))
+    assert first.stdout == second.stdout == f"{tmp_path}: chat --json\n"
+    assert (first.returncode, first.stderr) == (0, "Setting up (once) …\n")
+    assert (second.returncode, second.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("python", [None, "exit 1"])
+def test_it_says_which_python_is_needed(checkout: Path, tmp_path: Path, python: str | None) -> None:
+    if python:
+        command(tmp_path / "bin" / "python3", python)  # as an old one answers when it is asked its age
+    done = run(checkout / "antiphon", "chat", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert NEEDED in done.stderr
+    assert not (checkout / ".uv").exists()
