@@ -306,20 +306,11 @@ class Engine:
     def _publish_ended(self, ended: Ended, claim: Claim | None = None) -> None:
         if claim:
             self._on_entries(claim, ended.entries)
-        ending, spent = ended.ending, ended.spent
-        event = RunChanged(
-            run_id=ended.run_id,
-            state=ending.state,
-            reply=ending.reply,
-            error_code=ending.error_code,
-            error=ending.error,
-            model=ending.model_answered,
-            started_at=claim.started_at if claim else None,
-            ended_at=ended.at if claim else None,
-            usage=Spent(input=spent["input"], output=spent["output"], cost=spent["cost"]) if spent else None,
-        )
-        self._bus.publish(run_topic(ended.run_id), event)
-        self._bus.publish(session_topic(ended.session), event)
+        topics = (run_topic(ended.run_id), session_topic(ended.session))
+        if any(map(self._bus.wanted, topics)):
+            event = _end_event(ended, claim)
+            for topic in topics:
+                self._bus.publish(topic, event)
 
     def _publish_phase(self, session: int, run_id: str, state: str) -> None:
         topic = session_topic(session)
@@ -331,6 +322,21 @@ _REASONS: dict[Outcome, str] = {
     "timeout": "The run's time was over.",
     "cancelled": "The run was stopped.",
 }
+
+
+def _end_event(ended: Ended, claim: Claim | None) -> RunChanged:
+    ending, spent = ended.ending, ended.spent
+    return RunChanged(
+        run_id=ended.run_id,
+        state=ending.state,
+        reply=ending.reply,
+        error_code=ending.error_code,
+        error=ending.error,
+        model=ending.model_answered,
+        started_at=claim.started_at if claim else None,
+        ended_at=ended.at if claim else None,
+        usage=Spent(input=spent["input"], output=spent["output"], cost=spent["cost"]) if spent else None,
+    )
 
 
 def _stopped(turn: Turn | None, outcome: Outcome) -> Ending:

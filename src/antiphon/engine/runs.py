@@ -50,7 +50,9 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def digest(self) -> str:
         """What makes a repeated id the same request: the session and the words, not when they were said."""
-        content = encode(User(content=self.message.content, timestamp=0))
+        content = self.message.content
+        if not isinstance(content, str):
+            content = encode(User(content=content, timestamp=0))
         return hashlib.sha256(f"{self.session}\n{self.origin}\n{content}".encode()).hexdigest()[:32]
 
 
@@ -176,17 +178,20 @@ async def claim(tx: Tx, session: int, worker: Worker) -> tuple[Claim | None, lis
     return following, [ended, *skipped]
 
 
-async def _claim_next(tx: Tx, session: int, worker: Worker) -> tuple[Claim | None, list[Ended]]:
+async def _claim_next(
+    tx: Tx, session: int, worker: Worker, head: Row | None = None
+) -> tuple[Claim | None, list[Ended]]:
     """Begin the head of the queue, ending on the way those that must not be played any more."""
     ended: list[Ended] = []
     for _ in range(SKIPS):
-        row = await tx.one(SQL.head, session=session)
+        row = head or await tx.one(SQL.head, session=session)
         if row is None:
             return None, ended
         verdict = _verdict(row, worker)
         if verdict is None:
             return await _start(tx, row, worker), ended
         ended.append(await end_unplayed(tx, row, verdict, worker.now))
+        head = None
     return None, ended  # The sweeper looks at the lane again: one commit must not grow without end.
 
 
@@ -279,22 +284,29 @@ async def finish(
     if ending.state in {"cancelled", "timeout", "error"}:
         calls = await transcripts.open_calls(tx, claim.transcript, claim.first_seq)
         messages = [*(interrupted(call, worker.now) for call in calls), *messages]
-    row = await tx.one(
-        SESSIONS.leave_lane,
-        id=claim.session,
-        epoch=claim.epoch,
-        count=len(messages),
-        aborted=int(ending.state in {"cancelled", "timeout"}),
-        now=worker.now,
-    )
-    if row is None:
-        raise Fenced(claim.run_id)
+    head = await tx.one(SQL.head, session=claim.session)
+    row = await _leave(tx, claim, ending, len(messages), worker.now, passing=head is not None)
     entries = await transcripts.append(tx, claim.transcript, row["last_seq"], claim.n, messages, worker.now)
     await _ledger(tx, claim, messages, worker.now)
     await _end(tx, claim.n, ending, row["last_seq"], worker.now)
-    following, skipped = await _claim_next(tx, claim.session, worker)
+    following, skipped = await _claim_next(tx, claim.session, worker, head) if head else (None, [])
+    if head and following is None:
+        await tx.do(SESSIONS.rest_lane, id=claim.session, now=worker.now)
     spent = await tx.one(SQL.spent, id=claim.run_id) if ending.used else None
     return Ended(claim.run_id, claim.session, ending, entries, worker.now, spent), following, skipped
+
+
+async def _leave(tx: Tx, claim: Claim, ending: Ending, count: int, now: int, *, passing: bool) -> Row:
+    """Reserve the last numbers of a run that ends; what the next run sets anyway is not set twice."""
+    aborted = int(ending.state in {"cancelled", "timeout"})
+    given = {"id": claim.session, "epoch": claim.epoch, "count": count, "aborted": aborted}
+    if passing:
+        row = await tx.one(SESSIONS.pass_lane, **given)
+    else:
+        row = await tx.one(SESSIONS.leave_lane, **given, now=now)
+    if row is None:
+        raise Fenced(claim.run_id)
+    return row
 
 
 async def _end(tx: Tx, n: int, ending: Ending, last_seq: int | None, now: int) -> None:

@@ -91,6 +91,14 @@ RETURNING lane_epoch, last_seq, transcript, key, session_id, coalesce(root_key, 
 UPDATE sessions SET last_seq = last_seq + :count, updated_at = :now, state = 'idle', aborted_last_run = :aborted
 WHERE id = :id AND lane_epoch = :epoch RETURNING last_seq;
 
+-- name: pass_lane
+-- As `leave_lane`, when the next run of the lane begins in the same commit and touches the rest of the row.
+UPDATE sessions SET last_seq = last_seq + :count, aborted_last_run = :aborted
+WHERE id = :id AND lane_epoch = :epoch RETURNING last_seq;
+
+-- name: rest_lane
+UPDATE sessions SET state = 'idle', updated_at = :now WHERE id = :id;
+
 -- name: seize_lane
 -- Somebody else ends the run: the number goes up, so whatever its owner still tries is refused.
 UPDATE sessions SET lane_epoch = lane_epoch + 1, last_seq = last_seq + :count, updated_at = :now, state = 'idle',
