@@ -110,7 +110,8 @@ class Operations:
         """Put words into a session. They are durable when this returns; their run starts by itself."""
         self._check(message)
         engine = self._running()
-        accepted, row = await self._store.tx(self._submit, caller, message, self._clock.now())
+        run_id = message.idempotency_key or uuid.uuid4().hex
+        accepted, row = await self._store.tx(self._submit, caller, message, run_id, self._clock.now())
         await engine.accepted(accepted)
         return Accepted(
             run_id=accepted.run_id,
@@ -119,13 +120,15 @@ class Operations:
             state=accepted.state,
         )
 
-    async def _submit(self, tx: Tx, caller: Caller, message: Message, now: int) -> tuple[runs.Accepted, Row]:
+    async def _submit(
+        self, tx: Tx, caller: Caller, message: Message, run_id: str, now: int
+    ) -> tuple[runs.Accepted, Row]:
         row = await self._door.open(tx, caller, "send", message.session, found_at=now)
         _check_current(row, message.session)
         self._check_policy(row)
         timeout = message.timeout_seconds
         submission = Submission(
-            run_id=message.idempotency_key or uuid.uuid4().hex,
+            run_id=run_id,
             session=row["id"],
             origin=message.origin,
             message=User(content=message.content, timestamp=now, provenance=message.provenance),

@@ -56,7 +56,7 @@ class Route(_View, frozen=True):
     thread_id: str | None = None
 
 
-class SessionView(_View, frozen=True):
+class SessionView(_View, frozen=True, gc=False):
     """A row of a session list."""
 
     key: str

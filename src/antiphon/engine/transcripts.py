@@ -6,7 +6,7 @@ lane, so there is one writer and no gap. Entries are never changed.
 
 from __future__ import annotations
 
-import os
+import random
 from collections.abc import Sequence
 
 import msgspec
@@ -43,7 +43,7 @@ async def append(
 
 
 def new_entry(seq: int, role: str, body: str, now: int) -> Entry:
-    return Entry(seq, os.urandom(4).hex(), role, body, now)
+    return Entry(seq, f"{random.getrandbits(32):08x}", role, body, now)
 
 
 async def append_raw(tx: Tx, transcript: int, run: int | None, entry: Entry) -> None:
