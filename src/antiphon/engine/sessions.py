@@ -67,6 +67,7 @@ async def create(tx: Tx, key: SessionKey, now: int, birth: Birth | None = None) 
         label=birth.label,
         display_name=birth.display_name,
         spawned_by=parent["id"] if parent else None,
+        parent_key=parent["key"] if parent else None,
         root_key=(parent["root_key"] or parent["key"]) if parent else None,
         depth=parent["depth"] + 1 if parent else 0,
         role=birth.role,
@@ -76,6 +77,7 @@ async def create(tx: Tx, key: SessionKey, now: int, birth: Birth | None = None) 
     assert row is not None
     if parent:
         await tx.do(SQL.link, parent=parent["id"], child=row["id"])
+        await tx.do(SQL.count_child, parent=parent["id"], change=1)
     await name(tx, row["id"], key.id, key.thread and key.thread.id, birth.label, birth.display_name)
     return row
 
@@ -127,6 +129,9 @@ async def conversations(tx: Tx, session: Row) -> list[Row]:
 
 async def forget(tx: Tx, session: int, key: str) -> None:
     """Remove a session and everything said in it. The usage ledger stays."""
+    row = await tx.one(SQL.by_id, id=session)
+    if row and row["spawned_by"] is not None:
+        await tx.do(SQL.count_child, parent=row["spawned_by"], change=-1)
     await tx.do(SQL.forget_messages, key=key)
     await tx.do(SQL.forget_transcripts, key=key)
     await tx.do(SQL.forget_runs, id=session)

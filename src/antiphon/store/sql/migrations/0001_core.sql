@@ -34,6 +34,8 @@ CREATE TABLE sessions (
   verbose           TEXT,
   send_policy       TEXT CHECK (send_policy IN ('allow', 'deny')),
   spawned_by        BIGINT,
+  parent_key        TEXT,
+  children          INTEGER NOT NULL DEFAULT 0,
   root_key          TEXT,
   depth             INTEGER NOT NULL DEFAULT 0,
   role              TEXT,

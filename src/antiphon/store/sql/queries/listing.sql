@@ -5,10 +5,9 @@
 SELECT s.id, s.key, s.kind, s.channel, s.agent_id, s.session_id, s.updated_at, s.state, s.display_name, s.label,
        s.model, s.last_model, s.context_tokens, s.total_tokens, s.thinking, s.verbose, s.system_sent,
        s.aborted_last_run, s.send_policy, s.last_channel, s.last_to, s.last_account, s.last_thread,
-       parent.key AS parent_key, (SELECT count(*) FROM sessions c WHERE c.spawned_by = s.id) AS child_count
+       s.parent_key, s.children
 FROM ({streams} ORDER BY updated_at DESC, key LIMIT :limit) AS p
 JOIN sessions s ON s.id = p.id
-LEFT JOIN sessions parent ON parent.id = s.spawned_by
 ORDER BY p.updated_at DESC, p.key;
 
 -- name: of_kind

@@ -31,8 +31,8 @@ SELECT * FROM sessions WHERE id = :id;
 SELECT s.id, s.key, s.kind, s.channel, s.agent_id, s.session_id, s.updated_at, s.state, s.display_name, s.label,
        s.model, s.last_model, s.context_tokens, s.total_tokens, s.thinking, s.verbose, s.system_sent,
        s.aborted_last_run, s.send_policy, s.last_channel, s.last_to, s.last_account, s.last_thread,
-       parent.key AS parent_key, (SELECT count(*) FROM sessions c WHERE c.spawned_by = s.id) AS child_count
-FROM sessions s LEFT JOIN sessions parent ON parent.id = s.spawned_by WHERE s.id = :id;
+       s.parent_key, s.children
+FROM sessions s WHERE s.id = :id;
 
 -- name: insert_transcript
 INSERT INTO transcripts (session_id, key, reason, started_at) VALUES (:session_id, :key, :reason, :now) RETURNING id;
@@ -45,9 +45,9 @@ SELECT id, session_id, reason, started_at, ended_at FROM transcripts WHERE key =
 
 -- name: insert
 INSERT INTO sessions (key, session_id, transcript, agent_id, kind, chat_type, channel, label, display_name,
-                      spawned_by, root_key, depth, role, sandboxed, created_at, updated_at)
+                      spawned_by, parent_key, root_key, depth, role, sandboxed, created_at, updated_at)
 VALUES (:key, :session_id, :transcript, :agent_id, :kind, :chat_type, :channel, :label, :display_name,
-        :spawned_by, :root_key, :depth, :role, :sandboxed, :now, :now)
+        :spawned_by, :parent_key, :root_key, :depth, :role, :sandboxed, :now, :now)
 RETURNING *;
 
 -- name: adopt
@@ -59,6 +59,9 @@ UPDATE sessions SET label = :label, display_name = :display_name, subject = :sub
        input_tokens = :input_tokens, output_tokens = :output_tokens, total_tokens = :total_tokens,
        context_tokens = :context_tokens, extra = :extra, updated_at = :updated_at
 WHERE id = :id;
+
+-- name: count_child
+UPDATE sessions SET children = children + :change WHERE id = :parent;
 
 -- name: link
 INSERT INTO lineage (ancestor, descendant)

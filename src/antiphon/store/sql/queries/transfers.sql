@@ -1,12 +1,12 @@
 -- name: conversation
 -- A transcript with the session it belongs to, as an export needs them.
-SELECT s.*, t.id AS named_transcript, t.session_id AS named_session_id, t.started_at, parent.key AS parent_key
-FROM transcripts t JOIN sessions s ON s.key = t.key LEFT JOIN sessions parent ON parent.id = s.spawned_by
+SELECT s.*, t.id AS named_transcript, t.session_id AS named_session_id, t.started_at
+FROM transcripts t JOIN sessions s ON s.key = t.key
 WHERE t.id = :transcript;
 
 -- name: conversations
-SELECT s.*, t.id AS named_transcript, t.session_id AS named_session_id, t.started_at, parent.key AS parent_key
-FROM transcripts t JOIN sessions s ON s.key = t.key LEFT JOIN sessions parent ON parent.id = s.spawned_by
+SELECT s.*, t.id AS named_transcript, t.session_id AS named_session_id, t.started_at
+FROM transcripts t JOIN sessions s ON s.key = t.key
 WHERE t.id > :after ORDER BY t.id LIMIT :limit;
 
 -- name: entry_at
