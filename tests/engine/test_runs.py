@@ -27,9 +27,10 @@ from antiphon.errors import (
     UnknownModel,
 )
 from antiphon.lanes import local
-from antiphon.messages import Assistant, ToolResult, User
+from antiphon.messages import Assistant, ToolCall, ToolResult, User
 from antiphon.operations import Message
 from antiphon.runtimes import Prompt
+from antiphon.runtimes.function import FunctionRuntime
 from antiphon.store import Tx
 from antiphon.store.queries import Query
 from stage import (
@@ -935,3 +936,34 @@ async def test_a_long_run_that_is_taken_up_still_knows_its_question(
         await soon(held)
     async with staged(tmp_path, after, tools=tools, pace=SLOW) as stage:
         assert (await stage.ended(run_id)).reply == "answering the question"
+
+
+@pytest.mark.requirement("G2", "G21")
+async def test_a_run_without_history_is_taken_up_past_a_damaged_entry(tmp_path: Path) -> None:
+    """It is shown its own entries only, those that can be read, and its open calls are found behind the others."""
+    begun = asyncio.Event()
+
+    async def work(call: Call) -> Result:
+        if call.call_id == "c2":
+            begun.set()
+            await asyncio.Event().wait()
+        return Result(text="done")
+
+    async def before(prompt: Prompt) -> Assistant:
+        number = len(results(prompt)) + 1
+        return Assistant(content=[ToolCall(id=f"c{number}", name="work", arguments={})], timestamp=number)
+
+    async def after(prompt: Prompt) -> str:
+        return f"{len(results(prompt))} results, {sum(isinstance(m, User) for m in prompt.messages)} question"
+
+    tools = [tool("work", work)]
+    async with staged(tmp_path, echo) as stage:
+        await stage.ask("earlier")
+    async with staged(tmp_path, FunctionRuntime(before, history=False), tools=tools, pace=SLOW) as stage:
+        run_id = await stage.say("go")
+        await soon(begun)
+    raw(tmp_path / "antiphon.db", "UPDATE messages SET body = '{torn' WHERE seq = 5")
+    async with staged(tmp_path, FunctionRuntime(after, history=False), tools=tools, pace=SLOW) as stage:
+        assert (await stage.ended(run_id)).reply == "2 results, 1 question"
+        last_result = [entry for entry in await stage.transcript() if entry["role"] == "toolResult"][-1]
+        assert last_result["interrupted"] is True

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,8 +116,7 @@ class Engine:
 
     def stopping(self, stopped: Stopped) -> None:
         """After the commit of a request to stop: end what ended, tell the owners of the rest."""
-        for ended in stopped.ended:
-            self._publish_ended(ended)
+        self._publish_all(stopped.ended)
         for run_id in stopped.asked:
             self._bus.publish(STOPS, StopAsked(run_id=run_id))
 
@@ -190,7 +190,10 @@ class Engine:
                 if isinstance(event, StopAsked):
                     self._cut_run(event.run_id)
                 elif event is not None:
-                    await self._cut_asked()
+                    with suppress(
+                        StoreError
+                    ):  # The sweeper asks again; without this listener stops would be slow.
+                        await self._cut_asked()
 
     async def _cut_asked(self) -> None:
         """Whatever was asked to stop, also when the hint got lost or came before the run was in hand."""

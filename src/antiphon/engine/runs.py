@@ -29,7 +29,6 @@ SQL = Queries("runs")
 SESSIONS = Queries("sessions")
 
 Outcome = Literal["ok", "error", "timeout", "cancelled", "interrupted", "incomplete"]
-TERMINAL: frozenset[str] = frozenset({"ok", "error", "timeout", "cancelled", "interrupted", "incomplete"})
 SKIPS = 1000  # runs that one claim may end unplayed (expired ones) before it lets others commit
 
 

@@ -115,17 +115,15 @@ class Turn:
 
     async def _load(self) -> None:
         claim, runtime = self._claim, self._setting.runtime
-        if runtime.reads_history:
-            self._context = await self._store.read(
-                context.load, claim.transcript, claim.first_seq, runtime.context_window
-            )
-        elif claim.resumed:
-            since = claim.first_seq - 1
-            entries = await self._store.read(transcripts.after, claim.transcript, since, 1000, tools=True)
-            for entry in entries:
-                self._context.add(entry.seq, decode(entry.body))
-        else:
+        if not runtime.reads_history and not claim.resumed:
             self._context.add(claim.first_seq, decode(claim.input))
+            return
+        loaded = await self._store.read(
+            context.load, claim.transcript, claim.first_seq, runtime.context_window
+        )
+        for seq, message in zip(loaded.seqs, loaded.messages, strict=True):
+            if runtime.reads_history or seq >= claim.first_seq:
+                self._context.add(seq, message)
 
     async def _step(self) -> Assistant:
         """One answer of the runtime, after making room for it if need be."""
