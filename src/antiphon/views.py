@@ -56,8 +56,8 @@ class Route(_View, frozen=True):
     thread_id: str | None = None
 
 
-class SessionView(_View, frozen=True, gc=False):
-    """A row of a session list."""
+class SessionView(_View, frozen=True, kw_only=False, gc=False):
+    """A row of a session list. Made by position: by name, each field would be searched for in every row."""
 
     key: str
     kind: str
@@ -167,53 +167,22 @@ def ended_view(view: RunView, event: RunChanged) -> RunView:
 
 def session_view(row: Row, shown: str, transcript_path: str) -> SessionView:
     """From the columns of `listing.page`, in their order: by name, each would be searched for again in every row."""
+    # fmt: off
     (
-        _,
-        _,
-        kind,
-        channel,
-        agent_id,
-        session_id,
-        updated_at,
-        state,
-        display_name,
-        label,
-        model,
-        last_model,
-        *rest,
+        _, _, kind, channel, agent_id, session_id, updated_at, state, display_name, label, model, last_model,
+        context_tokens, total_tokens, thinking, verbose, system_sent, aborted, send_policy,
+        last_channel, last_to, last_account, last_thread, parent_key, child_count,
     ) = row
-    context_tokens, total_tokens, thinking, verbose, system_sent, aborted, send_policy, *rest = rest
-    last_channel, last_to, last_account, last_thread, parent_key, child_count = rest
     route = None
     if last_channel:
         route = Route(channel=last_channel, to=last_to, account_id=last_account, thread_id=last_thread)
     return SessionView(
-        key=shown,
-        kind=kind,
-        channel=keys.channel_of(kind, channel, last_channel),
-        agent_id=agent_id,
-        session_id=session_id,
-        updated_at=updated_at,
-        last_activity_at=updated_at,
-        state=state,
-        display_name=display_name,
-        label=label,
-        model=model or last_model,
-        context_tokens=context_tokens,
-        total_tokens=total_tokens,
-        thinking_level=thinking,
-        verbose_level=verbose,
-        system_sent=system_sent == 1,
-        aborted_last_run=aborted == 1,
-        send_policy=send_policy,
-        last_channel=last_channel,
-        last_to=last_to,
-        last_account_id=last_account,
-        delivery_context=route,
-        transcript_path=transcript_path,
-        parent_key=parent_key,
-        child_count=child_count,
+        shown, kind, keys.channel_of(kind, channel, last_channel), agent_id, session_id, updated_at, updated_at,
+        state, display_name, label, model or last_model, context_tokens, total_tokens, thinking, verbose,
+        system_sent == 1, aborted == 1, send_policy, last_channel, last_to, last_account, route,
+        transcript_path, parent_key, child_count,
     )
+    # fmt: on
 
 
 def history_item(entry: Entry) -> dict[str, Any]:

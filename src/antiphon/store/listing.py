@@ -46,7 +46,11 @@ async def page(tx: Tx, wish: Wish) -> list[Row]:
     prefix = wish.search is not None and not await _common(tx, wish.search)
     query, params = statement(replace(wish, limit=overlap * wish.limit), prefix=prefix)
     rows = {row["id"]: row for row in await tx.all(query, **params)}
-    return list(rows.values())[: wish.limit]
+    return sorted(rows.values(), key=_place)[: wish.limit]
+
+
+def _place(row: Row) -> tuple[int, str]:
+    return -row["updated_at"], row["key"]
 
 
 async def _common(tx: Tx, search: str) -> bool:

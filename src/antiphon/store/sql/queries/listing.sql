@@ -1,14 +1,13 @@
 -- name: page
 -- The streams below are joined by UNION ALL: the database merges them in order and stops at the limit, so a page
 -- costs the same however many sessions there are. They are read from their indexes alone; only the rows of the
--- page itself are fetched.
+-- page itself are fetched. The caller puts them in order: sorting them here would copy every column.
 SELECT s.id, s.key, s.kind, s.channel, s.agent_id, s.session_id, s.updated_at, s.state, s.display_name, s.label,
        s.model, s.last_model, s.context_tokens, s.total_tokens, s.thinking, s.verbose, s.system_sent,
        s.aborted_last_run, s.send_policy, s.last_channel, s.last_to, s.last_account, s.last_thread,
        s.parent_key, s.children
 FROM ({streams} ORDER BY updated_at DESC, key LIMIT :limit) AS p
-JOIN sessions s ON s.id = p.id
-ORDER BY p.updated_at DESC, p.key;
+JOIN sessions s ON s.id = p.id;
 
 -- name: of_kind
 SELECT s.id, s.updated_at, s.key FROM sessions s WHERE s.archived = :archived_{i} AND s.kind = :kind_{i} AND {filters}
