@@ -22,7 +22,7 @@ def bus(request: pytest.FixtureRequest) -> EventBus:
 
 
 def event(number: int) -> Event:
-    return Delta(run_id="r", number=number)
+    return Delta(session_key="k", run_id="r", number=number)
 
 
 async def test_each_listener_gets_each_event_of_its_topic_in_order(bus: EventBus) -> None:
@@ -89,3 +89,14 @@ async def test_a_wait_that_is_cancelled_takes_nothing(bus: EventBus) -> None:
             await waiting
         bus.publish("t", SessionChanged(session_key="k", reason="r"))
         assert await listener.get(BOUND) == SessionChanged(session_key="k", reason="r")
+
+
+async def test_a_family_of_topics_is_heard_as_one_and_nothing_else_with_it(bus: EventBus) -> None:
+    async with bus.listen("session.*") as listener:
+        assert bus.wanted("session.7") and not bus.wanted("run.7") and not bus.wanted("sessions")
+        bus.publish("session.7", event(1))
+        bus.publish("run.7", event(2))
+        bus.publish("sessions", event(3))
+        bus.publish("session.8", event(4))
+        assert [await listener.get(BOUND), await listener.get(BOUND)] == [event(1), event(4)]
+    assert not bus.wanted("session.7")

@@ -130,6 +130,7 @@ class Operations:
         submission = Submission(
             run_id=run_id,
             session=row["id"],
+            session_key=row["key"],
             origin=message.origin,
             message=User(content=message.content, timestamp=now, provenance=message.provenance),
             instructions=message.instructions,
@@ -341,11 +342,8 @@ class Operations:
     async def follow(self, caller: Caller, session: str, after: int | None = None) -> AsyncGenerator[Event]:
         """Entries after a number (default: from now on) and live events. Close the generator to stop."""
         row, last = await self._store.read(self._place, caller, session)
-        topic = session_topic(row["id"])
         start = last if after is None else after
-        feed = feeds.follow(
-            self._store, self._bus, topic, row["id"], row["transcript"], row["session_id"], start
-        )
+        feed = feeds.follow(self._store, self._bus, session_topic(row["id"]), row, start)
         async with aclosing(feed):  # who stops following is not listened for any longer
             async for event in feed:
                 yield event

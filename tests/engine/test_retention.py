@@ -109,7 +109,7 @@ async def test_only_the_idle_are_touched(tmp_path: Path) -> None:
         # A message that waits, and that no process has taken up yet, keeps its session too.
         message = User(content="two", timestamp=clock.now())
         session = stage.rows("SELECT id FROM sessions")[0]["id"]
-        waiting = Submission(run_id="two", session=session, origin="chat", message=message)
+        waiting = Submission(run_id="two", session=session, session_key=MAIN, origin="chat", message=message)
         await stage.store.tx(runs.submit, waiting, clock.now())
         clock.advance(days=31)
         assert await retention.sweep(stage.store, KEEP, clock.now()) == []

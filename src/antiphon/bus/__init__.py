@@ -1,8 +1,8 @@
 """Live events: hints over durable rows, delivered at most once.
 
-A topic is a word, or a word and an id (`sessions`, `session.7`, `run.<id>`). Whoever needs certainty
-listens first, then reads the rows, then follows; a listener that could not keep up is told so by a `Gap` and
-reads the rows again. Events are plain data that any transport can encode.
+A topic is a word, or a word and an id (`sessions`, `session.7`, `run.<id>`); `session.*` hears of every session.
+Whoever needs certainty listens first, then reads the rows, then follows; a listener that could not keep up is
+told so by a `Gap` and reads the rows again. Events are plain data that any transport can encode.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol, TypeAlias
 
 import msgspec
+
+
+EVERY_SESSION = "session.*"
 
 
 def session_topic(session: int) -> str:
@@ -29,6 +32,7 @@ class _Event(msgspec.Struct, frozen=True, kw_only=True, rename="camel", tag_fiel
 class MessageAppended(_Event, tag="message", frozen=True):
     """An entry was committed. `body` is its raw transcript JSON; `seq` has no gap within `sessionId`."""
 
+    session_key: str
     session_id: str
     seq: int
     entry: str
@@ -50,6 +54,7 @@ class RunChanged(_Event, tag="run", frozen=True):
     An end that was played carries everything there is to know of it; for any other, read the row.
     """
 
+    session_key: str
     run_id: str
     state: str
     reply: str | None = None
@@ -64,6 +69,7 @@ class RunChanged(_Event, tag="run", frozen=True):
 class Delta(_Event, tag="delta", frozen=True):
     """What a step has streamed since the last one. `text` is new text; `restart` voids the step so far."""
 
+    session_key: str
     run_id: str
     number: int
     text: str = ""
@@ -72,6 +78,9 @@ class Delta(_Event, tag="delta", frozen=True):
 
 
 class ToolPhase(_Event, tag="tool", frozen=True):
+    """A tool was called, or has answered; what was passed to it and back is in the transcript."""
+
+    session_key: str
     run_id: str
     call_id: str
     name: str
@@ -113,5 +122,5 @@ class EventBus(Protocol):
         ...
 
     def listen(self, topic: str) -> AbstractAsyncContextManager[Listener]:
-        """Listening begins when the context is entered."""
+        """Listening begins when the context is entered. A topic may end in `.*`."""
         ...

@@ -50,11 +50,12 @@ class LocalBus:
         self._listeners: dict[str, set[_Listener]] = {}
 
     def wanted(self, topic: str) -> bool:
-        return topic in self._listeners
+        return topic in self._listeners or _family(topic) in self._listeners
 
     def publish(self, topic: str, event: Event) -> None:
-        for listener in self._listeners.get(topic, ()):
-            listener.put(event)
+        for heard in (topic, _family(topic)):
+            for listener in self._listeners.get(heard, ()):
+                listener.put(event)
 
     @asynccontextmanager
     async def listen(self, topic: str) -> AsyncGenerator[_Listener]:
@@ -67,3 +68,8 @@ class LocalBus:
             listeners.discard(listener)
             if not listeners:
                 del self._listeners[topic]
+
+
+def _family(topic: str) -> str:
+    word, dot, _ = topic.partition(".")
+    return f"{word}.*" if dot else ""

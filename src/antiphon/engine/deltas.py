@@ -16,9 +16,10 @@ INTERVAL = 0.05  # seconds
 class DeltaStream:
     """The deltas of one run. Numbers rise by one, so a listener sees when it missed some."""
 
-    def __init__(self, bus: EventBus, topic: str, run_id: str) -> None:
+    def __init__(self, bus: EventBus, topic: str, session_key: str, run_id: str) -> None:
         self._bus = bus
         self._topic = topic
+        self._session_key = session_key
         self._run_id = run_id
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
@@ -73,6 +74,7 @@ class DeltaStream:
         self._number += 1
         if self._bus.wanted(self._topic):
             event = Delta(
+                session_key=self._session_key,
                 run_id=self._run_id,
                 number=self._number,
                 text="".join(self._text),

@@ -111,7 +111,7 @@ class Engine:
     async def accepted(self, accepted: runs.Accepted) -> None:
         """After the commit of a submission: tell listeners, wake the lane."""
         if accepted.new:
-            self._publish_phase(accepted.session, accepted.run_id, "queued")
+            self._publish_phase(accepted.session, accepted.session_key, accepted.run_id, "queued")
         await self._lanes.activate(accepted.session)
 
     def stopping(self, stopped: Stopped) -> None:
@@ -136,7 +136,7 @@ class Engine:
 
     async def _play(self, claim: Claim) -> Claim | None:
         """Play a run to its end; the claim of the next one comes with the commit that ends this."""
-        self._publish_phase(claim.session, claim.run_id, "running")
+        self._publish_phase(claim.session, claim.session_key, claim.run_id, "running")
         self._on_entries(claim, claim.entries)
         try:
             ending = await self._ending(claim)
@@ -174,7 +174,7 @@ class Engine:
             self._playing.pop(claim.run_id, None)
 
     async def _turn(self, claim: Claim) -> Turn:
-        deltas = DeltaStream(self._bus, session_topic(claim.session), claim.run_id)
+        deltas = DeltaStream(self._bus, session_topic(claim.session), claim.session_key, claim.run_id)
         setting = await self._setting(claim)
         return Turn(self._store, self._clock, claim, setting, deltas, self._on_entries, self._on_tool)
 
@@ -282,6 +282,7 @@ class Engine:
                 self._bus.publish(
                     topic,
                     MessageAppended(
+                        session_key=claim.session_key,
                         session_id=claim.session_id,
                         seq=entry.seq,
                         entry=entry.id,
@@ -294,6 +295,7 @@ class Engine:
         topic = session_topic(claim.session)
         if self._bus.wanted(topic):
             event = ToolPhase(
+                session_key=claim.session_key,
                 run_id=claim.run_id,
                 call_id=call.id,
                 name=call.name,
@@ -315,10 +317,10 @@ class Engine:
             for topic in topics:
                 self._bus.publish(topic, event)
 
-    def _publish_phase(self, session: int, run_id: str, state: str) -> None:
+    def _publish_phase(self, session: int, session_key: str, run_id: str, state: str) -> None:
         topic = session_topic(session)
         if self._bus.wanted(topic):
-            self._bus.publish(topic, RunChanged(run_id=run_id, state=state))
+            self._bus.publish(topic, RunChanged(session_key=session_key, run_id=run_id, state=state))
 
 
 _REASONS: dict[Outcome, str] = {
@@ -330,6 +332,7 @@ _REASONS: dict[Outcome, str] = {
 def _end_event(ended: Ended, claim: Claim | None) -> RunChanged:
     ending, spent = ended.ending, ended.spent
     return RunChanged(
+        session_key=ended.session_key,
         run_id=ended.run_id,
         state=ending.state,
         reply=ending.reply,

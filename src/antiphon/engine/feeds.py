@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from antiphon.bus import Event, EventBus, Gap, MessageAppended, SessionChanged
 from antiphon.engine import sessions, transcripts
 from antiphon.engine.transcripts import Entry
-from antiphon.store import Store, Tx
+from antiphon.store import Row, Store, Tx
 
 LOOK_AGAIN = 5.0  # seconds of silence after which the rows are read anyway
 PAGE = 200
@@ -23,16 +23,15 @@ class _Place:
     """Where a feed is: the transcript it reads and the last number it has given out."""
 
     session: int
+    key: str
     transcript: int
     session_id: str
     seq: int
 
 
-async def follow(
-    store: Store, bus: EventBus, topic: str, session: int, transcript: int, session_id: str, after: int
-) -> AsyncGenerator[Event]:
+async def follow(store: Store, bus: EventBus, topic: str, session: Row, after: int) -> AsyncGenerator[Event]:
     """Every entry after `after` exactly once and in order, and live events between them. Ends never."""
-    place = _Place(session, transcript, session_id, after)
+    place = _Place(session["id"], session["key"], session["transcript"], session["session_id"], after)
     async with bus.listen(topic) as events:
         async for appended in _missed(store, place):
             yield appended
@@ -73,7 +72,7 @@ async def _missed(store: Store, place: _Place) -> AsyncGenerator[Event]:
         )  # an earlier conversation was restored: what it has was given out then
         place.transcript, place.session_id = current
         place.seq = await store.read(transcripts.last_seq, place.transcript) if older else 0
-        yield SessionChanged(session_key="", reason="renewed")
+        yield SessionChanged(session_key=place.key, reason="renewed")
 
 
 async def _look(
@@ -85,4 +84,6 @@ async def _look(
 
 
 def _appended(place: _Place, entry: Entry) -> MessageAppended:
-    return MessageAppended(session_id=place.session_id, seq=entry.seq, entry=entry.id, body=entry.body)
+    return MessageAppended(
+        session_key=place.key, session_id=place.session_id, seq=entry.seq, entry=entry.id, body=entry.body
+    )

@@ -37,6 +37,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
 
     run_id: str
     session: int
+    session_key: str
     origin: str
     message: User
     instructions: str | None = None
@@ -58,6 +59,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
 class Accepted(msgspec.Struct, frozen=True):
     run_id: str
     session: int
+    session_key: str
     state: str
     new: bool
 
@@ -106,6 +108,7 @@ class Ended(msgspec.Struct, frozen=True):
 
     run_id: str
     session: int
+    session_key: str
     ending: Ending
     entries: list[Entry]
     at: int
@@ -141,7 +144,7 @@ async def submit(tx: Tx, submission: Submission, now: int) -> Accepted:
         now=now,
     )
     if inserted:
-        return Accepted(submission.run_id, submission.session, "queued", new=True)
+        return Accepted(submission.run_id, submission.session, submission.session_key, "queued", new=True)
     return await _accepted_before(tx, submission)
 
 
@@ -159,7 +162,7 @@ async def _accepted_before(tx: Tx, submission: Submission) -> Accepted:
             "Use a new key for a new message.",
             field="idempotencyKey",
         )
-    return Accepted(row["id"], row["session"], row["state"], new=False)
+    return Accepted(row["id"], row["session"], submission.session_key, row["state"], new=False)
 
 
 async def claim(tx: Tx, session: int, worker: Worker) -> tuple[Claim | None, list[Ended]]:
@@ -292,7 +295,8 @@ async def finish(
     if head and following is None:
         await tx.do(SESSIONS.rest_lane, id=claim.session, now=worker.now)
     spent = await tx.one(SQL.spent, id=claim.run_id) if ending.used else None
-    return Ended(claim.run_id, claim.session, ending, entries, worker.now, spent), following, skipped
+    ended = Ended(claim.run_id, claim.session, claim.session_key, ending, entries, worker.now, spent)
+    return ended, following, skipped
 
 
 async def _leave(tx: Tx, claim: Claim, ending: Ending, count: int, now: int, *, passing: bool) -> Row:
@@ -324,9 +328,11 @@ async def _end(tx: Tx, n: int, ending: Ending, last_seq: int | None, now: int) -
 
 async def end_unplayed(tx: Tx, row: Row, ending: Ending, now: int) -> Ended:
     """End a run that nobody plays: one that never started, or one taken from whoever had it."""
+    session = await tx.one(SESSIONS.key_of, id=row["session"])
+    key = session["key"] if session else ""
     if row["first_seq"] is None:
         await _end(tx, row["n"], ending, None, now)
-        return Ended(row["id"], row["session"], ending, [], now)
+        return Ended(row["id"], row["session"], key, ending, [], now)
     calls = await transcripts.open_calls(tx, row["transcript"], row["first_seq"])
     notice = Assistant(content=[], timestamp=now, stop_reason="aborted", error_message=ending.error)
     messages = [*(interrupted(call, now) for call in calls), notice]
@@ -334,7 +340,7 @@ async def end_unplayed(tx: Tx, row: Row, ending: Ending, now: int) -> Ended:
     last_seq = seized["last_seq"] if seized else 0
     entries = await transcripts.append(tx, row["transcript"], last_seq, row["n"], messages, now)
     await _end(tx, row["n"], ending, last_seq, now)
-    return Ended(row["id"], row["session"], ending, entries, now)
+    return Ended(row["id"], row["session"], key, ending, entries, now)
 
 
 async def _ledger(tx: Tx, claim: Claim, messages: Sequence[Message], now: int) -> None:
@@ -386,25 +392,22 @@ async def cancel(tx: Tx, session: int, run_id: str | None, now: int) -> Stopped:
     active = await tx.one(SQL.active_in, session=session)
     if run_id is not None and not (active and active["id"] == run_id):
         waiting = await tx.all(SQL.queued_in, session=session)
-        return Stopped([await _drop(tx, row, session, now) for row in waiting if row["id"] == run_id], [])
+        return Stopped([await _drop(tx, row, now) for row in waiting if row["id"] == run_id], [])
     ended: list[Ended] = []
     asked: list[str] = []
     for member in await tx.all(SQL.family, session=session):
         if member["id"] != session or run_id is None:
-            ended += [
-                await _drop(tx, row, member["id"], now)
-                for row in await tx.all(SQL.queued_in, session=member["id"])
-            ]
+            ended += [await _drop(tx, row, now) for row in await tx.all(SQL.queued_in, session=member["id"])]
         for row in await tx.all(SQL.active_in, session=member["id"]):
             await tx.do(SQL.ask_to_stop, n=row["n"], now=now)
             asked.append(row["id"])
     return Stopped(ended, asked)
 
 
-async def _drop(tx: Tx, row: Row, session: int, now: int) -> Ended:
+async def _drop(tx: Tx, row: Row, now: int) -> Ended:
     ending = Ending(state="cancelled", error_code="cancelled", error="The run was stopped before it began.")
     await _end(tx, row["n"], ending, None, now)
-    return Ended(row["id"], session, ending, [], now)
+    return Ended(row["id"], row["session"], row["key"], ending, [], now)
 
 
 async def expire(tx: Tx, now: int) -> list[Ended]:
@@ -415,7 +418,7 @@ async def expire(tx: Tx, now: int) -> list[Ended]:
     ended: list[Ended] = []
     for row in await tx.all(SQL.overdue, now=now):
         await _end(tx, row["n"], ending, None, now)
-        ended.append(Ended(row["id"], row["session"], ending, [], now))
+        ended.append(Ended(row["id"], row["session"], row["key"], ending, [], now))
     return ended
 
 

@@ -49,7 +49,8 @@ UPDATE runs SET state = :state, reply = :reply, error_code = :error_code, error 
 WHERE n = :n AND state IN ('queued', 'running');
 
 -- name: queued_in
-SELECT n, id FROM runs WHERE session = :session AND state = 'queued' ORDER BY n LIMIT 5000;
+SELECT r.n, r.id, r.session, s.key FROM runs r JOIN sessions s ON s.id = r.session
+WHERE r.session = :session AND r.state = 'queued' ORDER BY r.n LIMIT 5000;
 
 -- name: active_in
 SELECT n, id, cancel_at FROM runs WHERE session = :session AND state = 'running';
@@ -65,7 +66,8 @@ SELECT s.id, s.key FROM lineage l JOIN sessions s ON s.id = l.descendant WHERE l
 LIMIT 10000;
 
 -- name: overdue
-SELECT n, id, session FROM runs WHERE state = 'queued' AND deadline_at <= :now ORDER BY deadline_at LIMIT 500;
+SELECT r.n, r.id, r.session, s.key FROM runs r JOIN sessions s ON s.id = r.session
+WHERE r.state = 'queued' AND r.deadline_at <= :now ORDER BY r.deadline_at LIMIT 500;
 
 -- name: not_stopping
 -- `session > 0` is always true; it lets SQLite choose the small index of active runs instead of the table.

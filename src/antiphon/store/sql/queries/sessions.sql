@@ -26,6 +26,9 @@ ORDER BY s.updated_at DESC, s.key LIMIT 1000;
 -- name: by_id
 SELECT * FROM sessions WHERE id = :id;
 
+-- name: key_of
+SELECT key FROM sessions WHERE id = :id;
+
 -- name: described
 -- As in a list.
 SELECT s.id, s.key, s.kind, s.channel, s.agent_id, s.session_id, s.updated_at, s.state, s.display_name, s.label,
