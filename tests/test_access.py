@@ -32,7 +32,7 @@ from antiphon.errors import AntiphonError, Forbidden, NotFound
 VISIBILITIES: tuple[Visibility, ...] = get_args(Visibility)
 ACTIONS: tuple[Action, ...] = get_args(Action)
 TOOLS_VISIBILITIES: tuple[SessionToolsVisibility, ...] = get_args(SessionToolsVisibility)
-ON_TARGETS: tuple[Action, ...] = ("list", "read", "send", "control")
+ON_TARGETS: tuple[Action, ...] = ("list", "read", "send", "control", "manage")
 
 OWN = Target("agent:a:main", "a")
 CHILD = Target("agent:a:subagent:1", "a", descendant=True)
@@ -226,6 +226,8 @@ def test_control_reaches_only_the_own_tree(visibility: Visibility) -> None:
     assert not allowed(ANN, "control", STRANGER, grants)
     assert not allowed(ANN, "control", CHILD, grants_for(visibility=visibility, control="self"))
     assert allowed(ANN, "control", CHILD, grants_for(visibility=visibility)) is (visibility != "self")
+    for target in (OWN, CHILD, FOREIGN_CHILD, SIBLING, STRANGER):  # an agent has no scopes that could differ
+        assert verdict(ANN, "manage", target, grants) == verdict(ANN, "control", target, grants)
 
 
 @pytest.mark.requirement("V3", "G31")
@@ -259,7 +261,7 @@ def test_spawn(agent: str, spawn_agents: tuple[str, ...], ok: bool) -> None:
         ((), set[str]()),
         (("operator.approvals",), set[str]()),
         ((READ,), {"list", "read"}),
-        ((WRITE,), set(ACTIONS)),
+        ((WRITE,), set(ACTIONS) - {"manage"}),
         ((ADMIN,), set(ACTIONS)),
         (ALL_SCOPES, set(ACTIONS)),
     ],

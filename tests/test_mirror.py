@@ -169,3 +169,18 @@ async def test_a_file_that_could_not_be_written_is_written_anew(tmp_path: Path) 
         await mirrored(mirror, bus, changed(MAIN))
         await export_all(store, tmp_path / "out")
     assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()
+
+
+async def test_the_file_of_a_deleted_session_goes_though_its_key_is_used_again(tmp_path: Path) -> None:
+    key = "agent:main:cron:job"
+    (old,) = await talked(tmp_path, key)
+    async with reading(tmp_path) as store:
+        bus = LocalBus()
+        mirror = Mirror(store, bus, old.parent)
+        await mirrored(mirror, bus, changed(key))
+        assert old.exists()
+        async with keeping(Config(), tmp_path) as owner:
+            await forget(owner, key)
+        (new,) = await talked(tmp_path, key)
+        await mirrored(mirror, bus, SessionChanged(session_key=key, reason="delete"), changed(key))
+    assert (old.exists(), new.exists()) == (False, True)

@@ -29,7 +29,8 @@ pytestmark = pytest.mark.anyio
 WORDS = """
     key kind channel displayName label updatedAt sessionId model contextTokens totalTokens thinkingLevel verboseLevel
     systemSent abortedLastRun sendPolicy lastChannel lastTo lastAccountId deliveryContext transcriptPath state
-    lastActivityAt agentId parentKey childCount
+    lastActivityAt agentId parentKey childCount chatType subject inputTokens outputTokens createdAt archived
+    modelOverride
 """
 ROW = set(WORDS.split())
 
@@ -48,8 +49,8 @@ async def test_a_row_has_the_agreed_names_and_leaves_out_what_is_unknown(tmp_pat
         await stage.create(child, MAIN)
         stage.rows(
             "UPDATE sessions SET label = 'l', display_name = 'd', model = 'm', thinking = 'low', verbose = 'on', "
-            "send_policy = 'allow', last_channel = 'telegram', last_to = '7', last_account = 'a', context_tokens = 5 "
-            "WHERE key = ?",
+            "send_policy = 'allow', last_channel = 'telegram', last_to = '7', last_account = 'a', context_tokens = 5, "
+            "chat_type = 'direct', subject = 's' WHERE key = ?",
             child,
         )
         page = await stage.operations.list(OPERATOR, ListFilter())

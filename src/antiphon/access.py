@@ -15,7 +15,7 @@ from typing import Literal
 
 from antiphon.errors import Forbidden, NotFound
 
-Action = Literal["list", "read", "send", "spawn", "control"]
+Action = Literal["list", "read", "send", "spawn", "control", "manage"]
 Visibility = Literal["self", "tree", "agent", "all"]
 Control = Literal["self", "tree"]
 SessionToolsVisibility = Literal["spawned", "all"]
@@ -27,14 +27,23 @@ ALL_SCOPES = frozenset({READ, WRITE, ADMIN})
 
 _WIDTH: dict[Visibility, int] = {"self": 0, "tree": 1, "agent": 2, "all": 3}
 _IMPLIED = {WRITE: {READ}, ADMIN: {READ, WRITE}}
-# Stopping a run is as much a write as starting one; reading never stops anything.
-_SCOPE_FOR: dict[Action, str] = {"list": READ, "read": READ, "send": WRITE, "spawn": WRITE, "control": WRITE}
+# Stopping a run is as much a write as starting one; reading never stops anything. What changes a session itself,
+# and not only what is said in it, is for those who look after all of them.
+_SCOPE_FOR: dict[Action, str] = {
+    "list": READ,
+    "read": READ,
+    "send": WRITE,
+    "spawn": WRITE,
+    "control": WRITE,
+    "manage": ADMIN,
+}
 _VERB: dict[Action, str] = {
     "list": "list",
     "read": "read",
     "send": "send to",
     "spawn": "spawn",
     "control": "control",
+    "manage": "manage",
 }
 
 
@@ -200,7 +209,7 @@ def authorize(
 def _allowed(caller: Caller, action: Action, target: Target, grants: Grants) -> bool:
     if caller.is_operator:
         return _SCOPE_FOR[action] in caller.scopes
-    if action == "control":
+    if action in {"control", "manage"}:
         return _agent_reach(caller, grants, grants.control).covers(target)
     return _agent_reach(caller, grants, grants.send if action == "send" else grants.read).covers(target)
 

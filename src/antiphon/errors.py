@@ -85,6 +85,32 @@ class Forbidden(AntiphonError):
     exit_code = 4
 
 
+class Unauthorized(AntiphonError):
+    """Nobody we know: no credentials, or wrong ones. `data['code']` says which, for clients that look."""
+
+    code = "unauthorized"
+    who = "caller"
+    http = 401
+    ws = "INVALID_REQUEST"
+    exit_code = 4
+
+
+class TooManyFailures(Unauthorized):
+    """Too many wrong credentials came from there; `data['retryAfterMs']` says how long to wait."""
+
+    code = "rate_limited"
+    http = 429
+
+
+class Unavailable(AntiphonError):
+    """This cannot be had here and now: a part that is switched off, or a server that is stopping."""
+
+    code = "unavailable"
+    who = "caller"
+    http = 503
+    exit_code = 5
+
+
 class SendBlocked(Forbidden):
     """The session's send policy is `deny`."""
 

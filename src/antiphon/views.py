@@ -5,13 +5,15 @@ Absent means unknown. Nothing here reads anything; rows of the store are turned 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from antiphon import keys
 from antiphon.bus import RunChanged, Spent
 from antiphon.engine.transcripts import Entry
+from antiphon.errors import InvalidInput
+from antiphon.messages import Assistant, Text, User, decode
 from antiphon.store import Row
 
 
@@ -26,6 +28,8 @@ class Accepted(_View, frozen=True):
     session_key: str
     session_id: str
     state: str
+    new: bool = True
+    """False when the key was used before."""
 
 
 class RunView(_View, frozen=True):
@@ -57,7 +61,11 @@ class Route(_View, frozen=True):
 
 
 class SessionView(_View, frozen=True, kw_only=False, gc=False):
-    """A row of a session list. Made by position: by name, each field would be searched for in every row."""
+    """A row of a session list. Made by position: by name, each field would be searched for in every row.
+
+    `model` is the one that answers, `model_override` the session's own choice; the run that plays is only told
+    of a session that is described alone.
+    """
 
     key: str
     kind: str
@@ -84,6 +92,22 @@ class SessionView(_View, frozen=True, kw_only=False, gc=False):
     transcript_path: str | None = None
     parent_key: str | None = None
     child_count: int | None = None
+    chat_type: str | None = None
+    subject: str | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    created_at: int | None = None
+    archived: bool | None = None
+    model_override: str | None = None
+    active_run_id: str | None = None
+
+
+class Summary(_View, omit_defaults=False, frozen=True):
+    """How much there is, and how much is going on."""
+
+    sessions: int
+    queued: int
+    running: int
 
 
 class SessionPage(_View, frozen=True):
@@ -113,6 +137,36 @@ class Conversation(_View, frozen=True):
     reason: str
     started_at: int
     ended_at: int | None = None
+
+
+class CompactView(_View, omit_defaults=False, frozen=True):
+    """How many entries a prompt can still contain; `reason` says why nothing was left out."""
+
+    compacted: bool
+    kept: int
+    reason: str | None = None
+
+
+class Injected(_View, frozen=True):
+    """Where an entry that no run wrote has got its place."""
+
+    message_id: str
+    seq: int
+    session_key: str
+    session_id: str
+
+
+class PreviewItem(_View, frozen=True):
+    role: str
+    text: str
+
+
+class Preview(_View, omit_defaults=False, frozen=True):
+    """The last words of a session, which is named as the caller named it."""
+
+    key: str
+    status: Literal["ok", "empty", "missing"]
+    items: list[PreviewItem]
 
 
 class UsageLine(_View, omit_defaults=False, frozen=True):
@@ -172,6 +226,7 @@ def session_view(row: Row, shown: str, transcript_path: str) -> SessionView:
         _, _, kind, channel, agent_id, session_id, updated_at, state, display_name, label, model, last_model,
         context_tokens, total_tokens, thinking, verbose, system_sent, aborted, send_policy,
         last_channel, last_to, last_account, last_thread, parent_key, child_count,
+        chat_type, subject, input_tokens, output_tokens, created_at, archived,
     ) = row
     route = None
     if last_channel:
@@ -180,7 +235,8 @@ def session_view(row: Row, shown: str, transcript_path: str) -> SessionView:
         shown, kind, keys.channel_of(kind, channel, last_channel), agent_id, session_id, updated_at, updated_at,
         state, display_name, label, model or last_model, context_tokens, total_tokens, thinking, verbose,
         system_sent == 1, aborted == 1, send_policy, last_channel, last_to, last_account, route,
-        transcript_path, parent_key, child_count,
+        transcript_path, parent_key, child_count, chat_type, subject, input_tokens, output_tokens, created_at,
+        archived == 1, model,
     )
     # fmt: on
 
@@ -195,4 +251,42 @@ def history_item(entry: Entry) -> dict[str, Any]:
             "content": [],
             "errorMessage": "This entry is damaged and cannot be shown.",
         }
-    return {**item, "id": entry.id, "seq": entry.seq}
+    run = {"runId": entry.run_id} if entry.run_id else {}
+    return {**item, "id": entry.id, "seq": entry.seq, **run}
+
+
+def preview_item(entry: Entry, max_chars: int) -> PreviewItem | None:
+    """What was said in an entry, on one line and cut to fit; None where there are no words in it."""
+    try:
+        message = decode(entry.body)
+    except InvalidInput:
+        return None
+    if not isinstance(message, User | Assistant):
+        return None
+    content = message.content
+    texts = [content] if isinstance(content, str) else [b.text for b in content if isinstance(b, Text)]
+    words = " ".join(" ".join(texts).split())
+    if len(words) > max_chars:
+        words = f"{words[: max_chars - 1].rstrip()}…"
+    return PreviewItem(role=entry.role, text=words) if words else None
+
+
+class SearchHit(_View, frozen=True):
+    """An entry that was found. `score` is how recent it is: 1 is now, 1/2 a day ago, 1/8 a week ago."""
+
+    session_key: str
+    session_id: str
+    message_id: str
+    seq: int
+    role: str
+    timestamp: int
+    snippet: str
+    score: float
+
+
+class SearchPage(_View, frozen=True):
+    """Newest first. `indexing`: what was said last is not all searchable yet; `truncated`: there may be more."""
+
+    results: list[SearchHit]
+    indexing: bool = False
+    truncated: bool = False

@@ -95,8 +95,11 @@ class StopAsked(_Event, tag="stop", frozen=True):
 
 
 class SessionChanged(_Event, tag="session", frozen=True):
+    """Something about a session other than its entries. A feed says with `renewed` which conversation goes on."""
+
     session_key: str
     reason: str
+    session_id: str | None = None
 
 
 class Gap(_Event, tag="gap", frozen=True):

@@ -57,10 +57,8 @@ async def load(tx: Tx, transcript: int, question: int, window: int | None) -> Co
     The entry with the number `question`, which the run is about, is there however long its answer already is.
     """
     budget = UNBOUNDED_BYTES if window is None else 2 * window * CHARACTERS_PER_TOKEN
-    compaction = await tx.one(SQL.latest_compaction, transcript=transcript)
-    since, head = 0, None
-    if compaction and isinstance(found := readable(compaction), Compaction):
-        since, head = found.first_kept_seq, (compaction["seq"], found)
+    head = await latest_compaction(tx, transcript)
+    since = head[1].first_kept_seq if head else 0
     rows = await _tail(tx, transcript, since, budget)
     if rows and rows[0]["seq"] > question >= since:
         rows = [
@@ -74,6 +72,14 @@ async def load(tx: Tx, transcript: int, question: int, window: int | None) -> Co
         if (message := readable(row)) is not None:
             context.add(row["seq"], message)
     return context
+
+
+async def latest_compaction(tx: Tx, transcript: int) -> tuple[int, Compaction] | None:
+    """The entry that a prompt begins with, and its number."""
+    row = await tx.one(SQL.latest_compaction, transcript=transcript)
+    if row and isinstance(found := readable(row), Compaction):
+        return row["seq"], found
+    return None
 
 
 async def _tail(tx: Tx, transcript: int, since: int, budget: int) -> list[Row]:

@@ -27,15 +27,19 @@ class _Place:
     transcript: int
     session_id: str
     seq: int
+    gone: bool = False
 
 
 async def follow(store: Store, bus: EventBus, topic: str, session: Row, after: int) -> AsyncGenerator[Event]:
-    """Every entry after `after` exactly once and in order, and live events between them. Ends never."""
+    """Every entry after `after` exactly once and in order, and live events between them.
+
+    Ends when the session is gone, which is the last thing it tells.
+    """
     place = _Place(session["id"], session["key"], session["transcript"], session["session_id"], after)
     async with bus.listen(topic) as events:
         async for appended in _missed(store, place):
             yield appended
-        while True:
+        while not place.gone:
             event = await events.get(LOOK_AGAIN)
             if event is None or isinstance(event, Gap) or _skips(event, place):
                 async for appended in _missed(store, place):
@@ -49,9 +53,9 @@ async def follow(store: Store, bus: EventBus, topic: str, session: Row, after: i
 
 
 def _skips(event: Event, place: _Place) -> bool:
-    """Whether this event shows that entries before it were missed, or that a new transcript has begun."""
+    """Whether this event shows that entries before it were missed, or that the transcript has come to its end."""
     if isinstance(event, SessionChanged):
-        return event.reason == "renewed"
+        return event.reason in {"renewed", "delete"}
     if not isinstance(event, MessageAppended):
         return False
     return event.session_id != place.session_id or event.seq > place.seq + 1
@@ -65,14 +69,18 @@ async def _missed(store: Store, place: _Place) -> AsyncGenerator[Event]:
             yield _appended(place, entry)
         if len(entries) == PAGE:
             continue
-        if current is None or current[0] == place.transcript:
+        if current is None:
+            place.gone = True
+            yield SessionChanged(session_key=place.key, reason="delete")
+            return
+        if current[0] == place.transcript:
             return
         older = (
             current[0] < place.transcript
         )  # an earlier conversation was restored: what it has was given out then
         place.transcript, place.session_id = current
         place.seq = await store.read(transcripts.last_seq, place.transcript) if older else 0
-        yield SessionChanged(session_key=place.key, reason="renewed")
+        yield SessionChanged(session_key=place.key, reason="renewed", session_id=place.session_id)
 
 
 async def _look(
@@ -85,5 +93,10 @@ async def _look(
 
 def _appended(place: _Place, entry: Entry) -> MessageAppended:
     return MessageAppended(
-        session_key=place.key, session_id=place.session_id, seq=entry.seq, entry=entry.id, body=entry.body
+        session_key=place.key,
+        session_id=place.session_id,
+        seq=entry.seq,
+        entry=entry.id,
+        body=entry.body,
+        run_id=entry.run_id,
     )

@@ -7,15 +7,21 @@ the old, which stays readable by its session id. Who may do any of this is not d
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from antiphon import keys
+from antiphon.engine import search, transcripts
+from antiphon.engine.transcripts import Entry
 from antiphon.errors import Conflict
 from antiphon.keys import SessionIdRef, SessionKey
-from antiphon.store import Row, Tx
+from antiphon.messages import Message
+from antiphon.store import Param, Row, Tx
 from antiphon.store.queries import Queries
 
 SQL = Queries("sessions")
 RUNS = Queries("runs")
+SETTINGS = ("label", "display_name", "model", "thinking", "verbose", "send_policy", "archived")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +82,29 @@ async def create(tx: Tx, key: SessionKey, now: int, birth: Birth | None = None) 
     )
     assert row is not None
     if parent:
-        await tx.do(SQL.link, parent=parent["id"], child=row["id"])
-        await tx.do(SQL.count_child, parent=parent["id"], change=1)
+        await _link(tx, row["id"], parent["id"])
     await name(tx, row["id"], key.id, key.thread and key.thread.id, birth.label, birth.display_name)
     return row
+
+
+async def _link(tx: Tx, child: int, parent: int) -> None:
+    await tx.do(SQL.link, parent=parent, child=child)
+    await tx.do(SQL.count_child, parent=parent, change=1)
+
+
+async def place_under(tx: Tx, session: int, parent: int) -> None:
+    """Make a session that has neither parent nor children yet the child of another."""
+    above = await tx.one(SQL.by_id, id=parent)
+    assert above is not None
+    await tx.do(
+        SQL.place_under,
+        id=session,
+        parent=parent,
+        parent_key=above["key"],
+        root_key=above["root_key"] or above["key"],
+        depth=above["depth"] + 1,
+    )
+    await _link(tx, session, parent)
 
 
 async def _begin(tx: Tx, session_id: str, key: str, reason: str, now: int) -> int:
@@ -94,9 +119,42 @@ async def name(tx: Tx, session: int, *names: str | None) -> None:
     await tx.do(SQL.name_session, id=session, names=" ".join(filter(None, names)))
 
 
+async def patch(tx: Tx, session: int, settings: Mapping[str, str | int | None], now: int) -> None:
+    """Set some of `SETTINGS`. Labels tell an agent's sessions apart, and only idle sessions are archived."""
+    row = await tx.one(SQL.by_id, id=session)
+    assert row is not None
+    after: dict[str, Param] = {column: settings.get(column, row[column]) for column in SETTINGS}
+    if settings.keys() & {"label", "archived"} and after["label"] is not None and not after["archived"]:
+        await _check_label(tx, row, after["label"])
+    if after["archived"] and not row["archived"]:
+        await check_idle(tx, row)
+    await tx.do(SQL.patch, id=session, now=now, **after)
+    if settings.keys() & {"label", "display_name"}:
+        key = keys.parse(row["key"])
+        names = (after["label"], after["display_name"])
+        await name(
+            tx, session, key.id, key.thread and key.thread.id, *(n for n in names if isinstance(n, str))
+        )
+
+
+async def _check_label(tx: Tx, session: Row, label: Param) -> None:
+    taken = await tx.one(SQL.label_taken, label=label, agent_id=session["agent_id"], besides=session["id"])
+    if taken:
+        # Whose it is stays unsaid: the caller may not know of that session.
+        raise Conflict(f"label already in use: {label}.", "Choose another one.", field="label")
+
+
+async def note(tx: Tx, session: int, message: Message, now: int) -> Entry:
+    """Append an entry that belongs to no run."""
+    place = await tx.one(SQL.advance_unfenced, id=session, count=1, now=now)
+    assert place is not None
+    (entry,) = await transcripts.append(tx, place["transcript"], place["last_seq"], None, [message], now)
+    return entry
+
+
 async def renew(tx: Tx, session: Row, reason: str, now: int) -> None:
     """A new transcript for this key; the old one ends, with the reason on record in its successor."""
-    await _check_idle(tx, session)
+    await check_idle(tx, session)
     session_id = str(uuid.uuid4())
     await tx.do(SQL.end_transcript, transcript=session["transcript"], now=now)
     transcript = await _begin(tx, session_id, session["key"], reason, now)
@@ -105,14 +163,15 @@ async def renew(tx: Tx, session: Row, reason: str, now: int) -> None:
 
 async def restore(tx: Tx, session: Row, now: int) -> None:
     """Go back to the older transcript that the row was found by."""
-    await _check_idle(tx, session)
+    await check_idle(tx, session)
     transcript, session_id = named(session)
     await tx.do(SQL.end_transcript, transcript=session["transcript"], now=now)
     await tx.do(SQL.reopen_transcript, transcript=transcript)
     await tx.do(SQL.restore, id=session["id"], session_id=session_id, transcript=transcript, now=now)
 
 
-async def _check_idle(tx: Tx, session: Row) -> None:
+async def check_idle(tx: Tx, session: Row) -> None:
+    """For what a run in the middle of its answer must not find changed."""
     active = await tx.one(RUNS.active_in, session=session["id"])
     if active:
         raise Conflict(
@@ -132,6 +191,7 @@ async def forget(tx: Tx, session: int, key: str) -> None:
     row = await tx.one(SQL.by_id, id=session)
     if row and row["spawned_by"] is not None:
         await tx.do(SQL.count_child, parent=row["spawned_by"], change=-1)
+    await search.forget(tx, key)  # by the numbers of the messages, which must still be there
     await tx.do(SQL.forget_messages, key=key)
     await tx.do(SQL.forget_transcripts, key=key)
     await tx.do(SQL.forget_runs, id=session)

@@ -28,6 +28,8 @@ class Entry(msgspec.Struct, frozen=True):
     role: str
     body: str
     created_at: int
+    run_id: str | None = None
+    """Given where it was asked for: when a page is read."""
 
 
 async def append(
@@ -60,7 +62,7 @@ async def append_raw(tx: Tx, transcript: int, run: int | None, entry: Entry) -> 
 
 
 def _entry(row: Row) -> Entry:
-    return Entry(row["seq"], row["entry"], row["role"], row["body"], row["created_at"])
+    return Entry(*row)
 
 
 async def before(tx: Tx, transcript: int, seq: int, limit: int, *, tools: bool) -> list[Entry]:

@@ -52,6 +52,7 @@ class Mirror:
         self._folder = folder
         self._clock = clock or SystemClock()
         self._changed: set[str] = set()
+        self._deleted: set[str] = set()
         self._places: dict[str, _Place] = {}
         self._missed = False
         self._due: float | None = None
@@ -73,6 +74,8 @@ class Mirror:
     def _hear(self, event: Event | None) -> None:
         if isinstance(event, SessionChanged):
             self._changed.add(event.session_key)
+            if event.reason == "delete":
+                self._deleted.add(event.session_key)
         elif isinstance(event, Gap):
             self._missed = True
         else:
@@ -132,15 +135,17 @@ class Mirror:
 
     async def _update(self, key: str) -> None:
         rows = await self._store.read(_recent, key)
-        if rows is None:
+        if rows is None or key in self._deleted:
             await self._remove(key)
+            self._deleted.discard(key)
+        if rows is None:
             return
         for row in rows:
             if SESSION_ID.fullmatch(row["named_session_id"]):
                 await self._write(key, row["named_session_id"], row["named_transcript"], row["started_at"])
 
     async def _remove(self, key: str) -> None:
-        """The session was deleted; so are its files, as far as this process has written them."""
+        """The session was deleted, whatever its key stands for now; so are the files that this process has written."""
         gone = [session_id for session_id, place in self._places.items() if place.key == key]
         await asyncio.to_thread(_unlink, self._folder, gone)
         for session_id in gone:

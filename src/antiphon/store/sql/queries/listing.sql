@@ -5,7 +5,7 @@
 SELECT s.id, s.key, s.kind, s.channel, s.agent_id, s.session_id, s.updated_at, s.state, s.display_name, s.label,
        s.model, s.last_model, s.context_tokens, s.total_tokens, s.thinking, s.verbose, s.system_sent,
        s.aborted_last_run, s.send_policy, s.last_channel, s.last_to, s.last_account, s.last_thread,
-       s.parent_key, s.children
+       s.parent_key, s.children, s.chat_type, s.subject, s.input_tokens, s.output_tokens, s.created_at, s.archived
 FROM ({streams} ORDER BY updated_at DESC, key LIMIT :limit) AS p
 JOIN sessions s ON s.id = p.id;
 
@@ -73,3 +73,9 @@ WITH RECURSIVE agents (id) AS (
   SELECT (SELECT min(agent_id) FROM sessions WHERE agent_id > agents.id) FROM agents WHERE agents.id IS NOT NULL
 )
 SELECT id FROM agents WHERE id IS NOT NULL LIMIT 1000;
+
+-- name: summary
+-- Counts what is there; for people who ask, not for every request.
+SELECT (SELECT count(*) FROM sessions WHERE archived = 0) AS sessions,
+       (SELECT count(*) FROM runs WHERE state = 'queued' AND session > 0) AS queued,
+       (SELECT count(*) FROM runs WHERE state = 'running' AND session > 0) AS running;

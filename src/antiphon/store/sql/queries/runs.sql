@@ -53,7 +53,7 @@ SELECT r.n, r.id, r.session, s.key FROM runs r JOIN sessions s ON s.id = r.sessi
 WHERE r.session = :session AND r.state = 'queued' ORDER BY r.n LIMIT 5000;
 
 -- name: active_in
-SELECT n, id, cancel_at FROM runs WHERE session = :session AND state = 'running';
+SELECT n, id, cancel_at, transcript, first_seq FROM runs WHERE session = :session AND state = 'running';
 
 -- name: ask_to_stop
 UPDATE runs SET cancel_at = coalesce(cancel_at, :now) WHERE n = :n AND state = 'running';

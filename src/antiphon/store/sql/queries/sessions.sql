@@ -34,7 +34,7 @@ SELECT key FROM sessions WHERE id = :id;
 SELECT s.id, s.key, s.kind, s.channel, s.agent_id, s.session_id, s.updated_at, s.state, s.display_name, s.label,
        s.model, s.last_model, s.context_tokens, s.total_tokens, s.thinking, s.verbose, s.system_sent,
        s.aborted_last_run, s.send_policy, s.last_channel, s.last_to, s.last_account, s.last_thread,
-       s.parent_key, s.children
+       s.parent_key, s.children, s.chat_type, s.subject, s.input_tokens, s.output_tokens, s.created_at, s.archived
 FROM sessions s WHERE s.id = :id;
 
 -- name: insert_transcript
@@ -61,6 +61,20 @@ UPDATE sessions SET label = :label, display_name = :display_name, subject = :sub
        send_policy = :send_policy, system_sent = :system_sent, aborted_last_run = :aborted_last_run,
        input_tokens = :input_tokens, output_tokens = :output_tokens, total_tokens = :total_tokens,
        context_tokens = :context_tokens, extra = :extra, updated_at = :updated_at
+WHERE id = :id;
+
+-- name: patch
+UPDATE sessions SET label = :label, display_name = :display_name, model = :model, thinking = :thinking,
+       verbose = :verbose, send_policy = :send_policy, archived = :archived,
+       archived_at = CASE WHEN :archived = 1 THEN coalesce(archived_at, :now) END, updated_at = :now
+WHERE id = :id;
+
+-- name: label_taken
+SELECT 1 AS taken FROM sessions
+WHERE label = :label AND agent_id = :agent_id AND archived = 0 AND id <> :besides LIMIT 1;
+
+-- name: place_under
+UPDATE sessions SET spawned_by = :parent, parent_key = :parent_key, root_key = :root_key, depth = :depth
 WHERE id = :id;
 
 -- name: count_child
@@ -115,6 +129,10 @@ WHERE id = :id RETURNING last_seq;
 UPDATE sessions SET input_tokens = input_tokens + :input, output_tokens = output_tokens + :output,
        total_tokens = total_tokens + :total, context_tokens = :context, last_model = :model, system_sent = 1
 WHERE id = :id;
+
+-- name: clear_context
+-- What the model is shown has changed; how much that is will be known after the next answer.
+UPDATE sessions SET context_tokens = NULL WHERE id = :id;
 
 -- name: renew
 -- A new conversation under the same key.

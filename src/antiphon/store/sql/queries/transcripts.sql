@@ -3,20 +3,20 @@ INSERT INTO messages (transcript, seq, entry, role, run, body, created_at)
 VALUES (:transcript, :seq, :entry, :role, :run, :body, :now);
 
 -- name: before
-SELECT seq, entry, role, body, created_at FROM messages
-WHERE transcript = :transcript AND seq < :before ORDER BY seq DESC LIMIT :limit;
+SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id FROM messages m LEFT JOIN runs r ON r.n = m.run
+WHERE m.transcript = :transcript AND m.seq < :before ORDER BY m.seq DESC LIMIT :limit;
 
 -- name: before_without_tools
-SELECT seq, entry, role, body, created_at FROM messages
-WHERE transcript = :transcript AND seq < :before AND role <> 'toolResult' ORDER BY seq DESC LIMIT :limit;
+SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id FROM messages m LEFT JOIN runs r ON r.n = m.run
+WHERE m.transcript = :transcript AND m.seq < :before AND m.role <> 'toolResult' ORDER BY m.seq DESC LIMIT :limit;
 
 -- name: after
-SELECT seq, entry, role, body, created_at FROM messages
-WHERE transcript = :transcript AND seq > :after ORDER BY seq LIMIT :limit;
+SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id FROM messages m LEFT JOIN runs r ON r.n = m.run
+WHERE m.transcript = :transcript AND m.seq > :after ORDER BY m.seq LIMIT :limit;
 
 -- name: after_without_tools
-SELECT seq, entry, role, body, created_at FROM messages
-WHERE transcript = :transcript AND seq > :after AND role <> 'toolResult' ORDER BY seq LIMIT :limit;
+SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id FROM messages m LEFT JOIN runs r ON r.n = m.run
+WHERE m.transcript = :transcript AND m.seq > :after AND m.role <> 'toolResult' ORDER BY m.seq LIMIT :limit;
 
 -- name: latest_compaction
 SELECT seq, body FROM messages WHERE transcript = :transcript AND role = 'compaction' ORDER BY seq DESC LIMIT 1;
@@ -26,6 +26,18 @@ SELECT seq, body FROM messages WHERE transcript = :transcript AND role = 'compac
 SELECT seq, role, body, run FROM messages
 WHERE transcript = :transcript AND seq >= :since AND seq < :before AND role <> 'compaction'
 ORDER BY seq DESC LIMIT :limit;
+
+-- name: first_of_last
+-- Where the last `others` + 1 entries that a prompt may contain begin: not with a tool's result, which would lose
+-- its call.
+SELECT max(seq) AS seq FROM messages
+WHERE transcript = :transcript AND seq >= :since AND role NOT IN ('toolResult', 'compaction')
+  AND seq <= (SELECT seq FROM messages WHERE transcript = :transcript AND seq >= :since AND role <> 'compaction'
+              ORDER BY seq DESC LIMIT 1 OFFSET :others);
+
+-- name: measure
+SELECT count(*) AS entries, coalesce(sum(length(body)), 0) AS characters FROM messages
+WHERE transcript = :transcript AND seq >= :since AND seq < :before AND role <> 'compaction';
 
 -- name: since_last_answer
 -- The run's last assistant entry and what followed it.

@@ -1,0 +1,112 @@
+"""What every operation works with: the store, the bus, the door, and how a row becomes a view."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon import access, keys, views
+from antiphon.access import Action, Caller
+from antiphon.bus import EventBus, MessageAppended, SessionChanged, session_topic
+from antiphon.clock import Clock
+from antiphon.engine import sessions
+from antiphon.engine.door import Door
+from antiphon.engine.transcripts import Entry
+from antiphon.errors import NotFound, StoreReadOnly
+from antiphon.store import Row, Store, Tx
+from antiphon.views import SessionView
+
+if TYPE_CHECKING:  # a command that only reads is over before these would be imported
+    from antiphon.config import Config
+    from antiphon.engine.engine import Engine
+
+
+class Core:
+    def __init__(
+        self,
+        *,
+        config: Config,
+        store: Store,
+        bus: EventBus,
+        clock: Clock,
+        door: Door,
+        engine: Engine | None,
+        transcripts_dir: Path,
+    ) -> None:
+        self.config = config
+        self._store = store
+        self._bus = bus
+        self._clock = clock
+        self._door = door
+        self._engine = engine
+        self._transcripts = str(transcripts_dir)
+
+    def _running(self) -> Engine:
+        if self._engine is None:
+            raise StoreReadOnly(
+                "This view of the store is for reading.", "Start Antiphon on this state directory."
+            )
+        return self._engine
+
+    async def _opened_or_founded(
+        self, tx: Tx, caller: Caller, action: Action, reference: str, now: int
+    ) -> tuple[Row, bool]:
+        """The session, and whether it was founded just now."""
+        try:
+            return await self._door.open(tx, caller, action, reference), False
+        except NotFound:
+            return await self._door.open(tx, caller, action, reference, found_at=now), True
+
+    @staticmethod
+    async def _described(tx: Tx, session: int) -> Row:
+        row = await tx.one(sessions.SQL.described, id=session)
+        assert row is not None
+        return row
+
+    # --- events, always after the commit they tell of ---
+
+    def _tell(self, row: Row, reason: str) -> None:
+        """Those who follow this session, and those who follow all of them."""
+        self._tell_one(row, reason)
+        self._tell_all(row, reason)
+
+    def _tell_one(self, row: Row, reason: str) -> None:
+        event = SessionChanged(session_key=row["key"], reason=reason)
+        self._bus.publish(session_topic(row["id"]), event)
+
+    def _tell_all(self, row: Row, reason: str) -> None:
+        self._bus.publish("sessions", SessionChanged(session_key=row["key"], reason=reason))
+
+    def _tell_entry(self, row: Row, entry: Entry) -> None:
+        event = MessageAppended(
+            session_key=row["key"],
+            session_id=row["session_id"],
+            seq=entry.seq,
+            entry=entry.id,
+            body=entry.body,
+        )
+        self._bus.publish(session_topic(row["id"]), event)
+
+    # --- views ---
+
+    def _session_view(self, caller: Caller, row: Row) -> SessionView:
+        shown = keys.display_text(row["key"], viewer_agent_id=caller.agent_id)
+        view = views.session_view(row, shown, f"{self._transcripts}/{row['session_id']}.jsonl")
+        return view if caller.is_operator else self._discreet(caller, view, row["key"])
+
+    def _discreet(self, caller: Caller, view: SessionView, key: str) -> SessionView:
+        """Without a parent that the caller may not know of, and without counting children it may not see."""
+        reach = access.reach(caller, self._door.grants(caller))
+        parent = view.parent_key
+        if parent is not None and parent != reach.own_key and not reach.admits_agent(_agent_of(parent)):
+            # A session seen only because it was spawned below the caller has a parent that was, too.
+            below = reach.descendants and key != reach.own_key and not reach.admits_agent(_agent_of(key))
+            parent = parent if below else None
+        children = view.child_count if reach.descendants else None
+        return msgspec.structs.replace(view, parent_key=parent, child_count=children)
+
+
+def _agent_of(key: str) -> str:
+    return keys.parse(key).agent_id

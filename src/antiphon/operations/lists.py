@@ -1,0 +1,129 @@
+"""Which sessions there are, and each of them as a row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from antiphon import access, keys
+from antiphon.access import Caller
+from antiphon.engine import runs
+from antiphon.errors import Forbidden, InvalidInput
+from antiphon.operations.checks import between
+from antiphon.operations.core import Core
+from antiphon.store import Row, Tx, listing
+from antiphon.store.listing import KINDS, Wish
+from antiphon.views import SessionPage, SessionView, Summary
+
+LIST_LIMIT, LIST_MOST = 50, 200
+
+
+class ListFilter(msgspec.Struct, frozen=True, kw_only=True):
+    kinds: Sequence[str] | None = None
+    limit: int = LIST_LIMIT
+    active_minutes: float | None = None
+    agent_id: str | None = None
+    label: str | None = None
+    search: str | None = None
+    spawned_by: str | None = None
+    include_archived: bool = False
+    cursor: str | None = None
+
+
+class Lists(Core):
+    async def list(self, caller: Caller, wanted: ListFilter) -> SessionPage:
+        """Sessions the caller may read, newest first."""
+        access.require_scope(caller, "list")
+        limit = between(wanted.limit, 1, LIST_MOST, "limit")
+        rows = await self._store.read(self._list, caller, wanted, limit + 1)
+        shown = rows[:limit]
+        more = len(rows) > limit
+        return SessionPage(
+            count=len(shown),
+            sessions=[self._session_view(caller, row) for row in shown],
+            scope="all" if caller.is_operator else self._door.grants(caller).read,
+            next_cursor=f"{shown[-1]['updated_at']}|{shown[-1]['key']}" if more else None,
+        )
+
+    async def _list(self, tx: Tx, caller: Caller, wanted: ListFilter, limit: int) -> list[Row]:
+        wish = await self._wish(tx, caller, wanted, limit)
+        return await listing.page(tx, wish) if wish else []
+
+    async def _wish(self, tx: Tx, caller: Caller, wanted: ListFilter, limit: int) -> Wish | None:
+        """The caller's filters narrowed to the caller's reach; None when nothing can be left."""
+        reach = access.reach(caller, self._door.grants(caller))
+        agents = None
+        if not reach.everything:
+            known = await listing.agent_ids(tx)
+            agents = [agent for agent in known if reach.admits_agent(agent)]
+            agents = None if len(agents) == len(known) else agents
+        only = None if wanted.agent_id is None else keys.checked_agent_id(wanted.agent_id)
+        if only is not None:
+            agents = [only] if agents is None or only in agents else []
+        parent = None
+        if wanted.spawned_by is not None:
+            parent = (await self._door.open(tx, caller, "list", wanted.spawned_by))["key"]
+        if agents == [] and reach.own_key is None:
+            return None
+        active = wanted.active_minutes
+        return Wish(
+            limit=limit,
+            kinds=_kinds(wanted.kinds),
+            agents=agents,
+            own_key=reach.own_key,
+            descendants=reach.descendants,
+            only_agent=only,
+            label=wanted.label,
+            parent=parent,
+            search=wanted.search,
+            active_since=None if active is None else self._clock.now() - round(active * 60_000),
+            archived=wanted.include_archived,
+            cursor=_cursor(wanted.cursor),
+        )
+
+    async def summary(self, caller: Caller) -> Summary:
+        """For whoever may read every session."""
+        access.require_scope(caller, "list")
+        if not caller.is_operator:
+            raise Forbidden("Only operators see the whole.", "List sessions instead.", action="list")
+        row = await self._store.read(_summary)
+        return Summary(sessions=row["sessions"], queued=row["queued"], running=row["running"])
+
+    async def describe(self, caller: Caller, session: str) -> SessionView:
+        """One session as a list row, with the run that plays in it."""
+        row, active = await self._store.read(self._describe, caller, session)
+        view = self._session_view(caller, row)
+        return msgspec.structs.replace(view, active_run_id=active["id"]) if active else view
+
+    async def _describe(self, tx: Tx, caller: Caller, session: str) -> tuple[Row, Row | None]:
+        row = await self._door.open(tx, caller, "read", session)
+        return await self._described(tx, row["id"]), await tx.one(runs.SQL.active_in, session=row["id"])
+
+
+def _kinds(wanted: Sequence[str] | None) -> Sequence[str]:
+    unknown = set(wanted or ()) - set(KINDS)
+    if unknown:
+        raise InvalidInput(
+            f"There is no kind {sorted(unknown)[0]!r}.", f"The kinds are {', '.join(KINDS)}.", field="kinds"
+        )
+    return tuple(dict.fromkeys(wanted)) if wanted else KINDS
+
+
+def _cursor(text: str | None) -> tuple[int, str] | None:
+    if text is None:
+        return None
+    at, _, key = text.partition("|")
+    if not (at.isdecimal() and len(at) < 18 and key):
+        raise InvalidInput(
+            f"The cursor {text[:80]!r} is not one of ours.",
+            "Pass nextCursor as it was given.",
+            field="cursor",
+        )
+    return int(at), key
+
+
+async def _summary(tx: Tx) -> Row:
+    row = await tx.one(listing.SQL.summary)
+    assert row is not None
+    return row

@@ -1,0 +1,153 @@
+"""Finding what was said, in every session that the caller may read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from antiphon import access, keys
+from antiphon.access import Caller, Target
+from antiphon.engine import search, sessions
+from antiphon.engine.search import Wish
+from antiphon.errors import Ambiguous, InvalidInput, NotFound
+from antiphon.operations.checks import between
+from antiphon.operations.core import Core
+from antiphon.store import Row, Tx, listing
+from antiphon.views import SearchHit, SearchPage
+
+SEARCH_LIMIT, SEARCH_MOST = 20, 50
+SEARCH_SESSIONS = 200  # that can be searched by name
+DAY = 86_400_000  # milliseconds
+
+
+class _Asked(msgspec.Struct, frozen=True, kw_only=True):
+    query: str
+    limit: int
+    agent_id: str | None
+    session: str | None
+    sessions: Sequence[str] | None
+    include_tools: bool
+
+
+class Searches(Core):
+    async def search(
+        self,
+        caller: Caller,
+        query: str,
+        *,
+        limit: int = SEARCH_LIMIT,
+        agent_id: str | None = None,
+        session: str | None = None,
+        sessions: Sequence[str] | None = None,
+        include_tools: bool = True,
+    ) -> SearchPage:
+        """What was said with all these words in it, the latest first, archived and past conversations included.
+
+        Quotes make a phrase, and the last word may be the beginning of one. `session` must be readable; of
+        `sessions`, those that are not are left out.
+        """
+        access.require_scope(caller, "read")
+        asked = _Asked(
+            query=_query(query),
+            limit=between(limit, 1, SEARCH_MOST, "limit"),
+            agent_id=None if agent_id is None else keys.checked_agent_id(agent_id),
+            session=session,
+            sessions=_few(sessions),
+            include_tools=include_tools,
+        )
+        indexing = await self._indexing()
+        rows, in_time = await self._store.read(self._search, caller, asked)
+        now = self._clock.now()
+        return SearchPage(
+            results=[_hit(caller, row, now) for row in rows[: asked.limit]],
+            indexing=indexing,
+            truncated=len(rows) > asked.limit or not in_time,
+        )
+
+    async def _indexing(self) -> bool:
+        """Whether what had been said when the search began is not all indexed; if little is missing, it is now."""
+        last, head = await self._store.read(search.place)
+        if last < head <= last + search.LITTLE and self._engine is not None:
+            last = await self._store.tx(search.index)
+            if last < head:
+                last = await self._store.tx(search.index)
+        return last < head
+
+    async def _search(self, tx: Tx, caller: Caller, asked: _Asked) -> tuple[list[Row], bool]:
+        scopes = await self._scopes(tx, caller, asked)
+        wish = Wish(query=asked.query, limit=asked.limit + 1, scopes=scopes, viewer=caller.session_key)
+        rows, in_time = await search.find(tx, wish)
+        reach = access.reach(caller, self._door.grants(caller))
+        # The index has passed over what is out of reach; who may read a row is decided by the row nevertheless.
+        return [row for row in rows if reach.covers(_target(row))], in_time
+
+    async def _scopes(self, tx: Tx, caller: Caller, asked: _Asked) -> list[list[str]]:
+        scopes = [await self._reached(tx, caller)]
+        if asked.agent_id is not None:
+            scopes.append([search.of_agent(asked.agent_id)])
+        if asked.session is not None:
+            row = await self._door.open(tx, caller, "read", asked.session)
+            scopes.append([search.of_session(row["id"])])
+        if asked.sessions is not None:
+            scopes.append(await self._readable(tx, caller, asked.sessions))
+        if not asked.include_tools:
+            scopes.append([search.SAID])
+        return [scope for scope in scopes if scope is not None]
+
+    async def _reached(self, tx: Tx, caller: Caller) -> list[str] | None:
+        """The caller's reach in words of the index; None where nothing is out of it."""
+        reach = access.reach(caller, self._door.grants(caller))
+        known = [] if reach.everything else await listing.agent_ids(tx)
+        agents = [agent for agent in known if reach.admits_agent(agent)]
+        if len(agents) == len(known):
+            return None
+        words = [search.of_agent(agent) for agent in agents]
+        own = await tx.one(sessions.SQL.by_key, key=reach.own_key, viewer=None)
+        if own is not None:
+            words.append(search.of_session(own["id"]))
+            words += [search.below_session(own["id"])] if reach.descendants else []
+        return words
+
+    async def _readable(self, tx: Tx, caller: Caller, references: Sequence[str]) -> list[str]:
+        found: list[str] = []
+        for reference in references:
+            try:
+                row = await self._door.open(tx, caller, "read", reference)
+            except (NotFound, Ambiguous, InvalidInput):
+                continue
+            found.append(search.of_session(row["id"]))
+        return found
+
+
+def _query(query: str) -> str:
+    if not query.strip():
+        raise InvalidInput("The query is empty.", "Give at least one word to look for.", field="query")
+    return query
+
+
+def _few(references: Sequence[str] | None) -> Sequence[str] | None:
+    if references is not None and len(references) > SEARCH_SESSIONS:
+        raise InvalidInput(
+            f"{len(references)} sessions are named; at most {SEARCH_SESSIONS} can be.",
+            "Name fewer, or none to search all.",
+            field="sessions",
+        )
+    return references
+
+
+def _target(row: Row) -> Target:
+    return Target(row["key"], row["agent_id"], bool(row["descendant"]))
+
+
+def _hit(caller: Caller, row: Row, now: int) -> SearchHit:
+    return SearchHit(
+        session_key=keys.display_text(row["key"], viewer_agent_id=caller.agent_id),
+        session_id=row["session_id"],
+        message_id=row["entry"],
+        seq=row["seq"],
+        role=row["role"],
+        timestamp=row["created_at"],
+        snippet=search.snippet(row["marked"]),
+        score=round(1 / (1 + max(0, now - row["created_at"]) / DAY), 4),
+    )

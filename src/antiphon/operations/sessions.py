@@ -1,0 +1,161 @@
+"""Sessions themselves: founding them, and what is set on them."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from antiphon import access, keys
+from antiphon.access import Caller
+from antiphon.engine import sessions
+from antiphon.errors import InvalidInput
+from antiphon.operations import checks
+from antiphon.operations.core import Core
+from antiphon.store import Row, Tx
+from antiphon.views import SessionView
+
+LABEL_MOST, DISPLAY_NAME_MOST = 64, 200  # characters
+
+_Settings: TypeAlias = Mapping[str, str | int | None]
+
+
+class Patch(msgspec.Struct, frozen=True, kw_only=True):
+    """What to set on a session. Unset stays as it is, None is as if it had never been set."""
+
+    label: str | UnsetType | None = UNSET
+    display_name: str | UnsetType | None = UNSET
+    model: str | UnsetType | None = UNSET
+    thinking_level: str | UnsetType | None = UNSET
+    verbose_level: str | UnsetType | None = UNSET
+    send_policy: str | UnsetType | None = UNSET
+    archived: bool | UnsetType | None = UNSET
+
+
+_COLUMNS = {"thinking_level": "thinking", "verbose_level": "verbose"}  # the others are called as their column
+
+
+class Sessions(Core):
+    async def open(self, caller: Caller, session: str) -> SessionView:
+        """The session, founded if it is not there yet."""
+        row, founded = await self._store.tx(self._open, caller, session, self._clock.now())
+        if founded:
+            self._tell(row, "create")
+        return self._session_view(caller, row)
+
+    async def _open(self, tx: Tx, caller: Caller, session: str, now: int) -> tuple[Row, bool]:
+        row, founded = await self._opened_or_founded(tx, caller, "send", session, now)
+        checks.current(row, session)
+        return await self._described(tx, row["id"]), founded
+
+    async def create(
+        self,
+        caller: Caller,
+        *,
+        session: str | None = None,
+        agent_id: str | None = None,
+        label: str | None = None,
+        display_name: str | None = None,
+        model: str | None = None,
+        parent: str | None = None,
+    ) -> SessionView:
+        """Found a session, by default under a key of its own.
+
+        One that exists gets the names and the model that are given, if the caller may manage it; its parent
+        stays who it is.
+        """
+        access.require_scope(caller, "send")
+        agent = None if agent_id is None else keys.checked_agent_id(agent_id)
+        if session is None:
+            owner = agent or caller.agent_id or self.config.default_agent_id
+            session = str(keys.owned_key(owner, "dashboard", str(uuid.uuid4())))
+        given = {"label": label, "display_name": display_name, "model": model}
+        settings = {name: self._checked(name, value) for name, value in given.items() if value is not None}
+        now = self._clock.now()
+        row, reason = await self._store.tx(self._create, caller, session, agent, parent, settings, now)
+        if reason:
+            self._tell(row, reason)
+        return self._session_view(caller, row)
+
+    async def _create(
+        self,
+        tx: Tx,
+        caller: Caller,
+        session: str,
+        agent: str | None,
+        parent: str | None,
+        settings: _Settings,
+        now: int,
+    ) -> tuple[Row, str | None]:
+        # The parent first: a session cannot be its own, and must not be founded to be one.
+        above = None if parent is None else await self._door.open(tx, caller, "send", parent)
+        row, founded = await self._opened_or_founded(tx, caller, "send", session, now)
+        checks.current(row, session)
+        _check_agent(row, agent)
+        if founded and above:
+            await sessions.place_under(tx, row["id"], above["id"])
+        before = await self._described(tx, row["id"])
+        changed = {column: value for column, value in settings.items() if value != before[column]}
+        if changed:
+            if not founded:
+                self._door.admit(caller, "manage", row, session)
+            await sessions.patch(tx, row["id"], changed, now)
+        reason = "create" if founded else "patch" if changed else None
+        return await self._described(tx, row["id"]), reason
+
+    async def patch(self, caller: Caller, session: str, changes: Patch) -> SessionView:
+        """Set what is given, all of it or nothing. A key that has no session yet gets one."""
+        access.require_scope(caller, "manage")
+        given = {name: getattr(changes, name) for name in Patch.__struct_fields__}
+        settings = {
+            _COLUMNS.get(name, name): self._checked(name, value)
+            for name, value in given.items()
+            if value is not UNSET
+        }
+        row, founded = await self._store.tx(self._patch, caller, session, settings, self._clock.now())
+        if founded:
+            self._tell(row, "create")
+        if settings:
+            self._tell(row, "patch")
+        return self._session_view(caller, row)
+
+    async def _patch(
+        self, tx: Tx, caller: Caller, session: str, settings: _Settings, now: int
+    ) -> tuple[Row, bool]:
+        row, founded = await self._opened_or_founded(tx, caller, "manage", session, now)
+        if settings:
+            await sessions.patch(tx, row["id"], settings, now)
+        return await self._described(tx, row["id"]), founded
+
+    def _checked(self, field: str, value: str | bool | None) -> str | int | None:
+        """A setting as it is stored."""
+        match field, value:
+            case "archived", _:
+                return int(bool(value))
+            case "label", str():
+                return checks.name(value, LABEL_MOST, "label")
+            case "display_name", str():
+                return checks.name(value, DISPLAY_NAME_MOST, "displayName")
+            case "model", str():
+                self.config.find_model(value)
+            case "thinking_level", str():
+                checks.one_of(value, checks.THINKING, "thinkingLevel")
+            case "verbose_level", str():
+                checks.one_of(value, checks.VERBOSE, "verboseLevel")
+            case "send_policy", str():
+                checks.one_of(value, checks.SEND_POLICIES, "sendPolicy")
+            case _:
+                return None
+        return value
+
+
+def _check_agent(row: Row, agent: str | None) -> None:
+    if agent is not None and row["agent_id"] != agent:
+        raise InvalidInput(
+            f"Session {row['key']!r} belongs to agent {row['agent_id']!r}, not to {agent!r}.",
+            "Leave out one of the two, or write the key in full.",
+            field="agentId",
+        )

@@ -1,0 +1,141 @@
+"""Words on their way into a session."""
+
+from __future__ import annotations
+
+import uuid
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon import keys, policy
+from antiphon.access import Caller
+from antiphon.engine import runs
+from antiphon.engine.runs import Submission
+from antiphon.errors import InvalidInput, SendBlocked
+from antiphon.messages import Image, Provenance, Text, User
+from antiphon.operations import checks
+from antiphon.operations.checks import THINKING
+from antiphon.operations.core import Core
+from antiphon.store import Row, Tx
+from antiphon.views import Accepted
+
+if TYPE_CHECKING:
+    from antiphon.config import Config
+
+_CHAT_TYPES: dict[str, keys.ChatType] = {"direct": "direct", "group": "group", "channel": "channel"}
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True):
+    """Words for a session. `idempotency_key` becomes the run's id: saying it again changes nothing."""
+
+    session: str
+    content: str | list[Text | Image]
+    idempotency_key: str | None = None
+    origin: str = "chat"
+    model: str | None = None
+    thinking: str | None = None
+    instructions: str | None = None
+    timeout_seconds: float | None = None
+    provenance: Provenance | None = None
+
+
+class Submissions(Core):
+    @cached_property
+    def _policy(self) -> policy.SendPolicy:
+        return _send_policy(self.config)
+
+    async def submit(self, caller: Caller, message: Message) -> Accepted:
+        """Put words into a session. They are durable when this returns; their run starts by itself."""
+        self._check(message)
+        engine = self._running()
+        run_id = message.idempotency_key or uuid.uuid4().hex
+        accepted, row, founded = await self._store.tx(
+            self._submit, caller, message, run_id, self._clock.now()
+        )
+        if founded:
+            self._tell(row, "create")
+        await engine.accepted(accepted)
+        return Accepted(
+            run_id=accepted.run_id,
+            session_key=row["key"],
+            session_id=row["session_id"],
+            state=accepted.state,
+            new=accepted.new,
+        )
+
+    async def _submit(
+        self, tx: Tx, caller: Caller, message: Message, run_id: str, now: int
+    ) -> tuple[runs.Accepted, Row, bool]:
+        row, founded = await self._opened_or_founded(tx, caller, "send", message.session, now)
+        checks.current(row, message.session)
+        self._check_policy(row)
+        timeout = message.timeout_seconds
+        submission = Submission(
+            run_id=run_id,
+            session=row["id"],
+            session_key=row["key"],
+            origin=message.origin,
+            message=User(content=message.content, timestamp=now, provenance=message.provenance),
+            instructions=message.instructions,
+            model=message.model,
+            thinking=message.thinking,
+            deadline_at=None if timeout is None else now + round(timeout * 1000),
+            max_queued=self.config.store.lane_max_queued,
+        )
+        return await runs.submit(tx, submission, now), row, founded
+
+    def _check(self, message: Message) -> None:
+        """Everything about the words that can be refused without looking anything up."""
+        checks.content(message.content, self.config.store.message_max_bytes, beside=message.instructions)
+        key = message.idempotency_key
+        if key is not None and not (0 < len(key) <= 200 and key.isprintable()):
+            raise InvalidInput(
+                "The idempotency key must be 1 to 200 printable characters.",
+                "Use a UUID.",
+                field="idempotencyKey",
+            )
+        if message.timeout_seconds is not None and not 0 < message.timeout_seconds <= 366 * 86_400:
+            raise InvalidInput(
+                "The timeout must be more than 0 seconds and at most a year.",
+                "Leave it out.",
+                field="timeoutSeconds",
+            )
+        if message.thinking is not None and message.thinking not in THINKING:
+            raise InvalidInput(
+                f"There is no thinking level {message.thinking!r}.",
+                f"Use one of {', '.join(THINKING)}.",
+                field="thinking",
+            )
+        if message.model is not None:
+            self.config.find_model(message.model)
+
+    def _check_policy(self, row: Row) -> None:
+        decision = policy.decide(
+            self._policy,
+            override=row["send_policy"],
+            channel=row["channel"] or row["last_channel"],
+            chat_type=row["chat_type"],
+            key=row["key"],
+        )
+        if decision == "deny":
+            raise SendBlocked(
+                f"send blocked by session policy: nothing may be sent to {row['key']!r}.",
+                "Change session.sendPolicy, or the session's own sendPolicy.",
+                key=row["key"],
+            )
+
+
+def _send_policy(config: Config) -> policy.SendPolicy:
+    configured = config.session.send_policy
+    rules = tuple(
+        policy.SendRule(
+            action=rule.action,
+            channel=rule.match.channel_name,
+            chat_type=_CHAT_TYPES.get(rule.match.chat_type or ""),
+            key_prefix=rule.match.key_prefix,
+            raw_key_prefix=rule.match.raw_key_prefix,
+        )
+        for rule in configured.rules
+    )
+    return policy.SendPolicy(rules, configured.default)

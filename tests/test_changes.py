@@ -1,0 +1,816 @@
+"""Changing sessions: founded, named, begun anew, shortened, added to and deleted, all of it or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from antiphon.access import READ, WRITE, Caller
+from antiphon.bus import Event, Gap, MessageAppended, SessionChanged, session_topic
+from antiphon.bus.local import LocalBus
+from antiphon.clock import ManualClock
+from antiphon.engine.engine import Pace
+from antiphon.engine.toolbox import Call, Result
+from antiphon.errors import (
+    AntiphonError,
+    Conflict,
+    Forbidden,
+    InvalidInput,
+    InvalidKey,
+    NotFound,
+    TooLarge,
+    UnknownModel,
+)
+from antiphon.messages import Assistant, Compaction, Text, ToolCall, ToolResult, User, encode
+from antiphon.operations import HistoryFilter, ListFilter, Operations, Patch
+from antiphon.runtimes import Prompt
+from antiphon.views import Preview, PreviewItem
+from stage import BOUND, MAIN, OPERATOR, Stage, calls, dump, soon, staged, text, tool, with_settings
+
+pytestmark = pytest.mark.anyio
+
+MODEL = "rehearsal/rehearsal"
+SIDE = "agent:main:dashboard:side"
+TWO = with_settings({"agents": {"list": [{"id": "main"}, {"id": "other"}]}})
+GLOBAL = with_settings({"session": {"scope": "global"}})
+STUCK = Pace(lease=3600, sweep=3600, stop_grace=3600)  # nobody ends a run but its owner
+
+
+async def echo(prompt: Prompt) -> str:
+    return "ok"
+
+
+class Busy:
+    """An agent that answers when it is let go; if it is stubborn, not even being stopped hurries it."""
+
+    def __init__(self, *, stubborn: bool = False) -> None:
+        self.begun, self.release = asyncio.Event(), asyncio.Event()
+        self._stubborn = stubborn
+
+    async def __call__(self, prompt: Prompt) -> str:
+        self.begun.set()
+        while not self.release.is_set():
+            try:
+                await self.release.wait()
+            except asyncio.CancelledError:
+                if not self._stubborn:
+                    raise
+        return "ok"
+
+
+async def heard(
+    stage: Stage, change: Callable[[], Awaitable[object]], topic: str = "sessions"
+) -> list[Event]:
+    """What a topic tells of a change."""
+    async with stage.bus.listen(topic) as events:
+        await change()
+        told: list[Event] = []
+        while event := await events.get(0):
+            told.append(event)
+    return told
+
+
+def reasons(told: list[Event]) -> list[tuple[str, str]]:
+    return [(event.session_key, event.reason) for event in told if isinstance(event, SessionChanged)]
+
+
+async def found(stage: Stage, search: str) -> list[str]:
+    page = await stage.operations.list(OPERATOR, ListFilter(search=search))
+    return [row.key for row in page.sessions]
+
+
+# --- who may ---
+
+MANAGING: dict[str, Callable[[Operations, Caller], Awaitable[object]]] = {
+    "patch": lambda o, c: o.patch(c, SIDE, Patch(label="mine")),
+    "renew": lambda o, c: o.renew(c, SIDE),
+    "restore": lambda o, c: o.restore(c, SIDE),
+    "reset": lambda o, c: o.reset(c, SIDE),
+    "delete": lambda o, c: o.delete(c, SIDE),
+    "compact": lambda o, c: o.compact(c, SIDE, keep=1),
+    "inject": lambda o, c: o.inject(c, SIDE, "hello"),
+    "create": lambda o, c: o.create(c, session=SIDE, label="mine"),
+}
+
+
+@pytest.mark.requirement("V3", "G30")
+@pytest.mark.parametrize("name", MANAGING)
+@pytest.mark.parametrize("scope", [READ, WRITE])
+async def test_only_an_administrator_changes_sessions(tmp_path: Path, name: str, scope: str) -> None:
+    async with staged(tmp_path, echo, clock=ManualClock()) as stage:
+        await stage.ask("hello", SIDE)
+        before = dump(stage.path)
+        with pytest.raises(Forbidden, match=r"lacks 'operator\."):
+            await MANAGING[name](stage.operations, Caller.operator([scope]))
+        assert dump(stage.path) == before
+        await MANAGING[name](stage.operations, OPERATOR)
+
+
+@pytest.mark.requirement("V3", "G30")
+@pytest.mark.parametrize("name", MANAGING)
+async def test_an_agent_changes_only_its_own_tree(tmp_path: Path, name: str) -> None:
+    async with staged(tmp_path, echo, clock=ManualClock()) as stage:
+        await stage.create(MAIN)
+        await stage.create("agent:main:direct:stranger")
+        await stage.create(SIDE, MAIN)
+        before = dump(stage.path)
+        stranger = Caller.agent("main", "agent:main:direct:stranger")
+        if name == "delete":
+            assert not await stage.operations.delete(stranger, SIDE), "it looks as if it did not exist"
+        else:
+            with pytest.raises(NotFound):
+                await MANAGING[name](stage.operations, stranger)
+        assert dump(stage.path) == before
+        await MANAGING[name](stage.operations, Caller.agent("main", MAIN))
+
+
+async def test_stopping_needs_no_administrator(tmp_path: Path) -> None:
+    agent = Busy()
+    async with staged(tmp_path, agent) as stage:
+        run_id = await stage.say("go")
+        await soon(agent.begun)
+        with pytest.raises(Forbidden):
+            await stage.operations.stop(Caller.operator([READ]), MAIN)
+        told = await heard(stage, lambda: stage.operations.stop(Caller.operator([WRITE]), MAIN))
+        assert reasons(told)[:1] == [(MAIN, "abort")]
+        assert (await stage.ended(run_id)).state == "cancelled"
+        assert await heard(stage, lambda: stage.operations.stop(OPERATOR, MAIN)) == []
+
+
+# --- founding ---
+
+
+async def test_a_session_is_founded_under_a_key_of_its_own(tmp_path: Path) -> None:
+    writer = Caller.operator([WRITE])
+    async with staged(tmp_path, echo, config=TWO) as stage:
+        plain = await stage.operations.create(writer)
+        named = await stage.operations.create(
+            writer, agent_id="Other", label=" plan ", display_name="The plan", model=MODEL, parent=plain.key
+        )
+    assert plain.key.startswith("agent:main:dashboard:")
+    assert named.key.startswith("agent:other:dashboard:")
+    async with staged(tmp_path, echo, config=TWO) as stage:
+        view = await stage.operations.describe(OPERATOR, named.key)
+        assert (view.label, view.display_name, view.model_override) == ("plan", "The plan", MODEL)
+        assert (view.parent_key, view.archived, view.chat_type) == (plain.key, False, None)
+        assert (await stage.operations.describe(OPERATOR, plain.key)).child_count == 1
+        assert await found(stage, "plan") == [named.key]
+        below = await stage.operations.list(OPERATOR, ListFilter(spawned_by=plain.key))
+        assert [row.key for row in below.sessions] == [named.key]
+        grown = stage.rows("SELECT depth, root_key FROM sessions WHERE key = ?", named.key)
+        assert grown == [{"depth": 1, "root_key": plain.key}]
+        seen = await stage.operations.list(Caller.agent("main", plain.key), ListFilter())
+        assert {row.key for row in seen.sessions} == {plain.key, named.key}
+
+
+async def test_creating_what_exists_changes_only_what_is_asked_for(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo, clock=ManualClock()) as stage:
+        first = await stage.operations.create(OPERATOR, session=SIDE, label="plan")
+        before = dump(stage.path)
+        writer = Caller.operator([WRITE])
+        for wanted in ({}, {"label": "plan"}, {"agent_id": "main", "parent": SIDE}):
+            assert await stage.operations.create(writer, session=SIDE, **wanted) == first
+        assert dump(stage.path) == before
+        told = await heard(stage, lambda: stage.operations.create(OPERATOR, session=SIDE, model=MODEL))
+        assert reasons(told) == [(SIDE, "patch")]
+        assert (await stage.operations.describe(OPERATOR, SIDE)).model_override == MODEL
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error", "words"),
+    [
+        ({"parent": "agent:main:dashboard:nobody"}, NotFound, "was not found"),
+        (
+            {"session": "agent:main:dashboard:new", "parent": "agent:main:dashboard:new"},
+            NotFound,
+            "not found",
+        ),
+        (
+            {"session": "agent:main:dashboard:new", "agent_id": "other"},
+            InvalidInput,
+            "belongs to agent 'main'",
+        ),
+        ({"label": "taken"}, Conflict, "label already in use: taken"),
+        ({"label": ""}, InvalidInput, "invalid label"),
+        ({"display_name": "a\nb"}, InvalidInput, "invalid displayName"),
+        ({"model": "nobody/nothing"}, UnknownModel, "not configured"),
+        ({"agent_id": "nobody"}, NotFound, "no agent"),
+        ({"agent_id": "a b"}, InvalidKey, "agents_list"),
+        ({"session": ""}, InvalidKey, "empty"),
+        ({"session": "just words"}, NotFound, "was not found"),
+    ],
+)
+async def test_what_cannot_be_founded_changes_nothing(
+    tmp_path: Path, wanted: dict[str, Any], error: type[AntiphonError], words: str
+) -> None:
+    async with staged(tmp_path, echo, config=TWO, clock=ManualClock()) as stage:
+        await stage.operations.create(OPERATOR, session=SIDE, label="taken")
+        before = dump(stage.path)
+
+        async def refused() -> None:
+            with pytest.raises(error, match=words):
+                await stage.operations.create(OPERATOR, **wanted)
+
+        assert await heard(stage, refused) == []
+        assert dump(stage.path) == before
+
+
+async def test_agents_found_nothing(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo) as stage:
+        await stage.create(MAIN)
+        with pytest.raises(NotFound):
+            await stage.operations.create(Caller.agent("main", MAIN))
+        assert len(stage.rows("SELECT 1 FROM sessions")) == 1
+
+
+@pytest.mark.requirement("W3")
+async def test_founding_is_told_once_however_it_happens(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo) as stage:
+        asked = [
+            lambda: stage.ask("hello"),
+            lambda: stage.operations.open(OPERATOR, SIDE),
+            lambda: stage.operations.create(OPERATOR, session="agent:main:dashboard:2", label="a"),
+            lambda: stage.operations.patch(OPERATOR, "agent:main:dashboard:3", Patch(label="b")),
+        ]
+        keys = [MAIN, SIDE, "agent:main:dashboard:2", "agent:main:dashboard:3"]
+        for key, ask in zip(keys, asked, strict=True):
+            told = reasons(await heard(stage, ask))
+            assert told[0] == (key, "create")
+            assert told.count((key, "create")) == 1
+            assert (key, "create") not in reasons(await heard(stage, ask))
+
+
+# --- settings ---
+
+SET = Patch(
+    label="plan",
+    display_name="The plan",
+    model=MODEL,
+    thinking_level="high",
+    verbose_level="full",
+    send_policy="deny",
+)
+CLEARED = Patch(
+    label=None, display_name=None, model=None, thinking_level=None, verbose_level=None, send_policy=None
+)
+
+
+async def test_settings_are_kept_and_can_be_cleared(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo) as stage:
+        await stage.operations.open(OPERATOR, SIDE)
+        told = await heard(stage, lambda: stage.operations.patch(OPERATOR, SIDE, SET))
+        assert reasons(told) == [(SIDE, "patch")]
+    async with staged(tmp_path, echo) as stage:
+        view = await stage.operations.describe(OPERATOR, "plan")
+        assert (view.key, view.label, view.display_name) == (SIDE, "plan", "The plan")
+        assert (view.model, view.thinking_level, view.verbose_level) == (MODEL, "high", "full")
+        assert view.send_policy == "deny"
+        with pytest.raises(Forbidden, match="send blocked by session policy"):
+            await stage.say("hello", SIDE)
+        assert await found(stage, "side") == await found(stage, "plan") == [SIDE]
+        after = await stage.operations.patch(OPERATOR, SIDE, Patch(label="goal"))
+        assert (after.label, after.display_name, after.thinking_level) == ("goal", "The plan", "high")
+        assert await found(stage, "goal") == [SIDE]
+        await stage.operations.patch(OPERATOR, SIDE, CLEARED)
+    async with staged(tmp_path, echo) as stage:
+        view = await stage.operations.describe(OPERATOR, SIDE)
+        assert (view.label, view.display_name, view.model_override) == (None, None, None)
+        assert (view.thinking_level, view.verbose_level, view.send_policy) == (None, None, None)
+        assert await found(stage, "plan") == await found(stage, "goal") == []
+        assert await found(stage, "side") == [SIDE]
+        assert (await stage.ask("hello", SIDE)).state == "ok"
+
+
+async def test_a_patch_of_nothing_changes_and_tells_nothing(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo) as stage:
+        await stage.operations.open(OPERATOR, SIDE)
+        before = dump(stage.path)
+        assert await heard(stage, lambda: stage.operations.patch(OPERATOR, SIDE, Patch())) == []
+        assert dump(stage.path) == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (Patch(label=""), "invalid label"),
+        (Patch(label="x" * 65), "1 to 64"),
+        (Patch(label="a\x1b[2J"), "invalid label"),
+        (Patch(label="taken"), "label already in use: taken"),
+        (Patch(display_name=" "), "invalid displayName"),
+        (Patch(model="nobody/nothing"), "not configured"),
+        (Patch(model=""), "not configured"),
+        (Patch(thinking_level="lots"), r"invalid thinkingLevel \(use "),
+        (Patch(verbose_level="loud"), r'invalid verboseLevel \(use "off"\|"on"\|"full"\)'),
+        (Patch(send_policy="maybe"), r'invalid sendPolicy \(use "allow"\|"deny"\)'),
+        (Patch(label="fine", send_policy="maybe"), "sendPolicy"),
+        (Patch(model=MODEL, label="taken"), "label already in use: taken"),
+    ],
+)
+@pytest.mark.parametrize("key", [SIDE, "agent:main:dashboard:new"])
+async def test_a_bad_patch_changes_nothing(tmp_path: Path, changes: Patch, words: str, key: str) -> None:
+    async with staged(tmp_path, echo, clock=ManualClock()) as stage:
+        await stage.operations.create(OPERATOR, label="taken")
+        await stage.operations.create(OPERATOR, session=SIDE, label="mine")
+        before = dump(stage.path)
+
+        async def refused() -> None:
+            with pytest.raises(InvalidInput, match=words):
+                await stage.operations.patch(OPERATOR, key, changes)
+
+        assert await heard(stage, refused) == []
+        assert dump(stage.path) == before
+
+
+async def test_a_label_is_one_session_of_an_agent_that_is_not_archived(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo, config=TWO) as stage:
+        keys = [f"agent:main:dashboard:{number}" for number in range(2)]
+        await stage.operations.create(OPERATOR, session=keys[0], label="plan")
+        await stage.operations.patch(OPERATOR, keys[0], Patch(label="plan"))  # its own
+        await stage.operations.create(OPERATOR, agent_id="other", label="plan")
+        await stage.operations.patch(OPERATOR, keys[0], Patch(archived=True))
+        await stage.operations.create(OPERATOR, session=keys[1], label="plan")
+        with pytest.raises(Conflict, match="label already in use: plan"):
+            await stage.operations.patch(OPERATOR, keys[0], Patch(archived=False))
+        back = await stage.operations.patch(OPERATOR, keys[0], Patch(archived=False, label="old plan"))
+        assert (back.archived, back.label) == (False, "old plan")
+
+
+@pytest.mark.requirement("G27")
+async def test_archiving_hides_until_something_is_said(tmp_path: Path) -> None:
+    agent = Busy()
+    async with staged(tmp_path, agent) as stage:
+        run_id = await stage.say("hello", SIDE)
+        await soon(agent.begun)
+        with pytest.raises(Conflict, match="Stop it first"):
+            await stage.operations.patch(OPERATOR, SIDE, Patch(archived=True))
+        agent.release.set()
+        await stage.ended(run_id)
+        assert (await stage.operations.patch(OPERATOR, SIDE, Patch(archived=True))).archived
+        assert (await stage.operations.list(OPERATOR, ListFilter())).count == 0
+        (row,) = (await stage.operations.list(OPERATOR, ListFilter(include_archived=True))).sessions
+        assert (row.key, row.archived) == (SIDE, True)
+        await stage.ask("again", SIDE)
+        assert (await stage.operations.list(OPERATOR, ListFilter())).count == 1
+        assert stage.rows("SELECT archived_at FROM sessions") == [{"archived_at": None}]
+
+
+async def test_only_a_description_names_the_run_that_plays(tmp_path: Path) -> None:
+    agent = Busy()
+    async with staged(tmp_path, agent) as stage:
+        run_id = await stage.say("hello")
+        await soon(agent.begun)
+        assert (await stage.operations.describe(OPERATOR, MAIN)).active_run_id == run_id
+        (row,) = (await stage.operations.list(OPERATOR, ListFilter())).sessions
+        assert (row.active_run_id, row.state) == (None, "running")
+        agent.release.set()
+        await stage.ended(run_id)
+        assert (await stage.operations.describe(OPERATOR, MAIN)).active_run_id is None
+
+
+# --- a new conversation ---
+
+
+@pytest.mark.requirement("G25", "G16")
+async def test_a_busy_session_is_reset_and_keeps_its_settings(tmp_path: Path) -> None:
+    agent = Busy()
+    async with staged(tmp_path, agent) as stage:
+        await stage.create(MAIN)
+        child = await stage.create("agent:main:subagent:11111111-1111-1111-1111-111111111111", MAIN)
+        kept = Patch(label="plan", model=MODEL, thinking_level="low", verbose_level="on", send_policy="allow")
+        await stage.operations.patch(OPERATOR, MAIN, kept)
+        stage.rows("UPDATE sessions SET last_channel = 'telegram', last_to = '7' WHERE key = ?", MAIN)
+        old = await stage.operations.describe(OPERATOR, MAIN)
+        runs = [await stage.say("one"), await stage.say("two"), await stage.say("below", child["key"])]
+        await soon(agent.begun)
+        told = reasons(await heard(stage, lambda: stage.operations.reset(OPERATOR, MAIN)))
+        assert [(key, reason) for key, reason in told if reason != "message"] == [(MAIN, "reset")]
+        assert [(await stage.ended(run_id)).state for run_id in runs] == ["cancelled"] * 3
+        new = await stage.operations.describe(OPERATOR, MAIN)
+        assert new.session_id != old.session_id
+        for name in ("label", "model", "thinking_level", "verbose_level", "send_policy", "delivery_context"):
+            assert getattr(new, name) == getattr(old, name), name
+    agent = Busy()
+    agent.release.set()
+    async with staged(tmp_path, agent) as stage:
+        assert (await stage.operations.describe(OPERATOR, MAIN)).session_id == new.session_id
+        assert await stage.transcript() == []
+        assert [entry["role"] for entry in await stage.transcript(old.session_id)] == ["user", "assistant"]
+        assert (await stage.ask("three")).state == "ok"
+        conversations = await stage.operations.conversations(OPERATOR, MAIN)
+        assert [conversation.reason for conversation in conversations] == ["reset", "created"]
+
+
+@pytest.mark.requirement("G25")
+@pytest.mark.parametrize("change", ["reset", "delete"])
+async def test_what_does_not_stop_is_not_changed(tmp_path: Path, change: str) -> None:
+    agent = Busy(stubborn=True)
+    async with staged(tmp_path, agent, pace=STUCK) as stage:
+        run_id = await stage.say("hello", SIDE)
+        await soon(agent.begun)
+        before = (await stage.operations.describe(OPERATOR, SIDE)).session_id
+        with pytest.raises(Conflict) as caught:
+            await getattr(stage.operations, change)(OPERATOR, SIDE, timeout=0.01)
+        assert str(caught.value) == f"Session {SIDE} is still active; try again in a moment."
+        assert (await stage.operations.describe(OPERATOR, SIDE)).session_id == before
+        later = asyncio.create_task(getattr(stage.operations, change)(OPERATOR, SIDE, timeout=BOUND))
+        agent.release.set()
+        await asyncio.wait_for(later, BOUND)
+        if change == "reset":
+            assert (await stage.ended(run_id)).ended
+            assert (await stage.operations.describe(OPERATOR, SIDE)).session_id != before
+        else:
+            with pytest.raises(NotFound):
+                await stage.operations.describe(OPERATOR, SIDE)
+
+
+async def test_resets_tell_followers_and_lists_what_each_needs(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo) as stage:
+        await stage.ask("hello")
+        old = (await stage.operations.describe(OPERATOR, MAIN)).session_id
+        topic = session_topic(stage.rows("SELECT id FROM sessions")[0]["id"])
+        changes: dict[str, Callable[[], Awaitable[object]]] = {
+            "new": lambda: stage.operations.reset(OPERATOR, MAIN, "new"),
+            "reset": lambda: stage.operations.renew(OPERATOR, MAIN, "reset"),
+            "restore": lambda: stage.operations.restore(OPERATOR, old),
+        }
+        for reason, change in changes.items():
+            async with stage.bus.listen(topic) as events:
+                assert reasons(await heard(stage, change)) == [(MAIN, reason)]
+                assert await events.get(0) == SessionChanged(session_key=MAIN, reason="renewed")
+        ended = (await stage.operations.conversations(OPERATOR, MAIN))[0].session_id
+        for change in (stage.operations.reset, stage.operations.delete, stage.operations.compact):
+            with pytest.raises(Conflict, match="has ended"):
+                await change(OPERATOR, ended)
+
+
+# --- deleting ---
+
+
+@pytest.mark.requirement("G21")
+async def test_a_deleted_session_is_gone_and_what_it_spawned_stays(tmp_path: Path) -> None:
+    agent = Busy()
+    child, grandchild = (f"agent:main:subagent:{digit * 8}-1111-1111-1111-111111111111" for digit in "12")
+    async with staged(tmp_path, agent) as stage:
+        await stage.create(MAIN)
+        await stage.create(SIDE, MAIN)
+        await stage.create(child, SIDE)
+        await stage.create(grandchild, child)
+        for words in ("one", "two"):
+            await stage.say(words, SIDE)
+        await soon(agent.begun)
+        told = reasons(await heard(stage, lambda: stage.operations.delete(OPERATOR, SIDE)))
+        assert told[-1] == (SIDE, "delete")
+        assert not await stage.operations.delete(OPERATOR, SIDE)
+    async with staged(tmp_path, agent) as stage:
+        for reading in (stage.operations.describe(OPERATOR, SIDE), stage.transcript(SIDE)):
+            with pytest.raises(NotFound):
+                await reading
+        assert stage.rows("SELECT id FROM messages UNION ALL SELECT id FROM runs") == []
+        assert await found(stage, "side") == []
+        assert (await stage.operations.describe(OPERATOR, MAIN)).child_count == 0
+        assert (await stage.operations.describe(OPERATOR, child)).parent_key == SIDE
+        tree = await stage.operations.list(Caller.agent("main", MAIN), ListFilter())
+        assert {row.key for row in tree.sessions} == {"main", child, grandchild}
+        agent.release.set()
+        assert (await stage.ask("anew", SIDE)).state == "ok"
+        assert len(await stage.transcript(SIDE)) == 2
+        assert (await stage.operations.describe(OPERATOR, SIDE)).child_count == 0
+
+
+@pytest.mark.parametrize("config", [TWO, GLOBAL])
+async def test_the_main_session_is_not_deleted(tmp_path: Path, config: Any) -> None:
+    agent = Busy()
+    async with staged(tmp_path, agent, config=config) as stage:
+        run_id = await stage.say("hello", "main")
+        await soon(agent.begun)
+        (row,) = stage.rows("SELECT key FROM sessions")
+        with pytest.raises(Conflict) as caught:
+            await stage.operations.delete(OPERATOR, "main")
+        assert str(caught.value).startswith(f"Cannot delete the main session ({row['key']}).")
+        agent.release.set()
+        assert (await stage.ended(run_id)).state == "ok", "and it was not stopped either"
+        assert not await stage.operations.delete(OPERATOR, "agent:main:dashboard:nobody")
+
+
+class Deaf(LocalBus):
+    """Every hint is lost."""
+
+    def publish(self, topic: str, event: Event) -> None:
+        return
+
+
+@pytest.mark.requirement("G38")
+@pytest.mark.parametrize("bus", [LocalBus, Deaf])
+async def test_a_feed_ends_with_its_session(
+    tmp_path: Path, bus: type[LocalBus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from antiphon.engine import feeds
+
+    monkeypatch.setattr(feeds, "LOOK_AGAIN", 3600 if bus is LocalBus else 0.01)
+    async with staged(tmp_path, echo, bus=bus(), pace=Pace(sweep=0.01)) as stage:
+        await stage.ask("hello", SIDE)
+        seen: list[Event] = []
+        ready = asyncio.Event()
+
+        async def follow() -> None:
+            async for event in stage.operations.follow(OPERATOR, SIDE, after=0):
+                seen.append(event)
+                if isinstance(event, MessageAppended) and event.seq == 2:
+                    ready.set()
+
+        following = asyncio.create_task(follow())
+        await soon(ready)
+        assert await stage.operations.delete(OPERATOR, SIDE)
+        await asyncio.wait_for(following, BOUND)
+        assert [event for event in seen if not isinstance(event, Gap)][2:] == [
+            SessionChanged(session_key=SIDE, reason="delete")
+        ]
+
+
+@pytest.mark.requirement("G13")
+async def test_deleting_and_speaking_at_once_leaves_nothing_behind(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo) as stage:
+
+        async def talk() -> None:
+            for _ in range(20):
+                with suppress(NotFound):  # the run was deleted with its session while it was waited for
+                    await stage.ask("hello", SIDE)
+
+        async def delete() -> None:
+            for _ in range(20):
+                await stage.operations.delete(OPERATOR, SIDE)
+                await stage.operations.create(OPERATOR, session=SIDE)
+                await stage.operations.reset(OPERATOR, SIDE)
+
+        async with asyncio.timeout(3 * BOUND):
+            await asyncio.gather(talk(), talk(), delete())
+        await stage.operations.delete(OPERATOR, SIDE)
+        left = dump(stage.path)
+        assert [left[name] for name in ("sessions", "runs", "messages", "transcripts", "lineage")] == [[]] * 5
+        assert stage.rows("SELECT * FROM session_names") == []
+
+
+# --- leaving out ---
+
+
+async def fill(stage: Stage, key: str, *messages: Any) -> None:
+    """A transcript with these entries, past everything."""
+    row = await stage.create(key)
+    for seq, message in enumerate(messages, 1):
+        stage.rows(
+            "INSERT INTO messages (transcript, seq, entry, role, body, created_at) VALUES (?, ?, ?, ?, ?, 1)",
+            row["transcript"],
+            seq,
+            f"{seq:08x}",
+            message.__struct_config__.tag,
+            encode(message),
+        )
+    stage.rows("UPDATE sessions SET last_seq = ?, context_tokens = 99 WHERE key = ?", len(messages), key)
+
+
+class Listening:
+    """An agent that remembers the last prompt."""
+
+    def __init__(self) -> None:
+        self.shown: list[Any] = []
+
+    async def __call__(self, prompt: Prompt) -> str:
+        self.shown = list(prompt.messages)
+        return "ok"
+
+
+@pytest.mark.requirement("G26", "G23")
+async def test_compacting_leaves_out_of_prompts_and_not_out_of_the_transcript(tmp_path: Path) -> None:
+    agent = Listening()
+    async with staged(tmp_path, agent) as stage:
+        await fill(stage, SIDE, *(User(content=f"number {n}", timestamp=n) for n in range(1, 11)))
+        before = await stage.transcript(SIDE)
+        view = await stage.operations.compact(OPERATOR, SIDE, keep=10)
+        assert (view.compacted, view.kept, view.reason) == (False, 10, "short enough")
+        assert await stage.transcript(SIDE) == before
+        told = await heard(stage, lambda: stage.operations.compact(OPERATOR, SIDE, keep=4))
+        assert reasons(told) == [(SIDE, "compact")]
+        entries = await stage.transcript(SIDE)
+        assert entries[:-1] == before
+        assert (entries[-1]["role"], entries[-1]["firstKeptSeq"], entries[-1]["seq"]) == ("compaction", 7, 11)
+        assert "left out here: 6]" in entries[-1]["summary"]
+        assert stage.rows("SELECT context_tokens FROM sessions") == [{"context_tokens": None}]
+        again = await stage.operations.compact(OPERATOR, SIDE, keep=4)
+        assert (again.compacted, again.kept) == (False, 4)
+    async with staged(tmp_path, agent) as stage:
+        await stage.ask("next", SIDE)
+        assert isinstance(agent.shown[0], Compaction)
+        assert [m.content for m in agent.shown[1:]] == [*(f"number {n}" for n in range(7, 11)), "next"]
+        view = await stage.operations.compact(OPERATOR, SIDE, keep=2)
+        assert (view.compacted, view.kept) == (True, 2)
+        summary = (await stage.transcript(SIDE))[-1]["summary"]
+        assert summary == "[Earlier messages left out here: 10]"
+        await stage.operations.open(OPERATOR, "agent:main:dashboard:empty")
+        view = await stage.operations.compact(OPERATOR, "agent:main:dashboard:empty")
+        assert (view.compacted, view.kept, view.reason) == (False, 0, "no transcript")
+        with pytest.raises(InvalidInput, match="'keep' is 0"):
+            await stage.operations.compact(OPERATOR, SIDE, keep=0)
+
+
+@pytest.mark.requirement("G26")
+async def test_compacting_separates_no_call_from_its_result_and_keeps_an_earlier_summary(
+    tmp_path: Path,
+) -> None:
+    turn = (
+        User(content="go", timestamp=1),
+        Assistant(
+            content=[ToolCall(id="a", name="x", arguments={}), ToolCall(id="b", name="x", arguments={})],
+            timestamp=1,
+        ),
+        ToolResult(tool_call_id="a", tool_name="x", content=[Text(text="1")], timestamp=1),
+        ToolResult(tool_call_id="b", tool_name="x", content=[Text(text="2")], timestamp=1),
+        text("done"),
+    )
+    summary = Compaction(summary="They met.", first_kept_seq=6, tokens_before=9, timestamp=1)
+    expected = {1: (16, 1), 2: (13, 4), 3: (13, 4), 4: (13, 4), 5: (12, 5), 6: (10, 6), 9: (7, 9)}
+    async with staged(tmp_path, echo) as stage:
+        for keep, (first, kept) in expected.items():
+            key = f"agent:main:dashboard:{keep}"
+            # 1–5 are summarised by 11, which does not count.
+            await fill(stage, key, *turn, *turn, summary, *turn)
+            view = await stage.operations.compact(OPERATOR, key, keep=keep)
+            entry = (await stage.transcript(key))[-1]
+            assert (view.compacted, view.kept, entry["firstKeptSeq"]) == (True, kept, first), keep
+            assert entry["summary"] == f"They met.\n\n[Earlier messages left out here: {15 - kept}]"
+
+
+@pytest.mark.requirement("G13")
+async def test_a_session_that_is_answering_is_not_compacted(tmp_path: Path) -> None:
+    agent = Busy()
+    async with staged(tmp_path, agent) as stage:
+        agent.release.set()
+        await stage.ask("one")
+        agent.begun.clear()
+        agent.release.clear()
+        run_id = await stage.say("two")
+        await soon(agent.begun)
+        with pytest.raises(Conflict, match="still answering"):
+            await stage.operations.compact(OPERATOR, MAIN, keep=1)
+        agent.release.set()
+        await stage.ended(run_id)
+        assert (await stage.operations.compact(OPERATOR, MAIN, keep=1)).compacted
+
+
+# --- adding ---
+
+
+@pytest.mark.requirement("G26", "W3")
+async def test_an_injected_entry_is_told_kept_and_shown_to_the_model(tmp_path: Path) -> None:
+    agent = Listening()
+    async with staged(tmp_path, agent) as stage:
+        await stage.ask("hello")
+        topic = session_topic(stage.rows("SELECT id FROM sessions")[0]["id"])
+        async with stage.bus.listen(topic) as events:
+            told = await heard(stage, lambda: stage.operations.inject(OPERATOR, MAIN, "By the way.", "cron"))
+            appended = await events.get(0)
+            assert await events.get(0) is None
+        assert reasons(told) == [(MAIN, "inject")]
+        assert isinstance(appended, MessageAppended)
+        view = await stage.operations.describe(OPERATOR, MAIN)
+        assert (appended.seq, appended.session_id) == (3, view.session_id)
+    async with staged(tmp_path, agent) as stage:
+        (entry,) = (await stage.transcript())[2:]
+        assert (entry["id"], entry["role"], entry["stopReason"]) == (appended.entry, "assistant", "stop")
+        assert (entry["provider"], entry["model"]) == ("antiphon", "gateway-injected")
+        assert entry["content"] == [{"type": "text", "text": "[cron]\n\nBy the way."}]
+        injected = await stage.operations.inject(OPERATOR, "main", "And again.")
+        assert (injected.seq, injected.session_key, injected.session_id) == (4, MAIN, view.session_id)
+        assert (await stage.transcript())[-1]["id"] == injected.message_id
+        await stage.ask("what?")
+        said = [m.text for m in agent.shown if isinstance(m, Assistant)]
+        assert said == ["ok", "[cron]\n\nBy the way.", "And again."]
+
+
+@pytest.mark.parametrize(
+    ("session", "words", "label", "error"),
+    [
+        (MAIN, " ", None, InvalidInput),
+        (MAIN, "\ud800", None, InvalidInput),
+        (MAIN, "x" * 10_000_000, None, TooLarge),
+        (MAIN, "fine", "x" * 101, InvalidInput),
+        (MAIN, "fine", "a\nb", InvalidInput),
+        (MAIN, "fine", "", InvalidInput),
+        (SIDE, "fine", None, NotFound),
+    ],
+)
+async def test_what_cannot_be_injected_changes_nothing(
+    tmp_path: Path, session: str, words: str, label: str | None, error: type[AntiphonError]
+) -> None:
+    async with staged(tmp_path, echo, clock=ManualClock()) as stage:
+        await stage.create(MAIN)
+        before = dump(stage.path)
+        with pytest.raises(error):
+            await stage.operations.inject(OPERATOR, session, words, label)
+        assert dump(stage.path) == before
+
+
+@pytest.mark.requirement("G26", "G13")
+async def test_nothing_is_injected_between_a_call_and_its_result(tmp_path: Path) -> None:
+    """While the model thinks it is fine: the run's own entries come after it, numbered without a hole."""
+    thinking, working = Busy(), Busy()
+
+    async def work(call: Call) -> Result:
+        await working(None)  # pyright: ignore[reportArgumentType]
+        return Result(text="done")
+
+    async def agent(prompt: Prompt) -> Assistant:
+        if not any(isinstance(message, ToolResult) for message in prompt.messages):
+            await thinking(prompt)
+            return calls("work")
+        return text("finished")
+
+    async with staged(tmp_path, agent, tools=[tool("work", work)]) as stage:
+        run_id = await stage.say("go")
+        await soon(thinking.begun)
+        assert (await stage.operations.inject(OPERATOR, MAIN, "meanwhile")).seq == 2
+        thinking.release.set()
+        await soon(working.begun)
+        with pytest.raises(Conflict, match="waiting for a tool"):
+            await stage.operations.inject(OPERATOR, MAIN, "no")
+        working.release.set()
+        assert (await stage.ended(run_id)).reply == "finished"
+        entries = await stage.transcript()
+        assert [(entry["seq"], entry["role"]) for entry in entries] == [
+            (1, "user"),
+            (2, "assistant"),
+            (3, "assistant"),
+            (4, "toolResult"),
+            (5, "assistant"),
+        ]
+        assert (await stage.operations.inject(OPERATOR, MAIN, "after")).seq == 6
+
+
+@pytest.mark.requirement("G26", "G2")
+async def test_a_run_with_an_injected_entry_in_it_is_taken_up(tmp_path: Path) -> None:
+    first = Busy()
+    async with staged(tmp_path, first) as stage:
+        run_id = await stage.say("go")
+        await soon(first.begun)
+        await stage.operations.inject(OPERATOR, MAIN, "meanwhile")
+    second = Listening()
+    async with staged(tmp_path, second) as stage:
+        assert (await stage.ended(run_id)).state == "ok"
+        assert [type(message) for message in second.shown] == [User, Assistant]
+        assert [entry["seq"] for entry in await stage.transcript()] == [1, 2, 3]
+
+
+# --- last words ---
+
+
+@pytest.mark.requirement("V3")
+async def test_previews_are_the_last_words_of_what_may_be_read(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo) as stage:
+        await fill(
+            stage,
+            SIDE,
+            User(content="first", timestamp=1),
+            text("  many\n\n words "),
+            calls("look"),
+            ToolResult(tool_call_id="look_0", tool_name="look", content=[Text(text="secret")], timestamp=1),
+            User(content=[Text(text="and"), Text(text="so on")], timestamp=1),
+            text("x" * 100),
+        )
+        await stage.create(MAIN)
+        stage.rows("UPDATE messages SET body = '{torn' WHERE seq = 1")
+        gone = "agent:main:dashboard:nobody"
+        previews = await stage.operations.preview(OPERATOR, [SIDE, "main", gone, ""], max_chars=20)
+        assert previews == [
+            Preview(
+                key=SIDE,
+                status="ok",
+                items=[
+                    PreviewItem(role="assistant", text="many words"),
+                    PreviewItem(role="user", text="and so on"),
+                    PreviewItem(role="assistant", text="x" * 19 + "…"),
+                ],
+            ),
+            Preview(key="main", status="empty", items=[]),
+            Preview(key=gone, status="missing", items=[]),
+            Preview(key="", status="missing", items=[]),
+        ]
+        (short,) = await stage.operations.preview(OPERATOR, [SIDE], limit=1)
+        assert [item.text for item in short.items] == ["x" * 100]
+        assert len(await stage.operations.preview(OPERATOR, ["main"] * 100)) == 64
+        (hidden,) = await stage.operations.preview(Caller.agent("main", MAIN), [SIDE])
+        assert (hidden.status, hidden.items) == ("missing", [])
+        with pytest.raises(Forbidden):
+            await stage.operations.preview(Caller.operator([]), [SIDE])
+
+
+async def test_what_was_added_is_in_every_page_of_history(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo) as stage:
+        await stage.ask("hello")
+        await stage.operations.inject(OPERATOR, MAIN, "note")
+        await stage.operations.compact(OPERATOR, MAIN, keep=1)
+        page = await stage.operations.history(OPERATOR, MAIN, HistoryFilter())
+        assert [item["role"] for item in page.messages] == ["user", "assistant", "assistant", "compaction"]
