@@ -209,7 +209,7 @@ def test_send_policy_is_read_under_both_names() -> None:
 def test_contract_example_means_what_it_says() -> None:
     config, warnings = parse(pyjson5.decode(CONTRACT))
 
-    assert warnings == ("'gateway' is accepted and has no effect in this release.",)
+    assert warnings == ()
     assert (config.default_agent_id, config.agent_ids) == ("main", ("main", "helper"))
     assert config.model_ref("helper") == "local/m1"
     assert config.agent("helper").tools.visibility == "all"
@@ -254,7 +254,7 @@ def test_settings_without_effect_are_told() -> None:
 
     assert "'session.store' has no effect" in warnings
     assert "'session.maintenance' has no effect" in warnings
-    for part in ("channels", "gateway", "hooks", "cron", "store.url", "bus.url"):
+    for part in ("channels", "store.url", "bus.url"):
         assert f"'{part}' is accepted and has no effect in this release." in warnings
 
 
@@ -282,7 +282,7 @@ def test_config_of_a_related_gateway_loads_with_a_warning_for_each_foreign_part(
     assert {"messages", "agents.list[0].heartbeat", "models.providers.p.authHeader", "gateway.mode"} <= named
     assert "models.providers.p.models[0].compat" in named
     assert len(named) == 28
-    assert len(warnings) == len(named) + len(("gateway", "hooks", "cron"))
+    assert len(warnings) == len(named)
     assert config.agents.defaults.workspace == "~/w"
     assert raw == pyjson5.decode(RELATED)
 

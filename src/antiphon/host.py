@@ -1,7 +1,8 @@
 """Putting the house together: one process that hosts sessions.
 
-`hosting` owns a state directory, runs its lanes and gives the `Operations` through which everything is asked.
-Reaching a directory without running anything in it is in `visits`.
+`house` owns a state directory, runs its lanes, fires its jobs and gives what is needed to ask for anything;
+`hosting` is the same for who only needs the `Operations`. Reaching a directory without running anything in it is
+in `visits`.
 """
 
 from __future__ import annotations
@@ -9,14 +10,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from antiphon.bus.local import LocalBus
 from antiphon.clock import Clock, SystemClock
 from antiphon.config import AgentConfig, Config
+from antiphon.engine.door import Door
 from antiphon.engine.engine import Engine, Pace
+from antiphon.engine.jobs import Terms
 from antiphon.engine.retention import Keep
 from antiphon.engine.runs import Claim
+from antiphon.engine.scheduler import Scheduler
 from antiphon.engine.toolbox import Tool, Toolbox
 from antiphon.engine.turns import Setting
 from antiphon.errors import NotFound
@@ -24,14 +29,27 @@ from antiphon.lanes.local import LocalLanes
 from antiphon.operations import Operations
 from antiphon.runtimes import Runtime
 from antiphon.runtimes.catalog import Catalog
+from antiphon.schedules import Schedules
 from antiphon.store.sqlite import Phase, SqliteStore
 from antiphon.store.statedir import StateDir
 from antiphon.transfers.mirror import Mirror
 from antiphon.visits import looking, operations_on
 
-__all__ = ["RESULT_CHARS", "hosting", "looking"]
+__all__ = ["RESULT_CHARS", "House", "hosting", "house", "looking"]
 
 RESULT_CHARS = 200_000  # of one tool result; more would not fit a prompt anyway
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    """One process that hosts sessions: what can be asked of it, and what whoever opens a door to it needs."""
+
+    operations: Operations
+    schedules: Schedules
+    toolbox: Toolbox
+    bus: LocalBus
+    config: Config
+    clock: Clock
 
 
 @asynccontextmanager
@@ -45,6 +63,24 @@ async def hosting(
     pace: Pace | None = None,
     on_commit: Callable[[Phase], None] | None = None,
 ) -> AsyncGenerator[Operations]:
+    """`house`, for who only needs its operations."""
+    async with house(
+        config, state_dir, tools=tools, functions=functions, clock=clock, pace=pace, on_commit=on_commit
+    ) as opened:
+        yield opened.operations
+
+
+@asynccontextmanager
+async def house(
+    config: Config,
+    state_dir: Path,
+    *,
+    tools: Callable[[Operations], Iterable[Tool]] | None = None,
+    functions: Mapping[str, Runtime] | None = None,
+    clock: Clock | None = None,
+    pace: Pace | None = None,
+    on_commit: Callable[[Phase], None] | None = None,
+) -> AsyncGenerator[House]:
     """Own the directory, take up what was left in it, and host until the context is left.
 
     `tools` is given the operations before anything runs: a run that is taken up may need them at once.
@@ -68,18 +104,33 @@ async def hosting(
             longest_run=config.agents.defaults.timeout_seconds,
         )
         operations = operations_on(config, store, home, bus=bus, clock=clock, engine=engine)
+        terms = Terms(config, Door(config))
+        scheduler = Scheduler(terms=terms, store=store, bus=bus, clock=clock, engine=engine)
+        schedules = Schedules(store=store, clock=clock, scheduler=scheduler)
         for tool in tools(operations) if tools else ():
             toolbox.add(tool)
         try:
             async with _mirroring(config, store, bus, home, clock):
                 try:
                     await engine.start()
-                    yield operations
+                    async with _firing(scheduler):
+                        yield House(operations, schedules, toolbox, bus, config, clock)
                 finally:
                     await engine.stop()
         finally:
             await catalog.close()
             await store.close()
+
+
+@asynccontextmanager
+async def _firing(scheduler: Scheduler) -> AsyncGenerator[None]:
+    """Jobs fire between the engine's start and its stop, so that what they submit is always taken up."""
+    task = asyncio.create_task(scheduler.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from antiphon.errors import UnknownModel
 PUBLIC = ("openai", "anthropic", "google")
 """Providers whose address is known without being told."""
 
-ABSENT = ("channels", "gateway", "hooks", "cron")
+ABSENT = ("channels",)
 """Sections that are read and checked, for parts that this release does not have."""
 
 

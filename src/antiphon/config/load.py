@@ -18,7 +18,7 @@ from antiphon.config.base import Section
 from antiphon.config.checks import concerns, contradictions
 from antiphon.config.foreign import drop_foreign
 from antiphon.config.model import Config
-from antiphon.config.problems import combined, dotted, from_errors
+from antiphon.config.problems import Location, Problem, combined, dotted, from_errors
 from antiphon.config.secrets import Secret
 from antiphon.errors import ConfigError
 from antiphon.paths import locate
@@ -71,11 +71,30 @@ def parse(
         raise ConfigError(
             "The config is not an object.", "Put its keys between '{' and '}'.", path="", file=file
         )
+    _check_text(cast("dict[str, Any]", raw), (), file)
     known = copy.deepcopy(cast("dict[str, Any]", raw))
     ignored = [dotted(location) for location in drop_foreign(known)]
     config = _validated(known, base, file)
     warnings = [f"{path!r} belongs to a part that Antiphon does not have; it is ignored." for path in ignored]
     return config, (*warnings, *concerns(config))
+
+
+def _check_text(value: object, location: Location, file: str | None) -> None:
+    """JSON can spell half of a surrogate pair, which no file, wire or database can hold."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            path = dotted(location).encode(errors="replace").decode()
+            what = f"Value of {path!r} contains half of a surrogate pair, which is not text."
+            raise combined([Problem(path, what, "Write valid Unicode.")], file) from None
+    elif isinstance(value, dict):
+        for key, item in cast("dict[str, object]", value).items():
+            _check_text(key, (*location, key), file)
+            _check_text(item, (*location, key), file)
+    elif isinstance(value, list):
+        for number, item in enumerate(cast("list[object]", value)):
+            _check_text(item, (*location, number), file)
 
 
 def _validated(known: dict[str, Any], base: Path | None, file: str | None) -> Config:

@@ -1,0 +1,107 @@
+"""Firing jobs when their time has come.
+
+One task sleeps until the earliest slot and fires what is due. It keeps nothing: which slots are due is in the rows,
+and the commit of a firing is what makes it happen once, so that it may be killed, late or woken in vain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from antiphon.bus import EventBus, SessionChanged
+from antiphon.clock import Clock
+from antiphon.engine import jobs
+from antiphon.engine.jobs import BUSY, Fired, Terms
+from antiphon.errors import AntiphonError
+from antiphon.store import Store
+
+if TYPE_CHECKING:
+    from antiphon.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+
+LONGEST = 30.0  # seconds of sleep; the wall clock may be set meanwhile
+AGAIN = 1.0  # seconds until jobs are looked at again that are due and could not be fired
+
+
+class Scheduler:
+    def __init__(self, *, terms: Terms, store: Store, bus: EventBus, clock: Clock, engine: Engine) -> None:
+        self.terms = terms
+        self._store = store
+        self._bus = bus
+        self._clock = clock
+        self._engine = engine
+        self._changed = asyncio.Event()
+
+    @property
+    def enabled(self) -> bool:
+        return self.terms.config.cron.enabled
+
+    async def run(self) -> None:
+        """Look, sleep, look again, until cancelled."""
+        while True:
+            self._changed.clear()
+            pause = await self._look()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._changed.wait()
+
+    def wake(self) -> None:
+        """Jobs have changed: the earliest slot may be another one."""
+        self._changed.set()
+
+    async def tick(self) -> None:
+        """Fire everything that is due now, as far as there is room for its runs."""
+        if not self.enabled:
+            return
+        for job_id in await self._store.read(jobs.due, self._clock.now()):
+            try:
+                fired = await self.fire(job_id)
+            except AntiphonError as error:
+                log.error("Job %r could not be fired: %s", job_id, error)
+            except Exception:
+                log.exception("Job %r could not be fired", job_id)
+            else:
+                if fired.reason == BUSY:
+                    return  # The others keep their slots, too.
+
+    async def fire(self, job_id: str) -> Fired:
+        """Fire a job if it is due."""
+        return await self._told(await self._store.tx(jobs.fire, self.terms, job_id, self._clock.now()))
+
+    async def force(self, job_id: str) -> Fired:
+        """Fire a job that need not be due."""
+        run_id = f"cron:{job_id}:force:{uuid.uuid4()}"
+        fired = await self._store.tx(jobs.force, self.terms, job_id, run_id, self._clock.now())
+        return await self._told(fired)
+
+    async def _told(self, fired: Fired) -> Fired:
+        """After the commit; if this is never reached, the engine finds the run by itself."""
+        if fired.accepted:
+            await self._engine.accepted(fired.accepted)
+            self._bus.publish(
+                "sessions", SessionChanged(session_key=fired.accepted.session_key, reason="cron")
+            )
+        return fired
+
+    async def _look(self) -> float:
+        """Fire what is due; how many seconds to sleep then."""
+        now = self._clock.now()
+        try:
+            await self.tick()
+            _, next_at = await self._store.read(jobs.overview)
+        except AntiphonError as error:
+            log.error("%s", error)
+            return AGAIN
+        except Exception:
+            log.exception("The scheduler failed; it looks again in %.1f s", AGAIN)
+            return AGAIN
+        if next_at is None or not self.enabled:
+            return LONGEST
+        if next_at <= now:
+            return AGAIN  # It is due and has not been fired: there was no room.
+        return min(LONGEST, max(0, next_at - self._clock.now()) / 1000)

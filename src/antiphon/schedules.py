@@ -1,0 +1,209 @@
+"""Scheduled jobs, as callers manage them: typed in and out, like `operations` for sessions.
+
+Jobs belong to the operators: who reads them needs `operator.read`, who changes or runs them `operator.admin`, and
+an agent may do neither. When a job fires is in `engine.scheduler`, and what a firing is in `engine.jobs`.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from antiphon import views
+from antiphon.access import ADMIN, READ, Caller
+from antiphon.clock import Clock
+from antiphon.engine import jobs
+from antiphon.engine.jobs import Delivery, Job, JobPatch, JobSpec, Payload, Schedule
+from antiphon.engine.scheduler import Scheduler
+from antiphon.errors import Forbidden, InvalidInput
+from antiphon.store import Store
+from antiphon.views import RunView
+
+__all__ = ["FiredView", "JobPatch", "JobSpec", "JobState", "JobView", "Schedules", "StatusView", "read_as"]
+
+RUNS_LIMIT, RUNS_MOST = 50, 200
+CRON_DISABLED = "cron-disabled"
+T = TypeVar("T")
+_PLACE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
+_FIELD = re.compile(r"Object (?:contains unknown|missing required) field `(.*)`", re.DOTALL)
+
+
+class _View(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    pass
+
+
+class JobState(_View, frozen=True):
+    """Where a job is. `lastStatus` is `running` or how the last run ended; `error` also if none could begin."""
+
+    next_run_at_ms: int | None = None
+    last_run_at_ms: int | None = None
+    last_status: str | None = None
+    last_error: str | None = None
+    last_run_id: str | None = None
+
+
+class JobView(_View, omit_defaults=False, frozen=True):
+    id: str
+    name: str
+    enabled: bool
+    schedule: Schedule
+    session_target: str
+    payload: Payload
+    delivery: Delivery
+    agent_id: str
+    delete_after_run: bool
+    created_at_ms: int
+    updated_at_ms: int
+    state: JobState
+
+
+class FiredView(_View, frozen=True):
+    """`ran` says that a run was accepted; otherwise `reason` says why not."""
+
+    ran: bool
+    run_id: str | None = None
+    session_key: str | None = None
+    reason: str | None = None
+
+
+class StatusView(_View, omit_defaults=False, frozen=True):
+    """Of the scheduler. Nothing wakes it while `cron.enabled` is false."""
+
+    enabled: bool
+    jobs: int
+    next_wake_at: int | None = msgspec.field(default=None, name="nextWakeAtMs")
+
+
+class Schedules:
+    def __init__(self, *, store: Store, clock: Clock, scheduler: Scheduler) -> None:
+        self._store = store
+        self._clock = clock
+        self._scheduler = scheduler
+        self._terms = scheduler.terms
+
+    async def add(self, caller: Caller, spec: JobSpec) -> JobView:
+        """A new job. It is durable when this returns, and fires whenever a process hosts the directory."""
+        _require(caller, ADMIN)
+        now = self._clock.now()
+        settled = jobs.settled(_checked(spec), self._terms.config, now)
+        job = await self._store.tx(jobs.add, self._terms, caller, str(uuid.uuid4()), settled, now)
+        self._scheduler.wake()
+        return _view(job)
+
+    async def update(self, caller: Caller, job_id: str, patch: JobPatch) -> JobView:
+        """Change a job. A new schedule, or enabling it, counts from now: what was missed is not made up for."""
+        _require(caller, ADMIN)
+        now = self._clock.now()
+        job = await self._store.tx(jobs.update, self._terms, caller, job_id, _checked(patch), now)
+        self._scheduler.wake()
+        return _view(job)
+
+    async def remove(self, caller: Caller, job_id: str) -> bool:
+        """Whether there was such a job. Its runs and its session stay."""
+        _require(caller, ADMIN)
+        return await self._store.tx(jobs.remove, job_id)
+
+    async def run(self, caller: Caller, job_id: str, mode: Literal["force", "due"] = "force") -> FiredView:
+        """Fire a job now, or only if it is due."""
+        _require(caller, ADMIN)
+        await self._store.read(jobs.get, job_id)
+        if not self._scheduler.enabled:
+            return FiredView(ran=False, reason=CRON_DISABLED)
+        fire = self._scheduler.force if mode == "force" else self._scheduler.fire
+        fired = await fire(job_id)
+        if fired.accepted is None:
+            return FiredView(ran=False, reason=fired.reason)
+        return FiredView(ran=True, run_id=fired.accepted.run_id, session_key=fired.accepted.session_key)
+
+    async def get(self, caller: Caller, job_id: str) -> JobView:
+        _require(caller, READ)
+        return _view(await self._store.read(jobs.get, job_id))
+
+    async def runs(self, caller: Caller, job_id: str, limit: int = RUNS_LIMIT) -> list[RunView]:
+        """What the job has run, newest first."""
+        _require(caller, READ)
+        if limit < 1:
+            raise InvalidInput(
+                f"'limit' is {limit}; it must be at least 1.", f"Use 1 to {RUNS_MOST}.", field="limit"
+            )
+        rows = await self._store.read(jobs.runs_of, job_id, min(limit, RUNS_MOST))
+        return [views.run_view(row, None, self._clock.now()) for row in rows]
+
+    async def status(self, caller: Caller) -> StatusView:
+        _require(caller, READ)
+        count, next_at = await self._store.read(jobs.overview)
+        enabled = self._scheduler.enabled
+        return StatusView(enabled=enabled, jobs=count, next_wake_at=next_at if enabled else None)
+
+    async def list(self, caller: Caller, include_disabled: bool = False) -> list[JobView]:
+        """Every job, the oldest first."""
+        _require(caller, READ)
+        return [_view(job) for job in await self._store.read(jobs.listed, include_disabled)]
+
+
+def read_as(kind: type[T], raw: Any) -> T:
+    """A `JobSpec` or `JobPatch` from plain data of any wire.
+
+    Raises:
+        InvalidInput: it does not fit; `field` says where.
+    """
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        match = _PLACE.fullmatch(str(error))
+        assert match is not None
+        what, path = match["what"], match["path"] or ""
+        named = _FIELD.fullmatch(what)
+        field = ".".join(filter(None, [path, named and named[1]])) or "job"
+        raise InvalidInput(
+            f"{field!r} is not valid: {what[:1].lower()}{what[1:]}.",
+            "Correct it and send it again.",
+            field=field,
+        ) from error
+
+
+def _checked(given: T) -> T:
+    """A struct that was made in Python has not been held against its own types yet."""
+    return read_as(type(given), msgspec.to_builtins(given))
+
+
+def _require(caller: Caller, scope: str) -> None:
+    if not caller.is_operator:
+        raise Forbidden(
+            f"Agent {caller.agent_id!r} may not see or change scheduled jobs.",
+            "Ask the operator to do it.",
+            scope=scope,
+        )
+    if scope not in caller.scopes:
+        raise Forbidden(
+            f"This token may not do that to scheduled jobs: it lacks {scope!r}.",
+            "Use a token that was issued with that scope.",
+            scope=scope,
+        )
+
+
+def _view(job: Job) -> JobView:
+    spec = job.spec
+    return JobView(
+        id=job.id,
+        name=spec.name,
+        enabled=spec.enabled,
+        schedule=spec.schedule,
+        session_target=spec.session_target or "",
+        payload=spec.payload,
+        delivery=spec.delivery,
+        agent_id=spec.agent_id or "",
+        delete_after_run=spec.delete_after_run,
+        created_at_ms=job.created_at,
+        updated_at_ms=job.updated_at,
+        state=JobState(
+            next_run_at_ms=job.next_at,
+            last_run_at_ms=job.last_at,
+            last_status=job.last_status,
+            last_error=job.last_error,
+            last_run_id=job.last_run_id,
+        ),
+    )
