@@ -188,7 +188,7 @@ async def test_nothing_is_streamed_after_the_end(tmp_path: Path, outcome: str) -
     async with staged(tmp_path, agent) as stage:
         row = await stage.create(MAIN)
         async with stage.bus.listen(session_topic(row["id"])) as events:
-            await stage.ask("go", timeout_seconds=0.02 if outcome == "timeout" else 60)
+            await stage.ask("go", timeout_seconds=0.5 if outcome == "timeout" else 60)
             seen: list[str] = []
             while event := await events.get(0.1):  # twice as long as pieces are gathered for
                 seen += in_short(event)

@@ -26,7 +26,7 @@ from antiphon.bus import (
     session_topic,
 )
 from antiphon.clock import Clock
-from antiphon.engine import retention, runs
+from antiphon.engine import retention, runs, search
 from antiphon.engine.deltas import DeltaStream
 from antiphon.engine.runs import Claim, Ended, Ending, Outcome, Stopped, Worker
 from antiphon.engine.transcripts import Entry
@@ -35,6 +35,7 @@ from antiphon.errors import AntiphonError, Fenced, RunFailed, StoreError
 from antiphon.lanes import LaneEngine
 from antiphon.messages import ToolCall, ToolResult
 from antiphon.store import Store
+from antiphon.tracing import span
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ class Engine:
             self._every(self._pace.lease / 3, self._renew),
             self._every(self._pace.sweep, self._sweep),
             self._every(self._pace.retention, self._retain, at_once=True),
+            self._every(search.EVERY, lambda: search.catch_up(self._store)),
             self._hear_stops(),
         ]
         self._chores = [asyncio.create_task(chore) for chore in chores]
@@ -139,10 +141,11 @@ class Engine:
         self._publish_phase(claim.session, claim.session_key, claim.run_id, "running")
         self._on_entries(claim, claim.entries)
         try:
-            ending = await self._ending(claim)
+            with span("run", run_id=claim.run_id, session_key=claim.session_key, agent_id=claim.agent_id):
+                ending = await self._ending(claim)
             ended, following, skipped = await self._store.tx(runs.finish, claim, ending, self._worker())
         except Fenced:
-            log.info("Run %r was taken over", claim.run_id)
+            log.info("Run %r was taken over", claim.run_id, extra=_about(claim))
             return None
         self._publish_ended(ended, claim)
         self._publish_all(skipped)
@@ -161,14 +164,14 @@ class Engine:
             play = self._playing[claim.run_id]
             if play.limit.expired():
                 return _stopped(turn, play.outcome)
-            log.exception("Run %r failed", claim.run_id)
+            log.exception("Run %r failed", claim.run_id, extra=_about(claim))
             return _failed(turn, RunFailed(claim.run_id))
         except (Fenced, StoreError):
             raise  # Nothing can be committed now; the run is taken up again from its transcript.
         except AntiphonError as error:
             return _failed(turn, error)
         except Exception:
-            log.exception("Run %r failed", claim.run_id)
+            log.exception("Run %r failed", claim.run_id, extra=_about(claim))
             return _failed(turn, RunFailed(claim.run_id))
         finally:
             self._playing.pop(claim.run_id, None)
@@ -248,7 +251,7 @@ class Engine:
             try:
                 ended = await self._store.tx(runs.force, run_id, before, now)
             except Exception:
-                log.exception("Run %r could not be ended", run_id)
+                log.exception("Run %r could not be ended", run_id, extra={"run_id": run_id})
                 continue
             if ended:
                 self._publish_ended(ended)
@@ -327,6 +330,11 @@ _REASONS: dict[Outcome, str] = {
     "timeout": "The run's time was over.",
     "cancelled": "The run was stopped.",
 }
+
+
+def _about(claim: Claim) -> dict[str, str]:
+    """For the log, which can be searched by either."""
+    return {"run_id": claim.run_id, "session_key": claim.session_key}
 
 
 def _end_event(ended: Ended, claim: Claim | None) -> RunChanged:

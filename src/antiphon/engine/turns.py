@@ -27,6 +27,7 @@ from antiphon.messages import Assistant, Message, Text, Thinking, ToolCall, Tool
 from antiphon.runtimes import Prompt, Runtime
 from antiphon.runtimes.model import INVALID_ARGUMENTS
 from antiphon.store import Store
+from antiphon.tracing import span
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -131,7 +132,8 @@ class Turn:
             if self._too_long():
                 await self._compact()
             try:
-                return self._distinct(await self._setting.runtime.step(self._prompt(), self._deltas))
+                with span("model_step", run_id=self._claim.run_id, model=self._claim.model):
+                    return self._distinct(await self._setting.runtime.step(self._prompt(), self._deltas))
             except ContextOverflow:
                 if not await self._compact():
                     raise
@@ -233,13 +235,15 @@ class Turn:
         caller = Caller.agent(claim.agent_id, claim.session_key, sandboxed=claim.sandboxed)
         try:
             given = Call(caller=caller, run_id=claim.run_id, call_id=call.id, arguments=call.arguments)
-            return await obedient(tool.invoke(given))
+            with span("tool", run_id=claim.run_id, tool=call.name, call_id=call.id):
+                return await obedient(tool.invoke(given))
         except (Fenced, StoreError):
             raise
         except AntiphonError as error:
             return Result(text=str(error), is_error=True, details={"code": error.code, **error.data})
         except Exception as error:
-            log.exception("Tool %r failed in run %r", call.name, claim.run_id)
+            about = {"run_id": claim.run_id, "session_key": claim.session_key}
+            log.exception("Tool %r failed in run %r", call.name, claim.run_id, extra=about)
             return Result(
                 text=f"The tool {call.name!r} failed: {type(error).__name__}: {error}", is_error=True
             )
