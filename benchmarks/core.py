@@ -10,9 +10,7 @@ makes every one of them worse. Targets are those of the project's performance bu
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import os
 import re
 import sqlite3
 import statistics
@@ -24,11 +22,9 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
-from antiphon import loop
 from antiphon.access import Caller
 from antiphon.config import Config, parse
 from antiphon.engine import sessions, transcripts
@@ -39,6 +35,7 @@ from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import FunctionRuntime
 from antiphon.store import Tx
 from antiphon.store.sqlite import SqliteStore
+from figures import Figure, at_least, at_most, main, p95, typical_p95
 
 OPERATOR = Caller.operator()
 ROOT = Path(__file__).parent.parent
@@ -60,26 +57,6 @@ QUICK = {
     "turns": 2_000,
     "http": 20,
 }
-
-
-class Figure(NamedTuple):
-    what: str
-    value: float
-    unit: str
-    target: str
-    good: bool
-
-
-def at_most(what: str, value: float, unit: str, most: float) -> Figure:
-    return Figure(what, value, unit, f"< {most:g}", value < most)
-
-
-def at_least(what: str, value: float, unit: str, least: float) -> Figure:
-    return Figure(what, value, unit, f"≥ {least:g}", value >= least)
-
-
-def p95(values: list[float]) -> float:
-    return statistics.quantiles(values, n=20)[-1]
 
 
 async def instant(prompt: Prompt) -> str:
@@ -263,19 +240,6 @@ async def timed_list(operations: Operations, name: str, wanted: ListFilter, most
     return at_most(f"{name}, p95", await typical_p95(once), "ms", most)
 
 
-async def typical_p95(once: Callable[[], Awaitable[None]], repeats: int = 7, calls: int = 40) -> float:
-    """The median over repeats of the 95th percentile of a series of calls, in milliseconds."""
-    found: list[float] = []
-    for _ in range(repeats):
-        times: list[float] = []
-        for _ in range(calls):
-            began = time.perf_counter()
-            await once()
-            times.append((time.perf_counter() - began) * 1000)
-        found.append(p95(times))
-    return statistics.median(found)
-
-
 async def history(counts: dict[str, int]) -> list[Figure]:
     """The last 200 entries of a transcript of 100,000."""
     with tempfile.TemporaryDirectory() as folder:
@@ -374,34 +338,5 @@ PARTS = {
 }
 
 
-def load() -> str:
-    return f"load {' '.join(f'{value:.2f}' for value in os.getloadavg())} on {os.cpu_count()} cores"
-
-
-def main() -> None:
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    options.add_argument(
-        "parts", nargs="*", metavar="part", help=f"of {', '.join(PARTS)}; all if none is given"
-    )
-    options.add_argument("--quick", action="store_true", help="small sizes")
-    given = options.parse_args()
-    if unknown := set(given.parts) - set(PARTS):
-        options.error(f"there is no part {sorted(unknown)[0]!r}; the parts are {', '.join(PARTS)}")
-    print(f"{load()}; Python {sys.version.split()[0]}, SQLite {sqlite3.sqlite_version}")
-    missed = 0
-    for part in given.parts or PARTS:
-        for figure in loop.run(PARTS[part](QUICK if given.quick else COUNTS)):
-            missed += not figure.good
-            mark = "ok  " if figure.good else "MISS"
-            print(
-                f"{mark} {figure.what:52} {figure.value:12,.2f} {figure.unit:3} (target {figure.target})",
-                flush=True,
-            )
-    print(load())
-    sys.exit(1 if missed else 0)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, PARTS, COUNTS, QUICK)
