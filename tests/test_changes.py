@@ -87,13 +87,16 @@ async def found(stage: Stage, search: str) -> list[str]:
 # --- who may ---
 
 MANAGING: dict[str, Callable[[Operations, Caller], Awaitable[object]]] = {
-    "patch": lambda o, c: o.patch(c, SIDE, Patch(label="mine")),
+    "patch": lambda o, c: o.patch(c, SIDE, Patch(send_policy="deny")),
     "renew": lambda o, c: o.renew(c, SIDE),
     "restore": lambda o, c: o.restore(c, SIDE),
     "reset": lambda o, c: o.reset(c, SIDE),
     "delete": lambda o, c: o.delete(c, SIDE),
     "compact": lambda o, c: o.compact(c, SIDE, keep=1),
     "inject": lambda o, c: o.inject(c, SIDE, "hello"),
+}
+NAMING: dict[str, Callable[[Operations, Caller], Awaitable[object]]] = {
+    "patch": lambda o, c: o.patch(c, SIDE, Patch(label="mine")),
     "create": lambda o, c: o.create(c, session=SIDE, label="mine"),
 }
 
@@ -109,6 +112,19 @@ async def test_only_an_administrator_changes_sessions(tmp_path: Path, name: str,
             await MANAGING[name](stage.operations, Caller.operator([scope]))
         assert dump(stage.path) == before
         await MANAGING[name](stage.operations, OPERATOR)
+
+
+@pytest.mark.requirement("V3", "G30")
+@pytest.mark.parametrize("name", NAMING)
+async def test_who_may_write_may_name(tmp_path: Path, name: str) -> None:
+    async with staged(tmp_path, echo, clock=ManualClock()) as stage:
+        await stage.ask("hello", SIDE)
+        before = dump(stage.path)
+        with pytest.raises(Forbidden, match=r"lacks 'operator\."):
+            await NAMING[name](stage.operations, Caller.operator([READ]))
+        assert dump(stage.path) == before
+        await NAMING[name](stage.operations, Caller.operator([WRITE]))
+        assert (await stage.operations.describe(OPERATOR, SIDE)).label == "mine"
 
 
 @pytest.mark.requirement("V3", "G30")

@@ -108,6 +108,8 @@ class Summary(_View, omit_defaults=False, frozen=True):
     sessions: int
     queued: int
     running: int
+    agents: dict[str, int]
+    """Sessions by agent, archived ones not counted."""
 
 
 class SessionPage(_View, frozen=True):

@@ -9,11 +9,11 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from antiphon import access, keys
+from antiphon import access, keys, policy
 from antiphon.access import Action, Caller, Grants, Target
 from antiphon.engine import sessions
 from antiphon.engine.sessions import Birth
-from antiphon.errors import Ambiguous
+from antiphon.errors import Ambiguous, SendBlocked
 from antiphon.keys import SessionIdRef, SessionKey
 from antiphon.store import Row, Tx
 
@@ -84,6 +84,37 @@ class Door:
     def admit(self, caller: Caller, action: Action, row: Row, reference: str) -> None:
         """For a row that was found by something else than a reference to its session, such as a run's id."""
         access.authorize(caller, action, _target(row), self.grants(caller), reference=reference)
+
+    def check_send(self, row: Row) -> None:
+        """Whether the policy lets anything be sent to this session, whoever may send to it."""
+        decision = policy.decide(
+            self._policy,
+            override=row["send_policy"],
+            channel=row["channel"] or row["last_channel"],
+            chat_type=row["chat_type"],
+            key=row["key"],
+        )
+        if decision == "deny":
+            raise SendBlocked(
+                f"send blocked by session policy: nothing may be sent to {row['key']!r}.",
+                "Change session.sendPolicy, or the session's own sendPolicy.",
+                key=row["key"],
+            )
+
+    @cached_property
+    def _policy(self) -> policy.SendPolicy:
+        configured = self._config.session.send_policy
+        rules = tuple(
+            policy.SendRule(
+                action=rule.action,
+                channel=rule.match.channel_name,
+                chat_type=rule.match.chat_type,
+                key_prefix=rule.match.key_prefix,
+                raw_key_prefix=rule.match.raw_key_prefix,
+            )
+            for rule in configured.rules
+        )
+        return policy.SendPolicy(rules, configured.default)
 
     async def _found(self, tx: Tx, key: SessionKey, now: int) -> Row:
         agent = self._config.agent(

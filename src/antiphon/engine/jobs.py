@@ -14,7 +14,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 from zoneinfo import ZoneInfo
 
@@ -22,13 +21,13 @@ import msgspec
 from cronsim import CronSim, CronSimError
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from antiphon import keys, policy
+from antiphon import keys
 from antiphon.access import Caller
 from antiphon.engine import runs, sessions
 from antiphon.engine.door import Door
 from antiphon.engine.runs import Accepted, Submission
 from antiphon.engine.sessions import Birth
-from antiphon.errors import AntiphonError, Conflict, InvalidInput, NotFound, SendBlocked, TooLarge
+from antiphon.errors import AntiphonError, Conflict, InvalidInput, NotFound, TooLarge
 from antiphon.messages import Provenance, User
 from antiphon.store import Param, Row, Tx
 from antiphon.store.queries import Queries
@@ -160,21 +159,6 @@ class Terms:
 
     config: Config
     door: Door
-
-    @cached_property
-    def send_policy(self) -> policy.SendPolicy:
-        configured = self.config.session.send_policy
-        rules = tuple(
-            policy.SendRule(
-                action=rule.action,
-                channel=rule.match.channel_name,
-                chat_type=rule.match.chat_type,
-                key_prefix=rule.match.key_prefix,
-                raw_key_prefix=rule.match.raw_key_prefix,
-            )
-            for rule in configured.rules
-        )
-        return policy.SendPolicy(rules, configured.default)
 
 
 # --- when ---
@@ -572,7 +556,7 @@ async def _submit(tx: Tx, terms: Terms, job: Job, run_id: str, now: int) -> Fire
     """Queue the run. What stands in its way is told and recorded, and is not the end of the job."""
     try:
         session = await _session(tx, terms, job, now)
-        _check_policy(terms, session)
+        terms.door.check_send(session)
         return Fired(accepted=await runs.submit(tx, _submission(terms, job, session, run_id, now), now))
     except AntiphonError as error:
         return Fired(reason=str(error))
@@ -589,22 +573,6 @@ async def _session(tx: Tx, terms: Terms, job: Job, now: int) -> Row:
         terms.config.agent(agent_id)  # raises for one that is not configured any more
         await sessions.create(tx, key, now, Birth(display_name=job.spec.name))
     return await terms.door.open(tx, OPERATOR, "send", str(key))
-
-
-def _check_policy(terms: Terms, session: Row) -> None:
-    decision = policy.decide(
-        terms.send_policy,
-        override=session["send_policy"],
-        channel=session["channel"] or session["last_channel"],
-        chat_type=session["chat_type"],
-        key=session["key"],
-    )
-    if decision == "deny":
-        raise SendBlocked(
-            f"send blocked by session policy: nothing may be sent to {session['key']!r}.",
-            "Change session.sendPolicy, or the session's own sendPolicy.",
-            key=session["key"],
-        )
 
 
 def _submission(terms: Terms, job: Job, session: Row, run_id: str, now: int) -> Submission:

@@ -87,8 +87,7 @@ class Lists(Core):
         access.require_scope(caller, "list")
         if not caller.is_operator:
             raise Forbidden("Only operators see the whole.", "List sessions instead.", action="list")
-        row = await self._store.read(_summary)
-        return Summary(sessions=row["sessions"], queued=row["queued"], running=row["running"])
+        return await self._store.read(_summary)
 
     async def describe(self, caller: Caller, session: str) -> SessionView:
         """One session as a list row, with the run that plays in it."""
@@ -123,7 +122,11 @@ def _cursor(text: str | None) -> tuple[int, str] | None:
     return int(at), key
 
 
-async def _summary(tx: Tx) -> Row:
-    row = await tx.one(listing.SQL.summary)
-    assert row is not None
-    return row
+async def _summary(tx: Tx) -> Summary:
+    counted = await tx.all(listing.SQL.by_agent)
+    going_on = await tx.one(listing.SQL.going_on)
+    assert going_on is not None
+    agents = {row["agent_id"]: row["sessions"] for row in counted}
+    return Summary(
+        sessions=sum(agents.values()), queued=going_on["queued"], running=going_on["running"], agents=agents
+    )

@@ -69,9 +69,9 @@ class Searches(Core):
         """Whether what had been said when the search began is not all indexed; if little is missing, it is now."""
         last, head = await self._store.read(search.place)
         if last < head <= last + search.LITTLE and self._engine is not None:
-            last = await self._store.tx(search.index)
+            last = await self._store.tx(search.index, search.BATCH)
             if last < head:
-                last = await self._store.tx(search.index)
+                last = await self._store.tx(search.index, search.BATCH)
         return last < head
 
     async def _search(self, tx: Tx, caller: Caller, asked: _Asked) -> tuple[list[Row], bool]:

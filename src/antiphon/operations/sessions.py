@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from antiphon import access, keys
-from antiphon.access import Caller
+from antiphon.access import Action, Caller
 from antiphon.engine import sessions
 from antiphon.errors import InvalidInput
 from antiphon.operations import checks
@@ -64,7 +64,7 @@ class Sessions(Core):
     ) -> SessionView:
         """Found a session, by default under a key of its own.
 
-        One that exists gets the names and the model that are given, if the caller may manage it; its parent
+        One that exists gets the names and the model that are given, if the caller may control it; its parent
         stays who it is.
         """
         access.require_scope(caller, "send")
@@ -101,21 +101,25 @@ class Sessions(Core):
         changed = {column: value for column, value in settings.items() if value != before[column]}
         if changed:
             if not founded:
-                self._door.admit(caller, "manage", row, session)
+                self._door.admit(caller, "control", row, session)
             await sessions.patch(tx, row["id"], changed, now)
         reason = "create" if founded else "patch" if changed else None
         return await self._described(tx, row["id"]), reason
 
     async def patch(self, caller: Caller, session: str, changes: Patch) -> SessionView:
-        """Set what is given, all of it or nothing. A key that has no session yet gets one."""
-        access.require_scope(caller, "manage")
+        """Set what is given, all of it or nothing. A key that has no session yet gets one.
+
+        Names, model and the like are the business of whoever may write; what may be sent is not.
+        """
+        action: Action = "control" if changes.send_policy is UNSET else "manage"
+        access.require_scope(caller, action)
         given = {name: getattr(changes, name) for name in Patch.__struct_fields__}
         settings = {
             _COLUMNS.get(name, name): self._checked(name, value)
             for name, value in given.items()
             if value is not UNSET
         }
-        row, founded = await self._store.tx(self._patch, caller, session, settings, self._clock.now())
+        row, founded = await self._store.tx(self._patch, caller, action, session, settings, self._clock.now())
         if founded:
             self._tell(row, "create")
         if settings:
@@ -123,9 +127,9 @@ class Sessions(Core):
         return self._session_view(caller, row)
 
     async def _patch(
-        self, tx: Tx, caller: Caller, session: str, settings: _Settings, now: int
+        self, tx: Tx, caller: Caller, action: Action, session: str, settings: _Settings, now: int
     ) -> tuple[Row, bool]:
-        row, founded = await self._opened_or_founded(tx, caller, "manage", session, now)
+        row, founded = await self._opened_or_founded(tx, caller, action, session, now)
         if settings:
             await sessions.patch(tx, row["id"], settings, now)
         return await self._described(tx, row["id"]), founded

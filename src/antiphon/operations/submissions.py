@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from antiphon import keys, policy
 from antiphon.access import Caller
 from antiphon.engine import runs
 from antiphon.engine.runs import Submission
-from antiphon.errors import InvalidInput, SendBlocked
+from antiphon.errors import InvalidInput
 from antiphon.messages import Image, Provenance, Text, User
 from antiphon.operations import checks
 from antiphon.operations.checks import THINKING
@@ -21,9 +19,7 @@ from antiphon.store import Row, Tx
 from antiphon.views import Accepted
 
 if TYPE_CHECKING:
-    from antiphon.config import Config
-
-_CHAT_TYPES: dict[str, keys.ChatType] = {"direct": "direct", "group": "group", "channel": "channel"}
+    pass
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,10 +37,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Submissions(Core):
-    @cached_property
-    def _policy(self) -> policy.SendPolicy:
-        return _send_policy(self.config)
-
     async def submit(self, caller: Caller, message: Message) -> Accepted:
         """Put words into a session. They are durable when this returns; their run starts by itself."""
         self._check(message)
@@ -69,7 +61,7 @@ class Submissions(Core):
     ) -> tuple[runs.Accepted, Row, bool]:
         row, founded = await self._opened_or_founded(tx, caller, "send", message.session, now)
         checks.current(row, message.session)
-        self._check_policy(row)
+        self._door.check_send(row)
         timeout = message.timeout_seconds
         submission = Submission(
             run_id=run_id,
@@ -109,33 +101,3 @@ class Submissions(Core):
             )
         if message.model is not None:
             self.config.find_model(message.model)
-
-    def _check_policy(self, row: Row) -> None:
-        decision = policy.decide(
-            self._policy,
-            override=row["send_policy"],
-            channel=row["channel"] or row["last_channel"],
-            chat_type=row["chat_type"],
-            key=row["key"],
-        )
-        if decision == "deny":
-            raise SendBlocked(
-                f"send blocked by session policy: nothing may be sent to {row['key']!r}.",
-                "Change session.sendPolicy, or the session's own sendPolicy.",
-                key=row["key"],
-            )
-
-
-def _send_policy(config: Config) -> policy.SendPolicy:
-    configured = config.session.send_policy
-    rules = tuple(
-        policy.SendRule(
-            action=rule.action,
-            channel=rule.match.channel_name,
-            chat_type=_CHAT_TYPES.get(rule.match.chat_type or ""),
-            key_prefix=rule.match.key_prefix,
-            raw_key_prefix=rule.match.raw_key_prefix,
-        )
-        for rule in configured.rules
-    )
-    return policy.SendPolicy(rules, configured.default)

@@ -74,8 +74,10 @@ WITH RECURSIVE agents (id) AS (
 )
 SELECT id FROM agents WHERE id IS NOT NULL LIMIT 1000;
 
--- name: summary
+-- name: by_agent
 -- Counts what is there; for people who ask, not for every request.
-SELECT (SELECT count(*) FROM sessions WHERE archived = 0) AS sessions,
-       (SELECT count(*) FROM runs WHERE state = 'queued' AND session > 0) AS queued,
+SELECT agent_id, count(*) AS sessions FROM sessions WHERE archived = 0 GROUP BY agent_id LIMIT 10000;
+
+-- name: going_on
+SELECT (SELECT count(*) FROM runs WHERE state = 'queued' AND session > 0) AS queued,
        (SELECT count(*) FROM runs WHERE state = 'running' AND session > 0) AS running;
