@@ -113,7 +113,7 @@ async def indexed(path: Path) -> list[Figure]:
     count = head - last
     while last < head:
         began = perf_counter()
-        last = await store.tx(search.index)
+        last = await store.tx(search.index, search.BATCH)
         times.append((perf_counter() - began) * 1000)
     await store.close()
     return [

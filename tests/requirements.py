@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Part = Literal["core", "gateway", "tools", "channels"]
-DELIVERED: frozenset[Part] = frozenset({"core"})
+DELIVERED: frozenset[Part] = frozenset({"core", "gateway"})
 
 
 class Requirement(NamedTuple):
@@ -123,7 +123,25 @@ GUARANTEES: dict[str, tuple[Part, str]] = {
     "G45": ("core", "Schema migrations are transactional and tested from the schema before."),
 }
 
+SECURITY: dict[str, tuple[Part, str]] = {
+    "SEC1": ("gateway", "A page of a foreign origin is refused, even with the token; no token in URLs or logs."),
+    "SEC2": ("gateway", "This machine is no credential, headers of proxies are not looked at, one mode of auth."),
+    "SEC3": ("gateway", "Scopes come from the server's record; asking for more never grants more."),
+    "SEC4": ("gateway", "One authorization for every transport; a command in a text needs what its method needs."),
+    "SEC5": ("tools", "Resolve, canonicalise, authorize; denied and missing look the same."),
+    "SEC6": ("tools", "A child's envelope never exceeds its parent's."),
+    "SEC7": ("tools", "Attachments: hostile names, links and sizes."),
+    "SEC8": ("channels", "No request of ours can be made to reach a private address."),
+    "SEC9": ("gateway", "Wrong secrets are limited before anything else happens; compares take constant time."),
+    "SEC10": ("tools", "Titles, labels and messages of others are data."),
+    "SEC11": ("gateway", "Subscriptions pass the same door as reads."),
+    "SEC12": ("tools", "What cannot ask a human fails closed."),
+    "SEC13": ("tools", "Approvals cannot be bypassed through children."),
+    "SEC14": ("gateway", "Sizes are limited at the door, before anything is parsed."),
+}
+
 REQUIREMENTS: dict[str, Requirement] = {
     **{name: Requirement(text, f"contract {name}", part) for name, (part, text) in CONTRACT.items()},
     **{name: Requirement(text, f"guarantee {name}", part) for name, (part, text) in GUARANTEES.items()},
+    **{name: Requirement(text, f"security {name}", part) for name, (part, text) in SECURITY.items()},
 }

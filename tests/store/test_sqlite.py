@@ -13,20 +13,21 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import antiphon
 from antiphon.config import Config
-from antiphon.engine import runs
+from antiphon.engine import jobs, runs, search
 from antiphon.errors import StoreDamaged, StoreError, StoreFull, StoreLocked, StoreNewer, StoreReadOnly
 from antiphon.host import hosting
-from antiphon.store import Tx, listing, migrations
+from antiphon.store import Row, Tx, listing, migrations
 from antiphon.store.migrations import Migration
 from antiphon.store.queries import Queries, Query
 from antiphon.store.sqlite import SqliteStore, check_file
 from antiphon.store.statedir import StateDir
-from stage import BOUND, opened, raw
+from stage import BOUND, dump, opened, raw
 
 NAME = "antiphon.db"
 OWNERS = Query("test.owners", "SELECT id FROM owners ORDER BY id")
@@ -47,7 +48,7 @@ async def owners(tx: Tx) -> list[str]:
     return [row["id"] for row in await tx.all(OWNERS)]
 
 
-async def ask(tx: Tx, query: Query) -> object:
+async def ask(tx: Tx, query: Query) -> Row | None:
     return await tx.one(query)
 
 
@@ -471,6 +472,93 @@ def test_each_version_is_reached_from_the_one_before(tmp_path: Path, monkeypatch
         migrations.migrate(connection)  # again changes nothing
     assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
     connection.close()
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G45")
+async def test_jobs_come_to_a_file_of_schema_1_and_take_nothing_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = migrations.migrations()
+    with monkeypatch.context() as before:
+        before.setattr(migrations, "migrations", lambda: known[:1])
+        # A run that has ended, one that was cut off and one that waits, as the version before leaves them.
+        async with opened(tmp_path) as store:
+            await store.tx(put, "somebody")
+            for n in range(3):
+                await store.tx(append, n, f"r{n}")
+        raw(
+            tmp_path / NAME,
+            "INSERT INTO transcripts (session_id, key, reason, started_at) VALUES ('t', 'k', 'new', 1)",
+        )
+        raw(
+            tmp_path / NAME,
+            "INSERT INTO sessions (key, session_id, transcript, agent_id, kind, created_at, updated_at)"
+            " VALUES ('k', 't', 1, 'main', 'main', 1, 1)",
+        )
+        for state, ended in [("ok", 5), ("running", None), ("queued", None)]:
+            raw(
+                tmp_path / NAME,
+                "INSERT INTO runs (id, session, origin, digest, input, state, created_at, ended_at)"
+                " VALUES (?, 1, 'cron', '', '{}', ?, 1, ?)",
+                f"cron:{state}", state, ended,
+            )  # fmt: skip
+        assert raw(tmp_path / NAME, "PRAGMA user_version") == [{"user_version": 1}]
+        kept = dump(tmp_path / NAME)
+    async with opened(tmp_path) as store:
+        assert await store.read(jobs.overview) == (0, None)
+        unfinished = await store.read(ask, jobs.SQL.unfinished)
+        assert unfinished is not None and unfinished["runs"] == 2
+    assert_kept(tmp_path, kept)
+    assert raw(tmp_path / NAME, "PRAGMA user_version") == [{"user_version": len(known)}]
+    check_file(tmp_path / NAME)
+
+
+def assert_kept(path: Path, kept: dict[str, list[tuple[Any, ...]]]) -> None:
+    """Every table that was there has the rows that it had."""
+    now = dump(path / NAME)
+    del kept["sqlite_sequence"]  # it lists the new tables, too
+    assert {name: now[name] for name in kept} == kept
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G45", "W2")
+async def test_what_was_said_before_schema_3_can_be_searched_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = migrations.migrations()
+    with monkeypatch.context() as before:
+        before.setattr(migrations, "migrations", lambda: known[:2])
+        async with opened(tmp_path):
+            pass
+        raw(
+            tmp_path / NAME,
+            "INSERT INTO transcripts (session_id, key, reason, started_at) VALUES ('t', 'k', 'new', 1)",
+        )
+        raw(
+            tmp_path / NAME,
+            "INSERT INTO sessions (key, session_id, transcript, agent_id, kind, created_at, updated_at)"
+            " VALUES ('k', 't', 1, 'main', 'main', 1, 1)",
+        )
+        for seq, word in enumerate(("lost", "found", "{damaged")):
+            raw(
+                tmp_path / NAME,
+                "INSERT INTO messages (transcript, seq, entry, role, body, created_at)"
+                " VALUES (1, ?, 'e', 'user', ?, 1)",
+                seq, word if word[0] == "{" else f'{{"role":"user","content":"{word}","timestamp":1}}',
+            )  # fmt: skip
+        raw(tmp_path / NAME, "DELETE FROM messages WHERE seq = 0")  # so that the numbers have a gap
+        assert raw(tmp_path / NAME, "PRAGMA user_version") == [{"user_version": 2}]
+        kept = dump(tmp_path / NAME)
+    async with opened(tmp_path) as store:
+        assert await store.read(search.place) == (0, 3)
+        assert await store.tx(search.index, search.BATCH) == 3
+        rows, _ = await store.read(search.find, search.Wish(query="found", limit=5))
+        assert [(row["key"], row["seq"]) for row in rows] == [("k", 1)]
+        assert (await store.read(search.find, search.Wish(query="lost", limit=5)))[0] == []
+    assert_kept(tmp_path, kept)
+    assert raw(tmp_path / NAME, "PRAGMA user_version") == [{"user_version": len(known)}]
+    check_file(tmp_path / NAME)
 
 
 @pytest.mark.requirement("G45")

@@ -12,7 +12,6 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-
 EVERY_SESSION = "session.*"
 
 

@@ -1,4 +1,4 @@
-"""The command line. Commands are thin: they read options, ask `Operations` or a neighbour of it, and print.
+"""The command line. Commands are thin: they read options, ask the gateway or the store (`desk`), and print.
 
 Only click is imported here. A command's module is imported when it is called and imports what it needs when it
 runs, because `antiphon --version` is over before a model library would be loaded.
@@ -17,8 +17,14 @@ from antiphon.cli.failures import report
 from antiphon.cli.settings import common
 
 COMMANDS = {
+    "up": ("antiphon.cli.up", "Run the gateway: everything else talks to it while it runs."),
     "chat": ("antiphon.cli.chat", "Talk with an agent in this terminal."),
+    "send": ("antiphon.cli.send", "Say something to a session."),
+    "agent": ("antiphon.cli.agent", "Let an agent do one thing, and print its answer."),
+    "status": ("antiphon.cli.status", "How the gateway is, or what is kept while none runs."),
     "sessions": ("antiphon.cli.sessions", "List, read, export and import conversations."),
+    "cron": ("antiphon.cli.cron", "Jobs that start by the clock."),
+    "tokens": ("antiphon.cli.tokens", "Who may talk to the gateway."),
     "config": ("antiphon.cli.config", "Check the configuration, or print its schema."),
     "doctor": ("antiphon.cli.doctor", "Look for anything that is wrong, and say what to do."),
 }
@@ -29,7 +35,7 @@ Antiphon hosts agents' chat sessions and lets them find, read, message and spawn
 Everything is kept in one state directory (~/.antiphon unless you say otherwise). Without a configured
 provider a built-in rehearsal model answers, so everything can be tried offline.
 
-Try first:  antiphon chat
+Try first:  antiphon up, and in another terminal antiphon chat
 """
 
 

@@ -9,14 +9,16 @@ import click
 
 from antiphon.cli import output
 from antiphon.cli.failures import INTERRUPTED
-from antiphon.cli.settings import Settings, common
+from antiphon.cli.settings import Settings, common, reaching
 from antiphon.errors import ProviderError
 
 if TYPE_CHECKING:
     from antiphon.cli.conversation import Conversation
-    from antiphon.config import Loaded
-    from antiphon.operations import Operations
+    from antiphon.cli.desk import Desk
+    from antiphon.client import Client
     from antiphon.views import RunView, SessionView
+
+REHEARSAL = "rehearsal/rehearsal"  # as `antiphon.config` calls it, which a client does not load
 
 
 @click.command(help="Talk with an agent. Without a terminal each line of the input is a message.")
@@ -25,10 +27,10 @@ if TYPE_CHECKING:
 @click.option(
     "--message", "messages", multiple=True, metavar="TEXT", help="Say this and leave; may be repeated."
 )
+@reaching
 @common
 @click.pass_obj
 def command(settings: Settings, agent: str | None, key: str | None, messages: Sequence[str]) -> int:
-    from antiphon.cli.journal import keep_journal
     from antiphon.cli.keyboard import interactive
     from antiphon.loop import run
 
@@ -37,35 +39,31 @@ def command(settings: Settings, agent: str | None, key: str | None, messages: Se
     person = interactive() and not messages
     if settings.json and person:
         raise click.UsageError("--json is for scripts: add --message, or pipe messages in.")
-    loaded = settings.load()
-    keep_journal(settings.paths.state_dir, debug=settings.debug)
-    return run(_chat(settings, loaded, _reference(agent, key), messages, person=person))
+    return run(_chat(settings, _reference(agent, key), messages, person=person))
 
 
 def _reference(agent: str | None, key: str | None) -> str:
     return key or (f"agent:{agent}:main" if agent else "main")
 
 
-async def _chat(
-    settings: Settings, loaded: Loaded, reference: str, messages: Sequence[str], *, person: bool
-) -> int:
-    from antiphon.access import Caller
+async def _chat(settings: Settings, reference: str, messages: Sequence[str], *, person: bool) -> int:
     from antiphon.cli.conversation import Conversation
+    from antiphon.cli.desk import talking
     from antiphon.cli.keyboard import Keyboard
     from antiphon.cli.screen import Screen
-    from antiphon.host import hosting
 
-    async with hosting(loaded.config, settings.paths.state_dir) as operations:
-        view = await operations.open(Caller.operator(), reference)
-        style = "silent" if settings.json else "conversation" if person else "answers"
-        screen = Screen(style, view.agent_id or "agent")
+    screen = Screen("silent" if settings.json else "conversation" if person else "answers")
+    async with talking(settings, screen.note) as (desk, gateway):
+        view = await desk.open(reference)
+        screen.speaker = view.agent_id or screen.speaker
         if person:
-            await _greet(settings, loaded, operations, view)
+            await _greet(settings, desk, gateway, view)
         with Keyboard(interactive=person) as keyboard:
             conversation = Conversation(
-                operations,
+                desk,
                 view.key,
                 screen,
+                hosted=gateway is None,
                 keyboard=None if messages else keyboard,
                 on_end=_emit if settings.json else None,
             )
@@ -96,26 +94,36 @@ def _emit(view: RunView) -> None:
     output.emit(view, compact=True)
 
 
-async def _greet(settings: Settings, loaded: Loaded, operations: Operations, view: SessionView) -> None:
+async def _greet(settings: Settings, desk: Desk, gateway: Client | None, view: SessionView) -> None:
     from antiphon import __version__
-    from antiphon.access import Caller
-    from antiphon.cli.config import answerer
-    from antiphon.config import REHEARSAL_REF
     from antiphon.operations import HistoryFilter
 
-    agent_id = view.agent_id or loaded.config.default_agent_id
-    model = answerer(loaded, agent_id)
-    page = await operations.history(Caller.operator(), view.key, HistoryFilter(limit=1))
-    who = f"agent {output.bold(output.line(agent_id))} · {output.line(model)}"
-    click.echo(f"{output.bold('antiphon')} {__version__} · {who}")
+    model = await _answered_by_gateway(gateway, view) if gateway else _answered_here(settings, view)
+    page = await desk.history(view.key, HistoryFilter(limit=1))
+    who = f"agent {output.bold(output.line(view.agent_id or 'agent'))} · {output.line(model)}"
+    where = f" · gateway {gateway.site.url}" if gateway else ""
+    click.echo(f"{output.bold('antiphon')} {__version__} · {who}{where}")
     so_far = f"{page.total} entries so far, /history shows them" if page.total else "a new conversation"
     click.echo(output.dim(f"session {output.line(view.key)} · {so_far}"))
-    if model == REHEARSAL_REF:
+    if model == REHEARSAL:
         click.echo(
             "No model provider is configured, so the built-in rehearsal model answers: it does what a line\n"
             "such as `say hello` tells it to. To talk with a real one, put it under `models.providers` in\n"
             f"{str(settings.paths.config)!r}; `antiphon config check` says whether it can be used."
         )
+    click.echo(output.dim("/help lists the commands, /quit leaves."))
+
+
+def _answered_here(settings: Settings, view: SessionView) -> str:
+    """What answers; and what the configuration warns of."""
+    from antiphon.cli.config import answerer
+
+    loaded = settings.load()
     for warning in loaded.warnings:
         click.echo(output.dim(f"warning: {output.clean(warning)}"))
-    click.echo(output.dim("/help lists the commands, /quit leaves."))
+    return answerer(loaded, view.agent_id or loaded.config.default_agent_id)
+
+
+async def _answered_by_gateway(gateway: Client, view: SessionView) -> str:
+    agents = (await gateway.call("agents.list"))["agents"]
+    return next((agent["model"]["primary"] for agent in agents if agent["id"] == view.agent_id), "?")

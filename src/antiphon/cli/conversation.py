@@ -12,19 +12,20 @@ import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from antiphon.access import Caller
 from antiphon.cli import output
+from antiphon.cli.desk import Desk
 from antiphon.cli.keyboard import PROMPT, Keyboard
 from antiphon.cli.screen import Screen
 from antiphon.errors import AntiphonError
-from antiphon.operations import HistoryFilter, Message, Operations
+from antiphon.operations import HistoryFilter, Message
 from antiphon.views import RunView
 
 LOOK = 60.0  # seconds of one wait for a run; it is repeated until the run has ended
 CATCH_UP = 0.5  # seconds that the feed may lag behind the end of a run
 
+T = TypeVar("T")
 Action = Callable[[str], Coroutine[Any, Any, None]]
 
 
@@ -34,21 +35,24 @@ class Command(NamedTuple):
 
 
 class Conversation:
+    """`hosted` says that answers are made by this very process, and stop with it."""
+
     def __init__(
         self,
-        operations: Operations,
+        desk: Desk,
         session: str,
         screen: Screen,
         *,
+        hosted: bool,
         keyboard: Keyboard | None = None,
         on_end: Callable[[RunView], None] | None = None,
     ) -> None:
-        self._operations = operations
+        self._desk = desk
+        self._hosted = hosted
         self._session = session
         self._screen = screen
         self._keyboard = keyboard
         self._on_end = on_end
-        self._caller = Caller.operator()
         self._waiting: deque[str] = deque()
         self._stopping = False
         self._leaving = asyncio.Event()
@@ -78,11 +82,14 @@ class Conversation:
             await asyncio.gather(feed, return_exceptions=True)
 
     async def carry_on(self) -> None:
-        """Take up the runs that an earlier process left in this session."""
-        self._waiting += await self._operations.unfinished(self._caller, self._session)
+        """Take up the runs that are under way in this session, or that an earlier process left in it."""
+        self._waiting += await self._desk.unfinished(self._session)
         if self._waiting:
             question = await self._last_question()
-            self._screen.note(f"Carrying on with a turn that was interrupted: {question}")
+            what = (
+                "Carrying on with a turn that was interrupted" if self._hosted else "This is being answered"
+            )
+            self._screen.note(f"{what}: {question}")
             await self._answers()
 
     async def talk(self) -> None:
@@ -96,7 +103,7 @@ class Conversation:
             if line is None:
                 self._screen.note("")
                 return
-            await self._take(line)
+            await self._or_leaving(self._take(line))
             await self._answers()
 
     async def say(self, text: str) -> None:
@@ -125,7 +132,7 @@ class Conversation:
         run_id = uuid.uuid4().hex
         self._screen.expect(run_id)
         message = Message(session=self._session, content=text, idempotency_key=run_id)
-        await self._operations.submit(self._caller, message)
+        await self._desk.submit(message)
         if self._waiting:
             self._screen.note("(waits until this answer is complete)")
         self._waiting.append(run_id)
@@ -173,15 +180,15 @@ class Conversation:
 
     async def _over(self, run_id: str) -> RunView:
         while True:
-            view = await self._operations.wait(self._caller, run_id, LOOK)
+            view = await self._desk.wait(run_id, LOOK)
             if view.ended:
                 break
         if not await self._screen.ended(run_id, CATCH_UP):
             self._screen.end(run_id, view.state, view.reply, view.error)
         return view
 
-    async def _or_leaving(self, line: Coroutine[Any, Any, str | None]) -> str | None:
-        typed = asyncio.create_task(line)
+    async def _or_leaving(self, work: Coroutine[Any, Any, T]) -> T | None:
+        typed = asyncio.create_task(work)
         leaving = asyncio.create_task(self._leaving.wait())
         await asyncio.wait({typed, leaving}, return_when=asyncio.FIRST_COMPLETED)
         leaving.cancel()
@@ -193,7 +200,7 @@ class Conversation:
     # --- what happens ---
 
     async def _feed(self) -> None:
-        async for event in self._operations.follow(self._caller, self._session):
+        async for event in self._desk.follow(self._session):
             self._screen.show(event)
 
     def _interrupt(self) -> None:
@@ -208,14 +215,12 @@ class Conversation:
     # --- commands ---
 
     async def _new(self, _: str) -> None:
-        old = await self._operations.describe(self._caller, self._session)
-        await self._operations.renew(self._caller, self._session)
+        old = await self._desk.describe(self._session)
+        await self._desk.renew(self._session)
         self._screen.tell(f"A new conversation. The old one: antiphon sessions history {old.session_id}")
 
     async def _stop(self, _: str) -> None:
-        stopped = await self._operations.stop(
-            self._caller, self._session, self._waiting[0] if self._waiting else None
-        )
+        stopped = await self._desk.stop(self._session, self._waiting[0] if self._waiting else None)
         if not stopped.run_ids:
             self._screen.tell("Nothing runs.")
 
@@ -223,8 +228,8 @@ class Conversation:
         if wanted and not (wanted.isdecimal() and 0 < int(wanted) <= 1000):
             self._screen.tell("Write how many, from 1 to 1000: /history 50")
             return
-        page = await self._operations.history(
-            self._caller, self._session, HistoryFilter(limit=int(wanted or 10), include_tools=True)
+        page = await self._desk.history(
+            self._session, HistoryFilter(limit=int(wanted or 10), include_tools=True)
         )
         for item in page.messages:
             self._screen.tell(f"{item.get('role')}: {output.said(item)}")
@@ -232,8 +237,8 @@ class Conversation:
             self._screen.tell("Nothing has been said yet.")
 
     async def _status(self, _: str) -> None:
-        view = await self._operations.describe(self._caller, self._session)
-        page = await self._operations.history(self._caller, self._session, HistoryFilter(limit=1))
+        view = await self._desk.describe(self._session)
+        page = await self._desk.history(self._session, HistoryFilter(limit=1))
         for name, value in (
             ("session", view.key),
             ("session id", view.session_id),
@@ -253,11 +258,12 @@ class Conversation:
 
     async def _quit(self, _: str) -> None:
         if self._waiting:
-            self._screen.note("The answer is carried on when Antiphon is started again.")
+            when = "is carried on when Antiphon is started again" if self._hosted else "goes on without you"
+            self._screen.note(f"The answer {when}.")
         self._leaving.set()
 
     async def _last_question(self) -> str:
-        page = await self._operations.history(self._caller, self._session, HistoryFilter(limit=20))
+        page = await self._desk.history(self._session, HistoryFilter(limit=20))
         asked = [output.said(item) for item in page.messages if item.get("role") == "user"]
         if not asked:
             return "its question waits"

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import click
 
 from antiphon.cli import output
 from antiphon.cli.settings import Settings, common
+from antiphon.errors import AntiphonError
+
+if TYPE_CHECKING:
+    from antiphon.config import Config
 
 MARKS = {"ok": "ok  ", "warn": "warn", "fail": "fail"}
 
@@ -17,9 +22,11 @@ MARKS = {"ok": "ok  ", "warn": "warn", "fail": "fail"}
 @common
 @click.pass_obj
 def command(settings: Settings, online: bool) -> int:
+    from antiphon.cli.checkup import look
     from antiphon.doctor import examine
 
     findings = asyncio.run(examine(settings.paths, online=online))
+    findings += look(settings.paths.state_dir, _config(settings))
     failed = any(finding.level == "fail" for finding in findings)
     if settings.json:
         output.emit({"ok": not failed, "findings": findings})
@@ -29,3 +36,10 @@ def command(settings: Settings, online: bool) -> int:
         hint = f" {finding.next_step}" if finding.next_step else ""
         click.echo(f"{mark}  {finding.check:<12} {output.clean(finding.what + hint)}")
     return int(failed)
+
+
+def _config(settings: Settings) -> Config | None:
+    try:
+        return settings.load().config
+    except AntiphonError:
+        return None  # which is a finding already

@@ -10,12 +10,15 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from antiphon.cli.output import clean, escaped
-from antiphon.errors import AntiphonError
+from antiphon.errors import AntiphonError, ProviderError
+
+if TYPE_CHECKING:
+    from antiphon.views import RunView
 
 INTERRUPTED = 130
 MOST_PROBLEMS = 20
@@ -39,6 +42,13 @@ def report(error: Exception, arguments: Sequence[str]) -> int:
     return 1
 
 
+def outcome(view: RunView) -> int:
+    """The exit code of a command whose run ended like this."""
+    if view.state == "ok":
+        return 0
+    return ProviderError.exit_code if view.error_code == ProviderError.code else 1
+
+
 def _usage(error: click.ClickException) -> str:
     context = error.ctx if isinstance(error, click.UsageError) else None
     return f"Try `{context.command_path if context else 'antiphon'} --help`."
@@ -50,7 +60,7 @@ def _tell(machine: bool, code: str, what: str, hint: str, data: dict[str, Any]) 
         click.echo(escaped(json.dumps({"error": error}, ensure_ascii=False, default=str).encode()), err=True)
         return
     start = "\033[31mError:\033[0m" if _coloured() else "Error:"
-    click.echo(f"{start} {clean(what)}\n{clean(hint)}", err=True)
+    click.echo("\n".join(filter(None, [f"{start} {clean(what)}", clean(hint)])), err=True)
     problems = data.get("problems")
     for problem in problems[:MOST_PROBLEMS] if isinstance(problems, list) else []:  # pyright: ignore[reportUnknownVariableType]
         click.echo(f"- {clean(str(problem))}", err=True)  # pyright: ignore[reportUnknownArgumentType]

@@ -1,16 +1,24 @@
-"""The log: a file in the state directory, so that a conversation on the terminal stays readable."""
+"""The log: a file in the state directory, so that what the terminal shows stays readable.
+
+One JSON object per line, with the run and the session it is about where the one who logs knows them. Whoever
+watches with `--debug` reads the same as plain lines.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import MutableMapping
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
+from typing import Any
 
 from antiphon.cli.output import clean
 
 NAME = "antiphon.log"
 MOST_BYTES = 2**20
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+ABOUT = ("run_id", "session_key")  # of what is given as `extra`; nothing else is written, whoever logs
 
 
 class _Cleaned(logging.Formatter):
@@ -22,13 +30,37 @@ class _Cleaned(logging.Formatter):
 
 def keep_journal(state_dir: Path, *, debug: bool) -> None:
     """Write what the program logs there; with `debug` also to standard error."""
-    handlers: list[logging.Handler] = [
-        RotatingFileHandler(
-            state_dir / NAME, maxBytes=MOST_BYTES, backupCount=2, delay=True, encoding="utf-8"
-        )
-    ]
+    file = RotatingFileHandler(
+        state_dir / NAME, maxBytes=MOST_BYTES, backupCount=2, delay=True, encoding="utf-8"
+    )
+    file.setFormatter(_lines())
+    handlers: list[logging.Handler] = [file]
     if debug:
-        handlers.append(logging.StreamHandler())
-    for handler in handlers:
-        handler.setFormatter(_Cleaned(FORMAT))
+        watched = logging.StreamHandler()
+        watched.setFormatter(_Cleaned(FORMAT))
+        handlers.append(watched)
     logging.basicConfig(level=logging.INFO if debug else logging.WARNING, handlers=handlers)
+
+
+def _lines() -> logging.Formatter:
+    from structlog import processors, stdlib
+
+    return stdlib.ProcessorFormatter(
+        foreign_pre_chain=[
+            stdlib.add_log_level,
+            stdlib.add_logger_name,
+            stdlib.ExtraAdder(ABOUT),
+            processors.TimeStamper(fmt="iso", utc=True, key="time"),
+        ],
+        processors=[
+            stdlib.ProcessorFormatter.remove_processors_meta,
+            processors.format_exc_info,
+            _in_order,
+            processors.JSONRenderer(serializer=json.dumps, ensure_ascii=False),
+        ],
+    )
+
+
+def _in_order(_: object, __: str, event: MutableMapping[str, Any]) -> dict[str, str]:
+    names = ("time", "level", "logger", "event", *ABOUT, "exception")
+    return {name: clean(str(event[name])) for name in names if event.get(name) is not None}

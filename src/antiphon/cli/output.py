@@ -13,6 +13,7 @@ from typing import Any, cast
 import click
 
 LONGEST = 4000  # characters of one message in a listing for people; --json has everything
+SMALLER = {"d": "h", "h": "min", "min": "s"}
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 _C1 = re.compile(rb"\xc2([\x80-\x9f])")  # U+0080 to U+009F in UTF-8
 
@@ -58,6 +59,15 @@ def emit(value: object, *, compact: bool = False) -> None:
 def escaped(encoded: bytes) -> bytes:
     """The same JSON, without the control characters that it may contain as they are and a terminal would obey."""
     return _C1.sub(lambda found: b"\\u00%02x" % found[1][0], encoded)
+
+
+def lasting(ms: int) -> str:
+    """How long something takes, in its two largest units."""
+    for size, unit in ((86_400_000, "d"), (3_600_000, "h"), (60_000, "min")):
+        if ms >= size:
+            rest = ms % size * 24 // size if unit == "d" else ms % size * 60 // size
+            return f"{ms // size} {unit}" + (f" {rest} {SMALLER[unit]}" if rest else "")
+    return f"{ms // 1000} s"
 
 
 def ago(ms: int) -> str:

@@ -22,9 +22,9 @@ Style = Literal["conversation", "answers", "silent"]
 
 
 class Screen:
-    def __init__(self, style: Style, speaker: str) -> None:
+    def __init__(self, style: Style, speaker: str = "agent") -> None:
         self._style = style
-        self._speaker = line(speaker)
+        self.speaker = speaker
         self._mine: set[str] = set()
         self._over: deque[str] = deque(maxlen=256)
         self._ends: dict[str, asyncio.Event] = {}
@@ -156,7 +156,7 @@ class Screen:
         if not text or self._style == "silent":
             return
         if not self._introduced and self._style == "conversation":
-            click.echo(bold(f"{self._speaker}> "), nl=False)
+            click.echo(bold(f"{line(self.speaker)}> "), nl=False)
         self._introduced = True
         self._mid_line = not text.endswith("\n")
         click.echo(clean(text) if sys.stdout.isatty() else text, nl=False)

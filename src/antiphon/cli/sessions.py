@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from antiphon.cli import output
-from antiphon.cli.settings import Settings, common
+from antiphon.cli.settings import Settings, common, reaching
 
 if TYPE_CHECKING:
     from antiphon.operations import HistoryFilter, ListFilter
@@ -56,6 +56,7 @@ def command() -> None: ...
 @click.option("--limit", type=click.IntRange(1, 200), default=50, show_default=True)
 @click.option("--archived", is_flag=True, help="Archived ones too.")
 @click.option("--cursor", help="Go on after an earlier page.")
+@reaching
 @common
 @click.pass_obj
 def list_sessions(
@@ -90,11 +91,10 @@ def list_sessions(
 
 
 async def _list(settings: Settings, wanted: ListFilter) -> SessionPage:
-    from antiphon.access import Caller
-    from antiphon.visits import looking
+    from antiphon.cli.desk import reading
 
-    async with looking(settings.config_when_needed(), settings.paths.state_dir) as operations:
-        return await operations.list(Caller.operator(), wanted)
+    async with reading(settings) as desk:
+        return await desk.list(wanted)
 
 
 def _print_page(page: SessionPage) -> None:
@@ -123,6 +123,7 @@ def _print_page(page: SessionPage) -> None:
 @click.option("--tools", is_flag=True, help="Show what tools returned, too.")
 @click.option("--before", type=click.IntRange(min=1), metavar="SEQ", help="Only entries before this number.")
 @click.option("--after", type=click.IntRange(min=0), metavar="SEQ", help="Only entries after this number.")
+@reaching
 @common
 @click.pass_obj
 def history(
@@ -145,11 +146,10 @@ def history(
 
 
 async def _history(settings: Settings, key: str, wanted: HistoryFilter) -> HistoryPage:
-    from antiphon.access import Caller
-    from antiphon.visits import looking
+    from antiphon.cli.desk import reading
 
-    async with looking(settings.config_when_needed(), settings.paths.state_dir) as operations:
-        return await operations.history(Caller.operator(), key, wanted)
+    async with reading(settings) as desk:
+        return await desk.history(key, wanted)
 
 
 @command.command()

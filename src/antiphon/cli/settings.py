@@ -26,10 +26,17 @@ class Settings:
     state_dir: str | None = None
     json: bool = False
     debug: bool = False
+    url: str | None = None
+    token_file: str | None = None
 
     @property
     def paths(self) -> Paths:
         return locate(self.config, self.state_dir, os.environ)
+
+    @property
+    def named_gateway(self) -> str | None:
+        """The address of a gateway that was named; else that of the state directory is meant."""
+        return self.url or os.environ.get("ANTIPHON_URL") or None
 
     def config_when_needed(self) -> Config:
         """The configuration, read when something first asks it; a list of sessions never does."""
@@ -84,6 +91,28 @@ def common(function: F) -> F:
             "--config",
             metavar="FILE",
             help="The configuration (ANTIPHON_CONFIG, else config.json5 there).",
+            expose_value=False,
+            callback=_remember,
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def reaching(function: F) -> F:
+    """The options of a command that talks to a gateway: another one than that of the state directory."""
+    for option in (
+        click.option(
+            "--token-file",
+            metavar="FILE",
+            help="Where its token stands (else ANTIPHON_TOKEN).",
+            expose_value=False,
+            callback=_remember,
+        ),
+        click.option(
+            "--url",
+            metavar="URL",
+            help="Another gateway than that of the state directory (ANTIPHON_URL).",
             expose_value=False,
             callback=_remember,
         ),

@@ -1,0 +1,46 @@
+"""`antiphon agent`: one message, one answer, and an exit code that says how it went."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import click
+
+from antiphon.cli.send import LONGEST, tell, to_the_end
+from antiphon.cli.settings import Settings, common, reaching
+
+if TYPE_CHECKING:
+    from antiphon.operations import Message
+    from antiphon.views import RunView
+
+
+@click.command(help="Let an agent do one thing, and print its answer.")
+@click.option("--message", "text", required=True, metavar="TEXT", help="What to do.")
+@click.option("--agent", metavar="ID", help="Who; default: the default agent.")
+@click.option("--session", "key", metavar="KEY", help="In which session; default: the agent's main one.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0, LONGEST, min_open=True),
+    metavar="SECONDS",
+    help="End the run after so long; default: as configured.",
+)
+@reaching
+@common
+@click.pass_obj
+def command(settings: Settings, text: str, agent: str | None, key: str | None, timeout: float | None) -> int:
+    from antiphon.operations import Message
+
+    if agent and key:
+        raise click.UsageError("--agent and --session both say where; keep one of them.")
+    session = key or (f"agent:{agent}:main" if agent else "main")
+    message = Message(session=session, content=text, origin="agent", timeout_seconds=timeout)
+    return tell(settings, asyncio.run(_ask(settings, message)))
+
+
+async def _ask(settings: Settings, message: Message) -> RunView:
+    from antiphon.cli.desk import talking
+
+    async with talking(settings) as (desk, _):
+        accepted = await desk.submit(message)
+        return await to_the_end(desk, accepted.run_id)

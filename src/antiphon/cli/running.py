@@ -1,0 +1,120 @@
+"""Finding a gateway: one that was named, or the one that runs on the state directory.
+
+A running gateway notes its address there. The note is believed while the process that wrote it owns the
+directory; one that a killed process has left behind says nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import msgspec
+
+from antiphon.cli.settings import Settings
+from antiphon.errors import InvalidInput, Unauthorized
+from antiphon.store.statedir import StateDir
+
+if TYPE_CHECKING:
+    from antiphon.client.link import Site
+
+NAME = "gateway.json"
+
+
+class Running(msgspec.Struct, frozen=True):
+    url: str
+    pid: int
+
+
+def noted(state_dir: Path) -> Running | None:
+    """What was last noted, true or not."""
+    try:
+        return msgspec.json.decode((state_dir / NAME).read_bytes(), type=Running)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def running(state_dir: Path) -> Running | None:
+    """The gateway that owns the directory now."""
+    note = noted(state_dir)
+    if note and alive(note.pid) and StateDir.look(state_dir).holder in {str(note.pid), "unknown"}:
+        return note
+    return None
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return pid > 0
+
+
+def find(settings: Settings) -> Site | None:
+    """The gateway that a command is to talk to; None when there is none and the store itself is to be used."""
+    from antiphon.client.link import Site
+
+    if named := settings.named_gateway:
+        return Site(_web_socket(named), _given_token(settings))
+    found = running(settings.paths.state_dir)
+    if found is None:
+        return None
+    return Site(found.url, _given_token(settings) or _own_token(settings))
+
+
+def _web_socket(url: str) -> str:
+    """The address, also if it was written as that of a web page."""
+    parts = urlsplit(url)
+    scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
+    if scheme not in {"ws", "wss"} or not parts.hostname or parts.username or parts.password:
+        raise InvalidInput(
+            "The address of the gateway is not one.", "Write it as ws://127.0.0.1:18789.", field="url"
+        )
+    return parts._replace(scheme=scheme).geturl()
+
+
+def _given_token(settings: Settings) -> str | None:
+    """A token that was given for this command. It is never an argument: others can read those."""
+    if settings.token_file is None:
+        return os.environ.get("ANTIPHON_TOKEN") or None
+    path = Path(settings.token_file).expanduser()
+    try:
+        return path.read_text("utf-8").strip() or None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(
+            f"The token file {str(path)!r} cannot be read.",
+            "Give a file that holds the token.",
+            field="token",
+        ) from error
+
+
+def _own_token(settings: Settings) -> str | None:
+    """What the owner of the state directory is known by."""
+    from antiphon.gateway.tokens import NAME as TOKENS
+    from antiphon.gateway.tokens import Tokens
+
+    if _sets_auth(settings.paths.config):
+        auth = settings.load().config.gateway.auth
+        secret = auth.password if auth.mode == "password" else auth.token
+        if auth.mode == "none":
+            return None
+        if secret:
+            return secret.reveal()
+    path = settings.paths.state_dir / TOKENS
+    if not path.exists():
+        raise Unauthorized(
+            f"The token file {str(path)!r} is gone.", "Restart the gateway, or pass --token-file."
+        )
+    return Tokens.read(path).owner
+
+
+def _sets_auth(config: Path) -> bool:
+    """Whether it is worth reading the configuration, which takes longer than what most commands do."""
+    try:
+        return b"auth" in config.read_bytes()
+    except OSError:
+        return False

@@ -1,0 +1,91 @@
+"""`antiphon status`: how the gateway is; or, where none runs, what is kept and how to start one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from antiphon.cli import output
+from antiphon.cli.settings import Settings, common, reaching
+
+SHOWN = ("version", "pid", "uptimeMs", "stateDir", "connections", "rssBytes", "runs", "cron")
+
+
+@click.command(help="How the gateway is, or what is kept while none runs.")
+@reaching
+@common
+@click.pass_obj
+def command(settings: Settings) -> None:
+    facts = asyncio.run(_facts(settings))
+    if settings.json:
+        output.emit(facts)
+        return
+    for name, fact in _running(facts) if facts["running"] else _stopped(facts):
+        click.echo(f"{name:<12} {output.line(fact)}")
+
+
+async def _facts(settings: Settings) -> dict[str, Any]:
+    from antiphon.cli.desk import calling
+
+    client = calling(settings)
+    if client is None:
+        return await _without(settings)
+    async with client:
+        told = await client.call("status")
+        return {
+            "running": True,
+            "url": client.site.url,
+            **{name: told.get(name) for name in SHOWN},
+            "sessions": told["sessions"]["count"],
+            **({"tokenFile": _token_file(settings)} if settings.named_gateway is None else {}),
+        }
+
+
+async def _without(settings: Settings) -> dict[str, Any]:
+    """From the store, if there is one by now."""
+    from antiphon.access import Caller
+    from antiphon.store.statedir import StateDir
+    from antiphon.visits import looking
+
+    home = StateDir.look(settings.paths.state_dir)
+    facts: dict[str, Any] = {"running": False, "stateDir": str(home.path), "holder": home.holder}
+    if not home.database.exists():
+        return {**facts, "sessions": 0, "runs": {"queued": 0, "running": 0}}
+    async with looking(settings.config_when_needed(), home.path) as operations:
+        summary = await operations.summary(Caller.operator())
+    runs = {"queued": summary.queued, "running": summary.running}
+    return {**facts, "sessions": summary.sessions, "runs": runs, "tokenFile": _token_file(settings)}
+
+
+def _token_file(settings: Settings) -> str:
+    from antiphon.gateway.tokens import NAME
+
+    return str(settings.paths.state_dir / NAME)
+
+
+def _running(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    runs, cron = facts["runs"], facts["cron"]
+    yield "gateway", f"running at {facts['url']} (process {facts['pid']})"
+    yield "version", facts["version"]
+    yield "up for", output.lasting(facts["uptimeMs"])
+    yield "sessions", str(facts["sessions"])
+    yield "runs", f"{runs['running']} running, {runs['queued']} queued"
+    yield "connections", str(facts["connections"])
+    yield "memory", f"{facts['rssBytes'] // 2**20} MiB at most"
+    yield "cron", f"{cron['jobs']} jobs" + ("" if cron["enabled"] else ", switched off")
+    yield "state", facts["stateDir"]
+    if facts.get("tokenFile"):
+        yield "token", f"the owner's is in {facts['tokenFile']}"
+
+
+def _stopped(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    runs = facts["runs"]
+    yield "gateway", "not running; start it with: antiphon up"
+    if facts["holder"]:
+        yield "in use", f"by process {facts['holder']}, which is no gateway (a chat, an import)"
+    yield "sessions", str(facts["sessions"])
+    yield "runs", f"{runs['running']} interrupted, {runs['queued']} queued; they go on at the next start"
+    yield "state", facts["stateDir"]

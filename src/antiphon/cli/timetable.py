@@ -1,0 +1,116 @@
+"""Whom `antiphon cron` asks: the gateway that runs, or the store itself where none does."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import msgspec
+
+from antiphon.access import Caller
+from antiphon.cli.desk import Own, calling
+from antiphon.cli.send import to_the_end
+from antiphon.cli.settings import Settings
+from antiphon.schedules import FiredView, JobSpec, JobView, Schedules, read_as
+
+if TYPE_CHECKING:
+    from antiphon.client import Client
+    from antiphon.config import Config
+    from antiphon.engine.engine import Engine
+    from antiphon.store.sqlite import SqliteStore
+
+
+class Timetable(Protocol):
+    async def list(self) -> list[JobView]: ...
+    async def add(self, job: dict[str, Any]) -> JobView: ...
+    async def remove(self, job_id: str) -> bool: ...
+
+
+class _Asked:
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def list(self) -> list[JobView]:
+        jobs = (await self._client.call("cron.list", {"includeDisabled": True}))["jobs"]
+        return [msgspec.convert(job, JobView) for job in jobs]
+
+    async def add(self, job: dict[str, Any]) -> JobView:
+        return msgspec.convert(await self._client.call("cron.add", job, again=False), JobView)
+
+    async def remove(self, job_id: str) -> bool:
+        return (await self._client.call("cron.remove", {"id": job_id}))["removed"]
+
+
+class _Kept:
+    def __init__(self, schedules: Schedules) -> None:
+        self._schedules = schedules
+        self._caller = Caller.operator()
+
+    async def list(self) -> list[JobView]:
+        return await self._schedules.list(self._caller, include_disabled=True)
+
+    async def add(self, job: dict[str, Any]) -> JobView:
+        return await self._schedules.add(self._caller, read_as(JobSpec, job))
+
+    async def remove(self, job_id: str) -> bool:
+        return await self._schedules.remove(self._caller, job_id)
+
+
+@asynccontextmanager
+async def consulted(settings: Settings) -> AsyncGenerator[Timetable]:
+    """For looking at the jobs."""
+    from antiphon.visits import reading
+
+    if client := calling(settings):
+        async with client:
+            yield _Asked(client)
+        return
+    async with reading(settings.paths.state_dir) as store:
+        yield _Kept(_resting(settings.config_when_needed(), store))
+
+
+@asynccontextmanager
+async def changed(settings: Settings) -> AsyncGenerator[Timetable]:
+    """For changing them. Nothing fires meanwhile where no gateway runs."""
+    from antiphon.visits import keeping
+
+    if client := calling(settings):
+        async with client:
+            yield _Asked(client)
+        return
+    config = settings.load().config
+    async with keeping(config, settings.paths.state_dir) as store:
+        yield _Kept(_resting(config, store))
+
+
+async def fired(settings: Settings, job_id: str) -> FiredView:
+    """Fire one now; without a gateway, in this process and to its end."""
+    if client := calling(settings):
+        async with client:
+            done = await client.call("cron.run", {"id": job_id}, again=False)
+            return msgspec.convert(done, FiredView)
+    from antiphon.cli.journal import keep_journal
+    from antiphon.host import house
+
+    config = settings.load().config
+    keep_journal(settings.paths.state_dir, debug=settings.debug)
+    async with house(config, settings.paths.state_dir) as opened:
+        view = await opened.schedules.run(Caller.operator(), job_id)
+        if view.run_id:
+            await to_the_end(Own(opened.operations), view.run_id)
+        return view
+
+
+def _resting(config: Config, store: SqliteStore) -> Schedules:
+    """The schedules of a store in which nothing runs: they can be read and changed, and nothing can fire."""
+    from antiphon.bus.local import LocalBus
+    from antiphon.clock import SystemClock
+    from antiphon.engine.door import Door
+    from antiphon.engine.jobs import Terms
+    from antiphon.engine.scheduler import Scheduler
+
+    clock, terms = SystemClock(), Terms(config, Door(config))
+    nobody = cast("Engine", None)  # only a scheduler that runs asks it, and this one does not
+    scheduler = Scheduler(terms=terms, store=store, bus=LocalBus(), clock=clock, engine=nobody)
+    return Schedules(store=store, clock=clock, scheduler=scheduler)

@@ -1,0 +1,147 @@
+"""`antiphon up`: the gateway, in the foreground, until a signal says stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from antiphon.cli import output
+from antiphon.cli.running import running
+from antiphon.cli.settings import Settings, common
+from antiphon.errors import StoreLocked
+
+if TYPE_CHECKING:
+    from antiphon.config import Loaded
+
+REHEARSAL = """\
+No model provider is configured, so the built-in rehearsal model answers: it does what a line such as
+`say hello` tells it to. To talk with a real one, put it under `models.providers` in
+"""
+
+
+@click.command(help="Run the gateway in this terminal, until Ctrl-C.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    metavar="N",
+    help="Where to listen; 0 takes any free one. Default: gateway.port of the configuration, else 18789.",
+)
+@common
+@click.pass_obj
+def command(settings: Settings, port: int | None) -> None:
+    from antiphon.cli.journal import keep_journal
+    from antiphon.loop import run
+
+    loaded = settings.load()
+    keep_journal(settings.paths.state_dir, debug=settings.debug)
+    try:
+        run(_up(settings, loaded, port))
+    except StoreLocked as error:
+        raise _in_use(error, settings.paths.state_dir) from error
+
+
+async def _up(settings: Settings, loaded: Loaded, port: int | None) -> None:
+    from antiphon.errors import Unavailable
+    from antiphon.gateway.server import serving
+
+    with _told_to_stop() as stopping:
+        async with serving(loaded.config, settings.paths.state_dir, port=port) as served:
+            _announce(settings, loaded, served.url)
+            told = asyncio.create_task(stopping.wait())
+            await asyncio.wait({told, served.ended}, return_when=asyncio.FIRST_COMPLETED)
+            told.cancel()
+            if not stopping.is_set():
+                raise Unavailable("The gateway stopped by itself.", "See the log for the reason.")
+            click.echo(output.dim("Stopping… runs in flight go on at the next start."), err=True)
+
+
+@contextmanager
+def _told_to_stop() -> Generator[asyncio.Event]:
+    """Set by the first signal. The second one finds nobody listening and ends the process at once."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def stop() -> None:
+        stopping.set()
+        for number in signals:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in signals:
+        loop.add_signal_handler(number, stop)
+    yield stopping
+
+
+def _announce(settings: Settings, loaded: Loaded, url: str) -> None:
+    from antiphon.gateway.tokens import NAME
+
+    state_dir = settings.paths.state_dir
+    if settings.json:
+        facts = {
+            "url": url,
+            "pid": os.getpid(),
+            "stateDir": str(state_dir),
+            "tokenFile": str(state_dir / NAME),
+        }
+        output.emit(facts, compact=True)
+        return
+    for warning in loaded.warnings:
+        click.echo(output.dim(f"warning: {output.clean(warning)}"))
+    _tell(settings, loaded, url)
+
+
+def _tell(settings: Settings, loaded: Loaded, url: str) -> None:
+    from antiphon import __version__
+    from antiphon.cli.config import answerer
+    from antiphon.config import REHEARSAL_REF
+
+    agent_id = loaded.config.default_agent_id
+    model = answerer(loaded, agent_id)
+    click.echo(f"{output.bold('antiphon')} {__version__} is up (process {os.getpid()}).")
+    for name, fact in (
+        ("address", f"{url} and {url.replace('ws', 'http', 1)}"),
+        ("answers", f"agent {agent_id}, {model}"),
+        ("secret", _secret(settings, loaded)),
+        ("state", str(settings.paths.state_dir)),
+    ):
+        click.echo(f"  {name:<8} {output.line(fact)}")
+    if model == REHEARSAL_REF:
+        click.echo(f"{REHEARSAL}{str(settings.paths.config)!r}.")
+    click.echo(
+        "Talk with it from another terminal: `antiphon chat`. How it is: `antiphon status`. Ctrl-C stops it."
+    )
+
+
+def _secret(settings: Settings, loaded: Loaded) -> str:
+    """Where the secret is that clients need. Never the secret itself."""
+    from antiphon.gateway.tokens import NAME
+
+    auth = loaded.config.gateway.auth
+    if auth.mode == "none":
+        return "none is asked for (gateway.auth.mode)"
+    if auth.mode == "password":
+        return "gateway.auth.password of the configuration"
+    if auth.token:
+        return "gateway.auth.token of the configuration"
+    return f"the token of the owner in {settings.paths.state_dir / NAME}; commands on this machine find it"
+
+
+def _in_use(error: StoreLocked, state_dir: Path) -> StoreLocked:
+    """The same refusal, with what is known of who is in the way."""
+    found = running(state_dir)
+    if found is None:
+        return error
+    return StoreLocked(
+        f"A gateway runs on {str(state_dir)!r} already, at {found.url} (process {found.pid}).",
+        f"Use that one (`antiphon status`), stop it with `kill {found.pid}`, or choose another --state-dir.",
+        pid=str(found.pid),
+        url=found.url,
+    )

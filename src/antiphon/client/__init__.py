@@ -1,0 +1,264 @@
+"""A gateway from outside: the questions of `Operations`, asked over its WebSocket.
+
+A connection that is lost is made again, with growing and jittered pauses and for a bounded time. What may be
+asked twice without harm is then asked again: messages carry an idempotency key, waits and reads hold nothing,
+and a feed goes on after the last number it has given out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from antiphon.bus import Event, RunChanged, SessionChanged
+from antiphon.client import shapes
+from antiphon.client.feed import Place, ended
+from antiphon.client.link import ANSWER, Heard, Json, Link, Lost, Site
+from antiphon.errors import NotFound
+from antiphon.views import Accepted, HistoryPage, RunView, SessionPage, SessionView
+
+if TYPE_CHECKING:  # a command that asks one question is over before these would be imported
+    from antiphon.operations import HistoryFilter, ListFilter, Message, StopView
+
+__all__ = ["Client", "Lost", "Site"]
+
+PATIENCE = 60.0  # seconds in which a lost gateway may come back
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0  # seconds between two attempts
+BEHIND = 2.0  # seconds that the messages of a run may come after its end
+PAGE = 200
+
+
+def _nothing(_: str) -> None: ...
+
+
+class Client:
+    """What can be asked of a gateway. Use as a context manager; entering it connects."""
+
+    def __init__(
+        self, find: Callable[[], Awaitable[Site]], on_change: Callable[[str], None] = _nothing
+    ) -> None:
+        """`find` is asked before every connection: a gateway may come back elsewhere. `on_change` hears of loss."""
+        self._find = find
+        self._tell = on_change
+        self._link: Link | None = None
+        self._linking = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        self._link = await Link.open(await self._find())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._link:
+            await self._link.close()
+
+    @property
+    def site(self) -> Site:
+        assert self._link is not None
+        return self._link.site
+
+    async def call(
+        self, method: str, params: Json | None = None, *, seconds: float = ANSWER, again: bool = True
+    ) -> Any:
+        """Ask; and ask again over another connection, if the first was lost and twice does no harm."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + PATIENCE + seconds
+        while True:
+            link = await self._linked()
+            try:
+                return await link.ask(method, params or {}, seconds)
+            except Lost:
+                if not again or loop.time() > until:
+                    raise
+                await link.close()  # also one that only does not answer, or says that it is stopping
+
+    async def _linked(self) -> Link:
+        """The connection, made again if it was lost."""
+        async with self._linking:
+            assert self._link is not None
+            if self._link.lost.is_set():
+                self._tell("The gateway went away; connecting again…")
+                await self._link.close()
+                self._link = await self._again()
+                self._tell("Connected again.")
+            return self._link
+
+    async def _again(self) -> Link:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + PATIENCE
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                return await Link.open(await self._find())
+            except Lost:
+                if loop.time() + pause > until:
+                    raise
+            await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311 - so that not all come at once
+            pause = min(pause * 2, LONGEST_PAUSE)
+
+    # --- messages and runs ---
+
+    async def submit(self, message: Message) -> Accepted:
+        params: Json = {
+            "sessionKey": message.session,
+            "message": message.content,
+            "idempotencyKey": message.idempotency_key or uuid.uuid4().hex,
+            "suppressCommandInterpretation": True,
+        }
+        if message.timeout_seconds is not None:
+            params["timeoutMs"] = max(1, round(message.timeout_seconds * 1000))
+        done = await self.call("chat.send", params)
+        view = await self.describe(message.session)
+        status: str = done["status"]
+        return Accepted(
+            run_id=done["runId"],
+            session_key=view.key,
+            session_id=view.session_id,
+            state={"started": "queued", "in_flight": "running"}.get(status, status),
+            new=status == "started",
+        )
+
+    async def wait(self, run_id: str, timeout: float) -> RunView:
+        params = {"runId": run_id, "timeoutMs": round(timeout * 1000)}
+        return shapes.run_view(await self.call("agent.wait", params, seconds=timeout + ANSWER))
+
+    async def run(self, run_id: str) -> RunView:
+        return await self.wait(run_id, 0)
+
+    async def unfinished(self, session: str) -> list[str]:
+        return (await self._row(session))["activeRunIds"]
+
+    async def stop(self, session: str, run_id: str | None = None) -> StopView:
+        from antiphon.operations import StopView  # noqa: PLC0415 - see above
+
+        params: Json = {"sessionKey": session, **({"runId": run_id} if run_id else {})}
+        return StopView((await self.call("chat.abort", params, again=False))["runIds"])
+
+    # --- sessions ---
+
+    async def list(self, wanted: ListFilter) -> SessionPage:
+        given: Json = {
+            "kinds": wanted.kinds,
+            "limit": wanted.limit,
+            "activeMinutes": wanted.active_minutes,
+            "agentId": wanted.agent_id,
+            "label": wanted.label,
+            "search": wanted.search,
+            "spawnedBy": wanted.spawned_by,
+            "archived": wanted.include_archived,
+            "cursor": wanted.cursor,
+        }
+        page = await self.call("sessions.list", {name: it for name, it in given.items() if it is not None})
+        found = [shapes.session_view(row) for row in page["sessions"]]
+        return SessionPage(count=len(found), sessions=found, scope="all", next_cursor=page["nextCursor"])
+
+    async def describe(self, session: str) -> SessionView:
+        return shapes.session_view(await self._row(session))
+
+    async def _row(self, session: str) -> Json:
+        row = (await self.call("sessions.describe", {"key": session}))["session"]
+        if row is None:
+            raise NotFound(f"Session {session!r} was not found.", "See `antiphon sessions list`.")
+        return row
+
+    async def open(self, session: str) -> SessionView:
+        """The session, founded if it is not there yet."""
+        return shapes.session_view((await self.call("sessions.create", {"key": session}))["entry"])
+
+    async def renew(self, session: str) -> SessionView:
+        done = await self.call("sessions.reset", {"key": session, "reason": "new"}, again=False)
+        return shapes.session_view(done["entry"])
+
+    async def history(self, session: str, wanted: HistoryFilter) -> HistoryPage:
+        """From the pages that a gateway gives, which go backwards and always have the tools."""
+        key = (await self.describe(session)).key
+        first, found = wanted.after or 0, list[Json]()
+        page: Json = {"hasMore": True}
+        cursor: Json = {} if wanted.before is None else {"cursor": str(wanted.before)}
+        while page["hasMore"] and (wanted.after is not None or len(found) <= wanted.limit):
+            page = await self.call("chat.history", {"sessionKey": session, "limit": PAGE, **cursor})
+            items = [shapes.item(message) for message in page["messages"]]
+            fit = [it for it in items if wanted.include_tools or it.get("role") != "toolResult"]
+            found = [it for it in fit if it["seq"] > first] + found
+            if items and items[0]["seq"] <= first:
+                break
+            cursor = {"cursor": page.get("nextCursor", "1")}
+        return shapes.history_page(key, page, found, wanted)
+
+    # --- what happens ---
+
+    async def follow(self, session: str, after: int | None = None) -> AsyncGenerator[Event]:
+        """Entries after a number (default: from now on) and live events, over lost connections, each once."""
+        place = Place(session, after)
+        while True:
+            link = await self._linked()
+            try:
+                with link.listening() as heard:
+                    place.begin(await link.ask("sessions.messages.subscribe", place.params))
+                    async with aclosing(self._events(heard, place)) as events:
+                        async for event in events:
+                            yield event
+                if not link.lost.is_set():
+                    await self.describe(place.key)
+            except NotFound:
+                yield SessionChanged(session_key=place.key, reason="delete")
+                return
+            except Lost:
+                await link.close()
+
+    async def _events(self, heard: asyncio.Queue[Heard | None], place: Place) -> AsyncGenerator[Event]:
+        """Until the connection is lost, or the session is not followed any longer."""
+        await self._look(place)
+        while True:
+            try:
+                async with asyncio.timeout(BEHIND if place.waiting else None):
+                    got = await heard.get()
+            except TimeoutError:
+                for end in place.due(all_of_them=True):
+                    yield end
+                await self._look(place)
+                continue
+            if got is None or ended(*got, place.key):
+                return
+            event = place.event(*got)
+            if isinstance(event, RunChanged) and event.state != "running":
+                await self._ended(event, place)
+            elif event:
+                yield event
+            for end in place.due():
+                yield end
+
+    async def _look(self, place: Place) -> None:
+        """For ends that nobody told us of: events are hints, and are lost with a connection."""
+        for run_id in list(place.under_way):
+            view = await self.run(run_id)
+            if view.ended:
+                await self._ended(_end(place.key, view), place)
+
+    async def _ended(self, end: RunChanged, place: Place) -> None:
+        """A run has ended, and its messages come by another way: its end is told after them."""
+        if end.state != "ok":  # an event says little of an end that was not good
+            end = _end(place.key, await self.run(end.run_id))
+        page = await self.call("chat.history", {"sessionKey": place.key, "limit": 1})
+        place.end(end, page["totalMessages"] if page["sessionId"] == place.session_id else 0)
+
+
+def _end(key: str, view: RunView) -> RunChanged:
+    return RunChanged(
+        session_key=key,
+        run_id=view.run_id,
+        state=view.state,
+        reply=view.reply,
+        error_code=view.error_code,
+        error=view.error,
+        model=view.model,
+        started_at=view.started_at,
+        ended_at=view.ended_at,
+        usage=view.usage,
+    )

@@ -1,0 +1,196 @@
+"""One connection to a gateway: requests out, answers and events in, until it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import uuid
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidHandshake, InvalidURI, WebSocketException
+
+from antiphon import __version__
+from antiphon.errors import AntiphonError, Unavailable
+
+PROTOCOLS = (3, 4)
+ANSWER = 30.0  # seconds in which a request is answered, beside what it waits for
+OPEN = 10.0  # seconds in which a connection is made
+LARGEST = 32 * 2**20  # bytes of a frame; a gateway sends none that is larger than 25 MiB
+
+Json = dict[str, Any]
+Heard = tuple[str, Json]
+"""The name of an event and what it says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a gateway is, and the secret it knows us by. The secret is in no text that is made of this."""
+
+    url: str
+    secret: str | None
+
+    def __repr__(self) -> str:
+        return f"Site({self.url!r})"
+
+
+class Lost(Unavailable):
+    """The gateway cannot be reached (any more)."""
+
+
+def lost(site: Site, why: object) -> Lost:
+    reason = str(why) or type(why).__name__
+    return Lost(
+        f"The gateway at {site.url} cannot be reached ({reason}).",
+        "Check the address, or start one with `antiphon up`.",
+        url=site.url,
+    )
+
+
+class _Frame(msgspec.Struct, frozen=True):
+    """Any frame of a gateway."""
+
+    type: str
+    id: str | None = None
+    ok: bool = False
+    payload: Any = None
+    error: Any = None
+    event: str | None = None
+
+
+_frames = msgspec.json.Decoder(_Frame)
+
+
+class Link:
+    """One connection to a gateway. It is over for good when it is lost."""
+
+    def __init__(self, site: Site, socket: ClientConnection) -> None:
+        self.site = site
+        self.hello: Json = {}
+        self.lost = asyncio.Event()
+        self._socket = socket
+        self._waiting: dict[str, asyncio.Future[_Frame]] = {}
+        self._listeners: set[asyncio.Queue[Heard | None]] = set()
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def open(cls, site: Site) -> Link:
+        """Connect and say who we are.
+
+        Raises:
+            Lost: nobody answers there. Anything else is the gateway's own refusal.
+        """
+        try:
+            async with asyncio.timeout(OPEN):
+                socket = await connect(site.url, max_size=LARGEST, compression=None, proxy=None)
+        except (OSError, TimeoutError, InvalidHandshake, InvalidURI) as error:
+            raise lost(site, error) from error
+        link = cls(site, socket)
+        try:
+            link.hello = await link.ask("connect", _introduction(site), OPEN)
+        except BaseException:
+            await link.close()
+            raise
+        return link
+
+    async def ask(self, method: str, params: Json, seconds: float = ANSWER) -> Any:
+        """A request and its answer."""
+        if self.lost.is_set():
+            raise lost(self.site, "the connection was closed")
+        number = uuid.uuid4().hex
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        text = msgspec.json.encode({"type": "req", "id": number, "method": method, "params": params}).decode()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._socket.send(text)
+                frame = await answer
+        except TimeoutError as error:
+            raise lost(self.site, f"{method} was not answered in {seconds:.0f} s") from error
+        except (OSError, WebSocketException) as error:
+            raise lost(self.site, error) from error
+        finally:
+            self._waiting.pop(number, None)
+        if frame.ok:
+            return frame.payload
+        raise _refusal(self.site, frame.error or {})
+
+    @contextmanager
+    def listening(self) -> Generator[asyncio.Queue[Heard | None]]:
+        """Every event while the context lasts, and None when the connection is lost."""
+        queue: asyncio.Queue[Heard | None] = asyncio.Queue()
+        self._listeners.add(queue)
+        try:
+            yield queue
+        finally:
+            self._listeners.discard(queue)
+
+    async def close(self) -> None:
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        with suppress(OSError, WebSocketException, TimeoutError):
+            async with asyncio.timeout(1):
+                await self._socket.close()
+
+    async def _read(self) -> None:
+        try:
+            async for text in self._socket:
+                self._take(_frames.decode(text))
+        except (OSError, WebSocketException, msgspec.MsgspecError):
+            pass  # whoever waits is told below
+        finally:
+            self.lost.set()
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(lost(self.site, "the connection was closed"))
+            for queue in self._listeners:
+                queue.put_nowait(None)
+
+    def _take(self, frame: _Frame) -> None:
+        if frame.type == "event" and frame.event:
+            for queue in self._listeners:
+                queue.put_nowait((frame.event, frame.payload or {}))
+        elif (answer := self._waiting.get(frame.id or "")) and not answer.done():
+            answer.set_result(frame)
+
+
+def _introduction(site: Site) -> Json:
+    return {
+        "minProtocol": PROTOCOLS[0],
+        "maxProtocol": PROTOCOLS[-1],
+        "client": {
+            "id": "cli",
+            "mode": "cli",
+            "version": __version__,
+            "platform": platform.system().lower(),
+        },
+        "caps": ["tool-events"],
+        **({"auth": {"token": site.secret}} if site.secret else {}),
+    }
+
+
+def _refusal(site: Site, wire: Json) -> AntiphonError:
+    """The error that the gateway raised, as if it had been raised here."""
+    details: Json = dict(wire.get("details") or {})
+    kind = _kinds().get(details.pop("type", ""))
+    text = str(wire.get("message") or "The gateway refused without a reason.")
+    if kind is None and wire.get("retryable"):
+        return lost(site, text)  # it is stopping
+    hint = details.pop("hint", "")
+    what = text.removesuffix(hint).rstrip() if hint else text
+    error = AntiphonError.__new__(kind or AntiphonError)
+    AntiphonError.__init__(error, what, hint, **details)
+    return error
+
+
+def _kinds() -> dict[str, type[AntiphonError]]:
+    """Every error by its code; where a code is used twice, the one that is in `errors`."""
+    found: dict[str, type[AntiphonError]] = {}
+    kinds = [AntiphonError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        found.setdefault(kind.code, kind)
+    return found

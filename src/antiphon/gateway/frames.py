@@ -1,0 +1,133 @@
+"""Frames of the WebSocket protocol: JSON texts that are requests, responses or events. Nothing but their shape.
+
+An event is encoded once for everybody; a connection only adds its own number, so that a thousand listeners cost a
+thousand concatenations.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from antiphon.errors import AntiphonError, Forbidden, InvalidInput
+
+PROTOCOLS = (3, 4)
+FIRST_BYTES = 64 * 1024  # of a frame from somebody who has not said who they are
+MAX_BYTES = 25 * 2**20  # of any frame
+MAX_BUFFERED = 50 * 2**20  # that may wait for a client before it is dropped
+TICK = 30_000  # ms
+
+T = TypeVar("T")
+
+
+class Params(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """Parameters of a method. Closed: a name that is not known is an error, not a silence."""
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["req"]  # not as a tag: a tag may be left out
+    id: str
+    method: str
+    params: msgspec.Raw = msgspec.Raw(b"{}")
+    traceparent: str | None = None
+
+
+class _Answer(msgspec.Struct, frozen=True, tag="res", tag_field="type"):
+    id: str
+    ok: bool
+    payload: Any
+
+
+class WireError(msgspec.Struct, frozen=True, omit_defaults=True, rename="camel"):
+    code: str
+    message: str
+    details: dict[str, Any] | None = None
+    retryable: bool = False
+    retry_after_ms: int | None = None
+
+
+class _Refusal(msgspec.Struct, frozen=True, tag="res", tag_field="type", omit_defaults=True):
+    id: str
+    ok: bool
+    error: WireError
+    payload: Any = None
+
+
+_request = msgspec.json.Decoder(Request)
+_encoder = msgspec.json.Encoder()
+
+
+def decode(text: str | bytes) -> Request:
+    """Raises msgspec.DecodeError for what is no JSON, ValidationError for JSON that is no request."""
+    return _request.decode(text)
+
+
+def answer(request_id: str, payload: Any) -> str:
+    return _encoder.encode(_Answer(request_id, True, payload)).decode()
+
+
+def refusal(request_id: str, error: WireError, payload: Any = None) -> str:
+    return _encoder.encode(_Refusal(request_id, False, error, payload)).decode()
+
+
+def event(name: str, payload: Any, state_version: Mapping[str, int] | None = None) -> str:
+    """The event without its closing brace: `numbered` or `unnumbered` makes a frame of it."""
+    text = f'{{"type":"event","event":"{name}","payload":{_encoder.encode(payload).decode()}'
+    return f'{text},"stateVersion":{_encoder.encode(state_version).decode()}' if state_version else text
+
+
+def numbered(event_text: str, seq: int) -> str:
+    return f'{event_text},"seq":{seq}}}'
+
+
+def unnumbered(event_text: str) -> str:
+    return event_text + "}"
+
+
+def wire_error(error: AntiphonError, protocol: int) -> WireError:
+    """How an error looks to a client; protocol 3 has no FORBIDDEN."""
+    code = error.ws
+    details: dict[str, Any] = {"type": error.code, **error.data}
+    message = str(error)
+    if isinstance(error, Forbidden) and "scope" in error.data:
+        message = f"missing scope: {error.data['scope']}"
+        details |= {"code": "MISSING_SCOPE", "missingScope": error.data["scope"]}
+    if code == "FORBIDDEN" and protocol < 4:
+        code = "INVALID_REQUEST"
+    retry = error.data.get("retryAfterMs")
+    return WireError(code, message, details, retryable=code == "UNAVAILABLE", retry_after_ms=retry)
+
+
+def read_params(method: str, raw: msgspec.Raw, decoder: msgspec.json.Decoder[T]) -> T:
+    try:
+        return decoder.decode(b"{}" if bytes(raw) == b"null" else raw)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        where, what = _explained(str(error))
+        raise InvalidInput(
+            f"invalid {method} params: at {where}: {what}.",
+            "See docs/protocol.md for what is allowed.",
+            field=where.strip("/"),
+        ) from error
+
+
+_UNKNOWN = re.compile(r"Object contains unknown field `(.+?)`")
+_MISSING = re.compile(r"Object missing required field `(.+?)`")
+_PLACE = re.compile(r" - at `\$(.*)`$")
+
+
+def _explained(text: str) -> tuple[str, str]:
+    """Where and what, in the words of the protocol's own errors."""
+    place = _PLACE.search(text)
+    path = re.sub(r"\.|\[(\d+|\.\.\.)\]", lambda m: f"/{m[1]}" if m[1] else "/", place[1]) if place else ""
+    what = text[: place.start()] if place else text
+    if found := _UNKNOWN.match(what):
+        what = f"unexpected property '{found[1]}'"
+    elif found := _MISSING.match(what):
+        what = f"must have required property '{found[1]}'"
+    else:
+        what = re.sub(r"Expected `(int|float)` (>=|<=|>|<) (\S+)", r"must be \2 \3", what)
+        what = re.sub(r"^Expected `(.+?)`, got `(.+?)`$", r"must be \1, not \2", what)
+    return path or "root", what

@@ -1,0 +1,21 @@
+"""What every door of the gateway is given: the house behind it, the guard before it, and when it closes."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from antiphon.gateway.auth import Guard
+from antiphon.host import House
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gateway:
+    house: House
+    guard: Guard
+    state_dir: Path
+    started_at: int
+    """Milliseconds, by the house's clock."""
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the process begins to stop: whoever streams ends its stream."""

@@ -1,0 +1,42 @@
+"""Whether the gateway lives, and whether it can take work. Both are told to anybody, and say nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from antiphon.access import READ, Caller
+from antiphon.errors import AntiphonError
+from antiphon.gateway.gateway import Gateway
+from antiphon.gateway.replies import json_reply
+from antiphon.operations import ListFilter
+
+log = logging.getLogger(__name__)
+
+PROBE_TIME = 2.0  # seconds in which the store has to answer
+_PROBE = Caller.operator([READ])
+
+
+async def get_health(request: Request) -> Response:
+    return json_reply({"ok": True, "status": "live"})
+
+
+async def get_ready(gateway: Gateway, request: Request) -> Response:
+    failing = [
+        *(["closing"] if gateway.closing.is_set() else []),
+        *([] if await _store_answers(gateway) else ["store"]),
+    ]
+    return json_reply({"ready": False, "failing": failing}, 503) if failing else json_reply({"ready": True})
+
+
+async def _store_answers(gateway: Gateway) -> bool:
+    try:
+        async with asyncio.timeout(PROBE_TIME):
+            await gateway.house.operations.list(_PROBE, ListFilter(limit=1))
+    except (AntiphonError, TimeoutError) as error:
+        log.warning("The store did not answer: %s", error or "it took too long")
+        return False
+    return True

@@ -1,0 +1,217 @@
+"""Transcripts over HTTP: a page as JSON, or the same followed live as server-sent events; and stopping a session.
+
+Every event of a stream is named `<sessionId>:<seq>`, so that a client which was cut off says where it was and gets
+what came after that, each entry once and in order. Where that is not possible it is told by an `event: gap`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+from sse_starlette import ServerSentEvent
+from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.responses import Response
+
+from antiphon.access import Caller
+from antiphon.bus import MessageAppended, SessionChanged
+from antiphon.engine.transcripts import Entry
+from antiphon.errors import Conflict, InvalidInput
+from antiphon.gateway.gateway import Gateway
+from antiphon.gateway.replies import EventStream, Slots, json_reply, sse
+from antiphon.operations import HISTORY_LIMIT, HISTORY_MOST, HistoryFilter, Operations
+from antiphon.views import HistoryPage, history_item
+
+RETRY = 1000  # ms after which a client that was cut off comes back
+_FLAGS = {"1": True, "true": True, "0": False, "false": False, "": False}
+
+
+class Place(msgspec.Struct, frozen=True):
+    """A point in a conversation."""
+
+    session_id: str
+    seq: int
+
+    def __str__(self) -> str:
+        return f"{self.session_id}:{self.seq}"
+
+
+async def get_history(gateway: Gateway, slots: Slots, caller: Caller, request: Request) -> Response:
+    session = session_in(request, "/history")
+    wanted = _wanted(request.query_params)
+    operations = gateway.house.operations
+    if not _is_stream(request):
+        return json_reply(page_view(await operations.history(caller, session, wanted)))
+    story = Story(operations, caller, session, wanted)
+    events = story.events(request.headers.get("last-event-id"))
+    return await EventStream.opened(events, gateway.closing, slots)
+
+
+async def post_kill(gateway: Gateway, caller: Caller, request: Request) -> Response:
+    """Stops what runs and waits in the session; nothing of it is deleted."""
+    stopped = await gateway.house.operations.stop(caller, session_in(request, "/kill"))
+    return json_reply({"ok": True, "killed": bool(stopped.run_ids)})
+
+
+def session_in(request: Request, after: str) -> str:
+    """The session that a path names between `/sessions/` and `after`, decoded exactly once.
+
+    The path that was matched is decoded already, which an id with a `%` in it would not survive.
+    """
+    path: bytes = request.scope.get("raw_path") or b""
+    text = path.decode("ascii", "replace")
+    try:
+        named = text.startswith("/sessions/") and text.endswith(after)
+        session = unquote(text[len("/sessions/") : -len(after)], errors="strict") if named else ""
+    except UnicodeDecodeError:
+        session = ""
+    if not session.strip():
+        raise InvalidInput(
+            "The path names no session.", f"Write /sessions/<key, percent-encoded>{after}.", field="key"
+        )
+    return session
+
+
+def page_view(page: HistoryPage) -> dict[str, Any]:
+    messages = [{**item, "__openclaw": {"id": item["id"], "seq": item["seq"]}} for item in page.messages]
+    view: dict[str, Any] = {
+        "sessionKey": page.session_key,
+        "sessionId": page.session_id,
+        "items": messages,
+        "messages": messages,
+        "hasMore": page.has_more,
+        "total": page.total,
+    }
+    return view if page.next_cursor is None else {**view, "nextCursor": page.next_cursor}
+
+
+class Story:
+    """One stream: what is told of a session to one reader."""
+
+    def __init__(self, operations: Operations, caller: Caller, session: str, wanted: HistoryFilter) -> None:
+        self._operations = operations
+        self._caller = caller
+        self._session = session
+        self._key = session
+        self._wanted = wanted
+
+    async def events(self, last_event_id: str | None) -> AsyncGenerator[ServerSentEvent]:
+        page = await self._page()
+        yield ServerSentEvent(retry=RETRY, sep="\n")
+        place = Place(page.session_id, page.total)
+        if last_event_id is not None and (back := _resumed(last_event_id, place)):
+            place = back
+        else:
+            if last_event_id is not None:
+                yield self._gap(page.session_id, _why_not(last_event_id, place))
+            yield sse(page_view(page), event="history", id=str(place))
+        while True:
+            try:
+                async with aclosing(self._live(place)) as live:
+                    async for event in live:
+                        yield event
+                return
+            except Conflict:  # the conversation ended before it was listened to
+                page = await self._page()
+                place = Place(page.session_id, page.total)
+                yield self._gap(page.session_id, "reset")
+                yield sse(page_view(page), event="history", id=str(place))
+
+    async def _page(self) -> HistoryPage:
+        page = await self._operations.history(self._caller, self._session, self._wanted)
+        self._key = page.session_key
+        return page
+
+    async def _live(self, place: Place) -> AsyncGenerator[ServerSentEvent]:
+        """By the conversation's id and not by its key: a number means nothing in another conversation."""
+        feed = self._operations.follow(self._caller, place.session_id, place.seq)
+        async with aclosing(feed):
+            async for event in feed:
+                if isinstance(event, MessageAppended):
+                    if (told := self._appended(event)) is not None:
+                        yield told
+                elif isinstance(event, SessionChanged) and event.reason == "renewed":
+                    yield self._gap(event.session_id, "reset")
+                elif isinstance(event, SessionChanged) and event.reason == "delete":
+                    yield self._gap(place.session_id, "deleted")
+
+    def _appended(self, event: MessageAppended) -> ServerSentEvent | None:
+        item = history_item(Entry(event.seq, event.entry, "unknown", event.body, 0))
+        if item["role"] == "toolResult" and not self._wanted.include_tools:
+            return None
+        data = {
+            "sessionKey": event.session_key,
+            "sessionId": event.session_id,
+            "message": {**item, "__openclaw": {"id": event.entry, "seq": event.seq}},
+            "messageId": event.entry,
+            "messageSeq": event.seq,
+        }
+        return sse(data, event="message", id=str(Place(event.session_id, event.seq)))
+
+    def _gap(self, session_id: str | None, reason: str) -> ServerSentEvent:
+        data = {"sessionKey": self._key, "sessionId": session_id, "reason": reason}
+        return sse(data, event="gap")
+
+
+def _resumed(last_event_id: str, end: Place) -> Place | None:
+    """Where the client was, if the conversation still goes on there."""
+    session_id, _, seq = last_event_id.strip().rpartition(":")
+    if session_id != end.session_id or (number := _number(seq)) is None or number > end.seq:
+        return None
+    return Place(session_id, number)
+
+
+def _why_not(last_event_id: str, end: Place) -> str:
+    return "ahead" if last_event_id.startswith(f"{end.session_id}:") else "reset"
+
+
+# --- what was asked for ---
+
+
+def _is_stream(request: Request) -> bool:
+    return _flag(request.query_params, "follow") or "text/event-stream" in request.headers.get("accept", "")
+
+
+def _wanted(query: QueryParams) -> HistoryFilter:
+    return HistoryFilter(
+        limit=_limit(query.get("limit")),
+        before=_cursor(query.get("cursor")),
+        include_tools=_flag(query, "includeTools"),
+    )
+
+
+def _limit(text: str | None) -> int:
+    number = HISTORY_LIMIT if text is None else _number(text)
+    if number is None or not 1 <= number <= HISTORY_MOST:
+        raise InvalidInput(
+            f"'limit' is {(text or '')[:40]!r}.",
+            f"Use a whole number from 1 to {HISTORY_MOST}.",
+            field="limit",
+        )
+    return number
+
+
+def _cursor(text: str | None) -> int | None:
+    if text is None:
+        return None
+    number = _number(text.removeprefix("seq:"))
+    if number is None:
+        raise InvalidInput(
+            f"'cursor' is {text[:40]!r}.", "Pass nextCursor as it was given: N or seq:N.", field="cursor"
+        )
+    return number
+
+
+def _flag(query: Mapping[str, str], name: str) -> bool:
+    text = query.get(name, "")
+    if text.lower() not in _FLAGS:
+        raise InvalidInput(f"{name!r} is {text[:40]!r}.", "Use 1 or 0.", field=name)
+    return _FLAGS[text.lower()]
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 18 else None

@@ -1,0 +1,170 @@
+"""Web hooks: other programs start runs with a secret of their own, which opens nothing else.
+
+A hook's words are stored as they were sent, and the entry says that a hook sent them. Into which session, and to
+which agent, is the operator's choice; the sender has one only where the configuration gives it one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from antiphon import keys
+from antiphon.access import WRITE, Caller
+from antiphon.errors import ConfigError, Forbidden, InvalidInput
+from antiphon.gateway.gateway import Gateway
+from antiphon.gateway.replies import json_reply, read_json
+from antiphon.messages import Provenance
+from antiphon.operations import Message
+from antiphon.views import Accepted
+
+HOOK = Caller.operator([WRITE])
+"""A hook may speak; that it reads too is implied, and it is told nothing but the run's id."""
+
+
+class _Body(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    pass
+
+
+class AgentHook(_Body, frozen=True):
+    """`deliver`, `channel` and `to` say where an answer should go; without a channel it stays in the session."""
+
+    message: str
+    name: Annotated[str, msgspec.Meta(max_length=200)] | None = None
+    agent_id: str | None = None
+    session_key: str | None = None
+    wake_mode: Literal["now", "next-heartbeat"] | None = None
+    deliver: bool | None = None
+    channel: str | None = None
+    to: str | None = None
+    model: str | None = None
+    thinking: str | None = None
+    timeout_seconds: float | None = None
+
+
+class WakeHook(_Body, frozen=True):
+    text: str
+    mode: Literal["now", "next-heartbeat"] | None = None
+
+
+class Hooks:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._settings = gateway.house.config.hooks
+        self._token: str | None = None
+
+    async def open(self) -> None:
+        """Read the secret, once and in a thread: it may be a file or the output of a command."""
+        if self._settings.token is None:
+            raise ConfigError(
+                "'hooks.enabled' is true but 'hooks.token' is not set.", "Set it.", path="hooks.token"
+            )
+        self._token = await asyncio.to_thread(self._settings.token.reveal)
+
+    async def check(self, address: str, request: Request) -> None:
+        """Whether the sender knows the secret; wrong ones count like every other wrong credential."""
+        if self._token is None:
+            await self.open()
+        kind, _, bearer = request.headers.get("authorization", "").partition(" ")
+        given = bearer.strip() if kind.lower() == "bearer" else request.headers.get("x-openclaw-token")
+        origin = request.headers.get("origin")
+        self._gateway.guard.expect(address, origin, given, self._token or "", "hook token")
+
+    async def post_agent(self, request: Request) -> Response:
+        wanted = await read_json(request, AgentHook)
+        session = self._session(wanted)
+        accepted = await self._submit(
+            Message(
+                session=session,
+                content=wanted.message,
+                idempotency_key=request.headers.get("idempotency-key"),
+                origin="hook",
+                model=wanted.model,
+                thinking=wanted.thinking,
+                timeout_seconds=wanted.timeout_seconds,
+                provenance=Provenance(kind="hook", source_tool=wanted.name),
+            )
+        )
+        return json_reply({"ok": True, "runId": accepted.run_id, "sessionKey": accepted.session_key})
+
+    async def post_wake(self, request: Request) -> Response:
+        wanted = await read_json(request, WakeHook)
+        accepted = await self._submit(
+            Message(
+                session="main",
+                content=wanted.text,
+                idempotency_key=request.headers.get("idempotency-key"),
+                origin="hook",
+                provenance=Provenance(kind="hook", source_tool="wake"),
+            )
+        )
+        return json_reply({"ok": True, "runId": accepted.run_id})
+
+    async def _submit(self, message: Message) -> Accepted:
+        return await self._gateway.house.operations.submit(HOOK, message)
+
+    def _session(self, wanted: AgentHook) -> str:
+        if wanted.session_key is not None:
+            return self._requested(wanted.session_key, wanted.agent_id)
+        if self._settings.default_session_key is not None and wanted.agent_id is None:
+            return self._settings.default_session_key
+        return str(keys.owned_key(self._agent(wanted.agent_id), "hook", str(uuid.uuid4())))
+
+    def _requested(self, reference: str, agent_id: str | None) -> str:
+        if not self._settings.allow_request_session_key:
+            raise InvalidInput(
+                "A hook may not choose its session here.",
+                "Leave 'sessionKey' out, or set hooks.allowRequestSessionKey.",
+                field="sessionKey",
+            )
+        key = self._canonical(reference, agent_id)
+        allowed = self._settings.allowed_session_key_prefixes
+        spellings = (str(key), key.rest)
+        if allowed is not None and not any(
+            text.startswith(prefix) for prefix in allowed for text in spellings
+        ):
+            raise Forbidden(
+                f"A hook may not choose the session {reference[:200]!r}.",
+                "Use one that hooks.allowedSessionKeyPrefixes admits.",
+            )
+        if key.shape != "global" and agent_id is not None and key.agent_id != agent_id.lower():
+            raise InvalidInput(
+                f"Session {str(key)!r} does not belong to the agent {agent_id!r}.",
+                "Leave 'agentId' out.",
+                field="agentId",
+            )
+        self._agent(key.agent_id or None)
+        return "main" if key.shape == "global" else str(key)
+
+    def _canonical(self, reference: str, agent_id: str | None) -> keys.SessionKey:
+        """As the core will read it: a prefix is compared with what is meant, not with how it is spelled."""
+        config = self._gateway.house.config
+        key = keys.canonicalise(
+            reference,
+            agent_id=agent_id or config.default_agent_id,
+            main_key=config.session.main_key,
+            scope=config.session.scope,
+        )
+        if isinstance(key, keys.SessionIdRef):
+            raise InvalidInput(
+                "A hook names a session by its key.",
+                "Write agent:<agentId>:hook:<name>, or leave 'sessionKey' out.",
+                field="sessionKey",
+            )
+        return key
+
+    def _agent(self, wanted: str | None) -> str:
+        config = self._gateway.house.config
+        agent_id = config.agent(keys.checked_agent_id(wanted or config.default_agent_id)).id
+        allowed = self._settings.allowed_agent_ids
+        if allowed is not None and not any(fnmatchcase(agent_id, pattern.lower()) for pattern in allowed):
+            raise Forbidden(
+                f"A hook may not start the agent {agent_id!r}.", "Use one that hooks.allowedAgentIds admits."
+            )
+        return agent_id

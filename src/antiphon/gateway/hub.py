@@ -1,0 +1,468 @@
+"""What happens, told to everybody who is connected: `chat`, `agent`, `sessions.changed`, ticks and presence.
+
+These are hints over durable rows. Their text is encoded once; what matters is never only here: a run's end can be
+waited for (`agent.wait`), messages can be subscribed to exactly (`subscriptions`), lists can be read again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from antiphon import __version__
+from antiphon.access import READ
+from antiphon.bus import (
+    EVERY_SESSION,
+    Delta,
+    Event,
+    Gap,
+    MessageAppended,
+    RunChanged,
+    SessionChanged,
+    ToolPhase,
+)
+from antiphon.errors import AntiphonError, NotFound
+from antiphon.gateway import frames, rows
+from antiphon.gateway.connection import Connection
+from antiphon.gateway.gateway import Gateway
+from antiphon.gateway.subscriptions import READER, Subscriptions
+from antiphon.gateway.survey import Survey
+from antiphon.views import RunView
+
+log = logging.getLogger(__name__)
+
+EVENTS = [
+    "agent",
+    "chat",
+    "connect.challenge",
+    "health",
+    "presence",
+    "session.gap",
+    "session.message",
+    "session.tool",
+    "sessions.changed",
+    "shutdown",
+    "tick",
+]
+GATHER = 0.02  # seconds in which changes of sessions are gathered before their rows are read
+TOGETHER = 500  # changes told at once, at most
+TOOL_EVENTS = "tool-events"
+PRESENCE = 1.0  # seconds between two tellings of who is there
+INJECTED = "gateway-injected"  # the model of what `chat.inject` puts into a transcript
+ENDED = 4096  # runs that are remembered to have ended
+NO_HEARTBEAT = {
+    "enabled": False,
+    "every": "disabled",
+    "everyMs": None,
+    "prompt": "",
+    "target": "none",
+    "ackMaxChars": 0,
+}
+HOLD = 0.04  # seconds: see `Hub.acknowledged`
+
+
+@dataclass(slots=True)
+class _Run:
+    """A run under way, as far as it was told of."""
+
+    session_key: str
+    text: str = ""
+    chat_seq: int = 0
+    agent_seq: int = 0
+    message: msgspec.Raw | dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class _Change:
+    session_key: str
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+class Hub:
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._clock = gateway.house.clock
+        self._operations = gateway.house.operations
+        self.subscriptions = Subscriptions(self._operations)
+        config = gateway.house.config
+        self._agents, self._default_agent = config.agent_ids, config.default_agent_id
+        database = str(gateway.state_dir / "antiphon.db")
+        self.survey = Survey(self._operations, self._clock, self._agents, database)
+        self.connections: set[Connection] = set()
+        self._runs: dict[str, _Run] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        """Runs whose end was told of; after a gap the event of it may still come."""
+        self._changes: list[_Change] = []
+        self._changed = asyncio.Event()
+        self._holds: dict[tuple[Connection, str], float] = {}
+        self._presence = 1
+        self._presence_changed = asyncio.Event()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._hear(EVERY_SESSION))
+            group.create_task(self._hear("sessions"))
+            group.create_task(self._tell_changes())
+            group.create_task(self._tell_presence())
+            group.create_task(self._tick())
+            group.create_task(self.survey.run())
+
+    # --- who is there ---
+
+    def join(self, connection: Connection) -> None:
+        self.connections.add(connection)
+        self._presence_changed.set()
+
+    def leave(self, connection: Connection) -> None:
+        self.subscriptions.leave(connection)
+        if connection in self.connections:
+            self.connections.discard(connection)
+            self._presence_changed.set()
+
+    @property
+    def state_version(self) -> dict[str, int]:
+        return {"presence": self._presence, "health": 1}
+
+    def presence(self) -> list[dict[str, Any]]:
+        """Who is connected, the first hundred of them."""
+        found: list[dict[str, Any]] = []
+        for connection in self.connections:
+            if (client := connection.client) and len(found) < 100:
+                entry = {
+                    "host": client.name or client.id,
+                    "ip": client.address,
+                    "version": client.version,
+                    "platform": client.platform,
+                    "mode": client.mode,
+                    "deviceId": client.device,
+                    "instanceId": client.instance,
+                    "roles": [client.role],
+                    "scopes": list(client.scopes),
+                    "ts": connection.opened_at,
+                    "reason": "connect",
+                }
+                found.append({name: value for name, value in entry.items() if value})
+        return found
+
+    def health(self) -> dict[str, Any]:
+        """That the gateway answers, and for whom. Nothing is looked up: this is asked thousands of times a second."""
+        return {
+            "ok": True,
+            "ts": self._clock.now(),
+            "durationMs": 0,
+            "version": __version__,
+            "channels": {},
+            "channelOrder": [],
+            "channelLabels": {},
+            "heartbeatSeconds": 0,
+            "defaultAgentId": self._default_agent,
+            "agents": [
+                {
+                    "agentId": agent,
+                    "isDefault": agent == self._default_agent,
+                    "heartbeat": NO_HEARTBEAT,
+                    "sessions": self.survey.of(agent),
+                }
+                for agent in self._agents
+            ],
+            "sessions": self.survey.of(None),
+        }
+
+    def acknowledged(self, connection: Connection, run_id: str, session_key: str) -> None:
+        """A run was accepted. One known client loses track of an end that comes right after; it is told later."""
+        if run_id not in self._ended:
+            self._known(run_id, session_key)  # so that its end is told even if nothing else of it is heard
+        if connection.client and connection.client.id == "openclaw-tui":
+            self._holds[connection, run_id] = asyncio.get_running_loop().time() + HOLD
+
+    # --- hearing ---
+
+    async def _hear(self, topic: str) -> None:
+        async with self._gateway.house.bus.listen(topic) as events:
+            while True:
+                event = await events.get()
+                if event is None or not self.connections:
+                    self._runs.clear()
+                    continue
+                try:
+                    if isinstance(event, Gap):
+                        await self._after_gap()
+                    else:
+                        self._on(event)
+                except Exception:
+                    log.exception("An event was not told")
+
+    def _on(self, event: Event) -> None:
+        match event:
+            case MessageAppended():
+                self._message(event)
+            case Delta():
+                self._delta(event)
+            case ToolPhase():
+                self._tool(event)
+            case RunChanged():
+                self._run_changed(event)
+            case SessionChanged() if event.reason not in ("message", "renewed"):
+                self._change(event.session_key, {"reason": event.reason})
+            case _:
+                pass
+
+    async def _after_gap(self) -> None:
+        """Events were lost: whoever waits for the end of a run must hear of it all the same."""
+        for run_id, run in list(self._runs.items()):
+            try:
+                view = await self._operations.run(READER, run_id)
+            except NotFound:
+                self._runs.pop(run_id, None)
+                continue
+            if view.ended:
+                self._run_changed(_end(run.session_key, view))
+
+    # --- messages, pieces, tools ---
+
+    def _message(self, event: MessageAppended) -> None:
+        run = self._known(event.run_id, event.session_key)
+        message = rows.appended(event.body, event.entry, event.seq, event.run_id)
+        if run and message.get("role") == "assistant":
+            run.message, run.text = msgspec.Raw(event.body.encode()), ""
+        key = rows.shown(event.session_key)
+        if event.run_id is None and message.get("model") == INJECTED:
+            said = {"runId": f"inject-{event.entry}", "sessionKey": key, "seq": 0, "state": "final"}
+            self._tell_all(frames.event("chat", {**said, "message": message}))
+        text = None
+        for connection in self.connections:
+            if connection.every_session and not self.subscriptions.subscribed(connection, key):
+                text = text or frames.event(
+                    "session.message",
+                    {
+                        "sessionKey": key,
+                        "sessionId": event.session_id,
+                        "message": message,
+                        "messageId": event.entry,
+                        "messageSeq": event.seq,
+                    },
+                )
+                connection.event(text)
+        facts = {"phase": "message", "messageId": event.entry, "messageSeq": event.seq, "runId": event.run_id}
+        self._change(event.session_key, facts)
+
+    def _delta(self, event: Delta) -> None:
+        run = self._known(event.run_id, event.session_key)
+        assert run is not None
+        run.text = "" if event.restart else run.text + event.text
+        if event.text or event.restart:
+            run.chat_seq += 1
+            payload: dict[str, Any] = {
+                **self._of_run(event.run_id, run, run.chat_seq),
+                "state": "delta",
+                "message": self._said(run.text),
+                "deltaText": event.text,
+            }
+            if event.restart:
+                payload["replace"] = True
+            self._tell_all(frames.event("chat", payload), droppable=True)
+            self._agent(
+                event.run_id, run, "assistant", {"text": run.text, "delta": event.text}, droppable=True
+            )
+        elif event.thinking:
+            self._agent(event.run_id, run, "thinking", {"delta": event.thinking}, droppable=True)
+
+    def _tool(self, event: ToolPhase) -> None:
+        run = self._known(event.run_id, event.session_key)
+        assert run is not None
+        data = {
+            "phase": event.phase,
+            "name": event.name,
+            "toolCallId": event.call_id,
+            "isError": event.is_error,
+        }
+        listeners = [c for c in self._readers() if c.client and TOOL_EVENTS in c.client.caps]
+        self._agent(event.run_id, run, "tool", data, to=listeners)
+
+    def _said(self, text: str) -> dict[str, Any]:
+        content = [{"type": "text", "text": text}]
+        return {"role": "assistant", "content": content, "timestamp": self._clock.now()}
+
+    # --- runs ---
+
+    def _known(self, run_id: str | None, session_key: str) -> _Run | None:
+        if run_id is None:
+            return None
+        run = self._runs.get(run_id)
+        if run is None:
+            run = self._runs[run_id] = _Run(session_key)
+        return run
+
+    def _run_changed(self, event: RunChanged) -> None:
+        if event.run_id in self._ended:
+            self._runs.pop(event.run_id, None)
+            return
+        run = self._known(event.run_id, event.session_key)
+        assert run is not None
+        if event.state == "queued":
+            return
+        if event.state == "running":
+            started = {"phase": "start", "startedAt": self._clock.now()}
+            self._agent(event.run_id, run, "lifecycle", started)
+            self._change(event.session_key, {"phase": "start", "runId": event.run_id})
+            return
+        del self._runs[event.run_id]
+        self._remember(event.run_id)
+        if run.message is None and event.reply:
+            run.message = self._said(event.reply)
+        failed = event.state not in ("ok", "incomplete")
+        ended: dict[str, Any] = {
+            "phase": "error" if failed else "end",
+            "endedAt": event.ended_at or self._clock.now(),
+        }
+        if failed:
+            ended["error"] = event.error
+        run.agent_seq += 1
+        lifecycle = self._agent_text(event.run_id, run, "lifecycle", ended)
+        run.chat_seq += 1
+        chat = frames.event("chat", {**self._of_run(event.run_id, run, run.chat_seq), **_closing(event, run)})
+        for connection in self._readers():
+            self._last_words(connection, event.run_id, lifecycle, chat)
+        self._change(event.session_key, {"phase": "error" if failed else "end", "runId": event.run_id})
+
+    def _remember(self, run_id: str) -> None:
+        self._ended[run_id] = None
+        while len(self._ended) > ENDED:
+            self._ended.popitem(last=False)
+
+    def _last_words(self, connection: Connection, run_id: str, *texts: str) -> None:
+        loop = asyncio.get_running_loop()
+        held = self._holds.pop((connection, run_id), 0.0) - loop.time()
+        for text in texts:
+            if held > 0:
+                loop.call_later(held, connection.event, text)
+            else:
+                connection.event(text)
+
+    def _of_run(self, run_id: str, run: _Run, seq: int) -> dict[str, Any]:
+        return {"runId": run_id, "sessionKey": rows.shown(run.session_key), "seq": seq}
+
+    def _agent(
+        self,
+        run_id: str,
+        run: _Run,
+        stream: str,
+        data: dict[str, Any],
+        *,
+        to: Iterable[Connection] | None = None,
+        droppable: bool = False,
+    ) -> None:
+        run.agent_seq += 1
+        text = self._agent_text(run_id, run, stream, data)
+        for connection in self._readers() if to is None else to:
+            connection.event(text, droppable=droppable)
+
+    def _agent_text(self, run_id: str, run: _Run, stream: str, data: dict[str, Any]) -> str:
+        payload = {
+            **self._of_run(run_id, run, run.agent_seq),
+            "stream": stream,
+            "ts": self._clock.now(),
+            "data": data,
+        }
+        return frames.event("agent", payload)
+
+    # --- changes of sessions ---
+
+    def _change(self, session_key: str, facts: dict[str, Any]) -> None:
+        self.survey.stale.set()
+        if any(connection.every_session for connection in self.connections):
+            self._changes.append(_Change(session_key, {"ts": self._clock.now(), **facts}))
+            self._changed.set()
+
+    async def _tell_changes(self) -> None:
+        """With the row as it is now, read once for whatever happened to a session meanwhile."""
+        while True:
+            await self._changed.wait()
+            await asyncio.sleep(GATHER)
+            self._changed.clear()
+            changes, self._changes = self._changes, []
+            keys = list(dict.fromkeys(change.session_key for change in changes))[:TOGETHER]
+            found = dict(zip(keys, await asyncio.gather(*map(self._row, keys)), strict=True))
+            listeners = [connection for connection in self.connections if connection.every_session]
+            for change in changes:
+                row = found.get(change.session_key)
+                given = {**row, "session": row} if row else {}
+                payload = {**given, "sessionKey": rows.shown(change.session_key), **change.facts}
+                text = frames.event("sessions.changed", payload)
+                for connection in listeners:
+                    connection.event(text)
+
+    async def _row(self, key: str) -> dict[str, Any] | None:
+        try:
+            return rows.session_row(await self._operations.describe(READER, rows.shown(key)))
+        except AntiphonError:
+            return None
+
+    # --- by the clock ---
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(frames.TICK / 1000)
+            now = self._clock.now()
+            self._tell_all(frames.event("tick", {"ts": now}), droppable=True)
+            late = asyncio.get_running_loop().time() - 60
+            self._holds = {held: until for held, until in self._holds.items() if until > late}
+
+    async def _tell_presence(self) -> None:
+        while True:
+            await self._presence_changed.wait()
+            await asyncio.sleep(PRESENCE)
+            self._presence_changed.clear()
+            self._presence += 1
+            text = frames.event("presence", {"presence": self.presence()}, self.state_version)
+            self._tell_all(text, droppable=True)
+
+    def say_goodbye(self, reason: str) -> None:
+        text = frames.event("shutdown", {"reason": reason, "restartExpectedMs": 1000})
+        for connection in self.connections:
+            connection.event(text)
+            connection.close(1012, "service restart")
+
+    def _readers(self) -> Iterable[Connection]:
+        return (connection for connection in self.connections if READ in connection.caller.scopes)
+
+    def _tell_all(self, text: str, *, droppable: bool = False) -> None:
+        for connection in self._readers():
+            connection.event(text, droppable=droppable)
+
+
+def _closing(event: RunChanged, run: _Run) -> dict[str, Any]:
+    """The last `chat` event of a run."""
+    spent = event.usage
+    usage = {"usage": {"input": spent.input, "output": spent.output, "cost": spent.cost}} if spent else {}
+    message = {"message": run.message} if run.message else {}
+    match event.state:
+        case "ok":
+            return {"state": "final", "stopReason": "stop", **message, **usage}
+        case "incomplete":
+            return {"state": "final", "stopReason": "length", "errorMessage": event.error, **message, **usage}
+        case "cancelled":
+            return {"state": "aborted", "stopReason": "rpc", **message}
+        case state:
+            kind = "timeout" if state == "timeout" else "unknown"
+            return {"state": "error", "errorMessage": event.error, "errorKind": kind, **usage}
+
+
+def _end(session_key: str, view: RunView) -> RunChanged:
+    return RunChanged(
+        session_key=session_key,
+        run_id=view.run_id,
+        state=view.state,
+        reply=view.reply,
+        error_code=view.error_code,
+        error=view.error,
+        ended_at=view.ended_at,
+        usage=view.usage,
+    )

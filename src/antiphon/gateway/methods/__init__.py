@@ -1,0 +1,6 @@
+"""Every method there is. A module registers its methods when it is imported here."""
+
+from antiphon.gateway.methods import agent, chat, cron, sessions, system, tools
+from antiphon.gateway.methods.registry import METHODS, Call, Method
+
+__all__ = ["METHODS", "Call", "Method", "agent", "chat", "cron", "sessions", "system", "tools"]

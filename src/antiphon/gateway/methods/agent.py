@@ -1,0 +1,189 @@
+"""Runs by themselves: starting one and hearing of its end, from this connection or any other."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from antiphon.access import READ, WRITE
+from antiphon.errors import AntiphonError, InvalidInput, NotFound
+from antiphon.gateway import attachments, frames, speech
+from antiphon.gateway.attachments import Attachment
+from antiphon.gateway.frames import Params
+from antiphon.gateway.methods.registry import Call, method, named
+from antiphon.messages import Provenance
+from antiphon.operations import Message
+from antiphon.views import RunView
+
+LOOK_AGAIN = 0.25  # seconds between looks for a run that is not there yet
+LONGEST_WAIT = 24 * 3600 * 1000  # ms
+
+
+class RunFailed(AntiphonError):
+    """The run of an `agent` request ended badly; the payload says how."""
+
+    code = "run_failed"
+    ws = "UNAVAILABLE"
+
+
+class GivenProvenance(Params, frozen=True):
+    kind: str
+    origin_session_id: str | None = None
+    source_session_key: str | None = None
+    source_channel: str | None = None
+    source_tool: str | None = None
+
+
+class Agent(Params, frozen=True):
+    message: Annotated[str, Meta(min_length=1)]
+    idempotency_key: Annotated[str, Meta(min_length=1, max_length=200)]
+    agent_id: str | None = None
+    session_key: str | None = None
+    session_id: str | None = None
+    model: str | None = None
+    provider: str | None = None
+    thinking: str | None = None
+    attachments: list[Attachment] = []
+    timeout: Annotated[float, Meta(ge=0)] | None = None
+    """Seconds."""
+    extra_system_prompt: str | None = None
+    input_provenance: GivenProvenance | None = None
+    label: str | None = None
+    # What clients say that has no effect here: there are no channels to deliver to, and one lane per session.
+    to: str | None = None
+    reply_to: str | None = None
+    deliver: bool | None = None
+    best_effort_deliver: bool | None = None
+    channel: str | None = None
+    reply_channel: str | None = None
+    account_id: str | None = None
+    reply_account_id: str | None = None
+    thread_id: str | None = None
+    group_id: str | None = None
+    group_channel: str | None = None
+    group_space: str | None = None
+    lane: str | None = None
+    cleanup_bundle_mcp_on_run_end: bool | None = None
+    prompt_mode: str | None = None
+    voice_wake_trigger: str | None = None
+
+
+@method("agent", WRITE, Agent, waits=True)
+async def agent(call: Call, params: Agent) -> dict[str, Any]:
+    """Answers twice: when the message is durable, and when its run has ended."""
+    spoken = await speech.speak(call.operations, call.caller, _message(call, params))
+    if spoken.accepted is None:
+        return {
+            "runId": params.idempotency_key,
+            "status": "ok",
+            "summary": spoken.done,
+            "result": {"payloads": []},
+        }
+    accepted = spoken.accepted
+    receipt = {
+        "runId": accepted.run_id,
+        "status": "accepted",
+        "acceptedAt": call.now,
+        "sessionKey": accepted.session_key,
+        "sessionId": accepted.session_id,
+    }
+    call.connection.put(frames.answer(call.request_id, receipt))
+    while True:
+        view = await call.operations.wait(call.caller, accepted.run_id, 3600)
+        if view.ended:
+            return _ended(view, accepted.session_id)
+
+
+def _message(call: Call, params: Agent) -> Message:
+    given = params.input_provenance
+    model = f"{params.provider}/{params.model}" if params.provider and params.model else params.model
+    return Message(
+        session=_session(call, params),
+        content=attachments.content(params.message, params.attachments),
+        idempotency_key=params.idempotency_key,
+        origin="agent",
+        model=model or None,
+        thinking=params.thinking or None,
+        instructions=params.extra_system_prompt or None,
+        timeout_seconds=params.timeout or None,
+        provenance=Provenance(
+            kind=given.kind,
+            origin_session_id=given.origin_session_id,
+            source_session_key=given.source_session_key,
+            source_channel=given.source_channel,
+            source_tool=given.source_tool,
+        )
+        if given
+        else None,
+    )
+
+
+def _session(call: Call, params: Agent) -> str:
+    if params.agent_id is not None and params.agent_id not in call.config.agent_ids:
+        raise InvalidInput(
+            f'invalid agent params: unknown agent id "{params.agent_id}".',
+            "See agents.list.",
+            field="agentId",
+        )
+    if params.session_key:
+        return named(params.session_key, params.agent_id)
+    if params.session_id:
+        return params.session_id
+    return f"agent:{params.agent_id}:main" if params.agent_id else "main"
+
+
+def _ended(view: RunView, session_id: str) -> dict[str, Any]:
+    provider, _, model = (view.model or "").rpartition("/")
+    usage = {"input": view.usage.input, "output": view.usage.output} if view.usage else None
+    result = {
+        "payloads": [{"text": view.reply, "mediaUrl": None}] if view.reply else [],
+        "meta": {
+            "durationMs": view.running_ms,
+            "aborted": view.state == "cancelled",
+            "agentMeta": {"sessionId": session_id, "provider": provider, "model": model, "usage": usage},
+        },
+    }
+    if view.state in ("ok", "incomplete"):
+        summary = "completed" if view.state == "ok" else "incomplete"
+        return {"runId": view.run_id, "status": "ok", "summary": summary, "result": result}
+    payload = {"runId": view.run_id, "status": "error", "summary": view.error, "result": result}
+    raise RunFailed(view.error or f"The run ended as {view.state}.", "", payload=payload)
+
+
+class Wait(Params, frozen=True):
+    run_id: Annotated[str, Meta(min_length=1)]
+    timeout_ms: Annotated[int, Meta(ge=0, le=LONGEST_WAIT)] = 30_000
+
+
+@method("agent.wait", READ, Wait, waits=True)
+async def wait(call: Call, params: Wait) -> dict[str, Any]:
+    """Until the run has ended. One that is not known yet is waited for, too."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + params.timeout_ms / 1000
+    while True:
+        left = max(0.0, until - loop.time())
+        try:
+            return _waited(await call.operations.wait(call.caller, params.run_id, left))
+        except NotFound:
+            if left <= 0:
+                return {"runId": params.run_id, "status": "timeout"}
+            await asyncio.sleep(min(LOOK_AGAIN, left))
+
+
+def _waited(view: RunView) -> dict[str, Any]:
+    if not view.ended:
+        return {"runId": view.run_id, "status": "timeout"}
+    status = {"ok": "ok", "incomplete": "ok", "timeout": "timeout"}.get(view.state, "error")
+    facts = {
+        "runId": view.run_id,
+        "status": status,
+        "startedAt": view.started_at or view.created_at,
+        "endedAt": view.ended_at,
+        "state": view.state,
+        "reply": view.reply,
+    }
+    if view.state == "cancelled":
+        return {**facts, "error": "aborted", "stopReason": "rpc"}
+    return {**facts, "error": view.error} if view.error else facts

@@ -1,0 +1,96 @@
+"""The methods of the protocol: a name, the scope it needs, its parameters and what answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from antiphon.access import Caller
+from antiphon.config import Config
+from antiphon.errors import Forbidden, InvalidInput
+from antiphon.gateway.connection import Connection
+from antiphon.gateway.frames import Params
+from antiphon.gateway.gateway import Gateway
+from antiphon.gateway.hub import Hub
+from antiphon.operations import Operations
+
+P = TypeVar("P", bound=Params)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request: who asks is `caller`, from the server's own record."""
+
+    gateway: Gateway
+    hub: Hub
+    connection: Connection
+    request_id: str
+
+    @property
+    def caller(self) -> Caller:
+        return self.connection.caller
+
+    @property
+    def operations(self) -> Operations:
+        return self.gateway.house.operations
+
+    @property
+    def config(self) -> Config:
+        return self.gateway.house.config
+
+    @property
+    def now(self) -> int:
+        return self.gateway.house.clock.now()
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    name: str
+    scope: str
+    params: type[Params]
+    decoder: msgspec.json.Decoder[Any]
+    run: Callable[[Call, Any], Awaitable[Any]]
+    waits: bool
+    """Whether it may wait for something; it is then answered out of turn."""
+
+    def check(self, caller: Caller) -> None:
+        """The wire's own look at the scope; `access` looks again at what is done."""
+        if self.scope not in caller.scopes:
+            raise Forbidden(
+                f"missing scope: {self.scope}.",
+                "Use a token that was issued with it, and ask for it in connect.",
+                scope=self.scope,
+            )
+
+
+METHODS: dict[str, Method] = {}
+
+
+class Nothing(Params, frozen=True):
+    """No parameters."""
+
+
+def method(
+    name: str, scope: str, params: type[P] = Nothing, *, waits: bool = False
+) -> Callable[[Callable[[Call, P], Awaitable[Any]]], Callable[[Call, P], Awaitable[Any]]]:
+    def register(run: Callable[[Call, P], Awaitable[Any]]) -> Callable[[Call, P], Awaitable[Any]]:
+        METHODS[name] = Method(name, scope, params, msgspec.json.Decoder(params), run, waits)
+        return run
+
+    return register
+
+
+def named(key: str, agent_id: str | None) -> str:
+    """A session key as a client names it: on its own, or beside the agent it belongs to."""
+    if agent_id is None:
+        return key
+    if not key.lower().startswith("agent:"):
+        return f"agent:{agent_id}:{key}"
+    if key.split(":", 2)[1].lower() != agent_id.lower():
+        raise InvalidInput(
+            f"Session {key!r} does not belong to agent {agent_id!r}.", "Leave agentId out.", field="agentId"
+        )
+    return key

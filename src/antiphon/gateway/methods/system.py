@@ -1,0 +1,235 @@
+"""The gateway itself: health, status, presence, configuration, agents, models, commands and the log."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from antiphon import __version__
+from antiphon.access import READ
+from antiphon.errors import InvalidInput
+from antiphon.gateway import logs
+from antiphon.gateway.frames import Params
+from antiphon.gateway.methods.registry import Call, Nothing, method
+
+
+class Health(Params, frozen=True):
+    probe: bool = False
+    include_sensitive: bool = False
+
+
+@method("health", READ, Health)
+async def health(call: Call, params: Health) -> dict[str, Any]:
+    return call.hub.health()
+
+
+@method("status", READ, Health)
+async def status(call: Call, params: Health) -> dict[str, Any]:
+    """What an operator wants to see first."""
+    summary = await call.operations.summary(call.caller)
+    return {
+        "runtimeVersion": __version__,
+        "version": __version__,
+        "pid": os.getpid(),
+        "uptimeMs": call.now - call.gateway.started_at,
+        "stateDir": str(call.gateway.state_dir),
+        "authMode": call.gateway.guard.mode,
+        "connections": len(call.hub.connections),
+        "rssBytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "agents": list(call.config.agent_ids),
+        "defaultAgentId": call.config.default_agent_id,
+        "runs": {"queued": summary.queued, "running": summary.running},
+        "sessions": {"count": summary.sessions, "path": str(call.gateway.state_dir / "antiphon.db")},
+        "cron": await call.gateway.house.schedules.status(call.caller),
+        "channelSummary": [],
+        "queuedSystemEvents": [],
+    }
+
+
+@method("system-presence", READ)
+async def presence(call: Call, params: Nothing) -> list[dict[str, Any]]:
+    return call.hub.presence()
+
+
+@method("config.get", READ)
+async def config_get(call: Call, params: Nothing) -> dict[str, Any]:
+    """The configuration in use. Secrets are masked by their type, not by their name."""
+    shown = call.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    return {"exists": True, "valid": True, "config": shown, "issues": [], "legacyIssues": []}
+
+
+@method("agents.list", READ)
+async def agents_list(call: Call, params: Nothing) -> dict[str, Any]:
+    config = call.config
+    return {
+        "defaultId": config.default_agent_id,
+        "mainKey": config.session.main_key,
+        "scope": config.session.scope,
+        "ownership": "explicit",
+        "selectionRequired": False,
+        "agents": [_agent(call, agent_id) for agent_id in config.agent_ids],
+    }
+
+
+def _agent(call: Call, agent_id: str) -> dict[str, Any]:
+    agent = call.config.agent(agent_id)
+    name = agent.name or agent.id
+    return {
+        "id": agent.id,
+        "kind": "agent",
+        "name": name,
+        "identity": {"name": name},
+        "model": {"primary": call.config.model_ref(agent.id), "fallbacks": []},
+        "defaultPermissionMode": "full",
+    }
+
+
+class Identity(Params, frozen=True):
+    agent_id: str | None = None
+    session_key: str | None = None
+
+
+@method("agent.identity.get", READ, Identity)
+async def identity(call: Call, params: Identity) -> dict[str, Any]:
+    agent_id = params.agent_id
+    if agent_id is None and params.session_key:
+        agent_id = (await call.operations.describe(call.caller, params.session_key)).agent_id
+    agent = call.config.agent(agent_id or call.config.default_agent_id)
+    return {
+        "agentId": agent.id,
+        "name": agent.name or agent.id,
+        "nameSource": "config",
+        "avatarStatus": "none",
+    }
+
+
+class Models(Params, frozen=True):
+    agent_id: str | None = None
+    session_key: str | None = None
+    auth_profile_id: str | None = None
+    provider: str | None = None
+    include_details: bool = False
+    include_default_models: bool = False
+    include_provider_capabilities: bool = False
+    prepared_only: bool = False
+    refresh: bool = False
+    view: Literal["default", "configured", "provider-config", "all"] = "default"
+
+
+@method("models.list", READ, Models)
+async def models_list(call: Call, params: Models) -> dict[str, Any]:
+    found = models(call)
+    return {"models": [model for model in found if params.provider in (None, model["provider"])]}
+
+
+def models(call: Call) -> list[dict[str, Any]]:
+    return [_model(call, ref) for ref in call.config.model_refs]
+
+
+def _model(call: Call, ref: str) -> dict[str, Any]:
+    found = call.config.find_model(ref)
+    window = found.model.context_window
+    return {
+        "id": found.model.id,
+        "name": found.model.name or found.model.id,
+        "provider": found.provider_name,
+        "available": True,
+        **({"contextWindow": window} if window else {}),
+    }
+
+
+@method("question.list", READ)
+async def question_list(call: Call, params: Nothing) -> dict[str, Any]:
+    """Runs here do not stop to ask; clients look all the same, again and again if they are refused."""
+    return {"questions": []}
+
+
+class Channels(Params, frozen=True):
+    probe: bool = False
+    timeout_ms: Annotated[int, Meta(ge=0)] | None = None
+    channel: str | None = None
+
+
+@method("channels.status", READ, Channels)
+async def channels_status(call: Call, params: Channels) -> dict[str, Any]:
+    """The web chat is part of the gateway and needs no account."""
+    return {
+        "ts": call.now,
+        "channelOrder": [],
+        "channelLabels": {},
+        "channels": {},
+        "channelAccounts": {},
+        "channelDefaultAccountId": {},
+    }
+
+
+class Commands(Params, frozen=True):
+    session_key: str | None = None
+    agent_id: str | None = None
+    provider: str | None = None
+    scope: Literal["text", "native", "both"] = "both"
+    include_args: bool = False
+
+
+@method("commands.list", READ, Commands)
+async def commands_list(call: Call, params: Commands) -> dict[str, Any]:
+    known = {
+        "stop": "Stop what is being answered.",
+        "new": "Begin a new conversation; the old one stays readable.",
+        "reset": "As /new.",
+        "send": "Allow or forbid sending to this session: on, off or inherit.",
+    }
+    commands = [
+        {
+            "name": name,
+            "textAliases": [f"/{name}"],
+            "description": about,
+            "category": "session",
+            "source": "native",
+            "scope": "text",
+            "acceptsArgs": name == "send",
+        }
+        for name, about in known.items()
+    ]
+    return {"commands": commands}
+
+
+class Tail(Params, frozen=True):
+    cursor: Annotated[int, Meta(ge=0)] | None = None
+    limit: Annotated[int, Meta(ge=1, le=5000)] = 500
+    max_bytes: Annotated[int, Meta(ge=1, le=1_000_000)] = 250_000
+
+
+@method("logs.tail", READ, Tail)
+async def logs_tail(call: Call, params: Tail) -> dict[str, Any]:
+    return await asyncio.to_thread(
+        logs.tail, call.gateway.state_dir, params.cursor, params.limit, params.max_bytes
+    )
+
+
+class Send(Params, frozen=True):
+    to: Annotated[str, Meta(min_length=1)]
+    idempotency_key: Annotated[str, Meta(min_length=1)]
+    message: str | None = None
+    channel: str | None = None
+    account_id: str | None = None
+    thread_id: str | None = None
+    session_key: str | None = None
+    agent_id: str | None = None
+    media_url: str | None = None
+    media_urls: list[str] = []
+    reply_to_id: str | None = None
+
+
+@method("send", "operator.write", Send)
+async def send(call: Call, params: Send) -> dict[str, Any]:
+    """To a chat outside; there are no such channels in this release."""
+    raise InvalidInput(
+        f"unknown channel: {params.channel or 'none'}.",
+        "No channel is configured; use chat.send to talk to a session.",
+        field="channel",
+    )

@@ -1,0 +1,275 @@
+"""What goes back over HTTP, and how much is read before it: JSON bodies, errors, event streams.
+
+Sizes are checked before anything is parsed, every answer carries the same protective headers, and a stream ends
+when its events do, when its reader goes away or does not read, and when the gateway closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Generator, Mapping
+from contextlib import aclosing, contextmanager
+from typing import Any, TypeVar
+
+import anyio
+import msgspec
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import SendTimeoutError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from antiphon.errors import AntiphonError, InvalidInput, TooLarge, TooManyFailures, Unauthorized, Unavailable
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MIB = 1024 * 1024
+BODY = 2 * MIB  # bytes of a request
+BODY_TIME = 30.0  # seconds in which it has to arrive
+KEEP_ALIVE = 15.0  # seconds between comments on a stream that has nothing to say
+SEND_TIME = 20.0  # seconds a reader may take for one event before it is dropped
+MOST_STREAMS = 1000  # and requests that wait for a run, of one gateway
+
+SAFE = {
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+}
+UNEXPECTED = "The gateway failed to answer this. See its log for the details, then try again."
+
+
+def json_reply(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(
+        msgspec.json.encode(content),
+        status,
+        headers={**SAFE, **(headers or {})},
+        media_type="application/json",
+    )
+
+
+# --- errors ---
+
+
+def error_type(error: AntiphonError) -> str:
+    """The word for machines. Whatever is wrong with what was sent is one word; the sentence says what."""
+    return "invalid_request" if error.http == 400 else error.code
+
+
+def error_headers(error: AntiphonError) -> dict[str, str]:
+    if isinstance(error, TooManyFailures):
+        return {"Retry-After": str(max(1, round(error.data.get("retryAfterMs", 1000) / 1000)))}
+    if isinstance(error, Unauthorized):
+        return {"WWW-Authenticate": "Bearer"}
+    return {}
+
+
+def error_reply(error: AntiphonError) -> Response:
+    body: dict[str, Any] = {"ok": False, "error": {"type": error_type(error), "message": str(error)}}
+    if isinstance(error, Unauthorized):
+        message = f"Unauthorized. {error}" if error.http == 401 else str(error)
+        body = {"error": {"message": message, "type": error.code}}
+    return json_reply(body, error.http, error_headers(error))
+
+
+def unexpected_reply() -> Response:
+    return json_reply({"ok": False, "error": {"type": "internal", "message": UNEXPECTED}}, 500)
+
+
+def wrong_method(allowed: str) -> Response:
+    message = f"This address does not take that method. Use {allowed}."
+    body = {"ok": False, "error": {"type": "method_not_allowed", "message": message}}
+    return json_reply(body, 405, {"Allow": allowed})
+
+
+# --- bodies ---
+
+
+async def read_json(request: Request, shape: type[T], most: int = BODY) -> T:
+    """The body as what it should be. Nothing over `most` bytes is kept, let alone parsed."""
+    _check_media_type(request.headers.get("content-type"))
+    body = await _read(request, most)
+    try:
+        return msgspec.json.decode(body, type=shape)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(f"The body cannot be accepted: {error}.", "Mend that field.") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput("The body is not valid JSON.", "Send a JSON object in UTF-8.") from error
+
+
+def _check_media_type(header: str | None) -> None:
+    kind = (header or "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise InvalidInput(
+            f"A body of the type {kind[:80]!r} is not taken.", "Send it with content-type: application/json."
+        )
+
+
+async def _read(request: Request, most: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > most:
+        raise _too_large(int(declared), most)  # the server passes over what is still sent
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIME):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most:
+                    raise _too_large(len(body), most)
+    except TimeoutError:
+        raise InvalidInput(
+            f"The body did not arrive within {BODY_TIME:g} seconds.", "Send it at once."
+        ) from None
+    return bytes(body)
+
+
+def _too_large(size: int, most: int) -> TooLarge:
+    return TooLarge(
+        f"The body has {size} bytes or more; at most {most} are taken.", "Send less.", bytes=size, max=most
+    )
+
+
+# --- what stays open ---
+
+
+class Slots:
+    """How many streams and waits are open. Whoever comes when all are taken is told so at once."""
+
+    def __init__(self, most: int = MOST_STREAMS) -> None:
+        self.most = most
+        self.taken = 0
+
+    def enter(self) -> None:
+        if self.taken >= self.most:
+            raise Unavailable(
+                f"{self.most} requests are open already, which is as many as there may be.",
+                "Try again later.",
+            )
+        self.taken += 1
+
+    def leave(self) -> None:
+        self.taken -= 1
+
+    @contextmanager
+    def take(self) -> Generator[None]:
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+
+class EventStream(EventSourceResponse):
+    """Server-sent events. Made by `opened`, so that what fails before the first event is still an HTTP error."""
+
+    def __init__(
+        self,
+        first: ServerSentEvent,
+        events: AsyncGenerator[ServerSentEvent],
+        closing: asyncio.Event,
+        slots: Slots,
+    ) -> None:
+        self._events = events
+        self._slots = slots
+        super().__init__(  # pyright: ignore[reportUnknownMemberType] - its own annotations say `dict`
+            _chain(first, until(closing, events)),
+            headers=SAFE,
+            ping=KEEP_ALIVE,
+            ping_message_factory=lambda: ServerSentEvent(comment="keepalive", sep="\n"),
+            sep="\n",
+            send_timeout=SEND_TIME,
+        )
+
+    @classmethod
+    async def opened(
+        cls, events: AsyncGenerator[ServerSentEvent], closing: asyncio.Event, slots: Slots
+    ) -> EventStream:
+        slots.enter()  # left when the reply has been given, or here if there is none
+        try:
+            return cls(await anext(events), events, closing, slots)
+        except BaseException:
+            slots.leave()
+            raise
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with aclosing(self._events):
+                await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            log.info("A reader of a stream did not read for %g seconds and was dropped", SEND_TIME)
+        except AntiphonError as error:
+            log.warning("A stream ended early: %s", error)
+        finally:
+            self._slots.leave()
+
+
+async def _chain(
+    first: ServerSentEvent, rest: AsyncGenerator[ServerSentEvent]
+) -> AsyncGenerator[ServerSentEvent]:
+    async with aclosing(rest):
+        yield first
+        async for event in rest:
+            yield event
+
+
+def sse(content: object, *, event: str | None = None, id: str | None = None) -> ServerSentEvent:
+    return ServerSentEvent(msgspec.json.encode(content).decode(), event=event, id=id, sep="\n")
+
+
+async def until(stop: asyncio.Event, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    """What `items` gives, until `stop` is set."""
+    stopped = asyncio.ensure_future(stop.wait())
+    coming: asyncio.Future[T] | None = None
+    try:
+        while not stop.is_set():
+            coming = asyncio.ensure_future(anext(items))
+            await asyncio.wait({coming, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done():
+                return
+            try:
+                item = coming.result()
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        await dropped(stopped, coming)
+        await items.aclose()
+
+
+async def waited(request: Request, closing: asyncio.Event, work: Awaitable[T]) -> T:
+    """The outcome of a long wait, which ends early when nobody is there any more to tell.
+
+    Raises:
+        ClientDisconnect: the client has gone.
+        Unavailable: the gateway closes.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(request))
+    closed = asyncio.ensure_future(closing.wait())
+    try:
+        await asyncio.wait({task, gone, closed}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if gone.done():
+            raise ClientDisconnect
+        raise Unavailable(
+            "The gateway is stopping; the run goes on when it is back.",
+            "Ask again then, with the same Idempotency-Key.",
+        )
+    finally:
+        await dropped(task, gone, closed)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def dropped(*tasks: asyncio.Future[Any] | None) -> None:
+    """Cancel these and see them end, also where whoever asks is being cancelled again and again."""
+    running = [task for task in tasks if task is not None]
+    for task in running:
+        task.cancel()
+    with anyio.CancelScope(shield=True):
+        await asyncio.gather(*running, return_exceptions=True)

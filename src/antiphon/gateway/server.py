@@ -1,0 +1,198 @@
+"""One process, one port: the house behind the doors, listening until told to stop.
+
+Everything is decided before the port is open: where to listen, whom to let in. Stopping says goodbye to clients,
+ends streams, and leaves runs in flight for the next start, which takes them up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import uvicorn
+
+from antiphon.clock import Clock
+from antiphon.config import Config
+from antiphon.engine.engine import Pace
+from antiphon.engine.toolbox import Tool
+from antiphon.errors import ConfigError, Unavailable
+from antiphon.gateway import frames
+from antiphon.gateway.app import App
+from antiphon.gateway.auth import Guard, own_origins
+from antiphon.gateway.gateway import Gateway
+from antiphon.gateway.hub import Hub
+from antiphon.gateway.tokens import Tokens, configured
+from antiphon.host import House, house
+from antiphon.operations import Operations
+from antiphon.runtimes import Runtime
+
+NOTE = "gateway.json"  # in the state directory, for the commands on this machine
+GRACE = 5  # seconds that requests get to end when the process stops
+BACKLOG = 2048
+STALLED = 30_000  # ms after which the system gives up a peer that takes nothing
+
+
+class Note(msgspec.Struct, frozen=True):
+    """Where a running gateway is found."""
+
+    url: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A gateway that is listening."""
+
+    url: str
+    gateway: Gateway
+    hub: Hub
+    ended: asyncio.Task[None]
+    """Done when the server has stopped, by itself or because it was told to."""
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Signals are for whoever runs the process."""
+        yield
+
+
+@asynccontextmanager
+async def serving(
+    config: Config,
+    state_dir: Path,
+    *,
+    port: int | None = None,
+    tools: Callable[[Operations], Iterable[Tool]] | None = None,
+    functions: Mapping[str, Runtime] | None = None,
+    clock: Clock | None = None,
+    pace: Pace | None = None,
+) -> AsyncGenerator[Served]:
+    """Host the directory and listen, until the context is left."""
+    host = address(config)
+    async with house(config, state_dir, tools=tools, functions=functions, clock=clock, pace=pace) as opened:
+        listener = _listen(host, config.gateway.port if port is None else port)
+        number = listener.getsockname()[1]
+        try:
+            guard = await asyncio.to_thread(_guard, config, opened, state_dir, host, number)
+            gateway = Gateway(house=opened, guard=guard, state_dir=state_dir, started_at=opened.clock.now())
+            async with _listening(gateway, listener, _url(host, number)) as served:
+                yield served
+        finally:
+            listener.close()
+
+
+@asynccontextmanager
+async def _listening(gateway: Gateway, listener: socket.socket, url: str) -> AsyncGenerator[Served]:
+    hub = Hub(gateway)
+    app = App(gateway, hub)
+    async with app.web.open(), _answering(gateway, hub, app, listener, url) as served:
+        yield served
+
+
+@asynccontextmanager
+async def _answering(
+    gateway: Gateway, hub: Hub, app: App, listener: socket.socket, url: str
+) -> AsyncGenerator[Served]:
+    server = _Server(_settings(app))
+    telling = asyncio.create_task(hub.run())
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    note = gateway.state_dir / NOTE
+    try:
+        await _started(server, task)
+        await asyncio.to_thread(note.write_bytes, msgspec.json.encode(Note(url, os.getpid())))
+        yield Served(url, gateway, hub, task)
+    finally:
+        with suppress(OSError):
+            note.unlink()
+        gateway.closing.set()
+        hub.say_goodbye("the gateway is stopping")
+        server.should_exit = True
+        telling.cancel()
+        await asyncio.gather(task, telling, return_exceptions=True)
+
+
+async def _started(server: uvicorn.Server, task: asyncio.Task[None]) -> None:
+    while not server.started:
+        if task.done():
+            raise Unavailable("The gateway did not start.", "See the log for the reason.")
+        await asyncio.sleep(0.001)
+
+
+def _settings(app: App) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        loop="none",
+        http="httptools",
+        ws="websockets-sansio",
+        ws_max_size=frames.MAX_BYTES,
+        ws_per_message_deflate=False,  # memory and time for every client, for texts on one machine
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=GRACE,
+        backlog=BACKLOG,
+    )
+
+
+def _guard(config: Config, opened: House, state_dir: Path, host: str, port: int) -> Guard:
+    """Reads files and may run commands for secrets, so it is called in a thread."""
+    auth = config.gateway.auth
+    origins = [*own_origins(host, port), *config.gateway.control_ui.allowed_origins]
+    return Guard(
+        mode=auth.mode,
+        tokens=Tokens.open(state_dir),
+        owner=configured(auth.token.reveal()) if auth.token else None,
+        password=auth.password.reveal() if auth.password else None,
+        origins=origins,
+        clock=opened.clock,
+    )
+
+
+def address(config: Config) -> str:
+    """Where to listen: on this machine only, unless the configuration says otherwise."""
+    gateway = config.gateway
+    match gateway.bind:
+        case "loopback" | "auto":
+            return "127.0.0.1"
+        case "lan":
+            return "0.0.0.0"  # noqa: S104 - asked for, and never without auth
+        case "custom":
+            return gateway.custom_bind_host or "127.0.0.1"
+        case "tailnet":
+            raise ConfigError(
+                "'gateway.bind' is 'tailnet', and which address that is cannot be told here.",
+                "Use 'custom' and put the address into gateway.customBindHost.",
+                path="gateway.bind",
+            )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise Unavailable(
+            f"Cannot listen on {host}:{port} ({os.strerror(error.errno or 0)}).",
+            "Stop what uses that port, or choose another with --port (0 takes any free one).",
+            port=port,
+        ) from error
+    return listener
+
+
+def _url(host: str, port: int) -> str:
+    shown = "127.0.0.1" if host == "0.0.0.0" else host  # noqa: S104
+    return f"ws://[{shown}]:{port}" if ":" in shown else f"ws://{shown}:{port}"

@@ -1,0 +1,47 @@
+"""A text for a session, from any method: an ordinary message, or one of the few commands that a text can be.
+
+A command needs exactly what its own method needs: `/new` from somebody who may not reset is refused, not sent.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from antiphon import policy
+from antiphon.access import Caller
+from antiphon.operations import Message, Operations, Patch
+from antiphon.views import Accepted
+
+_RENEW = re.compile(r"/(new|reset)", re.IGNORECASE)
+STOPS = frozenset({"/stop", "/abort", "stop", "abort"})
+
+
+class Spoken(msgspec.Struct, frozen=True):
+    """What became of a text: a run, or a command that is done."""
+
+    session_key: str
+    accepted: Accepted | None = None
+    done: Literal["reset", "stopped", "policy"] | None = None
+    run_ids: list[str] = []
+
+
+async def speak(operations: Operations, caller: Caller, message: Message) -> Spoken:
+    # What another session or program says is never a command, whoever brings it.
+    commanding = isinstance(message.content, str) and message.provenance is None
+    text = message.content.strip() if commanding and isinstance(message.content, str) else ""
+    if text.lower() in STOPS:
+        stopped = await operations.stop(caller, message.session)
+        return Spoken(message.session, done="stopped", run_ids=stopped.run_ids)
+    if match := _RENEW.fullmatch(text):
+        reason = "new" if match[1].lower() == "new" else "reset"
+        view = await operations.reset(caller, message.session, reason)
+        return Spoken(view.key, done="reset")
+    if command := policy.parse_send_command(text):
+        value = None if command == "inherit" else command
+        view = await operations.patch(caller, message.session, Patch(send_policy=value))
+        return Spoken(view.key, done="policy")
+    accepted = await operations.submit(caller, message)
+    return Spoken(accepted.session_key, accepted=accepted)

@@ -1,0 +1,200 @@
+"""The HTTP surface, put together: which address leads where, who has to prove what, and what errors look like.
+
+Every route is an `Address`. It knows its methods and its own template, which is what is counted; whatever goes
+wrong behind it becomes an answer. Who is asking is established per route, before its endpoint is called.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from antiphon import __version__, access
+from antiphon.access import Caller
+from antiphon.errors import AntiphonError, InvalidInput, NotFound
+from antiphon.gateway import health, history, openai_api, openapi, replies, tools_http
+from antiphon.gateway.gateway import Gateway
+from antiphon.gateway.hooks import Hooks
+from antiphon.gateway.metrics import Metrics
+from antiphon.gateway.openai_chat import post_chat
+from antiphon.gateway.openai_responses import post_responses
+from antiphon.gateway.replies import Slots, json_reply
+
+log = logging.getLogger(__name__)
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+Protected = Callable[[Caller, Request], Awaitable[Response]]
+GONE = 499  # what a request is counted as whose client left before the answer
+
+
+def routes(gateway: Gateway) -> list[BaseRoute]:
+    """Every route, the last of which takes whatever is left: put others before it. See `Web` for what runs beside."""
+    return Web(gateway).routes
+
+
+class Web:
+    """The routes of one gateway, and what has to run while they are open."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self.slots = Slots()
+        self.metrics = Metrics(gateway, self.slots)
+        self._hooks = Hooks(gateway)
+
+    @asynccontextmanager
+    async def open(self) -> AsyncGenerator[None]:
+        if self._gateway.house.config.hooks.enabled:
+            await self._hooks.open()
+        async with self.metrics.watching():
+            yield
+
+    @property
+    def routes(self) -> list[BaseRoute]:
+        return [*self._public(), *self._sessions(), *self._hooked(), *self._openai(), self._anything_else()]
+
+    def _public(self) -> list[BaseRoute]:
+        ready = partial(health.get_ready, self._gateway)
+        return [
+            self._route("/", GET=_get_root),
+            *(self._route(path, GET=health.get_health) for path in ("/healthz", "/health")),
+            *(self._route(path, GET=ready) for path in ("/readyz", "/ready")),
+        ]
+
+    def _sessions(self) -> list[BaseRoute]:
+        gateway, slots, operator = self._gateway, self.slots, self._operator
+        read = operator(partial(history.get_history, gateway, slots))
+        return [
+            self._route("/sessions/{key:path}/history", GET=read),
+            self._route("/sessions/{key:path}/kill", POST=operator(partial(history.post_kill, gateway))),
+            self._route("/tools/invoke", POST=operator(partial(tools_http.post_invoke, gateway))),
+            self._route("/metrics", GET=operator(self.metrics.get_metrics)),
+            self._route("/openapi.json", GET=operator(_get_openapi)),
+        ]
+
+    def _openai(self) -> list[BaseRoute]:
+        gateway, slots, endpoints = (
+            self._gateway,
+            self.slots,
+            self._gateway.house.config.gateway.http.endpoints,
+        )
+        chat, responses = endpoints.chat_completions.enabled, endpoints.responses.enabled
+        found: list[BaseRoute] = []
+        if chat:
+            found.append(self._openai_route("/v1/chat/completions", POST=partial(post_chat, gateway, slots)))
+        if responses:
+            found.append(self._openai_route("/v1/responses", POST=partial(post_responses, gateway, slots)))
+        if chat or responses:
+            found.append(self._openai_route("/v1/models", GET=partial(openai_api.get_models, gateway)))
+        off = Address("/v1/{path:path}", {}, self.metrics, openai_api.error_reply)
+        return [*found, Route("/v1/{path:path}", off)]
+
+    def _openai_route(self, path: str, **methods: Protected) -> BaseRoute:
+        endpoints = {method: self._operator(endpoint) for method, endpoint in methods.items()}
+        address = Address(path, endpoints, self.metrics, openai_api.error_reply, openai_api.unexpected_reply)
+        return Route(path, address)
+
+    def _hooked(self) -> list[BaseRoute]:
+        hooks, settings = self._hooks, self._gateway.house.config.hooks
+        if not settings.enabled:
+            return []
+        base = settings.path.rstrip("/")
+        return [
+            self._route(f"{base}/agent", POST=self._hook(hooks.post_agent)),
+            self._route(f"{base}/wake", POST=self._hook(hooks.post_wake)),
+        ]
+
+    def _anything_else(self) -> BaseRoute:
+        return Route("/{path:path}", Address("*", {}, self.metrics))
+
+    def _route(self, path: str, **methods: Endpoint) -> BaseRoute:
+        return Route(path, Address(path, methods, self.metrics))
+
+    # --- who is asking ---
+
+    def _operator(self, endpoint: Protected) -> Endpoint:
+        async def checked(request: Request) -> Response:
+            _check_query(request)
+            identity = self._gateway.guard.http(address_of(request), request.headers)
+            return await endpoint(identity.caller(), request)
+
+        return checked
+
+    def _hook(self, endpoint: Endpoint) -> Endpoint:
+        async def checked(request: Request) -> Response:
+            _check_query(request)
+            await self._hooks.check(address_of(request), request)
+            return await endpoint(request)
+
+        return checked
+
+
+class Address:
+    """What answers at one path. A path without methods is one where nothing is."""
+
+    def __init__(
+        self,
+        template: str,
+        endpoints: Mapping[str, Endpoint],
+        metrics: Metrics,
+        errors: Callable[[AntiphonError], Response] = replies.error_reply,
+        unexpected: Callable[[], Response] = replies.unexpected_reply,
+    ) -> None:
+        self._template = template
+        self._endpoints = {**endpoints, **({"HEAD": endpoints["GET"]} if "GET" in endpoints else {})}
+        self._metrics = metrics
+        self._errors = errors
+        self._unexpected = unexpected
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        response = await self._answer(request)
+        method = request.method if request.method in self._endpoints else "other"
+        self._metrics.answered(method, self._template, response.status_code if response else GONE)
+        if response is not None:
+            await response(scope, receive, send)
+
+    async def _answer(self, request: Request) -> Response | None:
+        try:
+            if not self._endpoints:
+                raise NotFound("There is nothing at this address.", "GET /openapi.json lists what there is.")
+            endpoint = self._endpoints.get(request.method)
+            return await endpoint(request) if endpoint else replies.wrong_method(", ".join(self._endpoints))
+        except AntiphonError as error:
+            return self._errors(error)
+        except ClientDisconnect:
+            return None
+        except Exception:
+            log.exception("%s %s failed", request.method, self._template)
+            return self._unexpected()
+
+
+def address_of(request: Request) -> str:
+    """The peer of the connection; what a proxy would say about it is not looked at."""
+    return request.client.host if request.client else ""
+
+
+def _check_query(request: Request) -> None:
+    if "token" in request.query_params:
+        raise InvalidInput(
+            "A token does not belong into an address: addresses are logged and shared.",
+            "Send it as the header Authorization: Bearer <token>.",
+            field="token",
+        )
+
+
+async def _get_root(request: Request) -> Response:
+    return json_reply(
+        {"name": "antiphon", "version": __version__, "docs": "GET /openapi.json with the token"}
+    )
+
+
+async def _get_openapi(caller: Caller, request: Request) -> Response:
+    access.require_scope(caller, "read")
+    return json_reply(openapi.document())

@@ -1,0 +1,141 @@
+"""`antiphon up`: it starts, says how to reach it, stops when told, and loses nothing by that."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.gateways import token, up
+from cli.terminal import BOUND, Program
+
+pytestmark = pytest.mark.requirement("R")
+
+
+def test_the_first_success(program: Program) -> None:
+    with up(program) as gateway:
+        assert gateway.facts == {
+            "url": gateway.url,
+            "pid": gateway.process.pid,
+            "stateDir": str(program.state),
+            "tokenFile": str(program.state / "tokens.json"),
+        }
+        assert program.say("say hello") == "hello\n"
+        assert gateway.stop() == 0
+    assert not (program.state / "gateway.json").exists()
+    assert "hello" in program.run("sessions", "history", "main").out
+
+
+def test_a_person_is_told_where_everything_is(program: Program) -> None:
+    with program.terminal("up", "--port", "0") as terminal:
+        terminal.expect(r"is up \(process \d+\)")
+        terminal.expect(r"ws://127\.0\.0\.1:\d+ and http://127\.0\.0\.1:\d+")
+        terminal.expect("rehearsal/rehearsal")
+        terminal.expect("tokens.json")
+        terminal.expect("No model provider is configured")
+        terminal.expect("antiphon chat")
+        terminal.interrupt()
+        terminal.expect("Stopping… runs in flight go on at the next start")
+        assert terminal.ended() == 0
+        assert token(program) not in terminal.text
+
+
+def test_the_token_is_nowhere_but_in_its_private_file(program: Program) -> None:
+    with up(program) as gateway:
+        program.say("say hello")
+        program.run("status", "--debug")
+        arguments = Path(f"/proc/{gateway.process.pid}/cmdline").read_bytes()
+        environment = Path(f"/proc/{gateway.process.pid}/environ").read_bytes()
+        secret = token(program).encode()
+        assert secret not in arguments + environment
+        assert secret.decode() not in json.dumps(gateway.facts)
+        assert gateway.stop() == 0
+    holding = [file.name for file in program.state.iterdir() if secret in file.read_bytes()]
+    assert holding == ["tokens.json"]
+    assert (program.state / "tokens.json").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.requirement("G2")
+def test_a_run_in_flight_goes_on_at_the_next_start(program: Program, how: signal.Signals) -> None:
+    with up(program) as gateway:
+        accepted = program.run("send", "main", "slow 3 a long answer", "--key", "k1", "--json")
+        assert accepted.json["state"] == "queued"
+        assert gateway.stop(how) == (0 if how != signal.SIGKILL else -signal.SIGKILL)
+    kept = program.run("status", "--json").json
+    assert (kept["running"], kept["sessions"]) == (False, 1)
+    assert sum(kept["runs"].values()) == 1
+    with up(program):
+        again = program.run("send", "main", "slow 3 a long answer", "--key", "k1", "--wait", "50")
+        assert (again.code, again.out) == (0, "a long answer\n")
+        history = program.run("sessions", "history", "main", "--json").json
+        assert [item["role"] for item in history["messages"]] == ["user", "assistant"]
+
+
+@pytest.mark.requirement("G13")
+def test_one_gateway_for_each_directory(program: Program) -> None:
+    with up(program) as gateway:
+        second = program.run("up", "--port", "0", "--json")
+        assert (second.code, second.error["code"]) == (7, "store_locked")
+        assert second.error["data"] == {"pid": str(gateway.process.pid), "url": gateway.url}
+        assert gateway.url in program.run("up", "--port", "0").err
+        assert program.say("say still here") == "still here\n"
+
+
+def test_a_port_that_is_in_use(program: Program) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        refused = program.run("up", "--port", str(port), "--json")
+    assert (refused.code, refused.error["code"], refused.error["data"]["port"]) == (5, "unavailable", port)
+    assert "--port" in refused.error["hint"]
+
+
+def test_a_port_that_is_none(program: Program) -> None:
+    assert program.run("up", "--port", "70000").code == 2
+
+
+def test_warnings_of_the_configuration_are_said(program: Program) -> None:
+    program.state.mkdir(mode=0o700)
+    (program.state / "config.json5").write_text("{ logging: { level: 'debug' } }")
+    with program.terminal("up", "--port", "0") as terminal:
+        terminal.expect("warning: .*logging")
+        terminal.expect("Ctrl-C stops it")
+
+
+LOGS = """
+import logging, sys
+from pathlib import Path
+from antiphon.cli.journal import keep_journal
+keep_journal(Path(sys.argv[1]), debug=True)
+log = logging.getLogger("antiphon.test")
+log.warning("Run %r \\x1b[31mfailed", "r1", extra={"run_id": "r1", "session_key": "k", "token": "s3cret"})
+try:
+    1 / 0
+except ZeroDivisionError:
+    log.exception("Nothing can be done")
+"""
+
+
+def test_the_log_is_json_lines_that_can_be_searched_by_run(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOGS, str(tmp_path)],
+        capture_output=True,
+        check=True,
+        timeout=BOUND,
+        encoding="utf-8",
+    )
+    text = (tmp_path / "antiphon.log").read_text("utf-8")
+    first, second = (json.loads(line) for line in text.splitlines())
+    assert list(first) == ["time", "level", "logger", "event", "run_id", "session_key"]
+    assert (first["level"], first["logger"], first["run_id"]) == ("warning", "antiphon.test", "r1")
+    assert first["event"] == "Run 'r1' \ufffd[31mfailed"
+    assert "ZeroDivisionError" in second["exception"]
+    assert "s3cret" not in text + done.stderr
+    assert "WARNING antiphon.test: Run 'r1' \ufffd[31mfailed" in done.stderr

@@ -1,0 +1,332 @@
+"""The same behaviour at every door: in process, over the WebSocket, over HTTP, and for hooks."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote
+
+import httpx2
+import pytest
+from sockets import READ, WRITE, Client, Gate, opened
+from website import EVERYTHING, HOOK_TOKEN, echo
+
+from antiphon.access import Caller
+from antiphon.errors import AntiphonError
+from antiphon.operations import HistoryFilter, Message, Operations
+from antiphon.runtimes import Prompt
+from stage import BOUND, MAIN, OPERATOR, soon
+
+pytestmark = [pytest.mark.anyio, pytest.mark.requirement("V3", "W2", "W5")]
+
+OTHER = "agent:main:dashboard:other"
+SETTINGS = {
+    **EVERYTHING,
+    "store": {"messageMaxBytes": 2000},
+    "hooks": {**EVERYTHING["hooks"], "allowRequestSessionKey": True},
+    "session": {"sendPolicy": {"rules": [{"action": "deny", "match": {"keyPrefix": "dashboard:mute"}}]}},
+}
+
+
+WORDS = {
+    "invalid_request": "invalid_input",
+    "invalid_key": "invalid_input",
+    "model_not_found": "not_found",
+    "MISSING_SCOPE": "forbidden",
+}
+
+
+class Refused(Exception):
+    """What every door has in common when it says no: a word, and a sentence."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = WORDS.get(kind, kind)
+        self.message = message
+
+
+class Page(NamedTuple):
+    items: list[dict[str, Any]]
+    cursor: str | None
+
+
+class Door(ABC):
+    """What can be done at any of them."""
+
+    @abstractmethod
+    async def say(self, session: str, text: str, key: str) -> str:
+        """The run's reply."""
+
+    @abstractmethod
+    async def history(self, session: str, limit: int = 50, cursor: str | None = None) -> Page: ...
+
+    @abstractmethod
+    async def stop(self, session: str) -> bool: ...
+
+    async def texts(self, session: str) -> list[Any]:
+        said = [item["content"] for item in (await self.history(session)).items]
+        return [content if isinstance(content, str) else content[0]["text"] for content in said]
+
+
+class InProcess(Door):
+    def __init__(self, operations: Operations, caller: Caller) -> None:
+        self._operations, self._caller = operations, caller
+
+    async def say(self, session: str, text: str, key: str) -> str:
+        message = Message(session=session, content=text, idempotency_key=key)
+        accepted = await self._done(self._operations.submit(self._caller, message))
+        return (await self._done(self._operations.wait(self._caller, accepted.run_id, BOUND))).reply or ""
+
+    async def history(self, session: str, limit: int = 50, cursor: str | None = None) -> Page:
+        wanted = HistoryFilter(limit=limit, include_tools=True, before=int(cursor) if cursor else None)
+        page = await self._done(self._operations.history(self._caller, session, wanted))
+        return Page(page.messages, page.next_cursor)
+
+    async def stop(self, session: str) -> bool:
+        return bool((await self._done(self._operations.stop(self._caller, session))).run_ids)
+
+    @staticmethod
+    async def _done(work: Any) -> Any:
+        try:
+            return await work
+        except AntiphonError as error:
+            raise Refused(error.code, str(error)) from error
+
+
+class WebSocket(Door):
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def say(self, session: str, text: str, key: str) -> str:
+        sent = await self._ask("chat.send", sessionKey=session, message=text, idempotencyKey=key)
+        return (await self._ask("agent.wait", runId=sent["runId"]))["reply"]
+
+    async def history(self, session: str, limit: int = 50, cursor: str | None = None) -> Page:
+        await self._ask("sessions.get", key=session)  # `chat.history` takes what is not there for empty
+        more = {"cursor": cursor} if cursor else {}
+        page = await self._ask("chat.history", sessionKey=session, limit=limit, **more)
+        return Page(page["messages"], page.get("nextCursor"))
+
+    async def stop(self, session: str) -> bool:
+        return (await self._ask("chat.abort", sessionKey=session))["aborted"]
+
+    async def _ask(self, method: str, **params: Any) -> Any:
+        answer = await self._client.ask(method, params)
+        if not answer.ok:
+            raise Refused(answer.error["details"]["type"], answer.error["message"])
+        return answer.payload
+
+
+class Http(Door):
+    def __init__(self, http: httpx2.AsyncClient) -> None:
+        self._http = http
+
+    async def say(self, session: str, text: str, key: str) -> str:
+        agent = session.split(":")[1] if session.startswith("agent:") else ""  # which is a model of this API
+        model = f"antiphon/{agent or 'default'}"
+        body = {"model": model, "messages": [{"role": "user", "content": text}]}
+        headers = {"x-antiphon-session-key": session, "Idempotency-Key": key}
+        answer = await self._json("POST", "/v1/chat/completions", json=body, headers=headers)
+        return answer["choices"][0]["message"]["content"]
+
+    async def history(self, session: str, limit: int = 50, cursor: str | None = None) -> Page:
+        more = {"cursor": cursor} if cursor else {}
+        params = {"limit": str(limit), "includeTools": "1", **more}
+        page = await self._json("GET", f"/sessions/{quote(session, safe='')}/history", params=params)
+        return Page(page["items"], page.get("nextCursor"))
+
+    async def stop(self, session: str) -> bool:
+        return (await self._json("POST", f"/sessions/{quote(session, safe='')}/kill"))["killed"]
+
+    async def _json(self, method: str, path: str, **options: Any) -> Any:
+        response = await self._http.request(method, path, **options)
+        body = response.json()
+        if response.status_code != 200:
+            raise Refused(body["error"].get("code") or body["error"]["type"], body["error"]["message"])
+        return body
+
+
+class Hooks(Http):
+    """Hooks only speak; what they said is read over HTTP."""
+
+    def __init__(self, http: httpx2.AsyncClient, gate: Gate) -> None:
+        super().__init__(http)
+        self._gate = gate
+
+    async def say(self, session: str, text: str, key: str) -> str:
+        headers = {"Authorization": f"Bearer {HOOK_TOKEN}", "Idempotency-Key": key}
+        body = {"message": text, "sessionKey": session}
+        run = (await self._json("POST", "/hooks/agent", json=body, headers=headers))["runId"]
+        return (await self._gate.operations.wait(OPERATOR, run, BOUND)).reply or ""
+
+
+Enter = Callable[[Gate, str], AbstractAsyncContextManager[Door]]
+
+
+@asynccontextmanager
+async def _in_process(gate: Gate, scope: str) -> AsyncGenerator[Door]:
+    yield InProcess(gate.operations, Caller.operator([scope]))
+
+
+@asynccontextmanager
+async def _websocket(gate: Gate, scope: str) -> AsyncGenerator[Door]:
+    async with gate.client(gate.issue(scope)) as client:
+        yield WebSocket(client)
+
+
+@asynccontextmanager
+async def _http(gate: Gate, scope: str) -> AsyncGenerator[Door]:
+    async with gate.http(gate.issue(scope)) as http:
+        yield Http(http)
+
+
+@asynccontextmanager
+async def _hooks(gate: Gate, scope: str) -> AsyncGenerator[Door]:
+    async with gate.http(gate.issue(scope)) as http:
+        yield Hooks(http, gate)
+
+
+ENTRANCES: dict[str, Enter] = {
+    "in process": _in_process,
+    "websocket": _websocket,
+    "http": _http,
+    "hooks": _hooks,
+}
+
+
+@pytest.fixture
+async def house(tmp_path: Path, anyio_backend: str) -> AsyncGenerator[Gate]:
+    async with opened(tmp_path, settings=SETTINGS) as gate:
+        yield gate
+
+
+@pytest.fixture(params=ENTRANCES)
+def connect(request: pytest.FixtureRequest) -> Enter:
+    """A way in; called with a gateway and a scope."""
+    return ENTRANCES[request.param]
+
+
+@pytest.fixture
+async def door(house: Gate, connect: Enter) -> AsyncGenerator[Door]:
+    async with connect(house, WRITE) as door:
+        yield door
+
+
+async def test_what_is_said_is_answered_and_kept(door: Door, house: Gate, tmp_path: Path) -> None:
+    assert await door.say(OTHER, "héllo 😀", "k1") == "heard héllo 😀"
+    assert await door.texts(OTHER) == ["héllo 😀", "heard héllo 😀"]
+    page = await house.operations.history(OPERATOR, OTHER, HistoryFilter())
+    assert [item["seq"] for item in page.messages] == [1, 2]
+    assert page.messages[0]["content"] == "héllo 😀"
+
+
+async def test_the_same_key_is_said_once(door: Door) -> None:
+    for _ in range(2):
+        assert await door.say(OTHER, "once", "k1") == "heard once"
+    assert await door.texts(OTHER) == ["once", "heard once"]
+    for session, text in ((OTHER, "something else"), (MAIN, "once")):
+        with pytest.raises(Refused) as refusal:
+            await door.say(session, text, "k1")
+        assert refusal.value.kind == "conflict"
+    assert await door.texts(OTHER) == ["once", "heard once"]
+
+
+async def test_what_was_said_at_one_door_cannot_be_said_again_at_another(house: Gate, connect: Enter) -> None:
+    async with _in_process(house, WRITE) as first, connect(house, WRITE) as second:
+        await first.say(OTHER, "once", "k1")
+        with pytest.raises(Refused) as refusal:
+            await second.say(OTHER, "twice", "k1")
+        assert refusal.value.kind == "conflict"
+        assert await second.texts(OTHER) == ["once", "heard once"]
+
+
+@pytest.mark.parametrize(
+    ("session", "text", "kind"),
+    [
+        (OTHER, "", "invalid_input"),
+        (OTHER, " \n\t", "invalid_input"),
+        (OTHER, "x" * 2001, "too_large"),
+        (OTHER, "é" * 1001, "too_large"),
+        ("agent::x", "hello", "invalid_input"),
+        ("global", "hello", "invalid_input"),
+        ("agent:nobody:main", "hello", "not_found"),
+        ("agent:main:dashboard:mute", "hello", "send_blocked"),
+    ],
+)
+async def test_what_cannot_be_said_is_refused_alike_and_leaves_nothing(
+    door: Door, house: Gate, session: str, text: str, kind: str
+) -> None:
+    with pytest.raises(Refused) as refusal:
+        await door.say(session, text, uuid.uuid4().hex)
+    assert refusal.value.kind == kind
+    assert refusal.value.message
+    if kind == "send_blocked":
+        assert refusal.value.message.startswith("send blocked by session policy")
+    page = await house.operations.summary(OPERATOR)
+    assert (page.queued, page.running) == (0, 0)
+    for key in (OTHER, MAIN):
+        with pytest.raises(Refused) as missing:
+            await door.history(key)
+        assert missing.value.kind == "not_found"
+
+
+async def test_the_longest_message_is_taken(door: Door) -> None:
+    assert await door.say(OTHER, "x" * 2000, "k1") == "heard " + "x" * 2000
+
+
+async def test_a_session_that_is_not_there_is_not_found_and_not_stopped(door: Door) -> None:
+    for work in (door.history(OTHER), door.stop(OTHER), door.history("no-such-label")):
+        with pytest.raises(Refused) as refusal:
+            await work
+        assert refusal.value.kind == "not_found"
+
+
+@pytest.mark.parametrize("connect", [name for name in ENTRANCES if name != "hooks"], indirect=True)
+async def test_who_may_only_read_reads_and_does_nothing_else(house: Gate, connect: Enter) -> None:
+    async with _in_process(house, WRITE) as writer, connect(house, READ) as reader:
+        await writer.say(OTHER, "hello", "k1")
+        assert await reader.texts(OTHER) == ["hello", "heard hello"]
+        for work in (reader.say(OTHER, "mine", "k2"), reader.stop(OTHER)):
+            with pytest.raises(Refused) as refusal:
+                await work
+            assert refusal.value.kind == "forbidden"
+            assert WRITE in refusal.value.message
+        assert await writer.texts(OTHER) == ["hello", "heard hello"]
+
+
+@pytest.mark.requirement("H4")
+async def test_walking_back_gives_every_message_once(door: Door, house: Gate) -> None:
+    await house.operations.open(OPERATOR, OTHER)
+    for number in range(11):
+        await house.operations.inject(OPERATOR, OTHER, f"{number}")
+    seen: list[int] = []
+    page = await door.history(OTHER, limit=3)
+    while True:
+        seen = [item["seq"] for item in page.items] + seen
+        if page.cursor is None:
+            break
+        page = await door.history(OTHER, limit=3, cursor=page.cursor)
+    assert seen == list(range(1, 12))
+
+
+@pytest.mark.requirement("G16")
+async def test_stopping_stops_what_runs_and_says_whether_anything_did(tmp_path: Path, connect: Enter) -> None:
+    going = asyncio.Event()
+
+    async def agent(prompt: Prompt) -> str:
+        going.set()
+        await asyncio.Event().wait()
+        return await echo(prompt)
+
+    async with opened(tmp_path, agent, settings=SETTINGS) as gate, connect(gate, WRITE) as door:
+        await gate.operations.submit(OPERATOR, Message(session=OTHER, content="x", idempotency_key="r1"))
+        await soon(going)
+        assert await door.stop(OTHER) is True
+        view = await gate.operations.wait(OPERATOR, "r1", BOUND)
+        assert (view.ended, view.state) == (True, "cancelled")
+        assert await door.stop(OTHER) is False

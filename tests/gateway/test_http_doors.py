@@ -1,0 +1,317 @@
+"""What holds for every HTTP door: who gets in, how errors look, how much is read, and how the gateway is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from urllib.parse import quote
+
+import msgspec
+import pytest
+from website import Site, served
+
+from antiphon.clock import ManualClock
+from antiphon.errors import StoreError
+from antiphon.gateway import replies
+from stage import BOUND, MAIN
+
+pytestmark = pytest.mark.anyio
+
+HISTORY = f"/sessions/{quote(MAIN, safe='')}/history"
+PROTECTED = [
+    ("GET", HISTORY), ("POST", "/sessions/x/kill"), ("POST", "/tools/invoke"), ("GET", "/metrics"),
+    ("GET", "/openapi.json"), ("POST", "/v1/chat/completions"), ("POST", "/v1/responses"), ("GET", "/v1/models"),
+    ("POST", "/hooks/agent"), ("POST", "/hooks/wake"),
+]  # fmt: skip
+WRITING = ("/tools/invoke", "/v1/chat/completions", "/v1/responses")
+BODIES = {
+    "/tools/invoke": {"tool": "x"},
+    "/v1/chat/completions": {"model": "antiphon", "messages": [{"role": "user", "content": "x"}]},
+    "/v1/responses": {"model": "antiphon", "input": "x"},
+}
+
+
+@pytest.mark.requirement("W7")
+async def test_nobody_gets_in_without_a_secret(site: Site) -> None:
+    for method, path in PROTECTED:
+        reply = await site.stranger.request(method, path)
+        assert reply.status_code == 401, path
+        error = reply.json()["error"]
+        assert reply.headers["www-authenticate"] == "Bearer"
+        if path.startswith("/v1/"):
+            assert error["code"]
+        else:
+            assert error["message"].startswith("Unauthorized")
+            assert error["type"] == "unauthorized"
+        assert reply.headers["x-content-type-options"] == "nosniff"
+        assert reply.headers["cache-control"] == "no-store"
+        assert reply.headers["referrer-policy"] == "no-referrer"
+
+
+@pytest.mark.requirement("W7")
+async def test_the_token_of_hooks_opens_nothing_else(site: Site) -> None:
+    for method, path in PROTECTED[:8]:
+        reply = await site.stranger.request(method, path, headers={"Authorization": "Bearer a-hook-token"})
+        assert reply.status_code == 401, path
+
+
+@pytest.mark.requirement("W7")
+async def test_a_token_that_may_only_read_changes_nothing_and_one_without_scopes_reads_nothing(
+    site: Site,
+) -> None:
+    await site.ask("one")
+    reader = site.limited("operator.read")
+    assert (await site.stranger.get(HISTORY, headers=reader)).status_code == 200
+    assert (await site.stranger.get("/metrics", headers=reader)).status_code == 200
+    for path in WRITING:
+        reply = await site.stranger.post(path, headers=reader, json=BODIES[path])
+        assert reply.status_code == 403, path
+    writer = site.limited("operator.write")
+    assert (await site.stranger.get(HISTORY, headers=writer)).status_code == 200
+    reply = await site.stranger.post(
+        "/v1/chat/completions", headers=writer, json=BODIES["/v1/chat/completions"]
+    )
+    assert reply.status_code == 200
+
+
+@pytest.mark.requirement("W7")
+async def test_pages_of_other_origins_are_refused_even_with_the_token(site: Site) -> None:
+    await site.ask("one")
+    for origin in ("https://evil.example", "null", site.url.replace("127.0.0.1", "127.evil.com")):
+        for method, path in PROTECTED:
+            reply = await site.http.request(method, path, headers={"Origin": origin})
+            assert reply.status_code == 403, (origin, path)
+    assert (await site.http.get(HISTORY, headers={"Origin": site.url})).status_code == 200
+
+
+@pytest.mark.requirement("W7")
+async def test_wrong_secrets_are_counted_over_all_doors_and_then_nothing_is_looked_at(tmp_path: Path) -> None:
+    clock = ManualClock()
+    async with served(tmp_path, clock=clock) as site:
+        wrong = {"Authorization": "Bearer wrong"}
+        for number in range(10):
+            path = "/metrics" if number % 2 else "/hooks/wake"
+            method = "GET" if number % 2 else "POST"
+            assert (await site.stranger.request(method, path, headers=wrong)).status_code == 401
+        reply = await site.http.get("/metrics")
+        assert (reply.status_code, reply.json()["error"]["type"]) == (429, "rate_limited")
+        assert 0 < int(reply.headers["retry-after"]) <= 60
+        assert (await site.http.post("/hooks/wake")).status_code == 429
+        clock.advance(seconds=61)
+        text = (await site.http.get("/metrics")).text
+        assert "antiphon_auth_failures_total 10.0" in text
+
+
+@pytest.mark.requirement("W7")
+async def test_a_secret_in_an_address_is_refused(site: Site) -> None:
+    for method, path in PROTECTED:
+        reply = await site.http.request(method, f"{path}?token=x")
+        assert reply.status_code == 400, path
+        assert "Authorization" in reply.json()["error"]["message"]
+
+
+@pytest.mark.requirement("W7")
+async def test_without_credentials_only_this_machines_names_are_answered(tmp_path: Path) -> None:
+    async with served(tmp_path, mode="none") as site:
+        assert (await site.stranger.get("/metrics")).status_code == 200
+        for host in ("evil.example", "127.0.0.1.evil.example:80", ""):
+            assert (await site.stranger.get("/metrics", headers={"Host": host})).status_code == 403
+        assert (await site.stranger.get("/metrics", headers={"Host": "localhost:1"})).status_code == 200
+        assert (
+            await site.stranger.get("/metrics", headers={"Origin": "http://evil.example"})
+        ).status_code == 403
+
+
+@pytest.mark.requirement("W7")
+async def test_what_a_proxy_would_say_is_not_believed(site: Site) -> None:
+    headers = {"X-Forwarded-For": "127.0.0.1", "X-Forwarded-User": "owner", "Forwarded": "for=127.0.0.1"}
+    assert (await site.stranger.get("/metrics", headers=headers)).status_code == 401
+
+
+@pytest.mark.requirement("W5")
+async def test_a_method_that_is_not_taken_is_answered_with_those_that_are(site: Site) -> None:
+    for method, path in [
+        ("DELETE", HISTORY),
+        ("GET", "/tools/invoke"),
+        ("POST", "/healthz"),
+        ("PUT", "/v1/models"),
+    ]:
+        reply = await site.http.request(method, path)
+        assert reply.status_code == 405, path
+        assert reply.json()["error"]["type"] == "method_not_allowed"
+        assert method not in reply.headers["allow"].split(", ")
+    assert (await site.http.options(HISTORY)).status_code == 405
+
+
+@pytest.mark.requirement("W5")
+async def test_an_address_where_nothing_is_says_so_to_anybody(site: Site) -> None:
+    for path in ("/nothing", "/sessions", "/sessions/x", "/v1/embeddings", "/hooks", "/hooks/other", "/../x"):
+        reply = await site.stranger.get(path)
+        assert reply.status_code == 404, path
+        assert "unauthorized" not in reply.text.lower()
+        assert reply.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.requirement("W5")
+async def test_a_body_is_refused_before_it_is_read_when_it_says_that_it_is_too_large(site: Site) -> None:
+    host, _, port = site.url.removeprefix("http://").partition(":")
+    for path in ("/tools/invoke", "/hooks/wake", "/v1/responses"):
+        secret = "Bearer a-hook-token" if path == "/hooks/wake" else site.owner["Authorization"]
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: {secret}\r\nContent-Length: 99999999\r\n\r\n"
+        )
+        writer.write(head.encode())
+        status = await asyncio.wait_for(reader.readline(), BOUND)  # nothing of the body was sent
+        assert b" 413 " in status
+        writer.close()
+
+
+@pytest.mark.requirement("W5")
+async def test_a_body_that_does_not_say_how_large_it_is_is_cut_off(site: Site) -> None:
+    async def endless() -> AsyncGenerator[bytes]:
+        for _ in range(100):
+            yield b" " * 100_000
+
+    reply = await site.http.post("/tools/invoke", content=endless())
+    assert (reply.status_code, reply.json()["error"]["type"]) == (413, "too_large")
+
+
+@pytest.mark.requirement("W5")
+async def test_a_body_that_does_not_come_is_not_waited_for_for_ever(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replies, "BODY_TIME", 0.05)
+    host, _, port = site.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    secret = site.owner["Authorization"]
+    head = f"POST /tools/invoke HTTP/1.1\r\nHost: x\r\nAuthorization: {secret}\r\nContent-Length: 9\r\n\r\n"
+    writer.write(head.encode())
+    assert b" 400 " in await asyncio.wait_for(reader.readline(), BOUND)
+    writer.close()
+
+
+@pytest.mark.requirement("W5")
+async def test_a_body_that_is_not_what_it_should_be_is_refused(site: Site) -> None:
+    texts = [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b'{"tool": 1}',
+        b'{"tool": "\xff"}',
+        b"[" * 100_000,
+        b'{"tool":"x","y":1}',
+    ]
+    for body in texts:
+        reply = await site.http.post("/tools/invoke", content=body)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request"), body[:20]
+
+
+@pytest.mark.requirement("W5")
+async def test_a_body_of_another_type_is_refused(site: Site) -> None:
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        reply = await site.http.post("/tools/invoke", content=b"{}", headers={"Content-Type": kind})
+        assert reply.status_code == 400
+        assert kind in reply.json()["error"]["message"]
+    for kind in ("application/json; charset=utf-8", "application/vnd.x+json"):
+        reply = await site.http.post("/tools/invoke", content=b'{"tool":"x"}', headers={"Content-Type": kind})
+        assert reply.status_code == 404
+
+
+@pytest.mark.requirement("W5")
+async def test_what_nobody_expected_is_logged_and_told_without_details(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(*_: object) -> None:
+        raise RuntimeError("a secret detail")
+
+    for name in ("history", "submit"):
+        monkeypatch.setattr(site.house.operations, name, broken)
+    reply = await site.http.get(HISTORY)
+    assert (reply.status_code, reply.json()["error"]["type"]) == (500, "internal")
+    assert "secret detail" not in reply.text
+    assert "a secret detail" in caplog.text
+    reply = await site.http.post("/v1/responses", json=BODIES["/v1/responses"])
+    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal")
+
+
+@pytest.mark.requirement("W5")
+async def test_health_and_readiness_are_told_to_anybody(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in ("/healthz", "/health"):
+        assert (await site.stranger.get(path)).json() == {"ok": True, "status": "live"}
+    for path in ("/readyz", "/ready"):
+        assert (await site.stranger.get(path)).json() == {"ready": True}
+    assert (await site.stranger.head("/healthz")).status_code == 200
+
+    async def full(*_: object) -> None:
+        raise StoreError("The disk is full.", "Make room.")
+
+    monkeypatch.setattr(site.house.operations, "list", full)
+    site.gateway.closing.set()
+    reply = await site.stranger.get("/readyz")
+    assert reply.status_code == 503
+    assert reply.json() == {"ready": False, "failing": ["closing", "store"]}
+    assert (await site.stranger.get("/healthz")).status_code == 200
+
+
+@pytest.mark.requirement("W5")
+async def test_the_root_says_what_this_is(site: Site) -> None:
+    assert (await site.stranger.get("/")).json()["name"] == "antiphon"
+
+
+@pytest.mark.requirement("W5")
+async def test_figures_count_what_happened_and_name_nothing_that_a_client_wrote(site: Site) -> None:
+    await site.ask("one")
+    await site.ask("two", "agent:main:telegram:group:private")
+    await site.http.get("/sessions/agent:main:telegram:group:private/history")
+    await site.http.get("/private-path")
+    await site.http.request("PURGE", "/healthz")
+    text = (await site.http.get("/metrics")).text
+    for line in (
+        'antiphon_runs_total{outcome="ok"} 2.0',
+        "antiphon_messages_appended_total 4.0",
+        "antiphon_runs_queued 0.0",
+        "antiphon_runs_running 0.0",
+        "antiphon_sockets 0.0",
+        'antiphon_http_requests_total{method="GET",route="/sessions/{key:path}/history",status="200"} 1.0',
+        'antiphon_http_requests_total{method="other",route="*",status="404"} 1.0',
+        'antiphon_http_requests_total{method="other",route="/healthz",status="405"} 1.0',
+    ):
+        assert line in text, line
+    assert "private" not in text.lower()
+    for name in (
+        "antiphon_event_loop_lag_seconds",
+        "process_resident_memory_bytes",
+        "process_start_time_seconds",
+    ):
+        assert name in text
+
+
+@pytest.mark.requirement("W5")
+async def test_each_gateway_has_its_own_figures(tmp_path: Path) -> None:
+    async with served(tmp_path / "a") as one, served(tmp_path / "b") as other:
+        await one.ask("one")
+        assert 'outcome="ok"' in (await one.http.get("/metrics")).text
+        assert 'outcome="ok"' not in (await other.http.get("/metrics")).text
+
+
+@pytest.mark.requirement("W5")
+async def test_what_is_switched_off_is_not_there(tmp_path: Path) -> None:
+    async with served(tmp_path, settings={}) as site:
+        for path in ("/v1/chat/completions", "/v1/responses", "/v1/models", "/hooks/agent", "/hooks/wake"):
+            reply = await site.http.post(path, json={})
+            assert reply.status_code == 404, path
+            if path.startswith("/v1"):
+                assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.requirement("W5")
+async def test_the_document_describes_every_route(site: Site) -> None:
+    described = (await site.http.get("/openapi.json")).json()
+    assert described["openapi"] == "3.1.0"
+    routed = {route.path.replace("{key:path}", "{key}") for route in site.web.routes}  # pyright: ignore
+    aliases = {"/health", "/ready", "/v1/{path:path}", "/{path:path}"}
+    assert set(described["paths"]) == routed - aliases
+    assert msgspec.json.encode(described)

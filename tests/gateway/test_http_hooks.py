@@ -1,0 +1,157 @@
+"""Web hooks: their own secret, closed bodies, and sessions that the operator chooses."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from website import HOOK_TOKEN, Site, served
+
+from antiphon.config import Config
+from antiphon.errors import ConfigError
+from antiphon.gateway.web import Web
+from antiphon.operations import HistoryFilter
+from stage import BOUND, MAIN, OPERATOR
+
+pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W5")]
+
+BEARER = {"Authorization": f"Bearer {HOOK_TOKEN}"}
+AGENTS = {"list": [{"id": "main"}, {"id": "work"}]}
+
+
+def opened(path: Path, /, **hooks: Any) -> AbstractAsyncContextManager[Site]:
+    settings = {"agents": AGENTS, "hooks": {"enabled": True, "token": HOOK_TOKEN, **hooks}}
+    return served(path, settings=settings)
+
+
+async def agent(site: Site, path: str = "/hooks/agent", /, **body: Any) -> tuple[int, dict[str, Any]]:
+    reply = await site.stranger.post(path, json={"message": "hello", **body}, headers=BEARER)
+    return reply.status_code, reply.json()
+
+
+async def test_a_hook_starts_a_run_in_a_session_of_its_own(tmp_path: Path) -> None:
+    async with opened(tmp_path) as site:
+        status, body = await agent(site, name="deploys", timeoutSeconds=30, thinking="low", wakeMode="now")
+        assert status == 200
+        assert body["ok"] is True
+        assert body["sessionKey"].startswith("agent:main:hook:")
+        view = await site.house.operations.wait(OPERATOR, body["runId"], BOUND)
+        assert (view.state, view.reply) == ("ok", "heard hello")
+        page = await site.house.operations.history(OPERATOR, body["sessionKey"], HistoryFilter())
+        assert page.messages[0]["content"] == "hello"
+        assert page.messages[0]["provenance"] == {"kind": "hook", "sourceTool": "deploys"}
+        assert (await agent(site))[1]["sessionKey"] != body["sessionKey"]
+
+
+async def test_waking_speaks_to_the_main_session(tmp_path: Path) -> None:
+    async with opened(tmp_path) as site:
+        reply = await site.stranger.post(
+            "/hooks/wake", json={"text": "look", "mode": "now"}, headers={"x-openclaw-token": HOOK_TOKEN}
+        )
+        assert reply.status_code == 200
+        assert set(reply.json()) == {"ok", "runId"}
+        view = await site.house.operations.wait(OPERATOR, reply.json()["runId"], BOUND)
+        assert (view.session_key, view.reply) == (MAIN, "heard look")
+
+
+async def test_saying_it_again_with_the_same_key_starts_nothing(tmp_path: Path) -> None:
+    async with opened(tmp_path) as site:
+        headers = {**BEARER, "Idempotency-Key": "once"}
+        for _ in range(2):
+            reply = await site.stranger.post("/hooks/wake", json={"text": "look"}, headers=headers)
+            assert reply.json() == {"ok": True, "runId": "once"}
+
+
+@pytest.mark.requirement("W7")
+async def test_only_the_hooks_own_secret_opens_them(tmp_path: Path) -> None:
+    async with opened(tmp_path) as site:
+        for headers in (
+            {},
+            site.owner,
+            {"x-openclaw-token": "wrong"},
+            {"Authorization": f"Basic {HOOK_TOKEN}"},
+        ):
+            reply = await site.stranger.post("/hooks/agent", json={"message": "x"}, headers=headers)
+            assert reply.status_code == 401, headers
+        reply = await site.stranger.post(f"/hooks/agent?token={HOOK_TOKEN}", json={"message": "x"})
+        assert reply.status_code == 400
+
+
+async def test_a_field_that_nobody_knows_is_refused_by_its_name(tmp_path: Path) -> None:
+    async with opened(tmp_path) as site:
+        for body, field in (
+            ({"mesage": "x"}, "mesage"),
+            ({"message": 1}, "message"),
+            ({"wakeMode": "later"}, "wakeMode"),
+            ({"agentId": "no/agent"}, "no/agent"),
+            ({"model": "nobody/nothing"}, "nobody/nothing"),
+            ({"thinking": "hard"}, "hard"),
+            ({"timeoutSeconds": -1}, "timeout"),
+            ({"message": " "}, "empty"),
+            ({"name": "x" * 201}, "name"),
+        ):
+            status, answer = await agent(site, **body)
+            assert (status, answer["error"]["type"]) == (400, "invalid_request"), body
+            assert field in answer["error"]["message"]
+        reply = await site.stranger.post("/hooks/wake", json={}, headers=BEARER)
+        assert (reply.status_code, "text" in reply.text) == (400, True)
+
+
+async def test_the_sender_chooses_no_session_unless_it_may(tmp_path: Path) -> None:
+    async with opened(tmp_path, defaultSessionKey="agent:main:hook:all") as site:
+        assert (await agent(site, sessionKey="main"))[0] == 400
+        assert (await agent(site))[1]["sessionKey"] == "agent:main:hook:all"
+        assert (await agent(site, agentId="work"))[1]["sessionKey"].startswith("agent:work:hook:")
+
+
+async def test_the_sender_chooses_among_the_sessions_it_may(tmp_path: Path) -> None:
+    settings = {"allowRequestSessionKey": True, "allowedSessionKeyPrefixes": ["hook:", "agent:work:"]}
+    async with opened(tmp_path, **settings) as site:
+        assert (await agent(site, sessionKey="hook:a"))[1]["sessionKey"] == "agent:main:hook:a"
+        assert (await agent(site, sessionKey="AGENT:work:main"))[1]["sessionKey"] == "agent:work:main"
+        for refused in ("main", "agent:main:main", "agent:main:telegram:group:hook:a"):
+            status, answer = await agent(site, sessionKey=refused)
+            assert (status, answer["error"]["type"]) == (403, "forbidden"), refused
+        assert (await agent(site, sessionKey="hook:a", agentId="work"))[1][
+            "sessionKey"
+        ] == "agent:work:hook:a"
+        assert (await agent(site, sessionKey="agent:work:main", agentId="main"))[0] == 400
+        assert (await agent(site, sessionKey="0b9c7f86-0000-4000-8000-000000000000"))[0] == 400
+
+
+async def test_the_sender_chooses_among_the_agents_it_may(tmp_path: Path) -> None:
+    settings = {"allowRequestSessionKey": True, "allowedAgentIds": ["wo*"], "path": "/in/here"}
+    async with opened(tmp_path, **settings) as site:
+        assert (await agent(site, "/in/here/agent", agentId="WORK"))[0] == 200
+        assert (await agent(site, "/in/here/agent", agentId="main"))[0] == 403
+        assert (await agent(site, "/in/here/agent"))[0] == 403
+        assert (await agent(site, "/in/here/agent", sessionKey="agent:main:hook:x", agentId="main"))[0] == 403
+        assert (await agent(site, "/in/here/agent", sessionKey="agent:work:hook:x"))[0] == 200
+        assert (await agent(site, "/in/here/agent", agentId="nobody"))[0] == 404
+        assert (await agent(site, "/hooks/agent"))[0] == 404
+
+
+@pytest.mark.requirement("W7")
+async def test_hooks_without_a_secret_do_not_open(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"hooks": {"enabled": True}}
+    async with served(tmp_path, settings={}) as site:
+        house = replace(site.house, config=Config.model_validate(settings))
+        web = Web(replace(site.gateway, house=house))
+        with pytest.raises(ConfigError, match=r"hooks\.token"):
+            async with web.open():
+                pass
+
+
+async def test_the_secret_is_read_once_and_from_where_the_configuration_says(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("from-a-file\n")
+    secret.chmod(0o600)
+    async with opened(tmp_path, token={"file": str(secret)}) as site:
+        secret.unlink()
+        reply = await site.stranger.post(
+            "/hooks/wake", json={"text": "x"}, headers={"x-openclaw-token": "from-a-file"}
+        )
+        assert reply.status_code == 200

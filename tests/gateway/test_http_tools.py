@@ -1,0 +1,177 @@
+"""Tools over HTTP: what is on offer, as whom it acts, and how it fails."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from website import Site, served
+
+from antiphon.engine.toolbox import Call, Result, Tool
+from antiphon.errors import NotFound, StoreFull
+from antiphon.gateway import invocations
+from antiphon.operations import ListFilter
+from antiphon.runtimes import ToolSpec
+from stage import MAIN, OPERATOR, tool
+
+pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W5")]
+
+AGENTS = {"list": [{"id": "main"}, {"id": "work", "tools": {"deny": ["look"]}, "sandbox": {"mode": "all"}}]}
+
+
+class Box:
+    """Tools that remember their calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def tools(self, *_: object) -> Iterable[Tool]:
+        spec = ToolSpec(name="look", description="", parameters={"properties": {"action": {}}})
+        yield Tool(spec=spec, invoke=self._look)
+        for name in ("sessions_send", "exec", "other"):
+            yield tool(name, self._look)
+        yield tool("refuses", self._refuses)
+        yield tool("misses", self._misses)
+        yield tool("breaks", self._breaks)
+        yield tool("full", self._full)
+        yield tool("hangs", self._hangs)
+
+    async def _look(self, call: Call) -> Result:
+        self.calls.append(call)
+        return Result(text="seen", details={"n": len(self.calls)})
+
+    async def _refuses(self, _: Call) -> Result:
+        return Result(text="I would rather not.", is_error=True)
+
+    async def _misses(self, _: Call) -> Result:
+        raise NotFound("It is not here.", "Look elsewhere.")
+
+    async def _breaks(self, _: Call) -> Result:
+        raise RuntimeError("a secret detail")
+
+    async def _full(self, _: Call) -> Result:
+        raise StoreFull("The disk is full.", "Make room.")
+
+    async def _hangs(self, _: Call) -> Result:
+        await asyncio.Event().wait()
+        return Result(text="")
+
+
+def opened(path: Path, box: Box, **gateway: Any) -> AbstractAsyncContextManager[Site]:
+    return served(path, settings={"agents": AGENTS, "gateway": gateway}, tools=box.tools)
+
+
+async def invoke(site: Site, body: dict[str, Any], **headers: str) -> tuple[int, dict[str, Any]]:
+    reply = await site.http.post("/tools/invoke", json=body, headers=headers)
+    return reply.status_code, reply.json()
+
+
+async def test_a_tool_acts_as_the_main_session_unless_another_is_named(tmp_path: Path) -> None:
+    box = Box()
+    async with opened(tmp_path, box) as site:
+        status, body = await invoke(site, {"tool": "look", "args": {"a": 1}})
+        assert status == 200
+        assert body == {
+            "ok": True,
+            "result": {"content": [{"type": "text", "text": "seen"}], "details": {"n": 1}},
+        }
+        await invoke(site, {"name": "other", "sessionKey": "agent:work:telegram:group:7"})
+        await invoke(site, {"tool": "other", "agentId": "work"})
+        callers = [
+            (call.caller.agent_id, call.caller.session_key, call.caller.sandboxed) for call in box.calls
+        ]
+        assert callers == [
+            ("main", MAIN, False),
+            ("work", "agent:work:telegram:group:7", True),
+            ("work", "agent:work:main", True),
+        ]
+        assert box.calls[0].arguments == {"a": 1}
+        assert not any(call.caller.is_operator for call in box.calls)
+
+
+async def test_a_tool_that_is_not_there_looks_like_one_that_is_denied(tmp_path: Path) -> None:
+    box = Box()
+    async with opened(tmp_path, box, tools={"deny": ["other"]}) as site:
+        for name in ("nothing", "sessions_send", "exec", "other"):
+            status, body = await invoke(site, {"tool": name, "sessionKey": "agent:main:telegram:group:new"})
+            assert status == 404
+            assert body["error"]["type"] == "not_found"
+            assert body["error"]["message"].startswith(f"Tool not available: {name}")
+        status, body = await invoke(site, {"tool": "look", "agentId": "work"})
+        assert (status, body["error"]["type"]) == (404, "not_found")
+        sessions = (await site.house.operations.list(OPERATOR, ListFilter())).sessions
+        assert [session.key for session in sessions] == ["agent:work:main"]
+        assert not box.calls
+
+
+async def test_a_tool_that_acts_is_lifted_by_its_name_alone(tmp_path: Path) -> None:
+    box = Box()
+    async with opened(tmp_path, box, tools={"allow": ["sessions_send", "*"]}) as site:
+        assert (await invoke(site, {"tool": "sessions_send"}))[0] == 200
+        assert (await invoke(site, {"tool": "exec"}))[0] == 404
+    async with opened(tmp_path, box, tools={"allow": ["exec"], "deny": ["exec"]}) as site:
+        assert (await invoke(site, {"tool": "exec"}))[0] == 404
+
+
+async def test_an_idempotency_key_becomes_the_key_of_the_call(tmp_path: Path) -> None:
+    box = Box()
+    async with opened(tmp_path, box) as site:
+        await invoke(site, {"tool": "look"}, **{"Idempotency-Key": "again"})
+        await invoke(site, {"tool": "look"})
+        assert [box.calls[0].key, box.calls[1].key != "http:again"] == ["http:again", True]
+        status, _ = await invoke(site, {"tool": "look"}, **{"Idempotency-Key": "x" * 201})
+        assert status == 400
+
+
+async def test_an_action_is_an_argument_where_the_tool_knows_one(tmp_path: Path) -> None:
+    box = Box()
+    async with opened(tmp_path, box) as site:
+        await invoke(site, {"tool": "look", "action": "up"})
+        await invoke(site, {"tool": "look", "action": "up", "args": {"action": "down"}})
+        await invoke(site, {"tool": "other", "action": "up"})
+        assert [call.arguments for call in box.calls] == [{"action": "up"}, {"action": "down"}, {}]
+
+
+async def test_a_dry_run_calls_nothing(tmp_path: Path) -> None:
+    box = Box()
+    async with opened(tmp_path, box) as site:
+        status, body = await invoke(site, {"tool": "look", "dryRun": True})
+        assert (status, body["result"]["details"]) == (200, {"dryRun": True})
+        assert not box.calls
+
+
+async def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    async with opened(tmp_path, Box()) as site:
+        bodies: list[dict[str, Any]] = [
+            {},
+            {"tool": ""},
+            {"tool": "look", "sessionKey": "main", "agentId": "work"},
+            {"tool": "look", "sessionKey": ""},
+            {"tool": "look", "agentId": "no such/agent"},
+            {"tool": "look", "args": []},
+        ]
+        for body in bodies:
+            status, answer = await invoke(site, body)
+            assert (status, answer["error"]["type"]) == (400, "invalid_request"), body
+        assert (await invoke(site, {"tool": "look", "agentId": "nobody"}))[0] == 404
+        assert (await invoke(site, {"tool": "look", "sessionKey": "agent:nobody:main"}))[0] == 404
+
+
+async def test_a_tool_that_fails_says_how_if_it_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(invocations, "TIME", 0.05)
+    async with opened(tmp_path, Box()) as site:
+        status, body = await invoke(site, {"tool": "refuses"})
+        assert status == 400
+        assert body == {"ok": False, "error": {"type": "tool_error", "message": "I would rather not."}}
+        assert (await invoke(site, {"tool": "misses"}))[0] == 400
+        status, body = await invoke(site, {"tool": "breaks"})
+        assert (status, body["error"]["type"]) == (500, "tool_error")
+        assert "secret" not in body["error"]["message"]
+        assert (await invoke(site, {"tool": "hangs"}))[0] == 504
+        assert (await invoke(site, {"tool": "full"}))[0] == 503

@@ -1,0 +1,547 @@
+"""Events: messages once and in order from any number on, what happens to sessions, and runs as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sockets import ADMIN, READ, Client, Gate, opened
+
+from antiphon.bus import Event, Gap, RunChanged, SessionChanged
+from antiphon.bus.local import BUFFER, LocalBus
+from antiphon.engine.toolbox import Call, Result
+from antiphon.gateway import connection, subscriptions
+from antiphon.messages import Assistant
+from antiphon.runtimes import Prompt
+from stage import MAIN, OPERATOR, calls, soon, text, tool, until
+
+pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W3")]
+
+OTHER = "agent:main:dashboard:other"
+
+
+async def fill(gate: Gate, number: int, session: str = MAIN) -> None:
+    await gate.operations.open(OPERATOR, session)
+    for n in range(number):
+        await gate.operations.inject(OPERATOR, session, f"{session} {n}")
+
+
+async def seqs(client: Client, number: int, session: str = MAIN) -> list[int]:
+    return [told["messageSeq"] for told in await client.take("session.message", number, sessionKey=session)]
+
+
+async def ask(client: Client, message: str = "hello", session: str = MAIN) -> Any:
+    """Say it and wait for the last `chat` event of its run."""
+    sent = await client.call(
+        "chat.send", sessionKey=session, message=message, idempotencyKey=f"{session} {message}"
+    )
+    return await client.event("chat", runId=sent["runId"], state="final")
+
+
+# --- messages of one session ---
+
+
+@pytest.mark.requirement("G38")
+async def test_messages_come_once_in_order_and_say_who_they_are(gate: Gate) -> None:
+    async with gate.client() as client:
+        answer = await client.call("sessions.messages.subscribe", key="main")
+        assert (answer["subscribed"], answer["key"], answer["lastSeq"]) == (True, MAIN, 0)
+        await ask(client, "one")
+        await ask(client, "two")
+        first, *_ = told = await client.take("session.message", 4)
+        await client.settled()
+    assert [event["messageSeq"] for event in told] == [1, 2, 3, 4]
+    assert len(client.told("session.message")) == 4
+    assert [event["message"]["role"] for event in told] == ["user", "assistant"] * 2
+    assert (first["sessionKey"], first["sessionId"]) == (MAIN, answer["sessionId"])
+    assert first["message"]["content"] == "one"
+    assert first["message"]["__openclaw"] == {"id": first["messageId"], "seq": 1, "runId": f"{MAIN} one"}
+    assert [event["message"]["seq"] for event in told] == [1, 2, 3, 4]
+
+
+@pytest.mark.requirement("G38")
+@pytest.mark.parametrize(("after", "expected"), [(0, [1, 2, 3, 4, 5]), (2, [3, 4, 5]), (4, [5])])
+async def test_a_subscriber_gets_what_came_after_its_number_and_then_what_is_new(
+    gate: Gate, after: int, expected: list[int]
+) -> None:
+    await fill(gate, 4)
+    async with gate.client() as client:
+        answer = await client.call("sessions.messages.subscribe", key=MAIN, afterSeq=after)
+        assert answer["lastSeq"] == 4
+        await fill(gate, 1)
+        assert await seqs(client, len(expected)) == expected
+        await client.settled()
+        assert client.told("session.gap") == []
+        assert len(client.told("session.message")) == len(expected)
+
+
+@pytest.mark.requirement("G38")
+async def test_a_number_that_was_never_given_out_is_a_gap_and_the_whole_conversation_follows(
+    gate: Gate,
+) -> None:
+    await fill(gate, 2)
+    async with gate.client() as client:
+        answer = await client.call("sessions.messages.subscribe", key=MAIN, afterSeq=7)
+        gap = await client.event("session.gap")
+        assert gap == {"sessionKey": MAIN, "sessionId": answer["sessionId"], "reason": "reset"}
+        await fill(gate, 1)
+        assert await seqs(client, 3) == [1, 2, 3]
+
+
+@pytest.mark.requirement("G38", "G25")
+async def test_a_number_of_a_past_conversation_is_a_gap_even_if_it_would_fit(gate: Gate) -> None:
+    await fill(gate, 3)
+    async with gate.client() as client:
+        past = (await client.call("sessions.describe", key=MAIN))["session"]["sessionId"]
+        await client.call("sessions.reset", key=MAIN)
+        await fill(gate, 3)
+        answer = await client.call("sessions.messages.subscribe", key=MAIN, afterSeq=2, sessionId=past)
+        gap = await client.event("session.gap")
+        assert (gap["sessionId"], gap["reason"]) == (answer["sessionId"], "reset")
+        assert answer["sessionId"] != past
+        told = await client.take("session.message", 3)
+        assert [(event["messageSeq"], event["sessionId"]) for event in told] == [
+            (n, answer["sessionId"]) for n in (1, 2, 3)
+        ]
+        await client.call("sessions.messages.unsubscribe", key=MAIN)
+        same = await client.call(
+            "sessions.messages.subscribe", key=MAIN, afterSeq=2, sessionId=answer["sessionId"]
+        )
+        assert same["lastSeq"] == 3
+        assert await seqs(client, 1) == [3]
+        assert len(client.told("session.gap")) == 1
+
+
+@pytest.mark.requirement("G38")
+async def test_a_long_history_arrives_whole_while_it_grows(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscriptions, "PAGE", 7)
+    await fill(gate, 60)
+    async with gate.client() as client:
+        await client.call("sessions.messages.subscribe", key=MAIN, afterSeq=0)
+        await fill(gate, 30)
+        assert await seqs(client, 90) == list(range(1, 91))
+        await client.settled()
+        assert len(client.told("session.message")) == 90
+
+
+async def test_a_reset_is_a_gap_and_counts_from_one_again(gate: Gate) -> None:
+    async with gate.client() as client:
+        before = await client.call("sessions.messages.subscribe", key=MAIN)
+        await ask(client, "one")
+        await client.take("session.message", 2)
+        reset = await client.call("sessions.reset", key=MAIN)
+        gap = await client.event("session.gap", reason="reset")
+        assert gap["sessionId"] == reset["entry"]["sessionId"] != before["sessionId"]
+        await ask(client, "two")
+        told = await client.take("session.message", 2)
+        assert [(event["messageSeq"], event["sessionId"]) for event in told] == [
+            (1, gap["sessionId"]),
+            (2, gap["sessionId"]),
+        ]
+
+
+async def test_a_deleted_session_ends_its_subscriptions(gate: Gate) -> None:
+    await fill(gate, 1, OTHER)
+    async with gate.client() as client:
+        for session in (OTHER, MAIN):
+            await client.call("sessions.messages.subscribe", key=session)
+        assert (await client.call("sessions.delete", key=OTHER))["deleted"]
+        assert (await client.event("session.gap"))["reason"] == "ended"
+        await fill(gate, 1, OTHER)  # the key can be used again, by whoever asks for it again
+        await client.call("sessions.messages.subscribe", key=OTHER, afterSeq=0)
+        assert await seqs(client, 1, OTHER) == [1]
+        await fill(gate, 1)
+        assert await seqs(client, 1) == [1]
+
+
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Who catches up waits after every page, as for a client that does not read; called, it goes on."""
+    monkeypatch.setattr(subscriptions, "PAGE", 1)
+    monkeypatch.setattr(connection, "LAG", -1)
+
+    def over() -> None:
+        monkeypatch.undo()
+        monkeypatch.setattr(subscriptions, "PAGE", 1)
+
+    return over
+
+
+async def test_a_session_that_is_deleted_while_somebody_catches_up_ends_that_too(
+    gate: Gate, patience: Callable[[], None]
+) -> None:
+    await fill(gate, 5, OTHER)
+    async with gate.client() as client:
+        await client.call("sessions.messages.subscribe", key=OTHER, afterSeq=0)
+        assert await seqs(client, 1, OTHER) == [1]
+        assert (await client.call("sessions.delete", key=OTHER))["deleted"]
+        await fill(gate, 1, OTHER)
+        patience()
+        assert (await client.event("session.gap"))["reason"] == "ended"
+        await until(lambda: _followed(gate, 0))
+        assert len(client.told("session.message")) == 1
+        await client.call("sessions.messages.subscribe", key=OTHER, afterSeq=0)
+        again = await client.event("session.message")
+        assert (again["messageSeq"], again["sessionId"]) == (1, await _id(client, OTHER))
+        assert len(client.told("session.gap")) == 1
+
+
+async def _id(client: Client, key: str) -> str:
+    return (await client.call("sessions.describe", key=key))["session"]["sessionId"]
+
+
+async def test_sessions_do_not_leak_into_each_other(gate: Gate) -> None:
+    async with gate.client() as one, gate.client() as both:
+        await one.call("sessions.messages.subscribe", key=MAIN)
+        for session in (MAIN, OTHER):
+            await both.call("sessions.messages.subscribe", key=session)
+        for n in range(3):
+            await ask(both, f"to main {n}")
+            await ask(both, f"to other {n}", OTHER)
+        assert await seqs(both, 6) == await seqs(one, 6) == [1, 2, 3, 4, 5, 6]
+        assert await seqs(both, 6, OTHER) == [1, 2, 3, 4, 5, 6]
+        await one.settled()
+    assert {told["sessionKey"] for told in one.told("session.message")} == {MAIN}
+    for client in (one, both):
+        for told in client.told("session.message"):
+            assert ("other" in str(told["message"]["content"])) is (told["sessionKey"] == OTHER)
+
+
+async def test_a_subscription_founds_the_session_for_who_may_write_and_only_for_them(gate: Gate) -> None:
+    async with gate.client(gate.issue(READ)) as reader, gate.client() as writer:
+        error = await reader.refused("sessions.messages.subscribe", key=MAIN)
+        assert "was not found" in error["message"]
+        assert (await writer.call("sessions.messages.subscribe", key=MAIN))["subscribed"]
+        assert (await reader.call("sessions.messages.subscribe", key=MAIN))["subscribed"]
+
+
+async def test_who_unsubscribes_hears_nothing_more(gate: Gate) -> None:
+    async with gate.client() as client, gate.client() as other:
+        for one in (client, other):
+            await one.call("sessions.messages.subscribe", key=MAIN)
+        await fill(gate, 1)
+        assert await seqs(client, 1) == [1]
+        answer = await client.call("sessions.messages.unsubscribe", key="main")
+        assert answer == {"subscribed": False, "key": MAIN}
+        await fill(gate, 2)
+        assert await seqs(other, 3) == [1, 2, 3]
+        await client.settled()
+        assert len(client.told("session.message")) == 1
+
+
+async def test_who_unsubscribes_while_catching_up_hears_nothing_more(
+    gate: Gate, patience: Callable[[], None]
+) -> None:
+    await fill(gate, 5)
+    async with gate.client() as client, gate.client() as other:
+        await other.call("sessions.messages.subscribe", key=MAIN)
+        await client.call("sessions.messages.subscribe", key=MAIN, afterSeq=0)
+        assert await seqs(client, 1) == [1]
+        await client.call("sessions.messages.unsubscribe", key=MAIN)
+        patience()
+        await fill(gate, 1)
+        assert await seqs(other, 1) == [6]
+        for _ in range(20):
+            await client.settled()
+        assert len(client.told("session.message")) == 1
+
+
+async def test_subscribing_again_begins_again_and_only_once(gate: Gate, patience: Callable[[], None]) -> None:
+    await fill(gate, 5)
+    async with gate.client() as client:
+        await client.call("sessions.messages.subscribe", key=MAIN, afterSeq=0)
+        assert await seqs(client, 1) == [1]
+        await client.call("sessions.messages.subscribe", key=MAIN, afterSeq=0)
+        patience()
+        await client.settled()
+        assert await seqs(client, 5) == [1, 2, 3, 4, 5]
+        await fill(gate, 1)
+        assert await seqs(client, 1) == [6]
+        await client.settled()
+        assert len(client.told("session.message")) == 7
+
+
+async def test_a_connection_subscribes_to_so_many_sessions_and_no_more(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subscriptions, "MOST", 2)
+    async with gate.client() as client:
+        for n in range(2):
+            await client.call("sessions.messages.subscribe", key=f"{OTHER}{n}")
+        error = await client.refused("sessions.messages.subscribe", key=MAIN)
+        assert error["details"]["field"] == "key"
+        await client.call("sessions.messages.subscribe", key=f"{OTHER}1")  # one it has already
+        await client.call("sessions.messages.unsubscribe", key=f"{OTHER}0")
+        await client.call("sessions.messages.subscribe", key=MAIN)
+
+
+async def test_nobody_is_followed_for_nobody(gate: Gate) -> None:
+    async with gate.client() as client:
+        await client.call("sessions.messages.subscribe", key=MAIN)
+        await until(lambda: _followed(gate, 1))
+        client.abort()
+        await until(lambda: _followed(gate, 0))
+
+
+async def _followed(gate: Gate, number: int) -> bool:
+    listeners: dict[str, Any] = gate.house.bus._listeners  # pyright: ignore
+    return sum(topic.startswith("session.") and topic != "session.*" for topic in listeners) == number
+
+
+# --- all sessions ---
+
+
+async def test_who_hears_of_every_session_gets_each_message_once_even_if_subscribed_too(gate: Gate) -> None:
+    async with gate.client() as client:
+        await client.call("sessions.subscribe")
+        await client.call("sessions.messages.subscribe", key=MAIN)
+        await ask(client, "one")
+        await ask(client, "two", OTHER)
+        await client.event("sessions.changed", sessionKey=OTHER, phase="end")
+        for session in (MAIN, OTHER):
+            told = client.told("session.message", sessionKey=session)
+            assert [event["messageSeq"] for event in told] == [1, 2]
+        assert (await client.call("sessions.unsubscribe")) == {"subscribed": False}
+        heard = len(client.told("sessions.changed"))
+        await ask(client, "three", OTHER)
+        await client.settled()
+        assert len(client.told("sessions.changed")) == heard
+        assert len(client.told("session.message", sessionKey=OTHER)) == 2
+
+
+async def test_what_happens_to_sessions_is_told_with_their_row(gate: Gate) -> None:
+    async with gate.client() as client:
+        await client.call("sessions.subscribe")
+        await client.call("sessions.create", key=OTHER, label="first")
+        created = await client.event("sessions.changed", reason="create")
+        assert created["session"]["label"] == created["label"] == "first"
+        assert (created["sessionKey"], created["session"]["key"]) == (OTHER, OTHER)
+
+        await client.call("sessions.patch", key=OTHER, label="second")
+        assert (await client.event("sessions.changed", reason="patch"))["session"]["label"] == "second"
+
+        await ask(client, "hello", OTHER)
+        start = await client.event("sessions.changed", phase="start")
+        messages = await client.take("sessions.changed", 2, phase="message")
+        end = await client.event("sessions.changed", phase="end")
+        assert [told["messageSeq"] for told in messages] == [1, 2]
+        assert messages[0]["messageId"]
+        assert start["runId"] == end["runId"] == f"{OTHER} hello"
+        assert (end["session"]["hasActiveRun"], end["session"]["activeRunIds"]) == (False, [])
+        assert (end["hasActiveRun"], end["session"]["status"]) == (False, "done")
+
+        await client.call("sessions.reset", key=OTHER)
+        reset = await client.event("sessions.changed", reason="reset")
+        assert reset["session"]["sessionId"] != end["session"]["sessionId"]
+
+        await client.call("sessions.delete", key=OTHER)
+        deleted = await client.event("sessions.changed", reason="delete")
+        assert deleted["sessionKey"] == OTHER
+        assert "session" not in deleted
+
+
+async def test_a_run_under_way_shows_in_the_row(tmp_path: Path) -> None:
+    going, go = asyncio.Event(), asyncio.Event()
+
+    async def agent(prompt: Prompt) -> str:
+        going.set()
+        await go.wait()
+        return "done"
+
+    async with opened(tmp_path, agent) as gate, gate.client() as client:
+        await client.call("sessions.subscribe")
+        await client.call("chat.send", sessionKey=MAIN, message="x", idempotencyKey="r1")
+        await soon(going)
+        start = await client.event("sessions.changed", phase="start")
+        assert (start["hasActiveRun"], start["activeRunIds"]) == (True, ["r1"])
+        info = (await client.call("chat.history", sessionKey=MAIN))["sessionInfo"]
+        assert (info["hasActiveRun"], info["activeRunIds"]) == (True, ["r1"])
+        go.set()
+        assert (await client.event("sessions.changed", phase="end"))["activeRunIds"] == []
+
+
+# --- runs ---
+
+
+async def test_an_answer_is_told_as_it_grows_and_then_as_a_whole(tmp_path: Path) -> None:
+    told_of, go_on = asyncio.Event(), asyncio.Event()
+
+    async def agent(prompt: Prompt) -> AsyncGenerator[str]:
+        yield "one "
+        told_of.set()
+        await go_on.wait()
+        yield "two "
+        yield "three"
+
+    async with opened(tmp_path, agent) as gate, gate.client() as client:
+        await client.call("chat.send", sessionKey="main", message="count", idempotencyKey="r1")
+        await soon(told_of)
+        first = await client.event("chat", state="delta")
+        assert first["deltaText"] == "one "
+        assert first["message"]["content"] == [{"type": "text", "text": "one "}]
+        go_on.set()
+        final = await client.event("chat", state="final")
+        await client.settled()
+        deltas = client.told("chat", state="delta")
+    assert "".join(delta["deltaText"] for delta in deltas) == "one two three"
+    grown = ""
+    for delta in deltas:
+        grown += delta["deltaText"]
+        assert delta["message"]["content"][0]["text"] == grown
+        assert delta["message"]["role"] == "assistant"
+    assert [event["seq"] for event in (*deltas, final)] == list(range(1, len(deltas) + 2))
+    assert (final["runId"], final["sessionKey"], final["stopReason"]) == ("r1", MAIN, "stop")
+    assert final["message"]["content"][0]["text"] == "one two three"
+    assert len(client.told("chat", state="final")) == 1
+    streams = [(event["stream"], event["data"].get("phase")) for event in client.told("agent")]
+    assert streams[0] == ("lifecycle", "start")
+    assert streams[-1] == ("lifecycle", "end")
+    assert {stream for stream, _ in streams[1:-1]} == {"assistant"}
+    numbers = [event["seq"] for event in client.told("agent")]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
+async def test_a_failure_is_told_as_an_error(tmp_path: Path) -> None:
+    async with opened(tmp_path, None) as gate, gate.client() as client:
+        await client.call("chat.send", sessionKey="main", message="fail no luck", idempotencyKey="r1")
+        error = await client.event("chat", state="error")
+        assert (error["runId"], error["sessionKey"]) == ("r1", MAIN)
+        assert "no luck" in error["errorMessage"]
+        lifecycle = await client.event("agent", stream="lifecycle", runId="r1")
+        ended = await client.event("agent", stream="lifecycle", runId="r1")
+        assert (lifecycle["data"]["phase"], ended["data"]["phase"]) == ("start", "error")
+        assert "no luck" in ended["data"]["error"]
+
+
+async def test_stopping_is_told_as_aborted(tmp_path: Path) -> None:
+    going = asyncio.Event()
+
+    async def agent(prompt: Prompt) -> str:
+        going.set()
+        await asyncio.Event().wait()
+        return ""
+
+    async with opened(tmp_path, agent) as gate, gate.client() as client:
+        await client.call("chat.send", sessionKey="main", message="x", idempotencyKey="r1")
+        await soon(going)
+        queued = await client.call("chat.send", sessionKey="main", message="y", idempotencyKey="r2")
+        assert queued["status"] == "started"
+        stopped = await client.call("chat.abort", sessionKey="main")
+        assert sorted(stopped["runIds"]) == ["r1", "r2"]
+        for run in ("r1", "r2"):
+            aborted = await client.event("chat", state="aborted", runId=run)
+            assert aborted["stopReason"] == "rpc"
+
+
+async def test_tools_are_told_of_to_who_wants_to_hear_of_them(tmp_path: Path) -> None:
+    async with (
+        opened(tmp_path, _looks, tools=lambda _: [tool("look", _look)]) as gate,
+        gate.client(caps=["tool-events"]) as keen,
+        gate.client() as plain,
+    ):
+        await ask(keen)
+        start, result = await keen.take("agent", 2, stream="tool")
+        await plain.event("chat", state="final")
+        await plain.settled()
+        assert (start["data"]["phase"], start["data"]["name"]) == ("start", "look")
+        assert (result["data"]["phase"], result["data"]["isError"]) == ("result", False)
+        assert start["data"]["toolCallId"] == result["data"]["toolCallId"]
+        assert plain.told("agent", stream="tool") == []
+
+
+async def _looks(prompt: Prompt) -> Assistant:
+    return calls("look") if len(prompt.messages) == 1 else text("seen")
+
+
+async def _look(call: Call) -> Result:
+    return Result(text="a view")
+
+
+@pytest.mark.requirement("W7")
+async def test_who_may_not_read_is_told_nothing(tmp_path: Path) -> None:
+    async with (
+        opened(tmp_path, _looks, tools=lambda _: [tool("look", _look)]) as gate,
+        gate.client() as owner,
+        gate.client(scopes=[], caps=["tool-events"]) as blind,
+    ):
+        for method in ("sessions.subscribe", "sessions.messages.subscribe"):
+            params = {"key": MAIN} if "messages" in method else {}
+            assert (await blind.refused(method, **params))["message"] == "missing scope: operator.read"
+        await owner.call("sessions.subscribe")
+        await ask(owner)
+        await owner.event("sessions.changed", phase="end")
+        await blind.settled()
+        assert [event["event"] for event in blind.events] == ["connect.challenge"]
+        assert blind.hello["snapshot"]["presence"] == []
+
+
+# --- lost events ---
+
+
+Publish = Callable[[str, Event], None]
+
+
+def _unrelated(publish: Publish) -> None:
+    """More than a listener holds: everything it had is dropped and replaced by a gap."""
+    for n in range(BUFFER + 10):
+        publish("session.0", SessionChanged(session_key=f"agent:main:dashboard:{n}", reason="message"))
+
+
+def _losing(bus: LocalBus, which: Callable[[Event], bool], *, after: bool) -> Publish:
+    """The bus, overflowing right after (or before) the events in question."""
+    publish = bus.publish
+
+    def overflowing(topic: str, event: Event) -> None:
+        if topic.startswith("session.") and which(event) and not after:
+            _unrelated(publish)
+        publish(topic, event)
+        if topic.startswith("session.") and which(event) and after:
+            _unrelated(publish)
+
+    return overflowing
+
+
+def _is_end(event: Event) -> bool:
+    return isinstance(event, RunChanged) and event.state not in ("queued", "running")
+
+
+def _is_anything(event: Event) -> bool:
+    return not isinstance(event, Gap)
+
+
+@pytest.mark.requirement("G38")
+@pytest.mark.parametrize("which", [_is_end, _is_anything])
+@pytest.mark.parametrize("after", [True, False], ids=["lost", "late"])
+async def test_the_end_of_a_run_is_told_once_whatever_the_bus_loses(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, which: Callable[[Event], bool], after: bool
+) -> None:
+    bus = gate.house.bus
+    async with gate.client() as client, gate.client() as other:
+        await other.call("sessions.messages.subscribe", key=MAIN, afterSeq=0)
+        monkeypatch.setattr(bus, "publish", _losing(bus, which, after=after))
+        for n in range(3):
+            final = await ask(client, f"word {n}")
+            assert final["sessionKey"] == MAIN
+            assert final["message"]["content"][0]["text"] == f"heard word {n}"
+        monkeypatch.undo()
+        assert await seqs(other, 6) == [1, 2, 3, 4, 5, 6]
+        await ask(client, "last", OTHER)
+        await client.settled()
+        await other.settled()
+        for one in (client, other):
+            finals = [told["runId"] for told in one.told("chat", state="final") if told["sessionKey"] == MAIN]
+            assert sorted(finals) == sorted(set(finals))
+        assert len(client.told("chat", state="final")) == 4
+        assert len(other.told("session.message")) == 6
+
+
+async def test_only_admins_hear_nothing_special(gate: Gate) -> None:
+    """What is told depends on `operator.read`, which the other scopes imply."""
+    async with gate.client(scopes=[ADMIN]) as admin, gate.client(gate.issue(READ)) as reader:
+        await ask(admin)
+        assert (await reader.event("chat", state="final"))["runId"] == f"{MAIN} hello"

@@ -1,0 +1,747 @@
+"""The WebSocket protocol: who is let in and how others are turned away, closed parameters, liveness, slow clients."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import logging
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from sockets import ADMIN, READ, WRITE, Answer, Client, Gate, connect_params, opened
+
+from antiphon import __version__
+from antiphon.access import Caller
+from antiphon.clock import ManualClock
+from antiphon.gateway import connection, devices, frames, handshake, hub, socket
+from antiphon.gateway.methods import METHODS
+from stage import BOUND, MAIN, OPERATOR, soon, until
+
+pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W1")]
+
+
+async def turned_away(gate: Gate, params: dict[str, Any], **options: Any) -> tuple[Answer, int]:
+    """What a refused `connect` hears, and the code the connection is closed with."""
+    async with gate.stranger(**options) as client:
+        answer = await client.ask("connect", params)
+        assert not answer.ok
+        return answer, (await client.closed())[0]
+
+
+def with_token(gate: Gate, **changes: Any) -> dict[str, Any]:
+    return connect_params(auth={"token": gate.owner}, **changes)
+
+
+# --- the first words ---
+
+
+async def test_the_gateway_speaks_first_with_a_challenge(gate: Gate) -> None:
+    async with gate.stranger() as one, gate.stranger(path="/any/path?x=1") as other:
+        first, second = await one.event("connect.challenge"), await other.event("connect.challenge")
+    assert isinstance(first["ts"], int)
+    assert first["ts"] > 0
+    assert len(first["nonce"]) >= 32
+    assert first["nonce"] != second["nonce"]
+    assert "seq" not in one.events[0]
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "spoken"), [(3, 3, 3), (4, 4, 4), (3, 4, 4), (1, 3, 3), (4, 99, 4)]
+)
+async def test_the_newest_protocol_that_both_speak_is_spoken(
+    gate: Gate, least: int, most: int, spoken: int
+) -> None:
+    async with gate.client(minProtocol=least, maxProtocol=most) as client:
+        assert client.hello["protocol"] == spoken
+
+
+@pytest.mark.parametrize(("least", "most"), [(1, 2), (5, 9), (4, 3)])
+async def test_no_common_protocol_is_said_with_what_is_spoken_here(gate: Gate, least: int, most: int) -> None:
+    answer, code = await turned_away(gate, with_token(gate, minProtocol=least, maxProtocol=most))
+    assert code == 1002
+    assert answer.error["code"] == "INVALID_REQUEST"
+    assert answer.error["message"].startswith("protocol mismatch")
+    details = answer.error["details"]
+    assert (details["code"], details["expectedProtocol"]) == ("PROTOCOL_MISMATCH", 4)
+    assert (details["clientMinProtocol"], details["clientMaxProtocol"]) == (least, most)
+
+
+async def test_protocol_3_knows_no_forbidden(gate: Gate) -> None:
+    token = gate.issue(READ)
+    async with gate.client(token, minProtocol=3, maxProtocol=3) as old, gate.client(token) as new:
+        errors = [await client.refused("chat.send", **SEND) for client in (old, new)]
+    assert [error["code"] for error in errors] == ["INVALID_REQUEST", "FORBIDDEN"]
+    assert {error["message"] for error in errors} == {"missing scope: operator.write"}
+    assert errors[1]["details"]["code"] == "MISSING_SCOPE"
+
+
+SEND = {"sessionKey": "main", "message": "hello", "idempotencyKey": "k"}
+
+
+async def test_hello_says_what_there_is_and_what_is_allowed(gate: Gate) -> None:
+    async with gate.client() as client:
+        hello = client.hello
+    assert hello["type"] == "hello-ok"
+    assert hello["server"]["version"] == __version__
+    assert hello["server"]["connId"]
+    assert hello["features"]["methods"] == sorted(METHODS)
+    assert set(hello["features"]["events"]) >= {
+        "chat",
+        "agent",
+        "session.message",
+        "sessions.changed",
+        "tick",
+    }
+    assert hello["auth"] == {"role": "operator", "scopes": [ADMIN]}
+    assert hello["policy"] == {
+        "maxPayload": 26_214_400,
+        "maxBufferedBytes": 52_428_800,
+        "tickIntervalMs": 30_000,
+        "attachments": hello["policy"]["attachments"],
+    }
+    snapshot = hello["snapshot"]
+    assert snapshot["sessionDefaults"]["mainSessionKey"] == MAIN
+    assert snapshot["sessionDefaults"]["defaultAgentId"] == "main"
+    assert snapshot["health"]["ok"] is True
+    assert set(snapshot["stateVersion"]) == {"presence", "health"}
+    assert snapshot["uptimeMs"] >= 0
+    assert gate.owner not in str(hello)
+
+
+# --- turned away: every row of the table ---
+
+
+@pytest.mark.parametrize(
+    ("method", "params", "says"),
+    [
+        ("health", {}, "connect"),
+        ("connect", {}, "minProtocol"),
+        ("connect", connect_params(role="king"), "at /role"),
+        ("connect", connect_params(surprise=1), "at root: unexpected property 'surprise'"),
+        ("connect", connect_params(client={"id": "x"}), "at /client: must have required property 'version'"),
+        ("connect", connect_params(minProtocol="3"), "at /minProtocol: must be int, not str"),
+    ],
+)
+async def test_a_wrong_first_request_is_answered_and_ends_the_connection(
+    gate: Gate, method: str, params: dict[str, Any], says: str
+) -> None:
+    async with gate.stranger() as client:
+        answer = await client.ask(method, params)
+        assert answer.error["code"] == "INVALID_REQUEST"
+        assert says in answer.error["message"]
+        assert (await client.closed())[0] == 1008
+
+
+FRAMES = [
+    ("hello", 1000), ("", 1000), ("{", 1000), (b"\xff\xfe", 1000), ("nan", 1000), ('{"type":"req"', 1000),
+    ("[]", 1008), ("1", 1008), ("null", 1008), ('{"type":"req"}', 1008), ('{"type":"res","id":"1","ok":true}', 1008),
+    ('{"type":"req","id":1,"method":"connect"}', 1008), ('{"type":"req","id":"1","method":"health","more":1}', 1008),
+    ('{"id":"1","method":"health"}', 1008), ("[" * 10_000, 1008), ("[" * 20_000 + "]" * 20_000, 1008),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["before connect", "after connect"])
+async def test_what_is_no_json_ends_with_1000_and_json_that_is_no_request_with_1008(
+    gate: Gate, known: bool
+) -> None:
+    for frame, code in FRAMES:
+        async with gate.client() if known else gate.stranger() as client:
+            await client.send(frame)
+            assert (await client.closed())[0] == code, frame[:60]
+    async with gate.client() as client:
+        assert (await client.call("health"))["ok"]
+
+
+async def test_what_is_nested_too_deeply_is_refused(gate: Gate) -> None:
+    async with gate.client() as client:
+        nested = "[" * 900 + "]" * 900
+        for name, params in (("health", nested), ("cron.add", f'{{"name":"n","schedule":{nested}}}')):
+            await client.send(f'{{"type":"req","id":"{name}","method":"{name}","params":{params}}}')
+            error = (await client.answer(name)).error
+            assert error["code"] == "INVALID_REQUEST"
+            assert error["message"].startswith(f"invalid {name} params")
+        depth = 200_000
+        await client.send(f'{{"type":"req","id":"1","method":"health","params":{"[" * depth}{"]" * depth}}}')
+        assert (await client.closed())[0] == 1008
+
+
+async def test_a_stranger_may_not_say_much(gate: Gate) -> None:
+    for padding in ("x" * 70_000, "é" * 40_000):  # the second is not that many characters, but as many bytes
+        async with gate.stranger() as client:
+            await client.start("connect", with_token(gate, userAgent=padding))
+            assert (await client.closed())[0] == 1009
+    async with gate.client(userAgent="x" * 60_000) as client:
+        big = await client.refused("sessions.resolve", key="k" * 70_000)
+        assert big["code"] == "INVALID_REQUEST"
+
+
+async def test_whoever_says_nothing_is_hung_up_on(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "FIRST_WORD", 0.02)
+    async with gate.stranger() as client:
+        assert await client.closed() == (1008, "handshake timeout")
+
+
+async def test_a_second_connect_is_refused_and_changes_nothing(gate: Gate) -> None:
+    async with gate.client(gate.issue(READ)) as client:
+        error = await client.refused("connect", **with_token(gate))
+        assert error["message"].startswith("connect is only valid as the first request")
+        assert (await client.refused("chat.send", **SEND))["message"] == "missing scope: operator.write"
+
+
+# --- secrets ---
+
+
+@pytest.mark.requirement("W7")
+@pytest.mark.parametrize(
+    ("auth", "code"),
+    [
+        ({}, "AUTH_TOKEN_MISSING"),
+        ({"token": ""}, "AUTH_TOKEN_MISSING"),
+        ({"deviceToken": "x"}, "AUTH_TOKEN_MISSING"),
+        ({"token": "wrong"}, "AUTH_TOKEN_MISMATCH"),
+        ({"password": "wrong"}, "AUTH_TOKEN_MISMATCH"),
+        ({"token": "wrong", "password": "wrong", "deviceToken": "x"}, "AUTH_TOKEN_MISMATCH"),
+    ],
+)
+async def test_without_the_token_nobody_gets_in(gate: Gate, auth: dict[str, str], code: str) -> None:
+    answer, closed = await turned_away(gate, connect_params(auth=auth))
+    assert (answer.error["code"], closed) == ("INVALID_REQUEST", 1008)
+    assert answer.error["message"].startswith("unauthorized: gateway token")
+    assert answer.error["details"]["code"] == code
+
+
+@pytest.mark.requirement("W7")
+async def test_the_password_mode_takes_the_password_and_no_token(tmp_path: Path) -> None:
+    settings = {"gateway": {"auth": {"mode": "password", "password": "open sesame"}}}
+    async with opened(tmp_path, settings=settings) as gate:
+        for auth, code in (
+            ({}, "AUTH_PASSWORD_MISSING"),
+            ({"password": "wrong"}, "AUTH_PASSWORD_MISMATCH"),
+            ({"token": gate.owner}, "AUTH_PASSWORD_MISMATCH"),
+        ):
+            answer, closed = await turned_away(gate, connect_params(auth=auth))
+            assert (answer.error["details"]["code"], closed) == (code, 1008)
+        for field in ("password", "token"):  # clients put the secret into either
+            async with gate.stranger() as client:
+                hello = await client.call("connect", **connect_params(auth={field: "open sesame"}))
+                assert hello["auth"]["scopes"] == [ADMIN]
+
+
+@pytest.mark.requirement("W7")
+async def test_without_credentials_this_machine_gets_in_and_pages_of_others_do_not(tmp_path: Path) -> None:
+    async with opened(tmp_path, settings={"gateway": {"auth": {"mode": "none"}}}) as gate:
+        async with gate.stranger() as client:
+            hello = await client.call("connect", **connect_params())
+            assert hello["auth"]["scopes"] == [ADMIN]
+            assert hello["snapshot"]["authMode"] == "none"
+        async with gate.stranger() as client:
+            hello = await client.call("connect", **connect_params(scopes=[READ]))
+            assert await _may(client) == {READ}
+        answer, closed = await turned_away(gate, connect_params(), origin="http://rebound.example:18789")
+        assert (answer.error["details"]["code"], closed) == ("CONTROL_UI_ORIGIN_NOT_ALLOWED", 1008)
+
+
+@pytest.mark.requirement("W7")
+async def test_a_token_of_the_configuration_replaces_the_one_of_the_file(tmp_path: Path) -> None:
+    async with opened(tmp_path, settings={"gateway": {"auth": {"token": "from the config"}}}) as gate:
+        answer, _ = await turned_away(gate, with_token(gate))
+        assert answer.error["details"]["code"] == "AUTH_TOKEN_MISMATCH"
+        async with gate.client("from the config") as client:
+            assert client.hello["auth"]["scopes"] == [ADMIN]
+
+
+@pytest.mark.requirement("W7")
+async def test_guessing_is_stopped_for_a_minute_even_for_who_then_guesses_right(tmp_path: Path) -> None:
+    clock = ManualClock()
+    async with opened(tmp_path, clock=clock) as gate:
+        for n in range(10):
+            answer, _ = await turned_away(
+                gate, connect_params(auth={"token": f"guess {n}", "deviceToken": "x"})
+            )
+            assert answer.error["details"]["code"] == "AUTH_TOKEN_MISMATCH"
+        answer, closed = await turned_away(gate, with_token(gate))
+        assert (answer.error["details"]["code"], closed) == ("AUTH_RATE_LIMITED", 1008)
+        assert 0 < answer.error["retryAfterMs"] <= 60_000
+        clock.advance(seconds=59)
+        assert (await turned_away(gate, with_token(gate)))[0].error["details"]["code"] == "AUTH_RATE_LIMITED"
+        clock.advance(seconds=2)
+        async with gate.client() as client:
+            assert client.hello["type"] == "hello-ok"
+
+
+@pytest.mark.requirement("W7")
+async def test_forgetting_the_token_does_not_lock_the_owner_out(gate: Gate) -> None:
+    for _ in range(12):
+        await turned_away(gate, connect_params())
+    async with gate.client() as client:
+        assert client.hello["type"] == "hello-ok"
+
+
+@pytest.mark.requirement("W7")
+async def test_a_revoked_token_is_not_let_in_any_more(gate: Gate) -> None:
+    token = gate.issue(READ)
+    async with gate.client(token) as client:
+        assert client.hello["auth"]["scopes"] == [READ]
+    gate.tokens.revoke(gate.tokens.records[-1].name)
+    answer, _ = await turned_away(gate, connect_params(auth={"token": token}))
+    assert answer.error["details"]["code"] == "AUTH_TOKEN_MISMATCH"
+
+
+@pytest.mark.requirement("W7")
+async def test_pages_of_other_origins_are_turned_away_even_with_the_token(tmp_path: Path) -> None:
+    settings = {"gateway": {"controlUi": {"allowedOrigins": ["https://mine.example"]}}}
+    async with opened(tmp_path, settings=settings) as gate:
+        own = gate.served.url.replace("ws://", "http://")
+        for origin in ("https://evil.example", own.replace("127.0.0.1", "127.0.0.1.evil.example"), "null"):
+            answer, closed = await turned_away(gate, with_token(gate), origin=origin)
+            assert answer.error["code"] == "INVALID_REQUEST"
+            assert (answer.error["details"]["code"], closed) == ("CONTROL_UI_ORIGIN_NOT_ALLOWED", 1008)
+        for origin in (own, own.replace("127.0.0.1", "localhost"), "https://mine.example"):
+            async with gate.client(origin=origin) as client:
+                assert client.hello["type"] == "hello-ok"
+
+
+# --- scopes ---
+
+CLOSURE = {READ: {READ}, WRITE: {READ, WRITE}, ADMIN: {READ, WRITE, ADMIN}}
+
+
+@pytest.mark.requirement("W7")
+@pytest.mark.parametrize("record", [READ, WRITE, ADMIN])
+async def test_scopes_are_what_was_asked_for_and_the_record_has(gate: Gate, record: str) -> None:
+    token = gate.issue(record)
+    wishes: list[list[str]] = [[], [READ], [WRITE], [ADMIN], [READ, ADMIN], ["operator.pairing", READ], ["*"]]
+    for wanted in wishes:
+        async with gate.client(token, scopes=wanted) as client:
+            asked = set[str]().union(*(CLOSURE.get(scope, set()) for scope in wanted))
+            assert _effective(client.hello["auth"]["scopes"]) == asked & CLOSURE[record]
+            assert await _may(client) == asked & CLOSURE[record]
+    async with gate.client(token) as client:  # who does not ask gets what the record has
+        assert await _may(client) == CLOSURE[record]
+
+
+def _effective(scopes: list[str]) -> set[str]:
+    return set(Caller.operator(scopes).scopes) & {READ, WRITE, ADMIN}
+
+
+async def _may(client: Client) -> set[str]:
+    """By trying, not by what was said."""
+    tries: dict[str, tuple[str, dict[str, str]]] = {
+        READ: ("health", {}),
+        WRITE: ("chat.abort", {"sessionKey": "main"}),
+        ADMIN: ("cron.remove", {"id": "x"}),
+    }
+    answers = {scope: await client.ask(method, params) for scope, (method, params) in tries.items()}
+    return {scope for scope, answer in answers.items() if not _lacks_scope(answer)}
+
+
+def _lacks_scope(answer: Answer) -> bool:
+    return not answer.ok and answer.error["details"].get("code") == "MISSING_SCOPE"
+
+
+@pytest.mark.requirement("W7")
+async def test_a_node_has_a_session_of_its_own_and_no_scopes(gate: Gate) -> None:
+    async with gate.client(), gate.client(role="node") as client:
+        assert client.hello["auth"] == {"role": "node", "scopes": []}
+        assert await _may(client) == set()
+        assert client.hello["snapshot"]["presence"] == []
+    async with gate.client() as owner:
+        listed = await owner.call("sessions.list", kinds=["node"])
+        assert [row["sessionKind"] for row in listed["sessions"]] == ["node"]
+
+
+@pytest.mark.requirement("W7")
+async def test_a_token_that_may_only_read_founds_no_session_by_calling_itself_a_node(gate: Gate) -> None:
+    params = connect_params(role="node", auth={"token": gate.issue(READ)})
+    answer, closed = await turned_away(gate, params)
+    assert (answer.error["message"], closed) == ("missing scope: operator.write", 1008)
+    async with gate.client() as owner:
+        assert (await owner.call("sessions.list"))["count"] == 0
+
+
+async def test_a_node_with_an_impossible_name_is_turned_away(gate: Gate) -> None:
+    for name in ("\u0000", " ", "a:b|c\n"):
+        client = {"id": name, "version": "1", "platform": "x", "mode": "node"}
+        async with gate.stranger() as stranger:
+            answer = await stranger.ask("connect", with_token(gate, role="node", client=client))
+            if not answer.ok:
+                assert answer.error["code"] == "INVALID_REQUEST"
+                assert (await stranger.closed())[0] == 1008
+
+
+# --- devices ---
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A device's key pair."""
+
+    private: Ed25519PrivateKey
+
+    @property
+    def public(self) -> bytes:
+        return self.private.public_key().public_bytes_raw()
+
+    @property
+    def id(self) -> str:
+        return hashlib.sha256(self.public).hexdigest()
+
+    def signs(self, form: str, token: str, challenge: Any, **changes: Any) -> dict[str, Any]:
+        """`connect` parameters with a signature of that form; `changes` are told but not signed."""
+        params = connect_params(scopes=[READ, WRITE], auth={"token": token})
+        params["client"]["deviceFamily"] = "Desk"
+        client, at = params["client"], challenge["ts"]
+        claims = [self.id, client["id"], client["mode"], "operator", f"{READ},{WRITE}", str(at), token]
+        extra = {"v1": [], "v2": [challenge["nonce"]], "v3": [challenge["nonce"], "linux", "desk"]}[form]
+        signature = self.private.sign("|".join([form, *claims, *extra]).encode())
+        device = {
+            "id": self.id,
+            "publicKey": unpadded(self.public),
+            "signature": unpadded(signature),
+            "signedAt": at,
+        }
+        if form != "v1":
+            device["nonce"] = challenge["nonce"]
+        return {**params, "device": {**device, **changes}}
+
+
+def unpadded(value: bytes) -> str:
+    return base64.urlsafe_b64encode(value).decode().rstrip("=")
+
+
+PAIR = Pair(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
+
+
+@pytest.mark.parametrize("form", ["v1", "v2", "v3"])
+async def test_a_device_that_signed_the_challenge_is_known_by_its_id(gate: Gate, form: str) -> None:
+    async with gate.stranger() as client:
+        challenge = await client.event("connect.challenge")
+        hello = await client.call("connect", **PAIR.signs(form, gate.owner, challenge))
+        assert hello["auth"]["scopes"] == [READ, WRITE]
+        assert [entry["deviceId"] for entry in await client.call("system-presence")] == [PAIR.id]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"publicKey": "AAAA"}, "PUBLIC_KEY_INVALID"),
+        ({"publicKey": "not base64 !"}, "PUBLIC_KEY_INVALID"),
+        ({"publicKey": "é"}, "PUBLIC_KEY_INVALID"),
+        ({"id": "0" * 64}, "DEVICE_ID_MISMATCH"),
+        ({"signature": unpadded(bytes(64))}, "SIGNATURE_INVALID"),
+        ({"signature": "AAAA"}, "SIGNATURE_INVALID"),
+        ({"nonce": "another"}, "NONCE_MISMATCH"),
+        ({"nonce": None}, "SIGNATURE_INVALID"),  # signed with a nonce, told without
+    ],
+)
+async def test_a_device_that_pretends_is_turned_away_although_the_token_is_right(
+    gate: Gate, changes: dict[str, Any], code: str
+) -> None:
+    async with gate.stranger() as client:
+        challenge = await client.event("connect.challenge")
+        answer = await client.ask("connect", PAIR.signs("v2", gate.owner, challenge, **changes))
+        assert answer.error["details"]["code"] == f"DEVICE_AUTH_{code}"
+        assert (await client.closed())[0] == 1008
+
+
+async def test_a_signature_for_other_claims_does_not_fit(gate: Gate) -> None:
+    async with gate.stranger() as client:
+        challenge = await client.event("connect.challenge")
+        params = PAIR.signs("v3", gate.owner, challenge)
+        answer = await client.ask("connect", {**params, "scopes": [ADMIN]})
+        assert answer.error["details"]["code"] == "DEVICE_AUTH_SIGNATURE_INVALID"
+
+
+@pytest.mark.parametrize("seconds", [-121, 121])
+async def test_a_signature_of_another_time_is_not_taken(tmp_path: Path, seconds: int) -> None:
+    clock = ManualClock()
+    async with opened(tmp_path, clock=clock) as gate, gate.stranger() as client:
+        challenge = await client.event("connect.challenge")
+        clock.advance(seconds=seconds)
+        answer = await client.ask("connect", PAIR.signs("v2", gate.owner, challenge))
+        assert answer.error["details"]["code"] == "DEVICE_AUTH_SIGNATURE_EXPIRED"
+
+
+async def test_only_this_machine_may_leave_the_challenge_unsigned(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handshake, "is_local", lambda _: False)  # pyright: ignore
+    async with gate.stranger() as client:
+        challenge = await client.event("connect.challenge")
+        answer = await client.ask("connect", PAIR.signs("v1", gate.owner, challenge))
+        assert answer.error["details"]["code"] == "DEVICE_AUTH_NONCE_REQUIRED"
+    assert devices.SKEW == 120_000
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [("127.0.0.1", True), ("127.8.9.1", True), ("::1", True), ("127.evil.com", False), ("10.0.0.1", False)],
+)
+def test_what_is_local_is_an_address_and_not_a_prefix(address: str, local: bool) -> None:
+    assert handshake.is_local(address) is local
+
+
+# --- requests ---
+
+
+async def test_an_unknown_parameter_is_named_whatever_the_method(gate: Gate) -> None:
+    async with gate.client() as client:
+        for name in METHODS:
+            error = await client.refused(name, x=1)
+            assert error["code"] == "INVALID_REQUEST"
+            assert error["message"].startswith(f"invalid {name} params: at root: unexpected property 'x'"), (
+                name
+            )
+
+
+async def test_a_value_of_the_wrong_type_is_named_by_its_path_whatever_the_method(gate: Gate) -> None:
+    tried = 0
+    async with gate.client() as client:
+        for name, method in METHODS.items():
+            for field in msgspec.structs.fields(method.params):
+                if field.type is Any:
+                    continue
+                tried += 1
+                error = await client.refused(name, **{field.encode_name: [[]]})
+                where = f"invalid {name} params: at /{field.encode_name}"
+                assert error["message"].startswith(where), (name, field.encode_name, error)
+    assert tried > 100
+
+
+@pytest.mark.parametrize(
+    ("method", "params", "says"),
+    [
+        ("sessions.list", {"limit": 0}, "at /limit: must be >= 1"),
+        ("chat.history", {"sessionKey": "main", "limit": 1001}, "at /limit: must be <= 1000"),
+        ("chat.history", {}, "at root: must have required property 'sessionKey'"),
+        ("chat.send", {**SEND, "message": 1}, "at /message: must be str, not int"),
+        ("chat.send", {**SEND, "attachments": [{}, {"mimeType": 1}]}, "at /attachments/1/mimeType: must be"),
+        ("sessions.preview", {"keys": []}, "at /keys"),
+        ("sessions.preview", {"keys": ["a", 2]}, "at /keys/1: must be str, not int"),
+        ("agent", {"message": "x", "idempotencyKey": "k", "inputProvenance": {"kind": 1}}, "at /inputProvenance/kind"),
+    ],
+)  # fmt: skip
+async def test_errors_say_where_and_what_would_be_right(
+    gate: Gate, method: str, params: dict[str, Any], says: str
+) -> None:
+    async with gate.client() as client:
+        error = await client.refused(method, **params)
+        assert error["message"].startswith(f"invalid {method} params: {says}")
+
+
+@pytest.mark.parametrize("params", [[], 1, "x", True])
+async def test_parameters_are_an_object(gate: Gate, params: object) -> None:
+    async with gate.client() as client:
+        await client.send({"type": "req", "id": "1", "method": "health", "params": params})
+        answer = await client.answer("1")
+        assert answer.error["message"].startswith("invalid health params: at root: must be object")
+
+
+async def test_parameters_may_be_left_out_or_null(gate: Gate) -> None:
+    async with gate.client() as client:
+        await client.send({"type": "req", "id": "1", "method": "health"})
+        await client.send(
+            {"type": "req", "id": "2", "method": "health", "params": None, "traceparent": "00-x"}
+        )
+        assert [(await client.answer(request)).ok for request in ("1", "2")] == [True, True]
+
+
+async def test_an_unknown_method_is_named(gate: Gate) -> None:
+    async with gate.client() as client:
+        error = await client.refused("sessions.dance")
+        assert error["code"] == "INVALID_REQUEST"
+        assert error["message"].startswith("unknown method: sessions.dance")
+
+
+async def test_binary_frames_are_read_like_texts(gate: Gate) -> None:
+    async with gate.client() as client:
+        await client.send(b'{"type":"req","id":"b","method":"health"}')
+        assert (await client.answer("b")).ok
+
+
+async def test_waiting_requests_delay_no_other_and_are_bounded(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "MOST_WAITING", 3)
+    async with gate.client() as client:
+        waits = [await client.start("agent.wait", {"runId": f"r{n}", "timeoutMs": 60_000}) for n in range(4)]
+        refused = await client.answer(waits[3])
+        assert (refused.error["code"], refused.error["retryable"]) == ("UNAVAILABLE", True)
+        assert (await client.call("health"))["ok"]
+
+
+async def test_too_many_connections_are_told_to_come_back(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from websockets.exceptions import InvalidStatus
+
+    monkeypatch.setattr(socket, "MOST_STRANGERS", 1)
+    async with gate.stranger() as first:
+        await first.event("connect.challenge")
+        with pytest.raises(InvalidStatus):
+            async with gate.stranger():
+                pass
+    async with gate.client() as client:
+        assert client.hello["type"] == "hello-ok"
+
+
+# --- liveness ---
+
+
+async def test_ticks_come_as_often_as_hello_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frames, "TICK", 20)
+    async with opened(tmp_path) as gate, gate.client() as client:
+        assert client.hello["policy"]["tickIntervalMs"] == 20
+        ticks = await client.take("tick", 3)
+        assert [tick["ts"] for tick in ticks] == sorted(tick["ts"] for tick in ticks)
+
+
+async def test_presence_says_who_comes_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "PRESENCE", 0.0)
+    async with opened(tmp_path) as gate, gate.client() as client:
+        async with gate.client(client={"id": "guest", "version": "9", "platform": "x", "mode": "ui"}):
+            while "guest" not in [entry["host"] for entry in (await client.event("presence"))["presence"]]:
+                pass
+            entries = {entry["host"]: entry for entry in await client.call("system-presence")}
+            assert (entries["guest"]["version"], entries["guest"]["mode"]) == ("9", "ui")
+        while "guest" in [entry["host"] for entry in (await client.event("presence"))["presence"]]:
+            pass
+        frame = next(frame for frame in reversed(client.events) if frame["event"] == "presence")
+        assert frame["stateVersion"]["presence"] > 1
+
+
+async def test_stopping_says_goodbye_and_to_come_back(tmp_path: Path) -> None:
+    async with AsyncExitStack() as clients:
+        async with opened(tmp_path) as gate:
+            client = await clients.enter_async_context(gate.client())
+        goodbye = await client.event("shutdown")
+        assert goodbye["reason"]
+        assert goodbye["restartExpectedMs"] > 0
+        assert await client.closed() == (1012, "service restart")
+
+
+async def test_goodbye_is_said_after_what_was_still_to_be_said(gate: Gate) -> None:
+    """Also when it is the reader that is sending."""
+    sent: list[str] = []
+    sending, may_go = asyncio.Event(), asyncio.Event()
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message["text"])
+        sending.set()
+        await may_go.wait()
+
+    one = connection.Connection("1", send, 0)
+    writer = asyncio.create_task(one.write())
+    answering = asyncio.create_task(one.answer("an answer"))
+    await soon(sending)
+    one.event('{"event":"shutdown"')
+    one.close(1012, "service restart")
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not writer.done()
+    may_go.set()
+    await asyncio.wait_for(asyncio.gather(writer, answering), BOUND)
+    assert sent == ["an answer", '{"event":"shutdown","seq":1}']
+
+
+async def test_who_goes_away_before_the_answer_is_no_fault(
+    gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(30):
+        async with gate.client() as client:
+            for _ in range(20):
+                await client.start("sessions.list")
+            client.abort()
+    async with gate.client() as client:
+        assert (await client.call("health"))["ok"]
+        await until(lambda: _count(gate, 1))
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+async def test_the_events_of_a_connection_are_numbered_without_holes(gate: Gate) -> None:
+    async with gate.client() as client, gate.client() as late:
+        await client.call("sessions.subscribe")
+        for word in ("one", "two"):
+            sent = await client.call("chat.send", sessionKey="main", message=word, idempotencyKey=word)
+            await client.event("chat", runId=sent["runId"], state="final")
+        await client.call("sessions.unsubscribe")
+        await client.settled()
+        await late.settled()
+    assert client.numbers == list(range(1, len(client.numbers) + 1))
+    assert len(client.numbers) > len(late.numbers) > 0
+    assert late.numbers == list(range(1, len(late.numbers) + 1))
+
+
+# --- slow clients ---
+
+LARGE = 300_000
+MANY = 80  # together more than the system itself buffers between two sockets
+
+
+async def test_who_does_not_read_is_dropped_and_delays_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "MAX_BUFFERED", 2_000_000)
+    monkeypatch.setattr(connection, "LAG", 100_000)
+    settings = {"store": {"messageMaxBytes": 2 * LARGE}}
+    async with opened(tmp_path, settings=settings) as gate, gate.client() as quick:
+        await quick.call("sessions.subscribe")
+        await gate.operations.open(OPERATOR, MAIN)
+        async with gate.stranger(reading=False) as slow:
+            await _enter_without_reading(gate, slow)
+            for n in range(MANY):
+                await gate.operations.inject(OPERATOR, MAIN, f"{n} " + "x" * LARGE)
+                await quick.event("session.message", messageSeq=n + 1)  # nobody waits for the slow one
+            await until(lambda: _count(gate, 1))
+            assert (await quick.call("health"))["ok"]
+            slow.read()
+            code, _ = await slow.closed()
+            assert code in (1006, 1008)
+            heard = [event["messageSeq"] for event in slow.told("session.message")]
+            assert heard == list(range(1, len(heard) + 1))
+            assert len(heard) < MANY
+            assert slow.numbers == list(range(1, len(slow.numbers) + 1))
+        assert quick.numbers == list(range(1, len(quick.numbers) + 1))
+
+
+async def _enter_without_reading(gate: Gate, slow: Client) -> None:
+    await slow.start("connect", with_token(gate))
+    await slow.start("sessions.subscribe")
+    await until(lambda: _count(gate, 2))
+    await until(lambda: _subscribed(gate, 2))
+
+
+async def _count(gate: Gate, number: int) -> bool:
+    return len(gate.served.hub.connections) == number
+
+
+async def _subscribed(gate: Gate, number: int) -> bool:
+    return sum(one.every_session for one in gate.served.hub.connections) == number
+
+
+async def test_pieces_of_answers_are_left_out_for_who_lags_but_never_messages() -> None:
+    sent: list[str] = []
+    may_go = asyncio.Event()
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message["text"])
+        await may_go.wait()
+
+    lagging = connection.Connection("1", send, 0)
+    writer = asyncio.create_task(lagging.write())
+    lagging.event('{"a":"' + "x" * connection.LAG + '"')
+    lagging.event('{"piece":1', droppable=True)
+    lagging.event('{"message":1')
+    may_go.set()
+    async with asyncio.timeout(BOUND):
+        await lagging.room()
+        lagging.event('{"piece":2', droppable=True)
+        lagging.close(1000, "")
+        await writer
+    assert sent[1:] == ['{"message":1,"seq":2}', '{"piece":2,"seq":3}']
