@@ -66,6 +66,11 @@ async def contents(client: Client, session: str = MAIN) -> list[Any]:
     return [content if isinstance(content, str) else content[0]["text"] for content in said]
 
 
+def stands(answer: dict[str, Any]) -> dict[str, Any]:
+    """Which run it is, and where it stands."""
+    return {name: answer[name] for name in ("runId", "status")}
+
+
 class Held:
     """An agent that begins and does not end before it may."""
 
@@ -226,18 +231,19 @@ async def test_the_same_key_is_the_same_run_and_other_words_under_it_are_a_confl
     held = Held()
     said = {"sessionKey": "main", "message": "once", "idempotencyKey": "k1"}
     async with opened(tmp_path, held) as gate, gate.client() as client:
-        assert await client.call("chat.send", **said) == {"runId": "k1", "status": "started"}
+        sent = await client.call("chat.send", **said)
+        assert (sent["runId"], sent["status"], sent["sessionKey"]) == ("k1", "started", MAIN)
         await soon(held.going)
-        assert await client.call("chat.send", **said) == {"runId": "k1", "status": "in_flight"}
+        assert stands(await client.call("chat.send", **said)) == {"runId": "k1", "status": "in_flight"}
         held.go.set()
         assert (await client.call("agent.wait", runId="k1"))["reply"] == "at last"
-        assert await client.call("chat.send", **said) == {"runId": "k1", "status": "ok"}
+        assert stands(await client.call("chat.send", **said)) == {"runId": "k1", "status": "ok"}
         for change in ({"message": "twice"}, {"sessionKey": OTHER}):
             error = await client.refused("chat.send", **{**said, **change})
             assert (error["code"], error["details"]["reason"]) == ("INVALID_REQUEST", "chat-request-conflict")
         assert await contents(client) == ["once", "at last"]
     async with opened(tmp_path) as gate, gate.client() as client:  # and after a restart
-        assert await client.call("chat.send", **said) == {"runId": "k1", "status": "ok"}
+        assert stands(await client.call("chat.send", **said)) == {"runId": "k1", "status": "ok"}
         error = await client.refused("chat.send", **{**said, "message": "twice"})
         assert error["details"]["reason"] == "chat-request-conflict"
         assert await contents(client) == ["once", "at last"]
@@ -540,6 +546,17 @@ async def test_a_past_conversation_is_read_by_its_id(gate: Gate) -> None:
         assert page["sessionId"] == past
         assert [item["seq"] for item in page["messages"]] == [1, 2]
         assert page["messages"][0]["content"] == "one"
+        raw = await client.call("sessions.history", key=past, limit=1, after=0)
+        assert ([item["seq"] for item in raw["messages"]], raw["sessionId"], raw["hasMore"]) == (
+            [1],
+            past,
+            True,
+        )
+        had = (await client.call("sessions.conversations", key=MAIN))["conversations"]
+        assert [one["sessionId"] for one in had][1:] == [past]
+        restored = await client.call("sessions.restore", sessionId=past)
+        assert (restored["key"], restored["entry"]["sessionId"]) == (MAIN, past)
+        assert (await client.refused("sessions.restore", sessionId="none"))["details"]["type"] == "not_found"
 
 
 # --- runs ---
@@ -599,7 +616,7 @@ async def test_a_run_can_be_waited_for_from_anywhere_and_anytime(tmp_path: Path)
             await client.call("chat.send", sessionKey="main", message="x", idempotencyKey="r1")
             await soon(held.going)
             short = await client.call("agent.wait", runId="r1", timeoutMs=1)
-            assert short == {"runId": "r1", "status": "timeout"}
+            assert (short["runId"], short["status"], short["run"]["state"]) == ("r1", "timeout", "running")
             during = await client.start("agent.wait", {"runId": "r1"})
             held.go.set()
             answers = [(await other.answer(early)).payload, (await client.answer(during)).payload]
@@ -864,7 +881,7 @@ async def test_sending_steering_and_aborting_by_key(tmp_path: Path) -> None:
             "status": "no-active-run",
         }
         sent = await client.call("sessions.send", key=OTHER, message="one", idempotencyKey="k1")
-        assert sent == {"runId": "k1", "status": "started"}
+        assert (sent["runId"], sent["status"], sent["sessionKey"]) == ("k1", "started", OTHER)
         await soon(held.going)
         held.going.clear()
         steered = await client.call("sessions.steer", key=OTHER, message="two", idempotencyKey="k2")
@@ -992,3 +1009,20 @@ async def test_tool_results_are_part_of_a_history(tmp_path: Path) -> None:
         await say(client)
         messages = (await client.call("chat.history", sessionKey=MAIN))["messages"]
         assert [item["role"] for item in messages] == ["user", "assistant", "toolResult", "assistant"]
+
+
+async def test_earlier_conversations_are_read_by_number_and_come_back(tmp_path: Path) -> None:
+    async with opened(tmp_path) as gate, gate.client() as client:
+        await say(client, "say one")
+        await client.call("sessions.reset", key="main", reason="new")
+        now, before = (await client.call("sessions.conversations", key="main"))["conversations"]
+        assert (now["reason"], before["reason"], "endedAt" in now) == ("new", "created", False)
+        page = await client.call("sessions.history", key=before["sessionId"], after=1)
+        assert [(item["seq"], item["role"]) for item in page["messages"]] == [(2, "assistant")]
+        assert (page["total"], page["hasMore"]) == (2, False)
+        restored = await client.call("sessions.restore", sessionId=before["sessionId"])
+        assert (restored["key"], restored["entry"]["sessionId"]) == (MAIN, before["sessionId"])
+        assert (await client.call("sessions.history", key="main"))["sessionId"] == before["sessionId"]
+        assert (await client.refused("sessions.restore", sessionId="nobody"))["details"][
+            "type"
+        ] == "not_found"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from interop.lab import MAIN, Gateway, Openclaw
 
 
@@ -12,11 +14,12 @@ def test_gateway_call_health(gateway: Gateway, openclaw: Openclaw) -> None:
 def test_gateway_call_holds_a_conversation(gateway: Gateway, openclaw: Openclaw) -> None:
     key = "agent:main:direct:calls"
     sent = {"sessionKey": key, "message": "say good morning", "idempotencyKey": "call-1"}
-    assert openclaw.call(gateway, "chat.send", sent).json == {"runId": "call-1", "status": "started"}
+    ack = openclaw.call(gateway, "chat.send", sent).json
+    assert (ack["runId"], ack["status"]) == ("call-1", "started")
     waited = openclaw.call(gateway, "agent.wait", {"runId": "call-1", "timeoutMs": 20_000}).json
     assert (waited["runId"], waited["status"]) == ("call-1", "ok")
     again = openclaw.call(gateway, "chat.send", sent).json
-    assert again == {"runId": "call-1", "status": "ok"}, "the same key is the same message"
+    assert (again["runId"], again["status"]) == ("call-1", "ok"), "the same key is the same message"
 
     history = openclaw.call(gateway, "chat.history", {"sessionKey": key, "limit": 10}).json
     assert [(message["role"], text(message)) for message in history["messages"]] == [
@@ -113,4 +116,5 @@ def text(message: dict[str, object]) -> str:
     if isinstance(content, str):
         return content
     assert isinstance(content, list)
-    return "".join(block["text"] for block in content if block["type"] == "text")  # pyright: ignore
+    blocks = cast(list[dict[str, str]], content)
+    return "".join(block["text"] for block in blocks if block["type"] == "text")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import jsonschema_rs
 from websockets.exceptions import ConnectionClosed
@@ -52,8 +53,9 @@ class Wire:
 
     def until(self, wanted: Callable[[Frame], bool]) -> Frame:
         """The next frame that is wanted; those before it are kept as well."""
+        limit = time.monotonic() + BOUND
         while True:
-            frame = json.loads(self._socket.recv(BOUND))
+            frame = json.loads(self._socket.recv(max(0.0, limit - time.monotonic())))
             self.frames.append(frame)
             if wanted(frame):
                 return frame
@@ -61,8 +63,7 @@ class Wire:
     def rest(self) -> int | None:
         """Everything up to the end of the connection; the code it was closed with."""
         with suppress(ConnectionClosed):
-            while True:
-                self.frames.append(json.loads(self._socket.recv(BOUND)))
+            self.until(lambda _: False)
         return self._socket.close_code
 
     def events(self, *names: str) -> list[Frame]:
@@ -96,12 +97,12 @@ def published(definition: str, *, closed: bool = False) -> Callable[[Any], list[
 
 
 def _opened(schema: Any) -> Any:
+    """The same schema, which lets other fields pass."""
     if isinstance(schema, dict):
+        fields = cast(dict[str, Any], schema).items()
         return {
-            name: _opened(value)
-            for name, value in schema.items()  # pyright: ignore[reportUnknownVariableType]
-            if not (name == "additionalProperties" and value is False)
+            name: _opened(value) for name, value in fields if (name, value) != ("additionalProperties", False)
         }
     if isinstance(schema, list):
-        return [_opened(value) for value in schema]  # pyright: ignore[reportUnknownVariableType]
+        return [_opened(value) for value in cast(list[Any], schema)]
     return schema

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from antiphon.client import Client
     from antiphon.client.link import Site
     from antiphon.operations import HistoryFilter, ListFilter, Message, Operations, StopView
-    from antiphon.views import Accepted, HistoryPage, RunView, SessionPage, SessionView
+    from antiphon.views import Accepted, Conversation, HistoryPage, RunView, SessionPage, SessionView
 
 
 class Desk(Protocol):
@@ -27,6 +27,7 @@ class Desk(Protocol):
     async def list(self, wanted: ListFilter) -> SessionPage: ...
     async def describe(self, session: str) -> SessionView: ...
     async def history(self, session: str, wanted: HistoryFilter) -> HistoryPage: ...
+    async def conversations(self, session: str) -> list[Conversation]: ...
     def follow(self, session: str, after: int | None = None) -> AsyncGenerator[Event]: ...
     async def open(self, session: str) -> SessionView: ...
     async def renew(self, session: str) -> SessionView: ...
@@ -61,6 +62,9 @@ class Own:
 
     async def history(self, session: str, wanted: HistoryFilter) -> HistoryPage:
         return await self._operations.history(self._caller, session, wanted)
+
+    async def conversations(self, session: str) -> list[Conversation]:
+        return await self._operations.conversations(self._caller, session)
 
     def follow(self, session: str, after: int | None = None) -> AsyncGenerator[Event]:
         return self._operations.follow(self._caller, session, after)

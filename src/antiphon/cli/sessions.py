@@ -171,11 +171,10 @@ def _ended(conversation: Conversation) -> str:
 
 
 async def _past(settings: Settings, key: str) -> list[Conversation]:
-    from antiphon.access import Caller
-    from antiphon.visits import looking
+    from antiphon.cli.desk import reading
 
-    async with looking(settings.config_when_needed(), settings.paths.state_dir) as operations:
-        return await operations.conversations(Caller.operator(), key)
+    async with reading(settings) as desk:
+        return await desk.conversations(key)
 
 
 @command.command()
@@ -194,6 +193,11 @@ def restore(settings: Settings, session_id: str) -> None:
 
 
 async def _restore(settings: Settings, session_id: str) -> SessionView:
+    from antiphon.cli.desk import calling
+
+    if client := calling(settings):
+        async with client:
+            return await client.restore(session_id)
     from antiphon.access import Caller
     from antiphon.store.statedir import StateDir
     from antiphon.visits import keeping, operations_on

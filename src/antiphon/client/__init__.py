@@ -15,12 +15,14 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import msgspec
+
 from antiphon.bus import Event, RunChanged, SessionChanged
 from antiphon.client import shapes
 from antiphon.client.feed import Place, ended
 from antiphon.client.link import ANSWER, Heard, Json, Link, Lost, Site
 from antiphon.errors import NotFound
-from antiphon.views import Accepted, HistoryPage, RunView, SessionPage, SessionView
+from antiphon.views import Accepted, Conversation, HistoryPage, RunView, SessionPage, SessionView
 
 if TYPE_CHECKING:  # a command that asks one question is over before these would be imported
     from antiphon.operations import HistoryFilter, ListFilter, Message, StopView
@@ -30,7 +32,6 @@ __all__ = ["Client", "Lost", "Site"]
 PATIENCE = 60.0  # seconds in which a lost gateway may come back
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0  # seconds between two attempts
 BEHIND = 2.0  # seconds that the messages of a run may come after its end
-PAGE = 200
 
 
 def _nothing(_: str) -> None: ...
@@ -114,14 +115,12 @@ class Client:
         if message.timeout_seconds is not None:
             params["timeoutMs"] = max(1, round(message.timeout_seconds * 1000))
         done = await self.call("chat.send", params)
-        view = await self.describe(message.session)
-        status: str = done["status"]
         return Accepted(
             run_id=done["runId"],
-            session_key=view.key,
-            session_id=view.session_id,
-            state={"started": "queued", "in_flight": "running"}.get(status, status),
-            new=status == "started",
+            session_key=done["sessionKey"],
+            session_id=done["sessionId"],
+            state=done["state"],
+            new=done["status"] == "started",
         )
 
     async def wait(self, run_id: str, timeout: float) -> RunView:
@@ -176,20 +175,23 @@ class Client:
         return shapes.session_view(done["entry"])
 
     async def history(self, session: str, wanted: HistoryFilter) -> HistoryPage:
-        """From the pages that a gateway gives, which go backwards and always have the tools."""
-        key = (await self.describe(session)).key
-        first, found = wanted.after or 0, list[Json]()
-        page: Json = {"hasMore": True}
-        cursor: Json = {} if wanted.before is None else {"cursor": str(wanted.before)}
-        while page["hasMore"] and (wanted.after is not None or len(found) <= wanted.limit):
-            page = await self.call("chat.history", {"sessionKey": session, "limit": PAGE, **cursor})
-            items = [shapes.item(message) for message in page["messages"]]
-            fit = [it for it in items if wanted.include_tools or it.get("role") != "toolResult"]
-            found = [it for it in fit if it["seq"] > first] + found
-            if items and items[0]["seq"] <= first:
-                break
-            cursor = {"cursor": page.get("nextCursor", "1")}
-        return shapes.history_page(key, page, found, wanted)
+        given: Json = {
+            "key": session,
+            "limit": wanted.limit,
+            "includeTools": wanted.include_tools,
+            "before": wanted.before,
+            "after": wanted.after,
+        }
+        page = await self.call("sessions.history", {name: it for name, it in given.items() if it is not None})
+        return msgspec.convert(page, HistoryPage)
+
+    async def conversations(self, session: str) -> list[Conversation]:
+        found = await self.call("sessions.conversations", {"key": session})
+        return msgspec.convert(found["conversations"], list[Conversation])
+
+    async def restore(self, session_id: str) -> SessionView:
+        done = await self.call("sessions.restore", {"sessionId": session_id}, again=False)
+        return shapes.session_view(done["entry"])
 
     # --- what happens ---
 
@@ -245,8 +247,8 @@ class Client:
         """A run has ended, and its messages come by another way: its end is told after them."""
         if end.state != "ok":  # an event says little of an end that was not good
             end = _end(place.key, await self.run(end.run_id))
-        page = await self.call("chat.history", {"sessionKey": place.key, "limit": 1})
-        place.end(end, page["totalMessages"] if page["sessionId"] == place.session_id else 0)
+        page = await self.call("sessions.history", {"key": place.key, "limit": 1})
+        place.end(end, page["total"] if page["sessionId"] == place.session_id else 0)
 
 
 def _end(key: str, view: RunView) -> RunChanged:

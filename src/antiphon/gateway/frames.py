@@ -90,7 +90,7 @@ def unnumbered(event_text: str) -> str:
 def wire_error(error: AntiphonError, protocol: int) -> WireError:
     """How an error looks to a client; protocol 3 has no FORBIDDEN."""
     code = error.ws
-    details: dict[str, Any] = {"type": error.code, **error.data}
+    details: dict[str, Any] = {"type": error.code, "hint": error.hint, **error.data}
     message = str(error)
     if isinstance(error, Forbidden) and "scope" in error.data:
         message = f"missing scope: {error.data['scope']}"

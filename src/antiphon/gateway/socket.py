@@ -102,7 +102,7 @@ class Sockets:
         except Hangup as end:
             connection.close(end.code, end.reason)
         except OSError:  # the client went away before its answer
-            connection.close(1006, "")
+            connection.close(1000, "")
 
     # --- before anything else ---
 

@@ -172,6 +172,9 @@ class Subscriptions:
                     continue
                 session_id = page.session_id
                 for item in page.messages:
+                    await connection.room()
+                    if channel.arriving.get(connection) is not visit:
+                        return
                     seq = item["seq"]
                     connection.event(_message(channel.key, session_id, rows.message(item)))
                 if not page.has_more and channel.session_id == session_id and channel.seq <= seq:

@@ -174,7 +174,7 @@ async def wait(call: Call, params: Wait) -> dict[str, Any]:
 
 def _waited(view: RunView) -> dict[str, Any]:
     if not view.ended:
-        return {"runId": view.run_id, "status": "timeout"}
+        return {"runId": view.run_id, "status": "timeout", "run": view}
     status = {"ok": "ok", "incomplete": "ok", "timeout": "timeout"}.get(view.state, "error")
     facts = {
         "runId": view.run_id,
@@ -183,6 +183,7 @@ def _waited(view: RunView) -> dict[str, Any]:
         "endedAt": view.ended_at,
         "state": view.state,
         "reply": view.reply,
+        "run": view,
     }
     if view.state == "cancelled":
         return {**facts, "error": "aborted", "stopReason": "rpc"}

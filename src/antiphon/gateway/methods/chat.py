@@ -175,9 +175,13 @@ async def spoken(call: Call, message: Message, *, literal: bool = False) -> dict
         }
     if result.accepted.new:
         call.hub.acknowledged(call.connection, result.accepted.run_id, result.accepted.session_key)
+    accepted = result.accepted
     return {
-        "runId": result.accepted.run_id,
-        "status": _stands(result.accepted.state, new=result.accepted.new),
+        "runId": accepted.run_id,
+        "status": _stands(accepted.state, new=accepted.new),
+        "sessionKey": rows.shown(accepted.session_key),
+        "sessionId": accepted.session_id,
+        "state": accepted.state,
     }
 
 

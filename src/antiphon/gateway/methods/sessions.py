@@ -18,7 +18,7 @@ from antiphon.gateway.methods import chat
 from antiphon.gateway.methods.registry import Call, Nothing, method, named
 from antiphon.operations import HistoryFilter, ListFilter, Message, Patch
 from antiphon.store.listing import KINDS
-from antiphon.views import SessionView
+from antiphon.views import HistoryPage, SessionView
 
 Key = Annotated[str, Meta(min_length=1, max_length=512)]
 Word = Annotated[str, Meta(min_length=1)]
@@ -215,10 +215,11 @@ async def describe(call: Call, params: Describe) -> dict[str, Any]:
         view = await call.operations.describe(call.caller, named(params.key, params.agent_id))
     except NotFound:
         return {"session": None}
-    found = [rows.session_row(view)]
+    row = rows.session_row(view)
+    row["activeRunIds"] = await call.operations.unfinished(call.caller, view.key)
     if params.include_derived_titles or params.include_last_message:
-        await _add_last_messages(call, found)
-    return {"session": found[0]}
+        await _add_last_messages(call, [row])
+    return {"session": row}
 
 
 class Search(Params, frozen=True):
@@ -256,6 +257,46 @@ async def get(call: Call, params: Get) -> dict[str, Any]:
     page = await call.operations.history(call.caller, named(params.key, params.agent_id), wanted)
     messages, _ = chat.bounded([rows.message(item) for item in page.messages])
     return {"messages": messages, "sessionId": page.session_id, "hasMore": page.has_more}
+
+
+class History(Params, frozen=True):
+    key: Key
+    agent_id: str | None = None
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 50
+    include_tools: bool = False
+    before: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+    after: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+
+
+@method("sessions.history", READ, History)
+async def history(call: Call, params: History) -> HistoryPage:
+    """Raw entries by their numbers, as they are stored; `key` may be the id of an earlier conversation."""
+    wanted = HistoryFilter(
+        limit=params.limit, include_tools=params.include_tools, before=params.before, after=params.after
+    )
+    return await call.operations.history(call.caller, named(params.key, params.agent_id), wanted)
+
+
+class Conversations(Params, frozen=True):
+    key: Key
+    agent_id: str | None = None
+
+
+@method("sessions.conversations", READ, Conversations)
+async def conversations(call: Call, params: Conversations) -> dict[str, Any]:
+    """What a session has had before, newest first; each can be read, and restored, by its id."""
+    found = await call.operations.conversations(call.caller, named(params.key, params.agent_id))
+    return {"conversations": found}
+
+
+class Restore(Params, frozen=True):
+    session_id: Word
+
+
+@method("sessions.restore", ADMIN, Restore)
+async def restore(call: Call, params: Restore) -> dict[str, Any]:
+    view = await call.operations.restore(call.caller, params.session_id)
+    return {"ok": True, "key": view.key, "entry": rows.session_row(view)}
 
 
 class Create(Params, frozen=True):
