@@ -194,7 +194,7 @@ async def test_strangers_of_any_kind_are_let_in_or_turned_away(tmp_path: Path, f
 @pytest.mark.anyio
 async def test_frames_of_many_megabytes_are_refused_and_not_kept(gate: Gate, faults: list[str]) -> None:
     process = psutil.Process()
-    large = "x" * (10 * MIB)
+    large = "x" * (7 * MIB)
     async with gate.client() as client:
         error = await client.refused("chat.send", sessionKey="main", message=large, idempotencyKey="k")
         assert error["details"]["type"] == "too_large"

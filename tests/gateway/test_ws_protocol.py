@@ -100,7 +100,7 @@ async def test_hello_says_what_there_is_and_what_is_allowed(gate: Gate) -> None:
     }
     assert hello["auth"] == {"role": "operator", "scopes": [ADMIN]}
     assert hello["policy"] == {
-        "maxPayload": 26_214_400,
+        "maxPayload": frames.MAX_BYTES,
         "maxBufferedBytes": 52_428_800,
         "tickIntervalMs": 30_000,
         "attachments": hello["policy"]["attachments"],
@@ -601,6 +601,18 @@ async def test_ticks_come_as_often_as_hello_says(tmp_path: Path, monkeypatch: py
         assert client.hello["policy"]["tickIntervalMs"] == 20
         ticks = await client.take("tick", 3)
         assert [tick["ts"] for tick in ticks] == sorted(tick["ts"] for tick in ticks)
+
+
+@pytest.mark.requirement("W7")
+async def test_who_is_connected_by_a_token_that_is_revoked_is_hung_up_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames, "TICK", 20)
+    async with opened(tmp_path) as gate, gate.client(gate.issue(READ)) as client, gate.client() as owner:
+        await client.take("tick", 1)
+        gate.tokens.revoke(gate.tokens.records[-1].name)
+        assert await client.closed() == (1008, "the token was revoked")
+        await owner.take("tick", 3)
 
 
 async def test_presence_says_who_comes_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

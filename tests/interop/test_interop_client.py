@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from interop.lab import MODULES, NODE, Gateway, Openclaw, run
+
+pytestmark = pytest.mark.requirement("W6")
 
 SCRIPT = Path(__file__).with_name("client.mjs")
 KEY = "agent:main:direct:client"

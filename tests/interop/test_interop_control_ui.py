@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import pytest
+
 from interop.lab import BOUND, CHROMIUM, Gateway
+
+pytestmark = pytest.mark.requirement("W6")
 
 # Not imported by name: types are checked also where only the everyday tools are installed.
 playwright: Any = import_module("playwright.sync_api")

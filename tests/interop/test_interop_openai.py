@@ -9,6 +9,8 @@ import pytest
 
 from interop.lab import BOUND, Gateway, Openclaw
 
+pytestmark = pytest.mark.requirement("W6")
+
 MODEL = "openclaw"
 
 

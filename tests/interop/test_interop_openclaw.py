@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import cast
 
+import pytest
+
 from interop.lab import MAIN, Gateway, Openclaw
+
+pytestmark = pytest.mark.requirement("W6")
 
 
 def test_gateway_call_health(gateway: Gateway, openclaw: Openclaw) -> None:

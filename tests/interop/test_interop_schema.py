@@ -10,6 +10,8 @@ import pytest
 from interop.lab import MAIN, Gateway, serving
 from interop.wire import Frame, Wire, published, wired
 
+pytestmark = pytest.mark.requirement("W6")
+
 EVENTS = {"chat": "ChatEvent", "agent": "AgentEvent", "tick": "TickEvent", "shutdown": "ShutdownEvent"}
 RESULTS: list[tuple[str, dict[str, object], str]] = [
     ("agents.list", {}, "AgentsListResult"),

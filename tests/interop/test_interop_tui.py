@@ -14,7 +14,11 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
+import pytest
+
 from interop.lab import BOUND, NODE, OPENCLAW, Gateway, Openclaw, started
+
+pytestmark = pytest.mark.requirement("W6")
 
 # Colours, cursor moves, window titles, links and the markers of a synchronised update.
 ESCAPES = re.compile(

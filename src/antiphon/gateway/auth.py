@@ -33,6 +33,8 @@ class Identity:
 
     name: str
     scopes: frozenset[str]
+    digest: str | None = None
+    """Of the token, by which it is known whether it still counts; None where there is no record."""
 
     def caller(self, wanted: Iterable[str] | None = None) -> Caller:
         return Caller.operator(self.granted(wanted))
@@ -160,11 +162,18 @@ class Guard:
         if self.mode == "password":
             right = self._password is not None and _same(secret, self._password)
             return EVERYTHING if right else None
+        found = Tokens.match(self._records(), secret)
+        return Identity(found.name, frozenset(found.scopes), found.digest) if found else None
+
+    def _records(self) -> list[Record]:
         records = self._tokens.current()
-        if self._owner:
-            records = [self._owner, *(record for record in records if record.token is None)]
-        found = Tokens.match(records, secret)
-        return Identity(found.name, frozenset(found.scopes)) if found else None
+        if self._owner is None:
+            return records
+        return [self._owner, *(record for record in records if record.token is None)]
+
+    def still_knows(self, identity: Identity) -> bool:
+        """Whether somebody who was let in would be let in again: a token may have been revoked since."""
+        return identity.digest is None or any(record.digest == identity.digest for record in self._records())
 
     def _code(self, what: str) -> str:
         return f"AUTH_{self.mode.upper()}_{what}"

@@ -16,6 +16,7 @@ from typing import Any
 
 from antiphon.access import Caller
 from antiphon.gateway import frames
+from antiphon.gateway.auth import Identity
 
 LAG = frames.MAX_BUFFERED // 16  # bytes waiting above which pieces of answers are left out
 MOST_FRAMES = 20_000
@@ -47,6 +48,7 @@ class Connection:
         self.protocol = frames.PROTOCOLS[-1]
         self.client: Client | None = None
         self.caller = Caller.operator(())
+        self.identity: Identity | None = None
         self.every_session = False
         """Whether it hears of every session (`sessions.subscribe`)."""
         self.tasks: set[asyncio.Task[None]] = set()
@@ -60,6 +62,11 @@ class Connection:
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
+
+    def enter(self, client: Client, identity: Identity, protocol: int) -> None:
+        """From here on it is known who this is; what it may do, it asked for and was granted."""
+        self.client, self.identity, self.protocol = client, identity, protocol
+        self.caller = Caller.operator(client.scopes)
 
     # --- putting in ---
 

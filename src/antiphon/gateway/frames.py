@@ -16,7 +16,7 @@ from antiphon.errors import AntiphonError, Forbidden, InvalidInput
 
 PROTOCOLS = (3, 4)
 FIRST_BYTES = 64 * 1024  # of a frame from somebody who has not said who they are
-MAX_BYTES = 25 * 2**20  # of any frame
+MAX_BYTES = 8 * 2**20  # of any frame
 MAX_BUFFERED = 50 * 2**20  # that may wait for a client before it is dropped
 TICK = 30_000  # ms
 

@@ -12,6 +12,7 @@ from antiphon import __version__, keys
 from antiphon.access import READ, Caller
 from antiphon.errors import InvalidInput
 from antiphon.gateway import devices, frames, rows
+from antiphon.gateway.auth import Identity
 from antiphon.gateway.connection import Client, Connection
 from antiphon.gateway.devices import Device
 from antiphon.gateway.frames import Params
@@ -72,8 +73,8 @@ _connect = msgspec.json.Decoder(ConnectParams)
 
 async def enter(
     gateway: Gateway, request: frames.Request, nonce: str, scope: MutableMapping[str, Any]
-) -> tuple[Client, Caller, int]:
-    """Whoever may come in: who it is, what it may do, and the protocol to speak."""
+) -> tuple[Client, Identity, int]:
+    """Whoever may come in: who it says it is, who it is, and the protocol to speak."""
     if request.method != "connect":
         raise InvalidInput("The first request must be connect.", "Send it first.", field="method")
     params = frames.read_params("connect", request.params, _connect)
@@ -88,7 +89,7 @@ async def enter(
     client = _client(params, address, granted)
     if client.role == "node":
         await _found_node(gateway, identity.caller(), client)
-    return client, Caller.operator(granted), protocol
+    return client, identity, protocol
 
 
 def _protocol(params: ConnectParams) -> int:

@@ -41,11 +41,9 @@ EVENTS = [
     "agent",
     "chat",
     "connect.challenge",
-    "health",
     "presence",
     "session.gap",
     "session.message",
-    "session.tool",
     "sessions.changed",
     "shutdown",
     "tick",
@@ -411,7 +409,11 @@ class Hub:
         while True:
             await asyncio.sleep(frames.TICK / 1000)
             now = self._clock.now()
-            self._tell_all(frames.event("tick", {"ts": now}), droppable=True)
+            text = frames.event("tick", {"ts": now})
+            for connection in self.connections:
+                if connection.identity and not self._gateway.guard.still_knows(connection.identity):
+                    connection.close(1008, "the token was revoked")
+                connection.event(text, droppable=True)
             late = asyncio.get_running_loop().time() - 60
             self._holds = {held: until for held, until in self._holds.items() if until > late}
 

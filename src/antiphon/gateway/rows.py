@@ -28,6 +28,8 @@ def session_row(view: SessionView) -> dict[str, Any]:
     row["activeRunIds"] = [view.active_run_id] if view.active_run_id else []
     row["status"] = STATUS[view.state]
     row["isMain"] = view.kind == "main"
+    if view.context_tokens is not None:  # to clients, `contextTokens` is how much would fit
+        row["usedTokens"] = row.pop("contextTokens")
     if view.model:
         row["model"] = model
         if provider:

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 FIRST_WORD = 15.0  # seconds a client may take to say who it is
 LAST_WORD = 0.5  # seconds in which a client has to take what was still meant for it
 MOST_CONNECTIONS = 4096
-MOST_STRANGERS = 256  # that have not said who they are
+MOST_STRANGERS = 64  # that have not said who they are
 MOST_WAITING = 256  # requests of one connection that wait for something
 
 Scope = MutableMapping[str, Any]
@@ -128,7 +128,7 @@ class Sockets:
         self, connection: Connection, request: frames.Request, nonce: str, scope: Scope
     ) -> None:
         try:
-            client, caller, protocol = await handshake.enter(self._gateway, request, nonce, scope)
+            client, identity, protocol = await handshake.enter(self._gateway, request, nonce, scope)
         except handshake.Mismatch as error:
             await self._refuse(connection, request.id, error, 1002)
         except Forbidden as error:  # a page of an origin that may not, a node whose token may not speak
@@ -136,7 +136,7 @@ class Sockets:
         except (Unauthorized, InvalidInput) as error:
             await self._refuse(connection, request.id, error, 1008, error.data.pop("ws", None))
         else:
-            connection.client, connection.caller, connection.protocol = client, caller, protocol
+            connection.enter(client, identity, protocol)
             hello = handshake.hello(self._gateway, self._hub, connection)
             connection.put(frames.answer(request.id, hello))
             self._hub.join(connection)

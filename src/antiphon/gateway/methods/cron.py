@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta
@@ -51,6 +51,7 @@ async def list_(call: Call, params: List) -> dict[str, Any]:
         "limit": params.limit,
         "hasMore": end < len(jobs),
         "nextOffset": end if end < len(jobs) else None,
+        "snapshotRevision": f"{len(jobs)}-{max((job.updated_at_ms for job in jobs), default=0)}",
     }
 
 
@@ -84,7 +85,15 @@ def _given(params: Params) -> dict[str, Any]:
     """As plain data again, without what only this wire knows."""
     raw: dict[str, Any] = msgspec.to_builtins(params)
     unknown = {"wakeMode", "description", "id", "jobId"}
-    return {name: value for name, value in raw.items() if name not in unknown and value is not None}
+    return _silent({name: value for name, value in raw.items() if name not in unknown and value is not None})
+
+
+def _silent(raw: dict[str, Any]) -> dict[str, Any]:
+    """Clients say where nothing is to be delivered to; it is enough to know that nothing is."""
+    delivery = raw.get("delivery")
+    if isinstance(delivery, dict) and cast("dict[str, Any]", delivery).get("mode") == "none":
+        return {**raw, "delivery": {"mode": "none"}}
+    return raw
 
 
 class Named(Params, frozen=True):
@@ -105,7 +114,9 @@ class Update(Named, frozen=True):
 @method("cron.update", ADMIN, Update)
 async def update(call: Call, params: Update) -> JobView:
     known = {name: value for name, value in params.patch.items() if name not in ("wakeMode", "description")}
-    return await call.gateway.house.schedules.update(call.caller, params.job, read_as(JobPatch, known))
+    return await call.gateway.house.schedules.update(
+        call.caller, params.job, read_as(JobPatch, _silent(known))
+    )
 
 
 @method("cron.remove", ADMIN, Named)

@@ -363,6 +363,7 @@ def _new_key(call: Call, params: Create) -> str | None:
 class Patches(Params, frozen=True):
     key: Key
     agent_id: str | None = None
+    expected_session_id: str | None = None
     label: str | UnsetType | None = UNSET
     display_name: str | UnsetType | None = UNSET
     model: str | UnsetType | None = UNSET
@@ -383,7 +384,9 @@ async def patch(call: Call, params: Patches) -> dict[str, Any]:
         send_policy=params.send_policy,
         archived=params.archived,
     )
-    view = await call.operations.patch(call.caller, named(params.key, params.agent_id), changes)
+    session = named(params.key, params.agent_id)
+    await _check_expected(call, session, params.expected_session_id)
+    view = await call.operations.patch(call.caller, session, changes)
     row = rows.session_row(view)
     agent = view.agent_id or call.config.default_agent_id
     found = call.config.find_model(view.model_override or call.config.model_ref(agent))
