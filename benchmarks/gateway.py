@@ -265,8 +265,13 @@ async def http_turns(counts: dict[str, int]) -> list[Figure]:
     )
     try:
         assert provider.stdout is not None
-        address = (await provider.stdout.readline()).decode().split()[-1]
-        local = {"baseUrl": address, "apiKey": "x", "api": "openai-completions", "models": [{"id": "m1"}]}
+        port = int(await provider.stdout.readline())
+        local = {
+            "baseUrl": f"http://127.0.0.1:{port}/v1",
+            "apiKey": "x",
+            "api": "openai-completions",
+            "models": [{"id": "m1"}],
+        }
         config = {
             "models": {"providers": {"local": local}},
             "agents": {"defaults": {"model": {"primary": "local/m1"}}},

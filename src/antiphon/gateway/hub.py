@@ -233,7 +233,10 @@ class Hub:
         key = rows.shown(event.session_key)
         if event.run_id is None and message.get("model") == INJECTED:
             said = {"runId": f"inject-{event.entry}", "sessionKey": key, "seq": 0, "state": "final"}
-            self._tell_all(frames.event("chat", {**said, "message": message}))
+            chat = frames.event("chat", {**said, "message": message})
+            for connection in self._readers():
+                if not self.subscriptions.subscribed(connection, key):  # they get the message itself
+                    connection.event(chat)
         text = None
         for connection in self.connections:
             if connection.every_session and not self.subscriptions.subscribed(connection, key):
