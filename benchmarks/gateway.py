@@ -21,6 +21,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -237,10 +238,14 @@ async def turns(counts: dict[str, int]) -> list[Figure]:
 
 
 async def _turns(running: Up, counts: dict[str, int], model: str) -> list[Figure]:
+    """One after the other, in conversations of ten turns; then fifty conversations at once."""
     client = await Client.connect(running.port, running.token)
     await turn(client, "main")
     cpu = sum(running.process.cpu_times()[:2])
-    alone = await timed(lambda: turn(client, "main"), counts["turns"])
+    numbers = count()
+    alone = await timed(
+        lambda: turn(client, f"agent:main:dashboard:alone-{next(numbers) // 10}"), counts["turns"]
+    )
     cost = (sum(running.process.cpu_times()[:2]) - cpu) * 1000 / counts["turns"]
 
     async def lane(number: int) -> None:

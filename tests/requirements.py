@@ -124,15 +124,27 @@ GUARANTEES: dict[str, tuple[Part, str]] = {
 }
 
 SECURITY: dict[str, tuple[Part, str]] = {
-    "SEC1": ("gateway", "A page of a foreign origin is refused, even with the token; no token in URLs or logs."),
-    "SEC2": ("gateway", "This machine is no credential, headers of proxies are not looked at, one mode of auth."),
+    "SEC1": (
+        "gateway",
+        "A page of a foreign origin is refused, even with the token; no token in URLs or logs.",
+    ),
+    "SEC2": (
+        "gateway",
+        "This machine is no credential, headers of proxies are not looked at, one mode of auth.",
+    ),
     "SEC3": ("gateway", "Scopes come from the server's record; asking for more never grants more."),
-    "SEC4": ("gateway", "One authorization for every transport; a command in a text needs what its method needs."),
+    "SEC4": (
+        "gateway",
+        "One authorization for every transport; a command in a text needs what its method needs.",
+    ),
     "SEC5": ("tools", "Resolve, canonicalise, authorize; denied and missing look the same."),
     "SEC6": ("tools", "A child's envelope never exceeds its parent's."),
     "SEC7": ("tools", "Attachments: hostile names, links and sizes."),
     "SEC8": ("channels", "No request of ours can be made to reach a private address."),
-    "SEC9": ("gateway", "Wrong secrets are limited before anything else happens; compares take constant time."),
+    "SEC9": (
+        "gateway",
+        "Wrong secrets are limited before anything else happens; compares take constant time.",
+    ),
     "SEC10": ("tools", "Titles, labels and messages of others are data."),
     "SEC11": ("gateway", "Subscriptions pass the same door as reads."),
     "SEC12": ("tools", "What cannot ask a human fails closed."),

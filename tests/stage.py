@@ -188,9 +188,11 @@ async def staged(
             await own.close()
 
 
-def tool(name: str, invoke: Callable[[Call], Awaitable[Result]], *, settle: bool = False) -> Tool:
+def tool(
+    name: str, invoke: Callable[[Call], Awaitable[Result]], *, settle: bool = False, acts: bool = True
+) -> Tool:
     spec = ToolSpec(name=name, description=name, parameters={"type": "object"})
-    return Tool(spec=spec, invoke=invoke, after_crash="settle" if settle else "report")
+    return Tool(spec=spec, invoke=invoke, after_crash="settle" if settle else "report", acts=acts)
 
 
 def calls(*names: str, **arguments: Any) -> Assistant:

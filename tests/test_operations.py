@@ -244,3 +244,19 @@ async def test_without_an_engine_nothing_is_queued(tmp_path: Path) -> None:
         with pytest.raises(StoreReadOnly):
             await lame.submit(OPERATOR, Message(session="main", content="lost?"))
         assert len(stage.rows("SELECT * FROM runs")) == 1
+
+
+@pytest.mark.requirement("H1", "H2")
+async def test_a_page_is_bounded_in_bytes_as_well(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo) as stage:
+        await stage.create(MAIN)
+        for _ in range(10):
+            await stage.operations.inject(OPERATOR, MAIN, "x" * 1_000_000)
+        newest = await stage.operations.history(OPERATOR, MAIN, HistoryFilter(limit=1000))
+        assert [item["seq"] for item in newest.messages] == [7, 8, 9, 10]
+        assert (newest.total, newest.has_more, newest.next_cursor) == (10, True, "7")
+        oldest = await stage.operations.history(OPERATOR, MAIN, HistoryFilter(limit=1000, after=0))
+        assert [item["seq"] for item in oldest.messages] == [1, 2, 3, 4]
+        assert (oldest.has_more, oldest.next_cursor) == (True, "4")
+        rest = await stage.operations.history(OPERATOR, MAIN, HistoryFilter(limit=1000, after=8))
+        assert ([item["seq"] for item in rest.messages], rest.next_cursor) == ([9, 10], None)

@@ -305,7 +305,7 @@ async def test_an_agent_or_a_zone_that_is_no_more_is_an_error_of_the_job(tmp_pat
         assert "There is no time zone" in (lost_job.state.last_error or "") and not lost_job.enabled
 
 
-async def test_a_full_lane_is_an_error_of_the_job(tmp_path: Path) -> None:
+async def test_a_full_lane_keeps_the_slot_until_there_is_room(tmp_path: Path) -> None:
     release = asyncio.Event()
 
     async def agent(prompt: Prompt) -> str:
@@ -318,9 +318,13 @@ async def test_a_full_lane_is_an_error_of_the_job(tmp_path: Path) -> None:
         await at.stage.say("two")
         job = await at.add(session_target="main")
         await at.pass_(3600)
-        assert "messages waiting" in ((await at.get(job)).state.last_error or "")
+        state = (await at.get(job)).state
+        assert (state.last_status, state.last_error) == (None, None), "the slot is kept until there is room"
         release.set()
         await at.settle()
+        await at.pass_(0)
+        await at.settle()
+        assert (await at.get(job)).state.last_status == "ok"
 
 
 async def _state(at: Desk, run_id: str, state: str) -> bool:

@@ -18,8 +18,8 @@ from typing import Literal
 
 import msgspec
 
-from antiphon.config import Config, Loaded, Paths, load
-from antiphon.errors import AntiphonError, InvalidInput
+from antiphon.config import Config, Loaded, Paths, Secret, load
+from antiphon.errors import AntiphonError, ConfigError, InvalidInput
 from antiphon.messages import decode
 from antiphon.runtimes.model import shown_url
 from antiphon.store import Row, Store, Tx
@@ -239,11 +239,24 @@ async def _models(config: Config, *, online: bool) -> list[Finding]:
     findings: list[Finding] = []
     for name, provider in config.models.providers.items():
         where = shown_url(provider.base_url)
-        if online and provider.base_url:
+        if (secret := provider.api_key) and (trouble := await asyncio.to_thread(_unreadable, secret)):
+            findings.append(fail("models", f"{name!r} cannot be asked: {trouble.what}", trouble.hint))
+        elif online and provider.base_url:
             findings.append(await _reach(name, where))
         else:
             findings.append(ok("models", f"{name!r} at {where}, not contacted (--online does)"))
     return findings
+
+
+def _unreadable(secret: Secret) -> ConfigError | None:
+    """Why a secret cannot be had. A command that gives it out is not run for this."""
+    if secret.kind == "exec":
+        return None
+    try:
+        secret.reveal()
+    except ConfigError as error:
+        return error
+    return None
 
 
 async def _reach(name: str, url: str) -> Finding:

@@ -387,6 +387,14 @@ def test_the_doctor_names_what_is_wrong(program: Program) -> None:
     assert (code, levels["models"]) == (1, "fail")
 
 
+def test_the_doctor_misses_a_secret_before_a_run_does(program: Program) -> None:
+    program.say("say hello")
+    provider = {"apiKey": {"env": "ANTIPHON_TEST_UNSET"}, "models": [{"id": "m"}]}
+    configure(program, {"models": {"providers": {"openai": provider}}})
+    assert findings(program) == (1, {**findings(program)[1], "models": "fail"})
+    assert "ANTIPHON_TEST_UNSET" in program.run("doctor").out
+
+
 @pytest.mark.requirement("G21")
 def test_the_doctor_survives_a_broken_database_and_configuration(program: Program) -> None:
     program.say("say hello")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+from websockets.asyncio.server import ServerConnection, serve
 
 from antiphon import errors
 from antiphon.bus import Delta, Event, MessageAppended, RunChanged, SessionChanged
-from antiphon.client import Client, Lost, Site
+from antiphon.client import Client, Lost, Site, link
+from antiphon.messages import Provenance, Text
 from antiphon.operations import HistoryFilter, ListFilter, Message
 from cli.gateways import Gateway, token, up
 from cli.terminal import BOUND, Program
@@ -187,3 +191,113 @@ async def test_nobody_there(program: Program) -> None:
 def test_the_gateway_does_not_know_its_client() -> None:
     source = Path(__file__).parents[2] / "src" / "antiphon" / "gateway"
     assert not [file for file in source.rglob("*.py") if "antiphon.client" in file.read_text("utf-8")]
+
+
+# --- a gateway that behaves as a test says ---
+
+Json = dict[str, Any]
+Behaviour = Callable[[ServerConnection, Json], Awaitable[None]]
+
+
+@asynccontextmanager
+async def pretended(
+    behave: Behaviour, hello: Json | None = None
+) -> AsyncGenerator[tuple[Client, list[Json]]]:
+    """A client of a gateway that lets everybody in and then does this; and every request it got."""
+    asked: list[Json] = []
+
+    async def speak(socket: ServerConnection) -> None:
+        async for text in socket:
+            request = msgspec.json.decode(text, type=Json)
+            asked.append(request)
+            if request["method"] == "connect":
+                await answer(socket, request, hello or {})
+            else:
+                await behave(socket, request)
+
+    async with serve(speak, "127.0.0.1", 0, compression=None) as server:
+        host, port = next(iter(server.sockets)).getsockname()
+
+        async def find() -> Site:
+            return Site(f"ws://{host}:{port}", None)
+
+        async with asyncio.timeout(BOUND), Client(find) as desk:
+            yield desk, asked
+
+
+async def answer(socket: ServerConnection, request: Json, payload: Json) -> None:
+    await socket.send(
+        msgspec.json.encode({"type": "res", "id": request["id"], "ok": True, "payload": payload}), text=True
+    )
+
+
+async def refuse(socket: ServerConnection, request: Json) -> None:
+    await socket.close(1009)
+
+
+async def overwhelm(socket: ServerConnection, request: Json) -> None:
+    await answer(socket, request, {"large": "x" * 10_000})
+
+
+@pytest.mark.parametrize("behave", [refuse, overwhelm])
+async def test_what_is_too_large_is_not_asked_again(
+    behave: Behaviour, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "LARGEST", 5000)
+    async with pretended(behave) as (desk, asked):
+        with pytest.raises(errors.TooLarge):
+            await desk.call("sessions.list")
+        assert [request["method"] for request in asked] == ["connect", "sessions.list"]
+
+
+async def test_a_feed_that_is_told_too_much_at_once_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "LARGEST", 5000)
+
+    async def behave(socket: ServerConnection, request: Json) -> None:
+        await answer(socket, request, {"key": "agent:main:main", "sessionId": "s", "lastSeq": 0})
+        await socket.send(" " * 10_000)
+
+    async with pretended(behave) as (desk, asked):
+        with pytest.raises(errors.TooLarge):
+            await anext(desk.follow("main", 0))
+        assert [request["method"] for request in asked] == ["connect", "sessions.messages.subscribe"]
+
+
+async def test_a_request_that_a_gateway_would_not_take_is_not_sent() -> None:
+    async with pretended(refuse, {"policy": {"maxPayload": 1000}}) as (desk, asked):
+        with pytest.raises(errors.TooLarge) as large:
+            await desk.submit(Message(session="main", content="é" * 500))
+        assert large.value.data["max"] == 1000
+        assert len(asked) == 1
+
+
+async def accept(socket: ServerConnection, request: Json) -> None:
+    taken = {"runId": "r", "sessionKey": "k", "sessionId": "s", "state": "queued", "status": "started"}
+    await answer(socket, request, taken)
+
+
+async def test_how_much_to_think_is_sent_along() -> None:
+    async with pretended(accept) as (desk, asked):
+        await desk.submit(Message(session="main", content="hello", thinking="high"))
+        await desk.submit(Message(session="main", content="hello", origin="agent"))
+    assert [request["params"].get("thinking") for request in asked[1:]] == ["high", None]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", "openai/gpt"),
+        ("instructions", "Be brief."),
+        ("origin", "hook"),
+        ("provenance", Provenance(kind="external")),
+        ("content", [Text(text="hello")]),
+    ],
+)
+async def test_what_cannot_be_carried_is_refused_by_name(field: str, value: Any) -> None:
+    async with pretended(accept) as (desk, asked):
+        with pytest.raises(errors.InvalidInput, match=field) as refused:
+            await desk.submit(
+                msgspec.structs.replace(Message(session="main", content="hello"), **{field: value})
+            )
+        assert refused.value.data["field"] == field
+        assert len(asked) == 1

@@ -13,12 +13,14 @@ import pytest
 
 from antiphon.bus import Delta, Event, MessageAppended, RunChanged, SessionChanged, ToolPhase, session_topic
 from antiphon.bus.local import LocalBus
-from antiphon.engine import feeds
+from antiphon.engine import feeds, transcripts
 from antiphon.engine.toolbox import Call, Result
 from antiphon.errors import Conflict, NotFound
 from antiphon.messages import Assistant, ToolResult
 from antiphon.operations import HistoryFilter
 from antiphon.runtimes import Prompt
+from antiphon.store import Row, Tx
+from antiphon.store.queries import Query
 from stage import BOUND, MAIN, OPERATOR, Stage, calls, staged, text, tool, until
 
 pytestmark = pytest.mark.anyio
@@ -261,15 +263,31 @@ async def pages(stage: Stage, limit: int, *, backwards: bool, tools: bool) -> li
         page = await stage.operations.history(OPERATOR, MAIN, wanted)
         found = [*page.messages, *found] if backwards else [*found, *page.messages]
         assert len(page.messages) <= limit
+        assert len(page.messages) == 1 or await size(stage, page.messages) <= transcripts.PAGE_BYTES
         assert page.has_more == (page.next_cursor is not None)
         if page.next_cursor is None:
             return found
         at = int(page.next_cursor)
 
 
+async def size(stage: Stage, items: list[dict[str, Any]]) -> int:
+    """Of the bodies of these entries, in bytes."""
+    sizes = stage.rows("SELECT seq, length(CAST(body AS BLOB)) AS size FROM messages")
+    wanted = {item["seq"] for item in items}
+    return sum(row["size"] for row in sizes if row["seq"] in wanted)
+
+
 @pytest.mark.requirement("G23", "H1", "H2", "H4")
+@pytest.mark.parametrize("room", [2**22, 1500, 400, 1])
 @pytest.mark.parametrize("backwards", [True, False])
-async def test_following_the_cursors_gives_the_transcript_exactly(tmp_path: Path, backwards: bool) -> None:
+async def test_following_the_cursors_gives_the_transcript_exactly(
+    tmp_path: Path, backwards: bool, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a page ends because its entries are large, at any place in what is fetched at once."""
+    monkeypatch.setattr(transcripts, "PAGE_BYTES", room)
+    monkeypatch.setattr(transcripts, "SLICE", 5)
+    dice = random.Random(room)
+
     async def work(call: Call) -> Result:
         return Result(text="done")
 
@@ -278,7 +296,7 @@ async def test_following_the_cursors_gives_the_transcript_exactly(tmp_path: Path
 
     async with staged(tmp_path, agent, tools=[tool("work", work)]) as stage:
         for number in range(4):
-            await stage.ask(f"{number}")
+            await stage.ask(f"{number} " + "é" * dice.choice([0, 50, 500]))
         talking = asyncio.create_task(asyncio.wait_for(_talk(stage), BOUND))
         for limit in (1, 3, 7, 1000):
             for tools in (True, False):
@@ -290,6 +308,52 @@ async def test_following_the_cursors_gives_the_transcript_exactly(tmp_path: Path
                 assert seqs == whole[: len(seqs)] and len(seqs) >= 12
                 assert ("toolResult" in roles) == tools
         await talking
+
+
+@pytest.mark.requirement("G23", "H1")
+@pytest.mark.parametrize("backwards", [True, False])
+async def test_large_entries_are_not_all_fetched_for_a_page_of_few(tmp_path: Path, backwards: bool) -> None:
+    class Counting:
+        """A transaction that knows how many rows it gave out."""
+
+        def __init__(self, tx: Tx) -> None:
+            self._tx = tx
+            self.rows = 0
+
+        async def all(self, query: Query, /, **params: Any) -> list[Row]:
+            found = await self._tx.all(query, **params)
+            self.rows += len(found)
+            return found
+
+    async def read(tx: Tx, transcript: int) -> tuple[transcripts.Page, int]:
+        counting: Any = Counting(tx)
+        ask = transcripts.page_before if backwards else transcripts.page_after
+        page = await ask(counting, transcript, transcripts.END if backwards else 0, 1000, tools=True)
+        return page, counting.rows
+
+    async with staged(tmp_path, echo) as stage:
+        row = await stage.create(MAIN)
+        for _ in range(3 * transcripts.SLICE):
+            await stage.operations.inject(OPERATOR, MAIN, "x" * 100_000)
+        page, rows = await stage.store.read(read, row["transcript"])
+    assert (page.more, rows) == (True, transcripts.SLICE)
+    seqs = [entry.seq for entry in page.entries]
+    first = 3 * transcripts.SLICE - len(seqs) + 1 if backwards else 1
+    assert seqs == list(range(first, first + len(seqs)))
+    assert len(seqs) == transcripts.PAGE_BYTES // len(page.entries[0].body)
+
+
+@pytest.mark.requirement("G38")
+async def test_a_feed_gives_every_entry_however_few_fit_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeds, "LOOK_AGAIN", 3600)
+    monkeypatch.setattr(transcripts, "PAGE_BYTES", 1)
+    async with staged(tmp_path, echo) as stage:
+        for number in range(3):
+            await stage.ask(f"{number}")
+        async with aclosing(stage.operations.follow(OPERATOR, MAIN, after=0)) as events:
+            assert [seq for _, seq in await take(events, 6)] == [1, 2, 3, 4, 5, 6]
 
 
 async def _talk(stage: Stage) -> None:
@@ -322,6 +386,47 @@ async def test_renewing_keeps_the_old_conversation_readable(tmp_path: Path) -> N
         assert reasons[0]["ended_at"] is not None
     async with staged(tmp_path, agent) as stage:
         assert (await stage.operations.describe(OPERATOR, MAIN)).session_id == new.session_id
+
+
+class _Between:
+    """A store in which something happens right after a restored conversation was found."""
+
+    def __init__(self, stage: Stage, session_id: str) -> None:
+        self._stage = stage
+        self._session_id = session_id
+
+    async def read(self, script: Any, /, *args: Any, **kwargs: Any) -> Any:
+        found = await self._stage.store.read(script, *args, **kwargs)
+        at = await self._stage.operations.describe(OPERATOR, MAIN)
+        if at.session_id == self._session_id:
+            self._session_id = ""
+            await self._stage.operations.inject(OPERATOR, MAIN, "between")
+        return found
+
+
+@pytest.mark.requirement("G38", "G25")
+async def test_nothing_is_skipped_that_was_said_while_a_conversation_came_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feeds, "LOOK_AGAIN", 3600)
+    async with staged(tmp_path, echo) as stage:
+        await stage.ask("one")
+        old = (await stage.operations.describe(OPERATOR, MAIN)).session_id
+        await stage.operations.renew(OPERATOR, MAIN)
+        row = stage.rows("SELECT * FROM sessions")[0]
+        await stage.operations.restore(OPERATOR, old)
+        store: Any = _Between(stage, old)
+        seen: list[Event] = []
+        async with (
+            asyncio.timeout(BOUND),
+            aclosing(feeds.follow(store, stage.bus, session_topic(row["id"]), row, 0)) as events,
+        ):
+            while not (seen and isinstance(seen[-1], MessageAppended)):
+                seen.append(await anext(events))
+    moved, entry = seen
+    assert moved == SessionChanged(session_key=MAIN, reason="renewed", session_id=old, seq=2)
+    assert isinstance(entry, MessageAppended)
+    assert (entry.session_id, entry.seq) == (old, 3)
 
 
 @pytest.mark.requirement("G25")

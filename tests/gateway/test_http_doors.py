@@ -9,11 +9,13 @@ from urllib.parse import quote
 
 import msgspec
 import pytest
+from sockets import Gate, opened
 from website import Site, served
 
 from antiphon.clock import ManualClock
 from antiphon.errors import StoreError
-from antiphon.gateway import replies
+from antiphon.gateway import heads, replies
+from antiphon.runtimes import Prompt
 from stage import BOUND, MAIN
 
 pytestmark = pytest.mark.anyio
@@ -86,21 +88,34 @@ async def test_pages_of_other_origins_are_refused_even_with_the_token(site: Site
 
 
 @pytest.mark.requirement("W7")
-async def test_wrong_secrets_are_counted_over_all_doors_and_then_nothing_is_looked_at(tmp_path: Path) -> None:
+async def test_wrong_secrets_are_counted_over_all_doors_and_then_refused_before_anything_else(
+    tmp_path: Path,
+) -> None:
     clock = ManualClock()
     async with served(tmp_path, clock=clock) as site:
         wrong = {"Authorization": "Bearer wrong"}
         for number in range(10):
-            path = "/metrics" if number % 2 else "/hooks/wake"
-            method = "GET" if number % 2 else "POST"
-            assert (await site.stranger.request(method, path, headers=wrong)).status_code == 401
-        reply = await site.http.get("/metrics")
+            path = "/metrics" if number % 2 else HISTORY
+            assert (await site.stranger.get(path, headers=wrong)).status_code == 401
+        reply = await site.stranger.get("/metrics", headers={**wrong, "Origin": "http://evil.example"})
         assert (reply.status_code, reply.json()["error"]["type"]) == (429, "rate_limited")
         assert 0 < int(reply.headers["retry-after"]) <= 60
-        assert (await site.http.post("/hooks/wake")).status_code == 429
+        assert (await site.stranger.get("/metrics")).status_code == 429
+        assert (await site.http.get("/metrics")).status_code == 200  # the owner is not locked out
+        assert (await site.http.get("/metrics", headers={"Origin": "http://evil.example"})).status_code == 403
         clock.advance(seconds=61)
-        text = (await site.http.get("/metrics")).text
-        assert "antiphon_auth_failures_total 10.0" in text
+        assert (await site.stranger.get("/metrics", headers=wrong)).status_code == 401
+        assert "antiphon_auth_failures_total 11.0" in (await site.http.get("/metrics")).text
+
+
+@pytest.mark.requirement("W7")
+async def test_wrong_secrets_of_hooks_are_counted_apart(tmp_path: Path) -> None:
+    async with served(tmp_path, mode="password", clock=ManualClock()) as site:
+        hook, password = ({"Authorization": f"Bearer {secret}"} for secret in ("a-hook-token", "a password"))
+        for _ in range(10):
+            assert (await site.stranger.post("/hooks/wake", headers=password)).status_code == 401
+        assert (await site.stranger.post("/hooks/wake", headers=hook)).status_code == 429  # short: guessable
+        assert (await site.stranger.get("/metrics", headers=password)).status_code == 200
 
 
 @pytest.mark.requirement("W7")
@@ -315,3 +330,107 @@ async def test_the_document_describes_every_route(site: Site) -> None:
     aliases = {"/health", "/ready", "/v1/{path:path}", "/{path:path}"}
     assert set(described["paths"]) == routed - aliases
     assert msgspec.json.encode(described)
+
+
+# --- before a request is one ---
+
+
+async def _connected(gate: Gate) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = gate.served.url.removeprefix("ws://").partition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def _answer_to(gate: Gate, *pieces: bytes) -> bytes:
+    """What is said until the gateway hangs up."""
+    reader, writer = await _connected(gate)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+        return await asyncio.wait_for(reader.read(), BOUND)
+    except ConnectionError:
+        return b""  # hung up while it was still sent
+    finally:
+        writer.close()
+
+
+@pytest.mark.requirement("W5")
+async def test_a_head_has_a_size(gate: Gate) -> None:
+    begin = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
+    chunked = b"POST /healthz HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+    line = b"X-Y: " + b"y" * 8000 + b"\r\n"
+    for pieces in (
+        [begin, *[line] * 10],
+        [begin + line * 9 + b"\r\n"],
+        [begin, b"X-Endless: ", *[b"y" * 8000] * 50],  # what is received at once is not counted
+        [b"GET /", *[b"y" * 8000] * 9],
+        [b"\r\n" * 8000] * 5,
+        [chunked, *[line] * 10],
+    ):
+        assert b" 200 " not in await _answer_to(gate, *pieces), pieces[0][:30]
+    fits = await _answer_to(gate, begin, *[line] * 7, b"Connection: close\r\n\r\n")
+    assert fits.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.requirement("W5")
+async def test_a_head_has_a_time(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "HEAD_TIME", 0.05)
+    begin = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
+    assert await _answer_to(gate) == b""
+    assert await _answer_to(gate, begin) == b""
+    endless = b"POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\n"
+    reader, writer = await _connected(gate)
+    writer.write(endless)
+    assert b" 405 " in await asyncio.wait_for(reader.readline(), BOUND)
+    writer.write(b"what nobody waits for")
+    await asyncio.wait_for(reader.read(), BOUND)
+    writer.close()
+
+
+@pytest.mark.requirement("W5")
+async def test_who_came_in_time_may_be_answered_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads, "HEAD_TIME", 0.05)
+    go = asyncio.Event()
+
+    async def agent(prompt: Prompt) -> str:
+        await go.wait()
+        return "late"
+
+    async with opened(tmp_path, agent) as gate, gate.client() as client, gate.http() as http:
+        asking = asyncio.create_task(http.post("/v1/responses", json=BODIES["/v1/responses"]))
+        assert await _answer_to(gate) == b""  # which comes when that time has passed
+        go.set()
+        assert (await asking).status_code == 200
+        await client.settled()
+
+
+@pytest.mark.requirement("W5")
+async def test_there_are_only_so_many_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "MOST", 3)
+    async with opened(tmp_path) as gate, gate.client() as client:
+        held = [await _connected(gate) for _ in range(2)]
+        reader, writer = await _connected(gate)
+        assert await asyncio.wait_for(reader.read(), BOUND) == b""
+        for _, each in (*held, (reader, writer)):
+            each.close()
+            await each.wait_closed()
+        await client.settled()
+        async with gate.http() as http:
+            assert (await http.get("/healthz")).status_code == 200
+
+
+@pytest.mark.requirement("W5")
+def test_connections_leave_files_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(heads.resource, "setrlimit", lambda _, limits: asked.append(limits))  # pyright: ignore
+    for soft, hard, most, raised in (
+        (1024, 1_048_576, 4096, [(4160, 1_048_576)]),
+        (1024, 1024, 960, [(1024, 1024)]),
+        (65_536, 65_536, 4096, []),
+        (heads.resource.RLIM_INFINITY, heads.resource.RLIM_INFINITY, 4096, []),
+    ):
+        monkeypatch.setattr(heads.resource, "getrlimit", lambda _, limits=(soft, hard): limits)  # pyright: ignore
+        assert (heads.most_connections(), asked) == (most, raised)
+        asked.clear()

@@ -251,6 +251,32 @@ async def test_streams_end_at_once_when_the_gateway_closes(site: Site) -> None:
     await until(_open(site, 0))
 
 
+async def test_the_stream_of_a_token_ends_when_it_is_revoked(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replies, "KEEP_ALIVE", 0.02)
+    await site.ask("one")
+    reader = site.limited("operator.read")
+    async with (
+        streamed(site.stranger, f"{HISTORY}?follow=1", headers=reader) as revoked,
+        streamed(site.http, f"{HISTORY}?follow=1") as other,
+    ):
+        await revoked.take(2)
+        await other.take(2)
+        await revoked.next()  # a keep-alive, while the token counts
+        site.tokens.revoke(site.tokens.records[-1].name)
+        await revoked.rest()
+        await until(_open(site, 1))
+        await other.next()
+
+
+async def test_asking_for_the_head_of_a_stream_opens_none(site: Site) -> None:
+    await site.ask("one")
+    site.web.slots.most = 0
+    reply = await site.http.head(f"{HISTORY}?follow=1")
+    assert (reply.status_code, reply.content) == (200, b"")
+
+
 async def test_there_are_only_so_many_streams(site: Site) -> None:
     await site.ask("one")
     site.web.slots.most = 1

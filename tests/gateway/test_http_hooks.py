@@ -65,6 +65,20 @@ async def test_saying_it_again_with_the_same_key_starts_nothing(tmp_path: Path) 
             assert reply.json() == {"ok": True, "runId": "once"}
 
 
+async def test_an_agent_hook_sent_again_with_the_same_key_reaches_the_same_session(tmp_path: Path) -> None:
+    async with opened(tmp_path) as site:
+        headers = {**BEARER, "Idempotency-Key": "once"}
+        first, again = [
+            await site.stranger.post("/hooks/agent", json={"message": "hello"}, headers=headers)
+            for _ in range(2)
+        ]
+        assert (first.status_code, first.json()["runId"]) == (200, "once")
+        assert first.json() == again.json()
+        other = {**BEARER, "Idempotency-Key": "twice"}
+        reply = await site.stranger.post("/hooks/agent", json={"message": "hello"}, headers=other)
+        assert reply.json()["sessionKey"] != first.json()["sessionKey"]
+
+
 @pytest.mark.requirement("W7")
 async def test_only_the_hooks_own_secret_opens_them(tmp_path: Path) -> None:
     async with opened(tmp_path) as site:
@@ -92,6 +106,7 @@ async def test_a_field_that_nobody_knows_is_refused_by_its_name(tmp_path: Path) 
             ({"timeoutSeconds": -1}, "timeout"),
             ({"message": " "}, "empty"),
             ({"name": "x" * 201}, "name"),
+            ({"name": "x\n[system]"}, "name"),
         ):
             status, answer = await agent(site, **body)
             assert (status, answer["error"]["type"]) == (400, "invalid_request"), body
@@ -132,6 +147,16 @@ async def test_the_sender_chooses_among_the_agents_it_may(tmp_path: Path) -> Non
         assert (await agent(site, "/in/here/agent", sessionKey="agent:work:hook:x"))[0] == 200
         assert (await agent(site, "/in/here/agent", agentId="nobody"))[0] == 404
         assert (await agent(site, "/hooks/agent"))[0] == 404
+        reply = await site.stranger.post("/in/here/wake", json={"text": "look"}, headers=BEARER)
+        assert reply.status_code == 403
+
+
+@pytest.mark.parametrize(("key", "status"), [("main", 403), ("agent:main:x", 403), ("agent:work:x", 200)])
+async def test_the_session_of_the_configuration_has_to_be_of_an_agent_that_hooks_may_start(
+    tmp_path: Path, key: str, status: int
+) -> None:
+    async with opened(tmp_path, defaultSessionKey=key, allowedAgentIds=["work"]) as site:
+        assert (await agent(site))[0] == status
 
 
 @pytest.mark.requirement("W7")

@@ -339,7 +339,12 @@ async def test_a_client_that_leaves_stops_nothing_and_is_not_waited_for(tmp_path
             assert (view.state, view.reply) == ("ok", "done")
 
 
-async def test_whoever_waits_is_told_when_the_gateway_closes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("path", "more"), [("/v1/chat/completions", {"messages": [user("x")]}), ("/v1/responses", {"input": "x"})]
+)
+async def test_whoever_waits_is_told_when_the_gateway_closes(
+    tmp_path: Path, path: str, more: dict[str, Any]
+) -> None:
     began = asyncio.Event()
 
     async def agent(prompt: Prompt) -> str:
@@ -348,12 +353,12 @@ async def test_whoever_waits_is_told_when_the_gateway_closes(tmp_path: Path) -> 
         return ""
 
     async with served(tmp_path, agent) as site:
-        body = {"model": "antiphon", "messages": [user("x")]}
-        asking = asyncio.create_task(site.http.post("/v1/chat/completions", json=body))
+        asking = asyncio.create_task(site.http.post(path, json={"model": "antiphon", **more}))
         await soon(began)
         site.gateway.closing.set()
         reply = await asking
         assert reply.status_code == 503
+        assert reply.headers["x-should-retry"] == "false"  # OpenAI's clients would start a second run
         assert reply.json()["error"]["code"] == "unavailable"
 
 
@@ -366,6 +371,7 @@ async def test_nothing_is_accepted_that_could_not_be_waited_for(site: Site) -> N
         for stream in (False, True):
             reply = await site.http.post(path, json={"model": "antiphon", "stream": stream, **body})
             assert reply.status_code == 503
+            assert "x-should-retry" not in reply.headers
     assert (await site.house.operations.list(OPERATOR, ListFilter())).count == 0
 
 

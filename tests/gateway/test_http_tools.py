@@ -31,7 +31,7 @@ class Box:
 
     def tools(self, *_: object) -> Iterable[Tool]:
         spec = ToolSpec(name="look", description="", parameters={"properties": {"action": {}}})
-        yield Tool(spec=spec, invoke=self._look)
+        yield Tool(spec=spec, invoke=self._look, acts=False)
         for name in ("sessions_send", "exec", "other"):
             yield tool(name, self._look)
         yield tool("refuses", self._refuses)

@@ -12,6 +12,7 @@ from sockets import ADMIN, READ, Client, Gate, opened
 
 from antiphon.bus import Event, Gap, RunChanged, SessionChanged
 from antiphon.bus.local import BUFFER, LocalBus
+from antiphon.engine import transcripts
 from antiphon.engine.toolbox import Call, Result
 from antiphon.gateway import connection, frames, subscriptions
 from antiphon.messages import Assistant
@@ -558,3 +559,64 @@ async def test_only_admins_hear_nothing_special(gate: Gate) -> None:
     async with gate.client(scopes=[ADMIN]) as admin, gate.client(gate.issue(READ)) as reader:
         await ask(admin)
         assert (await reader.event("chat", state="final"))["runId"] == f"{MAIN} hello"
+
+
+# --- a conversation that comes back ---
+
+
+@pytest.mark.requirement("G38", "G25")
+async def test_a_restored_conversation_goes_on_after_its_last_number(gate: Gate) -> None:
+    await fill(gate, 6)
+    async with gate.client() as early, gate.client() as late:
+        past = await _id(early, MAIN)
+        await early.call("sessions.reset", key=MAIN)
+        await early.call("sessions.messages.subscribe", key=MAIN)
+        await early.call("sessions.restore", sessionId=past)
+        assert (await early.event("session.gap"))["sessionId"] == past
+        answer = await late.call("sessions.messages.subscribe", key=MAIN)
+        assert (answer["sessionId"], answer["lastSeq"]) == (past, 6)
+        await fill(gate, 1)
+        for client in (early, late):
+            assert await seqs(client, 1) == [7]
+            await client.settled()
+            assert len(client.told("session.message")) == 1
+
+
+@pytest.mark.requirement("G38")
+async def test_who_catches_up_gets_everything_however_few_fit_a_page(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transcripts, "PAGE_BYTES", 1)
+    await fill(gate, 5)
+    async with gate.client() as client:
+        await client.call("sessions.messages.subscribe", key=MAIN, afterSeq=0)
+        await fill(gate, 1)
+        assert await seqs(client, 6) == [1, 2, 3, 4, 5, 6]
+
+
+# --- many subscriptions ---
+
+
+class _Unwalked(dict[str, Any]):
+    """For looking up, and not for going through."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("every session was looked at")
+
+
+async def test_who_comes_and_goes_is_not_looked_for_in_every_session(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: Any = gate.served.hub.subscriptions
+    monkeypatch.setattr(held, "_channels", _Unwalked())
+    async with gate.client() as stays:
+        await stays.call("sessions.messages.subscribe", key=MAIN)
+        async with gate.client() as goes:
+            for session in (MAIN, OTHER):
+                await goes.call("sessions.messages.subscribe", key=session)
+            await goes.call("sessions.messages.subscribe", key=OTHER, afterSeq=0)
+            await goes.call("sessions.messages.unsubscribe", key=MAIN)
+        await until(lambda: _followed(gate, 1))
+        assert len(held._joined) == 1
+        await stays.call("sessions.messages.unsubscribe", key=MAIN)
+        assert (len(held._joined), len(held._channels)) == (0, 0)

@@ -156,7 +156,10 @@ async def test_the_tools_of_an_agent_are_listed(tmp_path: Path) -> None:
     async def look(call: Call) -> Result:
         raise AssertionError
 
-    async with opened(tmp_path, tools=lambda _: [tool("look", look)]) as gate, gate.client() as client:
+    async with (
+        opened(tmp_path, tools=lambda _: [tool("look", look, acts=False)]) as gate,
+        gate.client() as client,
+    ):
         (group,) = (await client.call("tools.catalog"))["groups"]
         assert [entry["id"] for entry in group["tools"]] == ["look"]
         assert (await client.refused("tools.effective", sessionKey=MAIN))["details"]["type"] == "not_found"
@@ -171,7 +174,10 @@ async def test_a_tool_is_invoked_as_a_session_would(tmp_path: Path) -> None:
             return Result(text="it is dark", is_error=True)
         return Result(text=f"{call.caller.session_key} sees {call.arguments['what']}")
 
-    async with opened(tmp_path, tools=lambda _: [tool("look", look)]) as gate, gate.client() as client:
+    async with (
+        opened(tmp_path, tools=lambda _: [tool("look", look, acts=False)]) as gate,
+        gate.client() as client,
+    ):
         done = await client.call("tools.invoke", name="look", args={"what": "a bird"}, sessionKey=OTHER)
         assert (done["ok"], done["toolName"]) == (True, "look")
         assert done["output"]["content"] == [{"type": "text", "text": f"{OTHER} sees a bird"}]
@@ -420,7 +426,7 @@ async def test_words_of_another_program_are_never_commands(gate: Gate) -> None:
             assert (await client.call("agent.wait", runId=word))["reply"] == f"heard {word}"
         assert (await client.call("sessions.describe", key=MAIN))["session"]["sessionId"] == before
         first = (await client.call("chat.history", sessionKey=MAIN))["messages"][2]
-        assert first["provenance"]["sourceSessionKey"] == OTHER
+        assert first["provenance"] == {"kind": "external"}, "only we can say that another session said it"
 
 
 async def test_chat_abort_stops_the_run_it_names_in_its_session(tmp_path: Path) -> None:
@@ -1005,7 +1011,10 @@ async def test_tool_results_are_part_of_a_history(tmp_path: Path) -> None:
     async def look(call: Call) -> Result:
         return Result(text="a view")
 
-    async with opened(tmp_path, agent, tools=lambda _: [tool("look", look)]) as gate, gate.client() as client:
+    async with (
+        opened(tmp_path, agent, tools=lambda _: [tool("look", look, acts=False)]) as gate,
+        gate.client() as client,
+    ):
         await say(client)
         messages = (await client.call("chat.history", sessionKey=MAIN))["messages"]
         assert [item["role"] for item in messages] == ["user", "assistant", "toolResult", "assistant"]
@@ -1026,3 +1035,52 @@ async def test_earlier_conversations_are_read_by_number_and_come_back(tmp_path: 
         assert (await client.refused("sessions.restore", sessionId="nobody"))["details"][
             "type"
         ] == "not_found"
+
+
+@pytest.mark.requirement("S9")
+async def test_steering_again_with_the_same_key_stops_nothing_and_a_refused_one_neither(
+    tmp_path: Path,
+) -> None:
+    held = Held()
+    async with opened(tmp_path, held) as gate, gate.client() as client:
+        await client.call("sessions.create", key=OTHER)
+        said = {"key": OTHER, "message": "instead", "idempotencyKey": "k1"}
+        first = await client.call("sessions.steer", **said)
+        assert (first["status"], first["interruptedActiveRun"]) == ("started", False)
+        await soon(held.going)
+        again = await client.call("sessions.steer", **said)
+        assert (again["status"], again["interruptedActiveRun"]) == ("in_flight", False)
+        await client.refused("sessions.steer", key=OTHER, message="", idempotencyKey="k2")
+        held.go.set()
+        assert (await client.call("agent.wait", runId="k1"))["status"] == "ok"
+
+
+@pytest.mark.requirement("S9")
+async def test_a_command_said_again_with_the_same_key_is_not_done_again(gate: Gate) -> None:
+    async with gate.client() as client:
+        await say(client)
+        command = {"sessionKey": MAIN, "message": "/new", "idempotencyKey": "k1"}
+        assert (await client.call("chat.send", **command))["status"] == "ok"
+        begun = (await client.call("sessions.describe", key=MAIN))["session"]["sessionId"]
+        await say(client, "again")
+        assert (await client.call("chat.send", **command))["status"] == "ok"
+        assert (await client.call("sessions.describe", key=MAIN))["session"]["sessionId"] == begun
+        error = await client.refused("chat.send", sessionKey=MAIN, message="words", idempotencyKey="k1")
+        assert error["details"]["reason"] == "chat-request-conflict"
+
+
+async def test_keys_of_runs_that_only_the_engine_starts_are_refused(gate: Gate) -> None:
+    async with gate.client() as client:
+        for key in ("cron:job:1700000000000", "http:x"):
+            error = await client.refused("chat.send", sessionKey=MAIN, message="x", idempotencyKey=key)
+            assert (error["code"], error["details"]["field"]) == ("INVALID_REQUEST", "idempotencyKey")
+
+
+async def test_a_reset_of_a_conversation_that_has_ended_is_refused(gate: Gate) -> None:
+    async with gate.client() as client:
+        await say(client)
+        seen = (await client.call("sessions.describe", key=MAIN))["session"]["sessionId"]
+        await client.call("sessions.reset", key=MAIN, expectedSessionId=seen)
+        for method in ("sessions.reset", "sessions.delete", "sessions.patch"):
+            error = await client.refused(method, key=MAIN, expectedSessionId=seen)
+            assert error["details"]["type"] == "conflict", method

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sockets import ADMIN, READ, WRITE, Answer, Client, Gate, connect_params, opened
+from websockets.exceptions import InvalidStatus
 
 from antiphon import __version__
 from antiphon.access import Caller
@@ -258,21 +259,27 @@ async def test_a_token_of_the_configuration_replaces_the_one_of_the_file(tmp_pat
 
 
 @pytest.mark.requirement("W7", "SEC9")
-async def test_guessing_is_stopped_for_a_minute_even_for_who_then_guesses_right(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "auth", [{"mode": "password", "password": "open sesame"}, {"mode": "token", "token": "open sesame"}]
+)
+async def test_guessing_is_stopped_for_a_minute_even_for_who_then_guesses_right(
+    tmp_path: Path, auth: dict[str, str]
+) -> None:
     clock = ManualClock()
-    async with opened(tmp_path, clock=clock) as gate:
+    right = connect_params(auth={"token": "open sesame"})
+    async with opened(tmp_path, clock=clock, settings={"gateway": {"auth": auth}}) as gate:
         for n in range(10):
             answer, _ = await turned_away(
                 gate, connect_params(auth={"token": f"guess {n}", "deviceToken": "x"})
             )
-            assert answer.error["details"]["code"] == "AUTH_TOKEN_MISMATCH"
-        answer, closed = await turned_away(gate, with_token(gate))
+            assert answer.error["details"]["code"] == f"AUTH_{auth['mode'].upper()}_MISMATCH"
+        answer, closed = await turned_away(gate, right)
         assert (answer.error["details"]["code"], closed) == ("AUTH_RATE_LIMITED", 1008)
         assert 0 < answer.error["retryAfterMs"] <= 60_000
         clock.advance(seconds=59)
-        assert (await turned_away(gate, with_token(gate)))[0].error["details"]["code"] == "AUTH_RATE_LIMITED"
+        assert (await turned_away(gate, right))[0].error["details"]["code"] == "AUTH_RATE_LIMITED"
         clock.advance(seconds=2)
-        async with gate.client() as client:
+        async with gate.client("open sesame") as client:
             assert client.hello["type"] == "hello-ok"
 
 
@@ -759,3 +766,31 @@ async def test_pieces_of_answers_are_left_out_for_who_lags_but_never_messages() 
         lagging.close(1000, "")
         await writer
     assert sent[1:] == ['{"message":1,"seq":2}', '{"piece":2,"seq":3}']
+
+
+@pytest.mark.requirement("W7", "SEC9")
+async def test_a_client_with_an_old_token_does_not_lock_the_owner_out(tmp_path: Path) -> None:
+    async with opened(tmp_path, clock=ManualClock()) as gate:
+        old = connect_params(auth={"token": "an old token that was long enough to be random"})
+        codes = [(await turned_away(gate, old))[0].error["details"]["code"] for _ in range(12)]
+        assert codes == ["AUTH_TOKEN_MISMATCH"] * 10 + ["AUTH_RATE_LIMITED"] * 2
+        async with gate.client() as client, gate.client(gate.issue(READ)) as reader:
+            assert (client.hello["type"], reader.hello["type"]) == ("hello-ok", "hello-ok")
+
+
+@pytest.mark.requirement("W7", "SEC1")
+async def test_pages_of_other_origins_cannot_use_up_the_places_of_others(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "MOST_FOREIGN", 2)
+    evil = "http://evil.example"
+    async with gate.stranger(origin=evil), gate.stranger(origin=evil) as last:
+        with pytest.raises(InvalidStatus, match="403"):
+            async with gate.stranger(origin=evil):
+                pass
+        async with gate.client() as client:
+            assert client.hello["type"] == "hello-ok"
+        assert not (await last.ask("connect", with_token(gate))).ok
+        await last.closed()
+        answer, _ = await turned_away(gate, with_token(gate), origin=evil)
+        assert answer.error["details"]["code"] == "CONTROL_UI_ORIGIN_NOT_ALLOWED"

@@ -38,7 +38,7 @@ from antiphon.messages import (
     decode,
     encode,
 )
-from antiphon.runtimes import Prompt, ToolSpec
+from antiphon.runtimes import Prompt, ToolSpec, model
 from antiphon.runtimes.model import INVALID_ARGUMENTS, Api, ModelRuntime, ModelSpec, Patience, Price, Reader
 from antiphon.runtimes.pydantic_reader import PydanticReader
 from antiphon.runtimes.pydantic_transcript import Dialect, blocks, conversation
@@ -59,8 +59,32 @@ ADD = ToolSpec(
 )
 
 pytestmark = pytest.mark.anyio
-both = pytest.mark.parametrize("api", ["openai-completions", "anthropic-messages"])
-every = pytest.mark.parametrize("api", APIS)
+
+
+def on_their_readers(*apis: Api) -> pytest.MarkDecorator:
+    """Chat completions are read by two readers, which must not be told apart."""
+    pairs = [(api, library) for api in apis for library in _libraries(api)]
+    return pytest.mark.parametrize(("api", "library"), pairs, indirect=["library"])
+
+
+def _libraries(api: Api) -> tuple[bool, ...]:
+    return (False, True) if api == "openai-completions" else (True,)
+
+
+def _never(_: ModelSpec) -> bool:
+    return False
+
+
+both = on_their_readers("openai-completions", "anthropic-messages")
+every = on_their_readers(*APIS)
+readers = pytest.mark.parametrize("library", _libraries("openai-completions"), indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the reader on pydantic-ai answer for every spec, where a test asks for it."""
+    if getattr(request, "param", False):
+        monkeypatch.setattr(model, "is_plain", _never)
 
 
 class Recorder:
@@ -239,11 +263,13 @@ async def test_thinking_of_another_provider_stays_here(provider: Provider, api: 
 @pytest.mark.parametrize(
     ("level", "expected"), [("off", "minimal"), ("low", "low"), ("high", "high"), (None, None)]
 )
+@readers
 async def test_thinking_level_is_sent(provider: Provider, level: str | None, expected: str | None) -> None:
     await step(spec_for("openai-completions", provider.url), prompt_of(thinking=level))
     assert provider.bodies[0].get("reasoning_effort") == expected
 
 
+@readers
 async def test_thinking_level_is_left_out_where_it_is_not_supported(provider: Provider) -> None:
     spec = spec_for("openai-completions", provider.url, provider="local", model="llama")
     await step(spec, prompt_of(thinking="high"))
@@ -286,6 +312,7 @@ async def test_own_price_comes_first(provider: Provider, api: Api) -> None:
 
 
 @pytest.mark.requirement("G28")
+@readers
 async def test_unknown_price_is_unknown(provider: Provider) -> None:
     spec = spec_for("openai-completions", provider.url, provider="my-openai", model="gpt-5")
     usage = (await step(spec)).usage
@@ -295,6 +322,7 @@ async def test_unknown_price_is_unknown(provider: Provider) -> None:
 
 
 @pytest.mark.requirement("G28")
+@readers
 async def test_no_usage_reported_is_no_usage(provider: Provider) -> None:
     provider.script(Answer(text=("x",), tokens=None))
     assert (await step(spec_for("openai-completions", provider.url, api_key=None))).usage is None
@@ -319,6 +347,7 @@ async def test_passing_troubles_are_retried(provider: Provider, api: Api, status
     assert (len(provider.received), deltas.restarts) == (2, 1)
 
 
+@readers
 async def test_each_retry_is_logged_in_our_words(
     provider: Provider, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -375,6 +404,7 @@ async def test_retry_after_is_honoured(provider: Provider, api: Api) -> None:
 
 @pytest.mark.requirement("G20")
 @pytest.mark.parametrize("seconds", [1, 40])
+@readers
 async def test_retry_after_may_be_a_date(provider: Provider, seconds: int) -> None:
     """Too far away for this patience or not, it is understood."""
     moment = format_datetime(datetime.now(UTC) + timedelta(seconds=seconds), usegmt=True)
@@ -492,6 +522,7 @@ async def test_unknown_model(provider: Provider, api: Api) -> None:
     assert len(provider.received) == 1
 
 
+@readers
 async def test_no_credit_left_is_not_retried(provider: Provider) -> None:
     body = {"error": {"message": "You exceeded your current quota", "code": "insufficient_quota"}}
     provider.default = Failure(status=429, body=body)
@@ -554,7 +585,11 @@ OVERFLOWS: Sequence[tuple[Api, int, Any]] = (
 )
 
 
-@pytest.mark.parametrize(("api", "status", "body"), OVERFLOWS)
+@pytest.mark.parametrize(
+    ("api", "library", "status", "body"),
+    [(api, library, status, body) for api, status, body in OVERFLOWS for library in _libraries(api)],
+    indirect=["library"],
+)
 async def test_overflow_is_recognised(provider: Provider, api: Api, status: int, body: Any) -> None:
     provider.default = Failure(status=status, body=body)
     error = await failing(spec_for(api, provider.url))
@@ -562,6 +597,7 @@ async def test_overflow_is_recognised(provider: Provider, api: Api, status: int,
     assert len(provider.received) == 1
 
 
+@readers
 async def test_tokens_per_minute_are_not_an_overflow(provider: Provider) -> None:
     provider.default = Failure(status=429, body={"error": {"message": "Request too large: context window"}})
     assert not isinstance(await failing(spec_for("openai-completions", provider.url)), ContextOverflow)
@@ -593,6 +629,7 @@ async def test_call_ids_that_were_used_before_are_replaced(provider: Provider, a
     assert second.id == "c2"
 
 
+@readers
 async def test_refusals_and_filters(provider: Provider) -> None:
     spec = spec_for("openai-completions", provider.url)
     provider.script(
@@ -632,6 +669,7 @@ async def test_what_the_model_is_shown(provider: Provider, api: Api) -> None:
     assert "lost" not in sent
 
 
+@readers
 async def test_one_reader_serves_every_step(provider: Provider) -> None:
     runtime = ModelRuntime(spec_for("openai-completions", provider.url), patience=HURRIED)
     async with asyncio.timeout(20):
@@ -760,7 +798,7 @@ def test_what_a_provider_needs_survives_the_transcript(
 
 
 @pytest.fixture(scope="module")
-def readers() -> dict[Api, tuple[Provider, PydanticReader]]:
+def socketless() -> dict[Api, tuple[Provider, PydanticReader]]:
     """Readers that talk to the provider without a socket."""
     made: dict[Api, tuple[Provider, PydanticReader]] = {}
     for api in APIS:
@@ -775,10 +813,10 @@ def readers() -> dict[Api, tuple[Provider, PydanticReader]]:
 @settings(max_examples=100, deadline=None)
 @given(messages=transcripts())
 def test_any_transcript_is_a_valid_request(
-    readers: dict[Api, tuple[Provider, PydanticReader]], api: Api, messages: list[Message]
+    socketless: dict[Api, tuple[Provider, PydanticReader]], api: Api, messages: list[Message]
 ) -> None:
     """The provider refuses what a strict one would, which would fail the read."""
-    provider, reader = readers[api]
+    provider, reader = socketless[api]
     provider.received.clear()
     answer = asyncio.run(reader.read(prompt_of(*messages, messages=messages), Recorder()))
     assert answer.text == "Hello there."

@@ -94,11 +94,15 @@ class StopAsked(_Event, tag="stop", frozen=True):
 
 
 class SessionChanged(_Event, tag="session", frozen=True):
-    """Something about a session other than its entries. A feed says with `renewed` which conversation goes on."""
+    """Something about a session other than its entries.
+
+    A feed says with `renewed` which conversation goes on, and after which of its numbers.
+    """
 
     session_key: str
     reason: str
     session_id: str | None = None
+    seq: int = 0
 
 
 class Gap(_Event, tag="gap", frozen=True):

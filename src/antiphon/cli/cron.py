@@ -52,8 +52,18 @@ def list_jobs(settings: Settings) -> None:
     elif not found:
         click.echo("No jobs.")
     else:
-        rows = [[job.id, job.name, _when(job), job.agent_id, job.state.last_status or ""] for job in found]
-        output.table(["ID", "NAME", "WHEN", "AGENT", "LAST"], rows)
+        rows = [
+            [job.id, job.name, _when(job), _next(job), job.agent_id, job.state.last_status or ""]
+            for job in found
+        ]
+        output.table(["ID", "NAME", "WHEN", "NEXT", "AGENT", "LAST"], rows)
+
+
+def _next(job: JobView) -> str:
+    from datetime import datetime
+
+    at = job.state.next_run_at_ms
+    return "" if at is None else datetime.fromtimestamp(at / 1000).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def _when(job: JobView) -> str:

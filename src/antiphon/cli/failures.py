@@ -34,6 +34,9 @@ def report(error: Exception, arguments: Sequence[str]) -> int:
     if isinstance(error, AntiphonError):
         _tell(machine, error.code, error.what, error.hint, error.data)
         return error.exit_code
+    if isinstance(error, click.exceptions.NoArgsIsHelpError) and not machine:
+        click.echo(error.format_message())  # a group alone explains itself
+        return 0
     if isinstance(error, click.ClickException):
         _tell(machine, "usage", error.format_message(), _usage(error), {})
         return error.exit_code

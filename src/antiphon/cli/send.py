@@ -46,7 +46,9 @@ def command(settings: Settings, session: str, text: str, seconds: float | None, 
     if settings.json:
         output.emit(accepted)
     else:
-        click.echo(f"Accepted: run {output.line(accepted.run_id)} in {output.line(accepted.session_key)}.")
+        key = output.line(accepted.session_key)
+        click.echo(f"Accepted: run {output.line(accepted.run_id)} in {key}.")
+        click.echo(output.dim(f"The answer: antiphon sessions history {key}"), err=True)
     return 0
 
 
@@ -72,7 +74,11 @@ def tell(settings: Settings, view: RunView, seconds: float = 0) -> int:
     if settings.json:
         output.emit(view)
     elif not view.ended:
-        click.echo(f"There is no answer after {seconds:g} seconds; the run goes on.", err=True)
+        key = output.line(view.session_key)
+        click.echo(
+            f"There is no answer after {seconds:g} s; the run goes on. Look later: antiphon sessions history {key}",
+            err=True,
+        )
     else:
         if view.reply:
             click.echo(output.clean(view.reply))

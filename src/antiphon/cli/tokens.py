@@ -73,7 +73,7 @@ def issue(settings: Settings, name: str, scopes: Sequence[str]) -> None:
 @common
 @click.pass_obj
 def revoke(settings: Settings, name: str) -> None:
-    """Let nobody in with this token any more. Connections that are open stay open."""
+    """Let nobody in with this token any more; what is open with it ends within a minute."""
     from antiphon.errors import InvalidInput
     from antiphon.gateway.tokens import OWNER
 

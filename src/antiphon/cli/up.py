@@ -36,10 +36,12 @@ No model provider is configured, so the built-in rehearsal model answers: it doe
 @common
 @click.pass_obj
 def command(settings: Settings, port: int | None) -> None:
+    from antiphon import tracing
     from antiphon.cli.journal import keep_journal
     from antiphon.loop import run
 
     loaded = settings.load()
+    tracing.export(os.environ)
     keep_journal(settings.paths.state_dir, debug=settings.debug)
     try:
         run(_up(settings, loaded, port))

@@ -21,7 +21,7 @@ from antiphon.bus import Event, RunChanged, SessionChanged
 from antiphon.client import shapes
 from antiphon.client.feed import Place, ended
 from antiphon.client.link import ANSWER, Heard, Json, Link, Lost, Site
-from antiphon.errors import NotFound
+from antiphon.errors import InvalidInput, NotFound, TooLarge
 from antiphon.views import Accepted, Conversation, HistoryPage, RunView, SessionPage, SessionView
 
 if TYPE_CHECKING:  # a command that asks one question is over before these would be imported
@@ -32,6 +32,7 @@ __all__ = ["Client", "Lost", "Site"]
 PATIENCE = 60.0  # seconds in which a lost gateway may come back
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0  # seconds between two attempts
 BEHIND = 2.0  # seconds that the messages of a run may come after its end
+SPOKEN = ("chat", "agent")  # origins of what a person says, which to a gateway are one
 
 
 def _nothing(_: str) -> None: ...
@@ -106,12 +107,15 @@ class Client:
     # --- messages and runs ---
 
     async def submit(self, message: Message) -> Accepted:
+        _check_carried(message)
         params: Json = {
             "sessionKey": message.session,
             "message": message.content,
             "idempotencyKey": message.idempotency_key or uuid.uuid4().hex,
             "suppressCommandInterpretation": True,
         }
+        if message.thinking is not None:
+            params["thinking"] = message.thinking
         if message.timeout_seconds is not None:
             params["timeoutMs"] = max(1, round(message.timeout_seconds * 1000))
         done = await self.call("chat.send", params)
@@ -208,6 +212,8 @@ class Client:
                             yield event
                 if not link.lost.is_set():
                     await self.describe(place.key)
+                elif isinstance(link.why, TooLarge):
+                    raise link.why  # what is told next is what was too large, and would be again
             except NotFound:
                 yield SessionChanged(session_key=place.key, reason="delete")
                 return
@@ -249,6 +255,24 @@ class Client:
             end = _end(place.key, await self.run(end.run_id))
         page = await self.call("sessions.history", {"key": place.key, "limit": 1})
         place.end(end, page["total"] if page["sessionId"] == place.session_id else 0)
+
+
+def _check_carried(message: Message) -> None:
+    """What `chat.send` has no place for is refused: left out without a word, something else would be answered."""
+    carried = {
+        "content": isinstance(message.content, str),
+        "origin": message.origin in SPOKEN,
+        "model": message.model is None,
+        "instructions": message.instructions is None,
+        "provenance": message.provenance is None,
+    }
+    for field, fits in carried.items():
+        if not fits:
+            raise InvalidInput(
+                f"The {field} of this message cannot be sent over a gateway's chat.",
+                "Send plain text without it, or ask the gateway's `agent` method.",
+                field=field,
+            )
 
 
 def _end(key: str, view: RunView) -> RunChanged:

@@ -12,15 +12,17 @@ from typing import Any
 
 import msgspec
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import InvalidHandshake, InvalidURI, WebSocketException
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI, WebSocketException
+from websockets.frames import CloseCode
 
 from antiphon import __version__
-from antiphon.errors import AntiphonError, Unavailable
+from antiphon.errors import AntiphonError, TooLarge, Unavailable
 
 PROTOCOLS = (3, 4)
 ANSWER = 30.0  # seconds in which a request is answered, beside what it waits for
 OPEN = 10.0  # seconds in which a connection is made
-LARGEST = 32 * 2**20  # bytes of a frame; a gateway sends none that is larger than 25 MiB
+LARGEST_REQUEST = 8 * 2**20  # bytes of a frame to a gateway that does not say what it takes
+LARGEST = 32 * 2**20  # bytes of a frame from it: a page of some MiB, or one entry that is larger by itself
 
 Json = dict[str, Any]
 Heard = tuple[str, Json]
@@ -51,6 +53,18 @@ def lost(site: Site, why: object) -> Lost:
     )
 
 
+def _over(site: Site, error: Exception) -> AntiphonError:
+    """Why a connection has ended. What was too large for it would be too large for the next one as well."""
+    closes = (error.rcvd, error.sent) if isinstance(error, ConnectionClosed) else ()
+    if any(close and close.code == CloseCode.MESSAGE_TOO_BIG for close in closes):
+        return TooLarge(
+            "A request or its answer is too large for the connection to the gateway.",
+            "Send or ask for less at once.",
+            max=LARGEST,
+        )
+    return lost(site, error)
+
+
 class _Frame(msgspec.Struct, frozen=True):
     """Any frame of a gateway."""
 
@@ -72,6 +86,8 @@ class Link:
         self.site = site
         self.hello: Json = {}
         self.lost = asyncio.Event()
+        self.why: AntiphonError = lost(site, "the connection was closed")
+        """What whoever still waits is told when it is lost."""
         self._socket = socket
         self._waiting: dict[str, asyncio.Future[_Frame]] = {}
         self._listeners: set[asyncio.Queue[Heard | None]] = set()
@@ -100,23 +116,35 @@ class Link:
     async def ask(self, method: str, params: Json, seconds: float = ANSWER) -> Any:
         """A request and its answer."""
         if self.lost.is_set():
-            raise lost(self.site, "the connection was closed")
+            raise self.why
         number = uuid.uuid4().hex
+        raw = msgspec.json.encode({"type": "req", "id": number, "method": method, "params": params})
+        self._check_size(method, len(raw))
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
-        text = msgspec.json.encode({"type": "req", "id": number, "method": method, "params": params}).decode()
         try:
             async with asyncio.timeout(seconds):
-                await self._socket.send(text)
+                await self._socket.send(raw, text=True)
                 frame = await answer
         except TimeoutError as error:
             raise lost(self.site, f"{method} was not answered in {seconds:.0f} s") from error
         except (OSError, WebSocketException) as error:
-            raise lost(self.site, error) from error
+            raise _over(self.site, error) from error
         finally:
             self._waiting.pop(number, None)
         if frame.ok:
             return frame.payload
         raise _refusal(self.site, frame.error or {})
+
+    def _check_size(self, method: str, size: int) -> None:
+        """Before it is sent: a gateway that hangs up on it may be gone before it could say why."""
+        most: int = self.hello.get("policy", {}).get("maxPayload", LARGEST_REQUEST)
+        if size > most:
+            raise TooLarge(
+                f"This {method} has {size} bytes, and the gateway takes {most}.",
+                "Send less at once.",
+                bytes=size,
+                max=most,
+            )
 
     @contextmanager
     def listening(self) -> Generator[asyncio.Queue[Heard | None]]:
@@ -139,13 +167,15 @@ class Link:
         try:
             async for text in self._socket:
                 self._take(_frames.decode(text))
-        except (OSError, WebSocketException, msgspec.MsgspecError):
-            pass  # whoever waits is told below
+        except (OSError, WebSocketException) as error:
+            self.why = _over(self.site, error)
+        except msgspec.MsgspecError:
+            pass  # no gateway, by what it says
         finally:
             self.lost.set()
             for answer in self._waiting.values():
                 if not answer.done():
-                    answer.set_exception(lost(self.site, "the connection was closed"))
+                    answer.set_exception(self.why)
             for queue in self._listeners:
                 queue.put_nowait(None)
 

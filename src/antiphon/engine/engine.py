@@ -140,6 +140,8 @@ class Engine:
         """Play a run to its end; the claim of the next one comes with the commit that ends this."""
         self._publish_phase(claim.session, claim.session_key, claim.run_id, "running")
         self._on_entries(claim, claim.entries)
+        if claim.resumed:
+            log.warning("Run %r is carried on where it was interrupted", claim.run_id, extra=_about(claim))
         try:
             with span("run", run_id=claim.run_id, session_key=claim.session_key, agent_id=claim.agent_id):
                 ending = await self._ending(claim)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from antiphon.bus import Event, EventBus, Gap, MessageAppended, SessionChanged
 from antiphon.engine import sessions, transcripts
-from antiphon.engine.transcripts import Entry
+from antiphon.engine.transcripts import Entry, Page
 from antiphon.store import Row, Store, Tx
 
 LOOK_AGAIN = 5.0  # seconds of silence after which the rows are read anyway
@@ -63,32 +63,33 @@ def _skips(event: Event, place: _Place) -> bool:
 
 async def _missed(store: Store, place: _Place) -> AsyncGenerator[Event]:
     while True:
-        current, entries = await store.read(_look, place.session, place.transcript, place.seq)
-        for entry in entries:
+        current, page = await store.read(_look, place.session, place.transcript, place.seq)
+        for entry in page.entries:
             place.seq = entry.seq
             yield _appended(place, entry)
-        if len(entries) == PAGE:
+        if page.more:
             continue
         if current is None:
             place.gone = True
             yield SessionChanged(session_key=place.key, reason="delete")
             return
-        if current[0] == place.transcript:
+        if current["transcript"] == place.transcript:
             return
-        older = (
-            current[0] < place.transcript
-        )  # an earlier conversation was restored: what it has was given out then
-        place.transcript, place.session_id = current
-        place.seq = await store.read(transcripts.last_seq, place.transcript) if older else 0
-        yield SessionChanged(session_key=place.key, reason="renewed", session_id=place.session_id)
+        yield _moved(place, current)
 
 
-async def _look(
-    tx: Tx, session: int, transcript: int, seq: int
-) -> tuple[tuple[int, str] | None, list[Entry]]:
-    entries = await transcripts.after(tx, transcript, seq, PAGE, tools=True)
-    row = await tx.one(sessions.SQL.by_id, id=session)
-    return (row["transcript"], row["session_id"]) if row else None, entries
+async def _look(tx: Tx, session: int, transcript: int, seq: int) -> tuple[Row | None, Page]:
+    """The session as it is now, and what it has said; of one snapshot, so that nothing comes between them."""
+    page = await transcripts.page_after(tx, transcript, seq, PAGE, tools=True)
+    return await tx.one(sessions.SQL.by_id, id=session), page
+
+
+def _moved(place: _Place, current: Row) -> SessionChanged:
+    """Another conversation goes on. What a restored one has was given out when it was said."""
+    restored = current["transcript"] < place.transcript
+    place.transcript, place.session_id = current["transcript"], current["session_id"]
+    place.seq = current["last_seq"] if restored else 0
+    return SessionChanged(session_key=place.key, reason="renewed", session_id=place.session_id, seq=place.seq)
 
 
 def _appended(place: _Place, entry: Entry) -> MessageAppended:

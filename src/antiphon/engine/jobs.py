@@ -27,7 +27,7 @@ from antiphon.engine import runs, sessions
 from antiphon.engine.door import Door
 from antiphon.engine.runs import Accepted, Submission
 from antiphon.engine.sessions import Birth
-from antiphon.errors import AntiphonError, Conflict, InvalidInput, NotFound, TooLarge
+from antiphon.errors import AntiphonError, Conflict, InvalidInput, LaneFull, NotFound, TooLarge
 from antiphon.messages import Provenance, User
 from antiphon.store import Param, Row, Tx
 from antiphon.store.queries import Queries
@@ -513,6 +513,8 @@ async def fire(tx: Tx, terms: Terms, job_id: str, now: int) -> Fired:
         await _record(tx, job, fired, job.next_at, None, now)
         return fired
     fired = await _submit(tx, terms, job, f"cron:{job.id}:{slot}", now)
+    if fired.reason == BUSY:
+        return fired  # its session has no room for another message now: the slot is kept
     if following is None and job.spec.delete_after_run and fired.accepted:
         await remove(tx, job.id)
     else:
@@ -558,6 +560,8 @@ async def _submit(tx: Tx, terms: Terms, job: Job, run_id: str, now: int) -> Fire
         session = await _session(tx, terms, job, now)
         terms.door.check_send(session)
         return Fired(accepted=await runs.submit(tx, _submission(terms, job, session, run_id, now), now))
+    except LaneFull:
+        return Fired(reason=BUSY)
     except AntiphonError as error:
         return Fired(reason=str(error))
 

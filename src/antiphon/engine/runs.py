@@ -157,12 +157,27 @@ async def _accepted_before(tx: Tx, submission: Submission) -> Accepted:
             max=submission.max_queued,
         )
     if row["digest"] != submission.digest:
-        raise Conflict(
-            f"The idempotency key {submission.run_id!r} was already used for another message.",
-            "Use a new key for a new message.",
-            field="idempotencyKey",
-        )
+        raise _used(submission.run_id)
     return Accepted(row["id"], row["session"], submission.session_key, row["state"], new=False)
+
+
+async def record_command(tx: Tx, run_id: str, session: int, command: str, now: int) -> bool:
+    """Whether a command is new under its key. It is on record afterwards, as a run that had nothing to do."""
+    digest = hashlib.sha256(f"{session}\ncommand\n{command}".encode()).hexdigest()[:32]
+    if await tx.do(SQL.record_command, id=run_id, session=session, digest=digest, now=now):
+        return True
+    before = await tx.one(SQL.accepted_before, id=run_id)
+    if before is None or before["digest"] != digest:
+        raise _used(run_id)
+    return False
+
+
+def _used(run_id: str) -> Conflict:
+    return Conflict(
+        f"The idempotency key {run_id!r} was already used for another message.",
+        "Use a new key for a new message.",
+        field="idempotencyKey",
+    )
 
 
 async def claim(tx: Tx, session: int, worker: Worker) -> tuple[Claim | None, list[Ended]]:

@@ -44,6 +44,8 @@ class Tool:
     spec: ToolSpec
     invoke: Callable[[Call], Awaitable[Result]]
     after_crash: Literal["settle", "report"] = "report"
+    acts: bool = True
+    """Whether calling it changes anything; one that only looks may be offered more freely."""
 
 
 class Toolbox:

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from antiphon.errors import InvalidInput
 from antiphon.messages import Assistant, Message, ToolCall, ToolResult, decode, encode
 from antiphon.store import Row, Tx
-from antiphon.store.queries import Queries
+from antiphon.store.queries import Queries, Query
 
 SQL = Queries("transcripts")
 END = 2**62  # a sequence number after every other
+PAGE_BYTES = 4 * 2**20  # of the bodies of a page; a larger entry is a page by itself
+SLICE = 64  # rows that are fetched at once: so many large ones may be in memory beside the page
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -30,6 +33,13 @@ class Entry(msgspec.Struct, frozen=True):
     created_at: int
     run_id: str | None = None
     """Given where it was asked for: when a page is read."""
+
+
+class Page(NamedTuple):
+    """Entries, oldest first, and whether there are more in the direction they were read in."""
+
+    entries: list[Entry]
+    more: bool
 
 
 async def append(
@@ -61,22 +71,45 @@ async def append_raw(tx: Tx, transcript: int, run: int | None, entry: Entry) -> 
     )
 
 
-def _entry(row: Row) -> Entry:
-    return Entry(*row)
+async def page_before(tx: Tx, transcript: int, seq: int, limit: int, *, tools: bool) -> Page:
+    """The last entries before `seq`: up to `limit`, and not many bytes."""
+    page = await _page(tx, SQL.before if tools else SQL.before_without_tools, transcript, seq, limit)
+    page.entries.reverse()
+    return page
 
 
-async def before(tx: Tx, transcript: int, seq: int, limit: int, *, tools: bool) -> list[Entry]:
-    """Up to `limit` entries before `seq`, oldest first."""
-    query = SQL.before if tools else SQL.before_without_tools
-    rows = await tx.all(query, transcript=transcript, before=seq, limit=limit)
-    return [_entry(row) for row in reversed(rows)]
+async def page_after(tx: Tx, transcript: int, seq: int, limit: int, *, tools: bool) -> Page:
+    """The first entries after `seq`: up to `limit`, and not many bytes."""
+    return await _page(tx, SQL.after if tools else SQL.after_without_tools, transcript, seq, limit)
+
+
+async def _page(tx: Tx, query: Query, transcript: int, seq: int, limit: int) -> Page:
+    """In the order of the query, which says where to go from `seq`. At least one entry, if there is any."""
+    found: list[Entry] = []
+    size = 0
+    while True:
+        wanted = min(SLICE, limit + 1 - len(found))  # one more than the page, to know whether there is more
+        rows = await tx.all(query, transcript=transcript, seq=seq, limit=wanted)
+        for row in rows:
+            entry = Entry(*row)
+            size += _size(entry.body)
+            if found and (size > PAGE_BYTES or len(found) == limit):
+                return Page(found, True)
+            found.append(entry)
+        if len(rows) < wanted:
+            return Page(found, False)
+        seq = found[-1].seq
+
+
+def _size(body: str) -> int:
+    """In bytes; most bodies are ASCII, which costs nothing to know."""
+    return len(body) if body.isascii() else len(body.encode())
 
 
 async def after(tx: Tx, transcript: int, seq: int, limit: int, *, tools: bool) -> list[Entry]:
-    """Up to `limit` entries after `seq`, oldest first."""
+    """`limit` entries after `seq` however large they are, oldest first; fewer only at the end."""
     query = SQL.after if tools else SQL.after_without_tools
-    rows = await tx.all(query, transcript=transcript, after=seq, limit=limit)
-    return [_entry(row) for row in rows]
+    return [Entry(*row) for row in await tx.all(query, transcript=transcript, seq=seq, limit=limit)]
 
 
 async def last_seq(tx: Tx, transcript: int) -> int:

@@ -1,8 +1,8 @@
 """Who is asking: credentials and origins in, a `Caller` out, the same for every transport.
 
-The order is fixed: first whether this address has failed too often, then the origin, then the secret. Scopes
-come from the token's record; what a client asks for can only make them fewer. Headers that a proxy would add
-are not looked at.
+The order is fixed: first whether this address has failed too often, then the origin, then the secret. A long
+token is let in all the same, so that a program with an old one does not lock its owner out. Scopes come from the
+token's record; what a client asks for can only make them fewer. Headers that a proxy would add are not looked at.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ Mode = Literal["token", "password", "none"]
 WINDOW = 60_000  # ms in which failures count
 FAILURES, FAILURES_IN_ALL = 10, 200  # in one window: from one address, and from everywhere
 ADDRESSES = 4096  # that are remembered
+LONG = 32  # characters of a token that nobody finds by trying
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 CARD = "Pass the token of this gateway; `antiphon status` says where it is kept."
 
@@ -59,20 +60,21 @@ class Failures:
         self._by_address: OrderedDict[str, deque[int]] = OrderedDict()
         self._all: deque[int] = deque(maxlen=FAILURES_IN_ALL)
 
-    def check(self, address: str) -> None:
-        """Raises while there are too many; nothing else is looked at then."""
+    def limit(self, address: str) -> TooManyFailures | None:
+        """Why this address has to wait, while there are too many."""
         now = self._clock.now()
         for times, most in ((self._by_address.get(address), FAILURES), (self._all, FAILURES_IN_ALL)):
             while times and times[0] <= now - WINDOW:
                 times.popleft()
             if times and len(times) >= most:
                 wait = times[0] + WINDOW - now
-                raise TooManyFailures(
+                return TooManyFailures(
                     "Too many wrong credentials came from this address.",
                     f"Try again in {max(1, wait // 1000)} seconds.",
                     code="AUTH_RATE_LIMITED",
                     retryAfterMs=wait,
                 )
+        return None
 
     def count(self, address: str) -> None:
         now = self._clock.now()
@@ -101,6 +103,7 @@ class Guard:
         self._password = password
         self._origins = {_origin(origin) for origin in origins}
         self._failures = Failures(clock)
+        self._failures_elsewhere = Failures(clock)
         self.refused = 0
         """Wrong secrets since the start."""
 
@@ -108,11 +111,12 @@ class Guard:
         self, address: str, origin: str | None, *, token: str | None = None, password: str | None = None
     ) -> Identity:
         """Whoever brings the right secret from an origin that may bring one."""
-        self._failures.check(address)
+        given = [secret for secret in (token, password) if secret]
+        if (limit := self._failures.limit(address)) and not self._surely_known(given):
+            raise limit
         self.admit_origin(origin)
         if self.mode == "none":
             return EVERYTHING
-        given = [secret for secret in (token, password) if secret]
         if not given:
             raise Unauthorized(
                 f"unauthorized: gateway {self.mode} missing.", CARD, code=self._code("MISSING")
@@ -120,17 +124,20 @@ class Guard:
         for secret in given:  # clients put the secret into either field
             if identity := self._known(secret):
                 return identity
-        self._refuse(address)
+        self._refuse(address, self._failures)
         raise Unauthorized(f"unauthorized: gateway {self.mode} mismatch.", CARD, code=self._code("MISMATCH"))
 
     def admit_origin(self, origin: str | None) -> None:
-        """A browser says on whose page a request was made; programs say nothing."""
-        if origin is not None and _origin(origin) not in self._origins:
+        if not self.allows(origin):
             raise Forbidden(
-                f"Requests from pages of {origin[:200]!r} are not allowed.",
+                f"Requests from pages of {(origin or '')[:200]!r} are not allowed.",
                 "Add it to gateway.controlUi.allowedOrigins if you trust it.",
                 code="CONTROL_UI_ORIGIN_NOT_ALLOWED",
             )
+
+    def allows(self, origin: str | None) -> bool:
+        """A browser says on whose page a request was made; programs say nothing."""
+        return origin is None or _origin(origin) in self._origins
 
     def http(self, address: str, headers: Mapping[str, str]) -> Identity:
         """For a request: `Authorization: Bearer <token or password>`."""
@@ -141,22 +148,28 @@ class Guard:
         return self.admit(address, headers.get("origin"), token=given)
 
     def expect(self, address: str, origin: str | None, given: str | None, secret: str, what: str) -> None:
-        """For a door with a secret of its own: whoever tries it counts like whoever tries the token."""
-        self._failures.check(address)
+        """For a door with a secret of its own. Who tries it in vain is counted apart: it locks nobody else out."""
+        right = bool(given and secret) and _same(given or "", secret)
+        if (limit := self._failures_elsewhere.limit(address)) and not (right and len(secret) >= LONG):
+            raise limit
         self.admit_origin(origin)
         if not given:
             raise Unauthorized(
                 f"unauthorized: {what} missing.", f"Pass the {what}.", code="AUTH_TOKEN_MISSING"
             )
-        if not (secret and _same(given, secret)):
-            self._refuse(address)
+        if not right:
+            self._refuse(address, self._failures_elsewhere)
             raise Unauthorized(
                 f"unauthorized: {what} mismatch.", f"Pass the {what}.", code="AUTH_TOKEN_MISMATCH"
             )
 
-    def _refuse(self, address: str) -> None:
-        self._failures.count(address)
+    def _refuse(self, address: str, failures: Failures) -> None:
+        failures.count(address)
         self.refused += 1
+
+    def _surely_known(self, given: Iterable[str]) -> bool:
+        """Whether one of these is right and cannot have been found by trying, as a password can."""
+        return self.mode == "token" and any(len(secret) >= LONG and self._known(secret) for secret in given)
 
     def _known(self, secret: str) -> Identity | None:
         if self.mode == "password":
@@ -177,6 +190,11 @@ class Guard:
 
     def _code(self, what: str) -> str:
         return f"AUTH_{self.mode.upper()}_{what}"
+
+
+def origin_of(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """What a browser says of itself, in headers as they came."""
+    return next((value.decode("latin-1") for name, value in headers if name == b"origin"), None)
 
 
 def own_origins(host: str, port: int, base: str = "http") -> list[str]:

@@ -2,12 +2,14 @@
 
 Nobody waits for a client. Whatever is meant for it goes into its outbox, which one writer empties as fast as the
 client reads; an outbox that grows beyond its bound ends the connection, and the client resumes from the number it
-saw last. Pieces of an answer in progress are the exception: they are left out while the client lags.
+saw last. Where all outboxes of the process together grow beyond theirs, that ends whoever has more than a little
+waiting. Pieces of an answer in progress are the exception: they are left out while the client lags.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -20,6 +22,9 @@ from antiphon.gateway.auth import Identity
 
 LAG = frames.MAX_BUFFERED // 16  # bytes waiting above which pieces of answers are left out
 MOST_FRAMES = 20_000
+MOST_TOGETHER = 512 * 2**20  # bytes that may wait for all clients of the process
+LITTLE = 2**20  # bytes waiting up to which a connection is not to blame for what waits for all
+REASON = 120  # bytes of why a connection is closed; a close frame holds 123
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -41,8 +46,18 @@ class Client:
     device: str | None
 
 
+class Outboxes:
+    """What waits in all outboxes that share this, in bytes."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+
+
+EVERYBODY = Outboxes()
+
+
 class Connection:
-    def __init__(self, number: str, send: Send, opened_at: int) -> None:
+    def __init__(self, number: str, send: Send, opened_at: int, together: Outboxes = EVERYBODY) -> None:
         self.id = number
         self.opened_at = opened_at
         self.protocol = frames.PROTOCOLS[-1]
@@ -56,8 +71,10 @@ class Connection:
         self.ended = asyncio.Event()
         self._send = send
         self._seq = 0
-        self._outbox: deque[str] = deque()
+        self._outbox: deque[tuple[str, int]] = deque()
+        """Texts and what they take, which may be another size once they have been sent."""
         self._waiting = 0
+        self._together = together
         self._flushing = False
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
@@ -85,13 +102,29 @@ class Connection:
     def _keep(self, text: str) -> None:
         if self.closing:
             return
-        if self._waiting > frames.MAX_BUFFERED or len(self._outbox) >= MOST_FRAMES:
+        if self._is_slow():
             self.close(1008, "slow consumer")
+            self._forget()  # at once, so that no others are closed for what nobody will be sent
             return
-        self._outbox.append(text)
-        self._waiting += len(text)
+        size = sys.getsizeof(text)  # in memory, which is known at once; encoding it would cost each listener
+        self._outbox.append((text, size))
+        self._count(size)
         if self._waiting > LAG:
             self._room.clear()
+
+    def _is_slow(self) -> bool:
+        if self._waiting > frames.MAX_BUFFERED or len(self._outbox) >= MOST_FRAMES:
+            return True
+        return self._together.waiting > MOST_TOGETHER and self._waiting > LITTLE
+
+    def _count(self, size: int) -> None:
+        self._waiting += size
+        self._together.waiting += size
+
+    def _forget(self) -> None:
+        """All but what is just being sent."""
+        self._count(-sum(size for _, size in self._outbox))
+        self._outbox.clear()
 
     async def answer(self, text: str) -> None:
         """A response of the reader, sent by itself if the writer is idle: waking it would cost as much again."""
@@ -127,10 +160,12 @@ class Connection:
     async def _flush(self) -> None:
         self._flushing = True
         try:
-            while self._outbox and not (self.closing and self.closing[1] == "slow consumer"):
-                text = self._outbox.popleft()
-                await self._send({"type": "websocket.send", "text": text})
-                self._waiting -= len(text)
+            while self._outbox:
+                text, size = self._outbox.popleft()
+                try:
+                    await self._send({"type": "websocket.send", "text": text})
+                finally:
+                    self._count(-size)
                 if self._waiting <= LAG:
                     self._room.set()
         finally:
@@ -141,7 +176,7 @@ class Connection:
     async def hang_up(self) -> None:
         code, reason = self.closing or (1000, "")
         with suppress(Exception):  # the client may be gone already
-            await self._send({"type": "websocket.close", "code": code, "reason": reason[:120]})
+            await self._send({"type": "websocket.close", "code": code, "reason": _cut(reason)})
 
     # --- work that outlives a request ---
 
@@ -152,9 +187,16 @@ class Connection:
         task.add_done_callback(self.tasks.discard)
 
     async def end(self) -> None:
+        """When it is closed, and nothing is sent any more."""
+        self._forget()
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+def _cut(reason: str) -> str:
+    """What fits into a close frame, without half a character at its end."""
+    return reason.encode(errors="replace")[:REASON].decode(errors="ignore")
 
 
 async def _plain(work: Callable[[], Awaitable[None]]) -> None:

@@ -12,7 +12,15 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from antiphon.errors import AntiphonError, Forbidden, InvalidInput
+from antiphon.errors import (
+    AntiphonError,
+    Forbidden,
+    InvalidInput,
+    LaneFull,
+    StoreError,
+    TooManyFailures,
+    Unavailable,
+)
 
 PROTOCOLS = (3, 4)
 FIRST_BYTES = 64 * 1024  # of a frame from somebody who has not said who they are
@@ -21,6 +29,8 @@ MAX_BUFFERED = 50 * 2**20  # that may wait for a client before it is dropped
 TICK = 30_000  # ms
 
 T = TypeVar("T")
+AGAIN = (StoreError, LaneFull, Unavailable, TooManyFailures)
+"""Errors after which nothing has happened and the same request may work later."""
 
 
 class Params(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
@@ -98,7 +108,7 @@ def wire_error(error: AntiphonError, protocol: int) -> WireError:
     if code == "FORBIDDEN" and protocol < 4:
         code = "INVALID_REQUEST"
     retry = error.data.get("retryAfterMs")
-    return WireError(code, message, details, retryable=code == "UNAVAILABLE", retry_after_ms=retry)
+    return WireError(code, message, details, retryable=isinstance(error, AGAIN), retry_after_ms=retry)
 
 
 def read_params(method: str, raw: msgspec.Raw, decoder: msgspec.json.Decoder[T]) -> T:

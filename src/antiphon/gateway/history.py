@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -21,6 +22,7 @@ from antiphon.access import Caller
 from antiphon.bus import MessageAppended, SessionChanged
 from antiphon.engine.transcripts import Entry
 from antiphon.errors import Conflict, InvalidInput
+from antiphon.gateway.auth import Identity
 from antiphon.gateway.gateway import Gateway
 from antiphon.gateway.replies import EventStream, Slots, json_reply, sse
 from antiphon.operations import HISTORY_LIMIT, HISTORY_MOST, HistoryFilter, Operations
@@ -40,15 +42,16 @@ class Place(msgspec.Struct, frozen=True):
         return f"{self.session_id}:{self.seq}"
 
 
-async def get_history(gateway: Gateway, slots: Slots, caller: Caller, request: Request) -> Response:
+async def get_history(gateway: Gateway, slots: Slots, identity: Identity, request: Request) -> Response:
     session = session_in(request, "/history")
     wanted = _wanted(request.query_params)
-    operations = gateway.house.operations
+    operations, caller = gateway.house.operations, identity.caller()
     if not _is_stream(request):
         return json_reply(page_view(await operations.history(caller, session, wanted)))
     story = Story(operations, caller, session, wanted)
     events = story.events(request.headers.get("last-event-id"))
-    return await EventStream.opened(events, gateway.closing, slots)
+    still_known = partial(gateway.guard.still_knows, identity)
+    return await EventStream.opened(events, gateway.closing, slots, still_known)
 
 
 async def post_kill(gateway: Gateway, caller: Caller, request: Request) -> Response:
@@ -173,6 +176,8 @@ def _why_not(last_event_id: str, end: Place) -> str:
 
 
 def _is_stream(request: Request) -> bool:
+    if request.method == "HEAD":
+        return False  # there is nobody to read it
     return _flag(request.query_params, "follow") or "text/event-stream" in request.headers.get("accept", "")
 
 

@@ -24,6 +24,7 @@ from antiphon.messages import Provenance
 from antiphon.operations import Message
 from antiphon.views import Accepted
 
+_NAMESPACE = uuid.UUID("0d0c4b1e-52f3-4d0e-8a53-6f0f3a2b7c95")
 HOOK = Caller.operator([WRITE])
 """A hook may speak; that it reads too is implied, and it is told nothing but the run's id."""
 
@@ -68,7 +69,7 @@ class Hooks:
         self._token = await asyncio.to_thread(self._settings.token.reveal)
 
     async def check(self, address: str, request: Request) -> None:
-        """Whether the sender knows the secret; wrong ones count like every other wrong credential."""
+        """Whether the sender knows the secret; wrong ones are limited like every other wrong credential."""
         if self._token is None:
             await self.open()
         kind, _, bearer = request.headers.get("authorization", "").partition(" ")
@@ -78,12 +79,14 @@ class Hooks:
 
     async def post_agent(self, request: Request) -> Response:
         wanted = await read_json(request, AgentHook)
-        session = self._session(wanted)
+        _check_name(wanted.name)
+        again = request.headers.get("idempotency-key")
+        session = self._session(wanted, again)
         accepted = await self._submit(
             Message(
                 session=session,
                 content=wanted.message,
-                idempotency_key=request.headers.get("idempotency-key"),
+                idempotency_key=again,
                 origin="hook",
                 model=wanted.model,
                 thinking=wanted.thinking,
@@ -95,6 +98,7 @@ class Hooks:
 
     async def post_wake(self, request: Request) -> Response:
         wanted = await read_json(request, WakeHook)
+        self._agent(None)
         accepted = await self._submit(
             Message(
                 session="main",
@@ -109,12 +113,19 @@ class Hooks:
     async def _submit(self, message: Message) -> Accepted:
         return await self._gateway.house.operations.submit(HOOK, message)
 
-    def _session(self, wanted: AgentHook) -> str:
+    def _session(self, wanted: AgentHook, again: str | None) -> str:
         if wanted.session_key is not None:
             return self._requested(wanted.session_key, wanted.agent_id)
         if self._settings.default_session_key is not None and wanted.agent_id is None:
-            return self._settings.default_session_key
-        return str(keys.owned_key(self._agent(wanted.agent_id), "hook", str(uuid.uuid4())))
+            return self._default(self._settings.default_session_key)
+        # Sent again with the same key, the same session is meant: a new one would be another message.
+        unique = uuid.uuid5(_NAMESPACE, again) if again else uuid.uuid4()
+        return str(keys.owned_key(self._agent(wanted.agent_id), "hook", str(unique)))
+
+    def _default(self, reference: str) -> str:
+        if self._settings.allowed_agent_ids is not None:
+            self._agent(self._canonical(reference, None).agent_id or None)
+        return reference
 
     def _requested(self, reference: str, agent_id: str | None) -> str:
         if not self._settings.allow_request_session_key:
@@ -168,3 +179,12 @@ class Hooks:
                 f"A hook may not start the agent {agent_id!r}.", "Use one that hooks.allowedAgentIds admits."
             )
         return agent_id
+
+
+def _check_name(name: str | None) -> None:
+    if name is not None and not name.isprintable():
+        raise InvalidInput(
+            "'name' holds characters that cannot be shown.",
+            "Use letters, digits, punctuation and blanks.",
+            field="name",
+        )

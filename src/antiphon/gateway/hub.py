@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,7 @@ EVENTS = [
 GATHER = 0.02  # seconds in which changes of sessions are gathered before their rows are read
 TOGETHER = 500  # changes told at once, at most
 TOOL_EVENTS = "tool-events"
+PAUSE = 1.0  # seconds after which a telling that failed begins again
 PRESENCE = 1.0  # seconds between two tellings of who is there
 INJECTED = "gateway-injected"  # the model of what `chat.inject` puts into a transcript
 ENDED = 4096  # runs that are remembered to have ended
@@ -105,12 +106,10 @@ class Hub:
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._hear(EVERY_SESSION))
-            group.create_task(self._hear("sessions"))
-            group.create_task(self._tell_changes())
-            group.create_task(self._tell_presence())
-            group.create_task(self._tick())
-            group.create_task(self.survey.run())
+            group.create_task(_kept(lambda: self._hear(EVERY_SESSION)))
+            group.create_task(_kept(lambda: self._hear("sessions")))
+            for work in (self._tell_changes, self._tell_presence, self._tick, self.survey.run):
+                group.create_task(_kept(work))
 
     # --- who is there ---
 
@@ -441,6 +440,16 @@ class Hub:
     def _tell_all(self, text: str, *, droppable: bool = False) -> None:
         for connection in self._readers():
             connection.event(text, droppable=droppable)
+
+
+async def _kept(work: Callable[[], Awaitable[None]]) -> None:
+    """Begin again what has failed: the telling of events must not end before the gateway does."""
+    while True:
+        try:
+            await work()
+        except Exception:
+            log.exception("Telling clients what happens failed; it begins again")
+        await asyncio.sleep(PAUSE)
 
 
 def _closing(event: RunChanged, run: _Run) -> dict[str, Any]:

@@ -25,12 +25,6 @@ from antiphon.views import SessionView
 log = logging.getLogger(__name__)
 
 TIME = 120.0  # seconds a tool may take
-ACTING = frozenset(
-    {
-        "sessions_send", "sessions_spawn", "cron", "gateway",
-        "exec", "spawn", "shell", "fs_write", "fs_delete", "fs_move", "apply_patch",
-    }
-)  # fmt: skip
 
 
 class Invocation(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
@@ -69,7 +63,7 @@ async def invoke(gateway: Gateway, caller: Caller, wanted: Invocation, key: str 
     tool = _offered(gateway, name, rules.allow, rules.deny)
     call = Call(
         caller=_acting(gateway.house.config, session, agent_id),
-        run_id="http",
+        run_id=f"http:{session.key}",
         call_id=_call_id(key),
         arguments=_arguments(tool, wanted),
     )
@@ -81,9 +75,8 @@ async def invoke(gateway: Gateway, caller: Caller, wanted: Invocation, key: str 
 
 def _offered(gateway: Gateway, name: str, allow: tuple[tuple[str, ...], ...], deny: tuple[str, ...]) -> Tool:
     over_http = gateway.house.config.gateway.tools
-    refused = (ACTING - set(over_http.allow)) | set(over_http.deny)
     tool = gateway.house.toolbox.allowed(allow, deny).get(name)
-    if tool is None or name in refused:
+    if tool is None or name in over_http.deny or (tool.acts and name not in over_http.allow):
         raise ToolMissing(
             f"Tool not available: {name[:80]}.",
             "Name it in gateway.tools.allow if it exists and may be used.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,6 +15,7 @@ from starlette.responses import Response
 from antiphon.access import Caller
 from antiphon.errors import InvalidInput
 from antiphon.gateway import openai_api as openai
+from antiphon.gateway.auth import Identity
 from antiphon.gateway.gateway import Gateway
 from antiphon.gateway.openai_api import Content, Said
 from antiphon.gateway.replies import EventStream, Slots, json_reply, read_json, sse
@@ -52,14 +54,16 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
 
 
-async def post_chat(gateway: Gateway, slots: Slots, caller: Caller, request: Request) -> Response:
-    config = gateway.house.config
+async def post_chat(gateway: Gateway, slots: Slots, identity: Identity, request: Request) -> Response:
+    config, caller = gateway.house.config, identity.caller()
     wanted = await read_json(request, ChatRequest, openai.body_limit(config))
     place = openai.place_for(config, request, openai.agent_named(config, wanted.model), wanted.user)
     said = [Said(one.role, _content(one, f"messages[{at}]")) for at, one in enumerate(wanted.messages)]
     message = openai.message_of(request, place, said, None)
     if wanted.stream:
-        return await EventStream.opened(_chunks(gateway, caller, wanted, message), gateway.closing, slots)
+        events = _chunks(gateway, caller, wanted, message)
+        still_known = partial(gateway.guard.still_knows, identity)
+        return await EventStream.opened(events, gateway.closing, slots, still_known)
     with slots.take():  # before the run is accepted: without a place it could not be waited for
         view = await openai.run_to_end(gateway, caller, request, message)
     return json_reply(_completion(wanted, view)) if openai.answered(view) else openai.run_error_reply(view)

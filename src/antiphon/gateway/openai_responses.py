@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -14,6 +15,7 @@ from starlette.responses import Response
 from antiphon.access import Caller
 from antiphon.errors import InvalidInput, NotFound
 from antiphon.gateway import openai_api as openai
+from antiphon.gateway.auth import Identity
 from antiphon.gateway.gateway import Gateway
 from antiphon.gateway.openai_api import Content, Place, Said
 from antiphon.gateway.replies import EventStream, Slots, json_reply, read_json, sse
@@ -49,8 +51,8 @@ class ResponseRequest(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] | None = None
 
 
-async def post_responses(gateway: Gateway, slots: Slots, caller: Caller, request: Request) -> Response:
-    config = gateway.house.config
+async def post_responses(gateway: Gateway, slots: Slots, identity: Identity, request: Request) -> Response:
+    config, caller = gateway.house.config, identity.caller()
     wanted = await read_json(request, ResponseRequest, openai.body_limit(config))
     agent_id = openai.agent_named(config, wanted.model)
     place = openai.place_for(config, request, agent_id, wanted.user)
@@ -58,7 +60,9 @@ async def post_responses(gateway: Gateway, slots: Slots, caller: Caller, request
         place = await _place_of(gateway, caller, wanted.previous_response_id)
     message = openai.message_of(request, place, _said(wanted.input), wanted.instructions)
     if wanted.stream:
-        return await EventStream.opened(_events(gateway, caller, wanted, message), gateway.closing, slots)
+        events = _events(gateway, caller, wanted, message)
+        still_known = partial(gateway.guard.still_knows, identity)
+        return await EventStream.opened(events, gateway.closing, slots, still_known)
     with slots.take():  # before the run is accepted: without a place it could not be waited for
         view = await openai.run_to_end(gateway, caller, request, message)
     if not openai.answered(view):

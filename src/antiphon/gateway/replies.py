@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Generator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
@@ -52,6 +52,10 @@ def json_reply(content: object, status: int = 200, headers: Mapping[str, str] | 
 # --- errors ---
 
 
+class GoesOn(Unavailable):
+    """The gateway stops, but the run was accepted: a client that asks again by itself would start another."""
+
+
 def error_type(error: AntiphonError) -> str:
     """The word for machines. Whatever is wrong with what was sent is one word; the sentence says what."""
     return "invalid_request" if error.http == 400 else error.code
@@ -62,6 +66,8 @@ def error_headers(error: AntiphonError) -> dict[str, str]:
         return {"Retry-After": str(max(1, round(error.data.get("retryAfterMs", 1000) / 1000)))}
     if isinstance(error, Unauthorized):
         return {"WWW-Authenticate": "Bearer"}
+    if isinstance(error, GoesOn):
+        return {"x-should-retry": "false"}
     return {}
 
 
@@ -169,28 +175,41 @@ class EventStream(EventSourceResponse):
         events: AsyncGenerator[ServerSentEvent],
         closing: asyncio.Event,
         slots: Slots,
+        still_known: Callable[[], bool],
     ) -> None:
         self._events = events
         self._slots = slots
+        self._still_known = still_known
+        self._revoked = asyncio.Event()
         super().__init__(  # pyright: ignore[reportUnknownMemberType] - its own annotations say `dict`
-            _chain(first, until(closing, events)),
+            _chain(first, until(events, closing, self._revoked)),
             headers=SAFE,
             ping=KEEP_ALIVE,
-            ping_message_factory=lambda: ServerSentEvent(comment="keepalive", sep="\n"),
+            ping_message_factory=self._keep_alive,
             sep="\n",
             send_timeout=SEND_TIME,
         )
 
     @classmethod
     async def opened(
-        cls, events: AsyncGenerator[ServerSentEvent], closing: asyncio.Event, slots: Slots
+        cls,
+        events: AsyncGenerator[ServerSentEvent],
+        closing: asyncio.Event,
+        slots: Slots,
+        still_known: Callable[[], bool],
     ) -> EventStream:
+        """`still_known` is asked again and again whether the reader would be let in now; else the stream ends."""
         slots.enter()  # left when the reply has been given, or here if there is none
         try:
-            return cls(await anext(events), events, closing, slots)
+            return cls(await anext(events), events, closing, slots, still_known)
         except BaseException:
             slots.leave()
             raise
+
+    def _keep_alive(self) -> ServerSentEvent:
+        if not self._still_known():
+            self._revoked.set()
+        return ServerSentEvent(comment="keepalive", sep="\n")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -217,14 +236,14 @@ def sse(content: object, *, event: str | None = None, id: str | None = None) -> 
     return ServerSentEvent(msgspec.json.encode(content).decode(), event=event, id=id, sep="\n")
 
 
-async def until(stop: asyncio.Event, items: AsyncGenerator[T]) -> AsyncGenerator[T]:
-    """What `items` gives, until `stop` is set."""
-    stopped = asyncio.ensure_future(stop.wait())
+async def until(items: AsyncGenerator[T], *stops: asyncio.Event) -> AsyncGenerator[T]:
+    """What `items` gives, until one of `stops` is set."""
+    stopped = [asyncio.ensure_future(stop.wait()) for stop in stops]
     coming: asyncio.Future[T] | None = None
     try:
-        while not stop.is_set():
+        while not any(stop.is_set() for stop in stops):
             coming = asyncio.ensure_future(anext(items))
-            await asyncio.wait({coming, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({coming, *stopped}, return_when=asyncio.FIRST_COMPLETED)
             if not coming.done():
                 return
             try:
@@ -233,7 +252,7 @@ async def until(stop: asyncio.Event, items: AsyncGenerator[T]) -> AsyncGenerator
                 return
             yield item
     finally:
-        await dropped(stopped, coming)
+        await dropped(*stopped, coming)
         await items.aclose()
 
 
@@ -242,7 +261,7 @@ async def waited(request: Request, closing: asyncio.Event, work: Awaitable[T]) -
 
     Raises:
         ClientDisconnect: the client has gone.
-        Unavailable: the gateway closes.
+        GoesOn: the gateway closes.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(request))
@@ -253,7 +272,7 @@ async def waited(request: Request, closing: asyncio.Event, work: Awaitable[T]) -
             return task.result()
         if gone.done():
             raise ClientDisconnect
-        raise Unavailable(
+        raise GoesOn(
             "The gateway is stopping; the run goes on when it is back.",
             "Ask again then, with the same Idempotency-Key.",
         )

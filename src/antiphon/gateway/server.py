@@ -26,6 +26,7 @@ from antiphon.gateway import frames
 from antiphon.gateway.app import App
 from antiphon.gateway.auth import Guard, own_origins
 from antiphon.gateway.gateway import Gateway
+from antiphon.gateway.heads import BoundedProtocol, most_connections
 from antiphon.gateway.hub import Hub
 from antiphon.gateway.tokens import Tokens, configured
 from antiphon.host import House, house
@@ -76,31 +77,36 @@ async def serving(
 ) -> AsyncGenerator[Served]:
     """Host the directory and listen, until the context is left."""
     host = address(config)
+    most = most_connections()
     async with house(config, state_dir, tools=tools, functions=functions, clock=clock, pace=pace) as opened:
         listener = _listen(host, config.gateway.port if port is None else port)
         number = listener.getsockname()[1]
         try:
             guard = await asyncio.to_thread(_guard, config, opened, state_dir, host, number)
             gateway = Gateway(house=opened, guard=guard, state_dir=state_dir, started_at=opened.clock.now())
-            async with _listening(gateway, listener, _url(host, number)) as served:
+            async with _listening(gateway, listener, _url(host, number), most) as served:
                 yield served
         finally:
             listener.close()
 
 
 @asynccontextmanager
-async def _listening(gateway: Gateway, listener: socket.socket, url: str) -> AsyncGenerator[Served]:
+async def _listening(
+    gateway: Gateway, listener: socket.socket, url: str, most: int
+) -> AsyncGenerator[Served]:
     hub = Hub(gateway)
     app = App(gateway, hub)
-    async with app.web.open(), _answering(gateway, hub, app, listener, url) as served:
+    async with (
+        app.web.open(),
+        _answering(gateway, hub, _Server(_settings(app, most)), listener, url) as served,
+    ):
         yield served
 
 
 @asynccontextmanager
 async def _answering(
-    gateway: Gateway, hub: Hub, app: App, listener: socket.socket, url: str
+    gateway: Gateway, hub: Hub, server: uvicorn.Server, listener: socket.socket, url: str
 ) -> AsyncGenerator[Served]:
-    server = _Server(_settings(app))
     telling = asyncio.create_task(hub.run())
     task = asyncio.create_task(server.serve(sockets=[listener]))
     note = gateway.state_dir / NOTE
@@ -125,11 +131,12 @@ async def _started(server: uvicorn.Server, task: asyncio.Task[None]) -> None:
         await asyncio.sleep(0.001)
 
 
-def _settings(app: App) -> uvicorn.Config:
+def _settings(app: App, most: int) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="none",
-        http="httptools",
+        http=BoundedProtocol,
+        limit_concurrency=most + 1,  # the protocol hangs up at this one
         ws="websockets-sansio",
         ws_max_size=frames.MAX_BYTES,
         ws_per_message_deflate=False,  # memory and time for every client, for texts on one machine

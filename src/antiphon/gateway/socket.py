@@ -16,7 +16,7 @@ from typing import Any, cast
 import msgspec
 
 from antiphon.errors import AntiphonError, Forbidden, InvalidInput, Unauthorized, Unavailable
-from antiphon.gateway import frames, handshake
+from antiphon.gateway import auth, frames, handshake
 from antiphon.gateway.connection import Connection
 from antiphon.gateway.gateway import Gateway
 from antiphon.gateway.hub import Hub
@@ -29,6 +29,7 @@ FIRST_WORD = 15.0  # seconds a client may take to say who it is
 LAST_WORD = 0.5  # seconds in which a client has to take what was still meant for it
 MOST_CONNECTIONS = 4096
 MOST_STRANGERS = 64  # that have not said who they are
+MOST_FOREIGN = 8  # strangers among them that come from a page which may not, and only get to hear so
 MOST_WAITING = 256  # requests of one connection that wait for something
 
 Scope = MutableMapping[str, Any]
@@ -54,22 +55,27 @@ class Sockets:
         self._hub = hub
         self._open = 0
         self._strangers = 0
+        self._foreign = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()  # websocket.connect
+        foreign = not self._gateway.guard.allows(auth.origin_of(scope["headers"]))
         if (
             self._gateway.closing.is_set()
             or self._open >= MOST_CONNECTIONS
             or self._strangers >= MOST_STRANGERS
+            or (foreign and self._foreign >= MOST_FOREIGN)
         ):
             await send({"type": "websocket.close", "code": 1013, "reason": "try again later"})
             return
         self._open += 1
+        self._foreign += foreign
         try:
             await send({"type": "websocket.accept"})
             await self._serve(scope, receive, send)
         finally:
             self._open -= 1
+            self._foreign -= foreign
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = Connection(uuid.uuid4().hex, send, self._gateway.house.clock.now())

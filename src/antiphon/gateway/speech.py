@@ -1,6 +1,7 @@
 """A text for a session, from any method: an ordinary message, or one of the few commands that a text can be.
 
-A command needs exactly what its own method needs: `/new` from somebody who may not reset is refused, not sent.
+A command that is said again with the same key is not done again. It needs exactly what its own method needs: `/new`
+from somebody who may not reset is refused, not sent.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ async def speak(operations: Operations, caller: Caller, message: Message) -> Spo
     commanding = isinstance(message.content, str) and message.provenance is None
     text = message.content.strip() if commanding and isinstance(message.content, str) else ""
     if text.lower() in STOPS:
-        stopped = await operations.stop(caller, message.session)
+        stopped = await operations.stop(caller, message.session, key=message.idempotency_key)
         return Spoken(message.session, done="stopped", run_ids=stopped.run_ids)
     if match := _RENEW.fullmatch(text):
         reason = "new" if match[1].lower() == "new" else "reset"
-        view = await operations.reset(caller, message.session, reason)
+        view = await operations.reset(caller, message.session, reason, key=message.idempotency_key)
         return Spoken(view.key, done="reset")
     if command := policy.parse_send_command(text):
         value = None if command == "inherit" else command

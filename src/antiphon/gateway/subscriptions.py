@@ -56,8 +56,8 @@ class Channel:
 
     def _tell(self, event: Event) -> None:
         if isinstance(event, SessionChanged) and event.session_id:
-            self.session_id, self.seq = event.session_id, 0
-            self.seen = dict.fromkeys(self.seen, 0)
+            self.session_id, self.seq = event.session_id, event.seq
+            self.seen = dict.fromkeys(self.seen, event.seq)
             self._gap(list(self.seen), "reset")
         elif isinstance(event, MessageAppended):
             self.seq = event.seq
@@ -96,6 +96,8 @@ class Subscriptions:
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
         self._channels: dict[str, Channel] = {}
+        self._joined: dict[Connection, set[Channel]] = {}
+        """What each connection is subscribed to; without it, who leaves would be looked for everywhere."""
         self._opening = asyncio.Lock()
 
     def subscribed(self, connection: Connection, key: str) -> bool:
@@ -110,7 +112,7 @@ class Subscriptions:
             connection.caller, session, HistoryFilter(limit=1, include_tools=True)
         )
         key = rows.shown(page.session_key)
-        if sum(self.subscribed(connection, other) for other in self._channels if other != key) >= MOST:
+        if not self.subscribed(connection, key) and len(self._joined.get(connection, ())) >= MOST:
             raise InvalidInput(
                 f"This connection is subscribed to {MOST} sessions already.",
                 "Unsubscribe from one.",
@@ -118,6 +120,7 @@ class Subscriptions:
             )
         channel = await self._channel(key)
         channel.drop(connection)
+        self._joined.setdefault(connection, set()).add(channel)
         if after is None:
             channel.seen[connection] = channel.seq
         else:
@@ -154,7 +157,7 @@ class Subscriptions:
             for connection in (*channel.seen, *channel.arriving):
                 # A session that is gone, or a store that failed: it can be asked again.
                 connection.event(gap(channel.key, channel.session_id, "ended"))
-                channel.drop(connection)
+                self._part(channel, connection)
 
     async def _catch_up(
         self, channel: Channel, connection: Connection, visit: object, seq: int, session_id: str | None
@@ -189,7 +192,7 @@ class Subscriptions:
             connection.close(1011, "a subscription failed; connect again")
         finally:
             if channel.arriving.get(connection) is visit:
-                channel.drop(connection)
+                self._part(channel, connection)
             self._sweep(channel)
 
     def remove(self, connection: Connection, key: str) -> bool:
@@ -197,13 +200,21 @@ class Subscriptions:
         if channel is None:
             return False
         found = self.subscribed(connection, key)
-        channel.drop(connection)
+        self._part(channel, connection)
         self._sweep(channel)
         return found
 
     def leave(self, connection: Connection) -> None:
-        for key in list(self._channels):
-            self.remove(connection, key)
+        for channel in self._joined.pop(connection, ()):
+            channel.drop(connection)
+            self._sweep(channel)
+
+    def _part(self, channel: Channel, connection: Connection) -> None:
+        channel.drop(connection)
+        joined = self._joined.get(connection, set())
+        joined.discard(channel)
+        if not joined:
+            self._joined.pop(connection, None)
 
     def _sweep(self, channel: Channel) -> None:
         """A session that nobody wants is not followed."""

@@ -20,6 +20,7 @@ from antiphon import __version__, access
 from antiphon.access import Caller
 from antiphon.errors import AntiphonError, InvalidInput, NotFound
 from antiphon.gateway import health, history, openai_api, openapi, replies, tools_http
+from antiphon.gateway.auth import Identity
 from antiphon.gateway.gateway import Gateway
 from antiphon.gateway.hooks import Hooks
 from antiphon.gateway.metrics import Metrics
@@ -31,12 +32,8 @@ log = logging.getLogger(__name__)
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 Protected = Callable[[Caller, Request], Awaitable[Response]]
+Streaming = Callable[[Identity, Request], Awaitable[Response]]
 GONE = 499  # what a request is counted as whose client left before the answer
-
-
-def routes(gateway: Gateway) -> list[BaseRoute]:
-    """Every route, the last of which takes whatever is left: put others before it. See `Web` for what runs beside."""
-    return Web(gateway).routes
 
 
 class Web:
@@ -57,6 +54,7 @@ class Web:
 
     @property
     def routes(self) -> list[BaseRoute]:
+        """The last takes whatever is left: put others before it."""
         return [*self._public(), *self._sessions(), *self._hooked(), *self._openai(), self._anything_else()]
 
     def _public(self) -> list[BaseRoute]:
@@ -69,7 +67,7 @@ class Web:
 
     def _sessions(self) -> list[BaseRoute]:
         gateway, slots, operator = self._gateway, self.slots, self._operator
-        read = operator(partial(history.get_history, gateway, slots))
+        read = self._streaming(partial(history.get_history, gateway, slots))
         return [
             self._route("/sessions/{key:path}/history", GET=read),
             self._route("/sessions/{key:path}/kill", POST=operator(partial(history.post_kill, gateway))),
@@ -87,17 +85,19 @@ class Web:
         chat, responses = endpoints.chat_completions.enabled, endpoints.responses.enabled
         found: list[BaseRoute] = []
         if chat:
-            found.append(self._openai_route("/v1/chat/completions", POST=partial(post_chat, gateway, slots)))
+            post = self._streaming(partial(post_chat, gateway, slots))
+            found.append(self._openai_route("/v1/chat/completions", POST=post))
         if responses:
-            found.append(self._openai_route("/v1/responses", POST=partial(post_responses, gateway, slots)))
+            post = self._streaming(partial(post_responses, gateway, slots))
+            found.append(self._openai_route("/v1/responses", POST=post))
         if chat or responses:
-            found.append(self._openai_route("/v1/models", GET=partial(openai_api.get_models, gateway)))
+            models = self._operator(partial(openai_api.get_models, gateway))
+            found.append(self._openai_route("/v1/models", GET=models))
         off = Address("/v1/{path:path}", {}, self.metrics, openai_api.error_reply)
         return [*found, Route("/v1/{path:path}", off)]
 
-    def _openai_route(self, path: str, **methods: Protected) -> BaseRoute:
-        endpoints = {method: self._operator(endpoint) for method, endpoint in methods.items()}
-        address = Address(path, endpoints, self.metrics, openai_api.error_reply, openai_api.unexpected_reply)
+    def _openai_route(self, path: str, **methods: Endpoint) -> BaseRoute:
+        address = Address(path, methods, self.metrics, openai_api.error_reply, openai_api.unexpected_reply)
         return Route(path, address)
 
     def _hooked(self) -> list[BaseRoute]:
@@ -119,10 +119,17 @@ class Web:
     # --- who is asking ---
 
     def _operator(self, endpoint: Protected) -> Endpoint:
+        async def called(identity: Identity, request: Request) -> Response:
+            return await endpoint(identity.caller(), request)
+
+        return self._streaming(called)
+
+    def _streaming(self, endpoint: Streaming) -> Endpoint:
+        """What may stay open has to know whose it is: a token may be revoked in the meantime."""
+
         async def checked(request: Request) -> Response:
             _check_query(request)
-            identity = self._gateway.guard.http(address_of(request), request.headers)
-            return await endpoint(identity.caller(), request)
+            return await endpoint(self._gateway.guard.http(address_of(request), request.headers), request)
 
         return checked
 

@@ -21,6 +21,27 @@ def current(row: Row, reference: str) -> None:
         )
 
 
+RESERVED = ("cron:", "http:")
+
+
+def key(given: str | None) -> None:
+    """An idempotency key of a caller. Some names are for runs that nobody but the engine may start."""
+    if given is None:
+        return
+    if not (0 < len(given) <= 200 and given.isprintable()):
+        raise InvalidInput(
+            "The idempotency key must be 1 to 200 printable characters.",
+            "Use a UUID.",
+            field="idempotencyKey",
+        )
+    if given.startswith(RESERVED):
+        raise InvalidInput(
+            f"Idempotency keys that begin with {given.partition(':')[0] + ':'!r} are reserved.",
+            "Use a UUID.",
+            field="idempotencyKey",
+        )
+
+
 def content(said: str | Sequence[Text | Image], most: int, *, beside: str | None = None) -> None:
     """Words that say something and are not too long, together with what is sent beside them."""
     size = _bytes(said) + len((beside or "").encode(errors="replace"))

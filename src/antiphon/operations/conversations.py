@@ -78,15 +78,30 @@ class Conversations(Runs):
         session: str,
         reason: Literal["new", "reset"] = "reset",
         timeout: float = 15.0,
+        *,
+        key: str | None = None,
     ) -> SessionView:
-        """As `renew`, for a session that may be busy: what runs or waits in it is stopped first."""
+        """As `renew`, for a session that may be busy: what runs or waits in it is stopped first.
+
+        Asked again with the same key, nothing is done again.
+        """
+        checks.key(key)
+        if key is not None and (done := await self._store.read(self._done, caller, session, key)):
+            return self._session_view(caller, done)
 
         async def renew(tx: Tx, row: Row, now: int) -> Row:
-            await sessions.renew(tx, row, reason, now)
+            if key is None or await runs.record_command(tx, key, row["id"], reason, now):
+                await sessions.renew(tx, row, reason, now)
             return await self._described(tx, row["id"])
 
         row = await self._when_idle(caller, session, checks.current, renew, timeout)
         return self._renewed(caller, row, reason)
+
+    async def _done(self, tx: Tx, caller: Caller, session: str, key: str) -> Row | None:
+        """The session, if what this key stands for was done before."""
+        row = await self._door.open(tx, caller, "manage", session)
+        known = await tx.one(runs.SQL.accepted_before, id=key)
+        return await self._described(tx, row["id"]) if known and known["session"] == row["id"] else None
 
     async def delete(self, caller: Caller, session: str, timeout: float = 15.0) -> bool:
         """Remove a session and everything said in it; False if there is none. What it spawned stays."""

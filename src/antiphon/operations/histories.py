@@ -31,7 +31,10 @@ class HistoryFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 class Histories(Core):
     async def history(self, caller: Caller, session: str, wanted: HistoryFilter) -> HistoryPage:
-        """A page of a transcript, oldest first: the newest entries, or those before or after a number."""
+        """A page of a transcript, oldest first: the newest entries, or those before or after a number.
+
+        It has `limit` entries at most, and fewer where they are large: `has_more` says whether to go on.
+        """
         limit = between(wanted.limit, 1, HISTORY_MOST, "limit")
         return await self._store.read(self._history, caller, session, wanted, limit)
 
@@ -42,21 +45,18 @@ class Histories(Core):
         transcript, session_id = sessions.named(row)
         tools = wanted.include_tools
         if wanted.after is not None:
-            entries = await transcripts.after(tx, transcript, wanted.after, limit + 1, tools=tools)
-            page, more = entries[:limit], len(entries) > limit
-            cursor = page[-1].seq if page else None
+            page = await transcripts.page_after(tx, transcript, wanted.after, limit, tools=tools)
         else:
             before = transcripts.END if wanted.before is None else wanted.before
-            entries = await transcripts.before(tx, transcript, before, limit + 1, tools=tools)
-            page, more = entries[-limit:], len(entries) > limit
-            cursor = page[0].seq if page else None
+            page = await transcripts.page_before(tx, transcript, before, limit, tools=tools)
+        edge = 0 if wanted.after is None else -1  # the entry that the next page begins beside
         return HistoryPage(
             session_key=row["key"],
             session_id=session_id,
-            messages=[views.history_item(entry) for entry in page],
+            messages=[views.history_item(entry) for entry in page.entries],
             total=await transcripts.last_seq(tx, transcript),
-            has_more=more,
-            next_cursor=str(cursor) if more and cursor is not None else None,
+            has_more=page.more,
+            next_cursor=str(page.entries[edge].seq) if page.more else None,
         )
 
     async def preview(
@@ -79,8 +79,8 @@ class Histories(Core):
             return Preview(key=reference, status="missing", items=[])
         transcript, _ = sessions.named(row)
         # Of the steps of a long answer most have no words, only calls.
-        entries = await transcripts.before(tx, transcript, transcripts.END, 4 * limit, tools=False)
-        items = [item for entry in entries if (item := views.preview_item(entry, max_chars))]
+        page = await transcripts.page_before(tx, transcript, transcripts.END, 4 * limit, tools=False)
+        items = [item for entry in page.entries if (item := views.preview_item(entry, max_chars))]
         return Preview(key=reference, status="ok" if items else "empty", items=items[-limit:])
 
     async def follow(

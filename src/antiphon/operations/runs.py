@@ -11,6 +11,7 @@ from antiphon.access import Caller
 from antiphon.bus import RunChanged, run_topic
 from antiphon.engine import runs
 from antiphon.errors import NotFound
+from antiphon.operations import checks
 from antiphon.operations.core import Core
 from antiphon.store import Row, Tx
 from antiphon.views import RunView
@@ -70,10 +71,16 @@ class Runs(Core):
         queued = await tx.all(runs.SQL.queued_in, session=row["id"])
         return [run["id"] for run in [*active, *queued]]
 
-    async def stop(self, caller: Caller, session: str, run_id: str | None = None) -> StopView:
-        """Stop what runs or waits in a session, and everything below it in its tree."""
+    async def stop(
+        self, caller: Caller, session: str, run_id: str | None = None, *, key: str | None = None
+    ) -> StopView:
+        """Stop what runs or waits in a session, and everything below it in its tree.
+
+        Asked again with the same key, nothing is stopped again.
+        """
+        checks.key(key)
         engine = self._running()
-        row, stopped = await self._store.tx(self._stop, caller, session, run_id, self._clock.now())
+        row, stopped = await self._store.tx(self._stop, caller, session, run_id, key, self._clock.now())
         engine.stopping(stopped)
         run_ids = [*(ended.run_id for ended in stopped.ended), *stopped.asked]
         if run_ids:
@@ -81,7 +88,9 @@ class Runs(Core):
         return StopView(run_ids)
 
     async def _stop(
-        self, tx: Tx, caller: Caller, session: str, run_id: str | None, now: int
+        self, tx: Tx, caller: Caller, session: str, run_id: str | None, key: str | None, now: int
     ) -> tuple[Row, runs.Stopped]:
         row = await self._door.open(tx, caller, "control", session)
+        if key is not None and not await runs.record_command(tx, key, row["id"], "stop", now):
+            return row, runs.Stopped([], [])
         return row, await runs.cancel(tx, row["id"], run_id, now)

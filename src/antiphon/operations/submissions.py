@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,9 +16,6 @@ from antiphon.operations.checks import THINKING
 from antiphon.operations.core import Core
 from antiphon.store import Row, Tx
 from antiphon.views import Accepted
-
-if TYPE_CHECKING:
-    pass
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,13 +44,33 @@ class Submissions(Core):
         if founded:
             self._tell(row, "create")
         await engine.accepted(accepted)
-        return Accepted(
-            run_id=accepted.run_id,
-            session_key=row["key"],
-            session_id=row["session_id"],
-            state=accepted.state,
-            new=accepted.new,
-        )
+        return _receipt(accepted, row)
+
+    async def steer(self, caller: Caller, message: Message) -> tuple[Accepted, list[str]]:
+        """Stop what a session is doing and say this instead, both or neither; and which runs were stopped.
+
+        A message that was said before stops nothing.
+        """
+        self._check(message)
+        engine = self._running()
+        run_id = message.idempotency_key or uuid.uuid4().hex
+        stopped, accepted, row = await self._store.tx(self._steer, caller, message, run_id, self._clock.now())
+        engine.stopping(stopped)
+        await engine.accepted(accepted)
+        run_ids = [*(ended.run_id for ended in stopped.ended), *stopped.asked]
+        if run_ids:
+            self._tell(row, "abort")
+        return _receipt(accepted, row), run_ids
+
+    async def _steer(
+        self, tx: Tx, caller: Caller, message: Message, run_id: str, now: int
+    ) -> tuple[runs.Stopped, runs.Accepted, Row]:
+        session = await self._door.open(tx, caller, "control", message.session)
+        stopped = runs.Stopped([], [])
+        if await tx.one(runs.SQL.accepted_before, id=run_id) is None:
+            stopped = await runs.cancel(tx, session["id"], None, now)
+        accepted, row, _ = await self._submit(tx, caller, message, run_id, now)
+        return stopped, accepted, row
 
     async def _submit(
         self, tx: Tx, caller: Caller, message: Message, run_id: str, now: int
@@ -80,13 +96,7 @@ class Submissions(Core):
     def _check(self, message: Message) -> None:
         """Everything about the words that can be refused without looking anything up."""
         checks.content(message.content, self.config.store.message_max_bytes, beside=message.instructions)
-        key = message.idempotency_key
-        if key is not None and not (0 < len(key) <= 200 and key.isprintable()):
-            raise InvalidInput(
-                "The idempotency key must be 1 to 200 printable characters.",
-                "Use a UUID.",
-                field="idempotencyKey",
-            )
+        checks.key(message.idempotency_key)
         if message.timeout_seconds is not None and not 0 < message.timeout_seconds <= 366 * 86_400:
             raise InvalidInput(
                 "The timeout must be more than 0 seconds and at most a year.",
@@ -101,3 +111,13 @@ class Submissions(Core):
             )
         if message.model is not None:
             self.config.find_model(message.model)
+
+
+def _receipt(accepted: runs.Accepted, row: Row) -> Accepted:
+    return Accepted(
+        run_id=accepted.run_id,
+        session_key=row["key"],
+        session_id=row["session_id"],
+        state=accepted.state,
+        new=accepted.new,
+    )

@@ -2,8 +2,9 @@
 
 Here live what a model is (`ModelSpec`), how long one is tried (`Patience`) and what its failures are called
 (`failure`). How an answer is read off the wire is the business of a `Reader`, one per spec and opened on the
-first step: the one used today stands on pydantic-ai's model layer and is imported only then, so importing
-this module costs nothing. The agent loop of that library is not used; the durable loop is the engine's.
+first step and imported only then, so importing this module costs nothing: a lean one for chat completions,
+and one on pydantic-ai's model layer for every other API. The agent loop of that library is not used; the
+durable loop is the engine's.
 
 A reader makes exactly one attempt and raises `ProviderError`; the attempts are counted here.
 """
@@ -18,7 +19,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 from urllib.parse import urlsplit
 
 import stamina
@@ -190,10 +191,30 @@ def _except_ours(hook: RetryHook) -> RetryHook:
 
 
 def open_reader(spec: ModelSpec, patience: Patience) -> Reader:
-    """The reader for a spec. A leaner one for a single API can take over here without anybody noticing."""
+    """The reader for a spec: the lean one wherever it does all that the other would."""
+    if is_plain(spec):
+        from antiphon.runtimes.completions_reader import CompletionsReader  # noqa: PLC0415
+
+        return CompletionsReader(spec, patience)
     from antiphon.runtimes.pydantic_reader import PydanticReader  # noqa: PLC0415
 
     return PydanticReader(spec, patience)
+
+
+_FAMILIES_WITH_HABITS = ("anthropic/", "deepseek/", "moonshotai/", "qwen/")
+"""Other tags around their thinking, or blank text before their calls."""
+
+
+def is_plain(spec: ModelSpec) -> bool:
+    """Whether chat completions as documented are enough; what is peculiar is left to the library that knows it."""
+    url, model = spec.base_url or "", spec.model
+    return (
+        spec.api == "openai-completions"
+        and spec.provider not in ("azure", "zai")
+        and not any(mark in url for mark in ("?", "#", ".azure.com"))
+        and not model.startswith(("o1-mini", *_FAMILIES_WITH_HABITS))
+        and "-search-preview" not in model
+    )
 
 
 Kind = Literal[
@@ -259,6 +280,14 @@ def kind_of(status: int, reason: str) -> Kind:
     if status == 429:
         return "rateLimit"
     return "busy" if status in (408, 409) or status >= 500 else "rejected"
+
+
+def reason_in(body: object) -> str:
+    """The sentence in an error body: `{"error": {"message": …}}` in its many spellings."""
+    while isinstance(body, dict):
+        fields = cast(dict[str, object], body)
+        body = fields.get("error") or fields.get("message") or fields.get("detail")
+    return body if isinstance(body, str) else ""
 
 
 def failure(

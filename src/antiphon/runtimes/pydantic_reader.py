@@ -8,13 +8,11 @@ model of its API is built.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 import httpx2
 import msgspec
-from genai_prices import calc_price
-from genai_prices.data_snapshot import get_snapshot
 from pydantic_ai import exceptions as pai
 from pydantic_ai.messages import (
     InstructionPart,
@@ -32,17 +30,20 @@ from pydantic_ai.profiles import ModelProfile
 from pydantic_ai.profiles.openai import OpenAIModelProfile
 from pydantic_ai.settings import ModelSettings
 from pydantic_ai.tools import ToolDefinition
-from pydantic_ai.usage import RequestUsage
 
 from antiphon.clock import Clock, SystemClock
 from antiphon.errors import ConfigError, ProviderError
-from antiphon.messages import Assistant, Cost, StopReason, Text, Thinking, ToolCall, Usage
+from antiphon.messages import Assistant, StopReason, Text, Thinking, ToolCall, Usage
 from antiphon.runtimes import Deltas, Prompt
-from antiphon.runtimes.model import Api, Kind, ModelSpec, Patience, Price, failure, kind_of
+from antiphon.runtimes.completions_reader import (
+    PLACEHOLDER_KEY,
+    listed_cost,
+    open_client,
+    own_cost,
+    price_list,
+)
+from antiphon.runtimes.model import Api, Kind, ModelSpec, Patience, failure, kind_of, reason_in
 from antiphon.runtimes.pydantic_transcript import Dialect, blocks, call_ids, conversation, message_native
-
-PLACEHOLDER_KEY = "not-needed"
-"""Sent where no key is configured: the SDKs refuse to work without one, local servers do not look at it."""
 
 
 class PydanticReader:
@@ -57,11 +58,11 @@ class PydanticReader:
         clock: Clock | None = None,
     ) -> None:
         self._spec = spec
-        self._http = http or _client(patience)
+        self._http = http or open_client(patience)
         self._clock = clock or SystemClock()
         self._model = _BUILDERS[spec.api](spec, self._http)
         self._dialect = Dialect(spec.api, spec.provider, self._model.system)
-        self._price_list = _price_list(spec, self._model.base_url)
+        self._price_list = price_list(spec, self._model.base_url)
 
     async def read(self, prompt: Prompt, deltas: Deltas) -> Assistant:
         messages = conversation(prompt.messages, self._dialect)
@@ -135,28 +136,16 @@ class PydanticReader:
             total_tokens=max(counted.input_tokens, cached) + counted.output_tokens,
         )
         if self._spec.price is not None:
-            cost = _own_cost(self._spec.price, usage)
+            cost = own_cost(self._spec.price, usage)
         else:
-            cost = self._listed_cost(counted, model, response.provider_details)
+            cost = listed_cost(self._price_list, counted, model, response.provider_details)
         return msgspec.structs.replace(usage, cost=cost)
-
-    def _listed_cost(self, usage: RequestUsage, model: str, details: Mapping[str, Any] | None) -> Cost | None:
-        if self._price_list is None:
-            return None
-        context = {key: value for key, value in (details or {}).items() if isinstance(value, str)}
-        try:
-            price = calc_price(usage, model, provider_id=self._price_list, price_context=context)
-        except (LookupError, ValueError):
-            return None
-        return Cost(
-            total=float(price.total_price), input=float(price.input_price), output=float(price.output_price)
-        )
 
     def _failure(self, error: Exception) -> ProviderError:
         spec = self._spec
         match error:
             case pai.ModelHTTPError():
-                reason = _reason(error.body)
+                reason = reason_in(error.body)
                 kind = _CATEGORIES.get(_category(error)) or kind_of(
                     error.status_code, f"{reason} {_codes(error)}"
                 )
@@ -193,14 +182,6 @@ def _codes(error: pai.ModelAPIError) -> str:
     return f"{error.provider_error_code or ''} {error.provider_error_type or ''}"
 
 
-def _reason(body: object) -> str:
-    """The sentence in an error body: `{"error": {"message": …}}` in its many spellings."""
-    while isinstance(body, dict):
-        fields = cast(dict[str, object], body)
-        body = fields.get("error") or fields.get("message") or fields.get("detail")
-    return body if isinstance(body, str) else ""
-
-
 def _stop_reason(response: ModelResponse, content: list[Text | Thinking | ToolCall]) -> StopReason:
     if any(isinstance(block, ToolCall) for block in content):
         return "toolUse"
@@ -235,39 +216,6 @@ def _parameters(prompt: Prompt) -> ModelRequestParameters:
             for tool in prompt.tools
         ],
         instruction_parts=[InstructionPart(content=prompt.instructions)] if prompt.instructions else [],
-    )
-
-
-def _own_cost(price: Price, usage: Usage) -> Cost:
-    per_read = price.input if price.cache_read is None else price.cache_read
-    per_write = price.input if price.cache_write is None else price.cache_write
-    parts = {
-        "input": usage.input * price.input / 1e6,
-        "output": usage.output * price.output / 1e6,
-        "cache_read": usage.cache_read * per_read / 1e6,
-        "cache_write": usage.cache_write * per_write / 1e6,
-    }
-    return Cost(total=sum(parts.values()), **parts)
-
-
-def _price_list(spec: ModelSpec, url: str | None) -> str | None:
-    """Whose bundled prices apply: the owner of the address, else the provider of exactly that name.
-
-    A name that merely resembles a known one, or a model that merely has a known name, is not priced.
-    """
-    snapshot = get_snapshot()
-    try:
-        return snapshot.find_provider(None, None, url or "").id
-    except LookupError:
-        return next((provider.id for provider in snapshot.providers if provider.id == spec.provider), None)
-
-
-def _client(patience: Patience) -> httpx2.AsyncClient:
-    return httpx2.AsyncClient(
-        timeout=httpx2.Timeout(patience.idle, connect=patience.connect, pool=None),
-        # The engine bounds how many runs go at once; a second bound here would only hide waiting.
-        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=100),
-        follow_redirects=True,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from antiphon.access import READ, WRITE
+from antiphon.bus import run_topic
 from antiphon.errors import AntiphonError, InvalidInput, NotFound
 from antiphon.gateway import attachments, frames, speech
 from antiphon.gateway.attachments import Attachment
@@ -17,7 +18,7 @@ from antiphon.messages import Provenance
 from antiphon.operations import Message
 from antiphon.views import RunView
 
-LOOK_AGAIN = 0.25  # seconds between looks for a run that is not there yet
+LOOK_AGAIN = 5.0  # seconds between looks for a run that is not there yet, if nothing is heard of its end
 LONGEST_WAIT = 24 * 3600 * 1000  # ms
 
 
@@ -28,12 +29,17 @@ class RunFailed(AntiphonError):
     ws = "UNAVAILABLE"
 
 
+Short = Annotated[str, Meta(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
+
+
 class GivenProvenance(Params, frozen=True):
-    kind: str
-    origin_session_id: str | None = None
-    source_session_key: str | None = None
-    source_channel: str | None = None
-    source_tool: str | None = None
+    """What a client says of where a text comes from. That it came from another session only we can say."""
+
+    kind: Short
+    origin_session_id: Short | None = None
+    source_session_key: Short | None = None
+    source_channel: Short | None = None
+    source_tool: Short | None = None
 
 
 class Agent(Params, frozen=True):
@@ -50,7 +56,6 @@ class Agent(Params, frozen=True):
     """Seconds."""
     extra_system_prompt: str | None = None
     input_provenance: GivenProvenance | None = None
-    label: str | None = None
     # What clients say that has no effect here: there are no channels to deliver to, and one lane per session.
     to: str | None = None
     reply_to: str | None = None
@@ -68,6 +73,7 @@ class Agent(Params, frozen=True):
     cleanup_bundle_mcp_on_run_end: bool | None = None
     prompt_mode: str | None = None
     voice_wake_trigger: str | None = None
+    label: str | None = None
 
 
 @method("agent", WRITE, Agent, waits=True)
@@ -109,9 +115,7 @@ def _message(call: Call, params: Agent) -> Message:
         instructions=params.extra_system_prompt or None,
         timeout_seconds=params.timeout or None,
         provenance=Provenance(
-            kind=given.kind,
-            origin_session_id=given.origin_session_id,
-            source_session_key=given.source_session_key,
+            kind="external",
             source_channel=given.source_channel,
             source_tool=given.source_tool,
         )
@@ -149,7 +153,8 @@ def _ended(view: RunView, session_id: str) -> dict[str, Any]:
         summary = "completed" if view.state == "ok" else "incomplete"
         return {"runId": view.run_id, "status": "ok", "summary": summary, "result": result}
     payload = {"runId": view.run_id, "status": "error", "summary": view.error, "result": result}
-    raise RunFailed(view.error or f"The run ended as {view.state}.", "", payload=payload)
+    what = view.error or f"The run ended as {view.state}."
+    raise RunFailed(what, "To try again, send it with a new idempotency key.", payload=payload)
 
 
 class Wait(Params, frozen=True):
@@ -162,14 +167,15 @@ async def wait(call: Call, params: Wait) -> dict[str, Any]:
     """Until the run has ended. One that is not known yet is waited for, too."""
     loop = asyncio.get_running_loop()
     until = loop.time() + params.timeout_ms / 1000
-    while True:
-        left = max(0.0, until - loop.time())
-        try:
-            return _waited(await call.operations.wait(call.caller, params.run_id, left))
-        except NotFound:
-            if left <= 0:
-                return {"runId": params.run_id, "status": "timeout"}
-            await asyncio.sleep(min(LOOK_AGAIN, left))
+    async with call.gateway.house.bus.listen(run_topic(params.run_id)) as ends:
+        while True:
+            left = max(0.0, until - loop.time())
+            try:
+                return _waited(await call.operations.wait(call.caller, params.run_id, left))
+            except NotFound:
+                if left <= 0:
+                    return {"runId": params.run_id, "status": "timeout"}
+                await ends.get(min(LOOK_AGAIN, left))
 
 
 def _waited(view: RunView) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from antiphon.gateway.frames import Params
 from antiphon.gateway.methods import system
 from antiphon.gateway.methods.registry import Call, method, named
 from antiphon.operations import HistoryFilter, Message
-from antiphon.views import HistoryPage
+from antiphon.views import Accepted, HistoryPage
 
 MOST_BYTES = 6 * 2**20  # of one history
 LARGE = 128 * 1024  # bytes of one message, above which it is left out of a history
@@ -173,9 +173,12 @@ async def spoken(call: Call, message: Message, *, literal: bool = False) -> dict
             "status": "ok",
             "sessionKey": rows.shown(result.session_key),
         }
-    if result.accepted.new:
-        call.hub.acknowledged(call.connection, result.accepted.run_id, result.accepted.session_key)
-    accepted = result.accepted
+    return receipt(call, result.accepted)
+
+
+def receipt(call: Call, accepted: Accepted) -> dict[str, Any]:
+    if accepted.new:
+        call.hub.acknowledged(call.connection, accepted.run_id, accepted.session_key)
     return {
         "runId": accepted.run_id,
         "status": _stands(accepted.state, new=accepted.new),

@@ -384,8 +384,7 @@ async def patch(call: Call, params: Patches) -> dict[str, Any]:
         send_policy=params.send_policy,
         archived=params.archived,
     )
-    session = named(params.key, params.agent_id)
-    await _check_expected(call, session, params.expected_session_id)
+    session = await _expected(call, named(params.key, params.agent_id), params.expected_session_id)
     view = await call.operations.patch(call.caller, session, changes)
     row = rows.session_row(view)
     agent = view.agent_id or call.config.default_agent_id
@@ -408,16 +407,18 @@ class Reset(Params, frozen=True):
 
 @method("sessions.reset", ADMIN, Reset, waits=True)
 async def reset(call: Call, params: Reset) -> dict[str, Any]:
-    session = named(params.key, params.agent_id)
-    await _check_expected(call, session, params.expected_session_id)
+    session = await _expected(call, named(params.key, params.agent_id), params.expected_session_id)
     view = await call.operations.reset(call.caller, session, params.reason)
     return {"ok": True, "key": view.key, "entry": rows.session_row(view)}
 
 
-async def _check_expected(call: Call, session: str, session_id: str | None) -> None:
-    """A client that looked at another conversation than the one that goes on now must not end this one."""
+async def _expected(call: Call, session: str, session_id: str | None) -> str:
+    """What to name the session by: a client that looked at one conversation must not end the next one.
+
+    An id of a conversation that has ended since is refused by the operation itself, in its own transaction.
+    """
     if session_id is None:
-        return
+        return session
     view = await call.operations.describe(call.caller, session)
     if view.session_id != session_id:
         raise Conflict(
@@ -425,6 +426,7 @@ async def _check_expected(call: Call, session: str, session_id: str | None) -> N
             "Look at it again first.",
             key=session,
         )
+    return session_id
 
 
 class Delete(Params, frozen=True):
@@ -438,8 +440,7 @@ class Delete(Params, frozen=True):
 @method("sessions.delete", ADMIN, Delete, waits=True)
 async def delete(call: Call, params: Delete) -> dict[str, Any]:
     """Without `deleteTranscript` the session is archived instead: a transcript without its session cannot be found."""
-    session = named(params.key, params.agent_id)
-    await _check_expected(call, session, params.expected_session_id)
+    session = await _expected(call, named(params.key, params.agent_id), params.expected_session_id)
     if params.delete_transcript:
         deleted = await call.operations.delete(call.caller, session)
     else:
@@ -481,12 +482,10 @@ async def send(call: Call, params: Send) -> dict[str, Any]:
 
 @method("sessions.steer", WRITE, Send, waits=True)
 async def steer(call: Call, params: Send) -> dict[str, Any]:
-    """Stop what is being answered, then say this instead."""
-    session = named(params.key, params.agent_id)
-    await call.operations.describe(call.caller, session)
-    stopped = await call.operations.stop(call.caller, session)
-    result = await chat.spoken(call, _message(params, session))
-    return {**result, "interruptedActiveRun": bool(stopped.run_ids)}
+    """Stop what is being answered and say this instead; if it cannot be said, nothing is stopped."""
+    message = _message(params, named(params.key, params.agent_id))
+    accepted, stopped = await call.operations.steer(call.caller, message)
+    return {**chat.receipt(call, accepted), "interruptedActiveRun": bool(stopped)}
 
 
 def _message(params: Send, session: str) -> Message:

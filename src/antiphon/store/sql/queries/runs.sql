@@ -7,6 +7,11 @@ INSERT INTO runs (id, session, origin, digest, input, instructions, model, think
 VALUES (:id, :session, :origin, :digest, :input, :instructions, :model, :thinking, :target, :deadline_at, :now)
 ON CONFLICT (id) DO NOTHING;
 
+-- name: record_command
+INSERT INTO runs (id, session, origin, digest, input, state, created_at, ended_at)
+VALUES (:id, :session, 'command', :digest, '', 'ok', :now, :now)
+ON CONFLICT (id) DO NOTHING;
+
 -- name: accepted_before
 SELECT n, id, session, digest, state FROM runs WHERE id = :id;
 

@@ -4,19 +4,19 @@ VALUES (:transcript, :seq, :entry, :role, :run, :body, :now);
 
 -- name: before
 SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id FROM messages m LEFT JOIN runs r ON r.n = m.run
-WHERE m.transcript = :transcript AND m.seq < :before ORDER BY m.seq DESC LIMIT :limit;
+WHERE m.transcript = :transcript AND m.seq < :seq ORDER BY m.seq DESC LIMIT :limit;
 
 -- name: before_without_tools
 SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id FROM messages m LEFT JOIN runs r ON r.n = m.run
-WHERE m.transcript = :transcript AND m.seq < :before AND m.role <> 'toolResult' ORDER BY m.seq DESC LIMIT :limit;
+WHERE m.transcript = :transcript AND m.seq < :seq AND m.role <> 'toolResult' ORDER BY m.seq DESC LIMIT :limit;
 
 -- name: after
 SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id FROM messages m LEFT JOIN runs r ON r.n = m.run
-WHERE m.transcript = :transcript AND m.seq > :after ORDER BY m.seq LIMIT :limit;
+WHERE m.transcript = :transcript AND m.seq > :seq ORDER BY m.seq LIMIT :limit;
 
 -- name: after_without_tools
 SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id FROM messages m LEFT JOIN runs r ON r.n = m.run
-WHERE m.transcript = :transcript AND m.seq > :after AND m.role <> 'toolResult' ORDER BY m.seq LIMIT :limit;
+WHERE m.transcript = :transcript AND m.seq > :seq AND m.role <> 'toolResult' ORDER BY m.seq LIMIT :limit;
 
 -- name: latest_compaction
 SELECT seq, body FROM messages WHERE transcript = :transcript AND role = 'compaction' ORDER BY seq DESC LIMIT 1;

@@ -1,0 +1,35 @@
+"""The telling of events goes on, whatever fails in it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from antiphon.gateway import frames, hub
+from antiphon.gateway.auth import Guard, Identity
+from gateway.sockets import opened
+
+pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W3")]
+
+
+async def test_what_fails_once_is_logged_and_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = [True]
+
+    def still_knows(self: Guard, identity: Identity) -> bool:
+        if failing.pop() if failing else False:
+            raise OSError("the disk is gone for a moment")
+        return True
+
+    monkeypatch.setattr(frames, "TICK", 20)
+    monkeypatch.setattr(hub, "PAUSE", 0.0)
+    monkeypatch.setattr(Guard, "still_knows", still_knows)
+    with caplog.at_level(logging.ERROR):
+        async with opened(tmp_path) as gate, gate.client() as client:
+            await client.take("tick", 3)
+            await client.call("chat.send", sessionKey="main", message="x", idempotencyKey="k1")
+            assert (await client.event("chat", state="final"))["runId"] == "k1"
+    assert "begins again" in caplog.text

@@ -1,0 +1,119 @@
+"""The file of tokens: nobody's change is lost, and a gateway goes on while it cannot be read."""
+
+from __future__ import annotations
+
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from antiphon.errors import Conflict, NotFound, StoreError
+from antiphon.gateway import tokens as module
+from antiphon.gateway.tokens import LOCK, NAME, Tokens
+
+pytestmark = pytest.mark.requirement("W7")
+READ = ["operator.read"]
+
+
+def names(tokens: Tokens) -> list[str]:
+    return [record.name for record in tokens.current()]
+
+
+def test_two_that_change_the_file_do_not_undo_each_other(tmp_path: Path) -> None:
+    one, other = Tokens.open(tmp_path), Tokens.open(tmp_path)
+    one.issue("a", READ)
+    other.issue("b", READ)
+    with pytest.raises(Conflict):
+        other.issue("a", READ)
+    one.revoke("b")
+    with pytest.raises(NotFound):
+        other.revoke("b")
+    assert names(one) == names(other) == ["owner", "a"]
+    assert (tmp_path / LOCK).stat().st_mode & 0o777 == 0o600
+
+
+def test_many_at_once_are_all_kept(tmp_path: Path) -> None:
+    Tokens.open(tmp_path)
+
+    def issue(number: int) -> str:
+        return Tokens.open(tmp_path).issue(f"t{number}", READ)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(issue, range(16)))
+    assert len(names(Tokens.open(tmp_path))) == 17
+
+
+def test_whoever_holds_the_file_for_ever_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    tokens = Tokens.open(tmp_path)
+    with tokens._alone(), pytest.raises(StoreError, match="Another command"):  # pyright: ignore[reportPrivateUsage]
+        Tokens.open(tmp_path).issue("a", READ)
+
+
+def test_a_change_while_the_file_is_read_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Tokens.open(tmp_path)
+    decode = module.msgspec.json.decode
+
+    def changed(*args: object, **options: object) -> object:
+        monkeypatch.undo()
+        Tokens.open(tmp_path).issue("a", READ)
+        return decode(*args, **options)  # pyright: ignore
+
+    monkeypatch.setattr(module.msgspec.json, "decode", changed)
+    assert names(Tokens.open(tmp_path)) == ["owner", "a"]
+
+
+def test_a_file_that_was_written_over_within_the_same_moment_is_seen(tmp_path: Path) -> None:
+    tokens = Tokens.open(tmp_path)
+    path = tmp_path / NAME
+    before = path.stat()
+    path.write_bytes(path.read_bytes().replace(b'"owner"', b'"other"'))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert names(tokens) == ["other"]
+
+
+@pytest.mark.parametrize("harm", ["gone", "open", "broken"])
+def test_what_was_known_holds_while_the_file_cannot_be_read(
+    tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = Tokens.open(tmp_path)
+    path, content = tmp_path / NAME, (tmp_path / NAME).read_bytes()
+    match harm:
+        case "gone":
+            path.unlink()
+        case "open":
+            path.chmod(0o644)
+        case _:
+            path.write_text("{")
+    with caplog.at_level(logging.WARNING):
+        assert names(tokens) == names(tokens) == ["owner"]
+    assert len(caplog.records) == 1
+    assert "still used" in caplog.text
+    if harm != "gone":  # without a file there is a new one; with such a file there is no start
+        with pytest.raises(StoreError):
+            Tokens.open(tmp_path)
+    path.write_bytes(content)
+    path.chmod(0o600)
+    Tokens.open(tmp_path).issue("a", READ)
+    assert names(tokens) == ["owner", "a"]
+
+
+def test_the_new_name_of_the_file_is_written_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = Tokens.open(tmp_path)
+    synced: list[tuple[int, str]] = []
+
+    def fsync(file: int) -> None:
+        synced.append((os.fstat(file).st_ino, path.read_text()))
+
+    path = tmp_path / NAME
+    monkeypatch.setattr(module.os, "fsync", fsync)
+    tokens.issue("a", READ)
+    last, content = synced[-1]
+    assert last == tmp_path.stat().st_ino
+    assert '"a"' in content  # after the file has got its name
