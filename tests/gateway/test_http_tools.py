@@ -33,12 +33,12 @@ class Box:
         spec = ToolSpec(name="look", description="", parameters={"properties": {"action": {}}})
         yield Tool(spec=spec, invoke=self._look, acts=False)
         for name in ("sessions_send", "exec", "other"):
-            yield tool(name, self._look)
-        yield tool("refuses", self._refuses)
-        yield tool("misses", self._misses)
-        yield tool("breaks", self._breaks)
-        yield tool("full", self._full)
-        yield tool("hangs", self._hangs)
+            yield tool(name, self._look, acts=name != "other")
+        yield tool("refuses", self._refuses, acts=False)
+        yield tool("misses", self._misses, acts=False)
+        yield tool("breaks", self._breaks, acts=False)
+        yield tool("full", self._full, acts=False)
+        yield tool("hangs", self._hangs, acts=False)
 
     async def _look(self, call: Call) -> Result:
         self.calls.append(call)
@@ -122,7 +122,10 @@ async def test_an_idempotency_key_becomes_the_key_of_the_call(tmp_path: Path) ->
     async with opened(tmp_path, box) as site:
         await invoke(site, {"tool": "look"}, **{"Idempotency-Key": "again"})
         await invoke(site, {"tool": "look"})
-        assert [box.calls[0].key, box.calls[1].key != "http:again"] == ["http:again", True]
+        assert [box.calls[0].key, box.calls[1].key != "http:agent:main:main:again"] == [
+            "http:agent:main:main:again",
+            True,
+        ]
         status, _ = await invoke(site, {"tool": "look"}, **{"Idempotency-Key": "x" * 201})
         assert status == 400
 

@@ -25,7 +25,7 @@ FAILURES, FAILURES_IN_ALL = 10, 200  # in one window: from one address, and from
 ADDRESSES = 4096  # that are remembered
 LONG = 32  # characters of a token that nobody finds by trying
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-CARD = "Pass the token of this gateway; `antiphon status` says where it is kept."
+CARD = "Pass the right one; the owner's token is in tokens.json of the gateway's state directory."
 
 
 @dataclass(frozen=True, slots=True)

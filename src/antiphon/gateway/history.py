@@ -143,7 +143,7 @@ class Story:
                     yield self._gap(place.session_id, "deleted")
 
     def _appended(self, event: MessageAppended) -> ServerSentEvent | None:
-        item = history_item(Entry(event.seq, event.entry, "unknown", event.body, 0))
+        item = history_item(Entry(event.seq, event.entry, "unknown", event.body, 0, event.run_id))
         if item["role"] == "toolResult" and not self._wanted.include_tools:
             return None
         data = {
