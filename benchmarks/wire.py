@@ -65,8 +65,14 @@ class Wire(asyncio.Protocol):
                 break
             if buffer[start] & 15 == 1:
                 self.on_text(bytes(buffer[offset : offset + size]))
+            elif buffer[start] & 15 == 9:  # a client that does not answer a ping is taken to be gone
+                self._pong(bytes(buffer[offset : offset + size]))
             start = offset + size
         del buffer[:start]
+
+    def _pong(self, payload: bytes) -> None:
+        assert self.transport is not None
+        self.transport.write(bytes([138, 128 | len(payload)]) + b"\0\0\0\0" + payload)
 
     def send(self, text: bytes) -> None:
         """A masked text frame; the mask is zero, which leaves the text as it is."""
