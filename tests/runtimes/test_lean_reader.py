@@ -29,8 +29,9 @@ from antiphon.messages import (
     ToolResult,
     User,
 )
-from antiphon.runtimes import Prompt, completions_reader
-from antiphon.runtimes.completions_reader import CompletionsReader, Events
+from antiphon.runtimes import Prompt, completions_errors, completions_reader, event_stream
+from antiphon.runtimes.completions_reader import CompletionsReader
+from antiphon.runtimes.event_stream import Events
 from antiphon.runtimes.model import INVALID_ARGUMENTS, ModelSpec, Patience, Price, is_plain
 from antiphon.runtimes.pydantic_reader import PydanticReader
 from providers import Provider
@@ -343,13 +344,13 @@ async def test_what_is_no_answer_is_tried_again(name: str) -> None:
 
 
 async def test_what_is_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completions_reader, "LONGEST_EVENT", 100)
+    monkeypatch.setattr(event_stream, "LONGEST_EVENT", 100)
     lean, _ = readers(answering(b"data: " + b"x" * 200), spec_of())
     assert "longer than 100 bytes" in str(await error_of(lean))
-    monkeypatch.setattr(completions_reader, "LONGEST_ANSWER", 10)
+    monkeypatch.setattr(event_stream, "LONGEST_ANSWER", 10)
     lean, _ = readers(answering(stream(STOP)[:50]), spec_of())
     assert "longer than 10 bytes" in str(await error_of(lean))
-    monkeypatch.setattr(completions_reader, "LONGEST_ERROR", 3)
+    monkeypatch.setattr(completions_errors, "LONGEST_ERROR", 3)
     lean, _ = readers(answering(b"abcdef", 500), spec_of())
     assert "abc)" in str(await error_of(lean))
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import httpx2
-import msgspec
 from pydantic_ai import exceptions as pai
 from pydantic_ai.messages import (
     InstructionPart,
@@ -31,38 +30,24 @@ from pydantic_ai.profiles.openai import OpenAIModelProfile
 from pydantic_ai.settings import ModelSettings
 from pydantic_ai.tools import ToolDefinition
 
-from antiphon.clock import Clock, SystemClock
 from antiphon.errors import ConfigError, ProviderError
-from antiphon.messages import Assistant, StopReason, Text, Thinking, ToolCall, Usage
+from antiphon.messages import Assistant, Usage
 from antiphon.runtimes import Deltas, Prompt
-from antiphon.runtimes.completions_reader import (
-    PLACEHOLDER_KEY,
-    listed_cost,
-    open_client,
-    own_cost,
-    price_list,
-)
-from antiphon.runtimes.model import Api, Kind, ModelSpec, Patience, failure, kind_of, reason_in
-from antiphon.runtimes.pydantic_transcript import Dialect, blocks, call_ids, conversation, message_native
+from antiphon.runtimes.http_reader import OPENAI_URL, PLACEHOLDER_KEY, HttpReader
+from antiphon.runtimes.model import Api, Kind, ModelSpec, failure, kind_of, reason_in
+from antiphon.runtimes.prices import Prices
+from antiphon.runtimes.pydantic_transcript import Dialect, blocks, conversation, message_native
+from antiphon.runtimes.tool_calls import call_ids
 
 
-class PydanticReader:
-    """One model object and one HTTP client, reused by every step of a spec."""
+class PydanticReader(HttpReader):
+    """One model object, reused by every step of a spec."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        patience: Patience,
-        *,
-        http: httpx2.AsyncClient | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        self._spec = spec
-        self._http = http or open_client(patience)
-        self._clock = clock or SystemClock()
+    def _prepare(self) -> None:
+        spec = self._spec
         self._model = _BUILDERS[spec.api](spec, self._http)
         self._dialect = Dialect(spec.api, spec.provider, self._model.system)
-        self._price_list = price_list(spec, self._model.base_url)
+        self._prices = Prices(spec, self._model.base_url)
 
     async def read(self, prompt: Prompt, deltas: Deltas) -> Assistant:
         messages = conversation(prompt.messages, self._dialect)
@@ -76,10 +61,15 @@ class PydanticReader:
         except (pai.AgentRunError, pai.UserError, httpx2.TransportError) as error:
             # The cause is left out: it would drag the provider's request, with its headers, into tracebacks.
             raise self._failure(error) from None
-        return self._assistant(self._checked(response, deltas), prompt)
-
-    async def close(self) -> None:
-        await self._http.aclose()
+        response = self._checked(response, deltas)
+        model = response.model_name or self._spec.model
+        return self._assistant(
+            blocks(response.parts, self._dialect, taken=call_ids(prompt.messages)),
+            finish=response.finish_reason,
+            model=model,
+            usage=self._usage(response, model),
+            native=message_native(response),
+        )
 
     def _settings(self, prompt: Prompt) -> ModelSettings:
         """What a model does not support is left out by its profile, `thinking` included."""
@@ -108,38 +98,12 @@ class PydanticReader:
             response.parts = [*response.parts, TextPart(str(refusal))]
         return response
 
-    def _assistant(self, response: ModelResponse, prompt: Prompt) -> Assistant:
-        content = blocks(response.parts, self._dialect, taken=call_ids(prompt.messages))
-        model = response.model_name or self._spec.model
-        return Assistant(
-            content=content,
-            timestamp=self._clock.now(),
-            stop_reason=_stop_reason(response, content),
-            api=self._spec.api,
-            provider=self._spec.provider,
-            model=model,
-            usage=self._usage(response, model),
-            native=message_native(response),
-        )
-
     def _usage(self, response: ModelResponse, model: str) -> Usage | None:
         """None when the provider reported none: nought tokens would be a claim."""
         counted = response.usage
         if counted.unmeasured_requests:
             return None
-        cached = counted.cache_read_tokens + counted.cache_write_tokens
-        usage = Usage(
-            input=max(counted.input_tokens - cached, 0),
-            output=counted.output_tokens,
-            cache_read=counted.cache_read_tokens,
-            cache_write=counted.cache_write_tokens,
-            total_tokens=max(counted.input_tokens, cached) + counted.output_tokens,
-        )
-        if self._spec.price is not None:
-            cost = own_cost(self._spec.price, usage)
-        else:
-            cost = listed_cost(self._price_list, counted, model, response.provider_details)
-        return msgspec.structs.replace(usage, cost=cost)
+        return self._prices.usage(counted, model, response.provider_details)
 
     def _failure(self, error: Exception) -> ProviderError:
         spec = self._spec
@@ -180,12 +144,6 @@ def _category(error: pai.ModelAPIError) -> type[Exception] | None:
 
 def _codes(error: pai.ModelAPIError) -> str:
     return f"{error.provider_error_code or ''} {error.provider_error_type or ''}"
-
-
-def _stop_reason(response: ModelResponse, content: list[Text | Thinking | ToolCall]) -> StopReason:
-    if any(isinstance(block, ToolCall) for block in content):
-        return "toolUse"
-    return "length" if response.finish_reason == "length" else "stop"
 
 
 def _forward(event: ModelResponseStreamEvent, deltas: Deltas) -> None:
@@ -248,7 +206,7 @@ def _openai_provider(spec: ModelSpec, http: httpx2.AsyncClient) -> Any:
 
     client = AsyncOpenAI(
         # Named even when it is the default, so that no environment variable redirects it.
-        base_url=spec.base_url or "https://api.openai.com/v1",
+        base_url=spec.base_url or OPENAI_URL,
         api_key=spec.api_key or PLACEHOLDER_KEY,
         default_headers=dict(spec.headers),
         http_client=http,

@@ -15,14 +15,12 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2s
 from itertools import chain, groupby
 from typing import Any
 
-import msgspec
 from pydantic_ai.messages import (
     BinaryContent,
     ModelMessage,
@@ -49,13 +47,8 @@ from antiphon.messages import (
     User,
 )
 from antiphon.runtimes.model import INVALID_ARGUMENTS, Api
-
-_OPENING = "(The conversation begins.)"
-_CONTINUE = "(Continue.)"
-_BLANK = "(empty message)"
-_NO_OUTPUT = "(no output)"
-_INTERRUPTED = "[interrupted: this call may or may not have taken effect]"
-_SUMMARY = "Summary of the conversation so far, which is no longer shown in full:\n\n"
+from antiphon.runtimes.phrases import BLANK, CONTINUE, OPENING, SUMMARY, UNREADABLE_IMAGE, result_text
+from antiphon.runtimes.tool_calls import tool_call
 
 _RequestPart = UserPromptPart | ToolReturnPart
 
@@ -82,9 +75,9 @@ def conversation(messages: Iterable[Message], dialect: Dialect) -> list[ModelMes
         else:
             sent.append(ModelRequest(parts=_request_parts(parts)))
     if not sent or isinstance(sent[0], ModelResponse):
-        sent.insert(0, ModelRequest(parts=[UserPromptPart(_OPENING)]))
+        sent.insert(0, ModelRequest(parts=[UserPromptPart(OPENING)]))
     if isinstance(sent[-1], ModelResponse):
-        sent.append(ModelRequest(parts=[UserPromptPart(_CONTINUE)]))
+        sent.append(ModelRequest(parts=[UserPromptPart(CONTINUE)]))
     return sent
 
 
@@ -107,10 +100,6 @@ def blocks(
     return content
 
 
-def call_ids(messages: Iterable[Message]) -> set[str]:
-    return {call.id for message in messages if isinstance(message, Assistant) for call in message.tool_calls}
-
-
 def message_native(response: ModelResponse) -> dict[str, Any] | None:
     """What a provider said of the whole message; the id is what its support asks for."""
     details = {
@@ -126,7 +115,7 @@ def _parts(message: Message, dialect: Dialect) -> list[Any]:
         case User():
             return [UserPromptPart(_user_content(message.content))]
         case Compaction():
-            return [UserPromptPart(_SUMMARY + message.summary)]
+            return [UserPromptPart(SUMMARY + message.summary)]
         case ToolResult():
             return [_tool_return(message, dialect)]
         case Assistant():
@@ -148,10 +137,10 @@ def _request_parts(parts: Sequence[_RequestPart]) -> list[_RequestPart]:
 
 def _user_content(content: str | list[Text | Image]) -> str | list[str | BinaryContent]:
     if isinstance(content, str):
-        return content if content.strip() else _BLANK
+        return content if content.strip() else BLANK
     items = [_item(block) for block in content if not isinstance(block, Text) or block.text.strip()]
     if all(isinstance(item, str) for item in items):
-        return "\n\n".join(str(item) for item in items) or _BLANK
+        return "\n\n".join(str(item) for item in items) or BLANK
     return items
 
 
@@ -161,14 +150,11 @@ def _item(block: Text | Image) -> str | BinaryContent:
     try:
         return BinaryContent(base64.b64decode(block.data), media_type=block.mime_type)
     except binascii.Error:
-        return "[an image that cannot be read]"
+        return UNREADABLE_IMAGE
 
 
 def _tool_return(result: ToolResult, dialect: Dialect) -> ToolReturnPart:
-    """Plain text, so that the same result is always the same bytes to the provider's prompt cache."""
-    text = result.text if result.text.strip() else _NO_OUTPUT
-    if result.interrupted:
-        text = f"{_INTERRUPTED}\n{text}"
+    text = result_text(result)
     images = [_item(block) for block in result.content if isinstance(block, Image)]
     return ToolReturnPart(
         tool_name=result.tool_name,
@@ -219,28 +205,8 @@ def _sendable_id(call_id: str, dialect: Dialect) -> str:
 
 
 def _tool_call(part: ToolCallPart, dialect: Dialect, taken: set[str]) -> ToolCall:
-    native = _native(part, dialect) or {}
-    arguments = _arguments(part.args)
-    if arguments is None:
-        native[INVALID_ARGUMENTS] = part.args
-    call_id = part.tool_call_id
-    if not call_id or call_id in taken:
-        # Some local servers count from nought in every answer; a result must belong to one call only.
-        call_id = f"call_{uuid.uuid4().hex[:24]}"
-    taken.add(call_id)
-    return ToolCall(id=call_id, name=part.tool_name, arguments=arguments or {}, native=native or None)
-
-
-def _arguments(raw: str | dict[str, Any] | None) -> dict[str, Any] | None:
-    """None when the model did not write a JSON object."""
-    if not isinstance(raw, str):
-        return raw or {}
-    if not raw.strip():
-        return {}
-    try:
-        return msgspec.json.decode(raw, type=dict[str, Any])
-    except msgspec.MsgspecError:
-        return None
+    native = _native(part, dialect)
+    return tool_call(part.tool_call_id, part.tool_name, part.args, native=native, taken=taken)
 
 
 def _native(part: TextPart | ThinkingPart | ToolCallPart, dialect: Dialect) -> dict[str, Any] | None:

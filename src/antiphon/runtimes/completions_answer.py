@@ -1,0 +1,210 @@
+"""The answer of a chat completion, put together from the chunks it is streamed in.
+
+The wire is read into typed structs, and what they do not name is skipped. Whether the whole is an answer at all is
+for the reader to judge, and what its tokens cost is not known here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import msgspec
+
+from antiphon.messages import Text, Thinking, ToolCall
+from antiphon.runtimes import Deltas
+from antiphon.runtimes.event_stream import Unreadable
+from antiphon.runtimes.tool_calls import tool_call
+
+THINKING_FIELDS = ("reasoning", "reasoning_content")
+"""Where servers put thinking, in the order they are looked at."""
+TAGS = ("<think>", "</think>")
+"""What models write around their thinking where the server does not take it out."""
+
+_Json = dict[str, Any]
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | _Json | None = None
+
+
+class _CallDelta(msgspec.Struct):
+    index: int | None = None
+    id: str | int | None = None
+    function: _Function | None = None
+    extra_content: Any = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | list[Any] | None = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+    refusal: str | None = None
+    tool_calls: list[_CallDelta] | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class Chunk(msgspec.Struct):
+    id: str | int | None = None
+    model: str | None = None
+    choices: list[_Choice] | None = None
+    usage: _Json | None = None
+    service_tier: str | None = None
+    error: Any = None
+
+
+_CHUNKS = msgspec.json.Decoder(Chunk)
+
+
+def chunk_in(data: bytes) -> Chunk:
+    try:
+        return _CHUNKS.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise Unreadable("a piece of the stream cannot be read") from None
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """A block of the answer while it grows. `source` is the field it comes from, `tags` or `call`."""
+
+    source: str
+    pieces: list[str] = field(default_factory=list[str])
+    name: str = ""
+    id: str = ""
+    extra: Any = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class Answer:
+    """What has been received, put together."""
+
+    def __init__(self, deltas: Deltas) -> None:
+        self._deltas = deltas
+        self._parts: list[_Part] = []
+        self._calls: dict[int, _Part] = {}
+        self._tagged: _Part | None = None
+        self.ended = False
+        self.id = self.model = self.tier = self.finish = self.refusal = ""
+        self.usage: _Json | None = None
+
+    @property
+    def said(self) -> bool:
+        return any(part.source == "content" for part in self._parts)
+
+    @property
+    def native(self) -> _Json | None:
+        return _present(id=self.id, details=_present(service_tier=self.tier, refusal=self.refusal))
+
+    def take(self, chunk: Chunk) -> None:
+        self.id = str(chunk.id or self.id)
+        self.model = chunk.model or self.model
+        self.tier = chunk.service_tier or self.tier
+        # The last report counts: some servers report what was used so far with every piece.
+        self.usage = chunk.usage or self.usage
+        if not chunk.choices:
+            return
+        choice = chunk.choices[0]
+        self.finish = choice.finish_reason or self.finish
+        delta = choice.delta
+        if delta is None:
+            return
+        if delta.refusal:
+            self.refusal += delta.refusal
+            return
+        self._think(delta)
+        self._say(delta.content)
+        for call in delta.tool_calls or ():
+            self._call(call)
+
+    def refuse(self) -> None:
+        self._deltas.text(self.refusal)
+        self._growing("content").pieces.append(self.refusal)
+
+    def blocks(self, taken: set[str]) -> list[Text | Thinking | ToolCall]:
+        """`taken` are the call ids that are no longer free."""
+        content: list[Text | Thinking | ToolCall] = []
+        for part in self._parts:
+            if part.source == "content":
+                content.append(Text(text=part.text))
+            elif part.source != "call":
+                origin = "content" if part.source == "tags" else part.source
+                content.append(Thinking(thinking=part.text, native={"id": origin}))
+            elif part.name:
+                native = {"details": {"extra_content": part.extra}} if part.extra else None
+                content.append(tool_call(part.id, part.name, part.text, native=native, taken=taken))
+        return content
+
+    def _growing(self, source: str) -> _Part:
+        """The block that a piece from there belongs to: the last one, or a new one if that came from elsewhere."""
+        if not self._parts or self._parts[-1].source != source:
+            self._parts.append(_Part(source))
+        return self._parts[-1]
+
+    def _think(self, delta: _Delta) -> None:
+        for name, piece in zip(THINKING_FIELDS, (delta.reasoning, delta.reasoning_content), strict=True):
+            if piece and isinstance(piece, str):
+                self._growing(name).pieces.append(piece)
+                self._deltas.thinking(piece)
+                return
+
+    def _say(self, content: str | list[Any] | None) -> None:
+        piece = content if isinstance(content, str) else _text_of(content)
+        if not piece:
+            return
+        if self._tagged is not None:
+            if piece == TAGS[1]:
+                self._tagged = None
+            else:
+                self._tagged.pieces.append(piece)
+                self._deltas.thinking(piece)
+        elif piece == TAGS[0]:
+            self._tagged = _Part("tags")
+            self._parts.append(self._tagged)
+        else:
+            self._growing("content").pieces.append(piece)
+            self._deltas.text(piece)
+
+    def _call(self, delta: _CallDelta) -> None:
+        function = delta.function or _Function()
+        part = self._call_part(delta.index, function.name)
+        part.name += function.name or ""
+        part.id = str(delta.id or part.id)
+        part.extra = delta.extra_content or part.extra
+        arguments = function.arguments
+        if arguments:
+            part.pieces.append(
+                arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+            )
+
+    def _call_part(self, index: int | None, name: str | None) -> _Part:
+        """Some servers do not number calls: there a name begins the next one."""
+        if index is None and not name and self._parts and self._parts[-1].source == "call":
+            return self._parts[-1]
+        if index is None or index not in self._calls:
+            self._parts.append(_Part("call"))
+            if index is None:
+                return self._parts[-1]
+            self._calls[index] = self._parts[-1]
+        return self._calls[index]
+
+
+def _text_of(content: list[Any] | None) -> str:
+    """Some servers stream text as a list of parts."""
+    parts = (
+        cast(_Json, part) if isinstance(part, dict) else {"type": "text", "text": part}
+        for part in content or ()
+    )
+    texts: list[object] = [part.get("text") for part in parts if part.get("type") == "text"]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _present(**fields: Any) -> _Json | None:
+    return {key: value for key, value in fields.items() if value} or None

@@ -1,0 +1,246 @@
+"""The body of a chat completions request: what is sent for a prompt.
+
+`native` is used as in `pydantic_transcript`: `id` is the field that thinking came in, `details` is opaque data to
+send back. Nothing is sent from here.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import html
+from collections.abc import Iterable, Sequence
+from hashlib import sha1
+from itertools import chain, groupby
+from typing import Any, cast
+
+import msgspec
+
+from antiphon.messages import (
+    Assistant,
+    Compaction,
+    Image,
+    Message,
+    Text,
+    Thinking,
+    ToolCall,
+    ToolResult,
+    User,
+)
+from antiphon.runtimes import Prompt, ToolSpec
+from antiphon.runtimes.completions_answer import TAGS, THINKING_FIELDS
+from antiphon.runtimes.model import INVALID_ARGUMENTS, ModelSpec
+from antiphon.runtimes.phrases import BLANK, CONTINUE, OPENING, SUMMARY, UNREADABLE_IMAGE, result_text
+from antiphon.runtimes.tool_calls import arguments_in
+
+_Json = dict[str, Any]
+
+
+def request_body(spec: ModelSpec, prompt: Prompt, effort: str | None) -> bytes:
+    system = [{"role": "system", "content": prompt.instructions}] if prompt.instructions else []
+    body: _Json = {
+        "model": spec.model,
+        "messages": [*system, *_conversation(prompt.messages, spec.provider)],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if prompt.tools:
+        body["tools"] = [_tool(tool) for tool in prompt.tools]
+        body["tool_choice"] = "auto"
+    if spec.max_tokens is not None:
+        # The older name is the one that every compatible server reads.
+        body["max_completion_tokens" if spec.provider == "openai" else "max_tokens"] = spec.max_tokens
+    if effort is not None:
+        body["reasoning_effort"] = effort
+    return msgspec.json.encode(body)
+
+
+def _tool(tool: ToolSpec) -> _Json:
+    """Our schemas are sent as they are; strict mode would have the provider's dialect rewrite them."""
+    described = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
+    return {"type": "function", "function": described}
+
+
+def _conversation(messages: Iterable[Message], provider: str) -> list[_Json]:
+    """What strict providers take: it begins and ends with the user, turns alternate and no text is blank."""
+    told = (message for message in messages if not isinstance(message, Assistant) or _spoken(message))
+    sent: list[_Json] = []
+    for answered, group in groupby(told, key=lambda message: isinstance(message, Assistant)):
+        turn = list(group)
+        if answered:
+            sent.append(_answered(cast(list[Assistant], turn), provider))
+        else:
+            sent.extend(_asked(turn))
+    if not sent or sent[0]["role"] == "assistant":
+        sent.insert(0, {"role": "user", "content": OPENING})
+    if sent[-1]["role"] == "assistant":
+        sent.append({"role": "user", "content": CONTINUE})
+    _fill_thinking(sent)
+    return sent
+
+
+def _spoken(message: Assistant) -> bool:
+    """False for a message that failed or was stopped before it said anything."""
+    return any(
+        isinstance(block, ToolCall) or (isinstance(block, Text) and block.text.strip())
+        for block in message.content
+    )
+
+
+def _answered(messages: Sequence[Assistant], provider: str) -> _Json:
+    texts: list[str] = []
+    thoughts: dict[str, list[str]] = {}
+    calls: list[_Json] = []
+    for message in messages:
+        for block in message.content:
+            own = ((block.native or {}).get("provider") or message.provider) == provider
+            match block:
+                case Text():
+                    texts.extend([block.text] if block.text.strip() else [])
+                case ToolCall():
+                    calls.append(_called(block, own))
+                case Thinking():
+                    # To another provider it would be noise, and half a thought is none.
+                    if own and message.stop_reason not in ("error", "aborted"):
+                        _replay(block, texts, thoughts)
+    said: _Json = {"role": "assistant"} | {name: "\n\n".join(thought) for name, thought in thoughts.items()}
+    said["content"] = "\n\n".join(texts) if texts else None
+    return said | ({"tool_calls": calls} if calls else {})
+
+
+def _replay(block: Thinking, texts: list[str], thoughts: dict[str, list[str]]) -> None:
+    """Thinking goes back the way it came: in its field, or between tags in the text."""
+    origin = (block.native or {}).get("id")
+    if origin in THINKING_FIELDS:
+        thoughts.setdefault(origin, []).append(block.thinking)
+    elif origin in (None, "content"):
+        texts.append("\n".join((TAGS[0], block.thinking, TAGS[1])))
+
+
+def _called(call: ToolCall, own: bool) -> _Json:
+    native = call.native or {}
+    arguments = msgspec.json.encode(
+        _arguments_to_send(native.get(INVALID_ARGUMENTS, call.arguments))
+    ).decode()
+    sent: _Json = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+    details: _Json = native.get("details") or {}
+    extra = details.get("extra_content")
+    return sent | ({"extra_content": extra} if extra and own else {})
+
+
+def _arguments_to_send(written: str | _Json) -> _Json:
+    """Always an object, which is all that strict providers take."""
+    if not isinstance(written, str):
+        return written
+    read = arguments_in(written)
+    return {"INVALID_JSON": written} if read is None else read
+
+
+def _asked(messages: Iterable[Message]) -> list[_Json]:
+    """Results first, as providers demand, then one prompt: some chat templates refuse two in a row."""
+    sent: list[_Json] = []
+    prompts: list[str | list[_Json]] = []
+    shown: list[_Json] = []
+    for message in messages:
+        match message:
+            case ToolResult():
+                sent.append(_returned(message, shown))
+            case Compaction():
+                prompts.append(SUMMARY + message.summary)
+            case User():
+                prompts.append(_user_content(message.content))
+            case Assistant():  # not in this turn
+                pass
+    if prompts:
+        sent.append({"role": "user", "content": _joined(prompts)})
+    if shown:
+        sent.append({"role": "user", "content": shown})
+    return sent
+
+
+def _joined(prompts: list[str | list[_Json]]) -> str | list[_Json]:
+    texts = [content for content in prompts if isinstance(content, str)]
+    if len(texts) == len(prompts):
+        return "\n\n".join(texts)
+    return list(chain.from_iterable([_text(it)] if isinstance(it, str) else it for it in prompts))
+
+
+def _user_content(content: str | list[Text | Image]) -> str | list[_Json]:
+    if isinstance(content, str):
+        return content if content.strip() else BLANK
+    items = [_item(block) for block in content if not isinstance(block, Text) or block.text.strip()]
+    if all(item["type"] == "text" for item in items):
+        return "\n\n".join(item["text"] for item in items) or BLANK
+    return items
+
+
+def _item(block: Text | Image) -> _Json:
+    if isinstance(block, Text):
+        return _text(block.text)
+    data = _bytes_of(block)
+    return _text(UNREADABLE_IMAGE) if data is None else _picture(data, block.mime_type)
+
+
+def _text(text: str) -> _Json:
+    return {"type": "text", "text": text}
+
+
+def _picture(data: bytes, mime_type: str) -> _Json:
+    url = f"data:{mime_type};base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _bytes_of(image: Image) -> bytes | None:
+    try:
+        return base64.b64decode(image.data) if image.mime_type.startswith("image/") else None
+    except binascii.Error:
+        return None
+
+
+def _returned(result: ToolResult, shown: list[_Json]) -> _Json:
+    """A result is text here; its images are named in it and `shown` in a message of the user after it."""
+    parts: list[str] = [result_text(result)]
+    names: list[str] = []
+    for image in (block for block in result.content if isinstance(block, Image)):
+        data = _bytes_of(image)
+        if data is None:
+            parts.append(UNREADABLE_IMAGE)
+            continue
+        name = sha1(data, usedforsecurity=False).hexdigest()[:6]
+        parts.append(f"See file {name}.")
+        names.append(parts[-1])
+        shown.extend((_text(_frame(result, name)), _picture(data, image.mime_type), _text("</tool_result>")))
+    content = _whole_text(parts, names, failed=result.is_error)
+    return {"role": "tool", "tool_call_id": result.tool_call_id, "content": content}
+
+
+def _frame(result: ToolResult, name: str) -> str:
+    """Says that what follows came from a tool: it must not pass for something the user sent."""
+    marks = {"tool_name": result.tool_name, "tool_call_id": result.tool_call_id, "file_id": name}
+    written = (f'{key}="{html.escape(value)}"' for key, value in marks.items())
+    return f"<tool_result {' '.join(written)}>"
+
+
+def _whole_text(parts: list[str], names: list[str], *, failed: bool) -> str:
+    """Plain text for plain text, JSON for more, and `{"error": …}` for a failure, which has no field of its own."""
+    if not failed:
+        return parts[0] if len(parts) == 1 else _json(parts)
+    said = [part for part in parts if part not in names] if names else parts
+    error = {"error": said[0] if len(said) == 1 else _json(said)}
+    return _json([error, *names] if names else error)
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _fill_thinking(sent: list[_Json]) -> None:
+    """A server that thinks in a field wants it, even empty, on every call since the user last spoke."""
+    used = {name for message in sent for name in THINKING_FIELDS if name in message}
+    if len(used) != 1:
+        return
+    for message in reversed(sent):
+        if message["role"] == "user":
+            return
+        if message.get("tool_calls"):
+            message.setdefault(next(iter(used)), "")

@@ -1,0 +1,80 @@
+"""What an answer cost: by the price of its spec, else by the bundled price list.
+
+It is given token counts under their common names; how a provider reports them is its reader's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from genai_prices import calc_price
+from genai_prices.data_snapshot import get_snapshot
+
+from antiphon.messages import Cost, Usage
+from antiphon.runtimes.model import ModelSpec, Price
+
+
+class Prices:
+    """The prices of one spec, whose API is at `url`."""
+
+    def __init__(self, spec: ModelSpec, url: str | None) -> None:
+        self._own = spec.price
+        self._listed = _price_list(spec, url)
+
+    def usage(self, counted: Any, model: str, details: Mapping[str, Any] | None) -> Usage:
+        """What was `counted`, and its cost; `details` is what else was said of the answer: some prices depend on it."""
+        read, written = counted.cache_read_tokens or 0, counted.cache_write_tokens or 0
+        input_, output = counted.input_tokens or 0, counted.output_tokens or 0
+        usage = Usage(
+            input=max(input_ - read - written, 0),
+            output=output,
+            cache_read=read,
+            cache_write=written,
+            total_tokens=max(input_, read + written) + output,
+        )
+        if self._own is not None:
+            cost = _own_cost(self._own, usage)
+        else:
+            cost = _listed_cost(self._listed, counted, model, details)
+        return msgspec.structs.replace(usage, cost=cost)
+
+
+def _own_cost(price: Price, usage: Usage) -> Cost:
+    per_read = price.input if price.cache_read is None else price.cache_read
+    per_write = price.input if price.cache_write is None else price.cache_write
+    parts = {
+        "input": usage.input * price.input / 1e6,
+        "output": usage.output * price.output / 1e6,
+        "cache_read": usage.cache_read * per_read / 1e6,
+        "cache_write": usage.cache_write * per_write / 1e6,
+    }
+    return Cost(total=sum(parts.values()), **parts)
+
+
+def _price_list(spec: ModelSpec, url: str | None) -> str | None:
+    """Whose bundled prices apply: the owner of the address, else the provider of exactly that name.
+
+    A name that merely resembles a known one, or a model that merely has a known name, is not priced.
+    """
+    snapshot = get_snapshot()
+    try:
+        return snapshot.find_provider(None, None, url or "").id
+    except LookupError:
+        return next((provider.id for provider in snapshot.providers if provider.id == spec.provider), None)
+
+
+def _listed_cost(
+    listed: str | None, usage: Any, model: str, details: Mapping[str, Any] | None
+) -> Cost | None:
+    if listed is None:
+        return None
+    context = {key: value for key, value in (details or {}).items() if isinstance(value, str) and value}
+    try:
+        price = calc_price(usage, model, provider_id=listed, price_context=context)
+    except (LookupError, ValueError):
+        return None
+    return Cost(
+        total=float(price.total_price), input=float(price.input_price), output=float(price.output_price)
+    )
