@@ -1,15 +1,19 @@
-"""What Antiphon promises, as data: every contract line and guarantee has an id, a source and a part.
+"""What Antiphon promises, as data: every contract line, guarantee and sentence has an id, a source and a part.
 
 A test names what it proves with `@pytest.mark.requirement("K1", …)`; `test_requirements.py` fails on a promise of
 a delivered part that no test names, and on a name that is not here. Parts that are not delivered yet are listed,
-so that nothing is forgotten, and are not checked.
+so that nothing is forgotten, and are not checked. Of the sentences in `seeds.py`, which the contract's lines carry,
+a test names those that are `EXPLICIT`.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
-Part = Literal["core", "gateway", "tools", "channels"]
+from seeds import SEEDS, Sentence
+
+Part = Literal["core", "gateway", "tools", "channels", "later"]
+"""In the order in which they are delivered; `later` is what nobody builds yet."""
 DELIVERED: frozenset[Part] = frozenset({"core", "gateway"})
 
 
@@ -87,19 +91,56 @@ GUARANTEES: dict[str, tuple[Part, str]] = {
         "core",
         "Accepted means durable; after a crash each accepted run is resumed once or says it was not.",
     ),
+    "G3": (
+        "tools",
+        "A logical message is sent once whatever is retried; a doubtful send is on record, not repeated.",
+    ),
+    "G4": ("tools", "Delivery, run and reply are told apart: a timeout says that the message was delivered."),
     "G5": (
         "core",
         "A durable FIFO per session; the message in the transcript is byte-equal to what was sent.",
+    ),
+    "G6": (
+        "tools",
+        "A run's destination is fixed when it is admitted; only people's messages move a session's route.",
+    ),
+    "G7": (
+        "tools",
+        "One gate keeps control tokens and frames out of chats; keys and paths are in a stats line only.",
+    ),
+    "G8": (
+        "later",
+        "A group of children ends in one completion. Nothing groups spawns yet: each announces itself.",
     ),
     "G9": ("core", "Waking an idle session is prompt and cannot be lost."),
     "G10": (
         "core",
         "The outcome comes from runtime facts: no answer is never `ok`, and terminal is terminal.",
     ),
+    "G11": (
+        "tools",
+        "Result is the child's last text verbatim up to a cap, and says when it is cut or a tool's.",
+    ),
     "G12": ("core", "Waiting holds no slot; sessions never wait for each other."),
     "G13": ("core", "One writer per session, enforced by the database; reads neither fail nor delay it."),
+    "G14": (
+        "tools",
+        "Every message between sessions has a chain and a hop; any ring stops at the limit, by name.",
+    ),
+    "G15": (
+        "tools",
+        "Reply-back and announce are chosen per call; self-sends are refused; turns are not user input.",
+    ),
     "G16": ("core", "Cancel is hard, cascades, and leaves nothing running without a live lease."),
     "G17": ("core", "Deadlines are wall-clock, hold across restarts, and keep the partial text."),
+    "G18": (
+        "tools",
+        "A completion whose requester is gone goes where its job says; outstanding children are waited for.",
+    ),
+    "G19": (
+        "tools",
+        "A completion goes to the immediate parent; further up only when that is deleted, and it says so.",
+    ),
     "G20": ("core", "Provider failures are retried with bounded, jittered patience."),
     "G21": ("core", "The store survives kills and full disks, refuses damage clearly, and retention runs."),
     "G22": ("core", "Lists cost the same however many sessions there are."),
@@ -118,8 +159,31 @@ GUARANTEES: dict[str, tuple[Part, str]] = {
     "G32": ("core", "Keys do not collide, and errors about them say what would work."),
     "G33": ("tools", "The policy never stops what comes in."),
     "G34": ("core", "Shared direct chats are a visible choice."),
+    "G35": (
+        "tools",
+        "Secrets are masked on the way out, never in what a model is shown again; files are private.",
+    ),
+    "G36": (
+        "tools",
+        "Provenance is stored, shown as data in a frame content cannot close; commands need a human.",
+    ),
     "G37": ("core", "No identity is global: two hundred interleaved sessions never see each other."),
     "G38": ("core", "A feed gives each entry once and in order, whatever was dropped."),
+    "G39": (
+        "tools",
+        "What a running child does can be seen, and it can report to its parent, at a bounded rate.",
+    ),
+    "G40": ("tools", "How loudly a child announces is chosen per spawn."),
+    "G41": (
+        "later",
+        "An approval is durable, answered once, expires to deny. Nothing asks for approval yet.",
+    ),
+    "G42": (
+        "channels",
+        "Binding a thread is atomic with the spawn; without threads the error names what works.",
+    ),
+    "G43": ("tools", "Who said what to whom, with which outcome, is one log written with the effect."),
+    "G44": ("tools", "Files between sessions are addressed by hash and have receipts."),
     "G45": ("core", "Schema migrations are transactional and tested from the schema before."),
 }
 
@@ -148,7 +212,7 @@ SECURITY: dict[str, tuple[Part, str]] = {
     "SEC10": ("tools", "Titles, labels and messages of others are data."),
     "SEC11": ("gateway", "Subscriptions pass the same door as reads."),
     "SEC12": ("tools", "What cannot ask a human fails closed."),
-    "SEC13": ("tools", "Approvals cannot be bypassed through children."),
+    "SEC13": ("later", "Approvals cannot be bypassed through children. Nothing asks for approval yet."),
     "SEC14": ("gateway", "Sizes are limited at the door, before anything is parsed."),
 }
 
@@ -156,4 +220,15 @@ REQUIREMENTS: dict[str, Requirement] = {
     **{name: Requirement(text, f"contract {name}", part) for name, (part, text) in CONTRACT.items()},
     **{name: Requirement(text, f"guarantee {name}", part) for name, (part, text) in GUARANTEES.items()},
     **{name: Requirement(text, f"security {name}", part) for name, (part, text) in SECURITY.items()},
+}
+
+
+def _part(sentence: Sentence) -> Part:
+    """The last of the parts that carry it. The documents are about the tools: no sentence holds without those."""
+    parts: list[Part] = ["tools", *(REQUIREMENTS[line].part for line in sentence.contract)]
+    return max(parts, key=get_args(Part).index)
+
+
+SENTENCES: dict[str, Requirement] = {
+    sentence.id: Requirement(sentence.text, sentence.source, _part(sentence)) for sentence in SEEDS
 }

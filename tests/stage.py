@@ -21,6 +21,7 @@ from antiphon.config import Config
 from antiphon.engine import sessions
 from antiphon.engine.door import Door
 from antiphon.engine.engine import Engine, Pace
+from antiphon.engine.outbox import Outbox
 from antiphon.engine.retention import Keep
 from antiphon.engine.runs import Claim
 from antiphon.engine.sessions import Birth
@@ -148,6 +149,7 @@ async def staged(
     async def setting(claim: Claim) -> Setting:
         return Setting(
             runtime=runtime,
+            caller=Caller.agent(claim.agent_id, claim.session_key, sandboxed=claim.sandboxed),
             instructions=f"You are {claim.agent_id}.",
             tools=toolbox,
             max_steps=max_steps,
@@ -164,6 +166,7 @@ async def staged(
         bus=bus,
         clock=clock,
         setting=setting,
+        outbox=Outbox(shared, bus, clock, Door(config)),
         pace=pace,
         keep=keep,
         alone=alone,

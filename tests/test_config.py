@@ -232,7 +232,7 @@ def test_defaults_of_the_contract() -> None:
     assert config.tools.sessions.visibility == "tree"
     assert not config.tools.agent_to_agent.enabled
     subagents = config.agents.defaults.subagents
-    assert (subagents.max_spawn_depth, subagents.max_children_per_agent) == (1, 5)
+    assert (subagents.max_spawn_depth, subagents.max_children_per_agent) == (1, 200)
     assert (subagents.archive_after_minutes, subagents.run_timeout_seconds) == (60, 0)
     attachments = config.tools.sessions_spawn.attachments
     assert (attachments.max_files, attachments.max_file_bytes, attachments.max_total_bytes) == (

@@ -1,14 +1,26 @@
-"""The list of promises and the tests agree, both ways."""
+"""The list of promises and the tests agree, both ways; so do the promises and the documents they come from."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from requirements import DELIVERED, REQUIREMENTS
+from requirements import CONTRACT, DELIVERED, REQUIREMENTS, SENTENCES
+from seeds import BEYOND_THE_SEEDS, DIVERGENCES, EXPLICIT, SEEDS, SYSTEMS
 
 TESTS = Path(__file__).parent
+TOLD_BY_THE_SEEDS = set("KLHSPAVD")
+"""Sections of the contract whose lines come from the documents; the rest is how they are reached."""
+
+
+def explicit() -> list[str]:
+    return [name for names in EXPLICIT.values() for name in names]
+
+
+def repeated(names: Iterable[str]) -> list[str]:
+    return [name for name, times in Counter(names).items() if times > 1]
 
 
 def claims() -> Iterator[tuple[str, str]]:
@@ -26,14 +38,55 @@ def claims() -> Iterator[tuple[str, str]]:
 
 
 def test_every_delivered_promise_has_a_test() -> None:
-    claimed = {name for name, _ in claims()}
-    promised = {name for name, requirement in REQUIREMENTS.items() if requirement.part in DELIVERED}
-    assert promised - claimed == set()
+    named_by_tests = [*REQUIREMENTS.items(), *((name, SENTENCES[name]) for name in explicit())]
+    promised = {name for name, requirement in named_by_tests if requirement.part in DELIVERED}
+    assert promised - {name for name, _ in claims()} == set()
 
 
 def test_no_test_claims_an_unknown_promise() -> None:
-    assert [(name, where) for name, where in claims() if name not in REQUIREMENTS] == []
+    known = REQUIREMENTS.keys() | SENTENCES.keys()
+    assert [(name, where) for name, where in claims() if name not in known] == []
 
 
 def test_every_promise_is_stated_and_sourced() -> None:
-    assert all(requirement.text and requirement.source for requirement in REQUIREMENTS.values())
+    promises = [*REQUIREMENTS.values(), *SENTENCES.values()]
+    assert all(requirement.text and requirement.source for requirement in promises)
+
+
+def test_ids_are_unique() -> None:
+    assert repeated([*REQUIREMENTS, *(sentence.id for sentence in SEEDS)]) == []
+    assert repeated(explicit()) == []
+
+
+def test_every_guarantee_is_listed() -> None:
+    numbered = {f"G{number}" for number in range(1, 46)} | {f"SEC{number}" for number in range(1, 15)}
+    assert REQUIREMENTS.keys() - CONTRACT.keys() == numbered
+
+
+def test_every_sentence_names_its_documents_and_the_contract() -> None:
+    for sentence in SEEDS:
+        assert sentence.seeds == tuple(sorted(set(sentence.seeds) & SYSTEMS.keys())), sentence.id
+        base = "003" if "003" in sentence.seeds else sentence.seeds[0]
+        assert sentence.id.startswith(f"{base}-"), sentence.id
+        assert sentence.contract, sentence.id
+        assert set(sentence.contract) <= CONTRACT.keys(), sentence.id
+
+
+def test_every_document_is_read() -> None:
+    assert {number for sentence in SEEDS for number in sentence.seeds} == SYSTEMS.keys()
+
+
+def test_every_contract_line_comes_from_a_sentence_or_says_why_not() -> None:
+    told = {line for sentence in SEEDS for line in sentence.contract}
+    lines = {line for line in CONTRACT if line[0] in TOLD_BY_THE_SEEDS}
+    assert lines - told == BEYOND_THE_SEEDS.keys()
+    assert all(BEYOND_THE_SEEDS.values())
+
+
+def test_every_divergence_has_a_reason_and_a_test_of_its_own() -> None:
+    assert DIVERGENCES.keys() - set(explicit()) == set()
+    assert all(DIVERGENCES.values())
+
+
+def test_every_explicit_sentence_exists() -> None:
+    assert set(explicit()) - SENTENCES.keys() == set()

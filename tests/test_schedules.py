@@ -23,7 +23,7 @@ import msgspec
 import pytest
 
 from antiphon.access import READ, WRITE, Caller
-from antiphon.bus import SessionChanged
+from antiphon.bus import Delivered, Listener, SessionChanged, session_topic
 from antiphon.clock import ManualClock
 from antiphon.config import Config
 from antiphon.engine import jobs, retention
@@ -102,6 +102,48 @@ async def desk(
 
 
 # --- firing ---
+
+
+@pytest.mark.requirement("W2", "G18", "S6")
+async def test_an_answer_that_is_to_be_announced_reaches_the_chat_of_the_main_session_once(
+    tmp_path: Path,
+) -> None:
+    async with desk(tmp_path) as at:
+        await at.stage.ask("hello")
+        row = at.stage.rows("SELECT id FROM sessions WHERE key = 'agent:main:main'")[0]
+        job = await at.add(delivery=Announce())
+        async with at.stage.bus.listen(session_topic(row["id"])) as events:
+            await at.pass_(3600)
+            heard: list[object] = []
+            await until(lambda: _delivered(events, heard))
+        assert [event.text for event in heard if isinstance(event, Delivered)] == ["good morning"]
+        note = (await at.stage.transcript())[-1]
+        assert note["role"] == "assistant" and note["content"] == [{"type": "text", "text": "good morning"}]
+        assert note["provenance"] == {"kind": "cron", "sourceSessionKey": f"agent:main:cron:{job.id}"}
+        deliveries = at.stage.rows("SELECT key, state, session_key FROM deliveries")
+        run_id = f"cron:{job.id}:{START + HOUR}"
+        assert deliveries == [
+            {"key": f"run:{run_id}", "state": "delivered", "session_key": "agent:main:main"}
+        ]
+
+
+@pytest.mark.requirement("W2", "G1")
+async def test_an_answer_for_a_channel_that_is_not_there_is_a_dead_letter(tmp_path: Path) -> None:
+    async with desk(tmp_path) as at:
+        await at.add(delivery=Announce(channel="pigeon", to="the loft"))
+        await at.pass_(3600)
+        await at.settle()
+
+        async def dead() -> bool:
+            rows = at.stage.rows("SELECT state, error FROM deliveries")
+            return [row["state"] for row in rows] == ["dead"] and "'pigeon'" in rows[0]["error"]
+
+        await until(dead)
+
+
+async def _delivered(events: Listener, heard: list[object]) -> bool:
+    heard.append(await events.get(0.1))
+    return isinstance(heard[-1], Delivered)
 
 
 async def test_a_job_fires_into_a_session_of_its_own_and_says_how_it_went(tmp_path: Path) -> None:
@@ -677,7 +719,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"sessionTarget": "session:agent:main:nobody"}, "sessionTarget"),
     ({"agentId": "nobody"}, "agentId"),
     ({"agentId": "not an id"}, "agentId"),
-    ({"delivery": {"mode": "announce", "channel": "last"}}, "delivery.mode"),
+    ({"delivery": {"mode": "announce", "channel": "No Channel"}}, "delivery.channel"),
+    ({"delivery": {"mode": "announce", "whom": "x"}}, "delivery.whom"),
     ({"delivery": {"mode": "shout"}}, "delivery.mode"),
     ({"delivery": {"mode": "none", "to": "x"}}, "delivery.to"),
     ({"deleteAfterRun": True}, "deleteAfterRun"),
@@ -706,8 +749,6 @@ async def test_what_was_made_in_python_is_held_to_the_same_rules(tmp_path: Path)
         with pytest.raises(InvalidInput) as refused:
             await at.add(Every(every_ms=1))
         assert refused.value.data["field"] == "schedule.everyMs"
-        with pytest.raises(InvalidInput, match="not available yet in this release"):
-            await at.add(delivery=Announce())
         with pytest.raises(InvalidInput):
             read_as(JobSpec, [])
         with pytest.raises(InvalidInput):

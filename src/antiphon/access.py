@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from antiphon.errors import Forbidden, NotFound
 
@@ -47,6 +47,13 @@ _VERB: dict[Action, str] = {
 }
 
 
+class Cap(NamedTuple):
+    """What a caller reaches at most, whatever its agent is granted: a spawned session stays within its parent's."""
+
+    read: Visibility
+    send: Visibility
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who asks. There is no default caller: every operation is told, from what the server itself knows."""
@@ -56,6 +63,7 @@ class Caller:
     agent_id: str | None = None
     session_key: str | None = None
     sandboxed: bool = False
+    cap: Cap | None = None
 
     @classmethod
     def operator(cls, scopes: Iterable[str] = ALL_SCOPES) -> Caller:
@@ -64,9 +72,11 @@ class Caller:
         return cls(scopes=frozenset(given.union(*(_IMPLIED.get(scope, set[str]()) for scope in given))))
 
     @classmethod
-    def agent(cls, agent_id: str, session_key: str, *, sandboxed: bool = False) -> Caller:
+    def agent(
+        cls, agent_id: str, session_key: str, *, sandboxed: bool = False, cap: Cap | None = None
+    ) -> Caller:
         """A model acting from one session."""
-        return cls(agent_id=agent_id, session_key=session_key, sandboxed=sandboxed)
+        return cls(agent_id=agent_id, session_key=session_key, sandboxed=sandboxed, cap=cap)
 
     @property
     def is_operator(self) -> bool:
@@ -110,7 +120,7 @@ class Reach:
 
     def admits_agent(self, agent_id: str) -> bool:
         """Whether all sessions of that agent are reached."""
-        return self.everything or agent_id == self.own_agent or _matches(agent_id, self.other_agents)
+        return self.everything or agent_id == self.own_agent or matches(agent_id, self.other_agents)
 
     def covers(self, target: Target) -> bool:
         if self.admits_agent(target.agent_id) or target.key == self.own_key:
@@ -137,14 +147,18 @@ def grants_for(
     spawn_agents: Iterable[str] = (),
     sandboxed: bool = False,
     session_tools_visibility: SessionToolsVisibility = "spawned",
+    cap: Cap | None = None,
 ) -> Grants:
-    """An agent's grants from its settings, narrowed to its own tree where it runs in a sandbox."""
+    """An agent's grants from its settings, narrowed to its own tree where it runs in a sandbox, and to the cap."""
     clamp = sandboxed and session_tools_visibility == "spawned"
     read = _at_most_tree(visibility) if clamp else visibility
     wanted = send_visibility or visibility
+    send = _at_most_tree(wanted) if clamp else wanted
+    if cap is not None:
+        read, send = narrower(read, cap.read), narrower(send, cap.send)
     return Grants(
         read=read,
-        send=_at_most_tree(wanted) if clamp else wanted,
+        send=send,
         control=control or ("self" if read == "self" else "tree"),
         a2a_enabled=a2a_enabled,
         a2a_allow=tuple(a2a_allow),
@@ -219,7 +233,7 @@ def _authorize_spawn(caller: Caller, agent_id: str, grants: Grants, configured: 
     if caller.is_operator or agent_id == caller.agent_id:
         return
     # An agent that is not configured is refused in the same words, so that guessing names reveals nothing.
-    if agent_id not in configured or not _matches(agent_id, grants.spawn_agents):
+    if agent_id not in configured or not matches(agent_id, grants.spawn_agents):
         raise Forbidden(
             f"Agent {caller.agent_id!r} may not spawn agent {agent_id!r}.",
             "Call agents_list to see which agents it may spawn.",
@@ -231,7 +245,7 @@ def _authorize_spawn(caller: Caller, agent_id: str, grants: Grants, configured: 
 def _agent_reach(caller: Caller, grants: Grants, visibility: Visibility) -> Reach:
     width = _WIDTH[visibility]
     others = grants.a2a_allow or ("*",)
-    crosses = visibility == "all" and grants.a2a_enabled and _matches(caller.agent_id or "", others)
+    crosses = visibility == "all" and grants.a2a_enabled and matches(caller.agent_id or "", others)
     return Reach(
         own_key=caller.session_key,
         descendants=width >= _WIDTH["tree"],
@@ -240,11 +254,16 @@ def _agent_reach(caller: Caller, grants: Grants, visibility: Visibility) -> Reac
     )
 
 
+def narrower(one: Visibility, other: Visibility) -> Visibility:
+    return one if _WIDTH[one] <= _WIDTH[other] else other
+
+
 def _at_most_tree(visibility: Visibility) -> Visibility:
     return "self" if visibility == "self" else "tree"
 
 
-def _matches(agent_id: str, patterns: Iterable[str]) -> bool:
+def matches(agent_id: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the patterns, in which `*` stands for any text, is this agent."""
     return any(re.fullmatch(_glob(pattern), agent_id, re.IGNORECASE) for pattern in patterns)
 
 

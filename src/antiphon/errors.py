@@ -118,6 +118,42 @@ class SendBlocked(Forbidden):
     ws = "INVALID_REQUEST"
 
 
+class SelfSend(InvalidInput):
+    """A session cannot send to itself."""
+
+    code = "self_send"
+
+
+class WaitCycle(Conflict):
+    """Waiting would close a circle of sessions that wait for each other; `data['path']` is the way around."""
+
+    code = "wait_cycle"
+
+
+class ChainTooLong(Forbidden):
+    """A chain of messages between sessions is at one of its limits (`data['chain_id']`, `data['max']`)."""
+
+    code = "chain_limit"
+    ws = "INVALID_REQUEST"
+
+
+class SpawnRefused(Forbidden):
+    """A sub-agent cannot be spawned here; `data['reason']` says which rule it is."""
+
+    code = "spawn_refused"
+    ws = "INVALID_REQUEST"
+
+
+class Undeliverable(AntiphonError):
+    """A channel did not send something, for sure. `final` says that trying again is of no use."""
+
+    code = "undeliverable"
+
+    def __init__(self, what: str, hint: str, *, final: bool = False, **data: Any) -> None:
+        super().__init__(what, hint, **data)
+        self.final = final
+
+
 class LaneFull(AntiphonError):
     """The session already has as many queued messages as it may hold."""
 

@@ -12,13 +12,17 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict, Unpack
 
+from antiphon import keys
 from antiphon.bus.local import LocalBus
 from antiphon.clock import Clock, SystemClock
 from antiphon.config import AgentConfig, Config
+from antiphon.engine.actors import Actors
 from antiphon.engine.door import Door
 from antiphon.engine.engine import Engine, Pace
 from antiphon.engine.jobs import Terms
+from antiphon.engine.outbox import Channel, Outbox
 from antiphon.engine.retention import Keep
 from antiphon.engine.runs import Claim
 from antiphon.engine.scheduler import Scheduler
@@ -29,15 +33,29 @@ from antiphon.lanes.local import LocalLanes
 from antiphon.operations import Operations
 from antiphon.runtimes import Runtime
 from antiphon.runtimes.catalog import Catalog
+from antiphon.runtimes.slots import Slotted
 from antiphon.schedules import Schedules
 from antiphon.store.sqlite import Phase, SqliteStore
 from antiphon.store.statedir import StateDir
+from antiphon.tools import session_tools
 from antiphon.transfers.mirror import Mirror
 from antiphon.visits import looking, operations_on
 
 __all__ = ["RESULT_CHARS", "House", "hosting", "house", "looking"]
 
 RESULT_CHARS = 200_000  # of one tool result; more would not fit a prompt anyway
+
+
+class Options(TypedDict, total=False):
+    """What a house can be given beside its configuration."""
+
+    tools: Callable[[Operations], Iterable[Tool]] | None
+    """Given the operations before anything runs: a run that is taken up may need them at once."""
+    functions: Mapping[str, Runtime] | None
+    channels: Mapping[str, Channel] | None
+    clock: Clock | None
+    pace: Pace | None
+    on_commit: Callable[[Phase], None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,61 +71,41 @@ class House:
 
 
 @asynccontextmanager
-async def hosting(
-    config: Config,
-    state_dir: Path,
-    *,
-    tools: Callable[[Operations], Iterable[Tool]] | None = None,
-    functions: Mapping[str, Runtime] | None = None,
-    clock: Clock | None = None,
-    pace: Pace | None = None,
-    on_commit: Callable[[Phase], None] | None = None,
-) -> AsyncGenerator[Operations]:
+async def hosting(config: Config, state_dir: Path, **options: Unpack[Options]) -> AsyncGenerator[Operations]:
     """`house`, for who only needs its operations."""
-    async with house(
-        config, state_dir, tools=tools, functions=functions, clock=clock, pace=pace, on_commit=on_commit
-    ) as opened:
+    async with house(config, state_dir, **options) as opened:
         yield opened.operations
 
 
 @asynccontextmanager
-async def house(
-    config: Config,
-    state_dir: Path,
-    *,
-    tools: Callable[[Operations], Iterable[Tool]] | None = None,
-    functions: Mapping[str, Runtime] | None = None,
-    clock: Clock | None = None,
-    pace: Pace | None = None,
-    on_commit: Callable[[Phase], None] | None = None,
-) -> AsyncGenerator[House]:
-    """Own the directory, take up what was left in it, and host until the context is left.
-
-    `tools` is given the operations before anything runs: a run that is taken up may need them at once.
-    """
-    clock = clock or SystemClock()
+async def house(config: Config, state_dir: Path, **options: Unpack[Options]) -> AsyncGenerator[House]:
+    """Own the directory, take up what was left in it, and host until the context is left."""
+    clock = options.get("clock") or SystemClock()
     with await asyncio.to_thread(StateDir.own, state_dir) as home:
         store = await SqliteStore.open(
-            home.database, synchronous=config.store.synchronous, on_commit=on_commit
+            home.database, synchronous=config.store.synchronous, on_commit=options.get("on_commit")
         )
         bus = LocalBus()
         toolbox = Toolbox()
-        catalog = Catalog(config, functions)
+        catalog = Catalog(config, options.get("functions"))
+        door = Door(config)
         engine = Engine(
             store=store,
             lanes=LocalLanes(),
             bus=bus,
             clock=clock,
-            setting=_Settings(config, catalog, toolbox),
-            pace=pace,
+            setting=_Settings(config, catalog, Actors(config, door, toolbox)),
+            outbox=Outbox(store, bus, clock, door, options.get("channels") or {}),
+            pace=options.get("pace"),
             keep=_keep(config),
             longest_run=config.agents.defaults.timeout_seconds,
         )
-        operations = operations_on(config, store, home, bus=bus, clock=clock, engine=engine)
-        terms = Terms(config, Door(config))
+        operations = operations_on(config, store, home, bus=bus, clock=clock, engine=engine, toolbox=toolbox)
+        terms = Terms(config, door)
         scheduler = Scheduler(terms=terms, store=store, bus=bus, clock=clock, engine=engine)
         schedules = Schedules(store=store, clock=clock, scheduler=scheduler)
-        for tool in tools(operations) if tools else ():
+        more = options.get("tools")
+        for tool in [*session_tools(operations), *(more(operations) if more else ())]:
             toolbox.add(tool)
         try:
             async with _mirroring(config, store, bus, home, clock):
@@ -161,12 +159,13 @@ def _keep(config: Config) -> Keep:
 
 
 class _Settings:
-    """What a run is played with, from the configuration."""
+    """What a run is played with, from the configuration and, for a spawned session, within its envelope."""
 
-    def __init__(self, config: Config, catalog: Catalog, toolbox: Toolbox) -> None:
+    def __init__(self, config: Config, catalog: Catalog, actors: Actors) -> None:
         self._catalog = catalog
         self._agents = {agent_id: config.agent(agent_id) for agent_id in config.agent_ids}
-        self._toolbox = toolbox
+        self._actors = actors
+        self._slots = asyncio.Semaphore(config.agents.defaults.subagents.max_concurrent)
 
     async def __call__(self, claim: Claim) -> Setting:
         agent = self._agents.get(claim.agent_id)
@@ -175,11 +174,16 @@ class _Settings:
                 f"Agent {claim.agent_id!r} is not configured any more.",
                 "Add it to agents.list, or archive the session.",
             )
+        key = keys.parse(claim.session_key)
         runtime = await self._catalog.runtime(agent.id, claim.model)
+        actor = self._actors.of(
+            agent.id, claim.session_key, sandboxed=claim.sandboxed, envelope=claim.envelope
+        )
         return Setting(
-            runtime=runtime,
+            runtime=Slotted(runtime, self._slots) if key.shape == "subagent" else runtime,
+            caller=actor.caller,
             instructions=_instructions(agent, claim),
-            tools=self._toolbox.allowed(agent.tools.allow, agent.tools.deny),
+            tools=actor.tools,
             max_steps=agent.max_steps,
             reserve_tokens=agent.compaction.reserve_tokens,
             keep_tokens=agent.compaction.keep_recent_tokens,

@@ -17,6 +17,7 @@ import msgspec
 from antiphon.errors import InvalidInput
 
 StopReason = Literal["stop", "length", "toolUse", "error", "aborted"]
+INJECTED = "gateway-injected"  # the model of what was put into a transcript without asking one
 
 
 class _Part(msgspec.Struct, kw_only=True, rename="camel", omit_defaults=True, frozen=True):
@@ -100,6 +101,8 @@ class Assistant(_Part, tag_field="role", tag="assistant", frozen=True):
     model: str | None = None
     usage: Usage | None = None
     error_message: str | None = None
+    provenance: Provenance | None = None
+    """Of words that were put here for people to read and that no model said in this session."""
     native: dict[str, Any] | None = None
 
     @property

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+CONFIG, DATABASE, LOG = "config.json5", "antiphon.db", "antiphon.log"  # in the state directory
+
 
 @dataclass(frozen=True, slots=True)
 class Paths:
@@ -22,7 +24,7 @@ def locate(config: str | None, state_dir: str | None, environ: Mapping[str, str]
     home = Path(environ.get("HOME") or Path.home())
     state = _path(state_dir or environ.get("ANTIPHON_STATE_DIR"), home) or home / ".antiphon"
     chosen = _path(config or environ.get("ANTIPHON_CONFIG"), home)
-    return Paths(chosen or state / "config.json5", chosen is not None, state)
+    return Paths(chosen or state / CONFIG, chosen is not None, state)
 
 
 def _path(value: str | None, home: Path) -> Path | None:

@@ -6,16 +6,16 @@ an agent may do neither. When a job fires is in `engine.scheduler`, and what a f
 
 from __future__ import annotations
 
-import re
 import uuid
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from antiphon import views
+from antiphon import misfits, views
 from antiphon.access import ADMIN, READ, Caller
 from antiphon.clock import Clock
-from antiphon.engine import jobs
+from antiphon.engine import jobs, words
+from antiphon.engine.commands import Command
 from antiphon.engine.jobs import Delivery, Job, JobPatch, JobSpec, Payload, Schedule
 from antiphon.engine.scheduler import Scheduler
 from antiphon.errors import Forbidden, InvalidInput
@@ -27,8 +27,6 @@ __all__ = ["FiredView", "JobPatch", "JobSpec", "JobState", "JobView", "Schedules
 RUNS_LIMIT, RUNS_MOST = 50, 200
 CRON_DISABLED = "cron-disabled"
 T = TypeVar("T")
-_PLACE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
-_FIELD = re.compile(r"Object (?:contains unknown|missing required) field `(.*)`", re.DOTALL)
 
 
 class _View(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -84,12 +82,18 @@ class Schedules:
         self._scheduler = scheduler
         self._terms = scheduler.terms
 
-    async def add(self, caller: Caller, spec: JobSpec) -> JobView:
-        """A new job. It is durable when this returns, and fires whenever a process hosts the directory."""
+    async def add(self, caller: Caller, spec: JobSpec, *, key: str | None = None) -> JobView:
+        """A new job. It is durable when this returns, and fires whenever a process hosts the directory.
+
+        Asked again with the same key, it is not added again, even if it has fired or was removed since.
+        """
         _require(caller, ADMIN)
+        words.check_key(key)
         now = self._clock.now()
-        settled = jobs.settled(_checked(spec), self._terms.config, now)
-        job = await self._store.tx(jobs.add, self._terms, caller, str(uuid.uuid4()), settled, now)
+        given = _checked(spec)
+        command = Command(key, ("cron.add", given))
+        settled = jobs.settled(given, self._terms.config, now)
+        job = await self._store.tx(jobs.add, self._terms, caller, str(uuid.uuid4()), settled, command, now)
         self._scheduler.wake()
         return _view(job)
 
@@ -106,14 +110,17 @@ class Schedules:
         _require(caller, ADMIN)
         return await self._store.tx(jobs.remove, job_id)
 
-    async def run(self, caller: Caller, job_id: str, mode: Literal["force", "due"] = "force") -> FiredView:
-        """Fire a job now, or only if it is due."""
+    async def run(
+        self, caller: Caller, job_id: str, mode: Literal["force", "due"] = "force", *, key: str | None = None
+    ) -> FiredView:
+        """Fire a job now, or only if it is due. Asked again with the same key, the same run is told again."""
         _require(caller, ADMIN)
+        words.check_key(key)
         await self._store.read(jobs.get, job_id)
         if not self._scheduler.enabled:
             return FiredView(ran=False, reason=CRON_DISABLED)
-        fire = self._scheduler.force if mode == "force" else self._scheduler.fire
-        fired = await fire(job_id)
+        command = Command(key, ("cron.run", job_id, mode))
+        fired = await self._scheduler.fire_once(job_id, command, force=mode == "force")
         if fired.accepted is None:
             return FiredView(ran=False, reason=fired.reason)
         return FiredView(ran=True, run_id=fired.accepted.run_id, session_key=fired.accepted.session_key)
@@ -153,13 +160,10 @@ def read_as(kind: type[T], raw: Any) -> T:
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        match = _PLACE.fullmatch(str(error))
-        assert match is not None
-        what, path = match["what"], match["path"] or ""
-        named = _FIELD.fullmatch(what)
-        field = ".".join(filter(None, [path, named and named[1]])) or "job"
+        misfit = misfits.read(error)
+        field = misfit.field or "job"
         raise InvalidInput(
-            f"{field!r} is not valid: {what[:1].lower()}{what[1:]}.",
+            f"{field!r} is not valid: {misfit.what[:1].lower()}{misfit.what[1:]}.",
             "Correct it and send it again.",
             field=field,
         ) from error

@@ -5,12 +5,14 @@ Absent means unknown. Nothing here reads anything; rows of the store are turned 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from antiphon import keys
 from antiphon.bus import RunChanged, Spent
+from antiphon.engine.attachments import Receipt
 from antiphon.engine.transcripts import Entry
 from antiphon.errors import InvalidInput
 from antiphon.messages import Assistant, Text, User, decode
@@ -121,6 +123,66 @@ class SessionPage(_View, frozen=True):
     next_cursor: str | None = None
 
 
+class Overview(NamedTuple):
+    """A page of sessions and more about each of its rows, in their order."""
+
+    page: SessionPage
+    cursors: Sequence[str]
+    """What leads on after each row, for who has no room for all of them."""
+    said: Sequence[Sequence[Entry]]
+    """Their last messages, oldest first; empty where none were asked for. One that is too large has no body."""
+    hidden: int
+    """Sessions that the caller's visibility hides, counted to a thousand."""
+
+
+class UsageLine(_View, omit_defaults=False, frozen=True):
+    provider: str | None
+    model: str | None
+    calls: int
+    input: int
+    output: int
+    cache_read: int
+    cache_write: int
+    cost: float | None
+
+
+class StatusView(_View, omit_defaults=False, frozen=True):
+    """One session, the runs that play or wait in it in their order, and what it has cost by model."""
+
+    session: SessionView
+    runs: list[RunView]
+    usage: list[UsageLine]
+
+
+class AgentLine(_View, frozen=True):
+    """`runtime` is what answers for the agent; `model` is absent where that is no model."""
+
+    id: str
+    configured: bool
+    name: str | None = None
+    model: str | None = None
+    runtime: str | None = None
+
+
+class AgentsView(_View, frozen=True):
+    """The agents that the requester may spawn, itself first. `allow_any`: every configured one."""
+
+    requester: str
+    allow_any: bool
+    agents: list[AgentLine]
+
+
+class AgentCard(_View, omit_defaults=False, frozen=True):
+    """An agent as those see it who look after the house. `may_spawn`: whom it may start, itself first."""
+
+    id: str
+    default: bool
+    name: str | None
+    model: str | None
+    runtime: str | None
+    may_spawn: list[str]
+
+
 class HistoryPage(_View, omit_defaults=False, frozen=True):
     """Raw entries, oldest first, each with its `seq` and `id`. `nextCursor` leads to what came before."""
 
@@ -171,15 +233,104 @@ class Preview(_View, omit_defaults=False, frozen=True):
     items: list[PreviewItem]
 
 
-class UsageLine(_View, omit_defaults=False, frozen=True):
-    provider: str | None
-    model: str | None
-    calls: int
-    input: int
-    output: int
-    cache_read: int
-    cache_write: int
-    cost: float | None
+class DeliveryState(_View, frozen=True):
+    """Where a message is, whatever becomes of its reply."""
+
+    status: Literal["queued", "started", "ended"]
+    queued_ms: int | None = None
+    running_ms: int | None = None
+    position: int | None = None
+
+
+SentStatus = Literal["accepted", "ok", "timeout", "error"]
+
+
+class Sent(_View, frozen=True):
+    """What came of a message to another session. `ok` says nothing about what its chat was told."""
+
+    run_id: str
+    status: SentStatus
+    session_key: str
+    reply: str | None = None
+    error: str | None = None
+    delivery: DeliveryState | None = None
+
+
+class Spawned(_View, omit_defaults=False, frozen=True, kw_only=True):
+    status: Literal["accepted"] = "accepted"
+    run_id: str
+    child_session_key: str
+    mode: str
+    attachments: Receipt | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class TaskView(_View, frozen=True, kw_only=True):
+    """What a session has had a sub-agent do. `announced` is what became of the report, `report` the text of it."""
+
+    run_id: str
+    child_session_key: str
+    agent_id: str
+    label: str | None = None
+    task: str
+    phase: str
+    status: str | None = None
+    result: str | None = None
+    error: str | None = None
+    announced: str | None = None
+    model: str | None = None
+    created_at: int
+    started_at: int | None = None
+    ended_at: int | None = None
+    total_tokens: int | None = None
+    last_activity_at: int | None = None
+    report: str | None = None
+
+
+class DeliveryView(_View, frozen=True, kw_only=True):
+    """Words on their way to people."""
+
+    key: str
+    kind: str
+    session_key: str
+    channel: str
+    to: str | None = None
+    state: str
+    text: str
+    attempts: int = 0
+    error: str | None = None
+    message_id: str | None = None
+    created_at: int
+    next_at: int | None = None
+    settled_at: int | None = None
+
+
+class DeliveryPage(_View, frozen=True):
+    """The newest first. `standing` counts all of them by state."""
+
+    deliveries: list[DeliveryView]
+    standing: dict[str, int]
+    next_cursor: str | None = None
+
+
+def task_view(row: Row, viewer_agent_id: str | None) -> TaskView:
+    return TaskView(
+        run_id=row["id"],
+        child_session_key=keys.display_text(row["child_key"], viewer_agent_id=viewer_agent_id),
+        agent_id=row["agent_id"],
+        label=row["label"],
+        task=row["task"],
+        phase=row["phase"],
+        status=row["outcome"],
+        result=row["result"],
+        error=row["error"],
+        announced=row["announced"],
+        model=row["model"],
+        created_at=row["created_at"],
+        started_at=row["started_at"],
+        ended_at=row["ended_at"],
+        total_tokens=row["total_tokens"],
+        last_activity_at=row["child_updated_at"],
+    )
 
 
 def run_view(row: Row, spent: Row | None, now: int) -> RunView:
@@ -199,6 +350,22 @@ def run_view(row: Row, spent: Row | None, now: int) -> RunView:
         error=row["error"],
         model=row["model_answered"],
         usage=Spent(input=spent["input"], output=spent["output"], cost=spent["cost"]) if spent else None,
+    )
+
+
+def end_of(session_key: str, view: RunView) -> RunChanged:
+    """The event of a run's end, for whoever has missed it."""
+    return RunChanged(
+        session_key=session_key,
+        run_id=view.run_id,
+        state=view.state,
+        reply=view.reply,
+        error_code=view.error_code,
+        error=view.error,
+        model=view.model,
+        started_at=view.started_at,
+        ended_at=view.ended_at,
+        usage=view.usage,
     )
 
 
@@ -247,7 +414,7 @@ def history_item(entry: Entry) -> dict[str, Any]:
     """The raw entry with its number and id. One that cannot be read is shown as such, not hidden."""
     try:
         item: dict[str, Any] = msgspec.json.decode(entry.body, type=dict[str, Any])
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         item = {
             "role": entry.role,
             "content": [],

@@ -22,6 +22,7 @@ from antiphon.store.statedir import StateDir
 if TYPE_CHECKING:
     from antiphon.config import Config
     from antiphon.engine.engine import Engine
+    from antiphon.engine.toolbox import Toolbox
 
 
 @asynccontextmanager
@@ -60,6 +61,7 @@ def operations_on(
     bus: LocalBus | None = None,
     clock: Clock | None = None,
     engine: Engine | None = None,
+    toolbox: Toolbox | None = None,
 ) -> Operations:
     """Everything that can be asked of this store; without an engine, only questions."""
     return Operations(
@@ -70,4 +72,5 @@ def operations_on(
         door=Door(config),
         engine=engine,
         transcripts_dir=home.transcripts,
+        toolbox=toolbox,
     )

@@ -1,6 +1,7 @@
 """What the crash suite asks of a process, as data: the worker plays it, the checker knows what must come of it.
 
 Messages are scripts for the rehearsal model, so every run has one right outcome however often its process dies.
+What is said between sessions (`Sent`) and what sub-agents do (`Spawned`) is in `talk`.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from chaos.talk import HELPER, KEYED, TURNS, UNKEYED, Sent, Spawned, announcing, nested, sending, spawning
 
 TELL = "tell"  # our own kind of tool: settled by its key after a crash
 NOTE = "note"  # a foreign one: reported as interrupted after a crash
 NOTES = "notes.txt"  # where `note` leaves its mark, in the state directory
+YIELD = "call sessions_yield {}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,27 @@ class Planned:
     state: str
     steps: int
     """Answers of the model in the transcript, the last one included."""
+    sends: tuple[Sent, ...] = ()
+    spawns: tuple[Spawned, ...] = ()
+    wakes: int | None = None
+    """How often its session is woken by sub-agents; None where others share the session."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A message without its place: its script and what it leads to."""
+
+    text: str
+    state: str = "ok"
+    steps: int = 1
+    sends: tuple[Sent, ...] = ()
+    spawns: tuple[Spawned, ...] = ()
+    wakes: int | None = None
+
+    def at(self, key: str, session: str) -> Planned:
+        # Who is woken has a session to itself, so that it is known by whom.
+        own = session if self.wakes is None else f"agent:main:direct:own-{key}"
+        return Planned(key, own, self.text, self.state, self.steps, self.sends, self.spawns, self.wakes)
 
 
 def _tell(key: str, number: int) -> str:
@@ -36,37 +61,81 @@ def _note(key: str, number: int) -> str:
     return f"call {NOTE} {json.dumps({'line': f'{key} {number}'})}"
 
 
-def _said(*lines: str, key: str) -> str:
-    return "\n".join([*lines, f"say done {key}"])
+def _said(*lines: str, key: str, state: str = "ok") -> Shape:
+    return Shape("\n".join([*lines, f"say done {key}"]), state, len(lines) + 1)
 
 
-# Each shape: the script, the state its run must end in, the number of answers it takes.
-_Shape = Callable[[str], tuple[str, str, int]]
-_SHAPES: dict[str, _Shape] = {
-    "say": lambda key: (_said(key=key), "ok", 1),
-    "think": lambda key: (_said("think hm", key=key), "ok", 1),
-    "tell": lambda key: (_said(_tell(key, 0), key=key), "ok", 2),
-    "note": lambda key: (_said(_note(key, 0), key=key), "ok", 2),
-    "tell, note": lambda key: (_said(_tell(key, 0), _note(key, 1), key=key), "ok", 3),
-    "tell + note": lambda key: (_said(f"{_tell(key, 0)} + {_note(key, 1)}", key=key), "ok", 2),
-    "note + note + tell": lambda key: (
-        _said(f"{_note(key, 0)} + {_note(key, 1)} + {_tell(key, 2)}", key=key),
-        "ok",
-        2,
+def _think(key: str) -> Shape:
+    return Shape(f"think hm\nsay done {key}")
+
+
+def _fail(key: str) -> Shape:
+    return Shape(f"{_tell(key, 0)}\nfail {key}", "error", 2)
+
+
+def _nothing(key: str) -> Shape:
+    return Shape(f"{_note(key, 0)}\nsay", "incomplete", 2)
+
+
+_SHAPES: dict[str, Callable[[str], Shape]] = {
+    "say": lambda key: _said(key=key),
+    "think": _think,
+    "tell": lambda key: _said(_tell(key, 0), key=key),
+    "note": lambda key: _said(_note(key, 0), key=key),
+    "tell, note": lambda key: _said(_tell(key, 0), _note(key, 1), key=key),
+    "tell + note": lambda key: _said(f"{_tell(key, 0)} + {_note(key, 1)}", key=key),
+    "note + note + tell": lambda key: _said(
+        f"{_note(key, 0)} + {_note(key, 1)} + {_tell(key, 2)}", key=key
     ),
-    "note, tell + tell": lambda key: (
-        _said(_note(key, 0), f"{_tell(key, 1)} + {_tell(key, 2)}", key=key),
-        "ok",
-        3,
-    ),
-    "fail": lambda key: (f"{_tell(key, 0)}\nfail {key}", "error", 2),
-    "nothing": lambda key: (f"{_note(key, 0)}\nsay", "incomplete", 2),
+    "note, tell + tell": lambda key: _said(_note(key, 0), f"{_tell(key, 1)} + {_tell(key, 2)}", key=key),
+    "fail": _fail,
+    "nothing": _nothing,
+}
+
+
+def _sends(key: str, *sends: Sent) -> Shape:
+    return replace(_said(*(sent.call for sent in sends), key=key), sends=sends)
+
+
+def _spawns(key: str, *spawns: Spawned, wakes: int | None = None) -> Shape:
+    return replace(_said(*(spawned.call for spawned in spawns), key=key), spawns=spawns, wakes=wakes)
+
+
+def _yields(key: str, *spawns: Spawned) -> Shape:
+    """Ends its turn to be woken: the last answer is the one that the tool ends it with."""
+    text = "\n".join([*(spawned.call for spawned in spawns), YIELD])
+    return Shape(text, steps=len(spawns) + 2, spawns=spawns, wakes=1)
+
+
+_TALKS: dict[str, Callable[[str], Shape]] = {
+    "five turns": lambda key: _sends(key, sending(key, says=TURNS + 1, wait=True)),
+    "five turns, no wait": lambda key: _sends(key, sending(key, says=TURNS + 1, wait=False)),
+    "two turns": lambda key: _sends(key, sending(key, says=2, wait=True)),
+    "no announce": lambda key: _sends(key, sending(key, says=1, wait=False, announced="none")),
+    "skipped": lambda key: _sends(key, sending(key, says=3, wait=False, announced="skipped")),
+    "no reply": lambda key: _sends(key, sending(key, says=0, wait=True)),
+    "two sends": lambda key: _sends(key, sending(key, says=1, wait=False), sending(f"{key}b", says=2, wait=True)),
+    "spawn": lambda key: _spawns(key, spawning(key)),
+    "spawn two": lambda key: _spawns(key, spawning(key), spawning(f"{key}b", agent="helper", ending="fail")),
+    "spawn, skip": lambda key: _spawns(key, spawning(key, ending="skip")),
+    "spawn, fail": lambda key: _spawns(key, spawning(key, ending="fail")),
+    "spawn, nothing": lambda key: _spawns(key, spawning(key, ending="nothing")),
+    "spawn, silent": lambda key: _spawns(key, spawning(key, announce="none")),
+    "spawn for parent": lambda key: _spawns(key, spawning(key, announce="parent"), wakes=1),
+    "spawn and delete": lambda key: _spawns(key, spawning(key, cleanup="delete")),
+    "spawn, yield": lambda key: _yields(key, spawning(key)),
+    "spawn two, yield": lambda key: _yields(key, spawning(key), spawning(f"{key}b", ending="fail")),
+    "spawn for parent, yield": lambda key: _yields(key, spawning(key, announce="parent")),
+    "nested": lambda key: _spawns(key, nested(key)),
+    "nested, yield": lambda key: _yields(key, nested(key)),
+    "nested for parent": lambda key: _spawns(key, nested(key, announce="parent")),
+    "keyed": lambda key: _sends(key, announcing(key, KEYED)),
+    "unkeyed": lambda key: _sends(key, announcing(key, UNKEYED)),
 }
 
 
 def _planned(shape: str, key: str, session: str) -> Planned:
-    text, state, steps = _SHAPES[shape](key)
-    return Planned(key, session, text, state, steps)
+    return {**_SHAPES, **_TALKS}[shape](key).at(key, session)
 
 
 def single(shape: str) -> list[Planned]:
@@ -83,7 +152,27 @@ def several(seed: int, sessions: int = 3, messages: int = 8) -> list[Planned]:
     ]
 
 
+def talking(seed: int, sessions: int = 3, messages: int = 5) -> list[Planned]:
+    """The same, of which most begin conversations or sub-agents."""
+    dice = random.Random(seed)
+    return [
+        _planned(
+            dice.choice([*_TALKS, "tell, note", "fail"]),
+            f"m{number}",
+            f"agent:main:direct:s{dice.randrange(sessions)}",
+        )
+        for number in range(messages)
+    ]
+
+
 def plan(name: str) -> list[Planned]:
-    """By the name that goes over a command line: `single:<shape>` or `several:<seed>`."""
+    """By the name that goes over a command line: `single:<shape>`, `several:<seed>` or `talking:<seed>`."""
     kind, _, rest = name.partition(":")
-    return single(rest) if kind == "single" else several(int(rest))
+    if kind == "single":
+        return single(rest)
+    return talking(int(rest)) if kind == "talking" else several(int(rest))
+
+
+def places(planned: list[Planned]) -> list[str]:
+    """Sessions that must be there before the first message."""
+    return sorted({HELPER, *(sent.to for message in planned for sent in message.sends)})

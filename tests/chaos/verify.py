@@ -2,70 +2,24 @@
 
 `always` holds for the file at every moment, so also right after a kill; `finally_` holds when a process has
 worked everything off. Both return what is wrong, as sentences; an empty list is a proof of nothing but good luck
-until a broken engine has been shown to fail it.
+until a broken engine has been shown to fail it (see `test_verify`). What holds between sessions is in `laws` and
+`outcomes`.
 """
 
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from chaos.scenario import NOTE, NOTES, TELL, Planned
-
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    key: str
-    name: str
-    arguments: dict[str, Any]
-    interrupted: bool
-    failed: bool
+from chaos import laws, outcomes
+from chaos.book import Book, Call, Row
+from chaos.scenario import NOTE, TELL, Planned
 
 
-class Book:
-    """Everything in the store, read at once."""
-
-    def __init__(self, state_dir: Path) -> None:
-        # Read-only, so that looking neither recovers nor checkpoints what the next process must cope with.
-        connection = sqlite3.connect(f"file:{state_dir / 'antiphon.db'}?mode=ro", uri=True)
-        connection.row_factory = sqlite3.Row
-        try:
-            self.integrity: str = connection.execute("PRAGMA integrity_check").fetchone()[0]
-            tables = {
-                row[0] for row in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")
-            }
-            # A process killed before its first migration has committed leaves an empty file.
-            self.empty = "runs" not in tables
-            self.runs = self._rows(connection, "runs", "n")
-            self.sessions = self._rows(connection, "sessions", "id")
-            self.usage = self._rows(connection, "usage", "id")
-            self.owners = self._rows(connection, "owners", "id")
-            self.messages = self._rows(connection, "messages", "transcript, seq")
-        finally:
-            connection.close()
-        for message in self.messages:
-            message["json"] = json.loads(message["body"])
-        notes = state_dir / NOTES
-        self.notes = Counter(notes.read_text().split("\n")[:-1] if notes.exists() else [])
-
-    def _rows(self, connection: sqlite3.Connection, table: str, order: str) -> list[Row]:
-        if self.empty:
-            return []
-        return [dict(row) for row in connection.execute(f"SELECT * FROM {table} ORDER BY {order}")]  # noqa: S608
-
-    def entries(self, run: Row) -> list[Row]:
-        return [message for message in self.messages if message["run"] == run["n"]]
-
-    def key_of(self, session: int) -> str:
-        return next(row["key"] for row in self.sessions if row["id"] == session)
+FOLLOWING = {"sessions_send", "reply-back", "announce", "sessions_spawn", "note", "wake"}
 
 
 def always(state_dir: Path, accepted: Iterable[str]) -> list[str]:
@@ -83,15 +37,24 @@ def always(state_dir: Path, accepted: Iterable[str]) -> list[str]:
         wrong += _beginning(book, run)
         wrong += _known_results(book, run)
         wrong += _whole(book, run)
-    return wrong
+    return wrong + laws.broken(book)
 
 
 def _whole(book: Book, run: Row) -> list[str]:
     """A run's end, its final answer and what was paid for it are there together, or none of them is."""
+    if run["origin"] == "note":
+        return _put(book, run)
     if run["state"] not in {"queued", "running"}:
         return [*_ending(book, run), *_charged(book, run)]
     answered = _finals(book.entries(run))
     return [f"{run['id']} has its answer and is still {run['state']}"] if answered else []
+
+
+def _put(book: Book, run: Row) -> list[str]:
+    """A run that is nothing but an entry: it is there when the run has ended, word for word."""
+    bodies = [entry["body"] for entry in book.entries(run)]
+    wanted = [run["input"]] if run["state"] == "ok" else []
+    return [] if bodies == wanted else [f"{run['id']} is {run['state']} and has put {bodies}"]
 
 
 def _numbers(book: Book) -> list[str]:
@@ -112,6 +75,8 @@ def _numbers(book: Book) -> list[str]:
 
 def _beginning(book: Book, run: Row) -> list[str]:
     """A run that has begun has its message in the transcript, once, first and word for word."""
+    if run["origin"] == "note":
+        return []
     entries = book.entries(run)
     asked = [entry for entry in entries if entry["role"] == "user"]
     if run["first_seq"] is None:
@@ -159,13 +124,12 @@ def finally_(state_dir: Path, plan: Sequence[Planned]) -> list[str]:
     for planned in plan:
         wrong += _outcome(book, planned)
     for run in book.runs:
-        calls = _calls(book, run)
+        calls = book.calls(run)
         told |= {call.key: call for call in calls if call.name == TELL}
         wrong += _noted(book, [call for call in calls if call.name == NOTE])
-        wrong += _ending(book, run)
-        wrong += _charged(book, run)
     wrong += _told(book, told, plan)
-    noted = {call.key for run in book.runs for call in _calls(book, run) if call.name == NOTE}
+    wrong += outcomes.missed(book, plan)
+    noted = {call.key for run in book.runs for call in book.calls(run) if call.name == NOTE}
     wrong += [f"{line} was noted, and no transcript knows of it" for line in book.notes if line not in noted]
     wrong += _order(book)
     return wrong
@@ -181,24 +145,6 @@ def _outcome(book: Book, planned: Planned) -> list[str]:
     wanted = (planned.session, planned.text, planned.state, planned.steps)
     # The notice of a failure is an entry as well, in the place of the last answer.
     return [] if facts == wanted else [f"{planned.key} came to {facts}, not {wanted}"]
-
-
-def _calls(book: Book, run: Row) -> list[Call]:
-    entries = book.entries(run)
-    results = {e["json"]["toolCallId"]: e["json"] for e in entries if e["role"] == "toolResult"}
-    return [
-        Call(
-            f"{run['id']}:{block['id']}",
-            block["name"],
-            block["arguments"],
-            results[block["id"]].get("interrupted", False),
-            results[block["id"]].get("isError", False),
-        )
-        for entry in entries
-        if entry["role"] == "assistant"
-        for block in entry["json"]["content"]
-        if block["type"] == "toolCall"
-    ]
 
 
 def _noted(book: Book, calls: Iterable[Call]) -> list[str]:
@@ -217,7 +163,8 @@ def _told(book: Book, told: dict[str, Call], plan: Sequence[Planned]) -> list[st
     wrong = [f"{call.key} was not settled" for call in told.values() if call.failed or call.interrupted]
     planned = {message.key for message in plan}
     for run in book.runs:
-        if run["id"] in planned:
+        # Runs that follow from others are looked after by `laws` and `outcomes`.
+        if run["id"] in planned or run["origin"] in FOLLOWING:
             continue
         call = told.pop(run["id"], None)
         if call is None:

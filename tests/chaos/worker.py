@@ -4,7 +4,10 @@
 
 `on_commit` is called before and after every COMMIT; at the K-th call the process sends itself SIGKILL. Every
 start submits the whole plan again under the same idempotency keys, which must be harmless. It prints
-`accepted <key>` when a submission has returned, and `done` when every run in the store has ended.
+`accepted <key>` when a submission has returned, and `done` when nothing in the store is under way any more.
+
+The channels outside keep what was posted in files beside the store, one key a line: what happened there is not
+undone by a kill.
 
 Importing Antiphon takes far longer than playing a plan, so `--serve` makes it a server that has imported
 everything and forks a fresh process for each line of JSON arguments it reads. It has no thread and no event
@@ -22,19 +25,40 @@ import signal
 import sqlite3
 import sys
 import traceback
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from antiphon.access import Caller
 from antiphon.config import Config
+from antiphon.engine.deliveries import Destination
+from antiphon.engine.engine import Pace
 from antiphon.engine.toolbox import Call, Result, Tool
 from antiphon.host import hosting
 from antiphon.operations import Message, Operations
 from antiphon.runtimes import ToolSpec
-from chaos.scenario import NOTE, NOTES, TELL, plan
+from chaos.scenario import NOTE, NOTES, TELL, Planned, places, plan
+from chaos.talk import KEYED, UNKEYED
 
 PATIENCE = 30  # seconds that one process may take in all; then the alarm kills it and the test fails
 OPERATOR = Caller.operator()
+CONFIG = Config.model_validate(
+    {
+        "agents": {
+            "defaults": {"subagents": {"maxSpawnDepth": 2, "allowAgents": ["*"]}},
+            "list": [{"id": "main", "default": True}, {"id": "helper"}],
+        },
+        "tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}},
+    }
+)
+# Everything that is under way, read beside the engine: what an earlier process began is nobody's to wait for.
+UNFINISHED = """
+SELECT EXISTS (SELECT 1 FROM runs WHERE state IN ('queued', 'running'))
+    OR EXISTS (SELECT 1 FROM exchanges WHERE phase <> 'settled')
+    OR EXISTS (SELECT 1 FROM tasks WHERE phase <> 'settled'
+               OR (archived_at IS NULL AND options LIKE '%"cleanup":"delete"%'))
+    OR EXISTS (SELECT 1 FROM deliveries WHERE state IN ('pending', 'sending'))
+"""
 
 
 class Killer:
@@ -42,17 +66,42 @@ class Killer:
 
     def __init__(self, at: int | None) -> None:
         self.count = 0
+        self.committed = asyncio.Event()
         self._at = at
+        self._loop = asyncio.get_running_loop()
 
     def __call__(self, phase: str) -> None:
         self.count += 1
         if self.count == self._at:
             os.kill(os.getpid(), signal.SIGKILL)
+        if phase == "after":
+            self._loop.call_soon_threadsafe(self.committed.set)
+
+
+@dataclass
+class Outside:
+    """A channel to people. One that is keyed takes the same key as the same message."""
+
+    posts: Path
+    keyed: bool
+
+    async def post(self, key: str, where: Destination, text: str) -> str:
+        if not (self.keyed and self.posts.exists() and key in self.posts.read_text().splitlines()):
+            append(self.posts, key)
+        append(self.posts.with_suffix(".attempts"), key)
+        return f"outside-{key}"
 
 
 def say(line: str) -> None:
     """Past every buffer, so that what was said before the kill has been said."""
     os.write(1, f"{line}\n".encode())
+
+
+def append(path: Path, line: str) -> None:
+    """One write, so that a kill leaves all of it or nothing."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.write(file, f"{line}\n".encode())
+    os.close(file)
 
 
 def tools(state_dir: Path, operations: Operations) -> list[Tool]:
@@ -67,9 +116,7 @@ def tools(state_dir: Path, operations: Operations) -> list[Tool]:
         return Result(text=f"told {accepted.run_id}")
 
     async def note(call: Call) -> Result:
-        notes = os.open(state_dir / NOTES, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        os.write(notes, f"{call.key}\n".encode())
-        os.close(notes)
+        append(state_dir / NOTES, call.key)
         return Result(text="noted")
 
     def spec(name: str) -> ToolSpec:
@@ -81,23 +128,43 @@ def tools(state_dir: Path, operations: Operations) -> list[Tool]:
     ]
 
 
-def unfinished(state_dir: Path) -> list[str]:
-    """Read beside the engine, because a run that a tool caused in an earlier process is nobody's to wait for."""
+async def worked_off(state_dir: Path, killer: Killer) -> None:
+    """Until nothing is under way. Whatever changes that is a commit."""
     connection = sqlite3.connect(f"file:{state_dir / 'antiphon.db'}?mode=ro", uri=True)
-    rows = connection.execute("SELECT id FROM runs WHERE state IN ('queued', 'running')").fetchall()
-    connection.close()
-    return [row[0] for row in rows]
+    try:
+        while True:
+            killer.committed.clear()
+            if not connection.execute(UNFINISHED).fetchone()[0]:
+                return
+            await killer.committed.wait()
+    finally:
+        connection.close()
 
 
-async def play(state_dir: Path, name: str, killer: Killer) -> None:
-    async with hosting(Config(), state_dir, tools=partial(tools, state_dir), on_commit=killer) as operations:
-        for planned in plan(name):
-            message = Message(session=planned.session, content=planned.text, idempotency_key=planned.key)
-            await operations.submit(OPERATOR, message)
-            say(f"accepted {planned.key}")
-        while left := unfinished(state_dir):
-            for run_id in left:
-                await operations.wait(OPERATOR, run_id, PATIENCE)
+async def submit(operations: Operations, planned: list[Planned]) -> None:
+    for place in places(planned):
+        await operations.open(OPERATOR, place)
+    for each in planned:
+        message = Message(session=each.session, content=each.text, idempotency_key=each.key)
+        await operations.submit(OPERATOR, message)
+        say(f"accepted {each.key}")
+
+
+async def play(state_dir: Path, name: str, kill: int | None) -> None:
+    planned = plan(name)
+    killer = Killer(kill)
+    channels = {
+        channel: Outside(state_dir / f"{channel}.txt", keyed=channel == KEYED) for channel in (KEYED, UNKEYED)
+    }
+    # Children are deleted by the sweeper, which is in no hurry unless somebody waits for it.
+    sweeping = any(spawned.cleanup == "delete" for each in planned for spawned in each.spawns)
+    pace = Pace(sweep=0.05) if sweeping else Pace()
+    offered = partial(tools, state_dir)
+    async with hosting(
+        CONFIG, state_dir, tools=offered, channels=channels, pace=pace, on_commit=killer
+    ) as operations:
+        await submit(operations, planned)
+        await worked_off(state_dir, killer)
     say(f"commits {killer.count}")
     say("done")
 
@@ -105,7 +172,7 @@ async def play(state_dir: Path, name: str, killer: Killer) -> None:
 def run(state_dir: Path, name: str, kill: int | None) -> None:
     signal.alarm(PATIENCE)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    asyncio.run(play(state_dir, name, Killer(kill)))
+    asyncio.run(play(state_dir, name, kill))
 
 
 def serve() -> None:

@@ -250,6 +250,55 @@ async def test_what_is_too_large_is_not_asked_again(
         assert [request["method"] for request in asked] == ["connect", "sessions.list"]
 
 
+def message(number: int) -> Json:
+    body: Json = {"role": "assistant", "content": [], "id": f"e{number}", "seq": number}
+    payload: Json = {
+        "sessionKey": "agent:main:main",
+        "sessionId": "s",
+        "messageId": f"e{number}",
+        "messageSeq": number,
+        "message": body,
+    }
+    return {"type": "event", "event": "session.message", "payload": payload}
+
+
+async def test_a_listener_that_lags_too_far_behind_loses_the_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(link, "MOST_HEARD", 5)
+
+    async def behave(socket: ServerConnection, request: Json) -> None:
+        for number in range(10):
+            await socket.send(msgspec.json.encode(message(number)), text=True)
+        await answer(socket, request, {})
+
+    async with pretended(behave) as (desk, _):
+        linked = await link.Link.open(desk.site)
+        with linked.listening() as heard:
+            with pytest.raises(Lost, match="faster than they were taken"):
+                await linked.ask("any", {})
+            taken = [await heard.get() for _ in range(6)]
+            assert heard.empty()
+        assert [it and it[1]["messageSeq"] for it in taken] == [0, 1, 2, 3, 4, None]
+        assert linked.lost.is_set()
+        await linked.close()
+
+
+async def test_a_feed_that_lags_resumes_without_gap_or_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "MOST_HEARD", 5)
+    count = 30
+
+    async def behave(socket: ServerConnection, request: Json) -> None:
+        await answer(socket, request, {"key": "agent:main:main", "sessionId": "s", "lastSeq": count})
+        for number in range(request["params"]["afterSeq"] + 1, count + 1):
+            await socket.send(msgspec.json.encode(message(number)), text=True)
+
+    async with pretended(behave) as (desk, asked), aclosing(desk.follow("main", 0)) as feed:
+        told = await until(feed, lambda event: isinstance(event, MessageAppended) and event.seq == count)
+    assert seqs(told) == list(range(1, count + 1))
+    assert len([request for request in asked if request["method"] == "connect"]) > 1
+
+
 async def test_a_feed_that_is_told_too_much_at_once_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "LARGEST", 5000)
 

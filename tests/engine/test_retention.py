@@ -9,10 +9,10 @@ import pytest
 
 from antiphon.bus import SessionChanged
 from antiphon.clock import ManualClock
-from antiphon.engine import retention, runs
+from antiphon.engine import admissions, retention
+from antiphon.engine.admissions import Submission
 from antiphon.engine.engine import Pace
 from antiphon.engine.retention import Keep
-from antiphon.engine.runs import Submission
 from antiphon.errors import NotFound
 from antiphon.messages import User
 from antiphon.operations import ListFilter
@@ -110,7 +110,7 @@ async def test_only_the_idle_are_touched(tmp_path: Path) -> None:
         message = User(content="two", timestamp=clock.now())
         session = stage.rows("SELECT id FROM sessions")[0]["id"]
         waiting = Submission(run_id="two", session=session, session_key=MAIN, origin="chat", message=message)
-        await stage.store.tx(runs.submit, waiting, clock.now())
+        await stage.store.tx(admissions.submit, waiting, clock.now())
         clock.advance(days=31)
         assert await retention.sweep(stage.store, KEEP, clock.now()) == []
     async with staged(tmp_path, agent, clock=clock, pace=QUIET) as stage:

@@ -14,9 +14,9 @@ import pytest
 from sockets import ADMIN, READ, WRITE, Client, Gate, opened
 
 from antiphon.engine.toolbox import Call, Result
-from antiphon.gateway import logs
 from antiphon.gateway.methods import METHODS
 from antiphon.messages import Assistant
+from antiphon.paths import LOG
 from antiphon.runtimes import Prompt
 from stage import MAIN, OPERATOR, calls, soon, text, tool
 
@@ -192,7 +192,7 @@ async def test_a_tool_is_invoked_as_a_session_would(tmp_path: Path) -> None:
 @pytest.fixture
 def logged(tmp_path: Path) -> Generator[Path]:
     """Everything that is logged, in the file that `logs.tail` reads."""
-    path = tmp_path / logs.NAME
+    path = tmp_path / LOG
     handler = logging.FileHandler(path)
     root = logging.getLogger()
     before = root.level
@@ -975,7 +975,7 @@ async def test_jobs_are_added_changed_run_and_removed(gate: Gate) -> None:
         ({"schedule": {"kind": "cron", "expr": "never"}}, "schedule"),
         ({"schedule": {"kind": "sometimes"}}, "schedule.kind"),
         ({"payload": {"kind": "agentTurn"}}, "payload.message"),
-        ({"delivery": {"mode": "announce", "channel": "x"}}, "delivery"),
+        ({"delivery": {"mode": "announce", "channel": "no channel"}}, "delivery"),
         ({"sessionTarget": "nowhere"}, "sessionTarget"),
         ({"name": ""}, "name"),
     ],

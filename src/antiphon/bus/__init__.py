@@ -63,6 +63,10 @@ class RunChanged(_Event, tag="run", frozen=True):
     started_at: int | None = None
     ended_at: int | None = None
     usage: Spent | None = None
+    quiet: bool = False
+    """What it says is for other sessions, not for whoever watches this one's chat."""
+    gated: bool = False
+    """Whoever watches did not ask for it: they get it through the gate."""
 
 
 class Delta(_Event, tag="delta", frozen=True):
@@ -87,6 +91,16 @@ class ToolPhase(_Event, tag="tool", frozen=True):
     is_error: bool = False
 
 
+class Delivered(_Event, tag="delivered", frozen=True):
+    """Words were posted in a session's chat; they stand in the transcript as an entry of that run."""
+
+    session_key: str
+    key: str
+    run_id: str | None
+    kind: str
+    text: str
+
+
 class StopAsked(_Event, tag="stop", frozen=True):
     """Somebody committed a request to stop this run."""
 
@@ -109,7 +123,9 @@ class Gap(_Event, tag="gap", frozen=True):
     """Events were dropped here: read the rows again."""
 
 
-Event: TypeAlias = MessageAppended | RunChanged | Delta | ToolPhase | StopAsked | SessionChanged | Gap
+Event: TypeAlias = (
+    MessageAppended | RunChanged | Delta | ToolPhase | Delivered | StopAsked | SessionChanged | Gap
+)
 
 
 class Listener(Protocol):

@@ -17,12 +17,16 @@ from antiphon.cli.failures import report
 from antiphon.cli.settings import common
 
 COMMANDS = {
+    "demo": ("antiphon.cli.demo", "Watch agents talk with each other; needs no model and no gateway."),
     "up": ("antiphon.cli.up", "Run the gateway: everything else talks to it while it runs."),
     "chat": ("antiphon.cli.chat", "Talk with an agent in this terminal."),
     "send": ("antiphon.cli.send", "Say something to a session."),
     "agent": ("antiphon.cli.agent", "Let an agent do one thing, and print its answer."),
+    "spawn": ("antiphon.cli.spawn", "Start a sub-agent for a session."),
     "status": ("antiphon.cli.status", "How the gateway is, or what is kept while none runs."),
     "sessions": ("antiphon.cli.sessions", "List, read, export and import conversations."),
+    "agents": ("antiphon.cli.agents", "Who is configured, and who may spawn whom."),
+    "deliveries": ("antiphon.cli.deliveries", "What is on its way to people, and what did not get there."),
     "cron": ("antiphon.cli.cron", "Jobs that start by the clock."),
     "tokens": ("antiphon.cli.tokens", "Who may talk to the gateway."),
     "config": ("antiphon.cli.config", "Check the configuration, or print its schema."),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from antiphon.cli.send import LONGEST, tell, to_the_end
+from antiphon.cli.send import LONGEST, tell
 from antiphon.cli.settings import Settings, common, reaching
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def command(settings: Settings, text: str, agent: str | None, key: str | None, t
 
 async def _ask(settings: Settings, message: Message) -> RunView:
     from antiphon.cli.desk import talking
+    from antiphon.cli.staying import to_the_end
 
     async with talking(settings) as (desk, _):
         accepted = await desk.submit(message)

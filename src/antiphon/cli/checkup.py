@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from antiphon.cli.running import NAME, Running, noted, running
+from antiphon.cli.running import running
 from antiphon.config import Config
 from antiphon.doctor import Finding, fail, ok, warn
+from antiphon.gateway import note
+from antiphon.gateway.note import Note
 
 SOON = 2.0  # seconds in which a gateway on this machine takes a connection
 
@@ -19,10 +21,10 @@ def look(state_dir: Path, config: Config | None) -> Iterator[Finding]:
     found = running(state_dir)
     if found:
         yield _answers(found)
-    elif left := noted(state_dir):
+    elif left := note.read(state_dir):
         yield warn(
             "gateway",
-            f"not running; {NAME} was left behind by process {left.pid}, which was killed.",
+            f"not running; {note.NAME} was left behind by process {left.pid}, which was killed.",
             "Nothing is lost: start it again with `antiphon up`.",
         )
     else:
@@ -32,7 +34,7 @@ def look(state_dir: Path, config: Config | None) -> Iterator[Finding]:
     yield from _tokens(state_dir)
 
 
-def _answers(found: Running) -> Finding:
+def _answers(found: Note) -> Finding:
     parts = urlsplit(found.url)
     try:
         socket.create_connection((parts.hostname or "", parts.port or 0), timeout=SOON).close()

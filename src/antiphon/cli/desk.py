@@ -13,8 +13,20 @@ if TYPE_CHECKING:
     from antiphon.bus import Event
     from antiphon.client import Client
     from antiphon.client.link import Site
-    from antiphon.operations import HistoryFilter, ListFilter, Message, Operations, StopView
-    from antiphon.views import Accepted, Conversation, HistoryPage, RunView, SessionPage, SessionView
+    from antiphon.operations import HistoryFilter, ListFilter, Message, Operations, Send, Spawn, StopView
+    from antiphon.views import (
+        Accepted,
+        Conversation,
+        DeliveryPage,
+        DeliveryView,
+        HistoryPage,
+        RunView,
+        Sent,
+        SessionPage,
+        SessionView,
+        Spawned,
+        TaskView,
+    )
 
 
 class Desk(Protocol):
@@ -31,6 +43,11 @@ class Desk(Protocol):
     def follow(self, session: str, after: int | None = None) -> AsyncGenerator[Event]: ...
     async def open(self, session: str) -> SessionView: ...
     async def renew(self, session: str) -> SessionView: ...
+    async def send(self, wanted: Send, requester: str) -> Sent: ...
+    async def spawn(self, wanted: Spawn, requester: str) -> Spawned: ...
+    async def tasks(self, session: str) -> list[TaskView]: ...
+    async def deliveries(self, state: str | None, limit: int, cursor: str | None = None) -> DeliveryPage: ...
+    async def deliver_again(self, key: str) -> DeliveryView: ...
 
 
 class Own:
@@ -74,6 +91,21 @@ class Own:
 
     async def renew(self, session: str) -> SessionView:
         return await self._operations.renew(self._caller, session)
+
+    async def send(self, wanted: Send, requester: str) -> Sent:
+        return await self._operations.send(self._caller, wanted, requester=requester)
+
+    async def spawn(self, wanted: Spawn, requester: str) -> Spawned:
+        return await self._operations.spawn(self._caller, wanted, requester=requester)
+
+    async def tasks(self, session: str) -> list[TaskView]:
+        return await self._operations.tasks(self._caller, session)
+
+    async def deliveries(self, state: str | None, limit: int, cursor: str | None = None) -> DeliveryPage:
+        return await self._operations.deliveries(self._caller, state, limit, cursor)
+
+    async def deliver_again(self, key: str) -> DeliveryView:
+        return await self._operations.deliver_again(self._caller, key)
 
 
 def _nothing(_: str) -> None: ...

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.cli.output import clean
+from antiphon.paths import LOG
 
-NAME = "antiphon.log"
 MOST_BYTES = 2**20
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 ABOUT = ("run_id", "session_key")  # of what is given as `extra`; nothing else is written, whoever logs
@@ -31,7 +31,7 @@ class _Cleaned(logging.Formatter):
 def keep_journal(state_dir: Path, *, debug: bool) -> None:
     """Write what the program logs there; with `debug` also to standard error."""
     file = RotatingFileHandler(
-        state_dir / NAME, maxBytes=MOST_BYTES, backupCount=2, delay=True, encoding="utf-8"
+        state_dir / LOG, maxBytes=MOST_BYTES, backupCount=2, delay=True, encoding="utf-8"
     )
     file.setFormatter(_lines())
     handlers: list[logging.Handler] = [file]

@@ -11,36 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-import msgspec
-
 from antiphon.cli.settings import Settings
 from antiphon.errors import InvalidInput, Unauthorized
+from antiphon.gateway import note
+from antiphon.gateway.note import Note
 from antiphon.store.statedir import StateDir
 
 if TYPE_CHECKING:
     from antiphon.client.link import Site
 
-NAME = "gateway.json"
 
-
-class Running(msgspec.Struct, frozen=True):
-    url: str
-    pid: int
-
-
-def noted(state_dir: Path) -> Running | None:
-    """What was last noted, true or not."""
-    try:
-        return msgspec.json.decode((state_dir / NAME).read_bytes(), type=Running)
-    except (OSError, msgspec.MsgspecError):
-        return None
-
-
-def running(state_dir: Path) -> Running | None:
+def running(state_dir: Path) -> Note | None:
     """The gateway that owns the directory now."""
-    note = noted(state_dir)
-    if note and alive(note.pid) and StateDir.look(state_dir).holder in {str(note.pid), "unknown"}:
-        return note
+    found = note.read(state_dir)
+    if found and alive(found.pid) and StateDir.look(state_dir).holder in {str(found.pid), "unknown"}:
+        return found
     return None
 
 

@@ -11,7 +11,7 @@ import click
 from antiphon.cli import output
 from antiphon.cli.settings import Settings, common, reaching
 
-SHOWN = ("version", "pid", "uptimeMs", "stateDir", "connections", "rssBytes", "runs", "cron")
+SHOWN = ("version", "pid", "uptimeMs", "stateDir", "connections", "rssBytes", "runs", "cron", "deliveries")
 
 
 @click.command(help="How the gateway is, or what is kept while none runs.")
@@ -53,11 +53,13 @@ async def _without(settings: Settings) -> dict[str, Any]:
     home = StateDir.look(settings.paths.state_dir)
     facts: dict[str, Any] = {"running": False, "stateDir": str(home.path), "holder": home.holder}
     if not home.database.exists():
-        return {**facts, "sessions": 0, "runs": {"queued": 0, "running": 0}}
+        return {**facts, "sessions": 0, "runs": {"queued": 0, "running": 0}, "deliveries": {}}
     async with looking(settings.config_when_needed(), home.path) as operations:
         summary = await operations.summary(Caller.operator())
+        standing = (await operations.deliveries(Caller.operator(), limit=1)).standing
     runs = {"queued": summary.queued, "running": summary.running}
-    return {**facts, "sessions": summary.sessions, "runs": runs, "tokenFile": _token_file(settings)}
+    facts |= {"sessions": summary.sessions, "runs": runs, "deliveries": standing}
+    return {**facts, "tokenFile": _token_file(settings)}
 
 
 def _token_file(settings: Settings) -> str:
@@ -76,6 +78,7 @@ def _running(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "connections", str(facts["connections"])
     yield "memory", f"{facts['rssBytes'] // 2**20} MiB at most"
     yield "cron", f"{cron['jobs']} jobs" + ("" if cron["enabled"] else ", switched off")
+    yield from _deliveries(facts)
     yield "state", facts["stateDir"]
     if facts.get("tokenFile"):
         yield "token", f"the owner's is in {facts['tokenFile']}"
@@ -88,4 +91,13 @@ def _stopped(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "in use", f"by process {facts['holder']}, which is no gateway (a chat, an import)"
     yield "sessions", str(facts["sessions"])
     yield "runs", f"{runs['running']} interrupted, {runs['queued']} queued; they go on at the next start"
+    yield from _deliveries(facts)
     yield "state", facts["stateDir"]
+
+
+def _deliveries(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Only what somebody has to look at."""
+    standing: dict[str, int] = facts["deliveries"] or {}
+    stuck = [f"{standing[state]} {state}" for state in ("dead", "ambiguous") if standing.get(state)]
+    if stuck:
+        yield "deliveries", f"{', '.join(stuck)}; see: antiphon deliveries"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -10,8 +11,8 @@ import msgspec
 
 from antiphon.access import Caller
 from antiphon.cli.desk import Own, calling
-from antiphon.cli.send import to_the_end
 from antiphon.cli.settings import Settings
+from antiphon.cli.staying import to_the_end
 from antiphon.schedules import FiredView, JobSpec, JobView, Schedules, read_as
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class _Asked:
         return [msgspec.convert(job, JobView) for job in jobs]
 
     async def add(self, job: dict[str, Any]) -> JobView:
-        return msgspec.convert(await self._client.call("cron.add", job, again=False), JobView)
+        return msgspec.convert(await self._client.call("cron.add", {**job, **_once()}), JobView)
 
     async def remove(self, job_id: str) -> bool:
         return (await self._client.call("cron.remove", {"id": job_id}))["removed"]
@@ -88,7 +89,7 @@ async def fired(settings: Settings, job_id: str) -> FiredView:
     """Fire one now; without a gateway, in this process and to its end."""
     if client := calling(settings):
         async with client:
-            done = await client.call("cron.run", {"id": job_id}, again=False)
+            done = await client.call("cron.run", {"id": job_id, **_once()})
             return msgspec.convert(done, FiredView)
     from antiphon.cli.journal import keep_journal
     from antiphon.host import house
@@ -100,6 +101,11 @@ async def fired(settings: Settings, job_id: str) -> FiredView:
         if view.run_id:
             await to_the_end(Own(opened.operations), view.run_id)
         return view
+
+
+def _once() -> dict[str, str]:
+    """So that a gateway that went away may be asked again."""
+    return {"idempotencyKey": str(uuid.uuid4())}
 
 
 def _resting(config: Config, store: SqliteStore) -> Schedules:

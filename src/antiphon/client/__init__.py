@@ -22,10 +22,24 @@ from antiphon.client import shapes
 from antiphon.client.feed import Place, ended
 from antiphon.client.link import ANSWER, Heard, Json, Link, Lost, Site
 from antiphon.errors import InvalidInput, NotFound, TooLarge
-from antiphon.views import Accepted, Conversation, HistoryPage, RunView, SessionPage, SessionView
+from antiphon.views import (
+    Accepted,
+    AgentCard,
+    Conversation,
+    DeliveryPage,
+    DeliveryView,
+    HistoryPage,
+    RunView,
+    Sent,
+    SessionPage,
+    SessionView,
+    Spawned,
+    TaskView,
+    end_of,
+)
 
 if TYPE_CHECKING:  # a command that asks one question is over before these would be imported
-    from antiphon.operations import HistoryFilter, ListFilter, Message, StopView
+    from antiphon.operations import HistoryFilter, ListFilter, Message, Send, Spawn, StopView
 
 __all__ = ["Client", "Lost", "Site"]
 
@@ -143,6 +157,52 @@ class Client:
         params: Json = {"sessionKey": session, **({"runId": run_id} if run_id else {})}
         return StopView((await self.call("chat.abort", params, again=False))["runIds"])
 
+    # --- sessions among themselves ---
+
+    async def send(self, wanted: Send, requester: str) -> Sent:
+        """From one session to another; the wait for the reply is the gateway's."""
+        given: Json = {
+            "key": wanted.session,
+            "message": wanted.message,
+            "fromSessionKey": requester,
+            "timeoutSeconds": wanted.timeout_seconds,
+            "replyBack": wanted.reply_back,
+            "announce": wanted.announce,
+            "idempotencyKey": wanted.idempotency_key or uuid.uuid4().hex,
+        }
+        seconds = wanted.timeout_seconds + ANSWER
+        return msgspec.convert(await self.call("sessions.send", _given(given), seconds=seconds), Sent)
+
+    async def spawn(self, wanted: Spawn, requester: str) -> Spawned:
+        given: Json = {
+            "task": wanted.task,
+            "requesterSessionKey": requester,
+            "label": wanted.label,
+            "agentId": wanted.agent_id,
+            "model": wanted.model,
+            "thinking": wanted.thinking,
+            "runTimeoutSeconds": wanted.run_timeout_seconds,
+            "cleanup": wanted.cleanup,
+            "attachments": msgspec.to_builtins(wanted.attachments),
+            "announce": wanted.announce,
+            "idempotencyKey": wanted.idempotency_key or uuid.uuid4().hex,
+        }
+        return msgspec.convert(await self.call("sessions.spawn", _given(given)), Spawned)
+
+    async def tasks(self, session: str) -> list[TaskView]:
+        found = await self.call("subagents.list", {"sessionKey": session})
+        return msgspec.convert(found["subagents"], list[TaskView])
+
+    async def roster(self) -> list[AgentCard]:
+        return msgspec.convert((await self.call("agents.spawnable"))["agents"], list[AgentCard])
+
+    async def deliveries(self, state: str | None, limit: int, cursor: str | None = None) -> DeliveryPage:
+        page = await self.call("deliveries.list", _given({"state": state, "limit": limit, "cursor": cursor}))
+        return msgspec.convert(page, DeliveryPage)
+
+    async def deliver_again(self, key: str) -> DeliveryView:
+        return msgspec.convert(await self.call("deliveries.retry", {"key": key}, again=False), DeliveryView)
+
     # --- sessions ---
 
     async def list(self, wanted: ListFilter) -> SessionPage:
@@ -157,7 +217,7 @@ class Client:
             "archived": wanted.include_archived,
             "cursor": wanted.cursor,
         }
-        page = await self.call("sessions.list", {name: it for name, it in given.items() if it is not None})
+        page = await self.call("sessions.list", _given(given))
         found = [shapes.session_view(row) for row in page["sessions"]]
         return SessionPage(count=len(found), sessions=found, scope="all", next_cursor=page["nextCursor"])
 
@@ -175,7 +235,8 @@ class Client:
         return shapes.session_view((await self.call("sessions.create", {"key": session}))["entry"])
 
     async def renew(self, session: str) -> SessionView:
-        done = await self.call("sessions.reset", {"key": session, "reason": "new"}, again=False)
+        params: Json = {"key": session, "reason": "new", "idempotencyKey": uuid.uuid4().hex}
+        done = await self.call("sessions.reset", params)
         return shapes.session_view(done["entry"])
 
     async def history(self, session: str, wanted: HistoryFilter) -> HistoryPage:
@@ -186,7 +247,7 @@ class Client:
             "before": wanted.before,
             "after": wanted.after,
         }
-        page = await self.call("sessions.history", {name: it for name, it in given.items() if it is not None})
+        page = await self.call("sessions.history", _given(given))
         return msgspec.convert(page, HistoryPage)
 
     async def conversations(self, session: str) -> list[Conversation]:
@@ -247,14 +308,18 @@ class Client:
         for run_id in list(place.under_way):
             view = await self.run(run_id)
             if view.ended:
-                await self._ended(_end(place.key, view), place)
+                await self._ended(end_of(place.key, view), place)
 
     async def _ended(self, end: RunChanged, place: Place) -> None:
         """A run has ended, and its messages come by another way: its end is told after them."""
         if end.state != "ok":  # an event says little of an end that was not good
-            end = _end(place.key, await self.run(end.run_id))
+            end = end_of(place.key, await self.run(end.run_id))
         page = await self.call("sessions.history", {"key": place.key, "limit": 1})
         place.end(end, page["total"] if page["sessionId"] == place.session_id else 0)
+
+
+def _given(params: Json) -> Json:
+    return {name: it for name, it in params.items() if it is not None}
 
 
 def _check_carried(message: Message) -> None:
@@ -273,18 +338,3 @@ def _check_carried(message: Message) -> None:
                 "Send plain text without it, or ask the gateway's `agent` method.",
                 field=field,
             )
-
-
-def _end(key: str, view: RunView) -> RunChanged:
-    return RunChanged(
-        session_key=key,
-        run_id=view.run_id,
-        state=view.state,
-        reply=view.reply,
-        error_code=view.error_code,
-        error=view.error,
-        model=view.model,
-        started_at=view.started_at,
-        ended_at=view.ended_at,
-        usage=view.usage,
-    )

@@ -23,6 +23,7 @@ ANSWER = 30.0  # seconds in which a request is answered, beside what it waits fo
 OPEN = 10.0  # seconds in which a connection is made
 LARGEST_REQUEST = 8 * 2**20  # bytes of a frame to a gateway that does not say what it takes
 LARGEST = 32 * 2**20  # bytes of a frame from it: a page of some MiB, or one entry that is larger by itself
+MOST_HEARD = 20_000  # events that a listener may lag behind; a gateway keeps no more of them for a client
 
 Json = dict[str, Any]
 Heard = tuple[str, Json]
@@ -148,8 +149,13 @@ class Link:
 
     @contextmanager
     def listening(self) -> Generator[asyncio.Queue[Heard | None]]:
-        """Every event while the context lasts, and None when the connection is lost."""
-        queue: asyncio.Queue[Heard | None] = asyncio.Queue()
+        """Every event while the context lasts, and None when the connection is lost.
+
+        A listener that lags too far behind loses the connection, as a gateway does with a slow client: it gets what
+        it has not taken yet, then None, and resumes from the last number over another connection. To wait for it
+        instead would hold up the answers that it may be waiting for.
+        """
+        queue: asyncio.Queue[Heard | None] = asyncio.Queue(MOST_HEARD + 1)  # the last place is for None
         self._listeners.add(queue)
         try:
             yield queue
@@ -169,6 +175,8 @@ class Link:
                 self._take(_frames.decode(text))
         except (OSError, WebSocketException) as error:
             self.why = _over(self.site, error)
+        except asyncio.QueueFull:
+            self.why = lost(self.site, "its events came faster than they were taken")
         except msgspec.MsgspecError:
             pass  # no gateway, by what it says
         finally:
@@ -182,6 +190,8 @@ class Link:
     def _take(self, frame: _Frame) -> None:
         if frame.type == "event" and frame.event:
             for queue in self._listeners:
+                if queue.qsize() >= MOST_HEARD:
+                    raise asyncio.QueueFull
                 queue.put_nowait((frame.event, frame.payload or {}))
         elif (answer := self._waiting.get(frame.id or "")) and not answer.done():
             answer.set_result(frame)

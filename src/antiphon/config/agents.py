@@ -64,7 +64,12 @@ class Subagents(Section):
 
     max_concurrent: Count = 8
     max_spawn_depth: int = Field(default=1, ge=1, le=5, description="1: a sub-agent may not spawn.")
-    max_children_per_agent: int = Field(default=5, ge=1, le=1000)
+    max_children_per_agent: int = Field(
+        default=200,
+        ge=1,
+        le=1000,
+        description="At work at once for one session; more are refused, not queued.",
+    )
     archive_after_minutes: Amount = Field(default=60, description="0 = never.")
     run_timeout_seconds: Amount = Field(default=0, description="0 = none.")
     announce_timeout_ms: Count = 90_000

@@ -77,6 +77,7 @@ class AgentToAgentTurns(Section):
         default=5, ge=0, le=5, description="Reply-back turns after the first reply."
     )
     max_hops: int = Field(default=12, ge=1, le=1000, description="Length at which a chain of sends stops.")
+    max_runs: int = Field(default=1000, ge=1, le=1_000_000, description="Runs that one chain may lead to.")
 
 
 class ThreadBindings(Section):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 
 from antiphon.bus import Delta, EventBus
+from antiphon.engine import gate
 
 INTERVAL = 0.05  # seconds
 
@@ -16,7 +17,11 @@ INTERVAL = 0.05  # seconds
 class DeltaStream:
     """The deltas of one run. Numbers rise by one, so a listener sees when it missed some."""
 
-    def __init__(self, bus: EventBus, topic: str, session_key: str, run_id: str) -> None:
+    def __init__(
+        self, bus: EventBus, topic: str, session_key: str, run_id: str, *, quiet: bool, gated: bool
+    ) -> None:
+        self._quiet = quiet
+        self._gate = gate.Stream() if gated else None
         self._bus = bus
         self._topic = topic
         self._session_key = session_key
@@ -47,11 +52,15 @@ class DeltaStream:
         self._said.clear()
         self._text.clear()
         self._thinking.clear()
+        if self._gate:
+            self._gate.finish()  # and forget
         self._send(restart=True)
 
     def committed(self) -> None:
         """The step is in the transcript: send what is left, begin the next one."""
         self.flush()
+        if self._gate and (held := self._gate.finish()):
+            self._send(held)
         self._said.clear()
 
     def flush(self) -> None:
@@ -59,7 +68,8 @@ class DeltaStream:
             self._timer.cancel()
             self._timer = None
         if self._text or self._thinking:
-            self._send()
+            text = "".join(self._text)
+            self._send(self._gate.feed(text) if self._gate else text)
 
     def _plan(self) -> None:
         if self._timer is None:
@@ -69,15 +79,16 @@ class DeltaStream:
             else:
                 self._timer = self._loop.call_at(self._next_at, self.flush)
 
-    def _send(self, *, restart: bool = False) -> None:
+    def _send(self, text: str = "", *, restart: bool = False) -> None:
         self._next_at = self._loop.time() + INTERVAL
         self._number += 1
-        if self._bus.wanted(self._topic):
+        something = text or self._thinking or restart  # a gate may hold all of it back
+        if something and not self._quiet and self._bus.wanted(self._topic):
             event = Delta(
                 session_key=self._session_key,
                 run_id=self._run_id,
                 number=self._number,
-                text="".join(self._text),
+                text=text,
                 thinking="".join(self._thinking),
                 restart=restart,
             )

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from antiphon import access, keys, policy
-from antiphon.access import Action, Caller, Grants, Target
+from antiphon.access import Action, Caller, Cap, Grants, Target
 from antiphon.engine import sessions
 from antiphon.engine.sessions import Birth
 from antiphon.errors import Ambiguous, SendBlocked
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Door:
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._granted: dict[tuple[str | None, bool], Grants] = {(None, False): Grants()}
+        self._granted: dict[tuple[str | None, bool, Cap | None], Grants] = {(None, False, None): Grants()}
 
     @cached_property
     def _default_agent(self) -> str:
@@ -32,12 +32,12 @@ class Door:
 
     def grants(self, caller: Caller) -> Grants:
         """What this caller's agent may reach; an operator's scopes say it all."""
-        key = (caller.agent_id, caller.sandboxed)
-        if key not in self._granted:
-            self._granted[key] = self._grants(caller.agent_id or "", sandboxed=caller.sandboxed)
+        key = (caller.agent_id, caller.sandboxed, caller.cap)
+        if key not in self._granted:  # as many as there are agents, sandboxes and caps
+            self._granted[key] = self._grants(caller.agent_id or "", caller.cap, sandboxed=caller.sandboxed)
         return self._granted[key]
 
-    def _grants(self, agent_id: str, *, sandboxed: bool) -> Grants:
+    def _grants(self, agent_id: str, cap: Cap | None, *, sandboxed: bool) -> Grants:
         agent = self._config.agent(agent_id)
         return access.grants_for(
             visibility=agent.tools.visibility,
@@ -48,6 +48,7 @@ class Door:
             spawn_agents=agent.subagents.allow_agents or (),
             sandboxed=sandboxed,
             session_tools_visibility=agent.sandbox.session_tools_visibility,
+            cap=cap,
         )
 
     def canonical(self, caller: Caller, reference: str) -> SessionKey | SessionIdRef:
@@ -60,12 +61,24 @@ class Door:
             current=keys.parse(caller.session_key) if caller.session_key else None,
         )
 
+    async def open_labelled(
+        self, tx: Tx, caller: Caller, action: Action, label: str, agent_id: str | None = None
+    ) -> Row:
+        """As `open`, for a session that is named by its label and perhaps its agent."""
+        access.require_scope(caller, action)
+        row = await self._by_label(tx, caller, label, agent_id)
+        if row is None:
+            raise access.missing(label)
+        self.admit(caller, action, row, label)
+        return row
+
     async def open(
         self, tx: Tx, caller: Caller, action: Action, reference: str, *, found_at: int | None = None
     ) -> Row:
         """The session's row, or the error that this caller is to see.
 
-        With `found_at` a session that does not exist yet is founded by an operator's first message to its key.
+        With `found_at` a session that does not exist yet is founded by the first message to its key, if that is an
+        operator's, or to an agent's main session.
         """
         access.require_scope(caller, action)
         canonical = self.canonical(caller, reference)
@@ -73,7 +86,10 @@ class Door:
         if row is None and isinstance(canonical, SessionIdRef):
             row = await self._by_label(tx, caller, canonical.value)
         elif (
-            row is None and isinstance(canonical, SessionKey) and found_at is not None and caller.is_operator
+            row is None
+            and isinstance(canonical, SessionKey)
+            and found_at is not None
+            and self._may_found(caller, action, canonical, reference)
         ):
             return await self._found(tx, canonical, found_at)
         if row is None:
@@ -81,11 +97,28 @@ class Door:
         self.admit(caller, action, row, reference)
         return row
 
+    def _may_found(self, caller: Caller, action: Action, key: SessionKey, reference: str) -> bool:
+        if caller.is_operator:
+            return True
+        if (
+            key.shape not in {"main", "global"}
+            or (key.agent_id or self._default_agent) not in self._config.agent_ids
+        ):
+            return False
+        target = Target(str(key), key.agent_id or self._default_agent)
+        access.authorize(caller, action, target, self.grants(caller), reference=reference)
+        return True
+
     def admit(self, caller: Caller, action: Action, row: Row, reference: str) -> None:
         """For a row that was found by something else than a reference to its session, such as a run's id."""
         access.authorize(caller, action, _target(row), self.grants(caller), reference=reference)
 
-    def check_send(self, row: Row) -> None:
+    def sandboxes(self, agent_id: str, key: SessionKey) -> bool:
+        """Whether the configuration puts this session into a sandbox."""
+        mode = self._config.agent(agent_id).sandbox.mode
+        return mode == "all" or (mode == "non-main" and key.kind != "main")
+
+    def may_send(self, row: Row) -> bool:
         """Whether the policy lets anything be sent to this session, whoever may send to it."""
         decision = policy.decide(
             self._policy,
@@ -94,7 +127,10 @@ class Door:
             chat_type=row["chat_type"],
             key=row["key"],
         )
-        if decision == "deny":
+        return decision != "deny"
+
+    def check_send(self, row: Row) -> None:
+        if not self.may_send(row):
             raise SendBlocked(
                 f"send blocked by session policy: nothing may be sent to {row['key']!r}.",
                 "Change session.sendPolicy, or the session's own sendPolicy.",
@@ -120,16 +156,16 @@ class Door:
         agent = self._config.agent(
             key.agent_id or self._default_agent
         )  # raises for one that is not configured
-        await sessions.create(tx, key, now, Birth(agent_id=agent.id))
+        await sessions.create(tx, key, now, Birth(agent_id=agent.id, sandboxed=self.sandboxes(agent.id, key)))
         row = await sessions.find(tx, key, None)
         assert row is not None
         return row
 
-    async def _by_label(self, tx: Tx, caller: Caller, label: str) -> Row | None:
+    async def _by_label(self, tx: Tx, caller: Caller, label: str, agent_id: str | None = None) -> Row | None:
         rows = [
             row
             for row in await sessions.labelled(tx, label, caller.session_key)
-            if self._visible(caller, row)
+            if self._visible(caller, row) and agent_id in {None, row["agent_id"]}
         ]
         if len(rows) > 1:
             candidates = [row["key"] for row in rows]

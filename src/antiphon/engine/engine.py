@@ -26,9 +26,12 @@ from antiphon.bus import (
     session_topic,
 )
 from antiphon.clock import Clock
-from antiphon.engine import retention, runs, search
+from antiphon.engine import archive, chains, retention, runs, search
+from antiphon.engine.admissions import NOTE, Accepted
 from antiphon.engine.deltas import DeltaStream
-from antiphon.engine.runs import Claim, Ended, Ending, Outcome, Stopped, Worker
+from antiphon.engine.outbox import Outbox
+from antiphon.engine.runs import Claim, Ended, Ending, Stopped, Worker
+from antiphon.engine.steps import GATED, QUIET, Outcome
 from antiphon.engine.transcripts import Entry
 from antiphon.engine.turns import Setting, Turn
 from antiphon.errors import AntiphonError, Fenced, RunFailed, StoreError
@@ -70,6 +73,7 @@ class Engine:
         bus: EventBus,
         clock: Clock,
         setting: Callable[[Claim], Coroutine[Any, Any, Setting]],
+        outbox: Outbox,
         pace: Pace | None = None,
         keep: retention.Keep | None = None,
         longest_run: float = 172_800.0,
@@ -80,6 +84,7 @@ class Engine:
         self._bus = bus
         self._clock = clock
         self._setting = setting
+        self._outbox = outbox
         self._pace = pace or Pace()
         self._keep = keep or retention.Keep()
         self._longest_ms = round(longest_run * 1000)
@@ -99,6 +104,7 @@ class Engine:
             self._every(self._pace.retention, self._retain, at_once=True),
             self._every(search.EVERY, lambda: search.catch_up(self._store)),
             self._hear_stops(),
+            self._outbox.run(self._owner),
         ]
         self._chores = [asyncio.create_task(chore) for chore in chores]
 
@@ -110,15 +116,19 @@ class Engine:
         await asyncio.gather(*self._chores, return_exceptions=True)
         await self._store.tx(runs.drop_lease, self._owner)
 
-    async def accepted(self, accepted: runs.Accepted) -> None:
+    async def accepted(self, accepted: Accepted) -> None:
         """After the commit of a submission: tell listeners, wake the lane."""
-        if accepted.new:
+        if accepted.new and not accepted.note:
             self._publish_phase(accepted.session, accepted.session_key, accepted.run_id, "queued")
         await self._lanes.activate(accepted.session)
 
-    def stopping(self, stopped: Stopped) -> None:
+    def deliver(self) -> None:
+        """Something was put into the outbox."""
+        self._outbox.wake()
+
+    async def stopping(self, stopped: Stopped) -> None:
         """After the commit of a request to stop: end what ended, tell the owners of the rest."""
-        self._publish_all(stopped.ended)
+        await self._tell_all(stopped.ended)
         for run_id in stopped.asked:
             self._bus.publish(STOPS, StopAsked(run_id=run_id))
 
@@ -132,7 +142,7 @@ class Engine:
             claim, skipped = await self._store.tx(runs.claim, lane, self._worker())
         except Fenced:
             return
-        self._publish_all(skipped)
+        await self._tell_all(skipped)
         while claim is not None:
             claim = await self._play(claim)
 
@@ -149,8 +159,8 @@ class Engine:
         except Fenced:
             log.info("Run %r was taken over", claim.run_id, extra=_about(claim))
             return None
-        self._publish_ended(ended, claim)
-        self._publish_all(skipped)
+        await self._tell_ended(ended, claim)
+        await self._tell_all(skipped)
         return following
 
     async def _ending(self, claim: Claim) -> Ending:
@@ -179,7 +189,14 @@ class Engine:
             self._playing.pop(claim.run_id, None)
 
     async def _turn(self, claim: Claim) -> Turn:
-        deltas = DeltaStream(self._bus, session_topic(claim.session), claim.session_key, claim.run_id)
+        deltas = DeltaStream(
+            self._bus,
+            session_topic(claim.session),
+            claim.session_key,
+            claim.run_id,
+            quiet=claim.origin in QUIET,
+            gated=claim.origin in GATED,
+        )
         setting = await self._setting(claim)
         return Turn(self._store, self._clock, claim, setting, deltas, self._on_entries, self._on_tool)
 
@@ -239,13 +256,16 @@ class Engine:
     async def _sweep(self) -> None:
         """Whatever a lost hint, a stuck tool or a full disk left behind."""
         now = self._clock.now()
-        self._publish_all(await self._store.tx(runs.expire, now))
+        await self._tell_all(await self._store.tx(runs.expire, now))
         await self._cut_asked()
         await self._force(now - round(self._pace.stop_grace * 1000), now)
         for run_id, lane in (await self._store.read(runs.held_by, self._owner)).items():
             if run_id not in self._playing:
                 await self._lanes.activate(lane)
         await self._wake_idle_lanes(older_than=self._pace.sweep)
+        for key in await archive.sweep(self._store, now):
+            self._bus.publish("sessions", SessionChanged(session_key=key, reason="retention"))
+        await self._store.tx(chains.forget_waits, now)
 
     async def _force(self, before: int, now: int) -> None:
         """End runs that should have ended, each by itself: one that cannot be ended must not save the others."""
@@ -256,7 +276,7 @@ class Engine:
                 log.exception("Run %r could not be ended", run_id, extra={"run_id": run_id})
                 continue
             if ended:
-                self._publish_ended(ended)
+                await self._tell_ended(ended)
                 await self._lanes.abandon(ended.session)
                 await self._lanes.activate(ended.session)
 
@@ -279,22 +299,25 @@ class Engine:
     # --- events, always after the commit they tell of ---
 
     def _on_entries(self, claim: Claim, entries: Sequence[Entry]) -> None:
+        self._publish_entries(claim.session, claim.session_key, claim.session_id, claim.run_id, entries)
+
+    def _publish_entries(
+        self, session: int, key: str, session_id: str, run_id: str | None, entries: Sequence[Entry]
+    ) -> None:
         if entries and self._bus.wanted("sessions"):
-            self._bus.publish("sessions", SessionChanged(session_key=claim.session_key, reason="message"))
-        topic = session_topic(claim.session)
+            self._bus.publish("sessions", SessionChanged(session_key=key, reason="message"))
+        topic = session_topic(session)
         if self._bus.wanted(topic):
             for entry in entries:
-                self._bus.publish(
-                    topic,
-                    MessageAppended(
-                        session_key=claim.session_key,
-                        session_id=claim.session_id,
-                        seq=entry.seq,
-                        entry=entry.id,
-                        body=entry.body,
-                        run_id=claim.run_id,
-                    ),
+                event = MessageAppended(
+                    session_key=key,
+                    session_id=session_id,
+                    seq=entry.seq,
+                    entry=entry.id,
+                    body=entry.body,
+                    run_id=run_id,
                 )
+                self._bus.publish(topic, event)
 
     def _on_tool(self, claim: Claim, call: ToolCall, result: ToolResult | None) -> None:
         topic = session_topic(claim.session)
@@ -309,18 +332,24 @@ class Engine:
             )
             self._bus.publish(topic, event)
 
-    def _publish_all(self, all_ended: Sequence[Ended]) -> None:
+    async def _tell_all(self, all_ended: Sequence[Ended]) -> None:
         for ended in all_ended:
-            self._publish_ended(ended)
+            await self._tell_ended(ended)
 
-    def _publish_ended(self, ended: Ended, claim: Claim | None = None) -> None:
-        if claim:
-            self._on_entries(claim, ended.entries)
+    async def _tell_ended(self, ended: Ended, claim: Claim | None = None) -> None:
+        """Whoever listens, and whatever the end has led to."""
+        note = ended.origin == NOTE
+        run_id = None if note else ended.run_id
+        self._publish_entries(ended.session, ended.session_key, ended.session_id, run_id, ended.entries)
         topics = (run_topic(ended.run_id), session_topic(ended.session))
-        if any(map(self._bus.wanted, topics)):
+        if not note and any(map(self._bus.wanted, topics)):
             event = _end_event(ended, claim)
             for topic in topics:
                 self._bus.publish(topic, event)
+        for accepted in ended.sequel.runs:
+            await self.accepted(accepted)
+        if ended.sequel.posted:
+            self._outbox.wake()
 
     def _publish_phase(self, session: int, session_key: str, run_id: str, state: str) -> None:
         topic = session_topic(session)
@@ -352,6 +381,8 @@ def _end_event(ended: Ended, claim: Claim | None) -> RunChanged:
         started_at=claim.started_at if claim else None,
         ended_at=ended.at if claim else None,
         usage=Spent(input=spent["input"], output=spent["output"], cost=spent["cost"]) if spent else None,
+        quiet=ended.origin in QUIET,
+        gated=ended.origin in GATED,
     )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 from zoneinfo import ZoneInfo
 
 import msgspec
@@ -23,11 +23,15 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from antiphon import keys
 from antiphon.access import Caller
-from antiphon.engine import runs, sessions
+from antiphon.engine import admissions, commands, deliveries, sessions, words
+from antiphon.engine.admissions import Accepted, Submission
+from antiphon.engine.commands import Command
+from antiphon.engine.deliveries import Destination
 from antiphon.engine.door import Door
-from antiphon.engine.runs import Accepted, Submission
+from antiphon.engine.sequels import Addressee
 from antiphon.engine.sessions import Birth
-from antiphon.errors import AntiphonError, Conflict, InvalidInput, LaneFull, NotFound, TooLarge
+from antiphon.engine.words import Thinking
+from antiphon.errors import AntiphonError, Conflict, InvalidInput, LaneFull, NotFound
 from antiphon.messages import Provenance, User
 from antiphon.store import Param, Row, Tx
 from antiphon.store.queries import Queries
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from antiphon.config import Config
 
 SQL = Queries("jobs")
+LAST_HEARD = "last"
 ORIGIN = "cron"  # as the partial index of unfinished runs has it
 MOST_JOBS = 1000
 JUST_NOW = 60_000  # milliseconds that a one-time job may be late when it is added: it then fires at once
@@ -45,7 +50,6 @@ OPERATOR = Caller.operator()  # jobs are the operators' own: whoever added one w
 
 Moment: TypeAlias = Annotated[int, Meta(ge=0, le=LAST)]
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=200)]
-Thinking = Literal["off", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class _Closed(
@@ -92,8 +96,15 @@ class Silent(_Closed, frozen=True, tag_field="mode", tag="none"):
     """The answer stays in its session."""
 
 
-class Announce(Struct, frozen=True, tag_field="mode", tag="announce"):
-    """Known so that it can be refused by name, with whatever else is said in it."""
+class Announce(_Closed, frozen=True, tag_field="mode", tag="announce"):
+    """The answer also goes to a chat: where the agent's main session last heard from somebody, or as named."""
+
+    channel: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,39}$")] = LAST_HEARD
+    to: Annotated[str, Meta(min_length=1, max_length=500)] | None = None
+    account_id: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+    thread_id: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+    best_effort: bool | None = None
+    """Without effect: what cannot be delivered is a dead letter, and the run is what it is."""
 
 
 Schedule: TypeAlias = At | Every | Cron
@@ -311,12 +322,6 @@ def _check_name(name: str) -> None:
 
 
 def _check_payload(spec: JobSpec, config: Config) -> None:
-    if isinstance(spec.delivery, Announce):
-        raise InvalidInput(
-            "Announcements are not available yet in this release.",
-            "Use the mode 'none' and read the answer in the job's session.",
-            field="delivery.mode",
-        )
     if isinstance(spec.payload, SystemEvent):
         if spec.session_target != "main":
             raise InvalidInput(
@@ -324,33 +329,12 @@ def _check_payload(spec: JobSpec, config: Config) -> None:
                 "Use the kind 'agentTurn', or the session target 'main'.",
                 field="payload.kind",
             )
-        _check_words(spec.payload.text, "payload.text", config.store.message_max_bytes)
+        words.check(spec.payload.text, config.store.message_max_bytes, field="payload.text")
         return
-    _check_words(spec.payload.message, "payload.message", config.store.message_max_bytes)
+    words.check(spec.payload.message, config.store.message_max_bytes, field="payload.message")
     if spec.payload.model is not None:
         with naming("payload.model"):
             config.find_model(spec.payload.model)
-
-
-def _check_words(text: str, field: str, most: int) -> None:
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError as error:
-        raise InvalidInput(
-            "The message contains half of a surrogate pair, which is not text.",
-            "Send valid Unicode.",
-            field=field,
-        ) from error
-    if not text.strip():
-        raise InvalidInput("The message is empty.", "Say something.", field=field)
-    if size > most:
-        raise TooLarge(
-            f"The message has {size} bytes; at most {most} are taken.",
-            "Shorten it, or raise store.messageMaxBytes.",
-            field=field,
-            bytes=size,
-            max=most,
-        )
 
 
 def _check_ends(spec: JobSpec) -> None:
@@ -375,14 +359,21 @@ def naming(field: str) -> Generator[None]:
 # --- managing, as transaction scripts ---
 
 
-async def add(tx: Tx, terms: Terms, caller: Caller, job_id: str, spec: JobSpec, now: int) -> Job:
+async def add(
+    tx: Tx, terms: Terms, caller: Caller, job_id: str, spec: JobSpec, command: Command, now: int
+) -> Job:
+    """A new job; or the one that was added under this key, as it was then."""
+    if before := await commands.answered(tx, command, Job):
+        return before
     overview = await tx.one(SQL.overview)
     if overview and overview["jobs"] >= MOST_JOBS:
         raise Conflict(f"There are {MOST_JOBS} jobs already.", "Remove one first.", max=MOST_JOBS)
     spec = await _aimed(tx, terms, caller, spec)
     next_at = first_slot(spec.schedule, now) if spec.enabled else None
     await tx.do(SQL.insert, id=job_id, **_columns(spec), next_at=next_at, now=now)
-    return await get(tx, job_id)
+    job = await get(tx, job_id)
+    await commands.record(tx, command, job, now)
+    return job
 
 
 async def update(tx: Tx, terms: Terms, caller: Caller, job_id: str, patch: JobPatch, now: int) -> Job:
@@ -532,6 +523,24 @@ async def force(tx: Tx, terms: Terms, job_id: str, run_id: str, now: int) -> Fir
     return fired
 
 
+async def fire_once(
+    tx: Tx, terms: Terms, job_id: str, run_id: str | None, command: Command, now: int
+) -> Fired:
+    """Fire a job for somebody who asks for it: with `run_id` whatever its schedule says, else if it is due.
+
+    Asked again under the same key, the run it led to is told again. What led to none may be tried again.
+    """
+    if before := await commands.answered(tx, command, Accepted):
+        return Fired(accepted=msgspec.structs.replace(before, new=False))
+    if run_id is not None:
+        fired = await force(tx, terms, job_id, run_id, now)
+    else:
+        fired = await fire(tx, terms, job_id, now)
+    if fired.accepted:
+        await commands.record(tx, command, fired.accepted, now)
+    return fired
+
+
 async def _busy(tx: Tx, terms: Terms) -> bool:
     row = await tx.one(SQL.unfinished)
     return row is not None and row["runs"] >= terms.config.cron.max_concurrent_runs
@@ -559,7 +568,11 @@ async def _submit(tx: Tx, terms: Terms, job: Job, run_id: str, now: int) -> Fire
     try:
         session = await _session(tx, terms, job, now)
         terms.door.check_send(session)
-        return Fired(accepted=await runs.submit(tx, _submission(terms, job, session, run_id, now), now))
+        submission = _submission(terms, job, session, run_id, now)
+        if isinstance(job.spec.delivery, Announce):
+            addressee = await _addressee(tx, terms, job, job.spec.delivery, now)
+            submission = msgspec.structs.replace(submission, target=addressee.text)
+        return Fired(accepted=await admissions.submit(tx, submission, now))
     except LaneFull:
         return Fired(reason=BUSY)
     except AntiphonError as error:
@@ -575,8 +588,25 @@ async def _session(tx: Tx, terms: Terms, job: Job, now: int) -> Row:
     key = keys.owned_key(agent_id, "cron", job.id)
     if await sessions.find(tx, key, None) is None:
         terms.config.agent(agent_id)  # raises for one that is not configured any more
-        await sessions.create(tx, key, now, Birth(display_name=job.spec.name))
+        sandboxed = terms.door.sandboxes(agent_id, key)
+        await sessions.create(tx, key, now, Birth(display_name=job.spec.name, sandboxed=sandboxed))
     return await terms.door.open(tx, OPERATOR, "send", str(key))
+
+
+async def _addressee(tx: Tx, terms: Terms, job: Job, wanted: Announce, now: int) -> Addressee:
+    """Whose chat hears the answer: that of the agent's main session, wherever it is."""
+    main = await terms.door.open(tx, OPERATOR, "send", f"agent:{job.spec.agent_id}:main", found_at=now)
+    whole = await tx.one(sessions.SQL.by_id, id=main["id"])
+    assert whole is not None
+    destination = deliveries.of_session(whole)
+    if wanted.channel != LAST_HEARD:
+        destination = Destination(
+            channel=wanted.channel,
+            to=wanted.to or (main["key"] if wanted.channel == deliveries.WEBCHAT else None),
+            account_id=wanted.account_id,
+            thread_id=wanted.thread_id,
+        )
+    return Addressee(session=main["id"], session_key=main["key"], destination=destination)
 
 
 def _submission(terms: Terms, job: Job, session: Row, run_id: str, now: int) -> Submission:

@@ -1,67 +1,36 @@
-"""Runs: the life of one accepted message, as transaction scripts.
+"""Runs: the life of one accepted message after it was queued, as transaction scripts.
 
     queued ──▶ running ──▶ ok | error | timeout | cancelled | interrupted | incomplete
        └───────────────────────▲   (a queued run can end without ever having run)
 
-The commit of `submit` is what "accepted" means. `claim` takes a lane by raising its epoch, and every later
+`claim` takes a lane by raising its epoch, and every later
 commit of the run names that epoch: a process that lost the lane changes nothing (`Fenced`). The user's message
 enters the transcript when its run starts, so a transcript is never interleaved. `finish` ends a run and claims
-the next one of the lane in the same commit.
+the next one of the lane in the same commit. However a run ends, it passes `_end`, and what others go on to from there
+(`engine.sequels`) is in that commit, too. A note is a run that only puts its entry into the transcript, between others.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 
-from antiphon.engine import transcripts
+from antiphon.engine import sequels, transcripts
+from antiphon.engine.admissions import NOTE
 from antiphon.engine.context import interrupted
+from antiphon.engine.steps import NOTHING, Outcome, Sequel, Step
 from antiphon.engine.transcripts import Entry
-from antiphon.errors import Conflict, Fenced, LaneFull, StoreError
-from antiphon.messages import Assistant, Message, Usage, User, encode
+from antiphon.errors import Fenced, StoreError
+from antiphon.messages import Assistant, Message, Usage, decode
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
 
 SQL = Queries("runs")
 SESSIONS = Queries("sessions")
+TASKS = Queries("tasks")
 
-Outcome = Literal["ok", "error", "timeout", "cancelled", "interrupted", "incomplete"]
 SKIPS = 1000  # runs that one claim may end unplayed (expired ones) before it lets others commit
-
-
-class Submission(msgspec.Struct, frozen=True, kw_only=True):
-    """A message on its way into a session, with everything its run will need frozen."""
-
-    run_id: str
-    session: int
-    session_key: str
-    origin: str
-    message: User
-    instructions: str | None = None
-    model: str | None = None
-    thinking: str | None = None
-    target: str | None = None
-    deadline_at: int | None = None
-    max_queued: int = 1000
-
-    @property
-    def digest(self) -> str:
-        """What makes a repeated id the same request: the session and the words, not when they were said."""
-        content = self.message.content
-        if not isinstance(content, str):
-            content = encode(User(content=content, timestamp=0))
-        return hashlib.sha256(f"{self.session}\n{self.origin}\n{content}".encode()).hexdigest()[:32]
-
-
-class Accepted(msgspec.Struct, frozen=True):
-    run_id: str
-    session: int
-    session_key: str
-    state: str
-    new: bool
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +50,11 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     attempts: int
     resumed: bool
     input: str
+    origin: str
+    target: str | None
+    exchange: int | None
+    task: int | None
+    envelope: str | None
     instructions: str | None
     model: str | None
     thinking: str | None
@@ -109,9 +83,12 @@ class Ended(msgspec.Struct, frozen=True):
     run_id: str
     session: int
     session_key: str
+    session_id: str
+    origin: str
     ending: Ending
     entries: list[Entry]
     at: int
+    sequel: Sequel = NOTHING
     spent: Row | None = None
 
 
@@ -123,61 +100,6 @@ class Worker(msgspec.Struct, frozen=True):
     max_attempts: int
     longest_ms: int
     """The deadline of runs that were accepted without one of their own."""
-
-
-async def submit(tx: Tx, submission: Submission, now: int) -> Accepted:
-    """Queue a run, or return the one that this id already stands for."""
-    if await tx.one(SQL.full, session=submission.session, others=submission.max_queued - 1):
-        return await _accepted_before(tx, submission)
-    inserted = await tx.do(
-        SQL.insert,
-        id=submission.run_id,
-        session=submission.session,
-        origin=submission.origin,
-        digest=submission.digest,
-        input=encode(submission.message),
-        instructions=submission.instructions,
-        model=submission.model,
-        thinking=submission.thinking,
-        target=submission.target,
-        deadline_at=submission.deadline_at,
-        now=now,
-    )
-    if inserted:
-        return Accepted(submission.run_id, submission.session, submission.session_key, "queued", new=True)
-    return await _accepted_before(tx, submission)
-
-
-async def _accepted_before(tx: Tx, submission: Submission) -> Accepted:
-    row = await tx.one(SQL.accepted_before, id=submission.run_id)
-    if row is None:
-        raise LaneFull(
-            f"This session already has {submission.max_queued} messages waiting.",
-            "Wait until some of them are answered, or stop them, then send again.",
-            max=submission.max_queued,
-        )
-    if row["digest"] != submission.digest:
-        raise _used(submission.run_id)
-    return Accepted(row["id"], row["session"], submission.session_key, row["state"], new=False)
-
-
-async def record_command(tx: Tx, run_id: str, session: int, command: str, now: int) -> bool:
-    """Whether a command is new under its key. It is on record afterwards, as a run that had nothing to do."""
-    digest = hashlib.sha256(f"{session}\ncommand\n{command}".encode()).hexdigest()[:32]
-    if await tx.do(SQL.record_command, id=run_id, session=session, digest=digest, now=now):
-        return True
-    before = await tx.one(SQL.accepted_before, id=run_id)
-    if before is None or before["digest"] != digest:
-        raise _used(run_id)
-    return False
-
-
-def _used(run_id: str) -> Conflict:
-    return Conflict(
-        f"The idempotency key {run_id!r} was already used for another message.",
-        "Use a new key for a new message.",
-        field="idempotencyKey",
-    )
 
 
 async def claim(tx: Tx, session: int, worker: Worker) -> tuple[Claim | None, list[Ended]]:
@@ -204,12 +126,37 @@ async def _claim_next(
         row = head or await tx.one(SQL.head, session=session)
         if row is None:
             return None, ended
+        head = None
+        if row["origin"] == NOTE:
+            ended.append(await _put(tx, row, worker.now))
+            continue
         verdict = _verdict(row, worker)
         if verdict is None:
             return await _start(tx, row, worker), ended
         ended.append(await end_unplayed(tx, row, verdict, worker.now))
-        head = None
     return None, ended  # The sweeper looks at the lane again: one commit must not grow without end.
+
+
+async def _put(tx: Tx, row: Row, now: int) -> Ended:
+    """A note's turn has come."""
+    place = await tx.one(SESSIONS.advance_unfenced, id=row["session"], count=1, now=now)
+    session = await tx.one(SESSIONS.key_of, id=row["session"])
+    assert place is not None and session is not None
+    role = str(decode(row["input"]).__struct_config__.tag)
+    entry = transcripts.new_entry(place["last_seq"], role, row["input"], now)
+    await transcripts.append_raw(tx, place["transcript"], row["n"], entry)
+    await tx.do(SQL.put_note, n=row["n"], transcript=place["transcript"], seq=entry.seq, now=now)
+    return Ended(
+        row["id"],
+        row["session"],
+        session["key"],
+        session["session_id"],
+        NOTE,
+        Ending(state="ok"),
+        [entry],
+        now,
+        Sequel(posted=True),  # words that were waiting to stand in the transcript can go out now
+    )
 
 
 def _deadline(row: Row, worker: Worker) -> int:
@@ -271,6 +218,11 @@ async def _start(tx: Tx, row: Row, worker: Worker) -> Claim:
         attempts=row["attempts"] + 1,
         resumed=not fresh,
         input=row["input"],
+        origin=row["origin"],
+        target=row["target"],
+        exchange=row["exchange"],
+        task=row["task"],
+        envelope=lane["envelope"],
         instructions=row["instructions"],
         model=row["model"] or lane["model"],
         thinking=row["thinking"] or lane["thinking"],
@@ -305,12 +257,23 @@ async def finish(
     row = await _leave(tx, claim, ending, len(messages), worker.now, passing=head is not None)
     entries = await transcripts.append(tx, claim.transcript, row["last_seq"], claim.n, messages, worker.now)
     await _ledger(tx, claim, messages, worker.now)
-    await _end(tx, claim.n, ending, row["last_seq"], worker.now)
+    sequel = await _end(tx, _step_of(claim, ending), ending, row["last_seq"], worker.now)
     following, skipped = await _claim_next(tx, claim.session, worker, head) if head else (None, [])
     if head and following is None:
         await tx.do(SESSIONS.rest_lane, id=claim.session, now=worker.now)
     spent = await tx.one(SQL.spent, id=claim.run_id) if ending.used else None
-    ended = Ended(claim.run_id, claim.session, claim.session_key, ending, entries, worker.now, spent)
+    ended = Ended(
+        claim.run_id,
+        claim.session,
+        claim.session_key,
+        claim.session_id,
+        claim.origin,
+        ending,
+        entries,
+        worker.now,
+        sequel,
+        spent,
+    )
     return ended, following, skipped
 
 
@@ -327,10 +290,45 @@ async def _leave(tx: Tx, claim: Claim, ending: Ending, count: int, now: int, *, 
     return row
 
 
-async def _end(tx: Tx, n: int, ending: Ending, last_seq: int | None, now: int) -> None:
+def _step_of(claim: Claim, ending: Ending) -> Step:
+    return Step(
+        claim.n,
+        claim.run_id,
+        claim.session,
+        claim.session_key,
+        claim.origin,
+        claim.target,
+        claim.exchange,
+        claim.task,
+        ending.state,
+        ending.reply,
+        ending.error,
+        ending.model_answered,
+    )
+
+
+def _step_in(row: Row, key: str, ending: Ending) -> Step:
+    return Step(
+        row["n"],
+        row["id"],
+        row["session"],
+        key,
+        row["origin"],
+        row["target"],
+        row["exchange"],
+        row["task"],
+        ending.state,
+        ending.reply,
+        ending.error,
+        None,
+    )
+
+
+async def _end(tx: Tx, step: Step, ending: Ending, last_seq: int | None, now: int) -> Sequel:
+    """The one way out of `queued` and `running`."""
     await tx.do(
         SQL.end,
-        n=n,
+        n=step.n,
         state=ending.state,
         reply=ending.reply,
         error_code=ending.error_code,
@@ -339,23 +337,27 @@ async def _end(tx: Tx, n: int, ending: Ending, last_seq: int | None, now: int) -
         last_seq=last_seq,
         now=now,
     )
+    if step.exchange is None and step.task is None and step.target is None:
+        return NOTHING
+    return await sequels.after(tx, step, now)
 
 
 async def end_unplayed(tx: Tx, row: Row, ending: Ending, now: int) -> Ended:
     """End a run that nobody plays: one that never started, or one taken from whoever had it."""
     session = await tx.one(SESSIONS.key_of, id=row["session"])
-    key = session["key"] if session else ""
-    if row["first_seq"] is None:
-        await _end(tx, row["n"], ending, None, now)
-        return Ended(row["id"], row["session"], key, ending, [], now)
-    calls = await transcripts.open_calls(tx, row["transcript"], row["first_seq"])
-    notice = Assistant(content=[], timestamp=now, stop_reason="aborted", error_message=ending.error)
-    messages = [*(interrupted(call, now) for call in calls), notice]
-    seized = await tx.one(SESSIONS.seize_lane, id=row["session"], count=len(messages), aborted=1, now=now)
-    last_seq = seized["last_seq"] if seized else 0
-    entries = await transcripts.append(tx, row["transcript"], last_seq, row["n"], messages, now)
-    await _end(tx, row["n"], ending, last_seq, now)
-    return Ended(row["id"], row["session"], key, ending, entries, now)
+    key, session_id = (session["key"], session["session_id"]) if session else ("", "")
+    last_seq: int | None = None
+    entries: list[Entry] = []
+    if row["first_seq"] is not None:
+        calls = await transcripts.open_calls(tx, row["transcript"], row["first_seq"])
+        notice = Assistant(content=[], timestamp=now, stop_reason="aborted", error_message=ending.error)
+        messages = [*(interrupted(call, now) for call in calls), notice]
+        seized = await tx.one(SESSIONS.seize_lane, id=row["session"], count=len(messages), aborted=1, now=now)
+        at = seized["last_seq"] if seized else 0
+        last_seq = at
+        entries = await transcripts.append(tx, row["transcript"], at, row["n"], messages, now)
+    sequel = await _end(tx, _step_in(row, key, ending), ending, last_seq, now)
+    return Ended(row["id"], row["session"], key, session_id, row["origin"], ending, entries, now, sequel)
 
 
 async def _ledger(tx: Tx, claim: Claim, messages: Sequence[Message], now: int) -> None:
@@ -411,6 +413,8 @@ async def cancel(tx: Tx, session: int, run_id: str | None, now: int) -> Stopped:
     ended: list[Ended] = []
     asked: list[str] = []
     for member in await tx.all(SQL.family, session=session):
+        await tx.do(TASKS.hush, requester=member["id"])
+        await tx.do(TASKS.yield_to, session=member["id"], how=None)
         if member["id"] != session or run_id is None:
             ended += [await _drop(tx, row, now) for row in await tx.all(SQL.queued_in, session=member["id"])]
         for row in await tx.all(SQL.active_in, session=member["id"]):
@@ -421,8 +425,7 @@ async def cancel(tx: Tx, session: int, run_id: str | None, now: int) -> Stopped:
 
 async def _drop(tx: Tx, row: Row, now: int) -> Ended:
     ending = Ending(state="cancelled", error_code="cancelled", error="The run was stopped before it began.")
-    await _end(tx, row["n"], ending, None, now)
-    return Ended(row["id"], row["session"], row["key"], ending, [], now)
+    return await _end_queued(tx, row, ending, now)
 
 
 async def expire(tx: Tx, now: int) -> list[Ended]:
@@ -430,11 +433,12 @@ async def expire(tx: Tx, now: int) -> list[Ended]:
     ending = Ending(
         state="timeout", error_code="timeout", error="The run's time was over before it could begin."
     )
-    ended: list[Ended] = []
-    for row in await tx.all(SQL.overdue, now=now):
-        await _end(tx, row["n"], ending, None, now)
-        ended.append(Ended(row["id"], row["session"], row["key"], ending, [], now))
-    return ended
+    return [await _end_queued(tx, row, ending, now) for row in await tx.all(SQL.overdue, now=now)]
+
+
+async def _end_queued(tx: Tx, row: Row, ending: Ending, now: int) -> Ended:
+    sequel = await _end(tx, _step_in(row, row["key"], ending), ending, None, now)
+    return Ended(row["id"], row["session"], row["key"], "", row["origin"], ending, [], now, sequel)
 
 
 async def not_stopping(tx: Tx, before: int) -> list[str]:

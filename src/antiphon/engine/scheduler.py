@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from antiphon.bus import EventBus, SessionChanged
 from antiphon.clock import Clock
 from antiphon.engine import jobs
+from antiphon.engine.commands import Command
 from antiphon.engine.jobs import BUSY, Fired, Terms
 from antiphon.errors import AntiphonError
 from antiphon.store import Store
@@ -73,15 +74,17 @@ class Scheduler:
         """Fire a job if it is due."""
         return await self._told(await self._store.tx(jobs.fire, self.terms, job_id, self._clock.now()))
 
-    async def force(self, job_id: str) -> Fired:
-        """Fire a job that need not be due."""
-        run_id = f"cron:{job_id}:force:{uuid.uuid4()}"
-        fired = await self._store.tx(jobs.force, self.terms, job_id, run_id, self._clock.now())
-        return await self._told(fired)
+    async def fire_once(self, job_id: str, command: Command, *, force: bool) -> Fired:
+        """Fire a job because somebody asks for it; with `force` it need not be due."""
+        run_id = f"cron:{job_id}:force:{uuid.uuid4()}" if force else None
+        now = self._clock.now()
+        return await self._told(
+            await self._store.tx(jobs.fire_once, self.terms, job_id, run_id, command, now)
+        )
 
     async def _told(self, fired: Fired) -> Fired:
         """After the commit; if this is never reached, the engine finds the run by itself."""
-        if fired.accepted:
+        if fired.accepted and fired.accepted.new:
             await self._engine.accepted(fired.accepted)
             self._bus.publish(
                 "sessions", SessionChanged(session_key=fired.accepted.session_key, reason="cron")

@@ -36,6 +36,9 @@ class Birth:
     """The session that spawned it."""
     role: str | None = None
     sandboxed: bool = False
+    envelope: str | None = None
+    model: str | None = None
+    thinking: str | None = None
     session_id: str | None = None
     reason: str = "created"
 
@@ -78,6 +81,9 @@ async def create(tx: Tx, key: SessionKey, now: int, birth: Birth | None = None) 
         depth=parent["depth"] + 1 if parent else 0,
         role=birth.role,
         sandboxed=int(birth.sandboxed),
+        envelope=birth.envelope,
+        model=birth.model,
+        thinking=birth.thinking,
         now=now,
     )
     assert row is not None

@@ -8,7 +8,7 @@ call that may have happened is reported to the model as interrupted and never re
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -46,6 +46,15 @@ class Tool:
     after_crash: Literal["settle", "report"] = "report"
     acts: bool = True
     """Whether calling it changes anything; one that only looks may be offered more freely."""
+    reaches_sessions: bool = False
+    """Whether it is about other sessions; sub-agents have none of these unless they are told to."""
+    ends_turn: bool = False
+    """Whether the run is over when it has succeeded."""
+    fit: Callable[[str], ToolSpec] | None = None
+    """The tool as one agent sees it, by the agent's id: with the choices that this agent has."""
+
+    def as_seen_by(self, agent_id: str) -> Tool:
+        return self if self.fit is None else replace(self, spec=self.fit(agent_id), fit=None)
 
 
 class Toolbox:
@@ -54,10 +63,12 @@ class Toolbox:
     def __init__(self) -> None:
         self._tools: dict[str, Tool] = {}
         self._chosen: dict[tuple[object, ...], dict[str, Tool]] = {}
+        self._seen: dict[tuple[object, ...], dict[str, Tool]] = {}
 
     def add(self, tool: Tool) -> None:
         self._tools[tool.spec.name] = tool
         self._chosen.clear()
+        self._seen.clear()
 
     def allowed(self, allow: tuple[tuple[str, ...], ...], deny: tuple[str, ...]) -> Mapping[str, Tool]:
         """The tools that every list in `allow` admits and `deny` does not; `*` in a name stands for any text."""
@@ -66,10 +77,21 @@ class Toolbox:
             self._chosen[rules] = {
                 name: tool
                 for name, tool in self._tools.items()
-                if all(_named(name, patterns) for patterns in allow) and not _named(name, deny)
+                if all(named(name, patterns) for patterns in allow) and not named(name, deny)
             }
         return self._chosen[rules]
 
+    def seen_by(
+        self, agent_id: str, allow: tuple[tuple[str, ...], ...], deny: tuple[str, ...]
+    ) -> Mapping[str, Tool]:
+        """The same, each as this agent sees it."""
+        rules = (agent_id, allow, deny)
+        if rules not in self._seen:
+            found = self.allowed(allow, deny)
+            self._seen[rules] = {name: tool.as_seen_by(agent_id) for name, tool in found.items()}
+        return self._seen[rules]
 
-def _named(name: str, patterns: Iterable[str]) -> bool:
+
+def named(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a list of patterns names a tool."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -10,20 +10,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
 from antiphon.access import Caller
 from antiphon.clock import Clock
-from antiphon.engine import compaction, context, runs, transcripts
+from antiphon.engine import compaction, context, framing, runs, transcripts
 from antiphon.engine.context import Context
 from antiphon.engine.deltas import DeltaStream
-from antiphon.engine.runs import Claim, Ending, Outcome
+from antiphon.engine.runs import Claim, Ending
+from antiphon.engine.steps import Outcome
 from antiphon.engine.toolbox import Call, Result, Tool
 from antiphon.engine.transcripts import Entry
 from antiphon.errors import AntiphonError, ContextOverflow, Fenced, StoreError
-from antiphon.messages import Assistant, Message, Text, Thinking, ToolCall, ToolResult, decode
+from antiphon.messages import INJECTED, Assistant, Message, Text, Thinking, ToolCall, ToolResult, decode
 from antiphon.runtimes import Prompt, Runtime
 from antiphon.runtimes.model import INVALID_ARGUMENTS
 from antiphon.store import Store
@@ -40,6 +41,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """What a run is played with; computed once, when it starts."""
 
     runtime: Runtime
+    caller: Caller
+    """Who the session is to the tools it calls."""
     instructions: str
     tools: Mapping[str, Tool]
     max_steps: int
@@ -79,6 +82,8 @@ class Turn:
             await self._answer_all(
                 transcripts.unanswered(self._context.since(self._claim.first_seq)), resumed=True
             )
+            if ending := self._yielded():
+                return ending
         for _ in range(self._setting.max_steps):
             answer = await self._step()
             if not answer.tool_calls:
@@ -86,12 +91,32 @@ class Turn:
                 return _ending(answer, used=self._used or answer.usage is not None)
             await self._commit([answer])
             await self._answer_all(answer.tool_calls, resumed=False)
+            if ending := self._yielded():
+                return ending
         return Ending(
             state="incomplete",
             error_code="max_steps",
             error=f"The run took {self._setting.max_steps} steps without coming to an answer. "
             "Ask for less at once, or raise agents.defaults.maxSteps.",
         )
+
+    def _yielded(self) -> Ending | None:
+        """The ending of a run that a tool has ended; its words are the last ones."""
+        for message in reversed(self._context.since(self._claim.first_seq)):
+            if not isinstance(message, ToolResult):
+                break
+            tool = self._setting.tools.get(message.tool_name)
+            if tool is not None and tool.ends_turn and not message.is_error:
+                words = _words_of(message)
+                said = Assistant(
+                    content=[Text(text=words)],
+                    timestamp=self._clock.now(),
+                    stop_reason="stop",
+                    provider="antiphon",
+                    model=INJECTED,
+                )
+                return Ending(state="ok", reply=words, messages=[said])
+        return None
 
     def stopped(self, outcome: Outcome, reason: str) -> Ending:
         """The ending of a run that was stopped: what had been said is kept."""
@@ -167,7 +192,7 @@ class Turn:
             session_key=claim.session_key,
             agent_id=claim.agent_id,
             instructions=setting.instructions,
-            messages=context.mend(self._context.messages),
+            messages=framing.framed(context.mend(self._context.messages)),
             tools=[tool.spec for tool in setting.tools.values()],
             thinking=claim.thinking,
         )
@@ -232,9 +257,10 @@ class Turn:
                 text=f"The arguments of {call.name!r} were not a JSON object. Call it again.", is_error=True
             )
         claim = self._claim
-        caller = Caller.agent(claim.agent_id, claim.session_key, sandboxed=claim.sandboxed)
         try:
-            given = Call(caller=caller, run_id=claim.run_id, call_id=call.id, arguments=call.arguments)
+            given = Call(
+                caller=self._setting.caller, run_id=claim.run_id, call_id=call.id, arguments=call.arguments
+            )
             with span("tool", run_id=claim.run_id, tool=call.name, call_id=call.id):
                 return await obedient(tool.invoke(given))
         except (Fenced, StoreError):
@@ -310,6 +336,13 @@ def _ending(answer: Assistant, *, used: bool) -> Ending:
         model_answered=model,
         messages=[answer],
     )
+
+
+def _words_of(result: ToolResult) -> str:
+    """What a tool says for the session whose turn it ends."""
+    details = result.details
+    message: object = cast("dict[str, Any]", details).get("message") if isinstance(details, dict) else None
+    return message if isinstance(message, str) and message else result.text
 
 
 def _small(details: object, most: int) -> bool:

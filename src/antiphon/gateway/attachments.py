@@ -36,22 +36,24 @@ def content(text: str, attachments: Sequence[Attachment]) -> str | list[Text | I
 
 
 def _image(number: int, attachment: Attachment) -> Image:
-    field = f"attachments/{number}"
     data = attachment.content if isinstance(attachment.content, str) else ""
     kind = attachment.mime_type or ""
     if data.startswith("data:"):
         head, _, data = data.partition(",")
         kind = head[5:].partition(";")[0] or kind
+    return image(data, kind, f"attachments/{number}")
+
+
+def image(data: str, kind: str, field: str) -> Image:
+    """An image as it was sent: of a type that models take, and in base64."""
     if kind not in TYPES:
         raise InvalidInput(
-            f"An attachment is of type {kind!r}.", f"Send one of {', '.join(TYPES)}.", field=field
+            f"An image is of type {kind[:80]!r}.", f"Send one of {', '.join(TYPES)}.", field=field
         )
     try:
         base64.b64decode(data, validate=True)
     except (ValueError, binascii.Error):
         data = ""
     if not data:
-        raise InvalidInput(
-            "An attachment is not base64.", "Put the file in base64 into content.", field=field
-        )
+        raise InvalidInput("An image is not base64.", "Send the file itself in base64.", field=field)
     return Image(data=data, mime_type=kind)

@@ -6,12 +6,12 @@ thousand concatenations.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
+from antiphon import misfits
 from antiphon.errors import (
     AntiphonError,
     Forbidden,
@@ -35,6 +35,9 @@ AGAIN = (StoreError, LaneFull, Unavailable, TooManyFailures)
 
 class Params(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
     """Parameters of a method. Closed: a name that is not known is an error, not a silence."""
+
+
+IdempotencyKey: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -115,29 +118,9 @@ def read_params(method: str, raw: msgspec.Raw, decoder: msgspec.json.Decoder[T])
     try:
         return decoder.decode(b"{}" if bytes(raw) == b"null" else raw)
     except (msgspec.MsgspecError, RecursionError) as error:
-        where, what = _explained(str(error))
+        misfit = misfits.read(error)
         raise InvalidInput(
-            f"invalid {method} params: at {where}: {what}.",
+            f"invalid {method} params: at {misfit.pointer}: {misfit.what}.",
             "See docs/protocol.md for what is allowed.",
-            field=where.strip("/"),
+            field=misfit.pointer.strip("/"),
         ) from error
-
-
-_UNKNOWN = re.compile(r"Object contains unknown field `(.+?)`")
-_MISSING = re.compile(r"Object missing required field `(.+?)`")
-_PLACE = re.compile(r" - at `\$(.*)`$")
-
-
-def _explained(text: str) -> tuple[str, str]:
-    """Where and what, in the words of the protocol's own errors."""
-    place = _PLACE.search(text)
-    path = re.sub(r"\.|\[(\d+|\.\.\.)\]", lambda m: f"/{m[1]}" if m[1] else "/", place[1]) if place else ""
-    what = text[: place.start()] if place else text
-    if found := _UNKNOWN.match(what):
-        what = f"unexpected property '{found[1]}'"
-    elif found := _MISSING.match(what):
-        what = f"must have required property '{found[1]}'"
-    else:
-        what = re.sub(r"Expected `(int|float)` (>=|<=|>|<) (\S+)", r"must be \2 \3", what)
-        what = re.sub(r"^Expected `(.+?)`, got `(.+?)`$", r"must be \1, not \2", what)
-    return path or "root", what

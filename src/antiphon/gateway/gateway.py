@@ -8,6 +8,7 @@ from pathlib import Path
 
 from antiphon.gateway.auth import Guard
 from antiphon.host import House
+from antiphon.paths import DATABASE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,3 +20,8 @@ class Gateway:
     """Milliseconds, by the house's clock."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the process begins to stop: whoever streams ends its stream."""
+
+    @property
+    def database(self) -> str:
+        """Where clients are told that everything is."""
+        return str(self.state_dir / DATABASE)

@@ -19,6 +19,7 @@ from antiphon import __version__
 from antiphon.access import READ
 from antiphon.bus import (
     EVERY_SESSION,
+    Delivered,
     Delta,
     Event,
     Gap,
@@ -27,13 +28,15 @@ from antiphon.bus import (
     SessionChanged,
     ToolPhase,
 )
+from antiphon.engine import gate
 from antiphon.errors import AntiphonError, NotFound
 from antiphon.gateway import frames, rows
 from antiphon.gateway.connection import Connection
 from antiphon.gateway.gateway import Gateway
 from antiphon.gateway.subscriptions import READER, Subscriptions
 from antiphon.gateway.survey import Survey
-from antiphon.views import RunView
+from antiphon.messages import INJECTED
+from antiphon.views import end_of
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +56,6 @@ TOGETHER = 500  # changes told at once, at most
 TOOL_EVENTS = "tool-events"
 PAUSE = 1.0  # seconds after which a telling that failed begins again
 PRESENCE = 1.0  # seconds between two tellings of who is there
-INJECTED = "gateway-injected"  # the model of what `chat.inject` puts into a transcript
 ENDED = 4096  # runs that are remembered to have ended
 NO_HEARTBEAT = {
     "enabled": False,
@@ -91,8 +93,7 @@ class Hub:
         self.subscriptions = Subscriptions(self._operations)
         config = gateway.house.config
         self._agents, self._default_agent = config.agent_ids, config.default_agent_id
-        database = str(gateway.state_dir / "antiphon.db")
-        self.survey = Survey(self._operations, self._clock, self._agents, database)
+        self.survey = Survey(self._operations, self._clock, self._agents, gateway.database)
         self.connections: set[Connection] = set()
         self._runs: dict[str, _Run] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -206,6 +207,8 @@ class Hub:
                 self._tool(event)
             case RunChanged():
                 self._run_changed(event)
+            case Delivered():
+                self._delivered(event)
             case SessionChanged() if event.reason not in ("message", "renewed"):
                 self._change(event.session_key, {"reason": event.reason})
             case _:
@@ -220,7 +223,7 @@ class Hub:
                 self._runs.pop(run_id, None)
                 continue
             if view.ended:
-                self._run_changed(_end(run.session_key, view))
+                self._run_changed(end_of(run.session_key, view))
 
     # --- messages, pieces, tools ---
 
@@ -230,7 +233,7 @@ class Hub:
         if run and message.get("role") == "assistant":
             run.message, run.text = msgspec.Raw(event.body.encode()), ""
         key = rows.shown(event.session_key)
-        if event.run_id is None and message.get("model") == INJECTED:
+        if event.run_id is None and message.get("model") == INJECTED and "provenance" not in message:
             said = {"runId": f"inject-{event.entry}", "sessionKey": key, "seq": 0, "state": "final"}
             chat = frames.event("chat", {**said, "message": message})
             for connection in self._readers():
@@ -315,7 +318,9 @@ class Hub:
             return
         del self._runs[event.run_id]
         self._remember(event.run_id)
-        if run.message is None and event.reply:
+        if event.gated:
+            run.message = self._said(gate.clear(event.reply)) if event.reply else None
+        elif run.message is None and event.reply:
             run.message = self._said(event.reply)
         failed = event.state not in ("ok", "incomplete")
         ended: dict[str, Any] = {
@@ -328,9 +333,22 @@ class Hub:
         lifecycle = self._agent_text(event.run_id, run, "lifecycle", ended)
         run.chat_seq += 1
         chat = frames.event("chat", {**self._of_run(event.run_id, run, run.chat_seq), **_closing(event, run)})
+        texts = [lifecycle] if event.quiet else [lifecycle, chat]
         for connection in self._readers():
-            self._last_words(connection, event.run_id, lifecycle, chat)
+            self._last_words(connection, event.run_id, *texts)
         self._change(event.session_key, {"phase": "error" if failed else "end", "runId": event.run_id})
+
+    def _delivered(self, event: Delivered) -> None:
+        """Words were posted in a chat that nobody there had asked for: they are final as they come."""
+        payload = {
+            "runId": event.run_id or event.key,
+            "sessionKey": rows.shown(event.session_key),
+            "seq": 0,
+            "state": "final",
+            "stopReason": "stop",
+            "message": self._said(event.text),
+        }
+        self._tell_all(frames.event("chat", payload))
 
     def _remember(self, run_id: str) -> None:
         self._ended[run_id] = None
@@ -467,16 +485,3 @@ def _closing(event: RunChanged, run: _Run) -> dict[str, Any]:
         case state:
             kind = "timeout" if state == "timeout" else "unknown"
             return {"state": "error", "errorMessage": event.error, "errorKind": kind, **usage}
-
-
-def _end(session_key: str, view: RunView) -> RunChanged:
-    return RunChanged(
-        session_key=session_key,
-        run_id=view.run_id,
-        state=view.state,
-        reply=view.reply,
-        error_code=view.error_code,
-        error=view.error,
-        ended_at=view.ended_at,
-        usage=view.usage,
-    )

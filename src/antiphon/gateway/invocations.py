@@ -1,7 +1,8 @@
 """Invoking one tool as one session, the way that session's agent would, for whichever door was asked.
 
-Only tools that look are on offer; those that act are lifted one by one in `gateway.tools.allow`. A tool that is not
-on offer looks exactly like one that does not exist.
+A session has here what a run in it has, and no more (`Operations.act_as`). Of that, only tools that look are on offer;
+those that act are lifted one by one in `gateway.tools.allow`. A tool that is not on offer looks exactly like one that
+does not exist.
 """
 
 from __future__ import annotations
@@ -9,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
 from antiphon import access, keys
 from antiphon.access import Caller
 from antiphon.config import Config
+from antiphon.engine import words
 from antiphon.engine.toolbox import Call, Result, Tool
 from antiphon.engine.turns import obedient
 from antiphon.errors import AntiphonError, InvalidInput, NotFound, StoreError
@@ -24,7 +27,8 @@ from antiphon.views import SessionView
 
 log = logging.getLogger(__name__)
 
-TIME = 120.0  # seconds a tool may take
+TIME = 120.0  # seconds a tool may take, beside what it is told to wait
+LONGEST = 3600.0  # seconds that a tool may be told to wait
 
 
 class Invocation(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
@@ -56,15 +60,15 @@ async def invoke(gateway: Gateway, caller: Caller, wanted: Invocation, key: str 
     name = wanted.tool or wanted.name or ""
     if not name:
         raise InvalidInput("No tool is named.", "Set 'tool'.", field="tool")
-    _offered(gateway, name, (), ())  # before a session is founded for it
-    session = await gateway.house.operations.open(caller, _reference(gateway.house.config, wanted))
-    agent_id = _agent(session, wanted.agent_id)
-    rules = gateway.house.config.agent(agent_id).tools
-    tool = _offered(gateway, name, rules.allow, rules.deny)
+    _offered(gateway, name, gateway.house.toolbox.allowed((), ()))  # before a session is founded for it
+    words.check_key(key)
+    acting = await gateway.house.operations.act_as(caller, _reference(gateway.house.config, wanted))
+    _check_agent(acting.session, wanted.agent_id)
+    tool = _offered(gateway, name, acting.actor.tools)
     call = Call(
-        caller=_acting(gateway.house.config, session, agent_id),
-        run_id=f"http:{session.key}",
-        call_id=_call_id(key),
+        caller=acting.actor.caller,
+        run_id=f"http:{acting.session.key}",
+        call_id=key or uuid.uuid4().hex,
         arguments=_arguments(tool, wanted),
     )
     if wanted.dry_run:
@@ -73,9 +77,9 @@ async def invoke(gateway: Gateway, caller: Caller, wanted: Invocation, key: str 
     return await _invoke(tool, call)
 
 
-def _offered(gateway: Gateway, name: str, allow: tuple[tuple[str, ...], ...], deny: tuple[str, ...]) -> Tool:
+def _offered(gateway: Gateway, name: str, tools: Mapping[str, Tool]) -> Tool:
     over_http = gateway.house.config.gateway.tools
-    tool = gateway.house.toolbox.allowed(allow, deny).get(name)
+    tool = tools.get(name)
     if tool is None or name in over_http.deny or (tool.acts and name not in over_http.allow):
         raise ToolMissing(
             f"Tool not available: {name[:80]}.",
@@ -92,7 +96,7 @@ def _reference(config: Config, wanted: Invocation) -> str:
     return f"agent:{config.agent(keys.checked_agent_id(wanted.agent_id)).id}:main"
 
 
-def _agent(session: SessionView, wanted: str | None) -> str:
+def _check_agent(session: SessionView, wanted: str | None) -> None:
     agent_id = session.agent_id or ""
     if wanted is not None and wanted.lower() != agent_id:
         raise InvalidInput(
@@ -100,28 +104,6 @@ def _agent(session: SessionView, wanted: str | None) -> str:
             "Leave 'agentId' out, or name a session of that agent.",
             field="agentId",
         )
-    return agent_id
-
-
-def _acting(config: Config, session: SessionView, agent_id: str) -> Caller:
-    """The session itself, which is narrower than whoever called: it reaches what its agent reaches.
-
-    Whether a spawned session is in a sandbox is not told to operators; it is taken to be, which is never too much.
-    """
-    key = keys.GLOBAL if session.key == "main" else keys.parse(session.key)
-    mode = config.agent(agent_id).sandbox.mode
-    configured = mode == "all" or (mode == "non-main" and key.kind != "main")
-    return Caller.agent(agent_id, str(key), sandboxed=configured or session.parent_key is not None)
-
-
-def _call_id(key: str | None) -> str:
-    if key is not None and not (0 < len(key) <= 200 and key.isprintable()):
-        raise InvalidInput(
-            "The idempotency key must be 1 to 200 printable characters.",
-            "Use a UUID.",
-            field="idempotencyKey",
-        )
-    return key or uuid.uuid4().hex
 
 
 def _arguments(tool: Tool, wanted: Invocation) -> dict[str, Any]:
@@ -133,11 +115,12 @@ def _arguments(tool: Tool, wanted: Invocation) -> dict[str, Any]:
 
 async def _invoke(tool: Tool, call: Call) -> Outcome:
     name = tool.spec.name
+    seconds = TIME + _told_to_wait(tool, call.arguments)
     try:
-        async with asyncio.timeout(TIME):
+        async with asyncio.timeout(seconds):
             result = await obedient(tool.invoke(call))
     except TimeoutError:
-        return _failed(504, f"The tool {name!r} did not answer within {TIME:g} seconds.")
+        return _failed(504, f"The tool {name!r} did not answer within {seconds:g} seconds.")
     except StoreError:
         raise
     except AntiphonError as error:
@@ -146,6 +129,27 @@ async def _invoke(tool: Tool, call: Call) -> Outcome:
         log.exception("Tool %r failed when it was invoked", name)
         return _failed(500, f"The tool {name!r} failed. See the log of the gateway.")
     return Outcome(result, 400 if result.is_error else 200)
+
+
+def _told_to_wait(tool: Tool, arguments: Mapping[str, Any]) -> float:
+    """A tool that takes `timeoutSeconds` waits so long on purpose, and says itself when that is over."""
+    takes = tool.spec.parameters.get("properties", {}).get("timeoutSeconds")
+    if takes is None:
+        return 0.0
+    try:
+        seconds = float(arguments.get("timeoutSeconds", takes.get("default", 0.0)))
+    except (TypeError, ValueError):
+        return 0.0  # the tool will say that this is no number
+    return min(seconds, LONGEST) if seconds > 0 else 0.0
+
+
+def complaint(result: Result) -> dict[str, Any]:
+    """An error of a tool on either wire: a sentence, and what the model would read of it as it is."""
+    told: object = result.details
+    if not isinstance(told, dict):
+        return {"message": result.text}
+    details = cast("dict[str, Any]", told)
+    return {"message": details.get("error", result.text), "details": details}
 
 
 def _failed(status: int, message: str) -> Outcome:

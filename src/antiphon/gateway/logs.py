@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-NAME = "antiphon.log"
+from antiphon.paths import LOG
 
 
 def tail(state_dir: Path, cursor: int | None, limit: int, most: int) -> dict[str, Any]:
     """Lines after a place in the file, or its last ones. Blocks: call it in a thread."""
-    path = state_dir / NAME
+    path = state_dir / LOG
     try:
         size = path.stat().st_size
     except OSError:

@@ -7,8 +7,6 @@ client says was said before is put in front of the last message, framed as that.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 import uuid
 from collections.abc import Mapping, Sequence
@@ -22,6 +20,7 @@ from antiphon import access, keys
 from antiphon.access import Caller
 from antiphon.config import Config
 from antiphon.errors import AntiphonError, InvalidInput, NotFound
+from antiphon.gateway import attachments
 from antiphon.gateway.gateway import Gateway
 from antiphon.gateway.replies import BODY, UNEXPECTED, error_headers, error_type, json_reply, waited
 from antiphon.messages import Image, Text
@@ -29,7 +28,6 @@ from antiphon.operations import Message
 from antiphon.views import RunView
 
 NAME = "antiphon"
-IMAGES = ("image/png", "image/jpeg", "image/gif", "image/webp")
 _MODEL = re.compile(r"(?:(?:antiphon|openclaw)(?:[/:](.+))?|agent:(.+)|(.+))", re.IGNORECASE | re.DOTALL)
 _DATA = re.compile(r"data:([a-z]+/[a-z0-9.+-]+);base64,(.*)", re.IGNORECASE | re.DOTALL)
 _NAMESPACE = uuid.UUID("5b0e6d43-6c8f-4f0a-9f0e-5f0d7c1f3a11")
@@ -147,17 +145,13 @@ def _text(content: Content) -> str:
 def image(url: str, where: str) -> Image:
     """An image that the request carries. None is fetched: an address may be anybody's."""
     found = _DATA.fullmatch(url)
-    if not found or found[1].lower() not in IMAGES:
+    if not found:
         raise InvalidInput(
-            f"The image at {where} is not a data: URL of {', '.join(IMAGES)}.",
+            f"The image at {where} is not a data: URL.",
             "Send the image itself, as data:<type>;base64,<data>.",
             field=where,
         )
-    try:
-        base64.b64decode(found[2], validate=True)
-    except binascii.Error as error:
-        raise InvalidInput(f"The image at {where} is not valid base64.", "Mend it.", field=where) from error
-    return Image(data=found[2], mime_type=found[1].lower())
+    return attachments.image(found[2], found[1].lower(), where)
 
 
 def body_limit(config: Config) -> int:

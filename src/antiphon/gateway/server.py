@@ -9,41 +9,28 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Unpack
 
-import msgspec
 import uvicorn
 
-from antiphon.clock import Clock
 from antiphon.config import Config
-from antiphon.engine.engine import Pace
-from antiphon.engine.toolbox import Tool
 from antiphon.errors import ConfigError, Unavailable
-from antiphon.gateway import frames
+from antiphon.gateway import frames, note
 from antiphon.gateway.app import App
 from antiphon.gateway.auth import Guard, own_origins
 from antiphon.gateway.gateway import Gateway
 from antiphon.gateway.heads import BoundedProtocol, most_connections
 from antiphon.gateway.hub import Hub
 from antiphon.gateway.tokens import Tokens, configured
-from antiphon.host import House, house
-from antiphon.operations import Operations
-from antiphon.runtimes import Runtime
+from antiphon.host import House, Options, house
 
-NOTE = "gateway.json"  # in the state directory, for the commands on this machine
 GRACE = 5  # seconds that requests get to end when the process stops
 BACKLOG = 2048
 STALLED = 30_000  # ms after which the system gives up a peer that takes nothing
-
-
-class Note(msgspec.Struct, frozen=True):
-    """Where a running gateway is found."""
-
-    url: str
-    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +57,12 @@ async def serving(
     state_dir: Path,
     *,
     port: int | None = None,
-    tools: Callable[[Operations], Iterable[Tool]] | None = None,
-    functions: Mapping[str, Runtime] | None = None,
-    clock: Clock | None = None,
-    pace: Pace | None = None,
+    **options: Unpack[Options],
 ) -> AsyncGenerator[Served]:
     """Host the directory and listen, until the context is left."""
     host = address(config)
     most = most_connections()
-    async with house(config, state_dir, tools=tools, functions=functions, clock=clock, pace=pace) as opened:
+    async with house(config, state_dir, **options) as opened:
         listener = _listen(host, config.gateway.port if port is None else port)
         number = listener.getsockname()[1]
         try:
@@ -109,14 +93,13 @@ async def _answering(
 ) -> AsyncGenerator[Served]:
     telling = asyncio.create_task(hub.run())
     task = asyncio.create_task(server.serve(sockets=[listener]))
-    note = gateway.state_dir / NOTE
     try:
         await _started(server, task)
-        await asyncio.to_thread(note.write_bytes, msgspec.json.encode(Note(url, os.getpid())))
+        await asyncio.to_thread(note.write, gateway.state_dir, note.Note(url, os.getpid()))
         yield Served(url, gateway, hub, task)
     finally:
         with suppress(OSError):
-            note.unlink()
+            note.remove(gateway.state_dir)
         gateway.closing.set()
         hub.say_goodbye("the gateway is stopping")
         server.should_exit = True

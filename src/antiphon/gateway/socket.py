@@ -162,7 +162,7 @@ class Sockets:
         method = METHODS.get(request.method)
         if self._gateway.closing.is_set():
             await connection.answer(frames.refusal(request.id, GOING))
-        elif method is not None and method.waits:
+        elif method is not None and method.out_of_turn(request.params):
             self._later(connection, request, method)
         else:
             await connection.answer(await self._respond(connection, request, method))

@@ -18,6 +18,7 @@ async def post_invoke(gateway: Gateway, caller: Caller, request: Request) -> Res
     wanted = await read_json(request, Invocation)
     result, status = await invocations.invoke(gateway, caller, wanted, request.headers.get("idempotency-key"))
     if result.is_error:
-        return json_reply({"ok": False, "error": {"type": "tool_error", "message": result.text}}, status)
+        error = {"type": "tool_error", **invocations.complaint(result)}
+        return json_reply({"ok": False, "error": error}, status)
     content = [{"type": "text", "text": result.text}]
     return json_reply({"ok": True, "result": {"content": content, "details": result.details}})

@@ -7,14 +7,21 @@ data or an error from `errors`. Each operation is one straight line: check the i
 
 from __future__ import annotations
 
-from antiphon.operations.checks import THINKING
+from antiphon.engine.words import THINKING
+from antiphon.operations.acting import Acting, Actings
+from antiphon.operations.agents import Agents
 from antiphon.operations.conversations import Conversations
-from antiphon.operations.histories import HISTORY_LIMIT, HISTORY_MOST, Histories, HistoryFilter
-from antiphon.operations.lists import LIST_LIMIT, LIST_MOST, ListFilter, Lists
+from antiphon.operations.deliveries import Deliveries
+from antiphon.operations.exchanges import Origin, Send
+from antiphon.operations.histories import HISTORY_LIMIT, HISTORY_MOST, HistoryFilter
+from antiphon.operations.lists import LIST_LIMIT, LIST_MOST, ListFilter
 from antiphon.operations.runs import LOOK_AGAIN, StopView
 from antiphon.operations.searches import Searches
-from antiphon.operations.sessions import Patch, Sessions
+from antiphon.operations.sessions import Patch
+from antiphon.operations.spawns import Spawn
+from antiphon.operations.statuses import Statuses
 from antiphon.operations.submissions import Message, Submissions
+from antiphon.operations.tasks import Tasks
 
 __all__ = [
     "HISTORY_LIMIT",
@@ -23,14 +30,18 @@ __all__ = [
     "LIST_MOST",
     "LOOK_AGAIN",
     "THINKING",
+    "Acting",
     "HistoryFilter",
     "ListFilter",
     "Message",
     "Operations",
+    "Origin",
     "Patch",
+    "Send",
+    "Spawn",
     "StopView",
 ]
 
 
-class Operations(Submissions, Lists, Histories, Searches, Sessions, Conversations):
+class Operations(Tasks, Conversations, Submissions, Deliveries, Statuses, Searches, Agents, Actings):
     """Everything that can be asked, from the parts that each know one thing."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Literal
 
-from antiphon import keys
+from antiphon import access, keys
 from antiphon.access import READ, Caller
-from antiphon.engine import compaction, runs, sessions, transcripts
+from antiphon.engine import admissions, commands, compaction, runs, sessions, transcripts, words
+from antiphon.engine.commands import Command
 from antiphon.engine.transcripts import Entry
 from antiphon.errors import Conflict, NotFound
-from antiphon.messages import Assistant, Text
+from antiphon.messages import INJECTED, Assistant, Text
 from antiphon.operations import checks
 from antiphon.operations.runs import Runs
 from antiphon.store import Row, Tx
@@ -22,8 +24,14 @@ KEEP_MOST = 1_000_000  # entries
 LABEL_MOST = 100  # characters
 _PATIENT = Caller.operator([READ])
 
-_Check: TypeAlias = Callable[[Row, str], None]
-_Change: TypeAlias = Callable[[Tx, Row, int], Awaitable[Row]]
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is to become of a session when it is idle: whether that was done before, may be done, and doing it."""
+
+    done: Callable[[Tx, int], Awaitable[bool]]
+    check: Callable[[Row], None]
+    change: Callable[[Tx, Row, int], Awaitable[Row]]
 
 
 class Conversations(Runs):
@@ -80,56 +88,88 @@ class Conversations(Runs):
         timeout: float = 15.0,
         *,
         key: str | None = None,
+        expected: str | None = None,
     ) -> SessionView:
         """As `renew`, for a session that may be busy: what runs or waits in it is stopped first.
 
-        Asked again with the same key, nothing is done again.
+        With `expected`, only that conversation is ended. Asked again with the same key, nothing is done again.
         """
-        checks.key(key)
-        if key is not None and (done := await self._store.read(self._done, caller, session, key)):
-            return self._session_view(caller, done)
+        words.check_key(key)
+
+        async def done(tx: Tx, now: int) -> bool:
+            if key is None or await tx.one(runs.SQL.accepted_before, id=key) is None:
+                return False
+            row = await self._door.open(tx, caller, "manage", session)
+            return not await admissions.record_command(tx, key, row["id"], reason, now)
+
+        def check(row: Row) -> None:
+            checks.current(row, session, expected)
 
         async def renew(tx: Tx, row: Row, now: int) -> Row:
-            if key is None or await runs.record_command(tx, key, row["id"], reason, now):
+            if key is None or await admissions.record_command(tx, key, row["id"], reason, now):
                 await sessions.renew(tx, row, reason, now)
             return await self._described(tx, row["id"])
 
-        row = await self._when_idle(caller, session, checks.current, renew, timeout)
-        return self._renewed(caller, row, reason)
+        row = await self._when_idle(caller, session, _Plan(done, check, renew), timeout)
+        if row is not None:
+            return self._renewed(caller, row, reason)
+        return self._session_view(caller, await self._store.read(self._managed, caller, session))
 
-    async def _done(self, tx: Tx, caller: Caller, session: str, key: str) -> Row | None:
-        """The session, if what this key stands for was done before."""
-        row = await self._door.open(tx, caller, "manage", session)
-        known = await tx.one(runs.SQL.accepted_before, id=key)
-        return await self._described(tx, row["id"]) if known and known["session"] == row["id"] else None
+    async def _managed(self, tx: Tx, caller: Caller, session: str) -> Row:
+        return await self._described(tx, (await self._door.open(tx, caller, "manage", session))["id"])
 
-    async def delete(self, caller: Caller, session: str, timeout: float = 15.0) -> bool:
-        """Remove a session and everything said in it; False if there is none. What it spawned stays."""
+    async def delete(
+        self,
+        caller: Caller,
+        session: str,
+        timeout: float = 15.0,
+        *,
+        key: str | None = None,
+        expected: str | None = None,
+    ) -> bool:
+        """Remove a session and everything said in it; False if there is none. What it spawned stays.
+
+        With `expected`, only if that is its conversation. Asked again with the same key, nothing is removed again,
+        whatever goes by that name now.
+        """
+        words.check_key(key)
+        access.require_scope(caller, "manage")
+        command = Command(key, ("delete", session, expected))
+
+        async def done(tx: Tx, now: int) -> bool:
+            return await commands.answered(tx, command, bool) is not None
+
+        def check(row: Row) -> None:
+            checks.current(row, session, expected)
+            _check_deletable(row)
 
         async def forget(tx: Tx, row: Row, now: int) -> Row:
             await sessions.forget(tx, row["id"], row["key"])
+            await commands.record(tx, command, True, now)
             return row
 
         try:
-            row = await self._when_idle(caller, session, _check_deletable, forget, timeout)
+            row = await self._when_idle(caller, session, _Plan(done, check, forget), timeout)
         except NotFound:
             return False
-        self._tell(row, "delete")
+        if row is not None:
+            self._tell(row, "delete")
         return True
 
-    async def _when_idle(
-        self, caller: Caller, session: str, check: _Check, change: _Change, timeout: float
-    ) -> Row:
-        """Stop whatever runs or waits in a session, and change it in the commit that finds it idle."""
+    async def _when_idle(self, caller: Caller, session: str, plan: _Plan, timeout: float) -> Row | None:
+        """Stop whatever runs or waits in a session, and change it in the commit that finds it idle.
+
+        None when that was done before.
+        """
         engine = self._running()
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
         while True:
             row, stopped, active = await self._store.tx(
-                self._change_idle, caller, session, check, change, self._clock.now()
+                self._change_idle, caller, session, plan, self._clock.now()
             )
-            engine.stopping(stopped)
-            if active is None:
+            await engine.stopping(stopped)
+            if row is None or active is None:
                 return row
             left = until - loop.time()
             if left <= 0:
@@ -141,51 +181,73 @@ class Conversations(Runs):
                 await self.wait(_PATIENT, active["id"], left)
 
     async def _change_idle(
-        self, tx: Tx, caller: Caller, session: str, check: _Check, change: _Change, now: int
-    ) -> tuple[Row, runs.Stopped, Row | None]:
+        self, tx: Tx, caller: Caller, session: str, plan: _Plan, now: int
+    ) -> tuple[Row | None, runs.Stopped, Row | None]:
+        if await plan.done(tx, now):
+            return None, runs.Stopped([], []), None
         row = await self._door.open(tx, caller, "manage", session)
-        check(row, session)
+        plan.check(row)
         stopped = await runs.cancel(tx, row["id"], None, now)
         active = await tx.one(runs.SQL.active_in, session=row["id"])
-        return row if active else await change(tx, row, now), stopped, active
+        return row if active else await plan.change(tx, row, now), stopped, active
 
     # --- entries that belong to no run ---
 
-    async def compact(self, caller: Caller, session: str, keep: int = 400) -> CompactView:
-        """Leave all but about the last `keep` entries out of prompts. The transcript keeps them."""
+    async def compact(
+        self, caller: Caller, session: str, keep: int = 400, *, key: str | None = None
+    ) -> CompactView:
+        """Leave all but about the last `keep` entries out of prompts. The transcript keeps them.
+
+        Asked again with the same key, nothing more is left out.
+        """
+        words.check_key(key)
         keep = checks.between(keep, 1, KEEP_MOST, "keep")
-        row, entry, kept = await self._store.tx(self._compact, caller, session, keep, self._clock.now())
-        if entry is None:
-            return CompactView(compacted=False, kept=kept, reason="short enough" if kept else "no transcript")
-        self._tell_entry(row, entry)
-        self._tell(row, "compact")
-        return CompactView(compacted=True, kept=kept)
+        view, row, entry = await self._store.tx(self._compact, caller, session, keep, key, self._clock.now())
+        if entry is not None:
+            self._tell_entry(row, entry)
+            self._tell(row, "compact")
+        return view
 
     async def _compact(
-        self, tx: Tx, caller: Caller, session: str, keep: int, now: int
-    ) -> tuple[Row, Entry | None, int]:
+        self, tx: Tx, caller: Caller, session: str, keep: int, key: str | None, now: int
+    ) -> tuple[CompactView, Row, Entry | None]:
         row = await self._door.open(tx, caller, "manage", session)
+        command = Command(key, ("compact", row["id"], keep))
+        if before := await commands.answered(tx, command, CompactView):
+            return before, row, None
         checks.current(row, session)
         await sessions.check_idle(tx, row)
         shortened, kept = await compaction.shorten(tx, row["transcript"], keep, now)
-        if shortened is None:
-            return row, None, kept
-        await tx.do(sessions.SQL.clear_context, id=row["id"])
-        return row, await sessions.note(tx, row["id"], shortened, now), kept
+        entry = None
+        if shortened is not None:
+            await tx.do(sessions.SQL.clear_context, id=row["id"])
+            entry = await sessions.note(tx, row["id"], shortened, now)
+        view = _compacted(kept, shorter=entry is not None)
+        await commands.record(tx, command, view, now)
+        return view, row, entry
 
-    async def inject(self, caller: Caller, session: str, text: str, label: str | None = None) -> Injected:
-        """Put words into a transcript as if the agent had said them, without asking it."""
+    async def inject(
+        self, caller: Caller, session: str, text: str, label: str | None = None, *, key: str | None = None
+    ) -> Injected:
+        """Put words into a transcript as if the agent had said them, without asking it; with a key, once."""
+        words.check_key(key)
         said = text if label is None else f"[{checks.name(label, LABEL_MOST, 'label')}]\n\n{text}"
-        checks.content(text, self.config.store.message_max_bytes, beside=label)
-        row, entry = await self._store.tx(self._inject, caller, session, said, self._clock.now())
-        self._tell_entry(row, entry)
-        self._tell_all(row, "inject")
-        return Injected(
-            message_id=entry.id, seq=entry.seq, session_key=row["key"], session_id=row["session_id"]
+        words.check(text, self.config.store.message_max_bytes, beside=label)
+        injected, row, entry = await self._store.tx(
+            self._inject, caller, session, said, key, self._clock.now()
         )
+        if entry is not None:
+            self._tell_entry(row, entry)
+            self._tell_all(row, "inject")
+        return injected
 
-    async def _inject(self, tx: Tx, caller: Caller, session: str, text: str, now: int) -> tuple[Row, Entry]:
+    async def _inject(
+        self, tx: Tx, caller: Caller, session: str, text: str, key: str | None, now: int
+    ) -> tuple[Injected, Row, Entry | None]:
         row = await self._door.open(tx, caller, "manage", session)
+        command = Command(key, ("inject", row["id"], text))
+        if before := await commands.answered(tx, command, Injected):
+            return before, row, None
         checks.current(row, session)
         await _check_no_call_waits(tx, row)
         notice = Assistant(
@@ -193,13 +255,23 @@ class Conversations(Runs):
             timestamp=now,
             stop_reason="stop",
             provider="antiphon",
-            model="gateway-injected",
+            model=INJECTED,
         )
-        return row, await sessions.note(tx, row["id"], notice, now)
+        entry = await sessions.note(tx, row["id"], notice, now)
+        injected = Injected(
+            message_id=entry.id, seq=entry.seq, session_key=row["key"], session_id=row["session_id"]
+        )
+        await commands.record(tx, command, injected, now)
+        return injected, row, entry
 
 
-def _check_deletable(row: Row, reference: str) -> None:
-    checks.current(row, reference)
+def _compacted(kept: int, *, shorter: bool) -> CompactView:
+    if shorter:
+        return CompactView(compacted=True, kept=kept)
+    return CompactView(compacted=False, kept=kept, reason="short enough" if kept else "no transcript")
+
+
+def _check_deletable(row: Row) -> None:
     if keys.parse(row["key"]).kind == "main":
         raise Conflict(f"Cannot delete the main session ({row['key']}).", "Reset it instead.", key=row["key"])
 

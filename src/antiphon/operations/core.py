@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,12 @@ from antiphon.access import Action, Caller
 from antiphon.bus import EventBus, MessageAppended, SessionChanged, session_topic
 from antiphon.clock import Clock
 from antiphon.engine import sessions
+from antiphon.engine.actors import Actors
 from antiphon.engine.door import Door
+from antiphon.engine.toolbox import Toolbox
 from antiphon.engine.transcripts import Entry
 from antiphon.errors import NotFound, StoreReadOnly
+from antiphon.operations.spawns import Rules
 from antiphon.store import Row, Store, Tx
 from antiphon.views import SessionView
 
@@ -24,6 +28,9 @@ if TYPE_CHECKING:  # a command that only reads is over before these would be imp
 
 
 class Core:
+    INSIDE = Caller.operator([access.READ])
+    """For waits and looks of our own: what comes of them is told to whoever had the right to ask for it."""
+
     def __init__(
         self,
         *,
@@ -34,6 +41,7 @@ class Core:
         door: Door,
         engine: Engine | None,
         transcripts_dir: Path,
+        toolbox: Toolbox | None = None,
     ) -> None:
         self.config = config
         self._store = store
@@ -42,6 +50,9 @@ class Core:
         self._door = door
         self._engine = engine
         self._transcripts = str(transcripts_dir)
+        tools = toolbox or Toolbox()
+        self._rules = Rules(config, door, tools, transcripts_dir.parent)
+        self._actors = Actors(config, door, tools)
 
     def _running(self) -> Engine:
         if self._engine is None:
@@ -79,6 +90,9 @@ class Core:
     def _tell_all(self, row: Row, reason: str) -> None:
         self._bus.publish("sessions", SessionChanged(session_key=row["key"], reason=reason))
 
+    def _tell_created(self, key: str) -> None:
+        self._bus.publish("sessions", SessionChanged(session_key=key, reason="create"))
+
     def _tell_entry(self, row: Row, entry: Entry) -> None:
         event = MessageAppended(
             session_key=row["key"],
@@ -98,14 +112,19 @@ class Core:
 
     def _discreet(self, caller: Caller, view: SessionView, key: str) -> SessionView:
         """Without a parent that the caller may not know of, and without counting children it may not see."""
-        reach = access.reach(caller, self._door.grants(caller))
+        reach = _reach(caller, self._door.grants(caller))
         parent = view.parent_key
+        if parent is None and reach.descendants:
+            return view
         if parent is not None and parent != reach.own_key and not reach.admits_agent(_agent_of(parent)):
             # A session seen only because it was spawned below the caller has a parent that was, too.
             below = reach.descendants and key != reach.own_key and not reach.admits_agent(_agent_of(key))
             parent = parent if below else None
         children = view.child_count if reach.descendants else None
         return msgspec.structs.replace(view, parent_key=parent, child_count=children)
+
+
+_reach = lru_cache(maxsize=256)(access.reach)  # the same for every row of a list
 
 
 def _agent_of(key: str) -> str:

@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from antiphon import access, views
+from antiphon import access, keys, views
 from antiphon.access import Caller
 from antiphon.bus import Event, SessionChanged, session_topic
 from antiphon.engine import feeds, runs, sessions, transcripts
@@ -51,7 +51,7 @@ class Histories(Core):
             page = await transcripts.page_before(tx, transcript, before, limit, tools=tools)
         edge = 0 if wanted.after is None else -1  # the entry that the next page begins beside
         return HistoryPage(
-            session_key=row["key"],
+            session_key=row["key"] if caller.is_operator else _shown(caller, row),
             session_id=session_id,
             messages=[views.history_item(entry) for entry in page.entries],
             total=await transcripts.last_seq(tx, transcript),
@@ -116,3 +116,7 @@ class Histories(Core):
         columns = UsageLine.__struct_fields__
         lines = await tx.all(query, key=row["key"])
         return [UsageLine(**{column: line[column] for column in columns}) for line in lines]
+
+
+def _shown(caller: Caller, row: Row) -> str:
+    return keys.display_text(row["key"], viewer_agent_id=caller.agent_id)

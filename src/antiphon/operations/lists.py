@@ -9,14 +9,19 @@ import msgspec
 from antiphon import access, keys
 from antiphon.access import Caller
 from antiphon.engine import runs
+from antiphon.engine.transcripts import Entry
 from antiphon.errors import Forbidden, InvalidInput
 from antiphon.operations.checks import between
 from antiphon.operations.core import Core
 from antiphon.store import Row, Tx, listing
 from antiphon.store.listing import KINDS, Wish
-from antiphon.views import SessionPage, SessionView, Summary
+from antiphon.views import Overview, SessionPage, SessionView, Summary
 
 LIST_LIMIT, LIST_MOST = 50, 200
+MESSAGES_MOST = 20  # of each session in an overview
+HIDDEN_MOST = 1000  # hidden sessions that are counted; "a thousand" is as good an answer as any larger one
+OVERVIEW_BYTES = 4 * 2**20  # of all the messages in an overview
+MESSAGE_BYTES = 256 * 1024  # of one of them
 
 
 class ListFilter(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,13 +42,46 @@ class Lists(Core):
         access.require_scope(caller, "list")
         limit = between(wanted.limit, 1, LIST_MOST, "limit")
         rows = await self._store.read(self._list, caller, wanted, limit + 1)
+        return self._page(caller, rows, limit)
+
+    def _page(self, caller: Caller, rows: Sequence[Row], limit: int) -> SessionPage:
+        """Of `rows`, one more than `limit` only says that there are more."""
         shown = rows[:limit]
-        more = len(rows) > limit
         return SessionPage(
             count=len(shown),
             sessions=[self._session_view(caller, row) for row in shown],
             scope="all" if caller.is_operator else self._door.grants(caller).read,
-            next_cursor=f"{shown[-1]['updated_at']}|{shown[-1]['key']}" if more else None,
+            next_cursor=_cursor_after(shown[-1]) if len(rows) > limit else None,
+        )
+
+    async def overview(self, caller: Caller, wanted: ListFilter, messages: int = 0) -> Overview:
+        """`list` with what was said last in each session and how many are hidden, all of it at one moment."""
+        access.require_scope(caller, "list")
+        limit = between(wanted.limit, 1, LIST_MOST, "limit")
+        messages = between(messages, 0, MESSAGES_MOST, "messages")
+        rows, said, hidden = await self._store.read(self._overview, caller, wanted, limit + 1, messages)
+        return Overview(
+            page=self._page(caller, rows, limit),
+            cursors=[_cursor_after(row) for row in rows[:limit]],
+            said=said,
+            hidden=hidden,
+        )
+
+    async def _overview(
+        self, tx: Tx, caller: Caller, wanted: ListFilter, limit: int, messages: int
+    ) -> tuple[Sequence[Row], Sequence[Sequence[Entry]], int]:
+        rows = await self._list(tx, caller, wanted, limit)
+        asked = rows[: limit - 1] if messages else ()
+        return rows, await _last_said(tx, asked, messages), await self._hidden(tx, caller)
+
+    async def _hidden(self, tx: Tx, caller: Caller) -> int:
+        """How many sessions are kept from this caller, as far as it pays to count."""
+        reach = access.reach(caller, self._door.grants(caller))
+        if reach.own_key is None:
+            return 0
+        agents = [agent for agent in await listing.agent_ids(tx) if not reach.admits_agent(agent)]
+        return await listing.hidden(
+            tx, agents, reach.own_key, descendants=reach.descendants, most=HIDDEN_MOST
         )
 
     async def _list(self, tx: Tx, caller: Caller, wanted: ListFilter, limit: int) -> list[Row]:
@@ -120,6 +158,22 @@ def _cursor(text: str | None) -> tuple[int, str] | None:
             field="cursor",
         )
     return int(at), key
+
+
+def _cursor_after(row: Row) -> str:
+    return f"{row['updated_at']}|{row['key']}"
+
+
+async def _last_said(tx: Tx, rows: Sequence[Row], limit: int) -> Sequence[Sequence[Entry]]:
+    """Oldest first. Those of the first rows have the first right to the room there is."""
+    room = OVERVIEW_BYTES
+    said: list[Sequence[Entry]] = []
+    for row in rows:
+        found = await listing.last_said(tx, row["id"], limit, min(room, MESSAGE_BYTES))
+        entries = [Entry(*entry) for entry in reversed(found)]
+        room -= min(room, sum(len(entry.body) for entry in entries))
+        said.append(entries)
+    return said
 
 
 async def _summary(tx: Tx) -> Summary:

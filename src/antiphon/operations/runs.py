@@ -9,9 +9,8 @@ import msgspec
 from antiphon import views
 from antiphon.access import Caller
 from antiphon.bus import RunChanged, run_topic
-from antiphon.engine import runs
+from antiphon.engine import admissions, runs, words
 from antiphon.errors import NotFound
-from antiphon.operations import checks
 from antiphon.operations.core import Core
 from antiphon.store import Row, Tx
 from antiphon.views import RunView
@@ -78,10 +77,10 @@ class Runs(Core):
 
         Asked again with the same key, nothing is stopped again.
         """
-        checks.key(key)
+        words.check_key(key)
         engine = self._running()
         row, stopped = await self._store.tx(self._stop, caller, session, run_id, key, self._clock.now())
-        engine.stopping(stopped)
+        await engine.stopping(stopped)
         run_ids = [*(ended.run_id for ended in stopped.ended), *stopped.asked]
         if run_ids:
             self._tell(row, "abort")
@@ -91,6 +90,6 @@ class Runs(Core):
         self, tx: Tx, caller: Caller, session: str, run_id: str | None, key: str | None, now: int
     ) -> tuple[Row, runs.Stopped]:
         row = await self._door.open(tx, caller, "control", session)
-        if key is not None and not await runs.record_command(tx, key, row["id"], "stop", now):
+        if key is not None and not await admissions.record_command(tx, key, row["id"], "stop", now):
             return row, runs.Stopped([], [])
         return row, await runs.cancel(tx, row["id"], run_id, now)

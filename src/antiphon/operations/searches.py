@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -19,6 +19,7 @@ from antiphon.views import SearchHit, SearchPage
 SEARCH_LIMIT, SEARCH_MOST = 20, 50
 SEARCH_SESSIONS = 200  # that can be searched by name
 DAY = 86_400_000  # milliseconds
+MARK, MARK_END = "\2", "\3"  # around what matched
 
 
 class _Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,11 +42,13 @@ class Searches(Core):
         session: str | None = None,
         sessions: Sequence[str] | None = None,
         include_tools: bool = True,
+        mask: Callable[[str], str] | None = None,
     ) -> SearchPage:
         """What was said with all these words in it, the latest first, archived and past conversations included.
 
         Quotes make a phrase, and the last word may be the beginning of one. `session` must be readable; of
-        `sessions`, those that are not are left out.
+        `sessions`, those that are not are left out. `mask` is given whole texts, before a snippet is cut from them:
+        half a secret would not be recognised.
         """
         access.require_scope(caller, "read")
         asked = _Asked(
@@ -60,7 +63,7 @@ class Searches(Core):
         rows, in_time = await self._store.read(self._search, caller, asked)
         now = self._clock.now()
         return SearchPage(
-            results=[_hit(caller, row, now) for row in rows[: asked.limit]],
+            results=[_hit(caller, row, now, mask) for row in rows[: asked.limit]],
             indexing=indexing,
             truncated=len(rows) > asked.limit or not in_time,
         )
@@ -140,7 +143,7 @@ def _target(row: Row) -> Target:
     return Target(row["key"], row["agent_id"], bool(row["descendant"]))
 
 
-def _hit(caller: Caller, row: Row, now: int) -> SearchHit:
+def _hit(caller: Caller, row: Row, now: int, mask: Callable[[str], str] | None) -> SearchHit:
     return SearchHit(
         session_key=keys.display_text(row["key"], viewer_agent_id=caller.agent_id),
         session_id=row["session_id"],
@@ -148,6 +151,21 @@ def _hit(caller: Caller, row: Row, now: int) -> SearchHit:
         seq=row["seq"],
         role=row["role"],
         timestamp=row["created_at"],
-        snippet=search.snippet(row["marked"]),
+        snippet=search.snippet(row["marked"] if mask is None else _masked(row["marked"], mask)),
         score=round(1 / (1 + max(0, now - row["created_at"]) / DAY), 4),
     )
+
+
+def _masked(marked: str, mask: Callable[[str], str]) -> str:
+    """The text without its secrets, and a mark about where the match was; a match may have been a part of one."""
+    before, _, rest = marked.partition(MARK)
+    before, text = _bare(before), _bare(before + rest)
+    masked = mask(text)
+    if masked == text:
+        return marked
+    at = min(len(mask(before)), len(masked))
+    return f"{masked[:at]}{MARK}{masked[at:]}"
+
+
+def _bare(marked: str) -> str:
+    return marked.replace(MARK, "").replace(MARK_END, "")

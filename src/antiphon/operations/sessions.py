@@ -12,13 +12,14 @@ from msgspec import UNSET, UnsetType
 from antiphon import access, keys
 from antiphon.access import Action, Caller
 from antiphon.engine import sessions
+from antiphon.engine.words import THINKING
 from antiphon.errors import InvalidInput
 from antiphon.operations import checks
 from antiphon.operations.core import Core
 from antiphon.store import Row, Tx
 from antiphon.views import SessionView
 
-LABEL_MOST, DISPLAY_NAME_MOST = 64, 200  # characters
+DISPLAY_NAME_MOST = 200  # characters
 
 _Settings: TypeAlias = Mapping[str, str | int | None]
 
@@ -140,13 +141,13 @@ class Sessions(Core):
             case "archived", _:
                 return int(bool(value))
             case "label", str():
-                return checks.name(value, LABEL_MOST, "label")
+                return checks.name(value, checks.LABEL_MOST, "label")
             case "display_name", str():
                 return checks.name(value, DISPLAY_NAME_MOST, "displayName")
             case "model", str():
                 self.config.find_model(value)
             case "thinking_level", str():
-                checks.one_of(value, checks.THINKING, "thinkingLevel")
+                checks.one_of(value, THINKING, "thinkingLevel")
             case "verbose_level", str():
                 checks.one_of(value, checks.VERBOSE, "verboseLevel")
             case "send_policy", str():

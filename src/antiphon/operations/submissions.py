@@ -7,12 +7,12 @@ import uuid
 import msgspec
 
 from antiphon.access import Caller
-from antiphon.engine import runs
-from antiphon.engine.runs import Submission
+from antiphon.engine import admissions, runs, tasks, words
+from antiphon.engine.admissions import Submission
+from antiphon.engine.words import THINKING
 from antiphon.errors import InvalidInput
 from antiphon.messages import Image, Provenance, Text, User
 from antiphon.operations import checks
-from antiphon.operations.checks import THINKING
 from antiphon.operations.core import Core
 from antiphon.store import Row, Tx
 from antiphon.views import Accepted
@@ -55,7 +55,7 @@ class Submissions(Core):
         engine = self._running()
         run_id = message.idempotency_key or uuid.uuid4().hex
         stopped, accepted, row = await self._store.tx(self._steer, caller, message, run_id, self._clock.now())
-        engine.stopping(stopped)
+        await engine.stopping(stopped)
         await engine.accepted(accepted)
         run_ids = [*(ended.run_id for ended in stopped.ended), *stopped.asked]
         if run_ids:
@@ -64,17 +64,19 @@ class Submissions(Core):
 
     async def _steer(
         self, tx: Tx, caller: Caller, message: Message, run_id: str, now: int
-    ) -> tuple[runs.Stopped, runs.Accepted, Row]:
+    ) -> tuple[runs.Stopped, admissions.Accepted, Row]:
         session = await self._door.open(tx, caller, "control", message.session)
-        stopped = runs.Stopped([], [])
+        stopped, task = runs.Stopped([], []), None
         if await tx.one(runs.SQL.accepted_before, id=run_id) is None:
+            # What a sub-agent is to do now is its task: the end of what it did before is not the task's.
+            task = await tasks.redirect(tx, session["key"], run_id)
             stopped = await runs.cancel(tx, session["id"], None, now)
-        accepted, row, _ = await self._submit(tx, caller, message, run_id, now)
+        accepted, row, _ = await self._submit(tx, caller, message, run_id, now, task)
         return stopped, accepted, row
 
     async def _submit(
-        self, tx: Tx, caller: Caller, message: Message, run_id: str, now: int
-    ) -> tuple[runs.Accepted, Row, bool]:
+        self, tx: Tx, caller: Caller, message: Message, run_id: str, now: int, task: int | None = None
+    ) -> tuple[admissions.Accepted, Row, bool]:
         row, founded = await self._opened_or_founded(tx, caller, "send", message.session, now)
         checks.current(row, message.session)
         self._door.check_send(row)
@@ -90,13 +92,14 @@ class Submissions(Core):
             thinking=message.thinking,
             deadline_at=None if timeout is None else now + round(timeout * 1000),
             max_queued=self.config.store.lane_max_queued,
+            task=task,
         )
-        return await runs.submit(tx, submission, now), row, founded
+        return await admissions.submit(tx, submission, now), row, founded
 
     def _check(self, message: Message) -> None:
         """Everything about the words that can be refused without looking anything up."""
-        checks.content(message.content, self.config.store.message_max_bytes, beside=message.instructions)
-        checks.key(message.idempotency_key)
+        words.check(message.content, self.config.store.message_max_bytes, beside=message.instructions)
+        words.check_key(message.idempotency_key)
         if message.timeout_seconds is not None and not 0 < message.timeout_seconds <= 366 * 86_400:
             raise InvalidInput(
                 "The timeout must be more than 0 seconds and at most a year.",
@@ -113,7 +116,7 @@ class Submissions(Core):
             self.config.find_model(message.model)
 
 
-def _receipt(accepted: runs.Accepted, row: Row) -> Accepted:
+def _receipt(accepted: admissions.Accepted, row: Row) -> Accepted:
     return Accepted(
         run_id=accepted.run_id,
         session_key=row["key"],

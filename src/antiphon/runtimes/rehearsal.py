@@ -7,9 +7,12 @@ One instruction per line; other lines are ignored as long as there is at least o
     say <text>               the reply, exactly; several lines make a reply of several lines
     slow <seconds> [<text>]  stream the reply over that time; the text, if any, is said as by `say`
     fail <text>              fail as a provider would
+    announce <text>          what to say when this request is to be announced, later on
 
 Without `say` the reply is what the last step's tools returned, or a word that says it was done; `say` alone makes
-it empty; without any instruction it is a short text that says how to instruct it. The place in the script is the
+it empty; without any instruction it is a short text that says how to instruct it. Where it is asked to announce
+something it says what `announce` told it to, or passes on the result; where it may end a conversation between agents
+and was told nothing more, it does. The place in the script is the
 number of tool results after that message, so the same prompt always has the same answer and a resumed run goes on
 where it was. It understands nothing.
 """
@@ -79,7 +82,8 @@ class RehearsalRuntime:
         told, results = _position(prompt.messages)
         script = _parse(told)
         if script is None:
-            return await self._reply(prompt, deltas, f"You said: {told.strip()!r}. {_help(prompt)}")
+            text = _cued(told, prompt) or f"You said: {told.strip()!r}. {_help(prompt)}"
+            return await self._reply(prompt, deltas, text)
         act = _next_act(script, len(results))
         if problem := _problem(script, act, prompt):
             return await self._reply(prompt, deltas, problem)
@@ -131,6 +135,18 @@ def _help(prompt: Prompt) -> str:
     # A call can be tried only where there is a tool.
     call = f"`call {prompt.tools[0].name} {{}}`, " if prompt.tools else ""
     return f"Instruct me with lines such as `say hello`, {call}`think …`, `slow 2` or `fail …`."
+
+
+def _cued(told: str, prompt: Prompt) -> str | None:
+    """The answer to a step between agents that nobody has scripted."""
+    if told.split("\n", 1)[0].endswith("announce step."):
+        quoted = [line.removeprefix("> ") for line in told.splitlines() if line.startswith("> ")]
+        wished = [line.removeprefix("announce ") for line in quoted if line.startswith("announce ")]
+        _, _, last = told.rpartition(":\n> ")
+        return wished[0] if wished else last.replace("\n> ", "\n").strip()
+    if told.startswith("The sub-agents you were waiting for"):
+        return "Their reports are in."
+    return "REPLY_SKIP" if "REPLY_SKIP" in prompt.instructions else None
 
 
 def _position(messages: Sequence[Message]) -> tuple[str, list[ToolResult]]:
@@ -188,7 +204,12 @@ def _add_failure(script: _Script, _: str, rest: str) -> None:
     script.failure = rest
 
 
+def _keep(script: _Script, _: str, rest: str) -> None:
+    """For later: see `_cued`."""
+
+
 _VERBS = {
+    "announce": _keep,
     "call": _add_call,
     "think": _add_thought,
     "say": _add_line,

@@ -63,6 +63,28 @@ async def agent_ids(tx: Tx) -> list[str]:
     return [row["id"] for row in await tx.all(SQL.agent_ids)]
 
 
+async def hidden(tx: Tx, agents: Sequence[str], own_key: str, *, descendants: bool, most: int) -> int:
+    """How many sessions of these agents are not in the caller's tree, archived ones not counted; `most` at most."""
+    found = 0
+    for agent in agents:
+        row = await tx.one(
+            SQL.hidden_of_agent,
+            agent=agent,
+            own_key=own_key,
+            descendants=int(descendants),
+            most=most - found,
+        )
+        found += row["hidden"] if row else 0
+        if found >= most:
+            break
+    return found
+
+
+async def last_said(tx: Tx, session: int, limit: int, room: int) -> list[Row]:
+    """The last messages of a session, newest first, without tool results; one longer than `room` has no body."""
+    return await tx.all(SQL.last_said, session=session, limit=limit, room=room)
+
+
 def statement(wish: Wish, *, prefix: bool = False) -> tuple[Query, dict[str, Param]]:
     params: dict[str, Param] = {"limit": wish.limit}
     filters = _filters(wish, params)

@@ -10,9 +10,10 @@ from types import TracebackType
 from typing import Self
 
 from antiphon.errors import StoreError, StoreLocked, StoreReadOnly
+from antiphon.paths import CONFIG, DATABASE, LOG
 
 _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
-_FIRST = {"config.json5", "antiphon.log"}  # written there before the first start
+_FIRST = {CONFIG, LOG}  # written there before the first start
 
 
 def explain(error: OSError, path: Path) -> StoreError:
@@ -49,7 +50,7 @@ def _make_private(path: Path) -> None:
 def _ours(path: Path) -> bool:
     """Whether it has been a state directory before, or holds nothing but what one is begun with."""
     names = {found.name for found in path.iterdir()}
-    return "antiphon.db" in names or names <= _FIRST or _is_lock(path / "lock")
+    return DATABASE in names or names <= _FIRST or _is_lock(path / "lock")
 
 
 def _is_lock(path: Path) -> bool:
@@ -70,7 +71,7 @@ class StateDir:
 
     @property
     def database(self) -> Path:
-        return self.path / "antiphon.db"
+        return self.path / DATABASE
 
     @property
     def transcripts(self) -> Path:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import msgspec
 
+from antiphon.engine.words import THINKING
 from antiphon.keys import SessionKey
 from antiphon.store import Param, Row
 
@@ -30,7 +31,7 @@ _TEXTS = {
     "channel": "channel",
 }
 _CHOICES = {
-    "thinking": ("thinkingLevel", {"off", "minimal", "low", "medium", "high", "xhigh"}),
+    "thinking": ("thinkingLevel", set(THINKING)),
     "send_policy": ("sendPolicy", {"allow", "deny"}),
     "chat_type": ("chatType", {"direct", "group", "channel"}),
 }

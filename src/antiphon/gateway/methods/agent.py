@@ -12,7 +12,7 @@ from antiphon.bus import run_topic
 from antiphon.errors import AntiphonError, InvalidInput, NotFound
 from antiphon.gateway import attachments, frames, speech
 from antiphon.gateway.attachments import Attachment
-from antiphon.gateway.frames import Params
+from antiphon.gateway.frames import IdempotencyKey, Params
 from antiphon.gateway.methods.registry import Call, method, named
 from antiphon.messages import Provenance
 from antiphon.operations import Message
@@ -44,7 +44,7 @@ class GivenProvenance(Params, frozen=True):
 
 class Agent(Params, frozen=True):
     message: Annotated[str, Meta(min_length=1)]
-    idempotency_key: Annotated[str, Meta(min_length=1, max_length=200)]
+    idempotency_key: IdempotencyKey
     agent_id: str | None = None
     session_key: str | None = None
     session_id: str | None = None

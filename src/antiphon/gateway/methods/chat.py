@@ -11,7 +11,7 @@ from antiphon.access import ADMIN, READ, WRITE
 from antiphon.errors import Conflict, InvalidInput, NotFound
 from antiphon.gateway import attachments, rows, speech
 from antiphon.gateway.attachments import Attachment
-from antiphon.gateway.frames import Params
+from antiphon.gateway.frames import IdempotencyKey, Params
 from antiphon.gateway.methods import system
 from antiphon.gateway.methods.registry import Call, method, named
 from antiphon.operations import HistoryFilter, Message
@@ -115,7 +115,7 @@ def defaults(call: Call) -> dict[str, Any]:
 class Send(Params, frozen=True):
     session_key: Key
     message: str
-    idempotency_key: Annotated[str, Meta(min_length=1, max_length=200)]
+    idempotency_key: IdempotencyKey
     agent_id: str | None = None
     session_id: str | None = None
     thinking: str | None = None
@@ -219,12 +219,15 @@ class Inject(Params, frozen=True):
     message: Text
     agent_id: str | None = None
     label: Annotated[str, Meta(max_length=100)] | None = None
+    idempotency_key: IdempotencyKey | None = None
 
 
 @method("chat.inject", ADMIN, Inject)
 async def inject(call: Call, params: Inject) -> dict[str, Any]:
     session = named(params.session_key, params.agent_id)
-    injected = await call.operations.inject(call.caller, session, params.message, params.label)
+    injected = await call.operations.inject(
+        call.caller, session, params.message, params.label, key=params.idempotency_key
+    )
     return {"ok": True, "messageId": injected.message_id, "messageSeq": injected.seq}
 
 

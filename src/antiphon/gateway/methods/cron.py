@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from antiphon.access import ADMIN, READ
 from antiphon.errors import InvalidInput
-from antiphon.gateway.frames import Params
+from antiphon.gateway.frames import IdempotencyKey, Params
 from antiphon.gateway.methods.registry import Call, Nothing, method
 from antiphon.schedules import FiredView, JobPatch, JobSpec, JobView, StatusView, read_as
 
@@ -73,18 +73,21 @@ class Add(Params, frozen=True):
     delete_after_run: bool = False
     wake_mode: Literal["now", "next-heartbeat"] = "now"
     description: str | None = None
+    idempotency_key: IdempotencyKey | None = None
 
 
 @method("cron.add", ADMIN, Add)
 async def add(call: Call, params: Add) -> JobView:
     raw = _given(params)
-    return await call.gateway.house.schedules.add(call.caller, read_as(JobSpec, raw))
+    return await call.gateway.house.schedules.add(
+        call.caller, read_as(JobSpec, raw), key=params.idempotency_key
+    )
 
 
 def _given(params: Params) -> dict[str, Any]:
     """As plain data again, without what only this wire knows."""
     raw: dict[str, Any] = msgspec.to_builtins(params)
-    unknown = {"wakeMode", "description", "id", "jobId"}
+    unknown = {"wakeMode", "description", "idempotencyKey", "id", "jobId"}
     return _silent({name: value for name, value in raw.items() if name not in unknown and value is not None})
 
 
@@ -126,11 +129,14 @@ async def remove(call: Call, params: Named) -> dict[str, Any]:
 
 class Run(Named, frozen=True):
     mode: Literal["due", "force"] = "force"
+    idempotency_key: IdempotencyKey | None = None
 
 
 @method("cron.run", ADMIN, Run)
 async def run(call: Call, params: Run) -> dict[str, Any]:
-    fired: FiredView = await call.gateway.house.schedules.run(call.caller, params.job, params.mode)
+    fired: FiredView = await call.gateway.house.schedules.run(
+        call.caller, params.job, params.mode, key=params.idempotency_key
+    )
     return {"ok": True, **msgspec.to_builtins(fired)}
 
 

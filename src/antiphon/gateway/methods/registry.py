@@ -53,8 +53,16 @@ class Method:
     params: type[Params]
     decoder: msgspec.json.Decoder[Any]
     run: Callable[[Call, Any], Awaitable[Any]]
-    waits: bool
-    """Whether it may wait for something; it is then answered out of turn."""
+    waits: bool | Callable[[Any], bool]
+    """Whether it may wait for something, perhaps by what is asked; it is then answered out of turn."""
+
+    def out_of_turn(self, raw: msgspec.Raw) -> bool:
+        if isinstance(self.waits, bool):
+            return self.waits
+        try:
+            return self.waits(self.decoder.decode(raw))
+        except (msgspec.MsgspecError, RecursionError):
+            return False  # and refused in its turn
 
     def check(self, caller: Caller) -> None:
         """The wire's own look at the scope; `access` looks again at what is done."""
@@ -74,7 +82,7 @@ class Nothing(Params, frozen=True):
 
 
 def method(
-    name: str, scope: str, params: type[P] = Nothing, *, waits: bool = False
+    name: str, scope: str, params: type[P] = Nothing, *, waits: bool | Callable[[P], bool] = False
 ) -> Callable[[Callable[[Call, P], Awaitable[Any]]], Callable[[Call, P], Awaitable[Any]]]:
     def register(run: Callable[[Call, P], Awaitable[Any]]) -> Callable[[Call, P], Awaitable[Any]]:
         METHODS[name] = Method(name, scope, params, msgspec.json.Decoder(params), run, waits)

@@ -13,12 +13,14 @@ from antiphon.access import ADMIN, READ, WRITE
 from antiphon.errors import Ambiguous, AntiphonError, Conflict, InvalidInput, NotFound
 from antiphon.gateway import attachments, rows
 from antiphon.gateway.attachments import Attachment
-from antiphon.gateway.frames import Params
+from antiphon.gateway.frames import IdempotencyKey, Params
 from antiphon.gateway.methods import chat
 from antiphon.gateway.methods.registry import Call, Nothing, method, named
 from antiphon.operations import HistoryFilter, ListFilter, Message, Patch
+from antiphon.operations import Send as Exchange
+from antiphon.operations.exchanges import TIMEOUT
 from antiphon.store.listing import KINDS
-from antiphon.views import HistoryPage, SessionView
+from antiphon.views import HistoryPage, Sent, SessionView
 
 Key = Annotated[str, Meta(min_length=1, max_length=512)]
 Word = Annotated[str, Meta(min_length=1)]
@@ -79,7 +81,7 @@ async def list_(call: Call, params: List) -> dict[str, Any]:
         await _add_last_messages(call, found)
     return {
         "ts": call.now,
-        "path": str(call.gateway.state_dir / "antiphon.db"),
+        "path": call.gateway.database,
         "count": len(found),
         "limitApplied": limit,
         "hasMore": page.next_cursor is not None,
@@ -309,7 +311,7 @@ class Create(Params, frozen=True):
     task: str | None = None
     message: str | None = None
     attachments: list[Attachment] = []
-    idempotency_key: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+    idempotency_key: IdempotencyKey | None = None
     thinking_level: str | None = None
     emit_command_hooks: bool = False
 
@@ -391,7 +393,7 @@ async def patch(call: Call, params: Patches) -> dict[str, Any]:
     found = call.config.find_model(view.model_override or call.config.model_ref(agent))
     return {
         "ok": True,
-        "path": str(call.gateway.state_dir / "antiphon.db"),
+        "path": call.gateway.database,
         "key": view.key,
         "entry": row,
         "resolved": {"modelProvider": found.provider_name, "model": found.model.id},
@@ -403,12 +405,18 @@ class Reset(Params, frozen=True):
     agent_id: str | None = None
     expected_session_id: str | None = None
     reason: Literal["new", "reset"] = "reset"
+    idempotency_key: IdempotencyKey | None = None
 
 
 @method("sessions.reset", ADMIN, Reset, waits=True)
 async def reset(call: Call, params: Reset) -> dict[str, Any]:
-    session = await _expected(call, named(params.key, params.agent_id), params.expected_session_id)
-    view = await call.operations.reset(call.caller, session, params.reason)
+    view = await call.operations.reset(
+        call.caller,
+        named(params.key, params.agent_id),
+        params.reason,
+        key=params.idempotency_key,
+        expected=params.expected_session_id,
+    )
     return {"ok": True, "key": view.key, "entry": rows.session_row(view)}
 
 
@@ -435,15 +443,22 @@ class Delete(Params, frozen=True):
     delete_transcript: bool = True
     expected_session_id: str | None = None
     emit_lifecycle_hooks: bool = False
+    idempotency_key: IdempotencyKey | None = None
 
 
 @method("sessions.delete", ADMIN, Delete, waits=True)
 async def delete(call: Call, params: Delete) -> dict[str, Any]:
-    """Without `deleteTranscript` the session is archived instead: a transcript without its session cannot be found."""
-    session = await _expected(call, named(params.key, params.agent_id), params.expected_session_id)
+    """Without `deleteTranscript` the session is archived instead: a transcript without its session cannot be found.
+
+    Archiving again changes nothing, so that a key adds nothing to it.
+    """
+    session, expected = named(params.key, params.agent_id), params.expected_session_id
     if params.delete_transcript:
-        deleted = await call.operations.delete(call.caller, session)
+        deleted = await call.operations.delete(
+            call.caller, session, key=params.idempotency_key, expected=expected
+        )
     else:
+        session = await _expected(call, session, expected)
         await call.operations.patch(call.caller, session, Patch(archived=True))
         deleted = False
     return {"ok": True, "key": params.key, "deleted": deleted, "archived": []}
@@ -453,42 +468,86 @@ class Compact(Params, frozen=True):
     key: Key
     agent_id: str | None = None
     max_lines: Annotated[int, Meta(ge=1)] = 400
+    idempotency_key: IdempotencyKey | None = None
 
 
 @method("sessions.compact", ADMIN, Compact)
 async def compact(call: Call, params: Compact) -> dict[str, Any]:
-    done = await call.operations.compact(call.caller, named(params.key, params.agent_id), params.max_lines)
+    session = named(params.key, params.agent_id)
+    done = await call.operations.compact(call.caller, session, params.max_lines, key=params.idempotency_key)
     reason = {"reason": done.reason} if done.reason else {}
     return {"ok": True, "key": params.key, "compacted": done.compacted, "kept": done.kept, **reason}
 
 
-class Send(Params, frozen=True):
+class Said(Params, frozen=True):
     key: Key
     message: str
     agent_id: str | None = None
     thinking: str | None = None
     attachments: list[Attachment] = []
     timeout_ms: chat.Milliseconds | None = None
-    idempotency_key: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+    idempotency_key: IdempotencyKey | None = None
 
 
-@method("sessions.send", WRITE, Send)
-async def send(call: Call, params: Send) -> dict[str, Any]:
-    """As chat.send, to a session that exists."""
+class Send(Said, frozen=True):
+    """With `fromSessionKey` it is one session that sends to another, and what follows is for that."""
+
+    from_session_key: Key | None = None
+    timeout_seconds: Annotated[float, Meta(ge=0, le=3600)] | None = None
+    reply_back: Annotated[int, Meta(ge=0, le=5)] | None = None
+    announce: Literal["target", "none"] | None = None
+
+
+def _awaits_reply(params: Send) -> bool:
+    return params.from_session_key is not None and params.timeout_seconds != 0
+
+
+@method("sessions.send", WRITE, Send, waits=_awaits_reply)
+async def send(call: Call, params: Send) -> dict[str, Any] | Sent:
+    """As chat.send, to a session that exists; or an exchange between two of them."""
     session = named(params.key, params.agent_id)
+    if params.from_session_key is not None:
+        return await call.operations.send(
+            call.caller, _exchange(params, session), requester=params.from_session_key
+        )
+    for field in ("timeout_seconds", "reply_back", "announce"):
+        if getattr(params, field) is not None:
+            name = _camel(field)
+            raise InvalidInput(f"{name!r} is for an exchange.", "Pass fromSessionKey, too.", field=name)
     await call.operations.describe(call.caller, session)
     return await chat.spoken(call, _message(params, session))
 
 
-@method("sessions.steer", WRITE, Send, waits=True)
-async def steer(call: Call, params: Send) -> dict[str, Any]:
+def _exchange(params: Send, session: str) -> Exchange:
+    for field in ("thinking", "attachments", "timeout_ms"):
+        if getattr(params, field):
+            name = _camel(field)
+            raise InvalidInput(
+                f"{name!r} cannot be sent from one session to another.", "Leave it out.", field=name
+            )
+    return Exchange(
+        session=session,
+        message=params.message,
+        idempotency_key=params.idempotency_key,
+        reply_back=params.reply_back,
+        announce=params.announce or "target",
+        timeout_seconds=TIMEOUT if params.timeout_seconds is None else params.timeout_seconds,
+    )
+
+
+def _camel(field: str) -> str:
+    return msgspec.structs.fields(Send)[Send.__struct_fields__.index(field)].encode_name
+
+
+@method("sessions.steer", WRITE, Said, waits=True)
+async def steer(call: Call, params: Said) -> dict[str, Any]:
     """Stop what is being answered and say this instead; if it cannot be said, nothing is stopped."""
     message = _message(params, named(params.key, params.agent_id))
     accepted, stopped = await call.operations.steer(call.caller, message)
     return {**chat.receipt(call, accepted), "interruptedActiveRun": bool(stopped)}
 
 
-def _message(params: Send, session: str) -> Message:
+def _message(params: Said, session: str) -> Message:
     return Message(
         session=session,
         content=attachments.content(params.message, params.attachments),

@@ -43,8 +43,9 @@ async def status(call: Call, params: Health) -> dict[str, Any]:
         "agents": list(call.config.agent_ids),
         "defaultAgentId": call.config.default_agent_id,
         "runs": {"queued": summary.queued, "running": summary.running},
-        "sessions": {"count": summary.sessions, "path": str(call.gateway.state_dir / "antiphon.db")},
+        "sessions": {"count": summary.sessions, "path": call.gateway.database},
         "cron": await call.gateway.house.schedules.status(call.caller),
+        "deliveries": (await call.operations.deliveries(call.caller, limit=1)).standing,
         "channelSummary": [],
         "queuedSystemEvents": [],
     }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from msgspec import Meta
 
 from antiphon.access import READ, WRITE
+from antiphon.engine.toolbox import Tool
 from antiphon.gateway import invocations
-from antiphon.gateway.frames import Params
+from antiphon.gateway.frames import IdempotencyKey, Params
 from antiphon.gateway.invocations import Invocation, ToolMissing
 from antiphon.gateway.methods.registry import Call, method
 
@@ -21,7 +23,8 @@ class Catalog(Params, frozen=True):
 @method("tools.catalog", READ, Catalog)
 async def catalog(call: Call, params: Catalog) -> dict[str, Any]:
     agent = call.config.agent(params.agent_id or call.config.default_agent_id)
-    return {"agentId": agent.id, "profiles": [], "groups": _groups(call, agent.id)}
+    tools = call.gateway.house.toolbox.allowed(agent.tools.allow, agent.tools.deny)
+    return {"agentId": agent.id, "profiles": [], "groups": _groups(tools)}
 
 
 class Effective(Params, frozen=True):
@@ -31,14 +34,12 @@ class Effective(Params, frozen=True):
 
 @method("tools.effective", READ, Effective)
 async def effective(call: Call, params: Effective) -> dict[str, Any]:
-    view = await call.operations.describe(call.caller, params.session_key)
-    agent_id = view.agent_id or call.config.default_agent_id
-    return {"agentId": agent_id, "profile": "full", "groups": _groups(call, agent_id)}
+    """What a run in this session would have, which for a spawned one is less than its agent has."""
+    session, actor = await call.operations.tools_of(call.caller, params.session_key)
+    return {"agentId": session.agent_id, "profile": "full", "groups": _groups(actor.tools)}
 
 
-def _groups(call: Call, agent_id: str) -> list[dict[str, Any]]:
-    rules = call.config.agent(agent_id).tools
-    tools = call.gateway.house.toolbox.allowed(rules.allow, rules.deny).values()
+def _groups(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
     listed = [
         {
             "id": tool.spec.name,
@@ -46,7 +47,7 @@ def _groups(call: Call, agent_id: str) -> list[dict[str, Any]]:
             "description": tool.spec.description,
             "source": "core",
         }
-        for tool in tools
+        for tool in tools.values()
     ]
     return [{"id": "core", "label": "Sessions", "source": "core", "tools": listed}] if listed else []
 
@@ -56,7 +57,7 @@ class Invoke(Params, frozen=True):
     args: dict[str, Any] = {}
     session_key: str | None = None
     agent_id: str | None = None
-    idempotency_key: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+    idempotency_key: IdempotencyKey | None = None
     confirm: bool = False
     conversation_read_origin: str | None = None
 
@@ -71,7 +72,7 @@ async def invoke(call: Call, params: Invoke) -> dict[str, Any]:
     except ToolMissing as error:
         return {"ok": False, "toolName": params.name, "error": {"code": error.code, "message": str(error)}}
     if result.is_error:
-        error = {"code": "tool_error", "message": result.text, "details": result.details}
+        error = {"code": "tool_error", **invocations.complaint(result)}
         return {"ok": False, "toolName": params.name, "error": error}
     output = {"content": [{"type": "text", "text": result.text}], "details": result.details}
     return {"ok": True, "toolName": params.name, "output": output, "source": "core"}

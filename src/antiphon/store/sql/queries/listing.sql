@@ -74,6 +74,25 @@ WITH RECURSIVE agents (id) AS (
 )
 SELECT id FROM agents WHERE id IS NOT NULL LIMIT 1000;
 
+-- name: hidden_of_agent
+-- Sessions of an agent outside the caller's tree, as many as it pays to count: straight from the index, with one
+-- look into the closure for each.
+SELECT count(*) AS hidden FROM (
+  SELECT 1 FROM sessions s
+  WHERE s.agent_id = :agent AND s.archived = 0 AND s.key <> :own_key
+    AND NOT (:descendants = 1
+             AND EXISTS (SELECT 1 FROM lineage l WHERE l.descendant = s.id
+                                                   AND l.ancestor = (SELECT o.id FROM sessions o WHERE o.key = :own_key)))
+  LIMIT :most) AS found;
+
+-- name: last_said
+-- What people and agents said last in a session. A body there is no room for stays where it is, and comes as ''.
+SELECT m.seq, m.entry, m.role, CASE WHEN length(m.body) <= :room THEN m.body ELSE '' END AS body, m.created_at,
+       r.id AS run_id
+FROM messages m LEFT JOIN runs r ON r.n = m.run
+WHERE m.transcript = (SELECT s.transcript FROM sessions s WHERE s.id = :session) AND m.role IN ('user', 'assistant')
+ORDER BY m.seq DESC LIMIT :limit;
+
 -- name: by_agent
 -- Counts what is there; for people who ask, not for every request.
 SELECT agent_id, count(*) AS sessions FROM sessions WHERE archived = 0 GROUP BY agent_id LIMIT 10000;

@@ -3,17 +3,24 @@
 SELECT 1 AS full FROM runs WHERE session = :session AND state = 'queued' ORDER BY n LIMIT 1 OFFSET :others;
 
 -- name: insert
-INSERT INTO runs (id, session, origin, digest, input, instructions, model, thinking, target, deadline_at, created_at)
-VALUES (:id, :session, :origin, :digest, :input, :instructions, :model, :thinking, :target, :deadline_at, :now)
+INSERT INTO runs (id, session, origin, digest, input, instructions, model, thinking, target, deadline_at, exchange, task,
+                  chain, hop, created_at)
+SELECT :id, :session, :origin, :digest, :input, :instructions, :model, :thinking, :target, :deadline_at, :exchange, :task,
+       :chain, :hop, :now
+WHERE NOT EXISTS (SELECT 1 FROM commands WHERE id = :id)
 ON CONFLICT (id) DO NOTHING;
 
 -- name: record_command
 INSERT INTO runs (id, session, origin, digest, input, state, created_at, ended_at)
-VALUES (:id, :session, 'command', :digest, '', 'ok', :now, :now)
+SELECT :id, :session, 'command', :digest, '', 'ok', :now, :now
+WHERE NOT EXISTS (SELECT 1 FROM commands WHERE id = :id)
 ON CONFLICT (id) DO NOTHING;
 
 -- name: accepted_before
-SELECT n, id, session, digest, state FROM runs WHERE id = :id;
+-- What an id stands for: a run, or a command of another kind, whose digest is like no run's.
+SELECT n, id, session, digest, state FROM runs WHERE id = :id
+UNION ALL
+SELECT NULL, id, NULL, digest, 'ok' FROM commands WHERE id = :id;
 
 -- name: by_id
 SELECT r.n, r.id, r.state, r.created_at, r.started_at, r.ended_at, r.reply, r.error_code, r.error, r.model_answered,
@@ -33,13 +40,13 @@ FROM usage WHERE run_id = :id;
 -- name: active
 -- The run a lane is in the middle of, and until when its owner has a lease.
 SELECT r.n, r.id, r.session, r.input, r.instructions, r.model, r.thinking, r.deadline_at, r.cancel_at, r.owner,
-       r.attempts, r.transcript, r.first_seq, r.created_at, r.started_at, r.epoch,
+       r.attempts, r.transcript, r.first_seq, r.created_at, r.started_at, r.epoch, r.origin, r.target, r.exchange, r.task,
        coalesce(o.lease_until, 0) AS lease_until
 FROM runs r LEFT JOIN owners o ON o.id = r.owner WHERE r.session = :session AND r.state = 'running';
 
 -- name: head
 SELECT r.n, r.id, r.session, r.input, r.instructions, r.model, r.thinking, r.deadline_at, r.cancel_at, r.owner,
-       r.attempts, r.transcript, r.first_seq, r.created_at, r.started_at, r.epoch
+       r.attempts, r.transcript, r.first_seq, r.created_at, r.started_at, r.epoch, r.origin, r.target, r.exchange, r.task
 FROM runs r WHERE r.session = :session AND r.state = 'queued' ORDER BY r.n LIMIT 1;
 
 -- name: start
@@ -53,8 +60,13 @@ UPDATE runs SET state = :state, reply = :reply, error_code = :error_code, error 
        model_answered = :model_answered, last_seq = :last_seq, ended_at = :now
 WHERE n = :n AND state IN ('queued', 'running');
 
+-- name: put_note
+UPDATE runs SET state = 'ok', transcript = :transcript, first_seq = :seq, last_seq = :seq, started_at = :now,
+       ended_at = :now
+WHERE n = :n AND state = 'queued';
+
 -- name: queued_in
-SELECT r.n, r.id, r.session, s.key FROM runs r JOIN sessions s ON s.id = r.session
+SELECT r.n, r.id, r.session, r.origin, r.target, r.exchange, r.task, s.key FROM runs r JOIN sessions s ON s.id = r.session
 WHERE r.session = :session AND r.state = 'queued' ORDER BY r.n LIMIT 5000;
 
 -- name: active_in
@@ -71,12 +83,12 @@ SELECT s.id, s.key FROM lineage l JOIN sessions s ON s.id = l.descendant WHERE l
 LIMIT 10000;
 
 -- name: overdue
-SELECT r.n, r.id, r.session, s.key FROM runs r JOIN sessions s ON s.id = r.session
+SELECT r.n, r.id, r.session, r.origin, r.target, r.exchange, r.task, s.key FROM runs r JOIN sessions s ON s.id = r.session
 WHERE r.state = 'queued' AND r.deadline_at <= :now ORDER BY r.deadline_at LIMIT 500;
 
 -- name: not_stopping
 -- `session > 0` is always true; it lets SQLite choose the small index of active runs instead of the table.
-SELECT n, id, session, transcript, first_seq, cancel_at FROM runs
+SELECT n, id, session, transcript, first_seq, cancel_at, origin, target, exchange, task FROM runs
 WHERE state = 'running' AND session > 0 AND (cancel_at <= :before OR deadline_at <= :before) LIMIT 500;
 
 -- name: lanes_with_work

@@ -26,8 +26,11 @@ ORDER BY s.updated_at DESC, s.key LIMIT 1000;
 -- name: by_id
 SELECT * FROM sessions WHERE id = :id;
 
+-- name: whole_by_key
+SELECT * FROM sessions WHERE key = :key;
+
 -- name: key_of
-SELECT key FROM sessions WHERE id = :id;
+SELECT key, session_id FROM sessions WHERE id = :id;
 
 -- name: described
 -- As in a list.
@@ -48,9 +51,11 @@ SELECT id, session_id, reason, started_at, ended_at FROM transcripts WHERE key =
 
 -- name: insert
 INSERT INTO sessions (key, session_id, transcript, agent_id, kind, chat_type, channel, label, display_name,
-                      spawned_by, parent_key, root_key, depth, role, sandboxed, created_at, updated_at)
+                      spawned_by, parent_key, root_key, depth, role, sandboxed, envelope, model, thinking,
+                      created_at, updated_at)
 VALUES (:key, :session_id, :transcript, :agent_id, :kind, :chat_type, :channel, :label, :display_name,
-        :spawned_by, :parent_key, :root_key, :depth, :role, :sandboxed, :now, :now)
+        :spawned_by, :parent_key, :root_key, :depth, :role, :sandboxed, :envelope, :model, :thinking,
+        :now, :now)
 RETURNING *;
 
 -- name: adopt
@@ -105,7 +110,7 @@ UPDATE sessions SET lane_epoch = lane_epoch + 1, state = 'running', updated_at =
        last_seq = last_seq + :count, archived = 0, archived_at = NULL
 WHERE id = :id
 RETURNING lane_epoch, last_seq, transcript, key, session_id, coalesce(root_key, key) AS root_key, agent_id, sandboxed,
-          model, thinking;
+          model, thinking, envelope;
 
 -- name: leave_lane
 UPDATE sessions SET last_seq = last_seq + :count, updated_at = :now, state = 'idle', aborted_last_run = :aborted

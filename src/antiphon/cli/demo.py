@@ -1,0 +1,359 @@
+"""`antiphon demo`: agents that find, ask and spawn each other, drawn while they do.
+
+A house with two agents and the rehearsal model, in a directory of its own. Two messages of a person begin it; all that
+is shown is made from the events of that house.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import AsyncGenerator, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+import msgspec
+
+from antiphon.bus import EVERY_SESSION, Event, Gap, Listener, MessageAppended, RunChanged, ToolPhase
+from antiphon.cli import output
+from antiphon.cli.score import DRAWN, TYPED, WIDEST, Move, Narrator, score
+from antiphon.cli.settings import Settings, common
+from antiphon.errors import AntiphonError
+
+if TYPE_CHECKING:
+    from antiphon.host import House
+
+PACE = 0.4  # seconds for which a person can look at a move before the next one
+SLOWEST = 10.0
+PATIENCE = 20.0  # seconds without any event after which something must be wrong
+YOU, MAIN, HELPER = "you", "agent:main:main", "agent:helper:main"
+VOICES = {MAIN: "main", HELPER: "helper"}
+
+CONFIG = {
+    "agents": {"list": [{"id": "main", "default": True}, {"id": "helper"}]},
+    "tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}},
+}
+
+INTRODUCTION = (
+    "Two agents, main and helper, in a house of their own; you write to main. The built-in rehearsal model plays them "
+    "all, with no key and no network. It understands nothing, so each message also carries the lines to come; those "
+    "are left out below (--json has them). The sessions, tools, turns and deliveries are real."
+)
+NEXT = (
+    ("antiphon up", "run the gateway, for yourself and your agents"),
+    ("antiphon chat", "talk with an agent, in another terminal"),
+    ("docs/concepts.md", "what sessions, exchanges and sub-agents are"),
+    ("docs/configuration.md", "how to let a real model answer"),
+)
+
+# The rehearsal model does what the lines of a message tell it to, and each answer hands on the lines for the next.
+DIRECTION = re.compile(r"(?:say|slow|call|announce)\b")
+ASK = """\
+When does the ferry leave?
+say At 12:40, from pier 2.
+say say That is too early for us. Is there a later one?
+say say say Yes, at 15:10. Shall I hold two seats?
+say say say say Yes, please.
+announce I am holding two seats on the 15:10 ferry."""
+TASK = """\
+How strong is the wind at 15:10?
+slow 0.3 A light breeze from the south-west."""
+
+
+class Act(NamedTuple):
+    title: str
+    message: str
+    ends: frozenset[str]
+    """What has to have come to its end before the next act."""
+
+
+ACTS = (
+    Act(
+        "An agent asks another one",
+        f"Can we take the ferry today?\n"
+        f"call sessions_list {{}}\n"
+        f"call sessions_send {dumps({'sessionKey': HELPER, 'message': ASK})}\n"
+        f"say There is one at 12:40. I am asking for a later one.",
+        frozenset({"announce"}),
+    ),
+    Act(
+        "An agent spawns a sub-agent",
+        f"Will the sea be calm?\n"
+        f"call sessions_spawn {dumps({'task': TASK, 'label': 'scout'})}\n"
+        f"call sessions_yield {dumps({'message': 'A scout is finding out.'})}",
+        frozenset({"task", "wake"}),
+    ),
+)
+
+
+@click.command(
+    help="Watch two agents and a sub-agent talk. It needs no model, no key and no gateway: the rehearsal model "
+    "answers, in a state directory that is made for this and removed afterwards."
+)
+@click.option("--fast", is_flag=True, help="Do not wait for anybody to read along.")
+@click.option(
+    "--pace",
+    type=click.FloatRange(0, SLOWEST),
+    metavar="SECONDS",
+    help=f"Wait so long after each move; default: {PACE:g} on a terminal, else 0.",
+)
+@click.option("--keep", is_flag=True, help="Keep the state directory, and say where it is.")
+@common
+@click.pass_obj
+def command(settings: Settings, fast: bool, pace: float | None, keep: bool) -> int:
+    from antiphon.loop import run
+
+    if settings.state_dir or settings.config:
+        raise click.UsageError("The demo makes its own state directory: leave --state-dir and --config out.")
+    if pace is None:
+        pace = PACE if sys.stdout.isatty() else 0.0
+    show = _Record() if settings.json else _Drawing(0.0 if fast else pace)
+    return run(_demo(show, debug=settings.debug, keep=keep))
+
+
+async def _demo(show: _Record | _Drawing, *, debug: bool, keep: bool) -> int:
+    with _stoppable() as stopped:
+        try:
+            with _directory(keep=keep) as place:
+                await _play(show, place, debug=debug, keep=keep)
+        except asyncio.CancelledError:
+            if not stopped:
+                raise
+    if not stopped:
+        return 0
+    click.echo("\nStopped." if keep else "\nStopped. Nothing is left behind.", err=True)
+    return 128 + stopped[0]
+
+
+@contextmanager
+def _stoppable() -> Generator[list[int]]:
+    """A signal ends the task from within, so that what it made is removed. Gives the signals that came."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    stopped: list[int] = []
+
+    def stop(number: int) -> None:
+        stopped.append(number)
+        task.cancel()
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, stop, number)
+    try:
+        yield stopped
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+@contextmanager
+def _directory(*, keep: bool) -> Generator[Path]:
+    from tempfile import mkdtemp
+
+    place = Path(mkdtemp(prefix="antiphon-demo-"))
+    try:
+        # In a file, so that a gateway which is started there later hosts the same agents.
+        (place / "config.json5").write_text(dumps(CONFIG, indent=2) + "\n", "utf-8")
+        yield place
+    finally:
+        if not keep:
+            shutil.rmtree(place, ignore_errors=True)
+
+
+@asynccontextmanager
+async def _opened(place: Path, *, debug: bool) -> AsyncGenerator[tuple[House, Listener]]:
+    """The house, and somebody who hears everything that happens in it."""
+    from antiphon.cli.journal import keep_journal
+    from antiphon.config import load
+    from antiphon.host import house
+
+    keep_journal(place, debug=debug)
+    async with house(load(place / "config.json5").config, place) as opened:
+        async with opened.bus.listen(EVERY_SESSION) as listener:
+            yield opened, listener
+
+
+async def _play(show: _Record | _Drawing, place: Path, *, debug: bool, keep: bool) -> None:
+    from antiphon.access import Caller
+    from antiphon.operations import Message
+
+    start = time.monotonic()
+    operator = Caller.operator()
+    narrator = Narrator(VOICES, YOU, _heard)
+    async with _opened(place, debug=debug) as (opened, listener):
+        await opened.operations.open(operator, HELPER)
+        for act in ACTS:
+            await show.begin(act.title)
+            await opened.operations.submit(operator, Message(session=MAIN, content=act.message))
+            while not act.ends <= narrator.over:
+                event = _sound(await listener.get(PATIENCE))
+                await show.event(event, narrator.hear(event))
+        summary = await _summary(opened, narrator, time.monotonic() - start)
+    show.end(summary, place if keep else None)
+
+
+def _heard(text: str) -> str:
+    """Without what tells the rehearsal model what to do."""
+    return "\n".join(line for line in text.splitlines() if not DIRECTION.match(line))
+
+
+def _sound(event: Event | None) -> Event:
+    """An event that can be part of the story."""
+    match event:
+        case None | Gap():
+            raise _failed("nothing more was heard of the agents")
+        case RunChanged(state=state) if state not in {"queued", "running", "ok"}:
+            raise _failed(f"a run ended as {state!r}")
+        case ToolPhase(is_error=True, name=name):
+            raise _failed(f"the tool {name!r} failed")
+        case _:
+            return event
+
+
+def _failed(what: str) -> AntiphonError:
+    return AntiphonError(
+        f"The demo did not get to its end: {what}.", "Run it again with --debug and --keep to see why."
+    )
+
+
+# --- what it came to ---
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """What one voice had in it."""
+
+    name: str
+    runs: int
+    messages: int
+    tokens_in: int
+    tokens_out: int
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    voices: list[Part]
+    turns: int
+    """That the two sides of the exchange took after the first reply."""
+    deliveries: dict[str, int]
+    """How many there are in each state."""
+    tasks: dict[str, str]
+    """How each sub-agent's task ended."""
+    seconds: float
+
+
+async def _summary(opened: House, narrator: Narrator, seconds: float) -> Summary:
+    """Counted from the events, and read from the house: it is over there, too."""
+    from antiphon.access import Caller
+
+    operator = Caller.operator()
+    page = await opened.operations.deliveries(operator)
+    tasks = await opened.operations.tasks(operator, MAIN)
+    if set(page.standing) != {"delivered"} or any(task.phase != "settled" for task in tasks):
+        raise _failed("something is still on its way")
+    return Summary(
+        voices=[
+            Part(
+                name=name,
+                runs=tally.runs,
+                messages=tally.messages,
+                tokens_in=tally.tokens_in,
+                tokens_out=tally.tokens_out,
+            )
+            for name, tally in narrator.tallies.items()
+        ],
+        turns=sum(narrator.turns.values()),
+        deliveries=page.standing,
+        tasks={task.label or task.child_session_key: task.status for task in tasks},
+        seconds=round(seconds, 3),
+    )
+
+
+# --- showing it ---
+
+
+class _Record:
+    """For programs: the events as they are, one JSON value per line, and the summary."""
+
+    async def begin(self, title: str) -> None:
+        """Nothing happens that would be an event."""
+
+    async def event(self, event: Event, moves: Sequence[Move]) -> None:
+        plain: dict[str, Any] = msgspec.to_builtins(event)
+        if isinstance(event, MessageAppended):
+            plain["body"] = msgspec.json.decode(event.body)
+        output.emit(plain, compact=True)
+
+    def end(self, summary: Summary, kept: Path | None) -> None:
+        plain: dict[str, Any] = msgspec.to_builtins(summary)
+        output.emit({"event": "summary", **plain, "stateDir": str(kept) if kept else None}, compact=True)
+
+
+class _Drawing:
+    """For people: each move when it has happened, and as slowly as they want."""
+
+    def __init__(self, pace: float) -> None:
+        self._pace = pace
+        self._waited = 0.0
+        self._width = min(shutil.get_terminal_size().columns, WIDEST)
+        self._score = score([YOU, *VOICES.values()], self._width, DRAWN if _draws() else TYPED)
+        self._say(INTRODUCTION)
+        click.echo()
+
+    async def begin(self, title: str) -> None:
+        await self._show(self._score.title(title))
+
+    async def event(self, event: Event, moves: Sequence[Move]) -> None:
+        for move in moves:
+            await self._show(self._score.draw(move))
+
+    def end(self, summary: Summary, kept: Path | None) -> None:
+        click.echo()
+        rows = [
+            [part.name, str(part.runs), str(part.messages), str(part.tokens_in), str(part.tokens_out)]
+            for part in summary.voices
+        ]
+        output.table(("who", "runs", "messages", "tokens read", "written"), rows)
+        click.echo()
+        for sentence in (*self._sentences(summary), *_kept(kept)):
+            self._say(sentence)
+        click.echo()
+        for number, (what, why) in enumerate(NEXT):
+            self._say(f"{'      ' if number else 'Next: '}{what:<22} {why}")
+
+    def _sentences(self, summary: Summary) -> list[str]:
+        tasks = ", ".join(f"{name} reported {status!r}" for name, status in summary.tasks.items())
+        reading = f", {self._waited:.1f} s of them so that you could read along" if self._waited else ""
+        return [
+            f"The exchange is settled: one request, one reply, {summary.turns} reply-back turns. {tasks}. "
+            f"Deliveries: {summary.deliveries['delivered']}, all delivered. {summary.seconds:.1f} s{reading}.",
+        ]
+
+    async def _show(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            click.echo(line)
+        if self._pace:
+            await asyncio.sleep(self._pace)
+            self._waited += self._pace
+
+    def _say(self, text: str) -> None:
+        click.echo("\n".join(textwrap.wrap(text, self._width, break_on_hyphens=False)))
+
+
+def _draws() -> bool:
+    """Whether more than ASCII can be shown."""
+    return sys.stdout.isatty() and (sys.stdout.encoding or "").lower().startswith("utf")
+
+
+def _kept(place: Path | None) -> list[str]:
+    if place is None:
+        return []
+    return [
+        f"Everything is kept. Look at it with: antiphon --state-dir {place} sessions history main --tools"
+    ]

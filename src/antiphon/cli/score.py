@@ -1,0 +1,367 @@
+"""The score of a conversation between sessions: a column for each voice, and beside it what passes between them.
+
+Events in, moves out (`Narrator`); a move in, lines of text out (`Score`). Nothing here prints, waits or asks anybody.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from antiphon.bus import Delivered, Event, MessageAppended, RunChanged
+from antiphon.cli.output import bold, clean, coloured, dim
+from antiphon.messages import Assistant, Provenance, ToolCall, ToolResult, User, decode
+
+ROOM = 44  # columns that words need beside the voices
+VOICES = 4  # that there is always room for
+FIRST, NEAREST, FARTHEST = 3, 9, 14  # the first voice's column, and how far apart voices may stand
+NARROW = FIRST + VOICES * NEAREST + ROOM - 10
+"""Below this width there are no columns."""
+WIDEST = 120  # beyond this, words would be too far from who says them
+COLOURS = ("1", "36", "35", "33")  # of the voices, as they come in
+
+
+class Move(NamedTuple):
+    """Something that happened, as one would tell it: from whom to whom, by what means, and the words."""
+
+    source: str
+    target: str | None
+    """None for what the source does by itself."""
+    label: str
+    words: str
+    spoken: bool = False
+    """Whether somebody said these words, or they are about what happened."""
+
+
+# --- what happened ---
+
+
+@dataclass
+class Tally:
+    """How much one voice has said, and what that took."""
+
+    runs: int = 0
+    messages: int = 0
+    tokens_in: int = 0
+    tokens_out: int = 0
+
+
+class Narrator:
+    """Makes moves of the events of a house. What was said is told once, when it is said, and not again where it arrives.
+
+    Sessions are independent, so an event may come before the one that explains it; it is held until then.
+    """
+
+    def __init__(self, names: Mapping[str, str], person: str, heard: Callable[[str], str] = str) -> None:
+        """`heard` is what of a text is for people."""
+        self.tallies = {name: Tally() for name in names.values()}
+        self.turns = Counter[str]()
+        """How often the sides of an exchange have answered each other, by its id."""
+        self.over: set[str] = set()
+        """What has come to its end: deliveries, by their kind, and `wake` for a turn that was woken."""
+        self._names = dict(names)
+        self._person = person
+        self._heard = heard
+        self._causes: dict[str, Provenance | None] = {}
+        self._calls: dict[str, ToolCall] = {}
+        self._standing: set[tuple[str, str]] = set()
+        self._held: list[MessageAppended | RunChanged | Delivered] = []
+
+    def hear(self, event: Event) -> list[Move]:
+        if not isinstance(event, MessageAppended | RunChanged | Delivered):
+            return []
+        moves: list[Move] = []
+        self._held.append(event)
+        while due := next(filter(self._is_due, self._held), None):
+            self._held.remove(due)
+            moves += self._tell(due)
+        return moves
+
+    def _is_due(self, event: MessageAppended | RunChanged | Delivered) -> bool:
+        """Whether its session is known, and for a delivery, whether its words stand there."""
+        if isinstance(event, Delivered):
+            return (event.session_key, event.text) in self._standing
+        return event.session_key in self._names
+
+    def _tell(self, event: MessageAppended | RunChanged | Delivered) -> Iterator[Move]:
+        name = self._names[event.session_key]
+        if isinstance(event, RunChanged):
+            self._ran(name, event)
+        elif isinstance(event, Delivered):
+            self.over.add(event.kind)
+            yield self._delivered(name, event)
+        else:
+            yield from self._appended(name, event)
+
+    def _ran(self, name: str, event: RunChanged) -> None:
+        if event.usage is None:
+            return
+        tally = self.tallies[name]
+        tally.runs += 1
+        tally.tokens_in += event.usage.input
+        tally.tokens_out += event.usage.output
+        if (cause := self._causes.get(event.run_id)) and cause.kind == "wake":
+            self.over.add("wake")
+
+    def _delivered(self, name: str, event: Delivered) -> Move:
+        # The last paragraph of a report is for those who look after the house.
+        words, _, _ = event.text.partition("\n\n")
+        read_by = self._person if name == next(iter(self._names.values())) else None
+        return Move(name, read_by, f"delivered to {name}'s chat", words, spoken=True)
+
+    def _appended(self, name: str, event: MessageAppended) -> Iterator[Move]:
+        match decode(event.body):
+            case User() as message:
+                self._causes[event.run_id or ""] = message.provenance
+                yield from self._came(name, message)
+            case Assistant() as message:
+                self._standing.add((event.session_key, message.text))
+                self._calls |= {call.id: call for call in message.tool_calls}
+                if message.text:
+                    yield from self._said(name, message, self._causes.get(event.run_id or ""))
+            case ToolResult() as message:
+                yield from self._returned(name, message)
+            case _:
+                pass
+
+    def _came(self, name: str, message: User) -> Iterator[Move]:
+        """A message that begins a run."""
+        cause = message.provenance
+        text = message.content if isinstance(message.content, str) else ""
+        if cause is None:
+            yield Move(self._person, name, "", self._heard(text), spoken=True)
+        elif cause.kind == "announce_step":
+            yield Move(name, None, "announce step", "chooses what to post")
+        elif cause.kind == "wake":
+            yield Move(name, None, "woken", "because the report is in")
+        elif cause.kind == "inter_session":
+            first = (cause.exchange_id or "") not in self.turns
+            self.turns[cause.exchange_id or ""] += 0 if first else 1
+            if first:
+                yield Move(self._source(cause), name, "sessions_send", self._heard(text), spoken=True)
+
+    def _said(self, name: str, message: Assistant, cause: Provenance | None) -> Iterator[Move]:
+        """Words, to whoever they are for."""
+        text = self._heard(message.text)
+        if message.provenance:
+            words, _, _ = message.text.partition("\n\n")
+            yield Move(self._source(message.provenance), name, "report", words, spoken=True)
+            return
+        self.tallies[name].messages += 1
+        match cause.kind if cause else None:
+            case None | "wake":
+                yield Move(name, self._person, "", text, spoken=True)
+            case "inter_session" if cause:
+                turn = self.turns[cause.exchange_id or ""]
+                label = f"reply-back {turn}" if turn else "reply"
+                if text == "REPLY_SKIP":
+                    yield Move(name, None, label, "REPLY_SKIP: nothing to add")
+                else:
+                    yield Move(name, self._source(cause), label, text, spoken=True)
+            case "spawn":
+                yield Move(name, None, "result", text, spoken=True)
+            case _:
+                pass  # the words of an announce step are told when they are delivered
+
+    def _returned(self, name: str, result: ToolResult) -> Iterator[Move]:
+        found: dict[str, Any] = msgspec.json.decode(result.text)
+        match result.tool_name:
+            case "sessions_list":
+                keys = ", ".join(row["key"] for row in found["sessions"])
+                yield Move(name, None, "sessions_list", f"finds {keys}")
+            case "sessions_send":
+                took = found["delivery"]["queuedMs"] + found["delivery"]["runningMs"]
+                yield Move(name, None, "sessions_send", f"returns {found['status']!r} after {took} ms")
+            case "sessions_spawn":
+                yield self._spawned(
+                    name, found["childSessionKey"], self._calls[result.tool_call_id].arguments
+                )
+            case "sessions_yield":
+                yield Move(name, None, "sessions_yield", "ends its turn until a report")
+            case other:
+                yield Move(name, None, other, "returns")
+
+    def _spawned(self, name: str, child_key: str, arguments: dict[str, Any]) -> Move:
+        child = arguments.get("label") or "sub-agent"
+        self._names[child_key] = child
+        self.tallies[child] = Tally()
+        return Move(name, child, "sessions_spawn", self._heard(arguments["task"]), spoken=True)
+
+    def _source(self, cause: Provenance) -> str:
+        return self._names.get(cause.source_session_key or "", "?")
+
+
+# --- how it looks ---
+
+
+class Marks(NamedTuple):
+    line: str
+    dash: str
+    cross: str
+    leave_right: str
+    leave_left: str
+    right: str
+    left: str
+    dot: str
+    opening: str
+    closing: str
+
+
+DRAWN = Marks("│", "─", "┼", "├", "┤", "►", "◄", "●", "“", "”")
+TYPED = Marks("|", "-", "+", "|", "|", ">", "<", "*", '"', '"')
+"""For whatever may not know other characters than these: a pipe, a file, an old terminal."""
+
+
+class Score(Protocol):
+    def title(self, text: str) -> list[str]: ...
+    def draw(self, move: Move) -> list[str]: ...
+
+
+def score(voices: Sequence[str], width: int, marks: Marks) -> Score:
+    """One that fits the width."""
+    if width < NARROW:
+        return Lines(voices, width, marks)
+    return Columns(voices, min(width, WIDEST), marks)
+
+
+class Lines:
+    """One voice after the other, for narrow places."""
+
+    def __init__(self, voices: Sequence[str], width: int, marks: Marks) -> None:
+        self._width = width
+        self._marks = marks
+        self._palette = _Palette(voices)
+
+    def title(self, text: str) -> list[str]:
+        return ["", *(bold(line) for line in textwrap.wrap(text, self._width))]
+
+    def draw(self, move: Move) -> list[str]:
+        arrow = self._marks.dash + self._marks.right
+        who = f"{move.source} {arrow} {move.target}" if move.target else move.source
+        paint = self._palette.of(move.source)
+        first, *more = _set(
+            move._replace(label=f"{who}: {move.label}".rstrip()), self._width - 2, self._marks
+        )
+        return [first.text(paint), *(f"  {line.text(paint)}" for line in more)]
+
+
+class Columns:
+    """A column for each voice, which goes on from line to line; whoever comes later gets the next one."""
+
+    def __init__(self, voices: Sequence[str], width: int, marks: Marks) -> None:
+        self._marks = marks
+        self._gap = min(FARTHEST, max(NEAREST, (width - ROOM) // VOICES))
+        self._beside = FIRST + (VOICES - 1) * self._gap + 5
+        self._room = width - self._beside
+        self._palette = _Palette(voices)
+        self._at = {voice: self._column(number) for number, voice in enumerate(voices)}
+        self._opened = False
+
+    def title(self, text: str) -> list[str]:
+        head = [] if self._opened else [self._names(list(self._at))]
+        self._opened = True
+        return [*head, self._row(self._rail()), self._row(self._rail(), bold(text))]
+
+    def draw(self, move: Move) -> list[str]:
+        entering = [voice for voice in (move.source, move.target) if voice and voice not in self._at]
+        rows = [self._enter(voice) for voice in entering]
+        paint = self._palette.of(move.source)
+        cells = self._arrow(move.source, move.target, paint) if move.target else self._dot(move.source, paint)
+        for line in _set(move, self._room, self._marks):
+            rows.append(self._row(cells, line.text(paint)))
+            cells = self._rail()
+        return rows
+
+    def _column(self, number: int) -> int:
+        return FIRST + number * self._gap
+
+    def _enter(self, voice: str) -> str:
+        row = self._names([voice])
+        self._at[voice] = self._column(len(self._at))
+        return row
+
+    def _names(self, voices: Sequence[str]) -> str:
+        cells = self._rail() if self._opened else [" "] * self._beside
+        for voice in voices:
+            name = clean(voice)[: self._gap - 1]
+            at = self._at.get(voice, self._column(len(self._at))) - len(name) // 2
+            paint = self._palette.of(voice)
+            cells[at : at + len(name)] = [paint(char) for char in name]
+        return self._row(cells)
+
+    def _rail(self) -> list[str]:
+        cells = [" "] * self._beside
+        for at in self._at.values():
+            cells[at] = dim(self._marks.line)
+        return cells
+
+    def _dot(self, voice: str, paint: Paint) -> list[str]:
+        cells = self._rail()
+        cells[self._at[voice]] = paint(self._marks.dot)
+        return cells
+
+    def _arrow(self, source: str, target: str, paint: Paint) -> list[str]:
+        cells, marks = self._rail(), self._marks
+        begin, end = self._at[source], self._at[target]
+        for at in range(min(begin, end) + 1, max(begin, end)):
+            cells[at] = paint(marks.cross if at in self._at.values() else marks.dash)
+        rightwards = begin < end
+        cells[begin] = paint(marks.leave_right if rightwards else marks.leave_left)
+        cells[end + (-1 if rightwards else 1)] = paint(marks.right if rightwards else marks.left)
+        return cells
+
+    @staticmethod
+    def _row(cells: Sequence[str], text: str = "") -> str:
+        return f"{''.join(cells)}{text}".rstrip()
+
+
+class Paint(Protocol):
+    def __call__(self, text: str) -> str: ...
+
+
+class _Palette:
+    """A colour for each voice, where there are colours."""
+
+    def __init__(self, voices: Sequence[str]) -> None:
+        self._voices = list(voices)
+
+    def of(self, voice: str) -> Paint:
+        if voice not in self._voices:
+            self._voices.append(voice)
+        code = COLOURS[self._voices.index(voice) % len(COLOURS)]
+        return lambda text: f"\033[{code}m{text}\033[0m" if text and coloured() else text
+
+
+class _Line(NamedTuple):
+    """One line of what stands beside the columns."""
+
+    label: str
+    words: str
+    spoken: bool
+
+    def text(self, paint: Paint) -> str:
+        return paint(self.label) + (self.words if self.spoken else dim(self.words))
+
+
+def _set(move: Move, width: int, marks: Marks) -> list[_Line]:
+    """The label and the words, in lines of that width."""
+    words = clean(move.words).strip()
+    if move.spoken:
+        words = f"{marks.opening}{words}{marks.closing}"
+    label = f"{move.label} " if move.label and words else move.label
+    lines = [
+        line
+        for paragraph in f"{label}{words}".splitlines()
+        for line in textwrap.wrap(paragraph, width, break_on_hyphens=False)
+    ]
+    if marks is TYPED:
+        lines = [line.encode("ascii", "replace").decode() for line in lines]
+    labels = [label[: len(lines[0])] if lines else "", *([""] * len(lines))]
+    return [
+        _Line(named, line[len(named) :], move.spoken) for named, line in zip(labels, lines, strict=False)
+    ] or [_Line("", "", False)]

@@ -1,0 +1,72 @@
+"""Staying until what a command has begun is over: for whoever waits, and where nobody else would go on with it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from antiphon.cli.desk import Desk
+    from antiphon.views import DeliveryView, RunView, TaskView
+
+LOOK = 60.0  # seconds of one wait for a run that is waited for to its end
+PAUSE = 0.2  # seconds between two looks at what no event tells of
+PAGE = 500  # deliveries
+POSTING = 5.0  # seconds in which what was posted to a web chat is there
+
+
+async def to_the_end(desk: Desk, run_id: str) -> RunView:
+    while True:
+        view = await desk.wait(run_id, LOOK)
+        if view.ended:
+            return view
+
+
+async def quiet(desk: Desk, *sessions: str) -> None:
+    """Until nothing plays or waits in these sessions, and what was said for people has gone out.
+
+    Each step of what goes on between sessions queues the next one when it ends, so there is no moment in between.
+    """
+    while runs := [run for session in sessions for run in await desk.unfinished(session)]:
+        await to_the_end(desk, runs[0])
+    await _posted(desk)
+
+
+async def _posted(desk: Desk) -> None:
+    until = asyncio.get_running_loop().time() + POSTING
+    while asyncio.get_running_loop().time() < until:
+        standing = (await desk.deliveries(None, 1)).standing
+        if not standing.get("pending") and not standing.get("sending"):
+            return
+        await asyncio.sleep(PAUSE)
+
+
+async def sent_out(desk: Desk, delivery: DeliveryView) -> DeliveryView:
+    """A delivery that is sent again, once that has come to something; or as it is after a moment."""
+    until = asyncio.get_running_loop().time() + POSTING
+    while True:
+        page = await desk.deliveries(None, PAGE)
+        now = next((found for found in page.deliveries if found.key == delivery.key), delivery)
+        if now.state not in {"pending", "sending"} or asyncio.get_running_loop().time() > until:
+            return now
+        await asyncio.sleep(PAUSE)
+
+
+async def reported(
+    desk: Desk, session: str, run_id: str, seconds: float | None, tell: Callable[[TaskView], None]
+) -> TaskView:
+    """A task when it has settled, or as it is when the time is over; `tell` hears of every phase."""
+    loop = asyncio.get_running_loop()
+    until = None if seconds is None else loop.time() + seconds
+    phase = None
+    while True:
+        task = next(task for task in await desk.tasks(session) if task.run_id == run_id)
+        if task.phase != phase:
+            phase = task.phase
+            tell(task)
+        left = LOOK if until is None else until - loop.time()
+        if phase == "settled" or left <= 0:
+            return task
+        if (await desk.wait(run_id, min(left, LOOK))).ended:  # other runs go on with it
+            await asyncio.sleep(min(left, PAUSE))

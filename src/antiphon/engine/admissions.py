@@ -1,0 +1,134 @@
+"""Into a lane's queue: the commit of `submit` is what "accepted" means.
+
+A run's id is the caller's idempotency key, so that the same request is the same run. What the engine itself puts
+into a lane (`follow`, `note`) has ids that no caller may use, and always finds room: it is bounded by what was
+accepted before it. What becomes of a queued run is in `engine.runs`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from antiphon.errors import Conflict, LaneFull
+from antiphon.messages import Assistant, User, encode
+from antiphon.store import Tx
+from antiphon.store.queries import Queries
+
+SQL = Queries("runs")
+SESSIONS = Queries("sessions")
+CHAINS = Queries("chains")
+
+NOTE = "note"  # the origin of a run that only puts an entry into the transcript, when its turn has come
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True):
+    """A message on its way into a session, with everything its run will need frozen."""
+
+    run_id: str
+    session: int
+    session_key: str
+    origin: str
+    message: User | Assistant
+    instructions: str | None = None
+    model: str | None = None
+    thinking: str | None = None
+    target: str | None = None
+    deadline_at: int | None = None
+    max_queued: int = 1000
+    exchange: int | None = None
+    task: int | None = None
+    chain: str | None = None
+    hop: int = 0
+
+    @property
+    def digest(self) -> str:
+        """What makes a repeated id the same request: the session and the words, not when they were said."""
+        content = self.message.content
+        if not isinstance(content, str):
+            content = encode(msgspec.structs.replace(self.message, timestamp=0, provenance=None))
+        return hashlib.sha256(f"{self.session}\n{self.origin}\n{content}".encode()).hexdigest()[:32]
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    run_id: str
+    session: int
+    session_key: str
+    state: str
+    new: bool
+    note: bool = False
+    """There is nothing to play, and so nothing to tell of."""
+
+
+async def submit(tx: Tx, submission: Submission, now: int) -> Accepted:
+    """Queue a run, or return the one that this id already stands for."""
+    if await tx.one(SQL.full, session=submission.session, others=submission.max_queued - 1):
+        return await _accepted_before(tx, submission)
+    if await _insert(tx, submission, now):
+        return Accepted(submission.run_id, submission.session, submission.session_key, "queued", new=True)
+    return await _accepted_before(tx, submission)
+
+
+async def follow(tx: Tx, submission: Submission, now: int) -> Accepted | None:
+    """Queue what follows from something else; None if its session is gone."""
+    if await tx.one(SESSIONS.key_of, id=submission.session) is None:
+        return None
+    new = bool(await _insert(tx, submission, now))
+    note = submission.origin == NOTE
+    return Accepted(submission.run_id, submission.session, submission.session_key, "queued", new, note)
+
+
+async def _insert(tx: Tx, submission: Submission, now: int) -> int:
+    if submission.chain is not None:
+        await tx.one(CHAINS.count, id=submission.chain, now=now)
+    return await tx.do(
+        SQL.insert,
+        id=submission.run_id,
+        session=submission.session,
+        origin=submission.origin,
+        digest=submission.digest,
+        input=encode(submission.message),
+        instructions=submission.instructions,
+        model=submission.model,
+        thinking=submission.thinking,
+        target=submission.target,
+        deadline_at=submission.deadline_at,
+        exchange=submission.exchange,
+        task=submission.task,
+        chain=submission.chain,
+        hop=submission.hop,
+        now=now,
+    )
+
+
+async def _accepted_before(tx: Tx, submission: Submission) -> Accepted:
+    row = await tx.one(SQL.accepted_before, id=submission.run_id)
+    if row is None:
+        raise LaneFull(
+            f"This session already has {submission.max_queued} messages waiting.",
+            "Wait until some of them are answered, or stop them, then send again.",
+            max=submission.max_queued,
+        )
+    if row["digest"] != submission.digest:
+        raise used(submission.run_id)
+    return Accepted(row["id"], row["session"], submission.session_key, row["state"], new=False)
+
+
+async def record_command(tx: Tx, run_id: str, session: int, command: str, now: int) -> bool:
+    """Whether a command is new under its key. It is on record afterwards, as a run that had nothing to do."""
+    digest = hashlib.sha256(f"{session}\ncommand\n{command}".encode()).hexdigest()[:32]
+    if await tx.do(SQL.record_command, id=run_id, session=session, digest=digest, now=now):
+        return True
+    before = await tx.one(SQL.accepted_before, id=run_id)
+    if before is None or before["digest"] != digest:
+        raise used(run_id)
+    return False
+
+
+def used(run_id: str) -> Conflict:
+    return Conflict(
+        f"The idempotency key {run_id!r} was already used for another message.",
+        "Use a new key for a new message.",
+        field="idempotencyKey",
+    )

@@ -1,0 +1,202 @@
+"""The words of the one outbound gate: what a text must lose before a human gets it.
+
+Control tokens and the markers of frames are removed, session keys become `[session]`, secrets are masked. What is
+looked for is what a human would read: capitals, invisible characters, look-alike Unicode forms of a letter and
+Markdown's marks make no difference. Everything else passes unchanged.
+
+Whether something is sent at all, and where to, is decided elsewhere (`policy`, the outbox).
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from bisect import bisect_right
+from collections.abc import Iterable
+from functools import lru_cache
+from itertools import accumulate
+from typing import Literal
+
+from antiphon.engine.framing import MARKER
+from antiphon.engine.redaction import redact
+
+REPLY_SKIP = "REPLY_SKIP"
+ANNOUNCE_SKIP = "ANNOUNCE_SKIP"
+NO_REPLY = "NO_REPLY"
+SESSION = "[session]"
+ROUNDS = 8
+"""A removal can bring the halves of another token together. What is not clean after so many is built to get
+through, and nothing of it leaves."""
+
+_TOKENS = "|".join(token.lower() for token in (REPLY_SKIP, ANNOUNCE_SKIP, NO_REPLY))
+# An id may hold anything, so a key ends where text around it begins: at a blank, a quote or a bracket. A full stop or
+# comma at its end is the sentence's.
+_REST = r"""(?:[^\s"'<>()\[\]{}]*[^\s"'<>()\[\]{}.,;:!?])?"""
+_COLON = "(?::|%3a)"  # as it is, or in an address
+_KEY = (
+    rf"subagent{_COLON}[0-9a-f]{{8}}-[0-9a-f-]{{4,}}+"
+    rf"|(?:sub)?agent{_COLON}[a-z0-9][a-z0-9_-]{{0,63}}+{_COLON}{_REST}"
+)
+_TOKEN = re.compile(_TOKENS)
+_FORBIDDEN = re.compile(f"(?P<cut>{_TOKENS}|{MARKER.pattern})|{_KEY}")
+
+# What nobody sees, besides the characters that Unicode calls controls and formats: fillers and selectors of variants.
+_INVISIBLE = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2065\u3164\ufe00-\ufe0f\uffa0\ufff0-\ufff8"
+    "\U000e0000-\U000e0fff]"
+)
+_BREAKS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_MARKDOWN = "\\*`~"  # escapes and emphasis; `_` is part of the tokens
+_SHELL = re.compile(r"""[\s`*_~>#\\"'.,;:!()\[\]{}-]*""")
+"""What stood around a token and says nothing without it: an empty code block, two asterisks."""
+
+
+def is_skip(text: str | None, token: str) -> bool:
+    """Whether the whole answer is this token, written as it was told."""
+    return text is not None and text.strip() == token
+
+
+def has_token(text: str) -> bool:
+    """Whether a human would see a control token anywhere in it."""
+    return _TOKEN.search(text.translate(_FOLDING)) is not None
+
+
+def clear(text: str, *, stats: str | None = None) -> str:
+    """What may leave for a human; empty means that nothing is to be sent.
+
+    `stats` is a line of ours, which names the session on purpose: it is put below as it is.
+    """
+    text = _settled(text)
+    if not text or stats is None:
+        return text
+    return f"{text}\n\n{_BREAKS.sub(' ', stats)}"
+
+
+def _settled(text: str) -> str:
+    for _ in range(ROUNDS):
+        cleaned = _without(text)
+        if cleaned == text:
+            cleaned = redact(text)
+        if cleaned == text:
+            return text
+        text = cleaned
+    return ""
+
+
+class _Folding:
+    """For `str.translate`: each character as a reader takes it. Not a dict: it would grow with what it is fed."""
+
+    def __getitem__(self, code: int) -> str:
+        return _fold(chr(code))
+
+
+@lru_cache(maxsize=4096)
+def _fold(char: str) -> str:
+    if char in _MARKDOWN or _INVISIBLE.match(char):
+        return ""
+    if unicodedata.category(char) in ("Cc", "Cf") and not char.isspace():
+        return ""
+    return unicodedata.normalize("NFKC", char).lower()
+
+
+_FOLDING = _Folding()
+
+
+def _without(text: str) -> str:
+    """The text without what is forbidden, found in its folded form and cut out of the real one."""
+    folded = text.translate(_FOLDING)
+    found = list(_FORBIDDEN.finditer(folded))
+    if not found:
+        return text
+    ends = list(accumulate(map(len, map(_fold, text))))
+    pieces: list[str | None] = []
+    done = 0
+    for match in found:
+        start, end = bisect_right(ends, match.start()), bisect_right(ends, match.end() - 1) + 1
+        pieces += (text[done:start], None if match["cut"] else SESSION)
+        done = end
+    rest = _joined([*pieces, text[done:]])
+    return "" if None in pieces and _SHELL.fullmatch(rest) else rest
+
+
+def _joined(pieces: Iterable[str | None]) -> str:
+    """The pieces in one; None is what was cut out, and the blanks around it become one gap."""
+    out: list[str] = []
+    gap: list[str] = []
+    cut = False
+    for piece in pieces:
+        if piece is None:
+            cut = True
+        elif words := piece.strip():
+            before, _, after = piece.partition(words)
+            gap.append(before)
+            out += ("".join(gap) if not cut else _squeezed(gap) if out else "", words)
+            gap, cut = [after], False
+        else:
+            gap.append(piece)
+    return "".join(out if cut else [*out, *gap])
+
+
+def _squeezed(gap: list[str]) -> str:
+    """The blanks on the sides of what was cut out, as if it had never been there: one empty line at most."""
+    lines = max(blanks.count("\n") for blanks in gap)
+    if not lines:
+        return max(gap, key=len)
+    _, line, indent = gap[-1].rpartition("\n")
+    return "\n" * min(lines, 2) + (indent if line else "")
+
+
+class Stream:
+    """`clear` for a text that arrives in chunks of any size: each word is shown when it is complete.
+
+    No token or key goes over a blank, and all that is shown ends in one, so nothing can come together from two
+    pieces. What does go over blanks (a marker, a named secret) begins with a word that tells, and then its line
+    is held until it is complete; a private key holds everything until the end. A hold has no bound, since whatever
+    is let go early can be the half of something: it is never more than the answer, which is in memory anyway.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[str] = []
+        self._until: Literal["blank", "line", "end"] = "blank"
+
+    def feed(self, chunk: str) -> str:
+        """What can be shown now."""
+        self._held.append(chunk)
+        if not any(blank in chunk for blank in _WAKES[self._until]):
+            return ""
+        text = "".join(self._held)
+        ready = self._ready(text)
+        self._held = [text[ready:]]
+        return _shown(text[:ready])
+
+    def finish(self) -> str:
+        """What was still held."""
+        text = "".join(self._held)
+        self._held, self._until = [], "blank"
+        return clear(text)
+
+    def _ready(self, text: str) -> int:
+        """How many characters are complete; and what to wait for next."""
+        lines = text.rfind("\n") + 1
+        words = max(text.rfind(blank) for blank in _BLANKS) + 1
+        # Looked for in the clean text: a removal can be what makes a word tell.
+        if "-----begin" in clear(text[:lines]).translate(_FOLDING):
+            self._until = "end"
+            return 0
+        if _TELLING.search(clear(text[lines:words]).translate(_FOLDING)):
+            self._until = "line"
+            return lines
+        self._until = "blank"
+        return words
+
+
+_BLANKS = " \t\r\n"
+_WAKES = {"blank": _BLANKS, "line": "\n", "end": ""}
+_TELLING = re.compile("<<<|-----begin|key|token|secret|passw|authorization|bearer")
+
+
+def _shown(text: str) -> str:
+    """Complete words. What comes next must stay apart from them, so the blanks after them stay."""
+    words = text.rstrip(_BLANKS)
+    cleaned = clear(words)
+    return "" if words and not cleaned else cleaned + text[len(words) :]

@@ -1,0 +1,73 @@
+"""What follows from the end of a run, in the commit that ends it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from antiphon.engine import admissions, deliveries, exchanges, gate, tasks
+from antiphon.engine.admissions import NOTE, Submission
+from antiphon.engine.deliveries import Destination, Parcel
+from antiphon.engine.steps import NOTHING, Sequel, Step, queued
+from antiphon.messages import INJECTED, Assistant, Provenance, Text
+from antiphon.store import Tx
+
+
+class Addressee(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Whose chat is to hear the reply of a run, as it was when the run was accepted."""
+
+    session: int
+    session_key: str
+    destination: Destination
+
+    @property
+    def text(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
+async def after(tx: Tx, step: Step, now: int) -> Sequel:
+    sequel = NOTHING
+    if step.exchange is not None:
+        sequel += await exchanges.advance(tx, step, now)
+    if step.task is not None:
+        sequel += await tasks.advance(tx, step, now)
+    if step.target is not None and step.said is not None:
+        sequel += await _pass_on(tx, step, step.said, now)
+    return sequel
+
+
+async def _pass_on(tx: Tx, step: Step, said: str, now: int) -> Sequel:
+    """The reply goes to the chat that was named for it, and into that session's transcript."""
+    addressee = msgspec.json.decode(step.target or "", type=Addressee)
+    body = gate.clear(said)
+    if gate.is_skip(said, gate.NO_REPLY) or not body:
+        return NOTHING
+    sequel, entry_run = NOTHING, step.run_id
+    if addressee.session != step.session:
+        entry_run = f"note:{step.run_id}"
+        note = Assistant(
+            content=[Text(text=body)],
+            timestamp=now,
+            stop_reason="stop",
+            provider="antiphon",
+            model=INJECTED,
+            provenance=Provenance(kind=step.origin, source_session_key=step.session_key),
+        )
+        submission = Submission(
+            run_id=entry_run,
+            session=addressee.session,
+            session_key=addressee.session_key,
+            origin=NOTE,
+            message=note,
+        )
+        sequel = queued(await admissions.follow(tx, submission, now))
+    parcel = Parcel(
+        key=f"run:{step.run_id}",
+        kind="reply",
+        session=addressee.session,
+        session_key=addressee.session_key,
+        destination=addressee.destination,
+        body=body,
+        entry_run=entry_run,
+    )
+    await deliveries.post(tx, parcel, now)
+    return sequel + Sequel(posted=True)

@@ -1,0 +1,449 @@
+"""A task: what a session has had a sub-agent do, from the spawn to the report and the child's archiving.
+
+    running ──▶ waiting (for what it spawned itself) ──▶ announcing ──▶ settled
+       └──────────────────────────────────────────────────────▲
+
+The session, its first run and the task are one commit, and so are the end of a run and what follows from it. The
+status is what the runtime knows; a model may word the result but never decides whether there is one. Where the report
+goes, in which language and what happens to the child afterwards was put into the row when the task began.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+from antiphon import keys
+from antiphon.engine import admissions, deliveries, gate, sessions, wording
+from antiphon.engine.admissions import NOTE, Accepted, Submission
+from antiphon.engine.chains import Link
+from antiphon.engine.deliveries import Destination, Parcel
+from antiphon.engine.envelopes import Envelope
+from antiphon.engine.sessions import Birth
+from antiphon.engine.steps import ANNOUNCE, NOTHING, Sequel, Step, queued
+from antiphon.engine.wording import Report, Stats
+from antiphon.errors import InvalidInput
+from antiphon.messages import INJECTED, Assistant, Provenance, Text, ToolResult, User, decode
+from antiphon.store import Row, Tx
+from antiphon.store.queries import Queries
+
+SQL = Queries("tasks")
+SESSIONS = Queries("sessions")
+SPAWN = "sessions_spawn"
+KIND = "subagent_result"
+WAKE = "wake"
+MINUTE = 60_000  # milliseconds
+ANCESTORS = 16  # levels up which a report looks for somebody who is still there
+RESULT_MOST = 100_000  # characters of a result that a report carries
+
+Announce = Literal["channel", "parent", "none"]
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """How a task ends, decided when it begins."""
+
+    announce: Announce = "channel"
+    cleanup: Literal["keep", "delete"] = "keep"
+    mode: Literal["run", "session"] = "run"
+    locale: Literal["en", "pt"] = "en"
+    announce_ms: int = 90_000
+    archive_minutes: int = 60
+    transcripts: str = ""
+    """The directory of transcript files."""
+    workspace: str | None = None
+    attachments: str | None = None
+    """The folder of its files below the workspace's attachments."""
+    retain: bool = False
+    """Whether its files stay when it is archived."""
+    mount_path: str | None = None
+
+
+class Spawning(msgspec.Struct, frozen=True, kw_only=True):
+    """A sub-agent that may be spawned: everything was checked. `id` is the id of its first run as well."""
+
+    id: str
+    digest: str
+    requester: Row
+    child_key: keys.SessionKey
+    task: str
+    label: str | None
+    model: str | None
+    thinking: str | None
+    deadline_at: int | None
+    instructions: str
+    sandboxed: bool
+    envelope: Envelope
+    options: Options
+    destination: Destination
+    link: Link
+
+
+def signature(agent_id: str, task: str) -> str:
+    """What tasks have in common that are likely to fail for the same reason."""
+    return hashlib.sha256(f"{agent_id}\n{' '.join(task.split())}".encode()).hexdigest()[:32]
+
+
+async def known(tx: Tx, id: str, digest: str) -> Row | None:
+    """The task that this id already stands for.
+
+    Raises:
+        Conflict: it stands for another one.
+    """
+    before = await tx.one(SQL.by_id, id=id)
+    if before is not None and before["digest"] != digest:
+        raise admissions.used(id)
+    return before
+
+
+async def begin(tx: Tx, spawning: Spawning, now: int) -> tuple[Row, Accepted]:
+    """The child, its task and its first run."""
+    child = await _child(tx, spawning, now)
+    await tx.one(
+        SQL.insert,
+        id=spawning.id,
+        digest=spawning.digest,
+        requester=spawning.requester["id"],
+        requester_key=spawning.requester["key"],
+        child=child["id"],
+        child_key=child["key"],
+        child_session_id=child["session_id"],
+        agent_id=child["agent_id"],
+        signature=signature(child["agent_id"], spawning.task),
+        label=spawning.label,
+        task=spawning.task,
+        options=msgspec.json.encode(spawning.options).decode(),
+        destination=spawning.destination.text,
+        chain=spawning.link.chain,
+        hop=spawning.link.hop,
+        now=now,
+    )
+    task = await tx.one(SQL.by_id, id=spawning.id)
+    assert task is not None
+    return task, await admissions.submit(tx, _first_run(spawning, task, now), now)
+
+
+async def _child(tx: Tx, spawning: Spawning, now: int) -> Row:
+    birth = Birth(
+        label=spawning.label,
+        parent=spawning.requester["id"],
+        role="orchestrator" if spawning.envelope.depth > 0 else "leaf",
+        sandboxed=spawning.sandboxed,
+        envelope=spawning.envelope.text,
+        model=spawning.model,
+        thinking=spawning.thinking,
+        reason="spawned",
+    )
+    return await sessions.create(tx, spawning.child_key, now, birth)
+
+
+def _first_run(spawning: Spawning, task: Row, now: int) -> Submission:
+    provenance = Provenance(
+        kind="spawn",
+        source_session_key=spawning.requester["key"],
+        source_tool=SPAWN,
+        chain_id=spawning.link.chain,
+        hop=spawning.link.hop,
+    )
+    return Submission(
+        run_id=spawning.id,
+        session=task["child"],
+        session_key=task["child_key"],
+        origin=SPAWN,
+        message=User(content=spawning.task, timestamp=now, provenance=provenance),
+        instructions=spawning.instructions,
+        deadline_at=spawning.deadline_at,
+        task=task["n"],
+        chain=spawning.link.chain,
+        hop=spawning.link.hop,
+    )
+
+
+# --- on its way ---
+
+
+async def advance(tx: Tx, step: Step, now: int) -> Sequel:
+    """After the run that a task is in has ended."""
+    task = await tx.one(SQL.at, n=step.task, run_id=step.run_id)
+    if task is None:
+        return NOTHING
+    if task["phase"] == "announcing":
+        return await _announced(tx, task, step, now)
+    await _record(tx, task, step, now)
+    below = await tx.one(SQL.under_way, requester=task["child"])
+    if step.state == "ok" and below and below["under_way"]:
+        # It has ended its turn before what it spawned has: its report is for after their results.
+        await tx.do(SQL.step, n=task["n"], phase="waiting", current=task["current"])
+        await tx.do(SQL.yield_to, session=task["child"], how="all")
+        return NOTHING
+    return await _announce(tx, task, step, now)
+
+
+async def _record(tx: Tx, task: Row, step: Step, now: int) -> None:
+    result, source = step.reply, "reply"
+    if not (result and result.strip()):
+        result = await _latest_tool_result(tx, task)
+        source = "tool" if result else "none"
+    await tx.do(
+        SQL.ended,
+        n=task["n"],
+        outcome=step.state,
+        error=step.error,
+        result=result,
+        result_source=source,
+        model=step.model,
+        now=now,
+    )
+
+
+async def _latest_tool_result(tx: Tx, task: Row) -> str | None:
+    row = await tx.one(SQL.latest_tool_result, child=task["child"])
+    if row is None:
+        return None
+    try:
+        message = decode(row["body"])
+    except InvalidInput:
+        return None
+    return message.text.strip() or None if isinstance(message, ToolResult) else None
+
+
+async def _announce(tx: Tx, task: Row, step: Step, now: int) -> Sequel:
+    """Let the child word its result, if it came to one and anybody is to hear of it."""
+    options = read_options(task)
+    if options.announce == "none":
+        return await _settle(tx, task, None, "none", now)
+    if step.state != "ok":
+        return await _report(tx, task, None, now)
+    run_id = f"announce:{task['id']}"
+    submission = Submission(
+        run_id=run_id,
+        session=task["child"],
+        session_key=task["child_key"],
+        origin=ANNOUNCE,
+        message=User(
+            content=wording.task_announce_message(task["task"], step.reply),
+            timestamp=now,
+            provenance=Provenance(kind="announce_step", source_tool=SPAWN, chain_id=task["chain"]),
+        ),
+        instructions=wording.task_announce_context(),
+        deadline_at=now + options.announce_ms,
+        task=task["n"],
+        chain=task["chain"],
+        hop=task["hop"],
+    )
+    accepted = await admissions.follow(tx, submission, now)
+    if accepted is None:
+        return await _report(tx, task, None, now)
+    await tx.do(SQL.step, n=task["n"], phase="announcing", current=run_id)
+    return queued(accepted)
+
+
+async def _announced(tx: Tx, task: Row, step: Step, now: int) -> Sequel:
+    said = step.said
+    if said is not None and gate.is_skip(said, gate.ANNOUNCE_SKIP):
+        return await _settle(tx, task, None, "skipped", now)
+    # Words that are no answer, or that only half of them are: the report does not depend on them.
+    return await _report(tx, task, None if said is None or gate.has_token(said) else said, now)
+
+
+# --- the report ---
+
+
+async def _report(tx: Tx, task: Row, announced: str | None, now: int) -> Sequel:
+    task = await _again(tx, task)
+    options = read_options(task)
+    report = _reported(task, announced, await _stats(tx, task, options))
+    body = gate.clear(wording.report_text(report, options.locale))
+    stats = wording.stats_line(report.stats, options.locale)
+    told, entry_run = await _tell(tx, task, options, f"{body}\n\n{stats}", now)
+    if options.announce != "channel":
+        return told + await _settle(tx, task, report, "parent", now)
+    parcel = Parcel(
+        key=f"task:{task['id']}",
+        kind="task",
+        session=task["requester"],
+        session_key=task["requester_key"],
+        destination=deliveries.read(task["destination"]),
+        body=body,
+        stats=stats,
+        entry_run=entry_run,
+        task=task["n"],
+    )
+    await deliveries.post(tx, parcel, now)
+    return told + await _settle(tx, task, report, "pending", now) + Sequel(posted=True)
+
+
+def _reported(task: Row, announced: str | None, stats: Stats) -> Report:
+    result, source, notes = task["result"], task["result_source"], None
+    if announced is not None:
+        worded, notes = wording.parse_announce(announced)
+        if worded:
+            result, source = worded, "announce"
+    if task["outcome"] != "ok" and task["error"]:
+        notes = "\n".join(filter(None, [notes, task["error"]]))
+    if result and len(result) > RESULT_MOST:
+        left = len(result) - RESULT_MOST
+        notes = "\n".join(filter(None, [notes, f"{left} characters of the result were left out."]))
+        result = result[:RESULT_MOST]
+    return Report(status=task["outcome"], result=result, result_source=source, notes=notes, stats=stats)
+
+
+async def _stats(tx: Tx, task: Row, options: Options) -> Stats:
+    spent = await tx.one(SQL.spent, key=task["child_key"])
+    assert spent is not None
+    return Stats(
+        runtime_ms=task["ended_at"] - task["started_at"] if task["started_at"] else None,
+        tokens_in=spent["input"],
+        tokens_out=spent["output"],
+        cost=spent["cost"],
+        session_key=task["child_key"],
+        session_id=task["child_session_id"],
+        transcript_path=f"{options.transcripts}/{task['child_session_id']}.jsonl",
+        model=task["model"],
+    )
+
+
+async def _tell(tx: Tx, task: Row, options: Options, text: str, now: int) -> tuple[Sequel, str | None]:
+    """Put the report into the requester's transcript; and the run that does it, in the requester's own session.
+
+    It waits its turn in the lane, so that it stands between two runs and never between a call and its result.
+    """
+    session = await _living(tx, task)
+    if session is None:
+        return NOTHING, None
+    direct = options.announce == "parent" and bool(task["wakes"]) and session["yielded"] is None
+    submission = Submission(
+        run_id=f"note:{task['id']}",
+        session=session["id"],
+        session_key=session["key"],
+        origin=WAKE if direct else NOTE,
+        message=_words(task, text, now, by_user=direct),
+        chain=task["chain"] if direct else None,
+        hop=task["hop"] - 1,
+    )
+    accepted = await admissions.follow(tx, submission, now)
+    return queued(accepted), submission.run_id if session["id"] == task["requester"] else None
+
+
+def _words(task: Row, text: str, now: int, *, by_user: bool) -> User | Assistant:
+    provenance = Provenance(
+        kind=KIND, source_session_key=task["child_key"], source_tool=SPAWN, chain_id=task["chain"]
+    )
+    if by_user:
+        return User(content=text, timestamp=now, provenance=provenance)
+    return Assistant(
+        content=[Text(text=text)],
+        timestamp=now,
+        stop_reason="stop",
+        provider="antiphon",
+        model=INJECTED,
+        provenance=provenance,
+    )
+
+
+async def _living(tx: Tx, task: Row) -> Row | None:
+    """The requester; if it is gone, whoever had asked it, and so on."""
+    for _ in range(ANCESTORS):
+        session = await tx.one(SESSIONS.by_id, id=task["requester"])
+        if session is not None:
+            return session
+        above = await tx.one(SQL.by_child, key=task["requester_key"])
+        if above is None:
+            return None
+        task = above
+    return None
+
+
+async def _task_of(tx: Tx, key: str) -> int | None:
+    """The task that a session is to finish when it is woken."""
+    task = await tx.one(SQL.by_child, key=key)
+    return task["n"] if task and task["phase"] == "waiting" else None
+
+
+async def _settle(tx: Tx, task: Row, report: Report | None, announced: str, now: int) -> Sequel:
+    settled = announced != "pending"
+    await tx.do(
+        SQL.settle,
+        n=task["n"],
+        announced=announced,
+        report=msgspec.json.encode(report).decode() if report else None,
+        archive_at=_archive_at(read_options(task), now) if settled else None,
+        now=now,
+    )
+    return await _wake(tx, task, now)
+
+
+async def _wake(tx: Tx, task: Row, now: int) -> Sequel:
+    """Wake who has ended its turn to wait for this, when it has nothing more to wait for."""
+    session = await _living(tx, task)
+    if session is None or session["yielded"] is None or not task["wakes"]:
+        return NOTHING
+    left = await tx.one(SQL.under_way, requester=session["id"])
+    if session["yielded"] == "all" and left and left["under_way"]:
+        return NOTHING
+    await tx.do(SQL.yield_to, session=session["id"], how=None)
+    return queued(await wake(tx, session["id"], session["key"], task["id"], task, now))
+
+
+async def wake(tx: Tx, session: int, key: str, id: str, reported: Row, now: int) -> Accepted | None:
+    """Queue a turn for a session behind the reports it was waiting for, of which `reported` is the last."""
+    own = await _task_of(tx, key)
+    submission = Submission(
+        run_id=f"wake:{id}",
+        session=session,
+        session_key=key,
+        origin=WAKE,
+        message=User(
+            content=wording.WOKEN,
+            timestamp=now,
+            provenance=Provenance(kind="wake", source_tool=SPAWN, chain_id=reported["chain"]),
+        ),
+        task=own,
+        chain=reported["chain"],
+        hop=reported["hop"] - 1,  # it goes on where it was when it spawned; a chain's runs bound how often
+    )
+    if own is not None:
+        await tx.do(SQL.step, n=own, phase="running", current=submission.run_id)
+    return await admissions.follow(tx, submission, now)
+
+
+async def standing(tx: Tx, session: int, run_id: str | None) -> tuple[int, Row | None]:
+    """How many of a session's tasks are at work, and the last that has reported since that run of it began."""
+    left = await tx.one(SQL.under_way, requester=session)
+    reported = await tx.one(SQL.reported_during, requester=session, run_id=run_id)
+    return left["under_way"] if left else 0, reported
+
+
+async def redirect(tx: Tx, child_key: str, run_id: str) -> int | None:
+    """Another run is to finish the task that a session is at; the task, if there is one."""
+    task = await tx.one(SQL.by_child, key=child_key)
+    if task is None or task["phase"] == "settled":
+        return None
+    await tx.do(SQL.step, n=task["n"], phase="running", current=run_id)
+    return task["n"]
+
+
+async def announced(tx: Tx, task_n: int, state: str, now: int) -> None:
+    """The delivery of the report has settled: the archive clock starts."""
+    task = await tx.one(SQL.by_n, n=task_n)
+    if task is not None:
+        await tx.do(SQL.announced, n=task_n, announced=state, archive_at=_archive_at(read_options(task), now))
+
+
+def _archive_at(options: Options, now: int) -> int | None:
+    if options.cleanup == "delete":
+        return now
+    if options.mode == "session" or options.archive_minutes == 0:
+        return None
+    return now + options.archive_minutes * MINUTE
+
+
+def read_options(task: Row) -> Options:
+    return msgspec.json.decode(task["options"], type=Options)
+
+
+async def _again(tx: Tx, task: Row) -> Row:
+    row = await tx.one(SQL.by_n, n=task["n"])
+    assert row is not None
+    return row

@@ -1,0 +1,97 @@
+"""The outbox as people see it: what is on its way, what did not get there, and sending it once more."""
+
+from __future__ import annotations
+
+from antiphon import access
+from antiphon.access import Action, Caller
+from antiphon.engine import deliveries
+from antiphon.errors import Conflict, Forbidden, InvalidInput, NotFound
+from antiphon.operations.checks import between, one_of
+from antiphon.operations.core import Core
+from antiphon.store import Row, Tx
+from antiphon.views import DeliveryPage, DeliveryView
+
+STATES = ("pending", "sending", "delivered", "blocked", "ambiguous", "dead")
+LIMIT, MOST = 50, 500
+END = 2**62
+
+
+class Deliveries(Core):
+    async def deliveries(
+        self, caller: Caller, state: str | None = None, limit: int = LIMIT, cursor: str | None = None
+    ) -> DeliveryPage:
+        """For whoever may read every session."""
+        _for_operators(caller, "read")
+        if state is not None:
+            one_of(state, STATES, "state")
+        before = _before(cursor)
+        rows, standing = await self._store.read(_page, state, before, between(limit, 1, MOST, "limit") + 1)
+        shown = rows[: min(limit, MOST)]
+        return DeliveryPage(
+            deliveries=[_view(row) for row in shown],
+            standing={row["state"]: row["deliveries"] for row in standing},
+            next_cursor=str(shown[-1]["n"]) if len(rows) > len(shown) else None,
+        )
+
+    async def deliver_again(self, caller: Caller, key: str) -> DeliveryView:
+        """Send once more what is dead, in doubt or was blocked. For what is in doubt, that may be a second time."""
+        _for_operators(caller, "manage")
+        engine = self._running()
+        row = await self._store.tx(_again, key, self._clock.now())
+        engine.deliver()
+        return _view(row)
+
+
+def _for_operators(caller: Caller, action: Action) -> None:
+    access.require_scope(caller, action)
+    if not caller.is_operator:
+        raise Forbidden("Only operators see the outbox.", "Ask one of them.", action=action)
+
+
+def _before(cursor: str | None) -> int:
+    if cursor is None:
+        return END
+    if not (cursor.isdecimal() and len(cursor) < 19):
+        raise InvalidInput(
+            f"The cursor {cursor[:80]!r} is not one of ours.",
+            "Pass nextCursor as it was given.",
+            field="cursor",
+        )
+    return int(cursor)
+
+
+async def _page(tx: Tx, state: str | None, before: int, limit: int) -> tuple[list[Row], list[Row]]:
+    rows = await tx.all(deliveries.SQL.page, state=state, before=before, limit=limit)
+    return rows, await tx.all(deliveries.SQL.standing)
+
+
+async def _again(tx: Tx, key: str, now: int) -> Row:
+    row = await tx.one(deliveries.SQL.by_key, key=key)
+    if row is None:
+        raise NotFound(f"There is no delivery {key!r}.", "Use a key that `antiphon deliveries` shows.")
+    if not await tx.do(deliveries.SQL.again, n=row["n"], now=now):
+        raise Conflict(
+            f"Delivery {key!r} is {row['state']}.", "Only what is dead, ambiguous or blocked is sent again."
+        )
+    after = await tx.one(deliveries.SQL.by_key, key=key)
+    assert after is not None
+    return after
+
+
+def _view(row: Row) -> DeliveryView:
+    where = deliveries.read(row["destination"])
+    return DeliveryView(
+        key=row["key"],
+        kind=row["kind"],
+        session_key=row["session_key"],
+        channel=where.channel,
+        to=where.to,
+        state=row["state"],
+        text=row["body"],
+        attempts=row["attempts"],
+        error=row["error"],
+        message_id=row["message_id"],
+        created_at=row["created_at"],
+        next_at=row["next_at"] if row["state"] == "pending" else None,
+        settled_at=row["settled_at"],
+    )

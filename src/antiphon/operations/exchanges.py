@@ -1,0 +1,221 @@
+"""Sending to another session: the request, and waiting for the reply as long as the sender wants to."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import Literal
+
+import msgspec
+
+from antiphon import access, keys
+from antiphon.access import Action, Caller
+from antiphon.bus import SessionChanged
+from antiphon.engine import chains, exchanges, sessions, words
+from antiphon.engine.admissions import Accepted
+from antiphon.engine.chains import Limits
+from antiphon.engine.exchanges import Opening
+from antiphon.errors import ChainTooLong, InvalidInput, SelfSend
+from antiphon.operations import checks
+from antiphon.operations.runs import Runs
+from antiphon.store import Row, Tx
+from antiphon.views import DeliveryState, RunView, Sent, SentStatus
+
+log = logging.getLogger(__name__)
+
+TIMEOUT, LONGEST = 30.0, 3600.0  # seconds
+TURNS_MOST = 5
+NAMESPACE = uuid.UUID("9d7c3f54-6d0e-4a0b-9f43-1f7a6a3d0c55")
+
+
+class Send(msgspec.Struct, frozen=True, kw_only=True):
+    """A message to another session, which is named in one of three ways."""
+
+    message: str
+    session: str | None = None
+    """Its key or its id."""
+    label: str | None = None
+    agent_id: str | None = None
+    """With a label, whose session it is; alone, that agent's main session."""
+    timeout_seconds: float = TIMEOUT
+    idempotency_key: str | None = None
+    reply_back: int | None = None
+    announce: Literal["target", "none"] = "target"
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Where in the house a request comes from: the run and the call, which stand for it if it is repeated."""
+
+    run_id: str | None = None
+    key: str | None = None
+
+
+class Exchanges(Runs):
+    async def send(
+        self, caller: Caller, wanted: Send, origin: Origin | None = None, *, requester: str | None = None
+    ) -> Sent:
+        """Accepted when it is durable; then the reply, if it comes in time. The exchange goes on by itself.
+
+        An agent sends from its own session; an operator from the one that is named, if any.
+        """
+        access.require_scope(caller, "send")
+        _check(wanted, self.config.store.message_max_bytes)
+        engine = self._running()
+        origin = origin or Origin()
+        run_id = request_id(caller, wanted.idempotency_key, origin)
+        try:
+            accepted = await self._store.tx(
+                self._send, caller, wanted, run_id, origin, requester, self._clock.now()
+            )
+        except ChainTooLong as error:
+            self.warn_of_chain(caller, error)
+            raise
+        await engine.accepted(accepted)
+        if wanted.timeout_seconds <= 0:
+            return await self._sent(caller, run_id, "accepted")
+        return await self._answered(caller, run_id, min(wanted.timeout_seconds, LONGEST))
+
+    async def _send(
+        self,
+        tx: Tx,
+        caller: Caller,
+        wanted: Send,
+        run_id: str,
+        origin: Origin,
+        acting_for: str | None,
+        now: int,
+    ) -> Accepted:
+        requester = await self._acting(tx, caller, "control", acting_for)
+        target = await self._target(tx, caller, wanted, now)
+        if requester is not None and requester["id"] == target["id"]:
+            raise SelfSend(
+                "A session cannot send to itself.", "Name another session; sessions_list shows them."
+            )
+        limits = self.config.session.agent_to_agent
+        turns = limits.max_ping_pong_turns
+        known = await tx.one(exchanges.SQL.by_id, id=run_id) is not None
+        if not known:
+            self._door.check_send(target)
+        link = chains.Link(run_id, 1)
+        if not known and requester is not None:
+            bounds = Limits(limits.max_hops, limits.max_runs)
+            link = await chains.link(tx, origin.run_id, requester["id"], run_id, bounds)
+        opening = Opening(
+            id=run_id,
+            requester=requester,
+            target=target,
+            message=wanted.message,
+            turns=turns if wanted.reply_back is None else min(turns, wanted.reply_back),
+            announce=wanted.announce,
+            link=link,
+            max_queued=self.config.store.lane_max_queued,
+        )
+        accepted = await exchanges.begin(tx, opening, now)
+        if requester is not None and wanted.timeout_seconds > 0:
+            # Also for a message that was sent before: whoever asks again waits as much as the first time.
+            run = await chains.under_way(tx, origin.run_id, requester["id"])
+            until = now + round(min(wanted.timeout_seconds, LONGEST) * 1000)
+            if run is not None:
+                await chains.wait(tx, run["n"], requester["id"], run_id, target["id"], until, now)
+        return accepted
+
+    async def _acting(self, tx: Tx, caller: Caller, action: Action, acting_for: str | None) -> Row | None:
+        """The session a request is made from: an agent's own, or the one that an operator names."""
+        if caller.session_key is not None:
+            return await tx.one(sessions.SQL.whole_by_key, key=caller.session_key)
+        if acting_for is None:
+            return None
+        row = await self._door.open(tx, caller, action, acting_for)
+        return await tx.one(sessions.SQL.by_id, id=row["id"])
+
+    async def _target(self, tx: Tx, caller: Caller, wanted: Send, now: int) -> Row:
+        if wanted.session is not None:
+            row = await self._door.open(tx, caller, "send", wanted.session)
+            checks.current(row, wanted.session)
+        elif wanted.label is not None:
+            row = await self._door.open_labelled(tx, caller, "send", wanted.label, wanted.agent_id)
+        else:
+            agent_id = keys.checked_agent_id(wanted.agent_id or "")
+            main = str(keys.main_session(agent_id, scope=self.config.session.scope))
+            row = await self._door.open(tx, caller, "send", main, found_at=now)
+        whole = await tx.one(sessions.SQL.by_id, id=row["id"])
+        assert whole is not None
+        return whole
+
+    async def _answered(self, caller: Caller, run_id: str, timeout: float) -> Sent:
+        view = await self.wait(self.INSIDE, run_id, timeout)
+        if not view.ended:
+            return await self._sent(caller, run_id, "timeout", view)
+        return await self._sent(caller, run_id, "ok" if view.state == "ok" else "error", view)
+
+    async def _sent(
+        self, caller: Caller, run_id: str, status: SentStatus, view: RunView | None = None
+    ) -> Sent:
+        view = view or await self.run(self.INSIDE, run_id)
+        error = None
+        if status == "timeout":
+            error = (
+                "There was no reply in time. The message was delivered and its run goes on: "
+                "look with sessions_history later instead of sending it again."
+            )
+        elif status == "error":
+            error = view.error or f"The run ended as {view.state!r}."
+        return Sent(
+            run_id=run_id,
+            status=status,
+            session_key=keys.display_text(view.session_key, viewer_agent_id=caller.agent_id),
+            reply=view.reply if status == "ok" else None,
+            error=error,
+            delivery=_delivery(view),
+        )
+
+    def warn_of_chain(self, caller: Caller, error: ChainTooLong) -> None:
+        """Whoever looks after the house hears of it, too."""
+        key = caller.session_key or ""
+        log.warning("%s", error, extra={"session_key": key, "chain_id": error.data.get("chain_id")})
+        self._bus.publish("sessions", SessionChanged(session_key=key, reason="chain_limit"))
+
+
+def request_id(caller: Caller, key: str | None, origin: Origin) -> str:
+    """What a request is known by for ever: an operator's own key, or one that nobody else can use."""
+    words.check_key(key)
+    if caller.is_operator and key is not None:
+        return key
+    if key is not None:
+        return str(uuid.uuid5(NAMESPACE, f"{caller.session_key}\n{key}"))
+    return str(uuid.uuid4() if origin.key is None else uuid.uuid5(NAMESPACE, origin.key))
+
+
+def _delivery(view: RunView) -> DeliveryState:
+    status = "queued" if view.state == "queued" else "ended" if view.ended else "started"
+    return DeliveryState(
+        status=status, queued_ms=view.queued_ms, running_ms=view.running_ms, position=view.position
+    )
+
+
+def _check(wanted: Send, most: int) -> None:
+    words.check(wanted.message, most)
+    if wanted.session is not None and wanted.label is not None:
+        raise InvalidInput(
+            "Both sessionKey and label are given.", "Provide one of them, not both.", field="label"
+        )
+    if wanted.session is None and wanted.label is None and wanted.agent_id is None:
+        raise InvalidInput(
+            "No session is named.", "Provide sessionKey, label or agentId.", field="sessionKey"
+        )
+    if wanted.session is not None and wanted.agent_id is not None:
+        raise InvalidInput(
+            "Both sessionKey and agentId are given.",
+            "Leave agentId out: the key says whose it is.",
+            field="agentId",
+        )
+    if wanted.reply_back is not None and not 0 <= wanted.reply_back <= TURNS_MOST:
+        raise InvalidInput(
+            f"'replyBack' is {wanted.reply_back}.", f"Use 0 to {TURNS_MOST}.", field="replyBack"
+        )
+    if not 0 <= wanted.timeout_seconds < float("inf"):
+        raise InvalidInput(
+            f"'timeoutSeconds' is {wanted.timeout_seconds}.",
+            "Use 0 to return at once, or how many seconds to wait.",
+            field="timeoutSeconds",
+        )

@@ -1,0 +1,340 @@
+"""Whether a sub-agent may be spawned, and with what: every refusal, before anything exists.
+
+A child has no more than its parent: not its tools, nor its agents, nor its reach, nor its freedom from a sandbox. What
+it may have at most is put into its envelope here, once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from antiphon import access, keys
+from antiphon.access import Caller, Target, Visibility
+from antiphon.engine import attachments, deliveries, tasks, wording, words
+from antiphon.engine.attachments import Attachment, Limits
+from antiphon.engine.chains import Link
+from antiphon.engine.door import Door
+from antiphon.engine.envelopes import Envelope
+from antiphon.engine.envelopes import read as read_envelope
+from antiphon.engine.tasks import Options, Spawning
+from antiphon.engine.toolbox import Toolbox, named
+from antiphon.errors import InvalidInput, SpawnRefused
+from antiphon.keys import SessionKey
+from antiphon.operations import checks
+from antiphon.store import Row, Tx
+
+if TYPE_CHECKING:
+    from antiphon.config import AgentConfig, Config
+
+FAILURES, COOLING = (
+    3,
+    300_000,
+)  # so many failures in a row, and how many milliseconds nothing like it is tried
+NAMESPACE = uuid.UUID("3f1c8a5e-2a56-4f0e-8a70-6b7d1f6f9f21")
+LONGEST = 30 * 86_400  # seconds
+MOUNT_PATH_MOST = 400  # characters
+ORCHESTRATION = frozenset(
+    {"sessions_spawn", "sessions_list", "sessions_history", "sessions_yield", "subagents", "agents_list"}
+)
+"""Session tools of a sub-agent that may itself spawn."""
+
+
+class Spawn(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked for. Left out means: as the configuration has it."""
+
+    task: str
+    label: str | None = None
+    agent_id: str | None = None
+    model: str | None = None
+    thinking: str | None = None
+    run_timeout_seconds: float | None = None
+    thread: bool = False
+    mode: Literal["run", "session"] | None = None
+    cleanup: Literal["delete", "keep"] = "keep"
+    sandbox: Literal["inherit", "require"] = "inherit"
+    attachments: Sequence[Attachment] = ()
+    mount_path: str | None = None
+    runtime: Literal["subagent", "acp"] = "subagent"
+    idempotency_key: str | None = None
+    announce: Literal["channel", "parent", "none"] = "channel"
+
+    @property
+    def digest(self) -> str:
+        """What makes a repeated key the same request."""
+        asked = [self.task, self.label, self.agent_id, self.model, self.thinking, self.announce, self.cleanup]
+        return hashlib.sha256(msgspec.json.encode(asked)).hexdigest()[:32]
+
+
+class Rules:
+    """The configuration's word on spawning."""
+
+    def __init__(self, config: Config, door: Door, toolbox: Toolbox, state_dir: Path) -> None:
+        self._config = config
+        self._door = door
+        self._toolbox = toolbox
+        self._state_dir = state_dir
+
+    # --- what can be refused without looking anything up ---
+
+    def check(self, wanted: Spawn) -> list[tuple[str, bytes]]:
+        """The bytes of its attachments."""
+        words.check(wanted.task, self._config.store.message_max_bytes, field="task")
+        if wanted.label is not None:
+            checks.name(wanted.label, checks.LABEL_MOST, "label")
+        if wanted.agent_id is not None:
+            keys.checked_agent_id(wanted.agent_id)
+        if wanted.thinking is not None:
+            checks.one_of(wanted.thinking, words.THINKING, "thinking")
+        if wanted.model is not None:
+            self._config.find_model(wanted.model)
+        seconds = wanted.run_timeout_seconds
+        if seconds is not None and not 0 <= seconds <= LONGEST:
+            raise InvalidInput(
+                f"'runTimeoutSeconds' is {seconds}.",
+                f"Use 0 for none, or up to {LONGEST}.",
+                field="runTimeoutSeconds",
+            )
+        _check_mode(wanted)
+        return self._files(wanted)
+
+    def _files(self, wanted: Spawn) -> list[tuple[str, bytes]]:
+        given = self._config.tools.sessions_spawn.attachments
+        if wanted.mount_path is not None:
+            checks.name(wanted.mount_path, MOUNT_PATH_MOST, "attachAs.mountPath")
+        if not wanted.attachments:
+            return []
+        if wanted.runtime == "acp":
+            raise InvalidInput(
+                "A child of runtime 'acp' takes no attachments.",
+                "Leave them out, or use runtime 'subagent'.",
+                field="attachments",
+            )
+        if not given.enabled:
+            raise _refused(
+                "attachments",
+                "Attachments are switched off.",
+                "Put what matters into the task, or enable tools.sessions_spawn.attachments.",
+            )
+        return attachments.check(
+            wanted.attachments, Limits(given.max_files, given.max_file_bytes, given.max_total_bytes)
+        )
+
+    # --- what depends on who asks ---
+
+    async def plan(
+        self, tx: Tx, caller: Caller, requester: Row, wanted: Spawn, task_id: str, link: Link, now: int
+    ) -> Spawning:
+        """The child that may be spawned.
+
+        Raises:
+            SpawnRefused: a rule is against it; `data['reason']` says which.
+        """
+        own = self._config.agent(requester["agent_id"])
+        target = self._target_agent(caller, requester, own, wanted)
+        parent = self._envelope_of(requester, own)
+        # A caller's key may be any text; what is made of it is part of a key and the name of a folder.
+        child_id = str(uuid.uuid5(NAMESPACE, f"{requester['key']}\n{task_id}"))
+        child_key = keys.subagent_key(target.id, child_id)
+        self._check_depth(requester, parent)
+        await self._check_children(tx, requester, own)
+        await _check_breaker(tx, target.id, wanted.task, now)
+        sandboxed = self._sandboxed(requester, target, child_key, wanted)
+        envelope = self._envelope(requester, own, target, parent)
+        seconds = wanted.run_timeout_seconds
+        if seconds is None:
+            seconds = target.subagents.run_timeout_seconds
+        model = wanted.model or (target.subagents.model.primary if target.subagents.model else None)
+        return Spawning(
+            id=task_id,
+            digest=wanted.digest,
+            requester=requester,
+            child_key=child_key,
+            task=wanted.task,
+            label=wanted.label.strip() if wanted.label else None,
+            model=model,
+            thinking=wanted.thinking or target.subagents.thinking,
+            deadline_at=now + round(seconds * 1000) if seconds else None,
+            instructions=self._instructions(requester, child_key, envelope, wanted),
+            sandboxed=sandboxed,
+            envelope=envelope,
+            options=self._options(target, wanted, child_id),
+            destination=deliveries.of_session(requester),
+            link=link,
+        )
+
+    def _target_agent(self, caller: Caller, requester: Row, own: AgentConfig, wanted: Spawn) -> AgentConfig:
+        if wanted.agent_id is None and own.subagents.require_agent_id:
+            raise InvalidInput(
+                "An agent must be named.", "Call agents_list, then pass agentId.", field="agentId"
+            )
+        agent_id = keys.checked_agent_id(wanted.agent_id) if wanted.agent_id else own.id
+        target = Target(str(keys.subagent_key(agent_id, "new")), agent_id)
+        configured = self._config.agent_ids
+        access.authorize(caller, "spawn", target, self._door.grants(caller), configured=configured)
+        envelope = read_envelope(requester["envelope"])
+        if agent_id not in configured or (envelope is not None and agent_id not in envelope.agents):
+            allowed = [id for id in (envelope.agents if envelope else configured) if id in configured]
+            raise _refused(
+                "agent",
+                f"Agent {agent_id!r} cannot be spawned from here.",
+                f"These can: {', '.join(allowed) or 'none'}.",
+            )
+        return self._config.agent(agent_id)
+
+    def _envelope_of(self, session: Row, agent: AgentConfig) -> Envelope:
+        """What a session has: its envelope, or for one that nobody spawned, what its agent is granted."""
+        stored = read_envelope(session["envelope"])
+        if stored is not None:
+            return stored
+        grants = self._door.grants(
+            Caller.agent(agent.id, session["key"], sandboxed=bool(session["sandboxed"]))
+        )
+        return Envelope(
+            tools=tuple(self._toolbox.allowed(agent.tools.allow, agent.tools.deny)),
+            agents=tuple(self._spawnable(agent.id, grants.spawn_agents)),
+            read=grants.read,
+            send=grants.send,
+            depth=max(0, agent.subagents.max_spawn_depth - session["depth"]),
+        )
+
+    def _spawnable(self, agent_id: str, patterns: Sequence[str]) -> list[str]:
+        return [id for id in self._config.agent_ids if id == agent_id or access.matches(id, patterns)]
+
+    def _envelope(self, requester: Row, own: AgentConfig, target: AgentConfig, parent: Envelope) -> Envelope:
+        sees_all = access.reach(
+            Caller.agent(own.id, requester["key"], sandboxed=bool(requester["sandboxed"]), cap=parent.cap),
+            self._door.grants(Caller.agent(own.id, requester["key"], cap=parent.cap)),
+        ).admits_agent(target.id)
+        depth = max(0, parent.depth - 1)
+        grants = self._door.grants(Caller.agent(target.id, "agent:x:main"))
+        return Envelope(
+            tools=tuple(self._tools(target, depth)),
+            agents=tuple(self._spawnable(target.id, grants.spawn_agents)),
+            # Of an agent whose sessions its parent does not all see, a child sees its own tree.
+            read=grants.read if sees_all else _at_most_tree(grants.read),
+            send=grants.send if sees_all else _at_most_tree(grants.send),
+            depth=depth,
+        ).within(parent)
+
+    def _tools(self, target: AgentConfig, depth: int) -> list[str]:
+        """The child's agent's tools without those for sessions, as `tools.subagents.tools` changes that."""
+        lists = self._config.tools.subagents.tools
+        chosen: list[str] = []
+        for name, tool in self._toolbox.allowed(target.tools.allow, target.tools.deny).items():
+            usual = not tool.reaches_sessions or (depth > 0 and name in ORCHESTRATION)
+            if lists.allow is not None:
+                usual = named(name, lists.allow)
+            if (usual or named(name, lists.also_allow)) and not named(name, lists.deny):
+                chosen.append(name)
+        return [name for name in chosen if depth > 0 or name != tasks.SPAWN]
+
+    def _check_depth(self, requester: Row, parent: Envelope) -> None:
+        if parent.depth <= 0:
+            raise _refused(
+                "depth",
+                f"A sub-agent at depth {requester['depth']} may not spawn another one.",
+                "Do the work here, or raise agents.defaults.subagents.maxSpawnDepth.",
+            )
+
+    async def _check_children(self, tx: Tx, requester: Row, own: AgentConfig) -> None:
+        row = await tx.one(tasks.SQL.under_way, requester=requester["id"])
+        most = own.subagents.max_children_per_agent
+        if row and row["under_way"] >= most:
+            raise _refused(
+                "children",
+                f"This session already has {row['under_way']} of at most {most} sub-agents at work.",
+                "Wait for one of them with sessions_yield, or stop one with subagents.",
+            )
+
+    def _sandboxed(self, requester: Row, target: AgentConfig, child_key: SessionKey, wanted: Spawn) -> bool:
+        sandboxed = self._door.sandboxes(target.id, child_key)
+        own_key = keys.parse(requester["key"])
+        in_sandbox = requester["sandboxed"] or self._door.sandboxes(requester["agent_id"], own_key)
+        if in_sandbox and not sandboxed:
+            raise _refused(
+                "sandbox",
+                "A sandboxed session may not spawn a child outside of a sandbox.",
+                "Spawn an agent that is sandboxed; agents_list shows which there are.",
+            )
+        if wanted.sandbox == "require" and not sandboxed:
+            raise _refused(
+                "sandbox",
+                f"Agent {target.id!r} does not run in a sandbox.",
+                "Spawn another agent, or leave sandbox 'require' out.",
+            )
+        return sandboxed
+
+    def _instructions(self, requester: Row, child_key: SessionKey, envelope: Envelope, wanted: Spawn) -> str:
+        return wording.subagent_context(
+            requester_key=requester["key"],
+            child_key=str(child_key),
+            depth=requester["depth"] + 1,
+            max_depth=requester["depth"] + 1 + envelope.depth,
+            may_spawn=tasks.SPAWN in envelope.tools,
+            label=wanted.label,
+            attachments=attachments.rel_dir(child_key.id) if wanted.attachments else None,
+        )
+
+    def _options(self, target: AgentConfig, wanted: Spawn, folder: str) -> Options:
+        settings = target.subagents
+        mode = wanted.mode or ("session" if wanted.thread else "run")
+        workspace = target.workspace or str(self._state_dir / "workspaces" / target.id)
+        return Options(
+            announce=wanted.announce,
+            cleanup="keep" if mode == "session" else wanted.cleanup,
+            mode=mode,
+            locale=self._config.session.announce.locale,
+            announce_ms=settings.announce_timeout_ms,
+            archive_minutes=settings.archive_after_minutes,
+            transcripts=str(self._state_dir / "transcripts"),
+            workspace=workspace if wanted.attachments else None,
+            attachments=folder if wanted.attachments else None,
+            retain=self._config.tools.sessions_spawn.attachments.retain_on_session_keep,
+            mount_path=wanted.mount_path,
+        )
+
+
+def _check_mode(wanted: Spawn) -> None:
+    if wanted.mode == "session" and not wanted.thread:
+        raise InvalidInput(
+            "Mode 'session' needs a thread to talk in.",
+            "Set thread to true, or use mode 'run'.",
+            field="mode",
+        )
+    if wanted.thread:
+        raise _refused(
+            "thread",
+            "This session's channel has no threads to bind a child to.",
+            "Leave thread out: the report comes to this chat.",
+        )
+    if wanted.runtime == "acp" and not wanted.attachments:
+        raise _refused("runtime", "There is no runtime 'acp' here.", "Leave runtime out, or use 'subagent'.")
+
+
+async def _check_breaker(tx: Tx, agent_id: str, task: str, now: int) -> None:
+    """What keeps failing is not tried again at once, however often it is asked for."""
+    alike = await tx.all(tasks.SQL.latest_alike, signature=tasks.signature(agent_id, task), limit=FAILURES)
+    if len(alike) < FAILURES or any(row["outcome"] in {"ok", "cancelled"} for row in alike):
+        return
+    left = alike[0]["ended_at"] + COOLING - now
+    if left > 0:
+        raise _refused(
+            "breaker",
+            f"This task has failed {FAILURES} times in a row for agent {agent_id!r}.",
+            f"Change the task, or wait {-(-left // 1000)} seconds.",
+            retry_after_ms=left,
+        )
+
+
+def _at_most_tree(visibility: Visibility) -> Visibility:
+    return access.narrower(visibility, "tree")
+
+
+def _refused(reason: str, what: str, hint: str, **data: object) -> SpawnRefused:
+    return SpawnRefused(what, hint, reason=reason, **data)

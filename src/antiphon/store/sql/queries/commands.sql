@@ -1,0 +1,8 @@
+-- name: known
+-- A key stands for one command or one run, never for both.
+SELECT digest, answer FROM commands WHERE id = :id
+UNION ALL
+SELECT digest, NULL FROM runs WHERE id = :id;
+
+-- name: record
+INSERT INTO commands (id, digest, answer, created_at) VALUES (:id, :digest, :answer, :now);

@@ -1,0 +1,81 @@
+-- name: insert
+INSERT INTO tasks (id, digest, requester, requester_key, child, child_key, child_session_id, agent_id, signature, label,
+                   task, phase, current, options, destination, chain, hop, created_at)
+VALUES (:id, :digest, :requester, :requester_key, :child, :child_key, :child_session_id, :agent_id, :signature, :label,
+        :task, 'running', :id, :options, :destination, :chain, :hop, :now)
+RETURNING n;
+
+-- name: by_id
+SELECT * FROM tasks WHERE id = :id;
+
+-- name: at
+-- The task, if it is this run that it is in.
+SELECT * FROM tasks WHERE n = :n AND current = :run_id AND phase <> 'settled';
+
+-- name: by_child
+SELECT * FROM tasks WHERE child_key = :key ORDER BY n DESC LIMIT 1;
+
+-- name: under_way
+SELECT count(*) AS under_way FROM (SELECT 1 FROM tasks WHERE requester = :requester AND phase <> 'settled' LIMIT 10000) t;
+
+-- name: reported_during
+SELECT t.* FROM tasks t JOIN runs r ON r.id = :run_id
+WHERE t.requester = :requester AND t.settled_at >= r.started_at AND t.announced NOT IN ('none', 'skipped')
+ORDER BY t.settled_at DESC LIMIT 1;
+
+-- name: of
+-- What a session has spawned, the newest first.
+SELECT t.*, s.state AS child_state, s.total_tokens, s.updated_at AS child_updated_at
+FROM tasks t LEFT JOIN sessions s ON s.id = t.child
+WHERE t.requester = :requester AND (t.phase <> 'settled' OR t.settled_at >= :since)
+ORDER BY t.n DESC LIMIT :limit;
+
+-- name: latest_alike
+SELECT outcome, ended_at FROM tasks WHERE signature = :signature AND outcome IS NOT NULL ORDER BY n DESC LIMIT :limit;
+
+-- name: spent
+-- By everything that ran in the child, whichever runs those were.
+SELECT coalesce(sum(input + cache_read + cache_write), 0) AS input, coalesce(sum(output), 0) AS output,
+       CASE WHEN count(*) = count(cost) THEN sum(cost) END AS cost
+FROM usage WHERE session_key = :key;
+
+-- name: latest_tool_result
+SELECT m.body FROM messages m JOIN sessions s ON s.transcript = m.transcript
+WHERE s.id = :child AND m.role = 'toolResult' ORDER BY m.seq DESC LIMIT 1;
+
+-- name: ended
+-- What the child's work came to, whatever becomes of the announcement.
+UPDATE tasks SET outcome = :outcome, error = :error, result = :result, result_source = :result_source, model = :model,
+       started_at = (SELECT r.started_at FROM runs r WHERE r.id = tasks.id), ended_at = :now
+WHERE n = :n;
+
+-- name: step
+UPDATE tasks SET phase = :phase, current = :current WHERE n = :n;
+
+-- name: settle
+UPDATE tasks SET phase = 'settled', announced = :announced, report = :report, settled_at = :now, archive_at = :archive_at
+WHERE n = :n;
+
+-- name: announced
+-- The archive clock starts when the announcement has settled.
+UPDATE tasks SET announced = :announced, archive_at = :archive_at WHERE n = :n;
+
+-- name: hush
+-- What was stopped together with whoever asked for it does not wake them again.
+UPDATE tasks SET wakes = 0 WHERE requester = :requester AND phase <> 'settled';
+
+-- name: to_archive
+SELECT t.n, t.child, t.child_key, t.agent_id, t.options FROM tasks t
+WHERE t.archive_at <= :now AND t.archived_at IS NULL ORDER BY t.archive_at LIMIT :limit;
+
+-- name: archived
+UPDATE tasks SET archived_at = :now WHERE n = :n;
+
+-- name: postpone_archive
+UPDATE tasks SET archive_at = :later WHERE n = :n;
+
+-- name: yield_to
+UPDATE sessions SET yielded = :how WHERE id = :session;
+
+-- name: by_n
+SELECT * FROM tasks WHERE n = :n;

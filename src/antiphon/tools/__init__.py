@@ -1,0 +1,35 @@
+"""The session tools: what an agent can do about sessions, as thin adapters over `operations`.
+
+Each file is one tool. What may be asked, and by whom, is decided below; how an answer is worded and how much of it
+fits a prompt is decided here.
+"""
+
+from __future__ import annotations
+
+from antiphon.engine.toolbox import Tool
+from antiphon.operations import Operations
+from antiphon.tools.agents_list import agents_list
+from antiphon.tools.session_status import session_status
+from antiphon.tools.sessions_history import sessions_history
+from antiphon.tools.sessions_list import sessions_list
+from antiphon.tools.sessions_search import sessions_search
+from antiphon.tools.sessions_send import sessions_send
+from antiphon.tools.sessions_spawn import sessions_spawn
+from antiphon.tools.sessions_yield import sessions_yield
+from antiphon.tools.subagents import subagents
+
+__all__ = ["session_tools"]
+
+
+def session_tools(operations: Operations) -> list[Tool]:
+    return [
+        sessions_list(operations),
+        sessions_history(operations),
+        sessions_search(operations),
+        session_status(operations),
+        agents_list(operations),
+        sessions_send(operations),
+        sessions_spawn(operations),
+        sessions_yield(operations),
+        subagents(operations),
+    ]

@@ -1,0 +1,54 @@
+"""From an operation to a tool: arguments in, a view out, and errors as answers. Nothing is decided here."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from antiphon.engine.toolbox import Call, Result, Tool
+from antiphon.errors import AntiphonError
+from antiphon.runtimes import ToolSpec
+from antiphon.tools.arguments import A, read, schema
+from antiphon.tools.results import refusal, rendered
+
+
+def adapted(
+    name: str,
+    description: str,
+    takes: type[A],
+    answer: Callable[[Call, A], Awaitable[Any]],
+    *,
+    acts: bool = False,
+    ends_turn: bool = False,
+    agents: Callable[[str], Sequence[str]] | None = None,
+) -> Tool:
+    """A tool of ours. All of them can be asked again after a crash: looking is harmless, and acting has the key."""
+
+    async def invoke(call: Call) -> Result:
+        try:
+            return rendered(await answer(call, read(takes, call.arguments)))
+        except AntiphonError as error:
+            if error.who != "caller":  # a fault of ours is the engine's to deal with, not an answer
+                raise
+            return refusal(error)
+
+    spec = ToolSpec(name=name, description=description, parameters=schema(takes))
+
+    def fit(agent_id: str) -> ToolSpec:
+        """With the agents that this one may name, so that it need not guess."""
+        assert agents is not None
+        narrowed = copy.deepcopy(dict(spec.parameters))
+        narrowed["properties"]["agentId"]["enum"] = list(agents(agent_id))
+        return replace(spec, parameters=narrowed)
+
+    return Tool(
+        spec=spec,
+        invoke=invoke,
+        after_crash="settle",
+        acts=acts,
+        reaches_sessions=True,
+        ends_turn=ends_turn,
+        fit=fit if agents else None,
+    )

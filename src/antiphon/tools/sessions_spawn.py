@@ -1,0 +1,100 @@
+"""The tool `sessions_spawn`: a sub-agent with a session of its own, which reports back by itself."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from antiphon.engine.attachments import Attachment
+from antiphon.engine.toolbox import Call, Tool
+from antiphon.engine.words import Thinking
+from antiphon.operations import Operations, Origin, Spawn
+from antiphon.tools.adapter import adapted
+from antiphon.tools.arguments import Arguments
+from antiphon.views import Spawned
+
+DESCRIPTION = (
+    "Start a sub-agent in a session of its own and go on at once. When it is done, its result is posted to this chat "
+    "and put into this conversation: do not poll for it. End your turn with sessions_yield to be woken when all of "
+    "your sub-agents have reported."
+)
+NOTE = "The result comes by itself. Do not poll; end your turn, or wait with sessions_yield."
+
+
+class AttachAs(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    mount_path: str | None = None
+
+
+class SpawnArguments(Arguments, frozen=True):
+    task: Annotated[
+        str, Meta(min_length=1, description="All that the sub-agent is told: it sees nothing of this chat.")
+    ]
+    label: Annotated[str, Meta(description="A short name, for people and for subagents.")] | None = None
+    agent_id: Annotated[str, Meta(description="Which agent; left out, this one.")] | None = None
+    model: Annotated[str, Meta(description="provider/model, instead of the agent's own.")] | None = None
+    thinking: Annotated[Thinking, Meta(description="How much it is to think.")] | None = None
+    run_timeout_seconds: (
+        Annotated[float, Meta(ge=0, description="Stop it after so many seconds; 0 is never.")] | None
+    ) = None
+    thread: Annotated[
+        bool, Meta(description="Bind it to a thread of this chat, where the channel has them.")
+    ] = False
+    mode: (
+        Annotated[Literal["run", "session"], Meta(description="'session' stays for more and needs a thread.")]
+        | None
+    ) = None
+    cleanup: Annotated[
+        Literal["delete", "keep"], Meta(description="Whether its transcript is deleted after the report.")
+    ] = "keep"
+    sandbox: Annotated[
+        Literal["inherit", "require"], Meta(description="'require' refuses a child outside of a sandbox.")
+    ] = "inherit"
+    attachments: Annotated[
+        list[Attachment], Meta(max_length=1000, description="Files for its workspace.")
+    ] = msgspec.field(default_factory=list[Attachment])
+    attach_as: Annotated[AttachAs, Meta(description="A hint where the files should appear.")] | None = None
+    runtime: Annotated[Literal["subagent", "acp"], Meta(description="What runs it.")] = "subagent"
+    idempotency_key: (
+        Annotated[str, Meta(description="The same key is the same sub-agent, however often it is asked for.")]
+        | None
+    ) = None
+    announce: Annotated[
+        Literal["channel", "parent", "none"],
+        Meta(description="Who hears of the result: this chat, only you (which wakes you), or nobody."),
+    ] = "channel"
+
+
+def sessions_spawn(operations: Operations) -> Tool:
+    async def answer(call: Call, given: SpawnArguments) -> dict[str, Any]:
+        spawned = await operations.spawn(call.caller, _wanted(given), Origin(call.run_id, call.key))
+        return {**_plain(spawned), "note": NOTE}
+
+    return adapted(
+        "sessions_spawn", DESCRIPTION, SpawnArguments, answer, acts=True, agents=operations.spawnable
+    )
+
+
+def _plain(spawned: Spawned) -> dict[str, Any]:
+    return {name: value for name, value in msgspec.to_builtins(spawned).items() if value is not None}
+
+
+def _wanted(given: SpawnArguments) -> Spawn:
+    return Spawn(
+        task=given.task,
+        label=given.label,
+        agent_id=given.agent_id,
+        model=given.model,
+        thinking=given.thinking,
+        run_timeout_seconds=given.run_timeout_seconds,
+        thread=given.thread,
+        mode=given.mode,
+        cleanup=given.cleanup,
+        sandbox=given.sandbox,
+        attachments=given.attachments,
+        mount_path=given.attach_as.mount_path if given.attach_as else None,
+        runtime=given.runtime,
+        idempotency_key=given.idempotency_key,
+        announce=given.announce,
+    )

@@ -1,0 +1,31 @@
+"""The tool `sessions_yield`: ending the turn to be woken by one's sub-agents."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from antiphon.engine.toolbox import Call, Tool
+from antiphon.operations import Operations, Origin
+from antiphon.tools.adapter import adapted
+from antiphon.tools.arguments import Arguments
+
+DESCRIPTION = (
+    "End your turn now and be woken when your sub-agents have reported: all of them, or any one. Their reports are in "
+    "this conversation then."
+)
+
+
+class YieldArguments(Arguments, frozen=True):
+    wait_for: Annotated[Literal["all", "any"], Meta(description="When to be woken.")] = "all"
+    message: Annotated[str, Meta(max_length=4000, description="What to say meanwhile.")] | None = None
+
+
+def sessions_yield(operations: Operations) -> Tool:
+    async def answer(call: Call, given: YieldArguments) -> dict[str, Any]:
+        waiting = await operations.yield_to_tasks(call.caller, Origin(call.run_id, call.key), given.wait_for)
+        said = given.message or "Turn yielded."
+        return {"status": "yielded", "message": said, "waitFor": given.wait_for, "subagents": waiting}
+
+    return adapted("sessions_yield", DESCRIPTION, YieldArguments, answer, acts=True, ends_turn=True)

@@ -1,0 +1,142 @@
+"""Playing plans in processes that are killed: what the crash tests share."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from chaos import verify
+from chaos.scenario import plan
+
+WORKER = Path(__file__).with_name("worker.py")
+TESTS = WORKER.parent.parent
+KILLED = -9
+
+
+def spawn(*arguments: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, str(WORKER), *arguments]
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+
+
+@dataclass
+class Servers:
+    """A forking server for each thread that asks for one; each plays one process at a time."""
+
+    _local: threading.local = field(default_factory=threading.local)
+    _started: list[subprocess.Popen[str]] = field(default_factory=list[subprocess.Popen[str]])
+
+    def play(self, state_dir: Path, name: str, kill: int | None) -> int:
+        """The exit code of a process that had its turn on this directory."""
+        server = cast("subprocess.Popen[str] | None", getattr(self._local, "server", None))
+        if server is None:
+            server = self._local.server = spawn("--serve")
+            self._started.append(server)
+        assert server.stdin and server.stdout
+        job = {"state_dir": str(state_dir), "plan": name, "kill": str(kill or "")}
+        server.stdin.write(f"{json.dumps(job)}\n")
+        server.stdin.flush()
+        return json.loads(server.stdout.readline())["exit"]
+
+    def close(self) -> None:
+        for server in self._started:
+            server.communicate(timeout=30)
+
+
+def said(state_dir: Path, word: str) -> list[str]:
+    out = Path(f"{state_dir}.stdout")
+    lines = out.read_text().splitlines() if out.exists() else []
+    return [line.removeprefix(f"{word} ") for line in lines if line.startswith(f"{word} ")]
+
+
+Look = Callable[[Path], None]
+"""Given the state directory of a case that went well, before it is removed."""
+
+
+def trouble(
+    servers: Servers, home: Path, name: str, kills: list[int], look: Look | None = None
+) -> tuple[int, list[str]]:
+    """Play a plan under these kills and then to its end: how many kills were real, and what is wrong."""
+    home.mkdir()
+    state_dir = home / "state"
+    died = 0
+    for kill in kills:
+        code = servers.play(state_dir, name, kill)
+        died += code == KILLED
+        if code not in {KILLED, 0}:
+            return died, [f"a process ended with {code}: {Path(f'{state_dir}.stderr').read_text()}"]
+        if found := verify.always(state_dir, said(state_dir, "accepted")):
+            return died, [f"after {kills}: {line}" for line in found]
+    if code := servers.play(state_dir, name, None):
+        return died, [f"the last process ended with {code}: {Path(f'{state_dir}.stderr').read_text()}"]
+    found = [f"{name} killed at {kills}: {line}" for line in verify.finally_(state_dir, plan(name))]
+    if not found:
+        if look:
+            look(state_dir)
+        shutil.rmtree(home)  # Some hundred databases are a lot of temporary files; only what failed is kept.
+    return died, found
+
+
+def suffer(
+    servers: Servers, home: Path, cases: list[tuple[str, list[int]]], look: Look | None = None
+) -> int:
+    """Every case, two at a time; how many kills there were. Fails with everything that went wrong."""
+    home.mkdir(exist_ok=True)
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [
+            pool.submit(partial(trouble, servers, home / f"{number}", name, kills, look))
+            for number, (name, kills) in enumerate(cases)
+        ]
+        results = [job.result() for job in jobs]
+    wrong = [line for _, found in results for line in found]
+    assert not wrong, "\n".join(wrong)
+    return sum(died for died, _ in results)
+
+
+def moments(servers: Servers, home: Path, name: str) -> int:
+    """How often the undisturbed plan calls around a COMMIT. The dry run is checked like every other."""
+    state_dir = home / "dry"
+    assert servers.play(state_dir, name, None) == 0, Path(f"{state_dir}.stderr").read_text()
+    assert verify.finally_(state_dir, plan(name)) == []
+    return int(said(state_dir, "commits")[0])
+
+
+def suffer_every_moment(servers: Servers, home: Path, name: str, look: Look | None = None) -> tuple[int, int]:
+    """A kill before and one after every commit of a plan: how many moments there are, and how many kills."""
+    count = moments(servers, home, name)
+    return count, suffer(servers, home, [(name, [moment]) for moment in range(1, count + 1)], look)
+
+
+def suffer_by_chance(
+    servers: Servers, home: Path, plans: Callable[[int], str], dice: random.Random, wanted: int
+) -> int:
+    """One to three kills in a row at seeded moments, of one plan after the other, until there were enough."""
+    count = moments(servers, home, plans(0))
+    died, number = 0, 0
+    # A plan with fewer commits than the measured one may end before its moment comes; only real kills count.
+    while died < wanted:
+        cases: list[tuple[str, list[int]]] = []
+        while len(cases) < max(2, (wanted - died) // 2):
+            times = dice.choice([1, 1, 2, 3])
+            # The first life does most of the work, so kills of later ones are looked for early on.
+            kills = [dice.randint(1, count - 4), *(dice.randint(1, count // 3) for _ in range(times - 1))]
+            cases.append((plans(number), kills))
+            number += 1
+        killed = suffer(servers, home / f"round{number}", cases)
+        assert killed, "no kill at all in a whole round"
+        died += killed
+    return died

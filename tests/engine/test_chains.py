@@ -1,0 +1,284 @@
+"""Chains of messages between sessions: none goes on for ever, and nobody waits in a circle."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from antiphon.clock import ManualClock
+from antiphon.messages import Assistant
+from antiphon.runtimes import Prompt
+from stage import DATABASE, calls, dump, soon, until
+from tools.troupe import HELPER, MAIN, Player, cast_of, heard, house, result_in, warnings_of
+
+pytestmark = pytest.mark.anyio
+
+CALM = {"replyBack": 0, "announce": "none"}
+
+
+def main_of(agent: str) -> str:
+    return f"agent:{agent}:main"
+
+
+def asks(other: str, *, only: str | None = None, **options: Any) -> Callable[[Prompt], Assistant | str]:
+    """Send to another agent, if this word was said, and reply with what the tool answered."""
+
+    def answer(prompt: Prompt) -> Assistant | str:
+        if (result := result_in(prompt)) is not None:
+            return str({name: result.get(name) for name in ("status", "code", "path", "reply", "error")})
+        if only is not None and only not in heard(prompt):
+            return "no"
+        return calls("sessions_send", sessionKey=main_of(other), message="pass it on", **{**CALM, **options})
+
+    return answer
+
+
+# --- oneself ---
+
+
+@pytest.mark.requirement("S7", "G15")
+async def test_a_session_cannot_send_to_itself_by_whatever_name(tmp_path: Path) -> None:
+    async with house(cast_of("helper"), tmp_path) as troupe:
+        await troupe.found(MAIN)
+        (row,) = troupe.rows("SELECT session_id FROM sessions")
+        for name in ("main", "current", MAIN, row["session_id"]):
+            before = dump(tmp_path / DATABASE)
+            said = await troupe.use("sessions_send", sessionKey=name, message="hello me")
+            assert (said["status"], said["code"]) == ("error", "self_send")
+            assert dump(tmp_path / DATABASE) == before
+        said = await troupe.use("sessions_send", agentId="main", message="hello me")
+        assert said["code"] == "self_send"
+
+
+# --- circles of waits ---
+
+
+@pytest.mark.requirement("S7", "G12")
+async def test_a_wait_that_would_close_a_circle_is_refused_with_the_path(tmp_path: Path) -> None:
+    functions = {"a": Player(asks("b")), "b": Player(asks("c")), "c": Player(asks("a"))}
+    async with house(cast_of("a", "b", "c"), tmp_path, functions=functions) as troupe:
+        await troupe.found(*map(main_of, "abc"))
+        reply = (await troupe.ask("go", main_of("a"))).reply or ""
+        assert "'code': 'wait_cycle'" not in reply and "'status': 'ok'" in reply, (
+            "only the last one is refused"
+        )
+        assert "wait_cycle" in reply
+        (refused,) = [row for row in await troupe.transcript(main_of("c")) if row["role"] == "toolResult"]
+        assert refused["isError"] is True
+        assert refused["details"]["code"] == "wait_cycle"
+        assert refused["details"]["path"] == [main_of("a"), main_of("b"), main_of("c")]
+        circle = f"'{main_of('a')}' waits for '{main_of('b')}' waits for '{main_of('c')}'."
+        assert circle in refused["details"]["error"]
+        assert len(troupe.rows("SELECT * FROM exchanges")) == 2, "what was refused has not begun"
+
+
+@pytest.mark.requirement("S7", "G12")
+async def test_two_who_wait_for_each_other(tmp_path: Path) -> None:
+    functions = {"a": Player(asks("b")), "b": Player(asks("a"))}
+    async with house(cast_of("a", "b"), tmp_path, functions=functions) as troupe:
+        await troupe.found(*map(main_of, "ab"))
+        await troupe.ask("go", main_of("a"))
+        (refused,) = [row for row in await troupe.transcript(main_of("b")) if row["role"] == "toolResult"]
+        assert (refused["details"]["status"], refused["details"]["path"]) == (
+            "error",
+            [main_of("a"), main_of("b")],
+        )
+        assert "timeoutSeconds 0" in refused["details"]["error"]
+
+
+@pytest.mark.requirement("S7", "G12")
+async def test_who_does_not_wait_closes_no_circle(tmp_path: Path) -> None:
+    functions = {"a": Player(asks("b")), "b": Player(asks("a", only="pass it on", timeoutSeconds=0))}
+    config = cast_of("a", "b", session={"agentToAgent": {"maxHops": 2}})
+    async with house(config, tmp_path, functions=functions) as troupe:
+        await troupe.found(*map(main_of, "ab"))
+        reply = (await troupe.ask("go", main_of("a"))).reply or ""
+        assert "accepted" in reply
+        await troupe.quiet()
+
+
+@pytest.mark.requirement("S7", "G12")
+async def test_a_wait_that_is_over_closes_no_circle(tmp_path: Path) -> None:
+    """A has given up on B, though its run still goes on; B asks A and waits."""
+    clock = ManualClock()
+    gave_up, asked = asyncio.Event(), asyncio.Event()
+
+    async def a(prompt: Prompt) -> Assistant | str:
+        if heard(prompt) != "go":
+            return "yes?"
+        if result_in(prompt) is None:
+            return calls("sessions_send", sessionKey=main_of("b"), message="x", timeoutSeconds=0.02, **CALM)
+        clock.advance(seconds=1)
+        gave_up.set()
+        await soon(asked)
+        return "I gave up"
+
+    async def b(prompt: Prompt) -> Assistant | str:
+        if (result := result_in(prompt)) is not None:
+            return result["status"]
+        await soon(gave_up)
+        asked.set()
+        return calls("sessions_send", sessionKey=main_of("a"), message="y", **CALM)
+
+    functions = {"a": Player(a), "b": Player(b)}
+    async with house(cast_of("a", "b"), tmp_path, functions=functions, clock=clock) as troupe:
+        await troupe.found(*map(main_of, "ab"))
+        await troupe.ask("go", main_of("a"))
+        await troupe.quiet()
+        (result,) = [row for row in await troupe.transcript(main_of("b")) if row["role"] == "toolResult"]
+        assert (result["details"]["status"], result["details"]["reply"]) == ("ok", "yes?")
+
+
+@pytest.mark.requirement("S7", "G12", "S9")
+async def test_waiting_again_for_what_was_sent_before_is_a_wait_too(tmp_path: Path) -> None:
+    """A sends without waiting; B sends to A and waits; then A waits for the first message by its key."""
+    waiting = asyncio.Event()
+    said: list[dict[str, Any]] = []
+
+    async def a(prompt: Prompt) -> Assistant | str:
+        if (result := result_in(prompt)) is not None:
+            said.append(result)
+        sent = {"sessionKey": main_of("b"), "message": "x", "idempotencyKey": "k", **CALM}
+        if not said:
+            return calls("sessions_send", **sent, timeoutSeconds=0)
+        if len(said) == 1:
+            await soon(waiting)
+            return calls("sessions_send", **sent, timeoutSeconds=1)
+        return "done"
+
+    async def b(prompt: Prompt) -> Assistant | str:
+        if result_in(prompt) is not None:
+            return "never mind"
+        return calls("sessions_send", sessionKey=main_of("a"), message="y", timeoutSeconds=3, **CALM)
+
+    async with house(cast_of("a", "b"), tmp_path, functions={"a": Player(a), "b": Player(b)}) as troupe:
+        await troupe.found(*map(main_of, "ab"))
+        run = await troupe.say("go", main_of("a"))
+
+        async def waited_for() -> bool:
+            return bool(troupe.rows("SELECT * FROM waits"))
+
+        await until(waited_for)
+        waiting.set()
+        await troupe.ended(run)
+        assert [result["status"] for result in said] == ["accepted", "error"]
+        assert (said[1]["code"], said[1]["path"]) == ("wait_cycle", [main_of("b"), main_of("a")])
+        await troupe.quiet()
+
+
+@pytest.mark.requirement("G12")
+async def test_who_waits_holds_no_slot(tmp_path: Path) -> None:
+    """Only one sub-agent may be in a model step, and each of them waits for somebody who waits for another one."""
+    config = cast_of(
+        "helper",
+        agents={"defaults": {"subagents": {"maxConcurrent": 1, "maxSpawnDepth": 2}}},
+        tools={"subagents": {"tools": {"alsoAllow": ["sessions_send"]}}},
+    )
+    free = asyncio.Event()
+
+    async def helper(prompt: Prompt) -> str:
+        await soon(free)
+        return "done"
+
+    async with house(config, tmp_path, functions={"helper": Player(helper)}) as troupe:
+        await troupe.found(HELPER)
+        waits = f'call sessions_send {{"sessionKey": "{HELPER}", "message": "?", "replyBack": 0, "announce": "none"}}'
+        for _ in range(3):
+            await troupe.does("sessions_spawn", task=waits)
+        quick = await troupe.does("sessions_spawn", task="say quick")
+        assert (await troupe.ended(quick["runId"])).reply == "quick", "though three others wait"
+        free.set()
+        await troupe.quiet()
+        assert {row["outcome"] for row in troupe.rows("SELECT outcome FROM tasks")} == {"ok"}
+
+
+# --- chains that would not end ---
+
+
+@pytest.mark.requirement("S7", "G14")
+@pytest.mark.parametrize("agents", range(2, 11))
+async def test_a_ring_that_forwards_for_ever_stops_at_the_limit_by_name(tmp_path: Path, agents: int) -> None:
+    names = [f"a{number}" for number in range(agents)]
+    functions = {
+        name: Player(asks(names[(number + 1) % agents], timeoutSeconds=0))
+        for number, name in enumerate(names)
+    }
+    async with house(cast_of(*names), tmp_path, functions=functions) as troupe:
+        await troupe.found(*map(main_of, names))
+        warned = await warnings_of(troupe, "chain_limit", lambda: troupe.ask("go", main_of("a0")))
+        last = names[12 % agents]
+        assert warned == [main_of(last)]
+        hops = troupe.rows("SELECT hop, chain FROM exchanges ORDER BY n")
+        assert [row["hop"] for row in hops] == list(range(1, 13))
+        assert len({row["chain"] for row in hops}) == 1
+        errors = [
+            row["details"]
+            for row in await troupe.transcript(main_of(last))
+            if row["role"] == "toolResult" and row.get("isError")
+        ]
+        assert [(error["status"], error["code"], error["max"]) for error in errors] == [
+            ("forbidden", "chain_limit", 12)
+        ]
+        assert "limit of 12 hops" in errors[0]["error"]
+
+
+@pytest.mark.requirement("S7", "G14")
+async def test_a_chain_ends_at_its_number_of_runs_whatever_its_shape(tmp_path: Path) -> None:
+    """Everybody asks everybody: the tree would have 3 + 9 + 27 … runs, and is cut at ten."""
+    names = ["a", "b", "c", "d"]
+
+    def everybody(prompt: Prompt) -> Assistant | str:
+        if result_in(prompt) is not None:
+            return "asked"
+        own = prompt.agent_id
+        asked = [
+            calls("sessions_send", sessionKey=main_of(name), message="all", timeoutSeconds=0, **CALM)
+            for name in names
+            if name != own
+        ]
+        blocks = [call.content[0] for call in asked]
+        return Assistant(content=blocks, timestamp=1)
+
+    config = cast_of(*names, session={"agentToAgent": {"maxRuns": 10, "maxHops": 1000}})
+    functions = {name: Player(everybody) for name in names}
+    async with house(config, tmp_path, functions=functions) as troupe:
+        await troupe.found(*map(main_of, names))
+        warned = await warnings_of(troupe, "chain_limit", lambda: troupe.ask("go", main_of("a")))
+        assert warned
+        chains = troupe.rows("SELECT chain, count(*) AS n FROM runs WHERE chain IS NOT NULL GROUP BY chain")
+        assert all(row["n"] <= 10 for row in chains)
+
+
+@pytest.mark.requirement("G14", "S7")
+async def test_a_chain_goes_through_spawns_too(tmp_path: Path) -> None:
+    config = cast_of(
+        session={"agentToAgent": {"maxHops": 2}}, agents={"defaults": {"subagents": {"maxSpawnDepth": 5}}}
+    )
+
+    def deeper(prompt: Prompt) -> Assistant | str:
+        if (result := result_in(prompt)) is not None:
+            return str(result.get("code") or result["status"])
+        return (
+            "." if prompt.run_id.startswith(("announce", "wake")) else calls("sessions_spawn", task="deeper")
+        )
+
+    async with house(config, tmp_path, functions={"main": Player(deeper)}) as troupe:
+        warned = await warnings_of(troupe, "chain_limit", lambda: troupe.ask("go"))
+        assert len(warned) == 1 and warned[0].startswith("agent:main:subagent:")
+        rows = troupe.rows("SELECT hop, chain FROM tasks ORDER BY n")
+        assert [row["hop"] for row in rows] == [1, 2]
+        assert len({row["chain"] for row in rows}) == 1
+
+
+@pytest.mark.requirement("G14", "S3")
+async def test_what_a_person_says_begins_a_chain_of_its_own(tmp_path: Path) -> None:
+    async with house(cast_of("helper"), tmp_path) as troupe:
+        await troupe.found(HELPER)
+        for _ in range(2):
+            await troupe.does("sessions_send", sessionKey=HELPER, message="say yes", **CALM)
+        rows = troupe.rows("SELECT chain, hop FROM exchanges")
+        assert [row["hop"] for row in rows] == [1, 1] and len({row["chain"] for row in rows}) == 2

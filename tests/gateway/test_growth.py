@@ -1,0 +1,113 @@
+"""A gateway that has served many is as it was before: what is in memory belongs to whoever is there now."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from sockets import Client, Gate
+
+from stage import OPERATOR, until
+
+pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W2")]
+
+ROUNDS = 12
+CLIENTS = 8  # at once, in every round
+TURNS = 3  # of each of them
+SESSIONS = [f"agent:main:dashboard:grow{number}" for number in range(CLIENTS)]
+SLACK = CLIENTS  # objects of a kind that may be more: caches that were not full yet
+
+
+def files() -> int:
+    """That this process has open, where that can be told."""
+    folder = Path("/proc/self/fd")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def listeners(gate: Gate) -> int:
+    return sum(map(len, gate.house.bus._listeners.values()))  # pyright: ignore[reportPrivateUsage]
+
+
+def held(gate: Gate) -> dict[str, int]:
+    """What lives as long as somebody is connected, or something runs."""
+    hub = gate.served.hub
+    parts: dict[str, Iterable[object]] = {
+        "connections": hub.connections,
+        "runs": hub._runs,  # pyright: ignore[reportPrivateUsage]
+        "holds": hub._holds,  # pyright: ignore[reportPrivateUsage]
+        "changes": hub._changes,  # pyright: ignore[reportPrivateUsage]
+        "channels": hub.subscriptions._channels,  # pyright: ignore[reportPrivateUsage]
+        "joined": hub.subscriptions._joined,  # pyright: ignore[reportPrivateUsage]
+    }
+    counts = {name: len(list(part)) for name, part in parts.items()}
+    return {**counts, "listeners": listeners(gate), "tasks": len(asyncio.all_tasks()), "files": files()}
+
+
+def objects() -> Counter[str]:
+    """Instances of our own types that are alive."""
+    gc.collect()
+    return Counter(name for it in gc.get_objects() if (name := kind_of(it)).startswith("antiphon."))
+
+
+def kind_of(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+async def visit(gate: Gate, session: str, number: str, *, cut: bool) -> None:
+    """One client: it subscribes, says some things, waits for the answers, asks for what never comes, and goes."""
+    async with gate.client() as client:
+        await client.call("sessions.subscribe")
+        await client.call("sessions.messages.subscribe", key=session, afterSeq=0)
+        for turn in range(TURNS):
+            await say(client, session, f"{number}-{turn}")
+        await client.start("agent.wait", {"runId": f"{number}-never", "timeoutMs": 60_000})
+        await client.settled()
+        if cut:
+            client.abort()
+            await client.closed()
+
+
+async def say(client: Client, session: str, key: str) -> None:
+    await client.call("chat.send", sessionKey=session, message=f"say {key}", idempotencyKey=key)
+    assert (await client.call("agent.wait", runId=key))["status"] == "ok"
+    await client.event("chat", runId=key, state="final")
+
+
+async def serve_round(gate: Gate, number: int) -> None:
+    visits = (
+        visit(gate, session, f"{number}-{place}", cut=bool((number + place) % 2))
+        for place, session in enumerate(SESSIONS)
+    )
+    await asyncio.gather(*visits)
+
+
+async def emptied(left: Callable[[], dict[str, int]]) -> None:
+    """Until nothing is left, or what is left is told; for some work goes on in the background for a while."""
+
+    async def nothing() -> bool:
+        return left() == {}
+
+    with suppress(TimeoutError):
+        await until(nothing)
+    assert left() == {}
+
+
+async def test_nothing_is_left_of_clients_that_are_gone(gate: Gate) -> None:
+    idle = held(gate)
+
+    def left() -> dict[str, int]:
+        return {name: count for name, count in held(gate).items() if count > idle[name]}
+
+    await serve_round(gate, 0)  # whatever is made once is made now
+    await emptied(left)
+    before = objects()
+    for number in range(1, ROUNDS + 1):
+        await serve_round(gate, number)
+    await emptied(left)
+    await emptied(lambda: {kind: more for kind, more in (objects() - before).items() if more > SLACK})
+    assert (await gate.operations.summary(OPERATOR)).sessions == CLIENTS

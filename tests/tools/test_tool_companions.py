@@ -1,0 +1,180 @@
+"""agents_list, session_status and sessions_search: what the other tools would do, how it is, where it was said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from asking import ALL, ME, answered, ask, put, refused, said, silent, tool_result
+
+from antiphon import access, keys
+from antiphon.access import Caller, Target
+from antiphon.engine.door import Door
+from antiphon.errors import Forbidden
+from antiphon.messages import Assistant, Cost, Usage
+from antiphon.runtimes import Prompt
+from stage import MAIN, OPERATOR, staged, text, with_settings
+
+pytestmark = pytest.mark.anyio
+
+OTHER = "agent:helper:main"
+KEY = "sk-abcdefghijklmnopqrstuvwxyz0123456789"
+
+
+def household(*allowed: str) -> dict[str, Any]:
+    return {
+        "agents": {
+            "list": [
+                {"id": "zoe", "name": "Zoë", "runtime": {"type": "function", "target": "json:dumps"}},
+                {"id": "main", "default": True, "subagents": {"allowAgents": list(allowed)}},
+                {"id": "adam", "identity": {"name": "Adam"}},
+            ]
+        }
+    }
+
+
+@pytest.mark.requirement("A1", "G31")
+@pytest.mark.parametrize(
+    ("allowed", "listed", "allow_any"),
+    [
+        ([], ["main"], False),
+        (["zoe", "nobody"], ["main", "zoe"], False),
+        (["*"], ["main", "adam", "zoe"], True),
+        (["A*"], ["main", "adam"], False),
+    ],
+)
+async def test_agents_list_is_what_spawning_accepts(
+    tmp_path: Path, allowed: list[str], listed: list[str], allow_any: bool
+) -> None:
+    config = with_settings(household(*allowed))
+    async with staged(tmp_path, silent, config=config) as stage:
+        result = await ask(stage, "agents_list")
+        assert set(result) == {"requester", "allowAny", "agents"}
+        assert (result["requester"], result["allowAny"]) == ("main", allow_any)
+        assert [agent["id"] for agent in result["agents"]] == listed
+        assert all(agent["configured"] is True for agent in result["agents"])
+        grants = Door(config).grants(ME)
+        for agent_id in ("main", "zoe", "adam", "nobody"):
+            target = Target(str(keys.main_session(agent_id)), agent_id)
+            try:
+                access.authorize(ME, "spawn", target, grants, configured=config.agent_ids)
+                accepted = True
+            except Forbidden:
+                accepted = False
+            assert accepted == (agent_id in listed)
+
+
+@pytest.mark.requirement("A1")
+async def test_an_operator_sees_every_agent_and_what_answers_for_it(tmp_path: Path) -> None:
+    async with staged(tmp_path, silent, config=with_settings(household())) as stage:
+        result = await ask(stage, "agents_list", OPERATOR)
+        assert (result["requester"], result["allowAny"]) == ("main", True)
+        main, adam, zoe = result["agents"]
+        assert main == {
+            "id": "main", "configured": True, "model": "rehearsal/rehearsal", "runtime": "model"
+        }  # fmt: skip
+        assert adam["name"] == "Adam"
+        assert zoe == {"id": "zoe", "configured": True, "name": "Zoë", "runtime": "function"}
+
+
+@pytest.mark.requirement("A2")
+async def test_status_shows_what_runs_and_what_waits(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+
+    async def curious(prompt: Prompt) -> str:
+        if not seen:
+            await stage.say("next")
+            seen.append(await ask(stage, "session_status"))
+        return "done"
+
+    async with staged(tmp_path, curious) as stage:
+        run_id = await stage.say("hello")
+        await stage.ended(run_id)
+        status = seen[0]
+        assert set(status) == {"ok", "sessionKey", "session", "runs", "usage", "statusText"}
+        assert (status["sessionKey"], status["session"]["state"]) == ("main", "running")
+        active, waiting = status["runs"]
+        assert (active["runId"], active["state"]) == (run_id, "running")
+        assert (waiting["state"], waiting["position"]) == ("queued", 1)
+        assert "running for 0 s · 1 waiting" in status["statusText"]
+        assert "sessionKey" not in active
+
+
+@pytest.mark.requirement("A2")
+async def test_status_is_of_the_current_session_unless_another_is_named(tmp_path: Path) -> None:
+    async def costly(prompt: Prompt) -> Assistant:
+        cost = Cost(total=0.25)
+        return text("done", usage=Usage(input=10, output=5, total_tokens=15, cost=cost), model="m")
+
+    async with staged(tmp_path, costly) as stage:
+        await stage.ask("hello")
+        await stage.create("agent:main:cron:1", MAIN)
+        own = await ask(stage, "session_status")
+        assert (own["sessionKey"], own["session"]["sessionId"]) == (
+            "main",
+            (await stage.operations.describe(OPERATOR, MAIN)).session_id,
+        )
+        assert (own["runs"], [line["calls"] for line in own["usage"]]) == ([], [1])
+        assert "modelOverride" not in own["session"]
+        assert "\nTokens: 10 in, 5 out" in own["statusText"]
+        assert "\nCost: $0.2500\n" in own["statusText"]
+        assert own["statusText"].startswith("Session: main · agent main\nState: idle\n")
+        assert (await ask(stage, "session_status", sessionKey="cron:1"))["sessionKey"] == "cron:1"
+        assert (await ask(stage, "session_status", OPERATOR))["sessionKey"] == MAIN
+        assert "There is no argument 'model'" in (await refused(stage, "session_status", model="x"))["error"]
+        assert "empty" in (await refused(stage, "session_status", sessionKey=""))["error"].lower()
+
+
+@pytest.mark.requirement("A2", "V3")
+async def test_search_finds_what_may_be_read_and_nothing_else(tmp_path: Path) -> None:
+    config = {"agents": {"list": [{"id": "main"}, {"id": "helper"}]}}
+    async with staged(tmp_path, silent, config=with_settings(config)) as stage:
+        own, other = await stage.create(MAIN), await stage.create(OTHER)
+        await put(stage, own, said("the quick brown fox"), tool_result("a fox in a box"))
+        await put(stage, other, answered("no fox here"))
+        result = await ask(stage, "sessions_search", query="fox")
+        assert (result["count"], "truncated" in result, "indexing" in result) == (2, False, False)
+        assert {hit["sessionKey"] for hit in result["results"]} == {"main"}
+        assert set(result["results"][0]) == {
+            "sessionKey", "sessionId", "messageId", "seq", "role", "timestamp", "snippet", "score"
+        }  # fmt: skip
+        alone = await ask(stage, "sessions_search", query="fox", includeTools=False)
+        assert [hit["role"] for hit in alone["results"]] == ["user"]
+        assert (await ask(stage, "sessions_search", query="fox", agentId="helper"))["count"] == 0
+        assert (await ask(stage, "sessions_search", OPERATOR, query="fox"))["count"] == 3
+        assert (await ask(stage, "sessions_search", query="fox", limit=-3))["count"] == 1
+        assert "query is empty" in (await refused(stage, "sessions_search", query=" "))["error"]
+        assert "'query' is missing" in (await refused(stage, "sessions_search"))["error"]
+    async with staged(tmp_path, silent, config=with_settings({**config, **ALL})) as stage:
+        hits = (await ask(stage, "sessions_search", query="fox"))["results"]
+        assert [hit["sessionKey"] for hit in hits] == [OTHER, "main", "main"]
+
+
+@pytest.mark.requirement("A2")
+async def test_at_most_twenty_five_are_found_and_that_is_said(tmp_path: Path) -> None:
+    async with staged(tmp_path, silent) as stage:
+        await put(stage, await stage.create(MAIN), *(said(f"fox {number}") for number in range(30)))
+        assert (await ask(stage, "sessions_search", query="fox"))["count"] == 10
+        result = await ask(stage, "sessions_search", query="fox", limit=1000)
+        assert (result["count"], result["truncated"]) == (25, True)
+
+
+@pytest.mark.requirement("A2", "H3")
+async def test_a_snippet_never_shows_a_secret_not_even_half_of_one(tmp_path: Path) -> None:
+    async with staged(tmp_path, silent) as stage:
+        row = await stage.create(MAIN)
+        for gap in range(120, 260, 7):
+            await put(stage, row, said(f"needle {'x' * gap} {KEY} {'y ' * 100}"))
+        for query in ("needle", "abcdefghijklmnopqrstuvwxyz0123456789"):
+            hits = (await ask(stage, "sessions_search", query=query, limit=25))["results"]
+            assert hits
+            assert KEY[6:16] not in json.dumps(hits)
+        assert "needle" in (await ask(stage, "sessions_search", query="needle"))["results"][0]["snippet"]
+
+
+async def test_a_caller_of_an_agent_that_is_gone_is_told(tmp_path: Path) -> None:
+    async with staged(tmp_path, silent) as stage:
+        gone = Caller.agent("gone", "agent:gone:main")
+        assert "no agent 'gone'" in (await refused(stage, "agents_list", gone))["error"]

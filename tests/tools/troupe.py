@@ -1,0 +1,245 @@
+"""A house with several agents on stage, each the rehearsal model or a function that keeps what it was shown.
+
+Everything behind the doors is real: the store, the engine, the tools, the outbox. What a test makes up is what the
+agents say, which channels there are, and the time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from antiphon import keys
+from antiphon.access import Caller
+from antiphon.bus import SessionChanged
+from antiphon.clock import Clock, SystemClock
+from antiphon.config import Config
+from antiphon.engine.deliveries import Destination
+from antiphon.engine.engine import Pace
+from antiphon.engine.outbox import Channel
+from antiphon.engine.toolbox import Call, Result
+from antiphon.host import House
+from antiphon.host import house as opened_house
+from antiphon.messages import Assistant, Message, ToolResult, User
+from antiphon.operations import HistoryFilter, Operations
+from antiphon.operations import Message as Words
+from antiphon.runtimes import Prompt
+from antiphon.runtimes.function import Agent, FunctionRuntime
+from antiphon.views import RunView
+from stage import BOUND, DATABASE, MAIN, OPERATOR, raw, text, until
+
+HELPER = "agent:helper:main"
+QUICK = Pace(sweep=0.02)
+OPEN = {"tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}}}
+"""Everybody may see and write to everybody."""
+
+Answer = str | Assistant
+_numbers = itertools.count(1)
+
+
+def cast_of(*agents: str | Mapping[str, Any], **sections: Any) -> Config:
+    """`main` and these agents, who reach each other unless a section says otherwise."""
+    listed: list[dict[str, Any]] = [
+        {"id": agent} if isinstance(agent, str) else dict(agent) for agent in agents
+    ]
+    if all(agent["id"] != "main" for agent in listed):
+        listed.insert(0, {"id": "main", "default": True})
+    return Config.model_validate(merged({"agents": {"list": listed}}, merged(OPEN, sections)))
+
+
+def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, the second where they differ."""
+    result = dict(one)
+    for name, value in other.items():
+        below = result.get(name)
+        result[name] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value  # pyright: ignore[reportUnknownArgumentType]
+    return result
+
+
+class Player:
+    """A function agent: keeps every prompt, and answers as it is told to."""
+
+    def __init__(
+        self, answer: Callable[[Prompt], Answer | Awaitable[Answer]] | Answer = "understood"
+    ) -> None:
+        self._answer = answer
+        self.prompts: list[Prompt] = []
+
+    async def __call__(self, prompt: Prompt) -> Assistant:
+        self.prompts.append(prompt)
+        answer = self._answer(prompt) if callable(self._answer) else self._answer
+        if isinstance(answer, Awaitable):
+            answer = await answer
+        return text(answer) if isinstance(answer, str) else answer
+
+    def shown(self, phase: str) -> list[Prompt]:
+        """The prompts of one kind of step: `request`, `turn`, `announce` or `wake`."""
+        return [prompt for prompt in self.prompts if phase_of(prompt) == phase]
+
+
+def phase_of(prompt: Prompt) -> str:
+    return _phase(prompt.run_id)
+
+
+def _phase(run_id: str) -> str:
+    head, colon, _ = run_id.partition(":")
+    return head if colon else "request"
+
+
+def heard(prompt: Prompt) -> str:
+    """What the model reads as the last thing that was said to it."""
+    said = [message for message in prompt.messages if isinstance(message, User)][-1].content
+    assert isinstance(said, str)
+    return said
+
+
+def result_in(prompt: Prompt) -> dict[str, Any] | None:
+    """What the tool answered, if that is what the model is to go on from."""
+    last: Message = prompt.messages[-1]
+    return json.loads(last.text) if isinstance(last, ToolResult) else None
+
+
+class Pigeon:
+    """A channel that keeps what it was given, and fails as it is told to."""
+
+    def __init__(
+        self, *, keyed: bool = False, fails: Callable[[str], Exception | None] | None = None
+    ) -> None:
+        self.keyed = keyed
+        self.posts: list[tuple[str, Destination, str]] = []
+        """Every effect that people there would see."""
+        self.tries: list[str] = []
+        self._fails = fails
+
+    async def post(self, key: str, where: Destination, text: str) -> str | None:
+        self.tries.append(key)
+        error = self._fails(key) if self._fails else None
+        if not (self.keyed and key in (seen for seen, *_ in self.posts)) and not _unsent(error):
+            self.posts.append((key, where, text))
+        if error:
+            raise error
+        return f"message-{len(self.posts)}"
+
+    @property
+    def texts(self) -> list[str]:
+        return [text for *_, text in self.posts]
+
+
+def _unsent(error: Exception | None) -> bool:
+    return error is not None and getattr(error, "code", None) == "undeliverable"
+
+
+@dataclass(slots=True)
+class Troupe:
+    """The house and what is needed to play in it."""
+
+    house: House
+    path: Path
+
+    @property
+    def operations(self) -> Operations:
+        return self.house.operations
+
+    # --- as a person ---
+
+    async def say(self, words: str, session: str = MAIN, **options: Any) -> str:
+        message = Words(session=session, content=words, **options)
+        return (await self.operations.submit(OPERATOR, message)).run_id
+
+    async def ended(self, run_id: str) -> RunView:
+        view = await self.operations.wait(OPERATOR, run_id, BOUND)
+        assert view.ended, f"{run_id} is still {view.state} after {BOUND} seconds"
+        return view
+
+    async def ask(self, words: str, session: str = MAIN, **options: Any) -> RunView:
+        return await self.ended(await self.say(words, session, **options))
+
+    async def found(self, *sessions: str) -> None:
+        for session in sessions:
+            await self.operations.open(OPERATOR, session)
+
+    # --- as an agent ---
+
+    async def does(self, tool: str, session: str = MAIN, /, **arguments: Any) -> dict[str, Any]:
+        """What a tool answers to the rehearsal model, in a run of that session."""
+        view = await self.ask(f"call {tool} {json.dumps(arguments)}", session)
+        assert view.reply is not None, view.error
+        return json.loads(view.reply)
+
+    async def invoked(self, tool: str, session: str = MAIN, /, **arguments: Any) -> Result:
+        """What a tool answers to the agent of that session outside of any run."""
+        caller = Caller.agent(keys.parse(session).agent_id, session)
+        call = Call(caller=caller, run_id="no run", call_id=f"{next(_numbers)}", arguments=arguments)
+        return await self.house.toolbox.allowed((), ())[tool].invoke(call)
+
+    async def use(self, tool: str, session: str = MAIN, /, **arguments: Any) -> dict[str, Any]:
+        return (await self.invoked(tool, session, **arguments)).details
+
+    # --- looking ---
+
+    def rows(self, sql: str, *params: object) -> list[dict[str, Any]]:
+        """Past everything, from the file."""
+        return raw(self.path / DATABASE, sql, *params)
+
+    async def transcript(self, session: str = MAIN) -> list[dict[str, Any]]:
+        wanted = HistoryFilter(limit=1000, include_tools=True, after=0)
+        return (await self.operations.history(OPERATOR, session, wanted)).messages
+
+    async def quiet(self) -> None:
+        """Until nothing is left to do: every run, exchange, task and delivery has come to its end."""
+
+        async def over() -> bool:
+            (left,) = self.rows(
+                "SELECT (SELECT count(*) FROM runs WHERE state IN ('queued', 'running'))"
+                " + (SELECT count(*) FROM exchanges WHERE phase <> 'settled')"
+                " + (SELECT count(*) FROM tasks WHERE phase <> 'settled')"
+                " + (SELECT count(*) FROM deliveries WHERE state IN ('pending', 'sending')) AS n"
+            )
+            return left["n"] == 0
+
+        await until(over)
+
+    def played(self) -> list[str]:
+        """The steps of all exchanges and tasks in the order in which they were queued, as `agent:phase`."""
+        sql = (
+            "SELECT r.id, s.agent_id FROM runs r JOIN sessions s ON s.id = r.session"
+            " WHERE r.exchange IS NOT NULL OR r.task IS NOT NULL ORDER BY r.n"
+        )
+        return [f"{row['agent_id']}:{_phase(row['id'])}" for row in self.rows(sql)]
+
+
+@asynccontextmanager
+async def house(
+    config: Config,
+    path: Path,
+    *,
+    functions: Mapping[str, Agent | Player] | None = None,
+    channels: Mapping[str, Channel] | None = None,
+    clock: Clock | None = None,
+    pace: Pace = QUICK,
+    tools: Any = None,
+) -> AsyncGenerator[Troupe]:
+    """Open it, and close it when the block is left; agents without a function are the rehearsal model."""
+    clock = clock or SystemClock()
+    runtimes = {agent: FunctionRuntime(fn, clock=clock) for agent, fn in (functions or {}).items()}
+    async with opened_house(
+        config, path, functions=runtimes, channels=channels, clock=clock, pace=pace, tools=tools
+    ) as opened:
+        yield Troupe(opened, path)
+
+
+async def warnings_of(troupe: Troupe, reason: str, cause: Callable[[], Awaitable[object]]) -> list[str]:
+    """The keys of the sessions of which everybody was told that, while that was done and until it is quiet."""
+    told: list[str] = []
+    async with troupe.house.bus.listen("sessions") as events:
+        await cause()
+        await troupe.quiet()
+        while (event := await events.get(0)) is not None:
+            if isinstance(event, SessionChanged) and event.reason == reason:
+                told.append(event.session_key)
+    return told
