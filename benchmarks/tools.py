@@ -152,7 +152,12 @@ async def turns(counts: dict[str, int]) -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         async with house(config(), Path(folder)) as opened:
             await opened.operations.open(OPERATOR, "agent:helper:main")
-            asked = {"sessionKey": "agent:helper:main", "message": "say yes", "replyBack": 0, "announce": "none"}
+            asked = {
+                "sessionKey": "agent:helper:main",
+                "message": "say yes",
+                "replyBack": 0,
+                "announce": "none",
+            }
             text = f"call sessions_send {json.dumps(asked)}\nsay done"
             times: list[float] = []
             for _ in range(counts["sends"]):

@@ -8,13 +8,12 @@ import random
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import cast
+from queue import Empty, SimpleQueue
 
 from chaos import verify
 from chaos.scenario import plan
@@ -22,6 +21,14 @@ from chaos.scenario import plan
 WORKER = Path(__file__).with_name("worker.py")
 TESTS = WORKER.parent.parent
 KILLED = -9
+BATCHES = 4  # in which each kind of plan gets its half of the seeded kills
+
+Kill = int | str
+"""The number of a call around a commit, or a moment with a name (see `worker`)."""
+Case = tuple[str, Sequence[Kill]]
+"""A plan, and when its processes are killed."""
+Look = Callable[[Path], None]
+"""Given the state directory of a case that went well, before it is removed."""
 
 
 def spawn(*arguments: str) -> subprocess.Popen[str]:
@@ -35,26 +42,27 @@ def spawn(*arguments: str) -> subprocess.Popen[str]:
 
 @dataclass
 class Servers:
-    """A forking server for each thread that asks for one; each plays one process at a time."""
+    """Forking servers, as many as are used at once; each plays one process at a time."""
 
-    _local: threading.local = field(default_factory=threading.local)
-    _started: list[subprocess.Popen[str]] = field(default_factory=list[subprocess.Popen[str]])
+    _idle: SimpleQueue[subprocess.Popen[str]] = field(default_factory=SimpleQueue[subprocess.Popen[str]])
 
-    def play(self, state_dir: Path, name: str, kill: int | None) -> int:
+    def play(self, state_dir: Path, name: str, kill: Kill | None) -> int:
         """The exit code of a process that had its turn on this directory."""
-        server = cast("subprocess.Popen[str] | None", getattr(self._local, "server", None))
-        if server is None:
-            server = self._local.server = spawn("--serve")
-            self._started.append(server)
+        try:
+            server = self._idle.get_nowait()
+        except Empty:
+            server = spawn("--serve")
         assert server.stdin and server.stdout
         job = {"state_dir": str(state_dir), "plan": name, "kill": str(kill or "")}
         server.stdin.write(f"{json.dumps(job)}\n")
         server.stdin.flush()
-        return json.loads(server.stdout.readline())["exit"]
+        code: int = json.loads(server.stdout.readline())["exit"]
+        self._idle.put(server)
+        return code
 
     def close(self) -> None:
-        for server in self._started:
-            server.communicate(timeout=30)
+        while not self._idle.empty():
+            self._idle.get().communicate(timeout=30)
 
 
 def said(state_dir: Path, word: str) -> list[str]:
@@ -63,12 +71,8 @@ def said(state_dir: Path, word: str) -> list[str]:
     return [line.removeprefix(f"{word} ") for line in lines if line.startswith(f"{word} ")]
 
 
-Look = Callable[[Path], None]
-"""Given the state directory of a case that went well, before it is removed."""
-
-
 def trouble(
-    servers: Servers, home: Path, name: str, kills: list[int], look: Look | None = None
+    servers: Servers, home: Path, name: str, kills: Sequence[Kill], look: Look | None = None
 ) -> tuple[int, list[str]]:
     """Play a plan under these kills and then to its end: how many kills were real, and what is wrong."""
     home.mkdir()
@@ -91,11 +95,9 @@ def trouble(
     return died, found
 
 
-def suffer(
-    servers: Servers, home: Path, cases: list[tuple[str, list[int]]], look: Look | None = None
-) -> int:
+def suffer(servers: Servers, home: Path, cases: Sequence[Case], look: Look | None = None) -> int:
     """Every case, two at a time; how many kills there were. Fails with everything that went wrong."""
-    home.mkdir(exist_ok=True)
+    home.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(2) as pool:
         jobs = [
             pool.submit(partial(trouble, servers, home / f"{number}", name, kills, look))
@@ -115,21 +117,32 @@ def moments(servers: Servers, home: Path, name: str) -> int:
     return int(said(state_dir, "commits")[0])
 
 
-def suffer_every_moment(servers: Servers, home: Path, name: str, look: Look | None = None) -> tuple[int, int]:
-    """A kill before and one after every commit of a plan: how many moments there are, and how many kills."""
-    count = moments(servers, home, name)
-    return count, suffer(servers, home, [(name, [moment]) for moment in range(1, count + 1)], look)
+def suffer_every_moment(servers: Servers, home: Path, name: str, look: Look | None = None) -> int:
+    """A kill before and one after every commit of a plan; how many there were.
+
+    Commits that come at the same time are one, so that not every play has as many: it goes on until the plan is
+    over before its moment comes.
+    """
+    last = moments(servers, home, name)
+    died = suffer(servers, home / "measured", [(name, [moment]) for moment in range(1, last + 1)], look)
+    while killed := suffer(servers, home / f"{last}", [(name, [last + 1]), (name, [last + 2])], look):
+        died, last = died + killed, last + 2
+    return died
 
 
-def suffer_by_chance(
-    servers: Servers, home: Path, plans: Callable[[int], str], dice: random.Random, wanted: int
-) -> int:
+def suffer_by_chance(servers: Servers, home: Path, kind: str, batch: int, total: int) -> int:
     """One to three kills in a row at seeded moments, of one plan after the other, until there were enough."""
+    wanted = -(-total // (2 * BATCHES))
+    dice = random.Random(f"{kind} {batch}")
+
+    def plans(number: int) -> str:
+        return f"{kind}:{batch * 1000 + number}"
+
     count = moments(servers, home, plans(0))
     died, number = 0, 0
     # A plan with fewer commits than the measured one may end before its moment comes; only real kills count.
     while died < wanted:
-        cases: list[tuple[str, list[int]]] = []
+        cases: list[Case] = []
         while len(cases) < max(2, (wanted - died) // 2):
             times = dice.choice([1, 1, 2, 3])
             # The first life does most of the work, so kills of later ones are looked for early on.

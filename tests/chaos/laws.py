@@ -12,7 +12,9 @@ from chaos.book import Book, Row
 from chaos.talk import KEYED, UNKEYED
 
 UNDER_WAY = {"queued", "running"}
-STEPS = {"sessions_send", "reply-back", "announce", "sessions_spawn"}  # origins of runs that are part of something
+# Origins of runs that are part of something.
+STEPS = {"sessions_send", "reply-back", "announce", "sessions_spawn"}
+POSTED = {"pending", "delivered", "blocked", "ambiguous", "dead"}  # ends that are those of a delivery
 UNANNOUNCED = {None, "no_reply", "none", "target_gone"}  # ends of an exchange without an announce step
 SILENT = {None, "none", "skipped"}  # ends of a task that nobody hears of
 
@@ -22,6 +24,7 @@ def broken(book: Book) -> list[str]:
     for exchange in book.exchanges:
         wrong += _steps(book, exchange)
         wrong += _conversation(book, exchange)
+        wrong += _announcement(book, exchange)
     for task in book.tasks:
         wrong += _child(book, task)
         wrong += _work(book, task)
@@ -69,6 +72,13 @@ def _conversation(book: Book, exchange: Row) -> list[str]:
             wrong.append(f"turn {turn} of exchange {exchange['id']} is hop {run['hop']} of {run['chain']}")
         said = run["reply"]
     return wrong
+
+
+def _announcement(book: Book, exchange: Row) -> list[str]:
+    posted = book.delivery(f"exchange:{exchange['id']}") is not None
+    if posted != (exchange["announced"] in POSTED):
+        return [f"exchange {exchange['id']} is {exchange['announced']}, and its delivery is {posted}"]
+    return []
 
 
 def gone(task: Row) -> bool:
@@ -178,7 +188,9 @@ def _orphans(book: Book) -> list[str]:
                 wrong.append(f"{run['id']} is of no {kind}")
     reported = {f"note:{task['id']}" for task in book.tasks}
     wrong += [
-        f"{run['id']} tells of nothing" for run in book.runs if run["origin"] == "note" and run["id"] not in reported
+        f"{run['id']} tells of nothing"
+        for run in book.runs
+        if run["origin"] == "note" and run["id"] not in reported
     ]
     return wrong
 

@@ -31,7 +31,7 @@ def _every(spawns: Iterable[Spawned]) -> list[Spawned]:
 
 def _nothing_else(book: Book, plan: Sequence[Planned]) -> list[str]:
     """As many of everything as the plan leads to, and nothing in the middle of its way."""
-    sends = [sent for planned in plan for sent in planned.sends]
+    sends = {sent for planned in plan for sent in planned.sends}  # the same one under the same key is one
     spawns = _every(spawned for planned in plan for spawned in planned.spawns)
     parcels = sum(sent.body is not None for sent in sends)
     parcels += sum(spawned.announced == "delivered" for spawned in spawns)
@@ -48,7 +48,9 @@ def _nothing_else(book: Book, plan: Sequence[Planned]) -> list[str]:
         "wakes": sum(run["origin"] == "wake" for run in book.runs),
     }
     wrong = [] if found == wanted else [f"there are {found}, not {wanted}"]
-    wrong += [f"{row['id']} is not settled" for row in book.exchanges + book.tasks if row["phase"] != "settled"]
+    wrong += [
+        f"{row['id']} is not settled" for row in book.exchanges + book.tasks if row["phase"] != "settled"
+    ]
     wrong += [f"{session['key']} still waits" for session in book.sessions if session["yielded"] is not None]
     return wrong
 
@@ -66,7 +68,7 @@ def _sends(book: Book, run: Row, sends: Sequence[Sent]) -> list[str]:
 
 def _sent(book: Book, run: Row, call: Call, sent: Sent) -> list[str]:
     answer = json.loads(call.answer)
-    exchange = next((row for row in book.exchanges if row["id"] == answer["runId"]), None)
+    exchange = next((row for row in book.exchanges if row["id"] == answer.get("runId")), None)
     if exchange is None:
         return [f"{call.key} was answered {answer}, and there is no exchange"]
     wrong = _answered(call, answer, sent)
@@ -78,7 +80,9 @@ def _sent(book: Book, run: Row, call: Call, sent: Sent) -> list[str]:
     facts = _facts(exchange, "message", "requester", "target_key", "first_reply", "latest_reply")
     wanted = [sent.message, run["session"], sent.to, *([spoken[0], spoken[-1]] if spoken else [None, None])]
     if facts != wanted or exchange["announced"] not in ends:
-        wrong.append(f"exchange {exchange['id']} came to {facts}, {exchange['announced']}, not {wanted}, {ends}")
+        wrong.append(
+            f"exchange {exchange['id']} came to {facts}, {exchange['announced']}, not {wanted}, {ends}"
+        )
     return wrong + _announced(book, exchange, sent)
 
 

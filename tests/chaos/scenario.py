@@ -61,8 +61,8 @@ def _note(key: str, number: int) -> str:
     return f"call {NOTE} {json.dumps({'line': f'{key} {number}'})}"
 
 
-def _said(*lines: str, key: str, state: str = "ok") -> Shape:
-    return Shape("\n".join([*lines, f"say done {key}"]), state, len(lines) + 1)
+def _said(*lines: str, key: str) -> Shape:
+    return Shape("\n".join([*lines, f"say done {key}"]), steps=len(lines) + 1)
 
 
 def _think(key: str) -> Shape:
@@ -84,9 +84,7 @@ _SHAPES: dict[str, Callable[[str], Shape]] = {
     "note": lambda key: _said(_note(key, 0), key=key),
     "tell, note": lambda key: _said(_tell(key, 0), _note(key, 1), key=key),
     "tell + note": lambda key: _said(f"{_tell(key, 0)} + {_note(key, 1)}", key=key),
-    "note + note + tell": lambda key: _said(
-        f"{_note(key, 0)} + {_note(key, 1)} + {_tell(key, 2)}", key=key
-    ),
+    "note + note + tell": lambda key: _said(f"{_note(key, 0)} + {_note(key, 1)} + {_tell(key, 2)}", key=key),
     "note, tell + tell": lambda key: _said(_note(key, 0), f"{_tell(key, 1)} + {_tell(key, 2)}", key=key),
     "fail": _fail,
     "nothing": _nothing,
@@ -107,6 +105,17 @@ def _yields(key: str, *spawns: Spawned) -> Shape:
     return Shape(text, steps=len(spawns) + 2, spawns=spawns, wakes=1)
 
 
+def _twice(key: str) -> Shape:
+    sent = replace(sending(key, says=2, wait=True), key=f"key of {key}")
+    return _sends(key, sent, sent)
+
+
+def _spawn_and_send(key: str) -> Shape:
+    """The report comes while its requester is busy, and waits."""
+    spawned, sent = spawning(key), sending(key, says=3, wait=True)
+    return replace(_said(spawned.call, sent.call, key=key), sends=(sent,), spawns=(spawned,))
+
+
 _TALKS: dict[str, Callable[[str], Shape]] = {
     "five turns": lambda key: _sends(key, sending(key, says=TURNS + 1, wait=True)),
     "five turns, no wait": lambda key: _sends(key, sending(key, says=TURNS + 1, wait=False)),
@@ -114,9 +123,13 @@ _TALKS: dict[str, Callable[[str], Shape]] = {
     "no announce": lambda key: _sends(key, sending(key, says=1, wait=False, announced="none")),
     "skipped": lambda key: _sends(key, sending(key, says=3, wait=False, announced="skipped")),
     "no reply": lambda key: _sends(key, sending(key, says=0, wait=True)),
-    "two sends": lambda key: _sends(key, sending(key, says=1, wait=False), sending(f"{key}b", says=2, wait=True)),
+    "two sends": lambda key: _sends(
+        key, sending(key, says=1, wait=False), sending(f"{key}b", says=2, wait=True)
+    ),
+    "the same twice": _twice,
     "spawn": lambda key: _spawns(key, spawning(key)),
     "spawn two": lambda key: _spawns(key, spawning(key), spawning(f"{key}b", agent="helper", ending="fail")),
+    "spawn, send": _spawn_and_send,
     "spawn, skip": lambda key: _spawns(key, spawning(key, ending="skip")),
     "spawn, fail": lambda key: _spawns(key, spawning(key, ending="fail")),
     "spawn, nothing": lambda key: _spawns(key, spawning(key, ending="nothing")),

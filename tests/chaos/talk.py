@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 HELPER = "agent:helper:main"
 KEYED, UNKEYED = "keyed", "unkeyed"  # channels outside; the first one honours keys
+ATTEMPTS = ".attempts"  # beside what was posted there: what was to be posted
+POSTING, POSTED = "posting", "posted"  # moments between claiming a delivery and settling it
 TURNS = 5  # of reply-back, as the configuration has it
 SKIP = "REPLY_SKIP"
 WOKEN = "Their reports are in."  # what the rehearsal model says when it is woken
@@ -33,6 +35,8 @@ class Sent:
     """How the exchange ends."""
     body: str | None
     """What the target's chat is told, if anything."""
+    key: str | None = None
+    """Under which it is the same message, however often it is sent."""
 
     @property
     def call(self) -> str:
@@ -43,6 +47,8 @@ class Sent:
         }
         if self.announced == "none":
             arguments["announce"] = "none"
+        if self.key is not None:
+            arguments["idempotencyKey"] = self.key
         return f"call sessions_send {json.dumps(arguments)}"
 
     @property

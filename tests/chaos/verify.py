@@ -18,7 +18,6 @@ from chaos import laws, outcomes
 from chaos.book import Book, Call, Row
 from chaos.scenario import NOTE, TELL, Planned
 
-
 FOLLOWING = {"sessions_send", "reply-back", "announce", "sessions_spawn", "note", "wake"}
 
 

@@ -2,7 +2,8 @@
 
     PYTHONPATH=tests python tests/chaos/worker.py <state-dir> <plan> [--kill K]
 
-`on_commit` is called before and after every COMMIT; at the K-th call the process sends itself SIGKILL. Every
+`on_commit` is called before and after every COMMIT; at the K-th call the process sends itself SIGKILL. K can also be
+`posting` or `posted`: while a channel has something to post, before and after it does. Every
 start submits the whole plan again under the same idempotency keys, which must be harmless. It prints
 `accepted <key>` when a submission has returned, and `done` when nothing in the store is under way any more.
 
@@ -38,7 +39,7 @@ from antiphon.host import hosting
 from antiphon.operations import Message, Operations
 from antiphon.runtimes import ToolSpec
 from chaos.scenario import NOTE, NOTES, TELL, Planned, places, plan
-from chaos.talk import KEYED, UNKEYED
+from chaos.talk import ATTEMPTS, KEYED, POSTED, POSTING, UNKEYED
 
 PATIENCE = 30  # seconds that one process may take in all; then the alarm kills it and the test fails
 OPERATOR = Caller.operator()
@@ -62,9 +63,9 @@ SELECT EXISTS (SELECT 1 FROM runs WHERE state IN ('queued', 'running'))
 
 
 class Killer:
-    """Counts the calls around commits; the one that was chosen is the last thing this process does."""
+    """Counts the calls around commits. The one that was chosen, or a moment with a name, is this process's last."""
 
-    def __init__(self, at: int | None) -> None:
+    def __init__(self, at: str) -> None:
         self.count = 0
         self.committed = asyncio.Event()
         self._at = at
@@ -72,10 +73,13 @@ class Killer:
 
     def __call__(self, phase: str) -> None:
         self.count += 1
-        if self.count == self._at:
-            os.kill(os.getpid(), signal.SIGKILL)
+        self.reach(str(self.count))
         if phase == "after":
             self._loop.call_soon_threadsafe(self.committed.set)
+
+    def reach(self, moment: str) -> None:
+        if moment == self._at:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass
@@ -84,11 +88,14 @@ class Outside:
 
     posts: Path
     keyed: bool
+    killer: Killer
 
     async def post(self, key: str, where: Destination, text: str) -> str:
+        append(self.posts.with_suffix(ATTEMPTS), key)
+        self.killer.reach(POSTING)
         if not (self.keyed and self.posts.exists() and key in self.posts.read_text().splitlines()):
             append(self.posts, key)
-        append(self.posts.with_suffix(".attempts"), key)
+        self.killer.reach(POSTED)
         return f"outside-{key}"
 
 
@@ -150,11 +157,12 @@ async def submit(operations: Operations, planned: list[Planned]) -> None:
         say(f"accepted {each.key}")
 
 
-async def play(state_dir: Path, name: str, kill: int | None) -> None:
+async def play(state_dir: Path, name: str, kill: str) -> None:
     planned = plan(name)
     killer = Killer(kill)
     channels = {
-        channel: Outside(state_dir / f"{channel}.txt", keyed=channel == KEYED) for channel in (KEYED, UNKEYED)
+        channel: Outside(state_dir / f"{channel}.txt", channel == KEYED, killer)
+        for channel in (KEYED, UNKEYED)
     }
     # Children are deleted by the sweeper, which is in no hurry unless somebody waits for it.
     sweeping = any(spawned.cleanup == "delete" for each in planned for spawned in each.spawns)
@@ -169,7 +177,7 @@ async def play(state_dir: Path, name: str, kill: int | None) -> None:
     say("done")
 
 
-def run(state_dir: Path, name: str, kill: int | None) -> None:
+def run(state_dir: Path, name: str, kill: str) -> None:
     signal.alarm(PATIENCE)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     asyncio.run(play(state_dir, name, kill))
@@ -192,7 +200,7 @@ def fork(job: dict[str, str]) -> None:
     for descriptor, name in (1, "stdout"), (2, "stderr"):
         os.dup2(os.open(f"{state_dir}.{name}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), descriptor)
     try:
-        run(state_dir, job["plan"], int(kill) if kill else None)
+        run(state_dir, job["plan"], kill)
     except BaseException:  # noqa: BLE001 - nothing may leave this frame
         traceback.print_exc()
         sys.stderr.flush()
@@ -204,7 +212,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description="Host sessions, and be killed.")
     options.add_argument("state_dir", type=Path, nargs="?")
     options.add_argument("plan", nargs="?")
-    options.add_argument("--kill", type=int)
+    options.add_argument("--kill", default="")
     options.add_argument("--serve", action="store_true")
     chosen = options.parse_args()
     if chosen.serve:

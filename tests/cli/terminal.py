@@ -98,7 +98,10 @@ class Program:
 
 
 class Terminal:
-    """A process on a terminal of 100 columns. `expect` reads until something is there."""
+    """A process on a terminal, of 100 columns unless its program says otherwise.
+
+    `expect` reads until something is there.
+    """
 
     def __init__(self, program: Program, arguments: tuple[str, ...]) -> None:
         self._master, slave = pty.openpty()
@@ -108,7 +111,7 @@ class Terminal:
             stdout=slave,
             stderr=slave,
             start_new_session=True,
-            env={**program.environ, "COLUMNS": "100", "LINES": "40"},
+            env={"COLUMNS": "100", "LINES": "40", **program.environ},
         )
         os.close(slave)
         self.raw = ""

@@ -75,6 +75,7 @@ def test_every_command_has_help(program: Program) -> None:
         ["sessions", "list"],
         ["sessions", "import"],
         ["config", "check"],
+        ["deliveries", "retry"],
     ):
         done = program.run(*command, "--help")
         assert (done.code, done.err) == (0, "")

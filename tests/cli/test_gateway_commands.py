@@ -324,5 +324,9 @@ def test_client_commands_load_neither_server_nor_model_libraries(program: Progra
             ["chat", "--message", "say hello"],
             ["tokens", "list"],
             ["cron", "list"],
+            ["send", "cron:other", "say hello", "--from", "main"],
+            ["spawn", "say hello", "--wait"],
+            ["agents"],
+            ["deliveries"],
         ):
             assert imported(program, *command).isdisjoint(HEAVY), command

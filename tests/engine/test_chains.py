@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from antiphon.clock import ManualClock
+from antiphon.engine.engine import Pace
 from antiphon.messages import Assistant
 from antiphon.runtimes import Prompt
-from stage import DATABASE, calls, dump, soon, until
-from tools.troupe import HELPER, MAIN, Player, cast_of, heard, house, result_in, warnings_of
+from stage import DATABASE, calls, dump, raw, soon
+from tools.troupe import HELPER, MAIN, Player, cast_of, heard, house, result_in, until, warnings_of
 
 pytestmark = pytest.mark.anyio
 
@@ -105,7 +106,10 @@ async def test_who_does_not_wait_closes_no_circle(tmp_path: Path) -> None:
 async def test_a_wait_that_is_over_closes_no_circle(tmp_path: Path) -> None:
     """A has given up on B, though its run still goes on; B asks A and waits."""
     clock = ManualClock()
-    gave_up, asked = asyncio.Event(), asyncio.Event()
+    gave_up = asyncio.Event()
+
+    async def asked() -> bool:
+        return len(raw(tmp_path / DATABASE, "SELECT 1 FROM exchanges")) == 2
 
     async def a(prompt: Prompt) -> Assistant | str:
         if heard(prompt) != "go":
@@ -114,18 +118,18 @@ async def test_a_wait_that_is_over_closes_no_circle(tmp_path: Path) -> None:
             return calls("sessions_send", sessionKey=main_of("b"), message="x", timeoutSeconds=0.02, **CALM)
         clock.advance(seconds=1)
         gave_up.set()
-        await soon(asked)
+        await until(asked)
         return "I gave up"
 
     async def b(prompt: Prompt) -> Assistant | str:
         if (result := result_in(prompt)) is not None:
             return result["status"]
         await soon(gave_up)
-        asked.set()
         return calls("sessions_send", sessionKey=main_of("a"), message="y", **CALM)
 
     functions = {"a": Player(a), "b": Player(b)}
-    async with house(cast_of("a", "b"), tmp_path, functions=functions, clock=clock) as troupe:
+    slow = Pace(sweep=60)  # the sweeper would take the wait away
+    async with house(cast_of("a", "b"), tmp_path, functions=functions, clock=clock, pace=slow) as troupe:
         await troupe.found(*map(main_of, "ab"))
         await troupe.ask("go", main_of("a"))
         await troupe.quiet()

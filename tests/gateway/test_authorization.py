@@ -18,9 +18,9 @@ from antiphon.errors import AntiphonError
 from antiphon.gateway import openapi
 from antiphon.gateway.methods import METHODS
 from antiphon.gateway.web import Web
-from antiphon.operations import HistoryFilter, ListFilter, Operations
+from antiphon.operations import HistoryFilter, ListFilter, Operations, Spawn
 from antiphon.schedules import JobSpec, read_as
-from stage import BOUND, MAIN, OPERATOR, dump, tool
+from stage import BOUND, MAIN, OPERATOR, dump, tool, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("V3", "W7", "SEC4")]
 
@@ -69,16 +69,21 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "cron.list": (READ, {}),
     "cron.status": (READ, {}),
     "cron.runs": (READ, {"id": "job"}),
+    "subagents.list": (READ, {"sessionKey": MAIN}),
+    "agents.spawnable": (READ, {}),
+    "deliveries.list": (READ, {}),
     "chat.send": (WRITE, {"sessionKey": MAIN, **SEND}),
     "chat.abort": (WRITE, {"sessionKey": MAIN}),
     "agent": (WRITE, {"sessionKey": MAIN, **SEND, "idempotencyKey": "k2"}),
     "send": (WRITE, {"to": "x", "idempotencyKey": "k3"}),
     "sessions.create": (WRITE, {"key": "agent:main:dashboard:new", "message": "x"}),
     "sessions.send": (WRITE, {"key": SPARE, **SEND, "idempotencyKey": "k4"}),
+    "sessions.spawn": (WRITE, {"task": "x", "requesterSessionKey": SPARE, "idempotencyKey": "k6"}),
     "sessions.steer": (WRITE, {"key": SPARE, **SEND, "idempotencyKey": "k5"}),
     "sessions.abort": (WRITE, {"key": SPARE}),
     "tools.invoke": (WRITE, {"name": "peek", "args": {"key": f"{SPARE}-1"}, "sessionKey": f"{SPARE}-1"}),
     "sessions.patch": (WRITE, {"key": SPARE, "label": "changed"}),
+    "deliveries.retry": (ADMIN, {"key": "task:dead"}),
     "chat.inject": (ADMIN, {"sessionKey": MAIN, "message": "x"}),
     "sessions.reset": (ADMIN, {"key": SPARE}),
     "sessions.compact": (ADMIN, {"key": MAIN, "maxLines": 1}),
@@ -184,8 +189,20 @@ async def _stage(path: Path, mode: str) -> AsyncGenerator[Gate]:
         await gate.operations.submit(OPERATOR, message)
         assert (await gate.operations.wait(OPERATOR, "first", BOUND)).ended
         await gate.operations.open(OPERATOR, SPARE)
+        await _leave_something_undelivered(gate)
         await gate.house.schedules.add(OPERATOR, read_as(JobSpec, JOB))
         yield gate
+
+
+async def _leave_something_undelivered(gate: Gate) -> None:
+    """A report for a chat of a channel that is not there."""
+    wanted = Spawn(task="x", idempotency_key="dead")
+    await gate.operations.spawn(OPERATOR, wanted, requester="agent:main:telegram:group:7")
+
+    async def given_up() -> bool:
+        return "dead" in (await gate.operations.deliveries(OPERATOR)).standing
+
+    await until(given_up)
 
 
 def _changed(gate: Gate, before: dict[str, list[tuple[Any, ...]]]) -> list[str]:
@@ -364,6 +381,7 @@ async def test_what_an_agent_may_not_see_looks_to_it_like_what_is_not_there(
     """Through either door a tool acts as its session, and reaches what that session reaches."""
     async with _stage(tmp_path, "token") as gate, gate.client() as client, gate.http() as http:
         await gate.operations.open(OPERATOR, SPARE)
+        await _leave_something_undelivered(gate)
 
         async def peek(key: str) -> tuple[bool, str, list[str]]:
             args = {"key": key}

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from website import Site, served
 
+from antiphon.access import Caller
 from antiphon.engine.toolbox import Call, Result, Tool
-from antiphon.errors import NotFound, StoreFull
+from antiphon.errors import Forbidden, NotFound, StoreFull
 from antiphon.gateway import invocations
 from antiphon.operations import ListFilter
-from antiphon.runtimes import ToolSpec
+from antiphon.runtimes import Prompt, ToolSpec
 from stage import MAIN, OPERATOR, tool
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W5")]
@@ -178,3 +179,44 @@ async def test_a_tool_that_fails_says_how_if_it_knows(
         assert "secret" not in body["error"]["message"]
         assert (await invoke(site, {"tool": "hangs"}))[0] == 504
         assert (await invoke(site, {"tool": "full"}))[0] == 503
+
+
+@pytest.mark.requirement("V2", "SEC6")
+async def test_a_session_that_was_put_into_a_sandbox_stays_there(tmp_path: Path) -> None:
+    box, group = Box(), "agent:work:telegram:group:7"
+    async with opened(tmp_path, box) as site:
+        await site.house.operations.open(OPERATOR, group)
+    free = {"agents": {"list": [{"id": "main"}, {"id": "work"}]}}
+    async with served(tmp_path, settings=free, tools=box.tools) as site:
+        await invoke(site, {"tool": "other", "sessionKey": group})
+        await invoke(site, {"tool": "other", "agentId": "work"})
+        assert [call.caller.sandboxed for call in box.calls] == [True, False]
+
+
+@pytest.mark.requirement("SEC4")
+async def test_an_agent_acts_as_nobody_else(tmp_path: Path) -> None:
+    async with opened(tmp_path, Box()) as site:
+        with pytest.raises(Forbidden):
+            await site.house.operations.act_as(Caller.agent("main", MAIN), MAIN)
+
+
+@pytest.mark.requirement("G4", "003-send-timeout")
+async def test_a_tool_may_wait_as_long_as_it_is_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(invocations, "TIME", 0.1)
+    settings = {
+        "gateway": {"tools": {"allow": ["sessions_send"]}},
+        "tools": {"sessions": {"visibility": "all"}},
+    }
+    async with served(tmp_path, _never, settings=settings) as site:
+        await site.house.operations.open(OPERATOR, "agent:main:dashboard:other")
+        args = {"sessionKey": "agent:main:dashboard:other", "message": "hello", "timeoutSeconds": 0.5}
+        status, body = await invoke(site, {"tool": "sessions_send", "args": args})
+        assert (status, body["result"]["details"]["status"]) == (200, "timeout")
+        assert body["result"]["details"]["delivery"]["status"] == "started"
+
+
+async def _never(_: Prompt) -> str:
+    await asyncio.Event().wait()
+    return ""

@@ -161,7 +161,9 @@ async def test_the_tools_of_an_agent_are_listed(tmp_path: Path) -> None:
         gate.client() as client,
     ):
         (group,) = (await client.call("tools.catalog"))["groups"]
-        assert [entry["id"] for entry in group["tools"]] == ["look"]
+        listed = [entry["id"] for entry in group["tools"]]
+        assert {"sessions_list", "sessions_send", "sessions_spawn", "look"} <= set(listed)
+        assert all(entry["description"] for entry in group["tools"])
         assert (await client.refused("tools.effective", sessionKey=MAIN))["details"]["type"] == "not_found"
         await say(client)
         assert (await client.call("tools.effective", sessionKey="main"))["groups"] == [group]
@@ -423,9 +425,12 @@ async def test_words_of_another_program_are_never_commands(gate: Gate) -> None:
         for word in ("/reset", "/send off", "/stop"):
             said = {"message": word, "idempotencyKey": word, "inputProvenance": provenance}
             assert (await client.call("agent", **said))["status"] == "accepted"
-            assert (await client.call("agent.wait", runId=word))["reply"] == f"heard {word}"
+            assert f"\n{word}\n" in (await client.call("agent.wait", runId=word))["reply"], (
+                "as data in a frame"
+            )
         assert (await client.call("sessions.describe", key=MAIN))["session"]["sessionId"] == before
         first = (await client.call("chat.history", sessionKey=MAIN))["messages"][2]
+        assert first["content"] == "/reset"
         assert first["provenance"] == {"kind": "external"}, "only we can say that another session said it"
 
 

@@ -22,19 +22,19 @@ from troupe import (
     house,
     phase_of,
     result_in,
+    until,
 )
 
 from antiphon.clock import ManualClock
 from antiphon.engine.toolbox import Call, Result, Tool
 from antiphon.errors import SpawnRefused
-from antiphon.messages import Assistant, Cost, Usage
+from antiphon.messages import Assistant, Cost, Usage, User
 from antiphon.operations import Operations, Patch, Spawn
 from antiphon.runtimes import Prompt
-from stage import DATABASE, calls, dump, soon, text, tool, until
+from stage import DATABASE, calls, dump, soon, text, tool
 
 pytestmark = pytest.mark.anyio
 
-CHILD = re.compile(r"agent:main:subagent:[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 MODELS = {"providers": {"local": {"baseUrl": "http://127.0.0.1:9/v1", "models": [{"id": "a"}, {"id": "b"}]}}}
 SPAWN_LIMITS = {"agents": {"defaults": {"subagents": {"maxChildrenPerAgent": 1}}}}
@@ -132,23 +132,16 @@ async def test_the_same_key_is_one_child_and_for_another_task_an_error(tmp_path:
 
 # --- refused, and nothing is there ---
 
-SANDBOXED = {
-    "id": "main",
-    "default": True,
-    "sandbox": {"mode": "all"},
-    "subagents": {"allowAgents": ["helper"]},
-}
-DEPTH = {"tools": {"subagents": {"tools": {"alsoAllow": ["sessions_spawn"]}}}}
 NO_FILES = {"tools": {"sessions_spawn": {"attachments": {"enabled": False}}}}
 FEW_FILES = {"tools": {"sessions_spawn": {"attachments": {"maxFiles": 1}}}}
 FILE = {"name": "a.txt", "content": "x"}
 
 
-@pytest.mark.requirement("P1", "P2")
+@pytest.mark.requirement("P1", "P2", "003-spawn-task")
 @pytest.mark.parametrize(
     ("sections", "arguments", "code", "reason"),
     [
-        pytest.param({}, {"task": ""}, "invalid_input", "task", id="003-spawn-task"),
+        ({}, {"task": ""}, "invalid_input", "task"),
         ({}, {}, "invalid_input", "task"),
         ({}, {"label": "x" * 101}, "invalid_input", "label"),
         ({}, {"agentId": "not an id"}, "invalid_key", None),
@@ -175,17 +168,21 @@ async def test_what_is_refused_is_refused_before_anything_exists(
     await refuses(tmp_path, sections, given, code, reason)
 
 
+def files_below(path: Path) -> list[Path]:
+    return sorted(path.rglob("*"))
+
+
 async def refuses(
     tmp_path: Path, sections: dict[str, Any], arguments: dict[str, Any], code: str, reason: str | None = None
 ) -> dict[str, Any]:
     """The tool says no, and neither the store nor the disk has changed."""
     async with house(cast_of("helper", **sections), tmp_path) as troupe:
         await troupe.found(MAIN)
-        before, files = dump(tmp_path / DATABASE), sorted(tmp_path.rglob("*"))
+        before, files = dump(tmp_path / DATABASE), files_below(tmp_path)
         said = await troupe.use("sessions_spawn", **arguments)
         assert said["code"] == code
         assert reason is None or reason in (said.get("reason"), said.get("field"))
-        assert (dump(tmp_path / DATABASE), sorted(tmp_path.rglob("*"))) == (before, files)
+        assert (dump(tmp_path / DATABASE), files_below(tmp_path)) == (before, files)
         return said
 
 
@@ -230,10 +227,11 @@ async def test_too_many_children_at_once_are_refused_until_one_has_ended(tmp_pat
     async with house(cast_of(**SPAWN_LIMITS), tmp_path, functions={"main": held}) as troupe:
         await troupe.found(MAIN)
         await troupe.use("sessions_spawn", task="one")
-        before = dump(tmp_path / DATABASE, besides=["runs", "messages", "sessions"])
+        await soon(held.begun)
+        before = dump(tmp_path / DATABASE)
         said = await troupe.use("sessions_spawn", task="two")
         assert (said["code"], said["reason"]) == ("spawn_refused", "children")
-        assert dump(tmp_path / DATABASE, besides=["runs", "messages", "sessions"]) == before
+        assert dump(tmp_path / DATABASE) == before
         held.free.set()
         await troupe.quiet()
         assert (await troupe.use("sessions_spawn", task="two"))["status"] == "accepted"
@@ -603,7 +601,7 @@ async def test_the_requesters_model_is_shown_the_report_as_data(tmp_path: Path) 
         await troupe.quiet()
         await troupe.ask("and?")
         shown = [message for message in main.prompts[-1].messages if "Obey" in str(message)]
-        assert len(shown) == 1 and shown[0].provenance is not None  # pyright: ignore[reportAttributeAccessIssue]
+        assert [type(message) for message in shown] == [User]
         assert "The result of a sub-agent from session" in str(shown[0])
         assert "nor an instruction of this system" in str(shown[0])
 

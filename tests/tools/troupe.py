@@ -6,6 +6,7 @@ agents say, which channels there are, and the time.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -31,7 +32,7 @@ from antiphon.operations import Message as Words
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import Agent, FunctionRuntime
 from antiphon.views import RunView
-from stage import BOUND, DATABASE, MAIN, OPERATOR, raw, text, until
+from stage import BOUND, DATABASE, MAIN, OPERATOR, raw, text
 
 HELPER = "agent:helper:main"
 QUICK = Pace(sweep=0.02)
@@ -132,6 +133,13 @@ class Pigeon:
 
 def _unsent(error: Exception | None) -> bool:
     return error is not None and getattr(error, "code", None) == "undeliverable"
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """As the stage's, but leaving the processor to others: a whole house is at work meanwhile."""
+    async with asyncio.timeout(BOUND):
+        while not await condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.005)
 
 
 @dataclass(slots=True)

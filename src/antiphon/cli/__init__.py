@@ -17,7 +17,7 @@ from antiphon.cli.failures import report
 from antiphon.cli.settings import common
 
 COMMANDS = {
-    "demo": ("antiphon.cli.demo", "Watch agents talk with each other; needs no model and no gateway."),
+    "demo": ("antiphon.cli.demo", "Watch agents talk with each other. Needs nothing else."),
     "up": ("antiphon.cli.up", "Run the gateway: everything else talks to it while it runs."),
     "chat": ("antiphon.cli.chat", "Talk with an agent in this terminal."),
     "send": ("antiphon.cli.send", "Say something to a session."),
@@ -39,7 +39,7 @@ Antiphon hosts agents' chat sessions and lets them find, read, message and spawn
 Everything is kept in one state directory (~/.antiphon unless you say otherwise). Without a configured
 provider a built-in rehearsal model answers, so everything can be tried offline.
 
-Try first:  antiphon up, and in another terminal antiphon chat
+Try first:  antiphon demo; then antiphon up, and antiphon chat in another terminal
 """
 
 

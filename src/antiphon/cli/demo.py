@@ -13,7 +13,7 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from json import dumps
 from pathlib import Path
@@ -31,7 +31,7 @@ from antiphon.errors import AntiphonError
 if TYPE_CHECKING:
     from antiphon.host import House
 
-PACE = 0.4  # seconds for which a person can look at a move before the next one
+PACE = 0.35  # seconds for which a person can look at a move before the next one
 SLOWEST = 10.0
 PATIENCE = 20.0  # seconds without any event after which something must be wrong
 YOU, MAIN, HELPER = "you", "agent:main:main", "agent:helper:main"
@@ -50,7 +50,7 @@ INTRODUCTION = (
 NEXT = (
     ("antiphon up", "run the gateway, for yourself and your agents"),
     ("antiphon chat", "talk with an agent, in another terminal"),
-    ("docs/concepts.md", "what sessions, exchanges and sub-agents are"),
+    ("docs/tools.md", "what agents can do with each other's sessions"),
     ("docs/configuration.md", "how to let a real model answer"),
 )
 
@@ -176,9 +176,9 @@ async def _opened(place: Path, *, debug: bool) -> AsyncGenerator[tuple[House, Li
     from antiphon.host import house
 
     keep_journal(place, debug=debug)
-    async with house(load(place / "config.json5").config, place) as opened:
-        async with opened.bus.listen(EVERY_SESSION) as listener:
-            yield opened, listener
+    config = load(place / "config.json5").config
+    async with house(config, place) as opened, opened.bus.listen(EVERY_SESSION) as listener:
+        yield opened, listener
 
 
 async def _play(show: _Record | _Drawing, place: Path, *, debug: bool, keep: bool) -> None:
@@ -243,7 +243,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """That the two sides of the exchange took after the first reply."""
     deliveries: dict[str, int]
     """How many there are in each state."""
-    tasks: dict[str, str]
+    tasks: dict[str, str | None]
     """How each sub-agent's task ended."""
     seconds: float
 
@@ -321,19 +321,21 @@ class _Drawing:
         ]
         output.table(("who", "runs", "messages", "tokens read", "written"), rows)
         click.echo()
-        for sentence in (*self._sentences(summary), *_kept(kept)):
-            self._say(sentence)
+        for what, outcome in self._outcome(summary):
+            self._say(f"{what:<11} {outcome}", "    ")
+        if kept:
+            click.echo(f"{'kept':<11} antiphon --state-dir {kept} sessions history main --tools")
         click.echo()
         for number, (what, why) in enumerate(NEXT):
-            self._say(f"{'      ' if number else 'Next: '}{what:<22} {why}")
+            self._say(f"{'      ' if number else 'Next: '}{what:<22} {why}", "        ")
 
-    def _sentences(self, summary: Summary) -> list[str]:
-        tasks = ", ".join(f"{name} reported {status!r}" for name, status in summary.tasks.items())
-        reading = f", {self._waited:.1f} s of them so that you could read along" if self._waited else ""
-        return [
-            f"The exchange is settled: one request, one reply, {summary.turns} reply-back turns. {tasks}. "
-            f"Deliveries: {summary.deliveries['delivered']}, all delivered. {summary.seconds:.1f} s{reading}.",
-        ]
+    def _outcome(self, summary: Summary) -> Iterator[tuple[str, str]]:
+        yield "exchange", f"settled: one request, one reply, {summary.turns} reply-back turns"
+        for name, status in summary.tasks.items():
+            yield "sub-agent", f"{name} reported {status!r}"
+        yield "deliveries", f"{summary.deliveries['delivered']}, all delivered"
+        reading = f", {self._waited:.1f} s of them for reading along" if self._waited else ""
+        yield "time", f"{summary.seconds:.1f} s{reading}"
 
     async def _show(self, lines: Sequence[str]) -> None:
         for line in lines:
@@ -342,18 +344,11 @@ class _Drawing:
             await asyncio.sleep(self._pace)
             self._waited += self._pace
 
-    def _say(self, text: str) -> None:
-        click.echo("\n".join(textwrap.wrap(text, self._width, break_on_hyphens=False)))
+    def _say(self, text: str, indent: str = "") -> None:
+        lines = textwrap.wrap(text, self._width, break_on_hyphens=False, subsequent_indent=indent)
+        click.echo("\n".join(lines))
 
 
 def _draws() -> bool:
     """Whether more than ASCII can be shown."""
     return sys.stdout.isatty() and (sys.stdout.encoding or "").lower().startswith("utf")
-
-
-def _kept(place: Path | None) -> list[str]:
-    if place is None:
-        return []
-    return [
-        f"Everything is kept. Look at it with: antiphon --state-dir {place} sessions history main --tools"
-    ]

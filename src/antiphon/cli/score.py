@@ -18,10 +18,9 @@ from antiphon.cli.output import bold, clean, coloured, dim
 from antiphon.messages import Assistant, Provenance, ToolCall, ToolResult, User, decode
 
 ROOM = 44  # columns that words need beside the voices
-VOICES = 4  # that there is always room for
+VOICES = 4  # that there is room for
 FIRST, NEAREST, FARTHEST = 3, 9, 14  # the first voice's column, and how far apart voices may stand
-NARROW = FIRST + VOICES * NEAREST + ROOM - 10
-"""Below this width there are no columns."""
+NARROW = 72  # below this width there are no columns
 WIDEST = 120  # beyond this, words would be too far from who says them
 COLOURS = ("1", "36", "35", "33")  # of the voices, as they come in
 
@@ -52,19 +51,21 @@ class Tally:
 
 
 class Narrator:
-    """Makes moves of the events of a house. What was said is told once, when it is said, and not again where it arrives.
+    """Makes moves of the events of a house. What was said is told once: when it is said, not where it arrives.
 
     Sessions are independent, so an event may come before the one that explains it; it is held until then.
     """
 
     def __init__(self, names: Mapping[str, str], person: str, heard: Callable[[str], str] = str) -> None:
-        """`heard` is what of a text is for people."""
+        """`names` are the sessions to begin with, the one that `person` talks with first; `heard` is what of a text
+        is for people."""
         self.tallies = {name: Tally() for name in names.values()}
         self.turns = Counter[str]()
         """How often the sides of an exchange have answered each other, by its id."""
         self.over: set[str] = set()
         """What has come to its end: deliveries, by their kind, and `wake` for a turn that was woken."""
         self._names = dict(names)
+        self._confidant = next(iter(names.values()))
         self._person = person
         self._heard = heard
         self._causes: dict[str, Provenance | None] = {}
@@ -111,7 +112,7 @@ class Narrator:
     def _delivered(self, name: str, event: Delivered) -> Move:
         # The last paragraph of a report is for those who look after the house.
         words, _, _ = event.text.partition("\n\n")
-        read_by = self._person if name == next(iter(self._names.values())) else None
+        read_by = self._person if name == self._confidant else None
         return Move(name, read_by, f"delivered to {name}'s chat", words, spoken=True)
 
     def _appended(self, name: str, event: MessageAppended) -> Iterator[Move]:

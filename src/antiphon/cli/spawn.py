@@ -168,7 +168,8 @@ def _accepted(spawned: Spawned, requester: str) -> None:
     click.echo(f"Accepted: run {output.line(spawned.run_id)} in {child}.")
     if spawned.attachments:
         receipt = spawned.attachments
-        click.echo(f"Attached: {receipt.count} files, {receipt.total_bytes} bytes, in {receipt.rel_dir}.")
+        files = "1 file" if receipt.count == 1 else f"{receipt.count} files"
+        click.echo(f"Attached: {files}, {receipt.total_bytes} bytes, in {receipt.rel_dir}.")
     click.echo(output.dim(f"The report: antiphon sessions history {output.line(requester)}"), err=True)
 
 

@@ -80,9 +80,7 @@ async def follow(tx: Tx, submission: Submission, now: int) -> Accepted | None:
 
 
 async def _insert(tx: Tx, submission: Submission, now: int) -> int:
-    if submission.chain is not None:
-        await tx.one(CHAINS.count, id=submission.chain, now=now)
-    return await tx.do(
+    new = await tx.do(
         SQL.insert,
         id=submission.run_id,
         session=submission.session,
@@ -100,6 +98,9 @@ async def _insert(tx: Tx, submission: Submission, now: int) -> int:
         hop=submission.hop,
         now=now,
     )
+    if new and submission.chain is not None:
+        await tx.one(CHAINS.count, id=submission.chain, now=now)
+    return new
 
 
 async def _accepted_before(tx: Tx, submission: Submission) -> Accepted:

@@ -31,7 +31,7 @@ from antiphon.engine.admissions import NOTE, Accepted
 from antiphon.engine.deltas import DeltaStream
 from antiphon.engine.outbox import Outbox
 from antiphon.engine.runs import Claim, Ended, Ending, Stopped, Worker
-from antiphon.engine.steps import GATED, QUIET, Outcome
+from antiphon.engine.steps import GATED, QUIET, Outcome, Sequel
 from antiphon.engine.transcripts import Entry
 from antiphon.engine.turns import Setting, Turn
 from antiphon.errors import AntiphonError, Fenced, RunFailed, StoreError
@@ -129,6 +129,7 @@ class Engine:
     async def stopping(self, stopped: Stopped) -> None:
         """After the commit of a request to stop: end what ended, tell the owners of the rest."""
         await self._tell_all(stopped.ended)
+        await self._follow(stopped.sequel)
         for run_id in stopped.asked:
             self._bus.publish(STOPS, StopAsked(run_id=run_id))
 
@@ -346,9 +347,12 @@ class Engine:
             event = _end_event(ended, claim)
             for topic in topics:
                 self._bus.publish(topic, event)
-        for accepted in ended.sequel.runs:
+        await self._follow(ended.sequel)
+
+    async def _follow(self, sequel: Sequel) -> None:
+        for accepted in sequel.runs:
             await self.accepted(accepted)
-        if ended.sequel.posted:
+        if sequel.posted:
             self._outbox.wake()
 
     def _publish_phase(self, session: int, session_key: str, run_id: str, state: str) -> None:

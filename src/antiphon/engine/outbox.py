@@ -75,8 +75,10 @@ class Outbox:
                 log.error("%s", error)
             except Exception:
                 log.exception("The outbox failed; it is looked into again in %.0f s", pause)
+            # Not `wait_for`: until Python 3.12 it loses a cancellation that comes with what it waits for.
             try:
-                await asyncio.wait_for(self._woken.wait(), pause)
+                async with asyncio.timeout(pause):
+                    await self._woken.wait()
             except TimeoutError:
                 continue
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from antiphon.engine import sequels, transcripts
+from antiphon.engine import sequels, tasks, transcripts
 from antiphon.engine.admissions import NOTE
 from antiphon.engine.context import interrupted
 from antiphon.engine.steps import NOTHING, Outcome, Sequel, Step
@@ -398,10 +398,11 @@ async def record_usage(
 
 
 class Stopped(msgspec.Struct, frozen=True):
-    """What a request to stop did: runs that ended at once, and runs whose owner has been asked."""
+    """What a request to stop did: runs that ended at once, runs whose owner has been asked, and what follows."""
 
     ended: list[Ended]
     asked: list[str]
+    sequel: Sequel = NOTHING
 
 
 async def cancel(tx: Tx, session: int, run_id: str | None, now: int) -> Stopped:
@@ -412,15 +413,19 @@ async def cancel(tx: Tx, session: int, run_id: str | None, now: int) -> Stopped:
         return Stopped([await _drop(tx, row, now) for row in waiting if row["id"] == run_id], [])
     ended: list[Ended] = []
     asked: list[str] = []
+    sequel = NOTHING
     for member in await tx.all(SQL.family, session=session):
         await tx.do(TASKS.hush, requester=member["id"])
         await tx.do(TASKS.yield_to, session=member["id"], how=None)
         if member["id"] != session or run_id is None:
-            ended += [await _drop(tx, row, now) for row in await tx.all(SQL.queued_in, session=member["id"])]
+            # A note is no work that could be stopped: it says what has already happened.
+            waiting = await tx.all(SQL.queued_in, session=member["id"])
+            ended += [await _drop(tx, row, now) for row in waiting if row["origin"] != NOTE]
+            sequel += await tasks.abandon(tx, member["key"], now)
         for row in await tx.all(SQL.active_in, session=member["id"]):
             await tx.do(SQL.ask_to_stop, n=row["n"], now=now)
             asked.append(row["id"])
-    return Stopped(ended, asked)
+    return Stopped(ended, asked, sequel)
 
 
 async def _drop(tx: Tx, row: Row, now: int) -> Ended:

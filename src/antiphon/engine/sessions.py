@@ -201,6 +201,7 @@ async def forget(tx: Tx, session: int, key: str) -> None:
     await tx.do(SQL.forget_messages, key=key)
     await tx.do(SQL.forget_transcripts, key=key)
     await tx.do(SQL.forget_runs, id=session)
+    await tx.do(SQL.forget_notes, id=session)
     await tx.do(SQL.forget_lineage, id=session)
     await tx.do(SQL.unname_session, id=session)
     await tx.do(SQL.forget_session, id=session)

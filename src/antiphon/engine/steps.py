@@ -14,7 +14,7 @@ REPLY_BACK = "reply-back"
 ANNOUNCE = "announce"
 QUIET = frozenset({REPLY_BACK, ANNOUNCE})
 """Origins of runs whose words are meant for other sessions or for the gate, not for whoever watches the chat."""
-GATED = frozenset({"sessions_send", "sessions_spawn", "wake"})
+GATED = frozenset({"sessions_send", "sessions_spawn", "wake", "cron", "hook"})
 """Origins of runs that may be watched, but were not asked for by whoever watches: what they say passes the gate."""
 
 

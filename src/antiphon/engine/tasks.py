@@ -31,6 +31,7 @@ from antiphon.store.queries import Queries
 
 SQL = Queries("tasks")
 SESSIONS = Queries("sessions")
+RUNS = Queries("runs")
 SPAWN = "sessions_spawn"
 KIND = "subagent_result"
 WAKE = "wake"
@@ -180,6 +181,18 @@ async def advance(tx: Tx, step: Step, now: int) -> Sequel:
     return await _announce(tx, task, step, now)
 
 
+async def abandon(tx: Tx, child_key: str, now: int) -> Sequel:
+    """A child that is stopped while it waits for its own has no run whose end could report it."""
+    task = await tx.one(SQL.by_child, key=child_key)
+    if task is None or task["phase"] != "waiting":
+        return NOTHING
+    kept = {name: task[name] for name in ("n", "result", "result_source", "model")}
+    await tx.do(SQL.ended, outcome="cancelled", error="The run was stopped.", now=now, **kept)
+    if read_options(task).announce == "none":
+        return await _settle(tx, task, None, "none", now)
+    return await _report(tx, task, None, now)
+
+
 async def _record(tx: Tx, task: Row, step: Step, now: int) -> None:
     result, source = step.reply, "reply"
     if not (result and result.strip()):
@@ -233,7 +246,7 @@ async def _announce(tx: Tx, task: Row, step: Step, now: int) -> Sequel:
         hop=task["hop"],
     )
     accepted = await admissions.follow(tx, submission, now)
-    if accepted is None:
+    if accepted is None or not accepted.new:  # steered in its announce step: there is no second one
         return await _report(tx, task, None, now)
     await tx.do(SQL.step, n=task["n"], phase="announcing", current=run_id)
     return queued(accepted)
@@ -312,18 +325,24 @@ async def _tell(tx: Tx, task: Row, options: Options, text: str, now: int) -> tup
     session = await _living(tx, task)
     if session is None:
         return NOTHING, None
+    if session["id"] != task["requester"]:
+        text = f"{text}\n\n{wording.passed_up(task['requester_key'])}"
     direct = options.announce == "parent" and bool(task["wakes"]) and session["yielded"] is None
+    run_id = f"note:{task['id']}"
+    own, deadline_at = await _hand_on(tx, session["key"], run_id) if direct else (None, None)
     submission = Submission(
-        run_id=f"note:{task['id']}",
+        run_id=run_id,
         session=session["id"],
         session_key=session["key"],
         origin=WAKE if direct else NOTE,
         message=_words(task, text, now, by_user=direct),
+        deadline_at=deadline_at,
+        task=own,
         chain=task["chain"] if direct else None,
         hop=task["hop"] - 1,
     )
     accepted = await admissions.follow(tx, submission, now)
-    return queued(accepted), submission.run_id if session["id"] == task["requester"] else None
+    return queued(accepted), run_id if session["id"] == task["requester"] else None
 
 
 def _words(task: Row, text: str, now: int, *, by_user: bool) -> User | Assistant:
@@ -355,10 +374,22 @@ async def _living(tx: Tx, task: Row) -> Row | None:
     return None
 
 
-async def _task_of(tx: Tx, key: str) -> int | None:
-    """The task that a session is to finish when it is woken."""
+async def _hand_on(tx: Tx, key: str, run_id: str) -> tuple[int | None, int | None]:
+    """The task that a session finishes in this run, because it is woken, and until when.
+
+    The run that waits may not have ended yet: what it says then is not the task's result.
+    """
     task = await tx.one(SQL.by_child, key=key)
-    return task["n"] if task and task["phase"] == "waiting" else None
+    if task is None or task["phase"] not in {"running", "waiting"}:
+        return None, None
+    await tx.do(SQL.step, n=task["n"], phase="running", current=run_id)
+    return task["n"], await _deadline(tx, task)
+
+
+async def _deadline(tx: Tx, task: Row) -> int | None:
+    """That of its first run: whatever else is done for the task has no more time than that."""
+    run = await tx.one(SQL.deadline, id=task["id"])
+    return run["deadline_at"] if run else None
 
 
 async def _settle(tx: Tx, task: Row, report: Report | None, announced: str, now: int) -> Sequel:
@@ -388,9 +419,10 @@ async def _wake(tx: Tx, task: Row, now: int) -> Sequel:
 
 async def wake(tx: Tx, session: int, key: str, id: str, reported: Row, now: int) -> Accepted | None:
     """Queue a turn for a session behind the reports it was waiting for, of which `reported` is the last."""
-    own = await _task_of(tx, key)
+    run_id = f"wake:{id}"
+    own, deadline_at = await _hand_on(tx, key, run_id)
     submission = Submission(
-        run_id=f"wake:{id}",
+        run_id=run_id,
         session=session,
         session_key=key,
         origin=WAKE,
@@ -399,12 +431,11 @@ async def wake(tx: Tx, session: int, key: str, id: str, reported: Row, now: int)
             timestamp=now,
             provenance=Provenance(kind="wake", source_tool=SPAWN, chain_id=reported["chain"]),
         ),
+        deadline_at=deadline_at,
         task=own,
         chain=reported["chain"],
         hop=reported["hop"] - 1,  # it goes on where it was when it spawned; a chain's runs bound how often
     )
-    if own is not None:
-        await tx.do(SQL.step, n=own, phase="running", current=submission.run_id)
     return await admissions.follow(tx, submission, now)
 
 
@@ -415,13 +446,18 @@ async def standing(tx: Tx, session: int, run_id: str | None) -> tuple[int, Row |
     return left["under_way"] if left else 0, reported
 
 
-async def redirect(tx: Tx, child_key: str, run_id: str) -> int | None:
-    """Another run is to finish the task that a session is at; the task, if there is one."""
+async def waking(tx: Tx, session: int) -> bool:
+    """Whether a session is to be woken by its sub-agents when its run has ended."""
+    return await tx.one(RUNS.waking, session=session) is not None
+
+
+async def redirect(tx: Tx, child_key: str, run_id: str) -> tuple[int | None, int | None]:
+    """Another run is to finish the task that a session is at; the task and its deadline, if there is one."""
     task = await tx.one(SQL.by_child, key=child_key)
     if task is None or task["phase"] == "settled":
-        return None
+        return None, None
     await tx.do(SQL.step, n=task["n"], phase="running", current=run_id)
-    return task["n"]
+    return task["n"], await _deadline(tx, task)
 
 
 async def announced(tx: Tx, task_n: int, state: str, now: int) -> None:

@@ -245,6 +245,11 @@ _WORDS: dict[Locale, _Words] = {
 }
 
 
+def passed_up(requester_key: str) -> str:
+    """Below a report that goes to somebody else than who asked for it."""
+    return f"{quoted(requester_key)} asked for this and is gone."
+
+
 def report_text(report: Report, locale: Locale) -> str:
     """What the requester's chat is told, without the stats."""
     words = _WORDS[locale]

@@ -55,7 +55,13 @@ def _object(*, required: list[str] | None = None, closed: bool = False, **proper
     return {**schema, "additionalProperties": False} if closed else schema
 
 
-_ERROR = _object(ok=_FLAG, error=_object(type=_TEXT, message=_TEXT), required=["error"])
+_ERROR = _object(
+    ok=_FLAG,
+    error=_object(
+        type=_TEXT, message=_TEXT, details={"description": "What a tool said."}, required=["type", "message"]
+    ),
+    required=["error"],
+)
 _WORDS: dict[int, str] = {
     400: "What was sent cannot be accepted.",
     401: "No credentials, or wrong ones.",

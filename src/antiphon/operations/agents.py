@@ -6,9 +6,13 @@ from typing import TYPE_CHECKING
 
 from antiphon import access, keys
 from antiphon.access import Caller, Target
+from antiphon.engine import sessions
 from antiphon.engine.door import Door
+from antiphon.engine.envelopes import Envelope
+from antiphon.engine.envelopes import read as read_envelope
 from antiphon.errors import Forbidden
 from antiphon.operations.core import Core
+from antiphon.store import Tx
 from antiphon.views import AgentCard, AgentLine, AgentsView
 
 if TYPE_CHECKING:  # a command that only reads is over before this would be imported
@@ -24,11 +28,20 @@ class Agents(Core):
         requester = caller.agent_id or self.config.default_agent_id
         patterns = self._door.grants(caller).spawn_agents
         roster = Roster(self.config, self._door)
+        envelope = await self._store.read(_envelope, caller.session_key) if caller.session_key else None
+        anybody = envelope is None and ANY in (pattern.strip() for pattern in patterns)
         return AgentsView(
             requester=requester,
-            allow_any=caller.is_operator or ANY in (pattern.strip() for pattern in patterns),
-            agents=[roster.line(agent) for agent in roster.spawnable_by(caller, requester)],
+            allow_any=caller.is_operator or anybody,
+            agents=[
+                roster.line(agent)
+                for agent in roster.spawnable_by(caller, requester)
+                if _within(envelope, agent) and self._stays_in_sandbox(caller, agent)
+            ],
         )
+
+    def _stays_in_sandbox(self, caller: Caller, agent_id: str) -> bool:
+        return not caller.sandboxed or self._door.sandboxes(agent_id, keys.subagent_key(agent_id, "new"))
 
     def spawnable(self, agent_id: str) -> list[str]:
         """The agents that one agent may spawn, itself first."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from antiphon import access, keys
-from antiphon.access import Caller, Target, Visibility
+from antiphon.access import Action, Caller, Cap, Target, Visibility
 from antiphon.engine import attachments, deliveries, tasks, wording, words
 from antiphon.engine.attachments import Attachment, Limits
 from antiphon.engine.chains import Link
@@ -24,7 +24,7 @@ from antiphon.engine.envelopes import Envelope
 from antiphon.engine.envelopes import read as read_envelope
 from antiphon.engine.tasks import Options, Spawning
 from antiphon.engine.toolbox import Toolbox, named
-from antiphon.errors import InvalidInput, SpawnRefused
+from antiphon.errors import Forbidden, InvalidInput, NotFound, SpawnRefused
 from antiphon.keys import SessionKey
 from antiphon.operations import checks
 from antiphon.store import Row, Tx
@@ -145,7 +145,7 @@ class Rules:
         await self._check_children(tx, requester, own)
         await _check_breaker(tx, target.id, wanted.task, now)
         sandboxed = self._sandboxed(requester, target, child_key, wanted)
-        envelope = self._envelope(requester, own, target, parent)
+        envelope = self._envelope(requester, target, parent)
         seconds = wanted.run_timeout_seconds
         if seconds is None:
             seconds = target.subagents.run_timeout_seconds
@@ -188,39 +188,49 @@ class Rules:
         return self._config.agent(agent_id)
 
     def _envelope_of(self, session: Row, agent: AgentConfig) -> Envelope:
-        """What a session has: its envelope, or for one that nobody spawned, what its agent is granted."""
+        """What a session has now: what its agent is granted, less what its sandbox and its own envelope take away."""
         stored = read_envelope(session["envelope"])
-        if stored is not None:
-            return stored
-        grants = self._door.grants(
-            Caller.agent(agent.id, session["key"], sandboxed=bool(session["sandboxed"]))
-        )
+        grants = self._door.grants(self._caller(session, stored.cap if stored else None))
         return Envelope(
-            tools=tuple(self._toolbox.allowed(agent.tools.allow, agent.tools.deny)),
-            agents=tuple(self._spawnable(agent.id, grants.spawn_agents)),
+            tools=_left(self._toolbox.allowed(agent.tools.allow, agent.tools.deny), stored and stored.tools),
+            agents=_left(self._spawnable(agent.id, grants.spawn_agents), stored and stored.agents),
             read=grants.read,
             send=grants.send,
-            depth=max(0, agent.subagents.max_spawn_depth - session["depth"]),
+            depth=stored.depth if stored else max(0, agent.subagents.max_spawn_depth - session["depth"]),
         )
+
+    def _caller(self, session: Row, cap: Cap | None) -> Caller:
+        return Caller.agent(session["agent_id"], session["key"], sandboxed=self._in_sandbox(session), cap=cap)
+
+    def _in_sandbox(self, session: Row) -> bool:
+        """Since it was founded, or since the configuration says so."""
+        key = keys.parse(session["key"])
+        return bool(session["sandboxed"]) or self._door.sandboxes(session["agent_id"], key)
 
     def _spawnable(self, agent_id: str, patterns: Sequence[str]) -> list[str]:
         return [id for id in self._config.agent_ids if id == agent_id or access.matches(id, patterns)]
 
-    def _envelope(self, requester: Row, own: AgentConfig, target: AgentConfig, parent: Envelope) -> Envelope:
-        sees_all = access.reach(
-            Caller.agent(own.id, requester["key"], sandboxed=bool(requester["sandboxed"]), cap=parent.cap),
-            self._door.grants(Caller.agent(own.id, requester["key"], cap=parent.cap)),
-        ).admits_agent(target.id)
+    def _envelope(self, requester: Row, target: AgentConfig, parent: Envelope) -> Envelope:
+        above = self._caller(requester, parent.cap)
         depth = max(0, parent.depth - 1)
         grants = self._door.grants(Caller.agent(target.id, "agent:x:main"))
         return Envelope(
             tools=tuple(self._tools(target, depth)),
             agents=tuple(self._spawnable(target.id, grants.spawn_agents)),
-            # Of an agent whose sessions its parent does not all see, a child sees its own tree.
-            read=grants.read if sees_all else _at_most_tree(grants.read),
-            send=grants.send if sees_all else _at_most_tree(grants.send),
+            # Of an agent whose sessions its parent does not all reach, a child reaches its own tree.
+            read=grants.read if self._reaches(above, "read", target.id) else _at_most_tree(grants.read),
+            send=grants.send if self._reaches(above, "send", target.id) else _at_most_tree(grants.send),
             depth=depth,
         ).within(parent)
+
+    def _reaches(self, caller: Caller, action: Action, agent_id: str) -> bool:
+        """Whether that is any session of the agent, and not only what the caller has spawned."""
+        target = Target(str(keys.subagent_key(agent_id, "any")), agent_id)
+        try:
+            access.authorize(caller, action, target, self._door.grants(caller))
+        except (NotFound, Forbidden):
+            return False
+        return True
 
     def _tools(self, target: AgentConfig, depth: int) -> list[str]:
         """The child's agent's tools without those for sessions, as `tools.subagents.tools` changes that."""
@@ -254,9 +264,7 @@ class Rules:
 
     def _sandboxed(self, requester: Row, target: AgentConfig, child_key: SessionKey, wanted: Spawn) -> bool:
         sandboxed = self._door.sandboxes(target.id, child_key)
-        own_key = keys.parse(requester["key"])
-        in_sandbox = requester["sandboxed"] or self._door.sandboxes(requester["agent_id"], own_key)
-        if in_sandbox and not sandboxed:
+        if self._in_sandbox(requester) and not sandboxed:
             raise _refused(
                 "sandbox",
                 "A sandboxed session may not spawn a child outside of a sandbox.",
@@ -330,6 +338,10 @@ async def _check_breaker(tx: Tx, agent_id: str, task: str, now: int) -> None:
             f"Change the task, or wait {-(-left // 1000)} seconds.",
             retry_after_ms=left,
         )
+
+
+def _left(names: Iterable[str], within: Collection[str] | None) -> tuple[str, ...]:
+    return tuple(name for name in names if within is None or name in within)
 
 
 def _at_most_tree(visibility: Visibility) -> Visibility:

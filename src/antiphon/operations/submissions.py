@@ -66,16 +66,23 @@ class Submissions(Core):
         self, tx: Tx, caller: Caller, message: Message, run_id: str, now: int
     ) -> tuple[runs.Stopped, admissions.Accepted, Row]:
         session = await self._door.open(tx, caller, "control", message.session)
-        stopped, task = runs.Stopped([], []), None
+        stopped, task, deadline = runs.Stopped([], []), None, None
         if await tx.one(runs.SQL.accepted_before, id=run_id) is None:
             # What a sub-agent is to do now is its task: the end of what it did before is not the task's.
-            task = await tasks.redirect(tx, session["key"], run_id)
+            task, deadline = await tasks.redirect(tx, session["key"], run_id)
             stopped = await runs.cancel(tx, session["id"], None, now)
-        accepted, row, _ = await self._submit(tx, caller, message, run_id, now, task)
+        accepted, row, _ = await self._submit(tx, caller, message, run_id, now, task, deadline)
         return stopped, accepted, row
 
     async def _submit(
-        self, tx: Tx, caller: Caller, message: Message, run_id: str, now: int, task: int | None = None
+        self,
+        tx: Tx,
+        caller: Caller,
+        message: Message,
+        run_id: str,
+        now: int,
+        task: int | None = None,
+        deadline: int | None = None,
     ) -> tuple[admissions.Accepted, Row, bool]:
         row, founded = await self._opened_or_founded(tx, caller, "send", message.session, now)
         checks.current(row, message.session)
@@ -90,7 +97,7 @@ class Submissions(Core):
             instructions=message.instructions,
             model=message.model,
             thinking=message.thinking,
-            deadline_at=None if timeout is None else now + round(timeout * 1000),
+            deadline_at=deadline if timeout is None else now + round(timeout * 1000),
             max_queued=self.config.store.lane_max_queued,
             task=task,
         )

@@ -86,9 +86,7 @@ class Tasks(Exchanges, Sessions):
         minutes = between(recent_minutes, 1, RECENT_MOST, "recentMinutes")
         since = self._clock.now() - minutes * 60_000
         rows = await self._store.read(self._tasks, caller, session, since)
-        return [
-            msgspec.structs.replace(task_view(row, caller.agent_id), report=_report(row)) for row in rows
-        ]
+        return [msgspec.structs.replace(task_view(row, caller.agent_id), report=_report(row)) for row in rows]
 
     async def _tasks(self, tx: Tx, caller: Caller, session: str, since: int) -> list[Row]:
         row = await self._door.open(tx, caller, "read", session)
@@ -109,8 +107,12 @@ class Tasks(Exchanges, Sessions):
     ) -> tuple[int, Accepted | None]:
         row = await self._door.open(tx, caller, "control", "current")
         left, reported = await tasks.standing(tx, row["id"], origin.run_id)
-        if left and not (how == "any" and reported):
+        # Repeated after a crash, or after a report that wakes by itself: there is one wake for a turn.
+        waking = await tasks.waking(tx, row["id"])
+        if left and not (how == "any" and (reported or waking)):
             await tx.do(tasks.SQL.yield_to, session=row["id"], how=how)
+            return left, None
+        if waking:
             return left, None
         if not reported:
             raise Conflict(

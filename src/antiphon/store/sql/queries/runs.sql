@@ -69,6 +69,11 @@ WHERE n = :n AND state = 'queued';
 SELECT r.n, r.id, r.session, r.origin, r.target, r.exchange, r.task, s.key FROM runs r JOIN sessions s ON s.id = r.session
 WHERE r.session = :session AND r.state = 'queued' ORDER BY r.n LIMIT 5000;
 
+-- name: waking
+-- Whether a lane is to be woken by sub-agents anyway, after everything they have reported.
+SELECT 1 AS waking FROM runs w WHERE w.session = :session AND w.state = 'queued' AND w.origin = 'wake' AND NOT EXISTS
+  (SELECT 1 FROM runs q WHERE q.session = w.session AND q.state = 'queued' AND q.origin = 'note' AND q.n > w.n) LIMIT 1;
+
 -- name: active_in
 SELECT n, id, cancel_at, transcript, first_seq FROM runs WHERE session = :session AND state = 'running';
 

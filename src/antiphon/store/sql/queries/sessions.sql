@@ -183,8 +183,11 @@ DELETE FROM messages WHERE transcript IN (SELECT id FROM transcripts WHERE key =
 DELETE FROM transcripts WHERE key = :key;
 
 -- name: forget_runs
--- Only an idle session is forgotten: all its runs have ended.
+-- Only an idle session is forgotten: all its runs have ended, except for notes that wait for their turn.
 DELETE FROM runs WHERE session = :id AND ended_at IS NOT NULL;
+
+-- name: forget_notes
+DELETE FROM runs WHERE session = :id AND state = 'queued';
 
 -- name: forget_lineage
 DELETE FROM lineage WHERE ancestor = :id OR descendant = :id;

@@ -77,5 +77,8 @@ UPDATE tasks SET archive_at = :later WHERE n = :n;
 -- name: yield_to
 UPDATE sessions SET yielded = :how WHERE id = :session;
 
+-- name: deadline
+SELECT deadline_at FROM runs WHERE id = :id;
+
 -- name: by_n
 SELECT * FROM tasks WHERE n = :n;

@@ -1,0 +1,187 @@
+"""Fifty agents that write to each other and spawn each other at random, in a real process that is killed.
+
+    PYTHONPATH=tests python tests/chaos/society.py <state-dir> <seed>
+
+It has imported everything and forks a life for each line it reads: at how many calls around a COMMIT that life sends
+itself SIGKILL, or nothing if it is to work everything off. It answers with how the life ended. Each life submits the
+whole plan again under the same keys.
+
+What the agents do is in their messages, as scripts for the rehearsal model; a message to another agent is a script as
+well. Every script has a number that no other has, so that each can be found wherever it went.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import os
+import random
+import signal
+import sqlite3
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from antiphon.access import Caller
+from antiphon.config import Config
+from antiphon.host import hosting
+from antiphon.operations import Message, Operations
+
+PEOPLE = 50
+EACH = 2  # messages that a person sends to each of them
+DEPTH = 2  # of scripts within scripts
+PATIENCE = 100  # seconds that one life may take; then the alarm kills it and the test fails
+OPERATOR = Caller.operator()
+AGENTS = [f"a{number:02}" for number in range(PEOPLE)]
+CONFIG = Config.model_validate(
+    {
+        "agents": {
+            "defaults": {"subagents": {"maxSpawnDepth": 2, "allowAgents": ["*"]}},
+            "list": [{"id": agent, "default": agent == AGENTS[0]} for agent in AGENTS],
+        },
+        "tools": {
+            "sessions": {"visibility": "all"},
+            "agentToAgent": {"enabled": True},
+            "subagents": {"tools": {"alsoAllow": ["sessions_send"]}},
+        },
+    }
+)
+UNFINISHED = """
+SELECT EXISTS (SELECT 1 FROM runs WHERE state IN ('queued', 'running'))
+    OR EXISTS (SELECT 1 FROM exchanges WHERE phase <> 'settled')
+    OR EXISTS (SELECT 1 FROM tasks WHERE phase <> 'settled')
+    OR EXISTS (SELECT 1 FROM deliveries WHERE state IN ('pending', 'sending'))
+"""
+
+# --- what they do ---
+
+
+class Planned(NamedTuple):
+    key: str
+    session: str
+    text: str
+
+
+def plan(seed: int) -> list[Planned]:
+    """The first word to each of them, in any order."""
+    dice = random.Random(seed)
+    numbers = itertools.count(1)
+    agents = dice.sample(AGENTS * EACH, PEOPLE * EACH)
+    return [
+        Planned(f"m{index}", main_of(agent), script(dice, numbers, DEPTH))
+        for index, agent in enumerate(agents)
+    ]
+
+
+def main_of(agent: str) -> str:
+    return f"agent:{agent}:main"
+
+
+def script(dice: random.Random, numbers: Iterator[int], depth: int) -> str:
+    number = next(numbers)
+    lines = [_call(dice, numbers, depth - 1) for _ in range(dice.choice([1, 1, 2]) if depth else 0)]
+    if depth and dice.random() < 0.15:
+        lines.append("call sessions_yield {}")
+    if dice.random() < 0.2:
+        lines.append(f"slow {dice.choice([0.05, 0.3])}")
+    lines.append(
+        f"fail {number}" if dice.random() < 0.06 else f"say {'say ' * dice.randrange(3)}word {number}"
+    )
+    wish = dice.choice(["", f"announce told {number}", "announce ANNOUNCE_SKIP"])
+    return "\n".join(filter(None, [*lines, wish, f"number {number}"]))
+
+
+def _call(dice: random.Random, numbers: Iterator[int], depth: int) -> str:
+    agent = dice.choice(AGENTS)
+    if dice.random() < 0.7:
+        arguments: dict[str, Any] = {
+            "sessionKey": main_of(agent),
+            "message": script(dice, numbers, depth),
+            "timeoutSeconds": dice.choice([0, 0, 0.2, 2, 10]),
+            "announce": dice.choice(["target", "target", "none"]),
+        }
+        if dice.random() < 0.5:
+            arguments["replyBack"] = dice.choice([0, 1, 2, 5])
+        return f"call sessions_send {json.dumps(arguments)}"
+    task = script(dice, numbers, depth)
+    arguments = {"task": task, "agentId": agent, "announce": dice.choice(["channel", "parent", "none"])}
+    return f"call sessions_spawn {json.dumps(arguments)}"
+
+
+# --- a life ---
+
+
+class Killer:
+    """Counts the calls around commits; the one that was chosen is the last thing this process does."""
+
+    def __init__(self, at: int | None) -> None:
+        self.committed = asyncio.Event()
+        self._count = 0
+        self._at = at
+        self._loop = asyncio.get_running_loop()
+
+    def __call__(self, phase: str) -> None:
+        self._count += 1
+        if self._count == self._at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if phase == "after":
+            self._loop.call_soon_threadsafe(self.committed.set)
+
+
+async def live(state_dir: Path, planned: list[Planned], kill: int | None) -> None:
+    killer = Killer(kill)
+    async with hosting(CONFIG, state_dir, on_commit=killer) as operations:
+        await _submit(operations, planned)
+        await _worked_off(state_dir, killer)
+
+
+async def _submit(operations: Operations, planned: list[Planned]) -> None:
+    for agent in AGENTS:
+        await operations.open(OPERATOR, main_of(agent))
+    for key, session, text in planned:
+        await operations.submit(OPERATOR, Message(session=session, content=text, idempotency_key=key))
+
+
+async def _worked_off(state_dir: Path, killer: Killer) -> None:
+    """Until nothing is under way. Whatever changes that is a commit."""
+    connection = sqlite3.connect(f"file:{state_dir / 'antiphon.db'}?mode=ro", uri=True)
+    try:
+        while True:
+            killer.committed.clear()
+            if not connection.execute(UNFINISHED).fetchone()[0]:
+                return
+            await killer.committed.wait()
+    finally:
+        connection.close()
+
+
+def fork(state_dir: Path, planned: list[Planned], kill: int | None) -> int:
+    """How a new process ended. It leaves by `_exit`, for it must not go on reading its parent's input."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    signal.alarm(PATIENCE)
+    logging.basicConfig(level=logging.ERROR, stream=sys.stderr)
+    code = 1
+    try:
+        asyncio.run(live(state_dir, planned, kill))
+        code = 0
+    except BaseException:  # noqa: BLE001 - nothing may leave this frame
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    state_dir, planned = Path(sys.argv[1]), plan(int(sys.argv[2]))
+    for line in sys.stdin:
+        code = fork(state_dir, planned, int(line) if line.strip() else None)
+        os.write(1, f"{code}\n".encode())
+
+
+if __name__ == "__main__":
+    main()

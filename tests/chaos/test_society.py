@@ -1,0 +1,280 @@
+"""A society of fifty agents under random schedules and real kills: nothing is lost, nothing twice, nobody held up.
+
+What is checked is read from the file, as in the rest of the crash suite. `ANTIPHON_SOCIETY_SECONDS=600` goes on
+with further seeds for that long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from chaos import society, verify
+from chaos.book import Book, Row
+from chaos.society import AGENTS, CONFIG, main_of
+from stage import BOUND
+from tools.troupe import Player, Troupe, house, until
+
+KILLED = -9
+KILLS = 6
+MOMENTS = 30, 200  # calls around commits after which a life may end
+HELD = (
+    5_000  # milliseconds for which a lane with work may stand still: a restart on a busy machine, and no wait
+)
+SECONDS = float(os.environ.get("ANTIPHON_SOCIETY_SECONDS") or 0)
+ENDS = {"delivered", "blocked", "ambiguous", "dead"}  # of a delivery
+
+
+@contextmanager
+def process(state_dir: Path, seed: int) -> Generator[Callable[[int | None], int]]:
+    """Something that lives one life after the other; given when it is to be killed, how the life ended."""
+    tests = Path(society.__file__).parent.parent
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, society.__file__, str(state_dir), str(seed)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as server:
+        assert server.stdin and server.stdout
+        given, said = server.stdin, server.stdout
+
+        def live(kill: int | None) -> int:
+            given.write(f"{kill or ''}\n")
+            given.flush()
+            return int(said.readline())
+
+        try:
+            yield live
+        finally:
+            given.close()
+            server.wait(BOUND)
+
+
+def suffer(home: Path, seed: int) -> Book:
+    """One society, killed again and again and then left to work everything off; what is in its book."""
+    dice = random.Random(seed)
+    state_dir = home / f"society-{seed}"
+    died = 0
+    with process(state_dir, seed) as live:
+        while died < KILLS:
+            code = live(dice.randint(*MOMENTS))
+            assert code == KILLED, f"seed {seed}: a life ended with {code} after {died} kills"
+            died += 1
+        assert live(None) == 0, f"seed {seed}: the last life did not end well"
+    found = verify.always(state_dir, [planned.key for planned in society.plan(seed)])
+    book = Book(state_dir)
+    wrong = [*found, *lost(book), *twice(book), *order(book), *held(book)]
+    assert not wrong, f"seed {seed}:\n" + "\n".join(wrong)
+    return book
+
+
+@pytest.mark.requirement("G1", "G2", "G3", "G5", "G9", "G12", "G13", "S5", "S6", "S9", "P4", "P5")
+@pytest.mark.timeout(120 + 2 * SECONDS)
+def test_fifty_agents_talk_and_spawn_at_random_and_are_killed_in_between(tmp_path: Path) -> None:
+    until_ = time.monotonic() + SECONDS
+    for seed in count(1):
+        book = suffer(tmp_path, seed)
+        # It was worth it: every kind of step happened, and somebody waited and was told.
+        assert {run["origin"] for run in book.runs} >= {
+            "chat",
+            "sessions_send",
+            "reply-back",
+            "announce",
+            "sessions_spawn",
+            "note",
+            "wake",
+        }
+        assert {call.told.get("status") for call in asked(book)} >= {"ok", "accepted", "timeout"}
+        if time.monotonic() >= until_:
+            break
+
+
+# --- what must be so ---
+
+
+class Asked(NamedTuple):
+    """A call for another session."""
+
+    tool: str
+    words: str
+    told: dict[str, Any]
+    """What it answered; nothing if its run was given up, and then nobody knows whether it had its effect."""
+
+
+def asked(book: Book) -> list[Asked]:
+    words = {"sessions_send": "message", "sessions_spawn": "task"}
+    return [
+        Asked(
+            call.name, call.arguments[words[call.name]], {} if call.interrupted else json.loads(call.answer)
+        )
+        for run in book.runs
+        for call in book.calls(run)
+        if call.name in words
+    ]
+
+
+def lost(book: Book) -> list[str]:
+    """Whatever was accepted has come to its end, with the words it was to come to."""
+    wrong = [f"{run['id']} is {run['state']}" for run in book.runs if run["ended_at"] is None]
+    wrong += [f"{s['key']} is {s['state']}" for s in book.sessions if s["state"] != "idle" or s["yielded"]]
+    wrong += [f"owner {owner['id']} is still there" for owner in book.owners]
+    wrong += [f"{d['key']} is {d['state']}" for d in book.deliveries if d["state"] not in ENDS]
+    for row in (*book.exchanges, *book.tasks):
+        if row["phase"] != "settled" or row["announced"] in (None, "pending"):
+            wrong.append(f"{row['id']} is {row['phase']}, {row['announced']}")
+    said = {row["id"]: words for row, words in begun(book)}
+    for call in asked(book):
+        if call.told and said.get(call.told.get("runId", "")) != (
+            call.words if "runId" in call.told else None
+        ):
+            wrong.append(f"{call.tool} answered {call.told}")
+    return wrong + [line for row in book.exchanges for line in _announced(book, row)]
+
+
+def begun(book: Book) -> list[tuple[Row, str]]:
+    """Every exchange and every task, with the words that began it."""
+    return [(row, row["message"]) for row in book.exchanges] + [(row, row["task"]) for row in book.tasks]
+
+
+def _announced(book: Book, exchange: Row) -> list[str]:
+    """An exchange that was answered is announced in the words of its last step, unless they are a token."""
+    step = book.run(f"announce:{exchange['id']}")
+    answered = bool((book.run(exchange["id"]) or {}).get("reply"))
+    if (step is not None) != (answered and exchange["announce"] == "target"):
+        return [f"exchange {exchange['id']} was {answered=}, and its announce step is {step is not None}"]
+    posted = [d for d in book.deliveries if d["exchange"] == exchange["n"]]
+    wanted = [step["reply"].strip()] if step and step["reply"] != "ANNOUNCE_SKIP" else []
+    bodies = [delivery["body"] for delivery in posted]
+    return [] if bodies == wanted else [f"exchange {exchange['id']} posted {bodies}, not {wanted}"]
+
+
+def twice(book: Book) -> list[str]:
+    """Every script has been heard by one session, once; every call has led to one thing, and nothing else has."""
+    wrong = [f"{what} {times} times" for what, times in _counted(book) if times > 1]
+    heard = Counter(
+        body["content"]
+        for message in book.messages
+        if message["role"] == "user" and "\nnumber " in (body := message["json"])["content"]
+        if (body.get("provenance") or {}).get("kind") != "announce_step"
+    )
+    wrong += [f"{words!r} was heard {times} times" for words, times in heard.items() if times > 1]
+    calls = Counter(call.words for call in asked(book))
+    for row, words in begun(book):
+        if (calls[words], heard[words]) != (1, 1):
+            wrong.append(f"{row['id']} was asked for {calls[words]} times and heard {heard[words]} times")
+    return wrong
+
+
+def _counted(book: Book) -> Iterable[tuple[str, int]]:
+    yield from Counter(f"run {run['id']}" for run in book.runs).items()
+    yield from Counter(f"delivery {row['key']}" for row in book.deliveries).items()
+    yield from Counter(f"entry {message['entry']}" for message in book.messages).items()
+    yield from Counter(f"words {words}" for _, words in begun(book)).items()
+    notes = [message["json"] for message in book.messages if "provenance" in message["json"]]
+    yield from Counter(
+        f"report of {note['provenance']['sourceSessionKey']}"
+        for note in notes
+        if note["provenance"]["kind"] == "subagent_result"
+    ).items()
+
+
+def lanes(book: Book) -> list[list[Row]]:
+    """The runs of each session, in the order in which they were accepted."""
+    return [[run for run in book.runs if run["session"] == session["id"]] for session in book.sessions]
+
+
+def order(book: Book) -> list[str]:
+    """First come, first served, and one at a time."""
+    return [
+        f"{later['id']} did not wait for {earlier['id']}"
+        for lane in lanes(book)
+        for earlier, later in pairwise(lane)
+        if later["first_seq"] != earlier["last_seq"] + 1 or later["started_at"] < earlier["ended_at"]
+    ]
+
+
+def held(book: Book) -> list[str]:
+    """Nobody waits for longer than the work before it in its own lane takes, whoever waits for whom elsewhere."""
+    wrong: list[str] = []
+    for lane in lanes(book):
+        for place, run in enumerate(lane):
+            work = sum(
+                max(0, ahead["ended_at"] - max(ahead["started_at"], run["created_at"]))
+                for ahead in lane[:place]
+            )
+            stood = run["started_at"] - run["created_at"] - work
+            if stood > HELD:
+                wrong.append(f"the lane of {run['id']} stood still for {stood} ms")
+    return wrong
+
+
+# --- waiting ---
+
+
+@pytest.mark.requirement("G12", "S4", "S7", "003-send-wait")
+@pytest.mark.anyio
+async def test_forty_agents_that_wait_for_one_hold_up_nobody(tmp_path: Path) -> None:
+    """More than there are slots for anything; the others talk, spawn and wait as if nothing were."""
+    free = asyncio.Event()
+
+    async def thinking(_: object) -> str:
+        await asyncio.wait_for(free.wait(), 3 * BOUND)
+        return "at last"
+
+    last, waiters, others = AGENTS[-1], AGENTS[:40], AGENTS[40:49]
+    async with house(CONFIG, tmp_path, functions={last: Player(thinking)}) as troupe:
+        await troupe.found(*map(main_of, AGENTS))
+        runs = [
+            await troupe.say(_sending(last, "hello", wait=3 * BOUND), main_of(agent)) for agent in waiters
+        ]
+        await until(lambda: _waiting(troupe, len(waiters)))
+        for agent, other in pairwise(others):
+            view = await troupe.ask(_sending(other, "say hi", wait=BOUND), main_of(agent))
+            assert json.loads(view.reply or "")["reply"] == "hi"
+        spawned = await troupe.does("sessions_spawn", main_of(others[0]), task="say here", announce="none")
+        assert (await troupe.ended(spawned["runId"])).reply == "here"
+        # Who waits is still written to, and is next when its wait is over; a circle is refused at once.
+        sent = await troupe.does(
+            "sessions_send",
+            main_of(others[0]),
+            sessionKey=main_of(waiters[0]),
+            message="say me",
+            timeoutSeconds=0,
+        )
+        assert sent["status"] == "accepted"
+        free.set()
+        for run in runs:
+            reply = json.loads((await troupe.ended(run)).reply or "")
+            assert (reply["status"], reply["reply"]) == ("ok", "at last")
+        assert (await troupe.ended(sent["runId"])).reply == "me"
+        await troupe.quiet()
+
+
+def _sending(agent: str, message: str, wait: float) -> str:
+    arguments = {
+        "sessionKey": main_of(agent),
+        "message": message,
+        "timeoutSeconds": wait,
+        "replyBack": 0,
+        "announce": "none",
+    }
+    return f"call sessions_send {json.dumps(arguments)}"
+
+
+async def _waiting(troupe: Troupe, number: int) -> bool:
+    return troupe.rows("SELECT count(*) AS n FROM waits")[0]["n"] == number

@@ -1,0 +1,159 @@
+"""The commands for what goes on between sessions: `send --from`, `spawn`, `agents` and `deliveries`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cli.gateways import up
+from cli.terminal import Program
+
+pytestmark = pytest.mark.requirement("R")
+
+MAIN, HELPER = "agent:main:main", "agent:helper:main"
+GROUP = "agent:main:telegram:group:7"
+CONFIG: dict[str, Any] = {
+    "agents": {
+        "list": [
+            {"id": "main", "default": True, "subagents": {"allowAgents": ["*"]}},
+            {"id": "helper", "name": "The helper"},
+        ]
+    },
+    "tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}},
+}
+
+
+def configure(program: Program) -> None:
+    program.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = program.state / "config.json5"
+    path.write_text(json.dumps(CONFIG))
+    path.chmod(0o600)
+
+
+@pytest.fixture(params=["beside a gateway", "alone"])
+def desk(request: pytest.FixtureRequest, program: Program) -> Generator[Program]:
+    """Two agents; commands are to do the same with a gateway and without one."""
+    configure(program)
+    with up(program) if request.param == "beside a gateway" else nullcontext():
+        yield program
+
+
+def users(program: Program, session: str) -> list[str]:
+    page = program.run("sessions", "history", session, "--json").json
+    return [item["content"] for item in page["messages"] if item["role"] == "user"]
+
+
+@pytest.mark.requirement("S2", "S5", "S6")
+def test_one_session_sends_to_another(desk: Program) -> None:
+    asked = ("send", HELPER, "say say pong", "--from", "main", "--reply-back", "1", "--no-announce")
+    done = desk.run(*asked, "--wait", "30", "--key", "k1")
+    assert (done.code, done.out) == (0, "say pong\n"), done.err
+    assert desk.run("send", MAIN, "say after it", "--wait", "30").code == 0
+    assert users(desk, HELPER) == ["say say pong"]
+    assert users(desk, MAIN) == ["say pong", "say after it"]
+    again = desk.run(*asked, "--key", "k1", "--json").json
+    assert (again["runId"], again["status"], again["sessionKey"]) == ("k1", "accepted", HELPER)
+    late = desk.run("send", HELPER, "slow 30 a b", "--from", "main", "--reply-back", "0", "--wait", "0.2")
+    assert (late.code, late.out) == (1, "")
+    assert "The message was delivered and has been worked on" in late.err
+    assert f"antiphon sessions history {HELPER}" in late.err
+
+
+@pytest.mark.requirement("S7")
+def test_what_cannot_be_sent(desk: Program) -> None:
+    itself = desk.run("send", "main", "x", "--from", "main", "--json")
+    assert (itself.code, itself.error["code"]) == (2, "self_send")
+    for wrong in (["--reply-back", "1"], ["--no-announce"], ["--from", "main", "--wait", "3601"]):
+        assert desk.run("send", HELPER, "x", *wrong).code == 2
+    failed = desk.run("send", HELPER, "fail badly", "--from", "main", "--wait", "30")
+    assert (failed.code, failed.out) == (8, "")
+    assert "badly" in failed.err
+
+
+@pytest.mark.requirement("P2", "P4", "P9", "003-announce", "003-announce-stats")
+def test_a_sub_agent_and_its_report(desk: Program, tmp_path: Path) -> None:
+    notes = tmp_path / "notes.bin"
+    notes.write_bytes(b"\xff\x00")
+    asked = ("spawn", "say the answer is 42", "--agent", "helper", "--label", "calc", "--attach", str(notes))
+    accepted = desk.run(*asked, "--key", "k1", "--json").json
+    assert (accepted["status"], accepted["runId"]) == ("accepted", "k1")
+    assert accepted["childSessionKey"].startswith("agent:helper:subagent:")
+    assert accepted["attachments"]["files"][0]["bytes"] == 2
+    done = desk.run(*asked, "--key", "k1", "--wait")
+    assert done.code == 0, done.err
+    status, result, _, stats = done.out.splitlines()
+    assert (status, result) == ("Status: ok", "Result: the answer is 42")
+    assert accepted["childSessionKey"] in stats
+    assert "the answer is 42" in desk.run("sessions", "history", "main").out
+    told = desk.run("spawn", "say nothing of it", "--announce", "none", "--wait", "30")
+    assert (told.code, told.out) == (0, "Status: ok\n\nnothing of it\n")
+
+
+@pytest.mark.requirement("P2", "P6")
+def test_sub_agents_that_fail_or_are_refused(desk: Program) -> None:
+    failed = desk.run("spawn", "fail badly", "--wait", "30", "--json")
+    assert (failed.code, failed.json["status"]) == (8, "error")
+    assert "badly" in failed.json["report"]
+    stopped = desk.run("spawn", "slow 30 a b c", "--timeout", "0.3", "--wait")
+    assert (stopped.code, stopped.out.splitlines()[0]) == (1, "Status: timeout")
+    for wrong, code in (
+        (["x", "--agent", "nobody"], 4),
+        (["x", "--model", "no/such"], 2),
+        (["x", "--attach", "/no/such/file"], 2),
+        (["--wait", "x"], 2),
+        ([" "], 2),
+    ):
+        refused = desk.run("spawn", *wrong)
+        assert (refused.code, refused.out) == (code, ""), wrong
+        assert len(refused.err.splitlines()) == 2, refused.err
+
+
+def test_a_report_that_is_late(program: Program) -> None:
+    configure(program)
+    with up(program):
+        late = program.run("spawn", "slow 30 a b c", "--label", "calc", "--wait", "0.3")
+        assert (late.code, late.out) == (1, "")
+        assert "calc is at work" in late.err
+        assert "the sub-agent goes on" in late.err
+
+
+@pytest.mark.requirement("A1")
+def test_who_is_there(desk: Program) -> None:
+    cards = {card["id"]: card for card in desk.run("agents", "--json").json["agents"]}
+    assert {id: card["maySpawn"] for id, card in cards.items()} == {
+        "main": ["main", "helper"],
+        "helper": ["helper"],
+    }
+    assert cards["main"]["default"]
+    assert cards["helper"]["model"] == "rehearsal/rehearsal"
+    table = desk.run("agents").out.splitlines()
+    assert table[0].split() == ["AGENT", "NAME", "MODEL", "MAY", "SPAWN"]
+    assert table[1].split() == ["main", "*", "rehearsal/rehearsal", "itself,", "helper"]
+
+
+@pytest.mark.requirement("G3")
+def test_what_did_not_get_there(desk: Program) -> None:
+    assert desk.run("chat", "--message", "say hello").code == 0
+    assert desk.run("deliveries").out == "No deliveries.\n"
+    assert "deliveries" not in desk.run("status").out
+    assert desk.run("spawn", "say 42", "--for", GROUP, "--key", "k1", "--wait").code == 0
+    retried = desk.run("deliveries", "retry", "task:k1")
+    assert (retried.code, retried.out) == (1, "")
+    assert "dead again: There is no channel 'telegram' here." in retried.err
+    heading, row, hint = desk.run("deliveries").out.splitlines()
+    assert heading.split() == ["STATE", "WHERE", "SINCE", "TRIES", "TEXT", "KEY", "ERROR"]
+    assert row.split()[:3] == ["dead", "telegram", "7"]
+    assert "Status: ok Result: 42" in row
+    assert "retry KEY" in hint
+    page = desk.run("deliveries", "list", "--state", "dead", "--json").json
+    assert [(found["key"], found["state"]) for found in page["deliveries"]] == [("task:k1", "dead")]
+    assert page["standing"] == {"dead": 1}
+    assert "1 dead; see: antiphon deliveries" in desk.run("status").out
+    assert desk.run("status", "--json").json["deliveries"] == {"dead": 1}
+    assert desk.run("deliveries", "retry", "nothing").code == 3
+    assert desk.run("deliveries", "--state", "lost").code == 2

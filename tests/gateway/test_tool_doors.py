@@ -1,0 +1,264 @@
+"""The session tools at every door: what a model gets, a program gets, in the same words and within the same bounds."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from sockets import WRITE, Client, Gate, opened
+
+from antiphon.operations import HistoryFilter, Message, Spawn
+from providers import Answer, Call, Provider
+from stage import BOUND, MAIN, OPERATOR
+
+pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W5", "V3")]
+
+HELPER = "agent:helper:main"
+ACTING = ["sessions_send", "sessions_spawn", "sessions_yield", "subagents"]
+Json = dict[str, Any]
+
+
+def settings(**sections: Any) -> Json:
+    """`main` may reach and spawn `helper`, which is the rehearsal model whatever answers for `main`."""
+    main: Json = {"id": "main", "default": True, "subagents": {"allowAgents": ["helper"]}}
+    helper: Json = {"id": "helper", "model": {"primary": "rehearsal/rehearsal"}}
+    return {
+        "agents": {"list": [main, helper]},
+        "tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}},
+        "gateway": {"tools": {"allow": ACTING}},
+        **sections,
+    }
+
+
+class Door(ABC):
+    """One tool, as the main session."""
+
+    @abstractmethod
+    async def use(self, tool: str, **arguments: Any) -> Json:
+        """What it answers, as data."""
+
+
+class Model(Door):
+    """A run in which the model calls the tool."""
+
+    def __init__(self, gate: Gate, provider: Provider | None = None) -> None:
+        self._gate, self._provider = gate, provider
+
+    async def use(self, tool: str, **arguments: Any) -> Json:
+        words = json.dumps(arguments)
+        if self._provider is not None:
+            self._provider.script(Answer(calls=(Call(tool, words),)), Answer(text=("done",)))
+        message = Message(session=MAIN, content=f"call {tool} {words}\nsay done")
+        accepted = await self._gate.operations.submit(OPERATOR, message)
+        view = await self._gate.operations.wait(OPERATOR, accepted.run_id, BOUND)
+        assert (view.state, view.reply) == ("ok", "done"), view
+        page = await self._gate.operations.history(OPERATOR, MAIN, HistoryFilter(limit=9, include_tools=True))
+        result = next(item for item in reversed(page.messages) if item["role"] == "toolResult")
+        return json.loads(result["content"][0]["text"])
+
+
+class Http(Door):
+    def __init__(self, http: httpx2.AsyncClient) -> None:
+        self._http = http
+
+    async def use(self, tool: str, **arguments: Any) -> Json:
+        reply = await self._http.post("/tools/invoke", json={"tool": tool, "args": arguments})
+        body = reply.json()
+        assert reply.status_code == (200 if body["ok"] else 400), body
+        if not body["ok"]:
+            assert body["error"]["message"] == body["error"]["details"]["error"]
+            return body["error"]["details"]
+        assert json.loads(body["result"]["content"][0]["text"]) == body["result"]["details"]
+        return body["result"]["details"]
+
+
+class WebSocket(Door):
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def use(self, tool: str, **arguments: Any) -> Json:
+        answer = await self._client.call("tools.invoke", name=tool, args=arguments)
+        return answer["output"]["details"] if answer["ok"] else answer["error"]["details"]
+
+
+@asynccontextmanager
+async def _rehearsal(path: Path) -> AsyncGenerator[tuple[Gate, Door]]:
+    async with opened(path, None, settings=settings()) as gate:
+        yield gate, Model(gate)
+
+
+@asynccontextmanager
+async def _provider(path: Path) -> AsyncGenerator[tuple[Gate, Door]]:
+    async with Provider().running() as provider:
+        served = {"baseUrl": f"{provider.url}/v1", "apiKey": "x", "models": [{"id": "m1"}]}
+        models = {"providers": {"local": {**served, "api": "openai-completions"}}}
+        async with opened(path, None, settings=settings(models=models)) as gate:
+            yield gate, Model(gate, provider)
+
+
+@asynccontextmanager
+async def _http(path: Path) -> AsyncGenerator[tuple[Gate, Door]]:
+    async with opened(path, None, settings=settings()) as gate, gate.http(gate.issue(WRITE)) as http:
+        yield gate, Http(http)
+
+
+@asynccontextmanager
+async def _websocket(path: Path) -> AsyncGenerator[tuple[Gate, Door]]:
+    async with opened(path, None, settings=settings()) as gate, gate.client(gate.issue(WRITE)) as client:
+        yield gate, WebSocket(client)
+
+
+Enter = Callable[[Path], AbstractAsyncContextManager[tuple[Gate, Door]]]
+ENTRANCES: dict[str, Enter] = {
+    "rehearsal model": _rehearsal,
+    "model behind HTTP": _provider,
+    "/tools/invoke": _http,
+    "tools.invoke": _websocket,
+}
+
+
+@pytest.fixture(params=ENTRANCES)
+def connect(request: pytest.FixtureRequest) -> Enter:
+    return ENTRANCES[request.param]
+
+
+@pytest.mark.requirement("S1", "S2", "003-send-reply", "003-send-timeout-zero")
+async def test_a_message_to_another_session(connect: Enter, tmp_path: Path) -> None:
+    async with connect(tmp_path) as (gate, door):
+        await gate.operations.open(OPERATOR, HELPER)
+        quiet = {"sessionKey": HELPER, "replyBack": 0, "announce": "none"}
+        sent = await door.use("sessions_send", message="say pong", timeoutSeconds=BOUND, **quiet)
+        delivery = sent.pop("delivery")
+        assert delivery["status"] == "ended"
+        assert (await gate.operations.run(OPERATOR, sent.pop("runId"))).reply == "pong"
+        assert sent == {"status": "ok", "reply": "pong", "sessionKey": HELPER}
+        left = await door.use("sessions_send", message="say later", timeoutSeconds=0, **quiet)
+        assert left["status"] == "accepted"
+        assert (await gate.operations.wait(OPERATOR, left["runId"], BOUND)).reply == "later"
+        page = await gate.operations.history(OPERATOR, HELPER, HistoryFilter())
+        said = [item for item in page.messages if item["role"] == "user"]
+        assert [item["content"] for item in said] == ["say pong", "say later"]
+        assert [item["provenance"]["sourceSessionKey"] for item in said] == [MAIN, MAIN]
+
+
+@pytest.mark.requirement("P2", "P3", "003-spawn-at-once", "003-spawn-child")
+async def test_a_sub_agent(connect: Enter, tmp_path: Path) -> None:
+    async with connect(tmp_path) as (gate, door):
+        spawned = await door.use(
+            "sessions_spawn", task="say 42", agentId="helper", announce="none", label="calc"
+        )
+        assert spawned.keys() == {"status", "runId", "childSessionKey", "mode", "note"}
+        assert (spawned["status"], spawned["mode"]) == ("accepted", "run")
+        assert spawned["childSessionKey"].startswith("agent:helper:subagent:")
+        assert (await gate.operations.wait(OPERATOR, spawned["runId"], BOUND)).reply == "42"
+        [task] = await gate.operations.tasks(OPERATOR, MAIN)
+        assert (task.run_id, task.label, task.result) == (spawned["runId"], "calc", "42")
+        listed = await door.use("subagents", action="list")
+        assert [found["runId"] for found in [*listed["active"], *listed["recent"]]] == [spawned["runId"]]
+
+
+@pytest.mark.requirement("L1", "L5", "K2")
+async def test_the_sessions_there_are(connect: Enter, tmp_path: Path) -> None:
+    async with connect(tmp_path) as (gate, door):
+        for key in (HELPER, MAIN):
+            await gate.operations.open(OPERATOR, key)
+        page = await door.use("sessions_list", kinds=["main"])
+        assert {(row["key"], row["agentId"]) for row in page["sessions"]} == {
+            ("main", "main"),
+            (HELPER, "helper"),
+        }
+        assert (page["count"], page["scope"]) == (2, "all")
+
+
+@pytest.mark.requirement("H5", "S7", "P2")
+async def test_refusals(connect: Enter, tmp_path: Path) -> None:
+    async with connect(tmp_path) as (gate, door):
+        await gate.operations.open(OPERATOR, MAIN)
+        refused = [
+            await door.use("sessions_send", sessionKey="nobody", message="x"),
+            await door.use("sessions_send", sessionKey="main", message="x"),
+            await door.use("sessions_send", sessionKey="main"),
+            await door.use("sessions_spawn", task="x", agentId="stranger"),
+            await door.use("sessions_spawn", task="x", mode="session"),
+            await door.use("sessions_yield"),
+        ]
+        assert [(said["status"], said["code"]) for said in refused] == [
+            ("error", "not_found"),
+            ("error", "self_send"),
+            ("error", "invalid_input"),
+            ("forbidden", "forbidden"),
+            ("error", "invalid_input"),
+            ("error", "conflict"),
+        ]
+        assert all(said["error"] for said in refused)
+        assert await gate.operations.tasks(OPERATOR, MAIN) == []
+
+
+# --- whose tools they are ---
+
+
+async def _offered(gate: Gate, http: httpx2.AsyncClient, client: Client, key: str) -> list[set[str]]:
+    """What a session has: by its run, by what can be looked up, and by what can be invoked over either wire."""
+    known = [tool["id"] for tool in (await client.call("tools.catalog"))["groups"][0]["tools"]]
+    actor = (await gate.operations.act_as(OPERATOR, key)).actor
+    groups = (await client.call("tools.effective", sessionKey=key))["groups"]
+    over_http, over_ws = set[str](), set[str]()
+    for name in known:
+        body = {"tool": name, "sessionKey": key, "dryRun": True}
+        if (await http.post("/tools/invoke", json=body)).status_code == 200:
+            over_http.add(name)
+        answer = await client.call("tools.invoke", name=name, args={"no": "such"}, sessionKey=key)
+        if answer["error"]["code"] == "tool_error":  # it is there, and says that there is no such argument
+            over_ws.add(name)
+    looked_up = {tool["id"] for group in groups for tool in group["tools"]}
+    return [set(actor.tools), looked_up, over_http, over_ws]
+
+
+@pytest.mark.requirement("P3", "SEC6", "003-spawn-tools", "003-spawn-tools-config")
+async def test_a_sub_agent_has_its_own_tools_at_every_door(tmp_path: Path) -> None:
+    """Also where its own agent is granted more than the session that spawned it."""
+    config = settings(tools={"subagents": {"tools": {"alsoAllow": ["sessions_list"]}}})
+    config["tools"]["agentToAgent"] = {"enabled": True}
+    config["agents"]["list"][1]["tools"] = {"sessions": {"visibility": "all"}}
+    async with (
+        opened(tmp_path, None, settings=config) as gate,
+        gate.http() as http,
+        gate.client() as client,
+    ):
+        wanted = Spawn(task="say hello", agent_id="helper", announce="none")
+        spawned = await gate.operations.spawn(OPERATOR, wanted)
+        child = spawned.child_session_key
+        assert (await gate.operations.wait(OPERATOR, spawned.run_id, BOUND)).ended
+        every = {
+            "sessions_list",
+            "sessions_history",
+            "sessions_search",
+            "session_status",
+            "agents_list",
+            *ACTING,
+        }
+        assert await _offered(gate, http, client, MAIN) == [every] * 4
+        assert await _offered(gate, http, client, child) == [{"sessions_list"}] * 4
+        body: Json = {"tool": "sessions_list", "sessionKey": child}
+        listed = (await http.post("/tools/invoke", json=body)).json()["result"]["details"]
+        assert [row["key"] for row in listed["sessions"]] == [child]  # its own tree, and not its parent
+
+
+async def test_what_acts_is_on_offer_only_when_it_is_named(tmp_path: Path) -> None:
+    async with (
+        opened(tmp_path, None, settings=settings(gateway={})) as gate,
+        gate.http() as http,
+        gate.client() as client,
+    ):
+        for name in ACTING:
+            reply = await http.post("/tools/invoke", json={"tool": name})
+            assert reply.status_code == 404
+            answer = await client.call("tools.invoke", name=name)
+            assert (answer["ok"], answer["error"]["code"]) == (False, "not_found")
+        assert (await client.call("tools.invoke", name="sessions_list"))["ok"]

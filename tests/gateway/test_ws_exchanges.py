@@ -1,0 +1,155 @@
+"""What goes on between sessions, as methods: an exchange, a sub-agent, and what is on its way to people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sockets import READ, opened
+
+from antiphon.access import Caller
+from antiphon.errors import Forbidden
+from antiphon.operations import HistoryFilter, Send, Spawn
+from stage import BOUND, MAIN, OPERATOR, until
+
+pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W2")]
+
+HELPER = "agent:helper:main"
+SETTINGS: dict[str, Any] = {
+    "agents": {
+        "list": [
+            {"id": "main", "default": True, "subagents": {"allowAgents": ["helper"]}},
+            {"id": "helper"},
+        ]
+    }
+}
+
+
+@pytest.mark.requirement("S1", "S2", "S3", "G4")
+async def test_one_session_sends_to_another_for_an_operator(tmp_path: Path) -> None:
+    async with opened(tmp_path, None, settings=SETTINGS) as gate, gate.client() as client:
+        for key in (MAIN, HELPER):
+            await gate.operations.open(OPERATOR, key)
+        asked = {"key": HELPER, "message": "say say pong", "fromSessionKey": "main", "idempotencyKey": "k1"}
+        sent = await client.call("sessions.send", **asked, timeoutSeconds=BOUND, replyBack=1, announce="none")
+        assert (sent["runId"], sent["status"], sent["reply"]) == ("k1", "ok", "say pong")
+        assert (sent["sessionKey"], sent["delivery"]["status"]) == (HELPER, "ended")
+        again = await client.call("sessions.send", **asked, replyBack=1, announce="none")
+        assert (again["runId"], again["reply"]) == ("k1", "say pong")
+        assert (await client.call("agent.wait", runId="turn:k1:1"))["reply"] == "pong"
+        main = (await client.call("sessions.history", key=MAIN))["messages"]
+        assert [item["content"] for item in main if item["role"] == "user"] == ["say pong"]
+        plain = await client.call("sessions.send", key=HELPER, message="say x", idempotencyKey="k2")
+        assert plain["status"] == "started"
+        assert (await client.call("agent.wait", runId="k2"))["reply"] == "x"
+
+
+@pytest.mark.requirement("S2", "003-send-timeout", "003-send-timeout-goes-on")
+async def test_a_wait_for_a_reply_holds_up_nothing_else(tmp_path: Path) -> None:
+    async with opened(tmp_path, None, settings=SETTINGS) as gate, gate.client() as client:
+        for key in (MAIN, HELPER):
+            await gate.operations.open(OPERATOR, key)
+        asked = {"key": HELPER, "message": "slow 60 a b c d", "fromSessionKey": MAIN, "announce": "none"}
+        waiting = await client.start("sessions.send", {**asked, "timeoutSeconds": 600})
+        late = await client.call("sessions.send", **asked, timeoutSeconds=0.2, replyBack=0)
+        assert (late["status"], late["delivery"]["status"]) == ("timeout", "queued")
+        assert late["delivery"]["position"] == 1
+        for run in await gate.operations.unfinished(OPERATOR, HELPER):
+            await client.call("sessions.abort", key=HELPER, runId=run)
+        over = await client.answer(waiting)
+        assert (over.ok, over.payload["status"]) == (True, "error")
+
+
+async def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:
+    async with opened(tmp_path, None, settings=SETTINGS) as gate, gate.client() as client:
+        await gate.operations.open(OPERATOR, HELPER)
+        for field, value in {"timeoutSeconds": 1, "replyBack": 0, "announce": "none"}.items():
+            error = await client.refused("sessions.send", key=HELPER, message="x", **{field: value})
+            assert (error["details"]["field"], "fromSessionKey" in error["message"]) == (field, True)
+        image = {"type": "image", "mimeType": "image/png", "content": "aGk="}
+        for field, value in {"thinking": "low", "timeoutMs": 5, "attachments": [image]}.items():
+            asked = {"key": HELPER, "message": "x", "fromSessionKey": "main", field: value}
+            assert (await client.refused("sessions.send", **asked))["details"]["field"] == field
+        more = {"key": HELPER, "message": "x", "fromSessionKey": "main", "timeoutSeconds": 3601}
+        assert (await client.refused("sessions.send", **more))["code"] == "INVALID_REQUEST"
+        page = await gate.operations.history(OPERATOR, HELPER, HistoryFilter())
+        assert page.messages == []
+
+
+@pytest.mark.requirement("P1", "P2", "P4", "P9", "A1")
+async def test_a_sub_agent_for_a_session(tmp_path: Path) -> None:
+    async with (
+        opened(tmp_path, None, settings=SETTINGS) as gate,
+        gate.client() as client,
+        gate.client(gate.issue(READ)) as reader,
+    ):
+        file = {"name": "notes.txt", "content": "hello"}
+        asked = {"task": "say 42", "label": "calc", "attachments": [file], "idempotencyKey": "k1"}
+        spawned = await client.call("sessions.spawn", **asked)
+        assert (spawned["status"], spawned["runId"], spawned["mode"]) == ("accepted", "k1", "run")
+        assert [kept["name"] for kept in spawned["attachments"]["files"]] == ["notes.txt"]
+        again = await client.call("sessions.spawn", **asked)
+        assert again["childSessionKey"] == spawned["childSessionKey"]
+
+        async def settled() -> bool:
+            [task] = (await reader.call("subagents.list", sessionKey="main"))["subagents"]
+            return task["phase"] == "settled" and task["announced"] == "delivered"
+
+        await until(settled)
+        [task] = (await reader.call("subagents.list", sessionKey="main", recentMinutes=1))["subagents"]
+        assert (task["status"], task["result"], task["label"]) == ("ok", "42", "calc")
+        assert task["report"].startswith("Status: ok\nResult: 42")
+        assert spawned["childSessionKey"] in task["report"]
+        refused = await client.refused("sessions.spawn", task="x", agentId="stranger")
+        assert (refused["details"]["type"], refused["details"]["reason"]) == ("spawn_refused", "agent")
+        unknown = await client.refused("sessions.spawn", task="x", nonsense=1)
+        assert "unexpected property 'nonsense'" in unknown["message"]
+        cards = (await reader.call("agents.spawnable"))["agents"]
+        assert {card["id"]: card["maySpawn"] for card in cards} == {
+            "main": ["main", "helper"],
+            "helper": ["helper"],
+        }
+
+
+@pytest.mark.requirement("G3")
+async def test_what_did_not_get_there_is_seen_and_sent_again(tmp_path: Path) -> None:
+    group = "agent:main:telegram:group:7"
+    async with opened(tmp_path, None, settings=SETTINGS) as gate, gate.client() as client:
+        await client.call("sessions.spawn", task="say 42", requesterSessionKey=group, idempotencyKey="k1")
+
+        async def dead() -> bool:
+            return bool((await client.call("deliveries.list", state="dead"))["deliveries"])
+
+        await until(dead)
+        page = await client.call("deliveries.list")
+        [delivery] = page["deliveries"]
+        assert (delivery["key"], delivery["channel"], delivery["to"]) == ("task:k1", "telegram", "7")
+        assert page["standing"] == {"dead": 1} == (await client.call("status"))["deliveries"]
+        assert "telegram" in delivery["error"]
+        again = await client.call("deliveries.retry", key="task:k1")
+        assert again["state"] == "pending"
+        await until(dead)
+        assert (await client.refused("deliveries.retry", key="nothing"))["details"]["type"] == "not_found"
+        assert (await client.call("deliveries.list", state="delivered"))["deliveries"] == []
+        for wrong in ({"state": "lost"}, {"limit": 0}, {"cursor": "x"}):
+            assert (await client.refused("deliveries.list", **wrong))["code"] == "INVALID_REQUEST"
+
+
+@pytest.mark.requirement("SEC4")
+async def test_the_operations_look_at_the_scope_again(tmp_path: Path) -> None:
+    reader, agent = Caller.operator([READ]), Caller.agent("main", MAIN)
+    async with opened(tmp_path, None, settings=SETTINGS) as gate:
+        house = gate.operations
+        for refused in (
+            house.deliver_again(reader, "task:k1"),
+            house.deliver_again(agent, "task:k1"),
+            house.deliveries(agent),
+            house.roster(agent),
+            house.act_as(reader, MAIN),
+            house.send(reader, Send(session=HELPER, message="x"), requester=MAIN),
+            house.spawn(reader, Spawn(task="x")),
+        ):
+            with pytest.raises(Forbidden):
+                await refused
+        assert (await house.summary(OPERATOR)).sessions == 0
