@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 
 from antiphon.access import READ, WRITE, Caller
-from antiphon.bus import Event, Gap, MessageAppended, SessionChanged, session_topic
+from antiphon.bus import Event, Gap, MessageAppended, RunChanged, SessionChanged, session_topic
 from antiphon.bus.local import LocalBus
 from antiphon.clock import ManualClock
+from antiphon.engine import admissions, runs
+from antiphon.engine.admissions import Submission
 from antiphon.engine.engine import Pace
+from antiphon.engine.runs import Stopped
 from antiphon.engine.toolbox import Call, Result
 from antiphon.errors import (
     AntiphonError,
@@ -27,10 +30,11 @@ from antiphon.errors import (
     UnknownModel,
 )
 from antiphon.messages import Assistant, Compaction, Text, ToolCall, ToolResult, User, encode
-from antiphon.operations import HistoryFilter, ListFilter, Operations, Patch
+from antiphon.operations import HistoryFilter, ListFilter, Operations, Patch, Send
 from antiphon.runtimes import Prompt
+from antiphon.store import Tx
 from antiphon.views import Preview, PreviewItem
-from stage import BOUND, MAIN, OPERATOR, Stage, calls, dump, soon, staged, text, tool, with_settings
+from stage import BOUND, MAIN, OPERATOR, Stage, calls, dump, soon, staged, text, tool, until, with_settings
 
 pytestmark = pytest.mark.anyio
 
@@ -569,6 +573,86 @@ async def test_deleting_and_speaking_at_once_leaves_nothing_behind(tmp_path: Pat
         left = dump(stage.path)
         assert [left[name] for name in ("sessions", "runs", "messages", "transcripts", "lineage")] == [[]] * 5
         assert stage.rows("SELECT * FROM session_names") == []
+
+
+@pytest.mark.requirement("G1", "G13")
+@pytest.mark.parametrize("change", ["delete", "reset"])
+async def test_what_is_queued_because_something_was_stopped_is_stopped_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """A turn that is dropped can lead to another one in the same session and the same commit."""
+    agent, ended = Busy(), [f"follows-{number}" for number in range(2)]
+    dropped = runs.cancel
+
+    async def cancel(tx: Tx, session: int, run_id: str | None, now: int) -> Stopped:
+        stopped = await dropped(tx, session, run_id, now)
+        if not await tx.all(runs.SQL.active_in, session=session):
+            for id in ended:
+                if await tx.one(runs.SQL.accepted_before, id=id) is None:
+                    message = User(content="next", timestamp=now)
+                    await admissions.follow(
+                        tx,
+                        Submission(
+                            run_id=id, session=session, session_key=SIDE, origin="announce", message=message
+                        ),
+                        now,
+                    )
+                    break
+        return stopped
+
+    monkeypatch.setattr(runs, "cancel", cancel)
+    async with staged(tmp_path, agent) as stage:
+        await stage.say("one", SIDE)
+        await soon(agent.begun)
+        agent.begun.clear()
+        changing = getattr(stage.operations, change)
+        told = await heard(stage, lambda: changing(OPERATOR, SIDE), session_topic(1))
+        assert [e.run_id for e in told if isinstance(e, RunChanged) and e.state == "cancelled"][1:] == ended
+        left = stage.rows("SELECT id, state FROM runs WHERE origin = 'announce' ORDER BY n")
+        assert left == ([] if change == "delete" else [{"id": id, "state": "cancelled"} for id in ended])
+        assert not agent.begun.is_set(), "nobody was asked anything more"
+
+
+@pytest.mark.requirement("G21")
+async def test_the_words_of_a_deleted_session_are_nowhere(tmp_path: Path) -> None:
+    """Nor what was said to it, in the records of what happened, which stay."""
+    other = "agent:main:dashboard:other"
+
+    async def agent(prompt: Prompt) -> str:
+        return "the SECRET is 7" if prompt.session_key == SIDE else "nothing"
+
+    async with staged(tmp_path, agent) as stage:
+        for key in (MAIN, SIDE, other):
+            await stage.create(key)
+        for requester, target in ((MAIN, SIDE), (SIDE, other), (MAIN, other)):
+            sending = Send(session=target, message="tell me the PIN", reply_back=0)
+            await stage.operations.send(OPERATOR, sending, requester=requester)
+
+        async def over() -> bool:
+            states = stage.rows("SELECT state FROM deliveries")
+            return [row["state"] for row in states] == ["delivered"] * 3
+
+        await until(over)
+        before = records(stage)
+        assert await stage.operations.delete(OPERATOR, SIDE)
+        after = records(stage)
+        assert "SECRET" not in str(after) and "SECRET" in str(before)
+        assert [row["message"] for row in after["exchanges"]] == ["", "", "tell me the PIN"]
+        assert [row["first_reply"] for row in after["exchanges"]] == [None, None, "nothing"]
+        assert [row["latest_reply"] for row in after["exchanges"]] == [None, None, "nothing"]
+        assert [row["body"] for row in after["deliveries"]] == ["", "nothing", "nothing"]
+        for table, rows in before.items():
+            for row, now in zip(rows, after[table], strict=True):
+                assert {n: v for n, v in row.items() if n not in WORDS} == {
+                    n: v for n, v in now.items() if n not in WORDS
+                }
+
+
+WORDS = {"message", "first_reply", "latest_reply", "body"}
+
+
+def records(stage: Stage) -> dict[str, list[dict[str, Any]]]:
+    return {name: stage.rows(f"SELECT * FROM {name} ORDER BY n") for name in ("exchanges", "deliveries")}  # noqa: S608
 
 
 # --- leaving out ---

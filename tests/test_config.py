@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pyjson5
 import pytest
@@ -30,8 +31,11 @@ from antiphon.config import (
     parse,
     secrets,
 )
+from antiphon.config.checks import SESSION_TOOLS
 from antiphon.config.foreign import FOREIGN
 from antiphon.errors import ConfigError, NotFound, UnknownModel
+from antiphon.operations import Operations
+from antiphon.tools import session_tools
 
 pytestmark = pytest.mark.requirement("C")
 
@@ -269,6 +273,75 @@ def test_a_provider_without_models_is_told() -> None:
     [warning] = parse({"models": {"providers": {"openai": {}}}})[1]
 
     assert "'models.providers.openai.models' is empty" in warning
+
+
+def test_agents_that_may_be_spawned_and_are_not_there_are_told() -> None:
+    agents = {
+        "defaults": {"subagents": {"allowAgents": ["writer-*", "Main"]}},
+        "list": [{"id": "main", "subagents": {"allowAgents": ["helpr", "h*", "*"]}}, {"id": "helper"}],
+    }
+    pattern, misspelt = parse({"agents": agents})[1]
+
+    assert pattern.startswith("'agents.defaults.subagents.allowAgents' names 'writer-*', but no such agent")
+    assert misspelt.startswith("'agents.list[0].subagents.allowAgents' names 'helpr', but no such agent")
+    assert "Did you mean 'helper'?" in misspelt
+
+
+@pytest.mark.parametrize(
+    ("path", "config"),
+    [
+        ("gateway.tools.allow", {"gateway": {"tools": {"allow": ["session_send"]}}}),
+        ("gateway.tools.deny", {"gateway": {"tools": {"deny": ["sesions_send"]}}}),
+        ("tools.allow", {"tools": {"allow": ["sessions_sned"]}}),
+        ("tools.deny", {"tools": {"deny": ["sessions.send"]}}),
+        ("tools.subagents.tools.allow", {"tools": {"subagents": {"tools": {"allow": ["Sessions_Send"]}}}}),
+        (
+            "tools.subagents.tools.alsoAllow",
+            {"tools": {"subagents": {"tools": {"alsoAllow": ["session_send"]}}}},
+        ),
+        ("tools.subagents.tools.deny", {"tools": {"subagents": {"tools": {"deny": ["sessionssend"]}}}}),
+        (
+            "agents.list[0].tools.allow",
+            {"agents": {"list": [{"id": "a", "tools": {"allow": ["session_send"]}}]}},
+        ),
+        (
+            "agents.list[0].tools.deny",
+            {"agents": {"list": [{"id": "a", "tools": {"deny": ["session_send"]}}]}},
+        ),
+    ],
+)
+def test_a_session_tool_that_is_misspelt_is_told(path: str, config: dict[str, Any]) -> None:
+    [warning] = parse(config)[1]
+
+    assert warning.startswith(f"{path!r} names ")
+    assert "Did you mean 'sessions_send'?" in warning
+
+
+def test_tools_that_may_come_from_anywhere_are_not_told() -> None:
+    names = ["exec", "read", "message", "memory_search", "browser", "cron", "group:sessions", "*"]
+    lists = {"allow": [*SESSION_TOOLS, *names], "deny": ["sessions_*"]}
+    assert parse({"tools": lists, "gateway": {"tools": {"allow": list(SESSION_TOOLS)}}})[1] == ()
+    [warning] = parse({"gateway": {"tools": {"allow": ["sessions_*"]}}})[1]
+    assert "Write out the name of each tool." in warning
+
+
+def test_the_session_tools_are_those_there_are() -> None:
+    assert {tool.spec.name for tool in session_tools(Mock(spec=Operations))} == set(SESSION_TOOLS)
+
+
+@pytest.mark.requirement("V1")
+def test_a_visibility_that_shows_nothing_more_is_told() -> None:
+    two = {"list": [{"id": "main"}, {"id": "helper", "tools": {"sessions": {"visibility": "all"}}}]}
+    everything = {"sessions": {"visibility": "all"}}
+    general, own = parse({"agents": two, "tools": everything})[1]
+
+    assert general.startswith(
+        "'tools.sessions.visibility' is 'all', but sessions of other agents stay invisible"
+    )
+    assert own.startswith("'agents.list[1].tools.sessions.visibility' is 'all'")
+    assert "'tools.agentToAgent.enabled' is false" in general
+    assert parse({"tools": everything})[1] == ()
+    assert parse({"agents": two, "tools": {**everything, "agentToAgent": {"enabled": True}}})[1] == ()
 
 
 # Parts that belong to others

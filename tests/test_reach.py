@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from antiphon import keys
@@ -47,6 +47,15 @@ from tools.troupe import house as troupe_house
 
 AGENTS = ("main", "ann", "bob")
 WIDTH: dict[Visibility, int] = {"self": 0, "tree": 1, "agent": 2, "all": 3}
+UNSHRUNK = settings(
+    deadline=None,
+    phases=[
+        Phase.explicit,
+        Phase.reuse,
+        Phase.generate,
+    ],  # each example is a store: a smaller one takes minutes
+    suppress_health_check=[HealthCheck.too_slow],
+)
 Settings = Mapping[str, Any]
 
 # --- configurations ---
@@ -73,11 +82,10 @@ allowed_agents = st.sampled_from([[], ["*"], ["main"], ["main", "ann"], ["a*", "
 
 
 def _entry(agent: str) -> st.SearchStrategy[dict[str, Any]]:
-    return st.builds(
-        lambda rules, box: {"id": agent, "tools": {"sessions": rules}, "sandbox": box},
-        session_rules,
-        sandboxes,
-    )
+    def entry(rules: dict[str, Any], box: dict[str, Any]) -> dict[str, Any]:
+        return {"id": agent, "tools": {"sessions": rules}, "sandbox": box}
+
+    return st.builds(entry, session_rules, sandboxes)
 
 
 def _configuration(
@@ -292,7 +300,7 @@ async def desk(config: Config, path: Path) -> AsyncGenerator[Desk]:
     "003-sandbox-clamp",
     "000-sandbox-setting",
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(UNSHRUNK, max_examples=40)
 @given(configurations, stores)
 def test_a_key_is_listed_if_and_only_if_its_history_is_read_and_each_action_is_decided_by_its_own_grant(
     configuration: Settings, wanted: list[Born]
@@ -530,13 +538,10 @@ async def _housing(configuration: Settings, path: Path) -> AsyncGenerator[House]
         yield opened
 
 
-SLOW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
 @pytest.mark.requirement(
     "SEC6", "G31", "V1", "V2", "003-sandbox-spawned", "003-sandbox-clamp", "003-spawn-guard"
 )
-@SLOW
+@settings(UNSHRUNK, max_examples=30)
 @given(spawnings, st.sampled_from(("agent:main:main", "agent:ann:direct:1")), chains_of_agents)
 def test_a_child_reaches_no_more_than_its_parent_down_any_line(
     configuration: Settings, root: str, agents: list[str]

@@ -13,6 +13,7 @@ import msgspec
 from antiphon import keys
 from antiphon.bus import RunChanged, Spent
 from antiphon.engine.attachments import Receipt
+from antiphon.engine.steps import GATED, QUIET
 from antiphon.engine.transcripts import Entry
 from antiphon.errors import InvalidInput
 from antiphon.messages import Assistant, Text, User, decode
@@ -49,6 +50,10 @@ class RunView(_View, frozen=True):
     error: str | None = None
     model: str | None = None
     usage: Spent | None = None
+    origin: str | None = None
+    """What has led to it: a chat, a job, another session."""
+    yielded: bool = False
+    """It ended its turn to wait for its sub-agents; another run has the answer."""
 
     @property
     def ended(self) -> bool:
@@ -265,7 +270,7 @@ class Spawned(_View, omit_defaults=False, frozen=True, kw_only=True):
 
 
 class TaskView(_View, frozen=True, kw_only=True):
-    """What a session has had a sub-agent do. `announced` is what became of the report, `report` the text of it."""
+    """What a session has had a sub-agent do; long texts are cut. `announced` is what became of the report."""
 
     run_id: str
     child_session_key: str
@@ -283,7 +288,10 @@ class TaskView(_View, frozen=True, kw_only=True):
     ended_at: int | None = None
     total_tokens: int | None = None
     last_activity_at: int | None = None
-    report: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.label or self.child_session_key
 
 
 class DeliveryView(_View, frozen=True, kw_only=True):
@@ -305,10 +313,11 @@ class DeliveryView(_View, frozen=True, kw_only=True):
 
 
 class DeliveryPage(_View, frozen=True):
-    """The newest first. `standing` counts all of them by state."""
+    """The newest first. `standing` counts all of them by state; `capped`: there may be more that were delivered."""
 
     deliveries: list[DeliveryView]
     standing: dict[str, int]
+    capped: bool = False
     next_cursor: str | None = None
 
 
@@ -338,6 +347,8 @@ def run_view(row: Row, spent: Row | None, now: int) -> RunView:
     return RunView(
         run_id=row["id"],
         session_key=row["key"],
+        origin=row["origin"],
+        yielded=bool(row["yielded"]),
         state=row["state"],
         created_at=row["created_at"],
         started_at=started,
@@ -366,6 +377,9 @@ def end_of(session_key: str, view: RunView) -> RunChanged:
         started_at=view.started_at,
         ended_at=view.ended_at,
         usage=view.usage,
+        yielded=view.yielded,
+        quiet=view.origin in QUIET,
+        gated=view.origin in GATED,
     )
 
 
@@ -382,6 +396,7 @@ def ended_view(view: RunView, event: RunChanged) -> RunView:
         position=None,
         reply=event.reply,
         error_code=event.error_code,
+        yielded=event.yielded,
         error=event.error,
         model=event.model,
         usage=event.usage or Spent(input=0, output=0, cost=None),

@@ -83,7 +83,16 @@ def _announcement(book: Book, exchange: Row) -> list[str]:
 
 def gone(task: Row) -> bool:
     """Whether a child was removed, as it was asked for."""
-    return task["archived_at"] is not None and json.loads(task["options"]).get("cleanup") == "delete"
+    return task["archived_at"] is not None and _to_delete(task)
+
+
+def _to_delete(task: Row) -> bool:
+    """Whether a child's time is over: it goes in one commit, and that it is gone is on record in a later one."""
+    return task["archive_at"] is not None and json.loads(task["options"]).get("cleanup") == "delete"
+
+
+def _deleted(book: Book, task: Row) -> bool:
+    return _to_delete(task) and book.session(task["child_key"]) is None
 
 
 def _child(book: Book, task: Row) -> list[str]:
@@ -93,6 +102,8 @@ def _child(book: Book, task: Row) -> list[str]:
     if gone(task):
         left = child or runs
         return [f"something of the deleted child of {task['id']} is left"] if left else []
+    if _deleted(book, task):
+        return [f"the runs of the deleted child of {task['id']} are left"] if runs else []
     if child is None or child["id"] != task["child"] or child["spawned_by"] != task["requester"]:
         return [f"task {task['id']} has no session"]
     return [] if book.run(task["id"]) in runs else [f"task {task['id']} has no run in its session"]
@@ -100,7 +111,7 @@ def _child(book: Book, task: Row) -> list[str]:
 
 def _work(book: Book, task: Row) -> list[str]:
     """The child's runs are the task's, one after the other; one announce step at most, and as the last one."""
-    if gone(task):
+    if _deleted(book, task):
         return []
     id, phase = task["id"], task["phase"]
     runs = [run for run in book.runs if run["task"] == task["n"]]
@@ -198,7 +209,7 @@ def _orphans(book: Book) -> list[str]:
 def _chains(book: Book) -> list[str]:
     """A chain has as many runs as it says. Those of a deleted child count on."""
     counted = Counter(run["chain"] for run in book.runs if run["chain"] is not None)
-    for task in filter(gone, book.tasks):
+    for task in (task for task in book.tasks if _deleted(book, task)):
         counted[task["chain"]] += 2 if task["outcome"] == "ok" and task["announced"] != "none" else 1
     said = {chain["id"]: chain["runs"] for chain in book.chains}
     return [] if said == dict(counted) else [f"the chains say {said}, and there are {dict(counted)}"]

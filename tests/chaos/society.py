@@ -81,10 +81,11 @@ def main_of(agent: str) -> str:
     return f"agent:{agent}:main"
 
 
-def script(dice: random.Random, numbers: Iterator[int], depth: int) -> str:
+def script(dice: random.Random, numbers: Iterator[int], depth: int, *, sent: bool = False) -> str:
     number = next(numbers)
     lines = [_call(dice, numbers, depth - 1) for _ in range(dice.choice([1, 1, 2]) if depth else 0)]
-    if depth and dice.random() < 0.15:
+    # Not in the middle of an exchange: see the test of who yields when it was woken already.
+    if depth and not sent and dice.random() < 0.2:
         lines.append("call sessions_yield {}")
     if dice.random() < 0.2:
         lines.append(f"slow {dice.choice([0.05, 0.3])}")
@@ -100,7 +101,7 @@ def _call(dice: random.Random, numbers: Iterator[int], depth: int) -> str:
     if dice.random() < 0.7:
         arguments: dict[str, Any] = {
             "sessionKey": main_of(agent),
-            "message": script(dice, numbers, depth),
+            "message": script(dice, numbers, depth, sent=True),
             "timeoutSeconds": dice.choice([0, 0, 0.2, 2, 10]),
             "announce": dice.choice(["target", "target", "none"]),
         }

@@ -22,11 +22,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from antiphon.messages import Assistant, ToolResult
+from antiphon.runtimes import Prompt
 from chaos import society, verify
 from chaos.book import Book, Row
 from chaos.society import AGENTS, CONFIG, main_of
-from stage import BOUND
-from tools.troupe import Player, Troupe, house, until
+from stage import BOUND, MAIN, calls, text
+from tools.troupe import HELPER, Player, Troupe, cast_of, house, phase_of, until
 
 KILLED = -9
 KILLS = 6
@@ -166,18 +168,22 @@ def _announced(book: Book, exchange: Row) -> list[str]:
 def twice(book: Book) -> list[str]:
     """Every script has been heard by one session, once; every call has led to one thing, and nothing else has."""
     wrong = [f"{what} {times} times" for what, times in _counted(book) if times > 1]
-    heard = Counter(
-        body["content"]
-        for message in book.messages
-        if message["role"] == "user" and "\nnumber " in (body := message["json"])["content"]
-        if (body.get("provenance") or {}).get("kind") != "announce_step"
-    )
+    heard = Counter(_script(message) for message in book.messages)
+    del heard[None]
     wrong += [f"{words!r} was heard {times} times" for words, times in heard.items() if times > 1]
     calls = Counter(call.words for call in asked(book))
     for row, words in begun(book):
         if (calls[words], heard[words]) != (1, 1):
             wrong.append(f"{row['id']} was asked for {calls[words]} times and heard {heard[words]} times")
     return wrong
+
+
+def _script(message: Row) -> str | None:
+    """What was said to a session for it to follow, if that is what it is."""
+    if message["role"] != "user" or "\nnumber " not in message["json"]["content"]:
+        return None
+    origin: dict[str, str] = message["json"].get("provenance", {})
+    return None if origin.get("kind") == "announce_step" else message["json"]["content"]
 
 
 def _counted(book: Book) -> Iterable[tuple[str, int]]:
@@ -226,7 +232,7 @@ def held(book: Book) -> list[str]:
 # --- waiting ---
 
 
-@pytest.mark.requirement("G12", "S4", "S7", "003-send-wait")
+@pytest.mark.requirement("G12", "S4")
 @pytest.mark.anyio
 async def test_forty_agents_that_wait_for_one_hold_up_nobody(tmp_path: Path) -> None:
     """More than there are slots for anything; the others talk, spawn and wait as if nothing were."""
@@ -248,7 +254,7 @@ async def test_forty_agents_that_wait_for_one_hold_up_nobody(tmp_path: Path) -> 
             assert json.loads(view.reply or "")["reply"] == "hi"
         spawned = await troupe.does("sessions_spawn", main_of(others[0]), task="say here", announce="none")
         assert (await troupe.ended(spawned["runId"])).reply == "here"
-        # Who waits is still written to, and is next when its wait is over; a circle is refused at once.
+        # Who waits is still written to, and is next when its wait is over.
         sent = await troupe.does(
             "sessions_send",
             main_of(others[0]),
@@ -263,6 +269,36 @@ async def test_forty_agents_that_wait_for_one_hold_up_nobody(tmp_path: Path) -> 
             assert (reply["status"], reply["reply"]) == ("ok", "at last")
         assert (await troupe.ended(sent["runId"])).reply == "me"
         await troupe.quiet()
+
+
+@pytest.mark.requirement("G1", "S6", "A2")
+@pytest.mark.anyio
+async def test_who_yields_when_its_sub_agent_has_woken_it_already_answers_all_the_same(
+    tmp_path: Path,
+) -> None:
+    """What the society found under kills: the exchange had nothing left that could move it."""
+    opened: list[Troupe] = []
+
+    async def reported() -> bool:
+        return bool(opened[0].rows("SELECT 1 FROM tasks WHERE phase = 'settled'"))
+
+    async def speak(prompt: Prompt) -> Assistant:
+        if ":subagent:" in prompt.session_key or phase_of(prompt) != "request":
+            return text("in the end")
+        if not isinstance(prompt.messages[-1], ToolResult):
+            return calls("sessions_spawn", task="go", announce="parent")
+        await until(reported)
+        return calls("sessions_yield")
+
+    async with house(cast_of("helper"), tmp_path, functions={"helper": Player(speak)}) as troupe:
+        opened.append(troupe)
+        await troupe.found(MAIN, HELPER)
+        await troupe.use(
+            "sessions_send", MAIN, sessionKey=HELPER, message="go", replyBack=0, timeoutSeconds=0
+        )
+        await troupe.quiet()
+        (exchange,) = troupe.rows("SELECT * FROM exchanges")
+        assert (exchange["announced"], exchange["latest_reply"]) == ("delivered", "in the end")
 
 
 def _sending(agent: str, message: str, wait: float) -> str:

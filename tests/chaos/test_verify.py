@@ -87,7 +87,7 @@ LIES = {
     "a task came to something else": (TASK, "UPDATE tasks SET outcome = 'error'", "came to"),
     "a child's last word is lost": (NESTED, "UPDATE tasks SET result = 'Turn yielded.'", "came to"),
     "a child waits for nobody": (NESTED, A_CHILD_WAITING, "waits for nobody"),
-    "a child was not deleted": (DELETED, "UPDATE tasks SET archived_at = NULL", "has no session"),
+    "a child was not deleted": (DELETED, "UPDATE tasks SET archived_at = NULL", "cleaned up"),
     "a child's cost is lost": (
         DELETED,
         "DELETE FROM usage WHERE session_key LIKE '%:subagent:%'",

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 
 from antiphon.clock import ManualClock
+from antiphon.engine import chains
 from antiphon.engine.engine import Pace
+from antiphon.errors import WaitCycle
 from antiphon.messages import Assistant
 from antiphon.runtimes import Prompt
+from antiphon.store import Row
 from stage import DATABASE, calls, dump, raw, soon
 from tools.troupe import HELPER, MAIN, Player, cast_of, heard, house, result_in, until, warnings_of
 
@@ -71,10 +74,63 @@ async def test_a_wait_that_would_close_a_circle_is_refused_with_the_path(tmp_pat
         (refused,) = [row for row in await troupe.transcript(main_of("c")) if row["role"] == "toolResult"]
         assert refused["isError"] is True
         assert refused["details"]["code"] == "wait_cycle"
-        assert refused["details"]["path"] == [main_of("a"), main_of("b"), main_of("c")]
-        circle = f"'{main_of('a')}' waits for '{main_of('b')}' waits for '{main_of('c')}'."
-        assert circle in refused["details"]["error"]
+        path = refused["details"]["path"]
+        assert path == [main_of("a"), main_of("b"), main_of("c")]
+        assert f"{' waits for '.join(map(repr, path))}." in refused["details"]["error"]
         assert len(troupe.rows("SELECT * FROM exchanges")) == 2, "what was refused has not begun"
+
+
+@pytest.mark.requirement("S7", "G12", "V3")
+async def test_the_path_names_no_session_that_the_caller_may_not_see(tmp_path: Path) -> None:
+    hidden = "agent:b:discord:group:boardroom"
+    config = cast_of("a", "b", {"id": "c", "tools": {"sessions": {"visibility": "self", "send": "all"}}})
+
+    def boardroom(prompt: Prompt) -> Assistant | str:
+        if result_in(prompt) is not None:
+            return "done"
+        return calls("sessions_send", sessionKey=main_of("c"), message="pass it on", **CALM)
+
+    def ask(prompt: Prompt) -> Assistant | str:
+        if result_in(prompt) is not None:
+            return "done"
+        return calls("sessions_send", sessionKey=hidden, message="pass it on", **CALM)
+
+    functions = {"a": Player(ask), "b": Player(boardroom), "c": Player(asks("a"))}
+    async with house(config, tmp_path, functions=functions) as troupe:
+        await troupe.found(main_of("a"), hidden, main_of("c"))
+        await troupe.ask("go", main_of("a"))
+        (refused,) = [row for row in await troupe.transcript(main_of("c")) if row["role"] == "toolResult"]
+        assert refused["details"]["path"] == [main_of("a"), "[session]", main_of("c")]
+        assert "boardroom" not in str(refused)
+
+
+@pytest.mark.requirement("S7", "G12", "V3")
+async def test_who_asks_decides_what_is_shown_of_the_sessions_between(tmp_path: Path) -> None:
+    shown: set[tuple[str, str, bool]] = set()  # a script may be run again
+    paths: list[list[str]] = []
+
+    def show(row: Row) -> str:
+        shown.add((row["key"], row["agent_id"], bool(row["descendant"])))
+        return "somebody"
+
+    async def last(prompt: Prompt) -> str:
+        ids = {row["key"]: row["id"] for row in troupe.rows("SELECT key, id FROM sessions")}
+        (run,) = troupe.rows("SELECT n FROM runs WHERE id = ?", prompt.run_id)
+        store = troupe.operations._store  # pyright: ignore[reportPrivateUsage]
+        own, first = ids[main_of("c")], ids[main_of("a")]
+        with pytest.raises(WaitCycle) as caught:
+            now = troupe.house.clock.now()
+            await store.tx(chains.wait, run["n"], own, "run", first, now + 1000, now, show)
+        paths.append(caught.value.data["path"])
+        return "done"
+
+    functions = {"a": Player(asks("b")), "b": Player(asks("c")), "c": Player(last)}
+    async with house(cast_of("a", "b", "c"), tmp_path, functions=functions) as troupe:
+        await troupe.found(*map(main_of, "abc"))
+        await troupe.ask("go", main_of("a"))
+        assert paths == [[main_of("a"), "somebody", main_of("c")]]
+        assert shown == {(main_of("b"), "b", False)}
+        assert troupe.rows("SELECT 1 FROM waits WHERE awaited = 'run'") == []
 
 
 @pytest.mark.requirement("S7", "G12")
@@ -253,8 +309,8 @@ async def test_a_chain_ends_at_its_number_of_runs_whatever_its_shape(tmp_path: P
         await troupe.found(*map(main_of, names))
         warned = await warnings_of(troupe, "chain_limit", lambda: troupe.ask("go", main_of("a")))
         assert warned
-        chains = troupe.rows("SELECT chain, count(*) AS n FROM runs WHERE chain IS NOT NULL GROUP BY chain")
-        assert all(row["n"] <= 10 for row in chains)
+        counted = troupe.rows("SELECT chain, count(*) AS n FROM runs WHERE chain IS NOT NULL GROUP BY chain")
+        assert all(row["n"] <= 10 for row in counted)
 
 
 @pytest.mark.requirement("G14", "S7")

@@ -388,9 +388,6 @@ async def test_the_policy_stops_what_goes_out_and_nothing_that_comes_in(tmp_path
 
 
 @pytest.mark.requirement("G7")
-@pytest.mark.xfail(
-    strict=True, reason="views.end_of, which makes up for a lost end, knows neither `quiet` nor `gated`"
-)
 @pytest.mark.parametrize("step", ["request", "turn", "announce"])
 async def test_an_end_that_the_hub_has_missed_passes_the_gate_too(
     tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch

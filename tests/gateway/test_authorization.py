@@ -70,6 +70,7 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "cron.status": (READ, {}),
     "cron.runs": (READ, {"id": "job"}),
     "subagents.list": (READ, {"sessionKey": MAIN}),
+    "subagents.report": (READ, {"runId": "dead"}),
     "agents.spawnable": (READ, {}),
     "deliveries.list": (READ, {}),
     "chat.send": (WRITE, {"sessionKey": MAIN, **SEND}),

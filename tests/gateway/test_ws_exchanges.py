@@ -99,8 +99,12 @@ async def test_a_sub_agent_for_a_session(tmp_path: Path) -> None:
         await until(settled)
         [task] = (await reader.call("subagents.list", sessionKey="main", recentMinutes=1))["subagents"]
         assert (task["status"], task["result"], task["label"]) == ("ok", "42", "calc")
-        assert task["report"].startswith("Status: ok\nResult: 42")
-        assert spawned["childSessionKey"] in task["report"]
+        assert "report" not in task
+        said = await reader.call("subagents.report", runId="k1")
+        assert said["runId"] == "k1"
+        assert said["report"].startswith("Status: ok\nResult: 42")
+        assert spawned["childSessionKey"] in said["report"]
+        assert (await reader.refused("subagents.report", runId="k2"))["details"]["type"] == "not_found"
         refused = await client.refused("sessions.spawn", task="x", agentId="stranger")
         assert (refused["details"]["type"], refused["details"]["reason"]) == ("spawn_refused", "agent")
         unknown = await client.refused("sessions.spawn", task="x", nonsense=1)

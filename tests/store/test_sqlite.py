@@ -536,19 +536,36 @@ async def test_runs_of_schema_4_are_carried_on_and_lead_to_nothing(
         async with opened(tmp_path):
             pass
         question = '{"role":"user","content":"say hello","timestamp":1}'
-        for statement in (
-            "INSERT INTO transcripts (session_id, key, reason, started_at) VALUES ('t', 'agent:main:main', 'new', 1)",
-            "INSERT INTO sessions (key, session_id, transcript, agent_id, kind, last_seq, lane_epoch, created_at,"
-            " updated_at) VALUES ('agent:main:main', 't', 1, 'main', 'main', 1, 1, 1, 1)",
-            "INSERT INTO messages (transcript, seq, entry, role, run, body, created_at)"
-            f" VALUES (1, 1, 'e', 'user', 1, '{question}', 1)",
-            "INSERT INTO runs (id, session, origin, digest, input, state, epoch, attempts, transcript, first_seq,"
-            f" deadline_at, created_at, started_at) VALUES ('cut', 1, 'chat', '', '{question}', 'running', 1, 1, 1, 1,"
-            " 99999999999999, 1, 1)",
-            "INSERT INTO runs (id, session, origin, digest, input, state, deadline_at, created_at)"
-            f" VALUES ('waiting', 1, 'chat', '', '{question}', 'queued', 99999999999999, 1)",
-        ):
-            raw(tmp_path / NAME, statement)
+        statements: list[tuple[str, tuple[object, ...]]] = [
+            (
+                "INSERT INTO transcripts (session_id, key, reason, started_at)"
+                " VALUES ('t', 'agent:main:main', 'new', 1)",
+                (),
+            ),
+            (
+                "INSERT INTO sessions (key, session_id, transcript, agent_id, kind, last_seq, lane_epoch, created_at,"
+                " updated_at) VALUES ('agent:main:main', 't', 1, 'main', 'main', 1, 1, 1, 1)",
+                (),
+            ),
+            (
+                "INSERT INTO messages (transcript, seq, entry, role, run, body, created_at)"
+                " VALUES (1, 1, 'e', 'user', 1, ?, 1)",
+                (question,),
+            ),
+            (
+                "INSERT INTO runs (id, session, origin, digest, input, state, epoch, attempts, transcript, first_seq,"
+                " deadline_at, created_at, started_at)"
+                " VALUES ('cut', 1, 'chat', '', ?, 'running', 1, 1, 1, 1, 99999999999999, 1, 1)",
+                (question,),
+            ),
+            (
+                "INSERT INTO runs (id, session, origin, digest, input, state, deadline_at, created_at)"
+                " VALUES ('waiting', 1, 'chat', '', ?, 'queued', 99999999999999, 1)",
+                (question,),
+            ),
+        ]
+        for statement, params in statements:
+            raw(tmp_path / NAME, statement, *params)
     async with hosting(Config(), tmp_path) as operations:
         for run_id in ("cut", "waiting"):
             view = await operations.wait(Caller.operator(), run_id, BOUND)

@@ -225,6 +225,7 @@ async def test_a_message_behind_others_says_how_far_it_has_come(tmp_path: Path) 
     clock = ManualClock()
     helper = Held()
     async with house(cast_of("helper"), tmp_path, functions={"helper": helper}, clock=clock) as troupe:
+        await troupe.operations.open(OPERATOR, MAIN)
         await troupe.say("first", HELPER)
         await soon(helper.begun)
         sent = {"sessionKey": HELPER, "timeoutSeconds": 0, **CALM}

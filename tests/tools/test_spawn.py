@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+import shutil
+import threading
 from collections.abc import AsyncGenerator, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from troupe import (
     HELPER,
@@ -26,17 +29,20 @@ from troupe import (
 )
 
 from antiphon.clock import ManualClock
+from antiphon.engine import attachments
+from antiphon.engine.attachments import Attachment, Receipt
 from antiphon.engine.toolbox import Call, Result, Tool
-from antiphon.errors import SpawnRefused
+from antiphon.errors import Conflict, SpawnRefused
 from antiphon.messages import Assistant, Cost, Usage, User
 from antiphon.operations import Operations, Patch, Spawn
 from antiphon.runtimes import Prompt
-from stage import DATABASE, calls, dump, soon, text, tool
+from stage import BOUND, DATABASE, calls, dump, soon, text, tool
 
 pytestmark = pytest.mark.anyio
 
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 MODELS = {"providers": {"local": {"baseUrl": "http://127.0.0.1:9/v1", "models": [{"id": "a"}, {"id": "b"}]}}}
+FILE = {"name": "a.txt", "content": "x"}
 SPAWN_LIMITS = {"agents": {"defaults": {"subagents": {"maxChildrenPerAgent": 1}}}}
 
 
@@ -130,11 +136,77 @@ async def test_the_same_key_is_one_child_and_for_another_task_an_error(tmp_path:
         assert len(troupe.rows("SELECT * FROM tasks")) == 1 == len(posted(troupe))
 
 
+@pytest.mark.requirement("P1", "S9")
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"label": "x"},
+        {"sandbox": "require"},
+        {"runTimeoutSeconds": 60},
+        {"mode": "run"},
+        {"cleanup": "delete"},
+        {"announce": "none"},
+        {"attachments": []},
+        {"attachments": [{"name": "b.txt", "content": "x"}]},
+        {"attachments": [{"name": "a.txt", "content": "y"}]},
+        {"attachAs": {"mountPath": "/in"}},
+    ],
+)
+async def test_the_same_key_with_anything_else_is_an_error(tmp_path: Path, other: dict[str, Any]) -> None:
+    async with house(cast_of(), tmp_path) as troupe:
+        await troupe.found(MAIN)
+        wanted = {"task": "say one", "idempotencyKey": "once", "attachments": [FILE]}
+        assert (await troupe.use("sessions_spawn", **wanted))["status"] == "accepted"
+        said = await troupe.use("sessions_spawn", **{**wanted, **other})
+        assert (said["status"], said["code"]) == ("error", "conflict")
+        await troupe.quiet()
+        assert len(troupe.rows("SELECT * FROM tasks")) == 1
+
+
+@pytest.mark.requirement("P1", "S9")
+async def test_the_same_key_for_another_session_is_an_error(tmp_path: Path) -> None:
+    async with house(cast_of("helper"), tmp_path) as troupe:
+        wanted = Spawn(task="say one", idempotency_key="once")
+        first = await troupe.operations.spawn(OPERATOR, wanted)
+        for same in ("main", MAIN):
+            again = await troupe.operations.spawn(OPERATOR, wanted, requester=same)
+            assert again.child_session_key == first.child_session_key
+        with pytest.raises(Conflict):
+            await troupe.operations.spawn(OPERATOR, wanted, requester=HELPER)
+        await troupe.quiet()
+
+
+async def test_everything_that_is_asked_for_makes_a_request_what_it_is() -> None:
+    plain = Spawn(task="work")
+    changed: dict[str, Any] = {
+        "task": "rest",
+        "label": "x",
+        "agent_id": "x",
+        "model": "x/y",
+        "thinking": "low",
+        "run_timeout_seconds": 1,
+        "thread": True,
+        "mode": "session",
+        "cleanup": "delete",
+        "sandbox": "require",
+        "attachments": [Attachment(name="a", content="x")],
+        "mount_path": "/in",
+        "runtime": "acp",
+        "announce": "parent",
+    }
+    assert {*changed, "idempotency_key"} == set(Spawn.__struct_fields__)
+    others = [msgspec.structs.replace(plain, **{name: value}) for name, value in changed.items()]
+    digests = {plain.digest(MAIN), plain.digest(HELPER), *(other.digest(MAIN) for other in others)}
+    assert len(digests) == 2 + len(others)
+    assert msgspec.structs.replace(plain, idempotency_key="k").digest(MAIN) == plain.digest(MAIN)
+    seconds = (Spawn(task="work", run_timeout_seconds=60), Spawn(task="work", run_timeout_seconds=60.0))
+    assert seconds[0].digest(MAIN) == seconds[1].digest(MAIN)
+
+
 # --- refused, and nothing is there ---
 
 NO_FILES = {"tools": {"sessions_spawn": {"attachments": {"enabled": False}}}}
 FEW_FILES = {"tools": {"sessions_spawn": {"attachments": {"maxFiles": 1}}}}
-FILE = {"name": "a.txt", "content": "x"}
 
 
 @pytest.mark.requirement("P1", "P2", "003-spawn-task")
@@ -939,6 +1011,53 @@ async def test_files_of_a_child_that_is_kept_go_when_it_is_archived_unless_they_
         clock.advance(seconds=3600)
         await archived(troupe)
         assert folder.exists() == retain
+
+
+@pytest.mark.requirement("P9", "S9", "G20")
+async def test_a_spawn_with_files_that_is_repeated_is_the_same_though_there_is_room_for_no_other(
+    tmp_path: Path,
+) -> None:
+    held = Held()
+    async with house(cast_of(**SPAWN_LIMITS), tmp_path, functions={"main": held}) as troupe:
+        await troupe.found(MAIN)
+        wanted = {"task": "work", "idempotencyKey": "once", "attachments": [FILE]}
+        first = await troupe.use("sessions_spawn", **wanted)
+        assert first["status"] == "accepted"
+        folder = tmp_path / "workspaces" / "main" / first["attachments"]["relDir"]
+        assert await troupe.use("sessions_spawn", **wanted) == first
+        shutil.rmtree(folder)
+        assert await troupe.use("sessions_spawn", **wanted) == first
+        assert not folder.exists(), "what was cleaned up since is not written again"
+        held.free.set()
+        await troupe.quiet()
+
+
+@pytest.mark.requirement("P9", "P2", "G20")
+async def test_files_of_a_spawn_that_is_refused_after_all_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two at once, and room for one: both have written their files before either is accepted."""
+    held = Held()
+    both = threading.Barrier(2)
+    write = attachments.write
+
+    def written(*given: Any, **options: Any) -> Receipt:
+        receipt = write(*given, **options)
+        both.wait(BOUND)
+        return receipt
+
+    monkeypatch.setattr(attachments, "write", written)
+    async with house(cast_of(**SPAWN_LIMITS), tmp_path, functions={"main": held}) as troupe:
+        await troupe.found(MAIN)
+        said = await asyncio.gather(
+            *(troupe.use("sessions_spawn", task=task, attachments=[FILE]) for task in ("one", "two"))
+        )
+        accepted, refused = sorted(said, key=lambda answer: answer["status"])
+        assert (refused["code"], refused["reason"]) == ("spawn_refused", "children")
+        place = tmp_path / "workspaces" / "main" / ".antiphon" / "attachments"
+        assert [path.name for path in place.iterdir()] == [accepted["childSessionKey"].rpartition(":")[2]]
+        held.free.set()
+        await troupe.quiet()
 
 
 # --- sandboxes ---

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
+import threading
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,16 @@ from typing import Any
 import pytest
 from troupe import HELPER, MAIN, OPERATOR, Player, Troupe, cast_of, heard, house, phase_of, result_in, until
 
+from antiphon.access import Caller
 from antiphon.clock import ManualClock
+from antiphon.engine import gate
+from antiphon.engine.tasks import SQL as tasks_sql
+from antiphon.engine.toolbox import Call
+from antiphon.engine.words import RESERVED
+from antiphon.errors import NotFound
 from antiphon.messages import Assistant
 from antiphon.runtimes import Prompt
+from antiphon.tools.bounds import LIST_BYTES
 from stage import calls, soon, text
 
 pytestmark = pytest.mark.anyio
@@ -93,7 +102,7 @@ async def test_however_the_children_end_there_is_one_wake_behind_all_their_repor
         await troupe.quiet()
         assert marks(await troupe.transcript()) == ["subagent_result"] * len(jobs) + ["wake"]
         (woken,) = nursery.awake
-        assert heard(woken).startswith("The sub-agents you were waiting for have reported.")
+        assert heard(woken).startswith("The sub-agents you were waiting for have finished.")
         for job in jobs:
             outcome = {"fail": "error", "empty": "incomplete", "kill": "cancelled"}.get(job.split()[0], "ok")
             assert tasks(troupe)[job]["outcome"] == outcome
@@ -450,3 +459,237 @@ async def test_a_report_that_waits_for_its_turn_is_not_lost_when_the_requester_i
         await troupe.operations.stop(OPERATOR, MAIN)
         await troupe.quiet()
         assert marks(await troupe.transcript()) == ["subagent_result"]
+
+
+# --- asked again ---
+
+
+async def repeatable(troupe: Troupe, call_id: str, run_id: str = "run", **arguments: Any) -> dict[str, Any]:
+    """A call that is made again after a crash: the same one, whatever has changed since."""
+    caller = Caller.agent("main", MAIN)
+    call = Call(caller=caller, run_id=run_id, call_id=call_id, arguments=arguments)
+    return (await troupe.house.toolbox.allowed((), ())["subagents"].invoke(call)).details
+
+
+async def spawned(troupe: Troupe, nursery: Nursery, *jobs: str) -> None:
+    for job in jobs:
+        await troupe.use("sessions_spawn", task=job, label=job)
+        await soon(nursery.begun[job])
+
+
+@pytest.mark.requirement("A2", "G3", "G16")
+@pytest.mark.parametrize("target", ["last", "1", "all", "dig"])
+async def test_a_kill_that_is_repeated_stops_nobody_else(tmp_path: Path, target: str) -> None:
+    nursery = Nursery()
+    async with house(cast_of(), tmp_path, functions={"main": nursery}) as troupe:
+        await troupe.found(MAIN)
+        await spawned(troupe, nursery, "dig 1")
+        first = await repeatable(troupe, "c", action="kill", target=target)
+        assert first == {"status": "ok", "action": "kill", "killed": 1, "labels": ["dig 1"]}
+        await spawned(troupe, nursery, "dig 2")
+        assert await repeatable(troupe, "c", action="kill", target=target) == first
+        nursery.free["dig 2"].set()
+        await troupe.quiet()
+        assert {job: row["outcome"] for job, row in tasks(troupe).items()} == {
+            "dig 1": "cancelled",
+            "dig 2": "ok",
+        }
+        over = await repeatable(troupe, "d", action="kill", target="last")
+        assert (over["status"], over["message"]) == ("done", "dig 2 has already finished.")
+        await spawned(troupe, nursery, "dig 3")
+        assert await repeatable(troupe, "d", action="kill", target="last") == over
+        nursery.free["dig 3"].set()
+        await troupe.quiet()
+        assert tasks(troupe)["dig 3"]["outcome"] == "ok"
+
+
+@pytest.mark.requirement("A2", "P5", "G3")
+async def test_a_steer_that_is_repeated_is_the_same_run_of_the_same_child(tmp_path: Path) -> None:
+    nursery = Nursery()
+    async with house(cast_of(), tmp_path, functions={"main": nursery}) as troupe:
+        await troupe.found(MAIN)
+        await spawned(troupe, nursery, "dig 1")
+        asked = {"action": "steer", "target": "last", "message": "look up"}
+        first = await repeatable(troupe, "c", **asked)
+        assert (first["status"], first["label"]) == ("accepted", "dig 1")
+        await soon(nursery.begun["look up"])
+        await spawned(troupe, nursery, "dig 2")
+        assert await repeatable(troupe, "c", **asked) == first
+        for job in ("look up", "dig 2"):
+            nursery.free[job].set()
+        await troupe.quiet()
+        assert await repeatable(troupe, "c", **asked) == first, "also when it has finished since"
+        assert tasks(troupe)["dig 2"]["result"] == "did dig 2"
+        assert len(troupe.rows("SELECT * FROM runs WHERE origin = 'steer'")) == 1
+
+
+@pytest.mark.requirement("A2", "G3")
+@pytest.mark.parametrize("run_id", [*(f"{prefix}x" for prefix in RESERVED), "r" * 300])
+async def test_a_child_is_steered_from_any_run_and_each_call_is_one_of_its_own(
+    tmp_path: Path, run_id: str
+) -> None:
+    nursery = Nursery()
+    async with house(cast_of(), tmp_path, functions={"main": nursery}) as troupe:
+        await troupe.found(MAIN)
+        await spawned(troupe, nursery, "dig 1")
+        said: list[dict[str, Any]] = []
+        for number, words in enumerate(("look up", "look down")):
+            asked = {"action": "steer", "target": "dig 1", "message": words}
+            said.append(await repeatable(troupe, f"c{number}", run_id, **asked))
+            await soon(nursery.begun[words])
+        assert [answer["status"] for answer in said] == ["accepted"] * 2
+        assert said[0]["runId"] != said[1]["runId"]
+        nursery.free["look down"].set()
+        await troupe.quiet()
+        assert tasks(troupe)["dig 1"]["result"] == "did look down"
+
+
+# --- many of them, and long ones ---
+
+SECRET = "sk-abcdefghijklmnopqrstuvwxyz"
+
+
+def multiplied(troupe: Troupe, count: int, **changes: object) -> None:
+    """So many copies of the one task there is, with columns changed."""
+    (row,) = troupe.rows("SELECT * FROM tasks WHERE n = 1")
+    columns = [name for name in row if name not in {"n", "id"}]
+    values = [changes.get(name, row[name]) for name in columns]
+    sql = (
+        f"INSERT INTO tasks (id, {', '.join(columns)}) "  # noqa: S608 - names of columns
+        "WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < ?) "
+        f"SELECT hex(randomblob(16)), {', '.join('?' * len(columns))} FROM n"
+    )
+    troupe.rows(sql, count, *values)
+
+
+@pytest.mark.requirement("A2", "G36", "G22")
+async def test_a_list_has_the_beginning_of_long_texts_and_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = "word " * 50_000
+    nursery = Nursery()
+    async with house(cast_of(), tmp_path, functions={"main": nursery}) as troupe:
+        await troupe.found(MAIN)
+        await spawned(troupe, nursery, f"dig {SECRET}")
+        nursery.free[f"dig {SECRET}"].set()
+        await troupe.quiet()
+        # In the last one a mask is so short that the end of what is looked at is shown, which cuts a secret apart.
+        cut = f"sk-{'a' * 400} {'x ' * 88}Bearer {SECRET[3:]}"
+        for result in (f"key {SECRET} {long}", f"{'-' * 290} {SECRET} {long}", cut):
+            troupe.rows("UPDATE tasks SET result = ?, error = ?", result, result)
+            (task,) = (await troupe.use("subagents"))["recent"]
+            for shown in (task["task"], task["result"], task["error"]):
+                assert len(shown) <= 301
+                assert SECRET[3:12] not in shown, shown
+            assert task["result"].endswith("…")
+        threads: set[int] = set()
+        clear = gate.clear
+
+        def cleared(text: str) -> str:
+            threads.add(threading.get_ident())
+            return clear(text)
+
+        monkeypatch.setattr(gate, "clear", cleared)
+        found = await troupe.operations.tasks(OPERATOR, MAIN)
+        assert threads == set(), "a list needs no report"
+        report = await troupe.operations.task_report(OPERATOR, found[0].run_id)
+        assert report is not None and report.startswith("Status: ok\nResult: ")
+        assert threads and threading.get_ident() not in threads
+
+
+@pytest.mark.requirement("A2", "SEC5")
+async def test_a_report_is_for_whoever_may_read_the_session_that_asked_for_it(tmp_path: Path) -> None:
+    nursery = Nursery()
+    long = "dig " + "deep " * 2000
+    sections = {"tools": {"sessions": {"visibility": "tree"}, "agentToAgent": {"enabled": False}}}
+    async with house(cast_of("helper", **sections), tmp_path, functions={"main": nursery}) as troupe:
+        await troupe.found(MAIN, HELPER)
+        said = await troupe.use("sessions_spawn", task=long, announce="none")
+        await soon(nursery.begun[long])
+        me, other = Caller.agent("main", MAIN), Caller.agent("helper", HELPER)
+        assert await troupe.operations.task_report(me, said["runId"]) is None
+        nursery.free[long].set()
+        await troupe.quiet()
+        whole = await troupe.operations.task_report(me, said["runId"])
+        assert whole == f"Status: ok\n\ndid {long}", "nobody was told of it, and it is all there"
+        for caller, run_id in ((other, said["runId"]), (me, "nothing")):
+            with pytest.raises(NotFound, match="no sub-agent"):
+                await troupe.operations.task_report(caller, run_id)
+
+
+@pytest.mark.requirement("A2", "G22")
+async def test_a_list_of_many_is_bounded_and_says_what_was_cut(tmp_path: Path) -> None:
+    nursery = Nursery()
+    async with house(cast_of(), tmp_path, functions={"main": nursery}) as troupe:
+        await troupe.found(MAIN)
+        await spawned(troupe, nursery, "first")
+        # Beyond the last two hundred: one at work is seen, one that has ended is not looked for.
+        ended = {"phase": "settled", "settled_at": tasks(troupe)["first"]["created_at"], "outcome": "ok"}
+        multiplied(troupe, 300, **ended, result="“" * 5000)
+        found = await troupe.invoked("subagents")
+        assert len(found.text.encode()) <= LIST_BYTES
+        said = found.details
+        (active,) = said["active"]
+        assert (active["label"], active["number"], said["total"]) == ("first", 201, 201)
+        assert [task["number"] for task in said["recent"]] == list(range(1, len(said["recent"]) + 1))
+        assert said["truncated"] and said["cut"] == {"active": 0, "recent": 200 - len(said["recent"])}
+        assert said["cut"]["recent"] > 0
+        killed = await troupe.use("subagents", action="kill", target="9" * 5000)
+        assert killed["code"] == "not_found"
+        multiplied(troupe, 150, task="“" * 5000, error="“" * 5000)
+        found = await troupe.invoked("subagents")
+        assert len(found.text.encode()) <= LIST_BYTES
+        assert found.details["recent"] == [] and found.details["cut"]["active"] > 0
+        troupe.rows("UPDATE tasks SET phase = 'settled' WHERE task <> 'first'")
+        nursery.free["first"].set()
+        await troupe.quiet()
+
+
+@pytest.mark.requirement("A2", "G22")
+@pytest.mark.parametrize(
+    ("name", "indexes"), [("of", {"tasks_under_way", "tasks_of"}), ("reported_during", {"tasks_of"})]
+)
+async def test_what_a_session_has_spawned_is_read_by_index_and_not_as_a_whole(
+    tmp_path: Path, name: str, indexes: set[str]
+) -> None:
+    async with house(cast_of(), tmp_path) as troupe:
+        bare = re.sub(r":\w+", "1", getattr(tasks_sql, name).text)
+        plan = [row["detail"] for row in troupe.rows(f"EXPLAIN QUERY PLAN {bare}")]
+        used = {step.split("USING INDEX ")[1].split()[0] for step in plan if step.startswith("SEARCH tasks")}
+        assert used == indexes, plan
+        inner = re.findall(r"\(SELECT [^()]* FROM tasks [^()]*\)", bare)
+        assert len(inner) == len(indexes)
+        for piece in inner:
+            steps = [row["detail"] for row in troupe.rows(f"EXPLAIN QUERY PLAN {piece[1:-1]}")]
+            assert "LIMIT" in piece and len(steps) == 1, "sorted by the index, and no further than the limit"
+        assert not [step for step in plan if re.match(r"SCAN (tasks|s|r)\b", step)], plan
+
+
+@pytest.mark.requirement("A2")
+async def test_what_has_reported_while_a_turn_went_on_counts_for_its_wait(tmp_path: Path) -> None:
+    """The child has settled before the yield: there is one wake, behind its report."""
+    nursery = Nursery()
+    woken: list[str] = []
+
+    async def main(prompt: Prompt) -> Assistant:
+        if phase_of(prompt) == "wake":
+            woken.append(prompt.run_id)
+            return text("woken")
+        result = result_in(prompt)
+        if result is None:
+            return calls("sessions_spawn", task="dig", agentId="helper")
+        if "waitFor" in result:
+            return text(".")
+        await until(settled)
+        return calls("sessions_yield")
+
+    async def settled() -> bool:
+        return [row["phase"] for row in tasks(troupe).values()] == ["settled"]
+
+    nursery.free["dig"].set()
+    config = cast_of({"id": "main", "default": True, "subagents": {"allowAgents": ["helper"]}}, "helper")
+    async with house(config, tmp_path, functions={"main": main, "helper": nursery}) as troupe:
+        await troupe.ask("go")
+        await troupe.quiet()
+        assert len(woken) == 1
+        assert marks(await troupe.transcript()) == ["subagent_result", "wake"]

@@ -67,6 +67,8 @@ class RunChanged(_Event, tag="run", frozen=True):
     """What it says is for other sessions, not for whoever watches this one's chat."""
     gated: bool = False
     """Whoever watches did not ask for it: they get it through the gate."""
+    yielded: bool = False
+    """The turn has ended to wait for others: the answer is that of a later run."""
 
 
 class Delta(_Event, tag="delta", frozen=True):

@@ -23,6 +23,7 @@ COMMANDS = {
     "send": ("antiphon.cli.send", "Say something to a session."),
     "agent": ("antiphon.cli.agent", "Let an agent do one thing, and print its answer."),
     "spawn": ("antiphon.cli.spawn", "Start a sub-agent for a session."),
+    "subagents": ("antiphon.cli.subagents", "What a session has had sub-agents do, and stopping one."),
     "status": ("antiphon.cli.status", "How the gateway is, or what is kept while none runs."),
     "sessions": ("antiphon.cli.sessions", "List, read, export and import conversations."),
     "agents": ("antiphon.cli.agents", "Who is configured, and who may spawn whom."),

@@ -14,13 +14,16 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
 
-from antiphon.cli import output
+import msgspec
+
+from antiphon.bus import MessageAppended
+from antiphon.cli import output, voices
 from antiphon.cli.desk import Desk
 from antiphon.cli.keyboard import PROMPT, Keyboard
 from antiphon.cli.screen import Screen
 from antiphon.errors import AntiphonError
 from antiphon.operations import HistoryFilter, Message
-from antiphon.views import RunView
+from antiphon.views import RunView, end_of
 
 LOOK = 60.0  # seconds of one wait for a run; it is repeated until the run has ended
 CATCH_UP = 0.5  # seconds that the feed may lag behind the end of a run
@@ -53,6 +56,8 @@ class Conversation:
         self._screen = screen
         self._keyboard = keyboard
         self._on_end = on_end
+        if keyboard is not None and keyboard.interactive:
+            screen.out = keyboard.above
         self._waiting: deque[str] = deque()
         self._stopping = False
         self._leaving = asyncio.Event()
@@ -84,6 +89,9 @@ class Conversation:
     async def carry_on(self) -> None:
         """Take up the runs that are under way in this session, or that an earlier process left in it."""
         self._waiting += await self._desk.unfinished(self._session)
+        for run_id in self._waiting:
+            if await self._asked_for(run_id):
+                self._screen.expect(run_id)
         if self._waiting:
             question = await self._last_question()
             what = (
@@ -91,6 +99,11 @@ class Conversation:
             )
             self._screen.note(f"{what}: {question}")
             await self._answers()
+
+    async def _asked_for(self, run_id: str) -> bool:
+        """Whether a person is to be answered, not another session or this one's own sub-agents."""
+        run = end_of(self._session, await self._desk.wait(run_id, 0))
+        return not (run.gated or run.quiet)
 
     async def talk(self) -> None:
         """Until the end of the input, or until told to leave."""
@@ -195,12 +208,15 @@ class Conversation:
         if typed.done():
             return typed.result()
         typed.cancel()
+        await asyncio.gather(typed, return_exceptions=True)
         return None
 
     # --- what happens ---
 
     async def _feed(self) -> None:
         async for event in self._desk.follow(self._session):
+            if isinstance(event, MessageAppended):
+                await voices.learn(self._desk, [msgspec.json.decode(event.body)], self._screen.labels)
             self._screen.show(event)
 
     def _interrupt(self) -> None:
@@ -231,8 +247,9 @@ class Conversation:
         page = await self._desk.history(
             self._session, HistoryFilter(limit=int(wanted or 10), include_tools=True)
         )
+        await voices.learn(self._desk, page.messages, self._screen.labels)
         for item in page.messages:
-            self._screen.tell(f"{item.get('role')}: {output.said(item)}")
+            self._screen.tell(f"{voices.heading(item, self._screen.labels)} {output.said(item)}")
         if not page.messages:
             self._screen.tell("Nothing has been said yet.")
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from antiphon.schedules import FiredView, JobView
 
 UNITS = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}  # milliseconds
+LEAST = 1000  # milliseconds between two firings
 
 
 class Interval(click.ParamType[int]):
@@ -26,7 +27,10 @@ class Interval(click.ParamType[int]):
         found = re.fullmatch(r"(\d{1,9})([smhd])", str(value).strip())
         if not found:
             self.fail(f"{value!r} is no interval; write one such as 90s, 10m, 6h or 1d.", param, ctx)
-        return int(found[1]) * UNITS[found[2]]
+        length = int(found[1]) * UNITS[found[2]]
+        if length < LEAST:
+            self.fail(f"{value!r} is too short; the least is {LEAST // 1000}s.", param, ctx)
+        return length
 
 
 @click.group(help="List, add, remove and run scheduled jobs. They fire while a gateway runs.")
@@ -88,6 +92,13 @@ def _when(job: JobView) -> str:
 @click.option("--cron", "expression", metavar="EXPR", help="By a cron expression, such as '0 9 * * 1-5'.")
 @click.option("--tz", metavar="ZONE", help="The time zone of --cron; default: the machine's.")
 @click.option("--agent", metavar="ID", help="Who does it; default: the default agent.")
+@click.option("--announce", is_flag=True, help="Also post each answer to a chat.")
+@click.option(
+    "--channel",
+    metavar="NAME",
+    help="Of --announce: which channel; default: where the agent last heard from.",
+)
+@click.option("--to", metavar="ID", help="Of --channel: whom or which group there.")
 @reaching
 @common
 @click.pass_obj
@@ -95,26 +106,21 @@ def add(
     settings: Settings,
     name: str,
     message: str,
+    agent: str | None,
     every: int | None,
     at: str | None,
     expression: str | None,
     tz: str | None,
-    agent: str | None,
+    **delivery: Any,
 ) -> None:
     """Say something to an agent by the clock, each job in a session of its own."""
     from antiphon.cli.timetable import changed
 
-    if sum(given is not None for given in (every, at, expression)) != 1:
-        raise click.UsageError("Say when, with exactly one of --every, --at and --cron.")
-    if tz is not None and expression is None:
-        raise click.UsageError("--tz is for --cron; write the offset into --at.")
-    schedule = {"kind": "every", "everyMs": every} if every is not None else {"kind": "at", "at": at}
-    if expression is not None:
-        schedule = {"kind": "cron", "expr": expression, **({"tz": tz} if tz else {})}
     job: dict[str, Any] = {
         "name": name,
-        "schedule": schedule,
+        "schedule": _schedule(every, at, expression, tz),
         "payload": {"kind": "agentTurn", "message": message},
+        "delivery": _delivery(**delivery),
         **({"agentId": agent} if agent else {}),
     }
 
@@ -127,6 +133,25 @@ def add(
         output.emit(view)
     else:
         click.echo(f"Added job {output.line(view.id)}: {output.line(_when(view))}.")
+
+
+def _schedule(every: int | None, at: str | None, expression: str | None, tz: str | None) -> dict[str, Any]:
+    if sum(given is not None for given in (every, at, expression)) != 1:
+        raise click.UsageError("Say when, with exactly one of --every, --at and --cron.")
+    if tz is not None and expression is None:
+        raise click.UsageError("--tz is for --cron; write the offset into --at.")
+    if expression is not None:
+        return {"kind": "cron", "expr": expression, **({"tz": tz} if tz else {})}
+    return {"kind": "every", "everyMs": every} if every is not None else {"kind": "at", "at": at}
+
+
+def _delivery(announce: bool, channel: str | None, to: str | None) -> dict[str, Any]:
+    where = {name: given for name, given in (("channel", channel), ("to", to)) if given is not None}
+    if where and not announce:
+        raise click.UsageError("--channel and --to say where --announce goes; add that, or leave them out.")
+    if to is not None and channel is None:
+        raise click.UsageError("--to is somebody in a channel; say which, with --channel.")
+    return {"mode": "announce", **where} if announce else {"mode": "none"}
 
 
 @command.command()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 STATES = ("pending", "sending", "delivered", "blocked", "ambiguous", "dead")
 STUCK = frozenset({"blocked", "ambiguous", "dead"})
-SHOWN = 60  # characters of a text or an error in the table; --json has everything
+SHOWN = 60  # characters of a text or an error in the table; --json has more
 
 
 def _filters(function: F) -> F:
@@ -76,7 +76,7 @@ def _print_page(page: DeliveryPage) -> None:
             delivery.state,
             _where(delivery),
             output.ago(delivery.created_at),
-            str(delivery.attempts),
+            _tries(delivery),
             _short(delivery.text),
             delivery.key,
             _short(delivery.error or ""),
@@ -92,6 +92,11 @@ def _print_page(page: DeliveryPage) -> None:
 
 def _where(delivery: DeliveryView) -> str:
     return f"{delivery.channel} {delivery.to or delivery.session_key}"
+
+
+def _tries(delivery: DeliveryView) -> str:
+    """What is shown in a web chat is there when it is written: it takes no attempt."""
+    return str(delivery.attempts) if delivery.attempts or delivery.state != "delivered" else "-"
 
 
 def _short(text: str) -> str:

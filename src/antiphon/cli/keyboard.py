@@ -4,6 +4,9 @@ A thread does the reading. At a prompt on a terminal it is `input()`, so the lin
 else happens it waits for a line in a way that can be called off, and nothing that was typed is lost by that.
 Bytes are read from the descriptor itself: a thread that is stuck in a buffered read could not be left behind
 when the program ends.
+
+What is to be said while somebody is at the prompt goes `above` it: on lines of its own, and below them the prompt and
+what was typed are drawn again. (The cursor is then at its end, also if it was not before.)
 """
 
 from __future__ import annotations
@@ -19,6 +22,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
+
+import click
+
+from antiphon.cli.output import clean
 
 PROMPT = "you> "
 
@@ -38,13 +45,16 @@ class Keyboard:
         self._buffer = b""
         self._calls_off, self._call_off = os.pipe()
         self._terminal: list[Any] | None = None
+        self._asked = ""
+        self._drawn: str | None = None
+        """The prompt that somebody sees and has not answered."""
 
     def __enter__(self) -> Self:
         if self.interactive:
+            import readline  # being imported is what it does: input() edits from now on
             import termios
-            from importlib import import_module
 
-            import_module("readline")  # being imported is what it does: input() edits from now on
+            readline.set_pre_input_hook(self._draws)
             self._terminal = termios.tcgetattr(0)
         threading.Thread(target=self._read, name="antiphon-keyboard", daemon=True).start()
         return self
@@ -66,9 +76,21 @@ class Keyboard:
         try:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
+            self._drawn = None
             if prompt is None:
                 await self._call_off_wait(answer)
             raise
+
+    def above(self, text: str) -> None:
+        """Print lines, whether or not somebody is about to write one."""
+        drawn = self._drawn
+        if drawn is None:
+            click.echo(text, nl=False)
+            return
+        import readline
+
+        visible = drawn.replace("\001", "").replace("\002", "")
+        click.echo(f"\n{text}{visible}{clean(readline.get_line_buffer())}", nl=False)
 
     async def _call_off_wait(self, answer: asyncio.Future[str | None]) -> None:
         os.write(self._call_off, b"x")
@@ -82,7 +104,7 @@ class Keyboard:
         while True:
             prompt, answer = self._wishes.get()
             try:
-                line = input(prompt) if prompt and self.interactive else self._plain_line()
+                line = self._edited(prompt) if prompt and self.interactive else self._plain_line()
             except _CalledOff as error:
                 self._settle(answer.set_exception, error)
             except (EOFError, OSError, ValueError):
@@ -93,6 +115,17 @@ class Keyboard:
     def _settle(self, settle: Callable[[Any], None], outcome: object) -> None:
         with suppress(RuntimeError):  # the loop is gone, and so is whoever asked
             self._loop.call_soon_threadsafe(settle, outcome)
+
+    def _edited(self, prompt: str) -> str:
+        self._asked = prompt
+        try:
+            return input(prompt)
+        finally:
+            self._drawn = None
+
+    def _draws(self) -> None:
+        """Called by readline when the prompt is there: not earlier, or it would be there twice."""
+        self._drawn = self._asked
 
     def _plain_line(self) -> str | None:
         """A line, or None at the end."""

@@ -95,7 +95,8 @@ def said(item: Mapping[str, Any]) -> str:
         return clean(clip(f"(summary of what came before) {item.get('summary', '')}"))
     content = item.get("content")
     blocks = cast("list[Any]", content) if isinstance(content, list) else [{"type": "text", "text": content}]
-    parts = [_block(block) for block in blocks] + [str(item.get("errorMessage") or "")]
+    failure = item.get("errorMessage")
+    parts = [*map(_block, blocks), f"Error: {failure}" if failure else ""]
     return clean(clip("\n".join(filter(None, parts))))
 
 
@@ -107,8 +108,14 @@ def _block(block: Any) -> str:
         case "text":
             return str(fields.get("text") or "")
         case "toolCall":
-            return f"→ {fields.get('name')} {clip(str(fields.get('arguments') or ''), 200)}"
+            return f"→ {fields.get('name')} {clip(_json(fields.get('arguments') or {}), 200)}"
         case "thinking":
             return ""
         case other:
             return f"[{other}]"
+
+
+def _json(value: object) -> str:
+    import msgspec
+
+    return msgspec.json.encode(value).decode()

@@ -1,7 +1,9 @@
 """A conversation on a terminal: events in, text out, each word once.
 
-Deltas are printed as they come; the committed message says what the step's words really were, and whatever of
-them has not been seen yet is printed then. So a missed event costs a moment, never a word.
+What answers the reader is printed as it comes; the committed message says what the step's words really were, and
+whatever of them has not been seen yet is printed then. So a missed event costs a moment, never a word. What anybody
+else says is printed when it is committed, and only then: it reaches a client by several ways, and not in the same
+words by each.
 """
 
 from __future__ import annotations
@@ -9,23 +11,36 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Literal, cast
 
 import click
 import msgspec
 
 from antiphon.bus import Delta, Event, MessageAppended, RunChanged, ToolPhase
+from antiphon.cli import voices
 from antiphon.cli.output import bold, clean, dim, line, red
 
 Style = Literal["conversation", "answers", "silent"]
 """For a person at a terminal; only what was answered; nothing at all."""
+SILENCE = {"REPLY_SKIP": "({} ended the conversation)", "ANNOUNCE_SKIP": None, "NO_REPLY": None}
+"""What an agent answers to say nothing, as `antiphon.engine.gate` calls it; and what a person is told of that."""
+
+
+def _print(text: str) -> None:
+    click.echo(text, nl=False)
 
 
 class Screen:
     def __init__(self, style: Style, speaker: str = "agent") -> None:
         self._style = style
         self.speaker = speaker
+        self.labels: voices.Labels = {}
+        self.out: Callable[[str], None] = _print
         self._mine: set[str] = set()
+        self._said: dict[str, str] = {}
+        """The last words of each of these that are shown as a whole."""
+        self._shown: list[str] = []
         self._over: deque[str] = deque(maxlen=256)
         self._ends: dict[str, asyncio.Event] = {}
         self._begin(None)
@@ -33,7 +48,6 @@ class Screen:
     def _begin(self, run_id: str | None) -> None:
         self._run = run_id
         self._introduced = False
-        self._last = ""
         self._number = 0
         self._begin_step()
 
@@ -42,20 +56,20 @@ class Screen:
         self._lost = False
 
     def expect(self, run_id: str) -> None:
-        """An answer to whoever is reading. Only these are shown where nothing but answers is."""
+        """An answer to whoever is reading: it is shown as it comes, and nothing else is where only answers are."""
         self._mine.add(run_id)
 
     def note(self, text: str) -> None:
         """Something that nobody said."""
         if self._style == "conversation":
-            self._fresh_line()
-            click.echo(dim(clean(text)))
+            self._line(dim(clean(text)))
+            self._flush()
 
     def tell(self, text: str) -> None:
         """Something that was asked for."""
         if self._style != "silent":
-            self._fresh_line()
-            click.echo(dim(clean(text)))
+            self._line(dim(clean(text)))
+            self._flush()
 
     async def ended(self, run_id: str, seconds: float) -> bool:
         """Whether the end of a run has been shown, after waiting for that a while."""
@@ -82,29 +96,33 @@ class Screen:
                 self._message(event)
             case _:
                 pass
+        self._flush()
 
     def end(self, run_id: str, state: str, reply: str | None, error: str | None) -> None:
         """Complete what a run has answered, and say how it ended if that was not well."""
         if run_id in self._over:
             return
         self._over.append(run_id)
-        self._mine.discard(run_id)
         ours = self._run in {None, run_id}  # else it ended in the queue, while another is being shown
-        if ours and reply and reply != self._last:
+        said = self._said.pop(run_id, None)
+        if ours and run_id in self._mine and reply and reply != said:
             self._complete(reply)
+        self._mine.discard(run_id)
         self._fresh_line()
         if state != "ok":
             self._tell_end(state, error)
         if ours:
             self._begin(None)
+        self._flush()
         if waiting := self._ends.pop(run_id, None):
             waiting.set()
 
     def _tell_end(self, state: str, error: str | None) -> None:
         text = clean(error or f"The run ended as {state!r}.")
         if self._style == "conversation":
-            click.echo(dim(f"({text})") if state == "cancelled" else red(text))
+            self._line(dim(f"({text})") if state == "cancelled" else red(text))
         elif self._style == "answers":
+            self._flush()
             click.echo(text, err=True)
 
     def _run_changed(self, event: RunChanged) -> None:
@@ -114,7 +132,7 @@ class Screen:
             self.end(event.run_id, event.state, event.reply, event.error)
 
     def _delta(self, event: Delta) -> None:
-        if event.run_id in self._over:
+        if event.run_id not in self._mine:
             return
         if event.run_id != self._run:
             self._begin(event.run_id)
@@ -136,12 +154,24 @@ class Screen:
 
     def _message(self, event: MessageAppended) -> None:
         body: dict[str, Any] = msgspec.json.decode(event.body)
-        if body.get("role") == "assistant":
-            self._complete(_text(body))
+        if body.get("role") == "assistant" and event.run_id in self._mine:
+            text = _text(body)
+            self._complete(text)
             self._begin_step()
-        elif body.get("role") == "user" and body.get("provenance"):
-            source = body["provenance"].get("sourceSessionKey") or body["provenance"].get("kind")
-            self.note(f"{source}> {_text(body)}")
+            self._said[event.run_id or ""] = text
+        elif body.get("role") == "assistant":
+            self._overheard(voices.speaker(body, self.labels) or line(self.speaker), _text(body))
+        elif body.get("role") == "user" and voices.provenance(body) and not voices.is_step(body):
+            self.note(f"{voices.speaker(body, self.labels)}> {_text(body)}")
+
+    def _overheard(self, name: str, text: str) -> None:
+        """An entry that answers nothing the reader has asked."""
+        if self._style != "conversation" or not text:
+            return
+        if text.strip() not in SILENCE:
+            self._line(f"{bold(f'{name}> ')}{clean(text)}")
+        elif about := SILENCE[text.strip()]:
+            self._line(dim(about.format(name)))
 
     def _complete(self, text: str) -> None:
         """Print what is missing of a step's words."""
@@ -149,22 +179,31 @@ class Screen:
             self.note("(the answer was)")
             self._step = ""
         self._write(text[len(self._step) :])
-        self._last = text
         self._fresh_line()
 
     def _write(self, text: str) -> None:
         if not text or self._style == "silent":
             return
         if not self._introduced and self._style == "conversation":
-            click.echo(bold(f"{line(self.speaker)}> "), nl=False)
+            self._shown.append(bold(f"{line(self.speaker)}> "))
         self._introduced = True
         self._mid_line = not text.endswith("\n")
-        click.echo(clean(text) if sys.stdout.isatty() else text, nl=False)
+        self._shown.append(clean(text) if sys.stdout.isatty() else text)
+
+    def _line(self, text: str) -> None:
+        self._fresh_line()
+        self._shown.append(f"{text}\n")
 
     def _fresh_line(self) -> None:
         if self._mid_line:
-            click.echo()
+            self._shown.append("\n")
         self._mid_line = False
+
+    def _flush(self) -> None:
+        """Print what has come together: in one piece, since it may have to go around a prompt."""
+        if self._shown:
+            self.out("".join(self._shown))
+        self._shown.clear()
 
     _mid_line = False
 

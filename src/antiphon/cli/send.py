@@ -57,8 +57,10 @@ def command(
     reply_back: int | None,
     no_announce: bool,
 ) -> int:
+    from antiphon.engine.words import check_key
     from antiphon.operations import Message, Send
 
+    check_key(key)
     if sender is None:
         if reply_back is not None or no_announce:
             raise click.UsageError("--reply-back and --no-announce are for what is said --from a session.")
@@ -90,26 +92,32 @@ def _say(settings: Settings, message: Message, seconds: float | None) -> int:
 
 async def _send(settings: Settings, message: Message, seconds: float | None) -> tuple[Accepted, RunView]:
     from antiphon.cli.desk import talking
-    from antiphon.cli.staying import to_the_end
+    from antiphon.cli.staying import leaving, to_the_end
 
     async with talking(settings) as (desk, gateway):
         accepted = await desk.submit(message)
-        if seconds is None and gateway is None:  # nobody else answers, so this process stays until it is done
-            return accepted, await to_the_end(desk, accepted.run_id)
-        return accepted, await desk.wait(accepted.run_id, seconds or 0)
+        with leaving(accepted.session_key, hosted=gateway is None):
+            if (
+                seconds is None and gateway is None
+            ):  # nobody else answers: this process stays until it is done
+                return accepted, await to_the_end(desk, accepted.run_id)
+            return accepted, await desk.wait(accepted.run_id, seconds or 0)
 
 
 async def _exchange(settings: Settings, wanted: Send, sender: str) -> tuple[Sent, RunView]:
     from antiphon.cli.desk import talking
-    from antiphon.cli.staying import quiet
+    from antiphon.cli.parties import present
+    from antiphon.cli.staying import leaving, quiet
 
+    target = wanted.session or ""
     async with talking(settings) as (desk, gateway):
-        for session in (sender, wanted.session or ""):  # as without --from, the first word founds a session
-            await desk.open(session)
-        sent = await desk.send(wanted, sender)
-        if gateway is None and sent.status != "timeout":  # as above, and the two may have more to say
-            await quiet(desk, sender, sent.session_key)
-        return sent, await desk.wait(sent.run_id, 0)
+        for session in (sender, target):
+            await present(desk, session)
+        with leaving(target, hosted=gateway is None):
+            sent = await desk.send(wanted, sender)
+            if gateway is None and sent.status != "timeout":  # as above, and the two may have more to say
+                await quiet(desk, sender, sent.session_key)
+            return sent, await desk.wait(sent.run_id, 0)
 
 
 def tell(settings: Settings, view: RunView, seconds: float = 0) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from antiphon.cli import output
+from antiphon.cli import output, voices
 from antiphon.cli.settings import Settings, common, reaching
 
 if TYPE_CHECKING:
@@ -133,23 +133,27 @@ def history(
     from antiphon.operations import HistoryFilter
 
     wanted = HistoryFilter(limit=limit, include_tools=tools, before=before, after=after)
-    page = asyncio.run(_history(settings, key, wanted))
+    page, labels = asyncio.run(_history(settings, key, wanted))
     if settings.json:
         output.emit(page)
         return
     for item in page.messages:
-        role = output.bold(output.line(str(item.get("role"))))
-        click.echo(f"{output.dim(str(item['seq']).rjust(5))} {role}: {output.said(item)}")
+        who = output.bold(voices.heading(item, labels))
+        click.echo(f"{output.dim(str(item['seq']).rjust(5))} {who} {output.said(item)}")
     if page.next_cursor:
         way = "--before" if after is None else "--after"
         click.echo(output.dim(f"There is more: {way} {output.line(str(page.next_cursor))}"))
 
 
-async def _history(settings: Settings, key: str, wanted: HistoryFilter) -> HistoryPage:
+async def _history(settings: Settings, key: str, wanted: HistoryFilter) -> tuple[HistoryPage, voices.Labels]:
     from antiphon.cli.desk import reading
 
+    labels: voices.Labels = {}
     async with reading(settings) as desk:
-        return await desk.history(key, wanted)
+        page = await desk.history(key, wanted)
+        if not settings.json:
+            await voices.learn(desk, page.messages, labels)
+        return page, labels
 
 
 @command.command()

@@ -6,15 +6,17 @@ import asyncio
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from antiphon.cli import output
 from antiphon.cli.failures import outcome
 from antiphon.cli.settings import Settings, common, reaching
+from antiphon.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from antiphon.cli.desk import Desk
     from antiphon.engine.attachments import Attachment
     from antiphon.operations import Spawn
     from antiphon.views import RunView, Spawned, TaskView
@@ -26,6 +28,24 @@ PHASES = {
     "waiting": "waiting for its own sub-agents",
     "announcing": "wording its report",
 }
+
+
+class Ended(NamedTuple):
+    """A task when nobody waits for it any longer, what was said of it if it is over, and its first run.
+
+    A run goes with its session, and a task that was over long ago is in no list; what was said of it is kept.
+    """
+
+    task: TaskView | None
+    report: str | None
+    run: RunView | None
+
+    @property
+    def status(self) -> str | None:
+        """How it ended, if it did."""
+        if self.task is None:
+            return self.run.state if self.run else "ok"
+        return self.task.status if self.task.phase == "settled" else None
 
 
 class Patience(click.FloatRange):
@@ -100,8 +120,12 @@ class Patience(click.FloatRange):
 def command(
     settings: Settings, requester: str, files: Sequence[Path], seconds: float | None, **given: Any
 ) -> int:
+    from antiphon.engine.words import check_key
     from antiphon.operations import Spawn
 
+    check_key(given["key"])
+    if not given["task"].strip():
+        raise InvalidInput("The task is empty.", "Say what is to be done.", field="task")
     wanted = Spawn(
         task=given["task"],
         label=given["label"],
@@ -116,7 +140,7 @@ def command(
     )
     spawned, ended = asyncio.run(_spawn(settings, wanted, requester, seconds))
     if seconds is not None and ended:
-        return _told(settings, *ended, seconds)
+        return _told(settings, spawned, ended, seconds)
     if settings.json:
         output.emit(spawned)
     else:
@@ -138,20 +162,36 @@ def _attachment(path: Path) -> Attachment:
 
 async def _spawn(
     settings: Settings, wanted: Spawn, requester: str, seconds: float | None
-) -> tuple[Spawned, tuple[TaskView, RunView] | None]:
+) -> tuple[Spawned, Ended | None]:
     from antiphon.cli.desk import talking
-    from antiphon.cli.staying import quiet, reported
+    from antiphon.cli.parties import present
+    from antiphon.cli.staying import leaving
 
     async with talking(settings) as (desk, gateway):
+        await present(desk, requester)
         spawned = await desk.spawn(wanted, requester)
         if seconds is None and gateway:
             return spawned, None
-        patience = None if seconds in {None, math.inf} else seconds
-        shown = _nothing if settings.json or seconds is None else _progress
-        task = await reported(desk, requester, spawned.run_id, patience, shown)
-        if gateway is None and task.phase == "settled":  # the report is on its way, and nobody else is here
-            await quiet(desk, requester)
-        return spawned, (task, await desk.wait(spawned.run_id, 0))
+        silent, hosted = settings.json or seconds is None, gateway is None
+        if not silent:
+            _attached(spawned, err=True)
+        with leaving(spawned.child_session_key, hosted=hosted):
+            ended = await _ended(desk, spawned.run_id, requester, seconds, silent=silent, hosted=hosted)
+        return spawned, ended
+
+
+async def _ended(
+    desk: Desk, run_id: str, requester: str, seconds: float | None, *, silent: bool, hosted: bool
+) -> Ended:
+    from antiphon.cli.staying import quiet, reported, seen
+
+    patience = None if seconds in {None, math.inf} else seconds
+    shown = _nothing if silent else _progress
+    task = await reported(desk, requester, run_id, patience, shown)
+    report = await desk.task_report(run_id)
+    if hosted and report is not None:  # it is on its way, and nobody else is here
+        await quiet(desk, requester)
+    return Ended(task, report, await seen(desk, run_id, 0))
 
 
 def _nothing(_: TaskView) -> None: ...
@@ -166,30 +206,32 @@ def _progress(task: TaskView) -> None:
 def _accepted(spawned: Spawned, requester: str) -> None:
     child = output.line(spawned.child_session_key)
     click.echo(f"Accepted: run {output.line(spawned.run_id)} in {child}.")
-    if spawned.attachments:
-        receipt = spawned.attachments
-        files = "1 file" if receipt.count == 1 else f"{receipt.count} files"
-        click.echo(f"Attached: {files}, {receipt.total_bytes} bytes, in {receipt.rel_dir}.")
+    _attached(spawned)
     click.echo(output.dim(f"The report: antiphon sessions history {output.line(requester)}"), err=True)
 
 
-def _told(settings: Settings, task: TaskView, view: RunView, seconds: float) -> int:
+def _attached(spawned: Spawned, *, err: bool = False) -> None:
+    if receipt := spawned.attachments:
+        files = "1 file" if receipt.count == 1 else f"{receipt.count} files"
+        folder = output.line(receipt.rel_dir)
+        click.echo(f"Attached: {files}, {receipt.total_bytes} bytes, in {folder}.", err=err)
+
+
+def _told(settings: Settings, spawned: Spawned, ended: Ended, seconds: float) -> int:
     if settings.json:
-        output.emit(task)
-    elif task.phase != "settled":
-        child = output.line(task.child_session_key)
+        import msgspec
+
+        known = ended.task or {"runId": spawned.run_id, "childSessionKey": spawned.child_session_key}
+        output.emit({**msgspec.to_builtins(known), "report": ended.report})
+    elif ended.status is None:
+        child = output.line(spawned.child_session_key)
         click.echo(
             f"There is no report after {seconds:g} s; the sub-agent goes on. "
             f"Look later: antiphon sessions history {child}",
             err=True,
         )
     else:
-        click.echo(output.clean(task.report or _plainly(task)))
-    if task.phase == "settled" and task.status == "ok":
+        click.echo(output.clean(ended.report or f"Status: {ended.status}"))
+    if ended.status == "ok":
         return 0
-    return outcome(view) or 1
-
-
-def _plainly(task: TaskView) -> str:
-    """What there is to say of a task that nobody was told of."""
-    return "\n\n".join(filter(None, [f"Status: {task.status}", task.result, task.error]))
+    return (outcome(ended.run) if ended.run else 0) or 1

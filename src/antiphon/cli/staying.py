@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+import click
+
+from antiphon.cli import output
+from antiphon.errors import NotFound
 
 if TYPE_CHECKING:
     from antiphon.cli.desk import Desk
@@ -14,6 +20,17 @@ LOOK = 60.0  # seconds of one wait for a run that is waited for to its end
 PAUSE = 0.2  # seconds between two looks at what no event tells of
 PAGE = 500  # deliveries
 POSTING = 5.0  # seconds in which what was posted to a web chat is there
+
+
+@contextmanager
+def leaving(session: str, *, hosted: bool) -> Generator[None]:
+    """Who leaves early (Ctrl-C) is told what becomes of it. `hosted` is work that this very process does."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        on = "is carried on when Antiphon is started again" if hosted else "goes on"
+        click.echo(f"The work {on}. Look later: antiphon sessions history {output.line(session)}", err=True)
+        raise
 
 
 async def to_the_end(desk: Desk, run_id: str) -> RunView:
@@ -55,18 +72,32 @@ async def sent_out(desk: Desk, delivery: DeliveryView) -> DeliveryView:
 
 async def reported(
     desk: Desk, session: str, run_id: str, seconds: float | None, tell: Callable[[TaskView], None]
-) -> TaskView:
-    """A task when it has settled, or as it is when the time is over; `tell` hears of every phase."""
+) -> TaskView | None:
+    """A task when it has settled, or as it is when the time is over; `tell` hears of every phase.
+
+    None is one that was over long ago, and is in no list any more.
+    """
     loop = asyncio.get_running_loop()
     until = None if seconds is None else loop.time() + seconds
     phase = None
     while True:
-        task = next(task for task in await desk.tasks(session) if task.run_id == run_id)
+        task = next((task for task in await desk.tasks(session) if task.run_id == run_id), None)
+        if task is None:
+            return None
         if task.phase != phase:
             phase = task.phase
             tell(task)
         left = LOOK if until is None else until - loop.time()
         if phase == "settled" or left <= 0:
             return task
-        if (await desk.wait(run_id, min(left, LOOK))).ended:  # other runs go on with it
+        first = await seen(desk, run_id, min(left, LOOK))
+        if first is None or first.ended:  # other runs go on with it
             await asyncio.sleep(min(left, PAUSE))
+
+
+async def seen(desk: Desk, run_id: str, seconds: float) -> RunView | None:
+    """A run that is waited for, unless it is deleted with its session."""
+    try:
+        return await desk.wait(run_id, seconds)
+    except NotFound:
+        return None

@@ -20,6 +20,7 @@ from antiphon.errors import StoreLocked
 if TYPE_CHECKING:
     from antiphon.config import Loaded
 
+NAMED = 4  # agents that are named at the start
 REHEARSAL = """\
 No model provider is configured, so the built-in rehearsal model answers: it does what a line such as
 `say hello` tells it to. To talk with a real one, put it under `models.providers` in
@@ -105,21 +106,33 @@ def _tell(settings: Settings, loaded: Loaded, url: str) -> None:
     from antiphon.cli.config import answerer
     from antiphon.config import REHEARSAL_REF
 
-    agent_id = loaded.config.default_agent_id
-    model = answerer(loaded, agent_id)
     click.echo(f"{output.bold('antiphon')} {__version__} is up (process {os.getpid()}).")
     for name, fact in (
         ("address", f"{url} and {url.replace('ws', 'http', 1)}"),
-        ("answers", f"agent {agent_id}, {model}"),
+        ("answers", _answers(loaded)),
         ("secret", _secret(settings, loaded)),
         ("state", str(settings.paths.state_dir)),
     ):
         click.echo(f"  {name:<8} {output.line(fact)}")
-    if model == REHEARSAL_REF:
+    if answerer(loaded, loaded.config.default_agent_id) == REHEARSAL_REF:
         click.echo(f"{REHEARSAL}{str(settings.paths.config)!r}.")
     click.echo(
         "Talk with it from another terminal: `antiphon chat`. How it is: `antiphon status`. Ctrl-C stops it."
     )
+
+
+def _answers(loaded: Loaded) -> str:
+    """Everybody who does, the default agent first, as long as they fit a line."""
+    from antiphon.cli.config import answerer
+
+    default = loaded.config.default_agent_id
+    others = [agent_id for agent_id in loaded.config.agent_ids if agent_id != default]
+    if not others:
+        return f"agent {default}, {answerer(loaded, default)}"
+    named = [f"{default} by default ({answerer(loaded, default)})"]
+    named += [f"{agent_id} ({answerer(loaded, agent_id)})" for agent_id in others[: NAMED - 1]]
+    more = len(others) - len(named) + 1
+    return f"agents {', '.join(named)}" + (f" and {more} more (`antiphon agents`)" if more else "")
 
 
 def _secret(settings: Settings, loaded: Loaded) -> str:

@@ -125,7 +125,7 @@ class Client:
         params: Json = {
             "sessionKey": message.session,
             "message": message.content,
-            "idempotencyKey": message.idempotency_key or uuid.uuid4().hex,
+            "idempotencyKey": _key(message.idempotency_key),
             "suppressCommandInterpretation": True,
         }
         if message.thinking is not None:
@@ -168,7 +168,7 @@ class Client:
             "timeoutSeconds": wanted.timeout_seconds,
             "replyBack": wanted.reply_back,
             "announce": wanted.announce,
-            "idempotencyKey": wanted.idempotency_key or uuid.uuid4().hex,
+            "idempotencyKey": _key(wanted.idempotency_key),
         }
         seconds = wanted.timeout_seconds + ANSWER
         return msgspec.convert(await self.call("sessions.send", _given(given), seconds=seconds), Sent)
@@ -185,13 +185,16 @@ class Client:
             "cleanup": wanted.cleanup,
             "attachments": msgspec.to_builtins(wanted.attachments),
             "announce": wanted.announce,
-            "idempotencyKey": wanted.idempotency_key or uuid.uuid4().hex,
+            "idempotencyKey": _key(wanted.idempotency_key),
         }
         return msgspec.convert(await self.call("sessions.spawn", _given(given)), Spawned)
 
     async def tasks(self, session: str) -> list[TaskView]:
         found = await self.call("subagents.list", {"sessionKey": session})
         return msgspec.convert(found["subagents"], list[TaskView])
+
+    async def task_report(self, run_id: str) -> str | None:
+        return (await self.call("subagents.report", {"runId": run_id}))["report"]
 
     async def roster(self) -> list[AgentCard]:
         return msgspec.convert((await self.call("agents.spawnable"))["agents"], list[AgentCard])
@@ -316,6 +319,11 @@ class Client:
             end = end_of(place.key, await self.run(end.run_id))
         page = await self.call("sessions.history", {"key": place.key, "limit": 1})
         place.end(end, page["total"] if page["sessionId"] == place.session_id else 0)
+
+
+def _key(given: str | None) -> str:
+    """By which a request that is made again is known; an empty one is the caller's mistake, not ours to mend."""
+    return uuid.uuid4().hex if given is None else given
 
 
 def _given(params: Json) -> Json:

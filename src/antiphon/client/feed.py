@@ -6,7 +6,7 @@ from collections import deque
 
 import msgspec
 
-from antiphon.bus import Delta, Event, MessageAppended, RunChanged, SessionChanged, ToolPhase
+from antiphon.bus import Delivered, Delta, Event, MessageAppended, RunChanged, SessionChanged, ToolPhase
 from antiphon.client.link import Json
 from antiphon.client.shapes import item
 
@@ -58,7 +58,7 @@ class Place:
     def event(self, name: str, payload: Json) -> Event | None:
         """What an event of the wire is, if it is of this session and new."""
         event = self._read(name, payload) if payload.get("sessionKey") == self.key else None
-        run_id: str | None = getattr(event, "run_id", None)
+        run_id: str | None = None if isinstance(event, Delivered) else getattr(event, "run_id", None)
         if run_id and run_id not in self._over:
             self.under_way[run_id] = None
         return event
@@ -69,6 +69,8 @@ class Place:
                 return self._message(payload)
             case "session.gap":
                 return self._gap(payload)
+            case "chat" if payload["seq"] == 0:  # the events of a run count from one
+                return _delivered(payload)
             case "chat":
                 return _delta(payload) if payload["state"] == "delta" else _end(payload)
             case "agent":
@@ -113,17 +115,31 @@ def _delta(payload: Json) -> Delta:
     )
 
 
+def _delivered(payload: Json) -> Delivered:
+    """Words that were posted; the wire does not say what they are, only where they stand."""
+    return Delivered(
+        session_key=payload["sessionKey"],
+        key=payload["runId"],
+        run_id=payload["runId"],
+        kind="posted",
+        text=_words(payload),
+    )
+
+
+def _words(payload: Json) -> str:
+    message: Json = payload.get("message") or {}
+    blocks: list[Json] = message.get("content") or []
+    return "".join(block.get("text", "") for block in blocks if block.get("type") == "text")
+
+
 def _end(payload: Json) -> RunChanged:
     """The last `chat` event of a run."""
     state = _STATES.get(payload["state"], "error")
-    message: Json = payload.get("message") or {}
-    blocks: list[Json] = message.get("content") or []
-    reply = "".join(block.get("text", "") for block in blocks if block.get("type") == "text")
     return RunChanged(
         session_key=payload["sessionKey"],
         run_id=payload["runId"],
         state="incomplete" if payload.get("stopReason") == "length" else state,
-        reply=reply or None,
+        reply=_words(payload) or None,
     )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, cast
 
 from antiphon.config.agents import ModelChoice
+from antiphon.config.base import nearest, suggestion
 from antiphon.config.model import REHEARSAL, Config
 from antiphon.config.problems import Problem
 from antiphon.errors import UnknownModel
@@ -15,6 +18,21 @@ PUBLIC = ("openai", "anthropic", "google")
 
 ABSENT = ("channels",)
 """Sections that are read and checked, for parts that this release does not have."""
+
+SESSION_TOOLS = (
+    "sessions_list",
+    "sessions_history",
+    "sessions_search",
+    "session_status",
+    "agents_list",
+    "sessions_send",
+    "sessions_spawn",
+    "sessions_yield",
+    "subagents",
+)
+"""Tools that are always there. Others may come from anywhere: of a name that is like none of these nothing is said."""
+
+ALIKE = 0.8  # of 1; `memory_search` is no misspelt `sessions_search`
 
 
 def contradictions(config: Config) -> list[Problem]:
@@ -35,6 +53,9 @@ def concerns(config: Config) -> Iterator[str]:
     if config.session.maintenance is not None:
         yield "'session.maintenance' has no effect: nothing is pruned by itself. Use 'session.retention'."
     yield from _absent_parts(config)
+    yield from _nobody(config)
+    yield from _no_tools(config)
+    yield from _out_of_sight(config)
     for name, provider in config.models.providers.items():
         if not provider.models:
             yield f"'models.providers.{name}.models' is empty, so none of its models can be used. List them there."
@@ -53,6 +74,73 @@ def _absent_parts(config: Config) -> Iterator[str]:
         yield f"{path!r} is accepted and has no effect in this release."
     if config.hooks.enabled and config.hooks.token is None:
         yield "'hooks.enabled' is true but 'hooks.token' is not set. Set a token that only the senders of hooks know."
+
+
+def _nobody(config: Config) -> Iterator[str]:
+    """Agents that may be spawned and are not there."""
+    ids = config.agent_ids
+    lists = [("agents.defaults", config.agents.defaults.subagents.allow_agents)]
+    lists += [
+        (f"agents.list[{n}]", agent.subagents.allow_agents) for n, agent in enumerate(config.agents.list)
+    ]
+    for path, patterns in lists:
+        for pattern in patterns or ():
+            if not any(fnmatchcase(agent_id, pattern) for agent_id in ids):
+                yield (
+                    f"'{path}.subagents.allowAgents' names {pattern!r}, but no such agent is configured."
+                    f" {suggestion(pattern, ids, noun='agent ids')}"
+                )
+
+
+def _no_tools(config: Config) -> Iterator[str]:
+    """Names that are almost those of session tools."""
+    for path, names in _tool_lists(config):
+        wildcards = not path.startswith("gateway.")  # there each tool is named
+        for name in names or ():
+            if name not in SESSION_TOOLS and not (wildcards and "*" in name) and _meant_for_ours(name):
+                yield f"{path!r} names {name!r}, and no tool is called that. {_instead(name)}"
+
+
+def _tool_lists(config: Config) -> Iterator[tuple[str, Sequence[str] | None]]:
+    yield "gateway.tools.allow", config.gateway.tools.allow
+    yield "gateway.tools.deny", config.gateway.tools.deny
+    yield "tools.allow", config.tools.allow
+    yield "tools.deny", config.tools.deny
+    below = config.tools.subagents.tools
+    yield "tools.subagents.tools.allow", below.allow
+    yield "tools.subagents.tools.alsoAllow", below.also_allow
+    yield "tools.subagents.tools.deny", below.deny
+    for index, agent in enumerate(config.agents.list):
+        yield f"agents.list[{index}].tools.allow", agent.tools.allow
+        yield f"agents.list[{index}].tools.deny", agent.tools.deny
+
+
+def _meant_for_ours(name: str) -> bool:
+    said = name.lower()
+    return said.startswith(("session", "subagent")) or bool(
+        difflib.get_close_matches(said, SESSION_TOOLS, n=1, cutoff=ALIKE)
+    )
+
+
+def _instead(name: str) -> str:
+    near = nearest(name, SESSION_TOOLS)
+    if "*" in name:
+        return "Write out the name of each tool."
+    return f"Did you mean {near!r}?" if near else f"There are: {', '.join(SESSION_TOOLS)}."
+
+
+def _out_of_sight(config: Config) -> Iterator[str]:
+    if len(config.agent_ids) < 2 or config.tools.agent_to_agent.enabled:
+        return
+    own = [
+        (f"agents.list[{n}].", agent.tools.sessions.visibility) for n, agent in enumerate(config.agents.list)
+    ]
+    for path, visibility in [("", config.tools.sessions.visibility), *own]:
+        if visibility == "all":
+            yield (
+                f"'{path}tools.sessions.visibility' is 'all', but sessions of other agents stay invisible while"
+                " 'tools.agentToAgent.enabled' is false. Set it to true if agents are to reach each other."
+            )
 
 
 def _agents(config: Config) -> Iterator[Problem]:

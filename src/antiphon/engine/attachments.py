@@ -268,11 +268,11 @@ def write(
         raise InvalidInput(
             "The attachments' names are not trimmed.", "Check them first.", field="attachments"
         )
-    receipt = _receipt(folder, files)
+    written = receipt(folder, files)
     with _reported("written"), _place(workspace, make=True) as place:
         _drop(place, folder + _PART)
         if not _exists(place, folder):
-            _put(place, folder, [*files, (MANIFEST, _manifest(receipt, mime_types or {}))])
+            _put(place, folder, [*files, (MANIFEST, _manifest(written, mime_types or {}))])
         elif not _holds(place, folder, dict(files)):
             raise Conflict(
                 f"The folder {folder!r} exists with other attachments.",
@@ -281,7 +281,7 @@ def write(
                 reason="attachments_folder_exists",
             )
         os.fsync(place)
-    return receipt
+    return written
 
 
 def remove(workspace: Path, folder: str) -> None:
@@ -308,7 +308,8 @@ def _check_folder(folder: str) -> None:
         )
 
 
-def _receipt(folder: str, files: Sequence[tuple[str, bytes]]) -> Receipt:
+def receipt(folder: str, files: Sequence[tuple[str, bytes]]) -> Receipt:
+    """What `write` answers for these files."""
     return Receipt(
         count=len(files),
         total_bytes=sum(len(content) for _, content in files),

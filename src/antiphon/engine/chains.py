@@ -7,6 +7,7 @@ counts while both its runs are under way, so that nothing has to be cleaned up f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from antiphon.errors import ChainTooLong, WaitCycle
@@ -18,6 +19,13 @@ SESSIONS = Queries("sessions")
 SEARCHED = (
     1000  # sessions that are looked at for a circle; more cannot wait for each other within a chain's hops
 )
+
+
+HIDDEN = "[session]"  # what stands for a session that the caller may not know of
+
+
+def _hidden(session: Row) -> str:
+    return HIDDEN
 
 
 class Limits(NamedTuple):
@@ -69,14 +77,27 @@ async def under_way(tx: Tx, run_id: str | None, session: int | None) -> Row | No
     return await tx.one(SQL.of_run, run_id=run_id, session=session)
 
 
-async def wait(tx: Tx, run: int, session: int, awaited: str, target: int, until: int, now: int) -> None:
+async def wait(
+    tx: Tx,
+    run: int,
+    session: int,
+    awaited: str,
+    target: int,
+    until: int,
+    now: int,
+    shown: Callable[[Row], str] = _hidden,
+) -> None:
     """Put on record that a run waits for another session's.
+
+    `shown` is what the caller may read of a session on the way around, of which it named only the two ends. It is given
+    a row as `sessions.find` has it, whose `descendant` is about the session that would wait.
 
     Raises:
         WaitCycle: that session waits, directly or through others, for this one.
     """
     path = await _path(tx, target, session, now)
     if path is not None:
+        path = await _shown(tx, path, shown)
         raise WaitCycle(
             f"Waiting would close a circle: {' waits for '.join(map(repr, path))}.",
             "Send with timeoutSeconds 0, or answer first.",
@@ -88,6 +109,12 @@ async def wait(tx: Tx, run: int, session: int, awaited: str, target: int, until:
 async def forget_waits(tx: Tx, now: int) -> None:
     """Those that are over."""
     await tx.do(SQL.forget_waits, now=now)
+
+
+async def _shown(tx: Tx, path: list[str], shown: Callable[[Row], str]) -> list[str]:
+    first, *between, own = path
+    rows = [await tx.one(SESSIONS.by_key, key=key, viewer=own) for key in between]
+    return [first, *(shown(row) if row else HIDDEN for row in rows), own]
 
 
 async def _path(tx: Tx, start: int, goal: int, now: int) -> list[str] | None:

@@ -1,8 +1,8 @@
 """Commands that are carried out once: what their idempotency keys stand for, and what was answered.
 
 A message has its run for that. A command may remove what it is about, so that its key is kept apart from everything
-else, for ever, and in the commit that carries it out. Messages and commands share their keys: whichever is second to
-use one is refused.
+else, and in the commit that carries it out: for ever, unless retention is set. Messages and commands share their keys:
+whichever is second to use one is refused.
 """
 
 from __future__ import annotations

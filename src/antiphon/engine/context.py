@@ -156,6 +156,13 @@ def weigh(message: Message) -> int:
     return sum(map(len, _pieces(message))) // CHARACTERS_PER_TOKEN + 8
 
 
+def _speaker(message: Message) -> str:
+    """Who said it; what came from another session is nobody's in this one."""
+    if isinstance(message, User | Assistant) and message.provenance is not None:
+        return f"data from elsewhere ({message.provenance.kind})"
+    return str(message.__struct_config__.tag)
+
+
 def _pieces(message: Message) -> Iterable[str]:
     if isinstance(message, Compaction):
         return [message.summary]
@@ -196,6 +203,9 @@ def cut(context: Context, keep_tokens: int) -> int:
 def as_text(messages: Sequence[Message], limit: int) -> str:
     """Messages as plain text for a summary, oldest first, each and all of them cut to fit `limit` characters."""
     each = max(400, limit // max(1, len(messages)))
-    lines = [f"{message.__struct_config__.tag}: {' '.join(_pieces(message))[:each]}" for message in messages]
+    # On one line each: a text of several could pass for what somebody else has said.
+    lines = [
+        f"{_speaker(message)}: {' '.join(' '.join(_pieces(message)).split())[:each]}" for message in messages
+    ]
     text = "\n".join(lines)
     return text if len(text) <= limit else "[…]\n" + text[-limit:]

@@ -120,12 +120,19 @@ class Door:
 
     def may_send(self, row: Row) -> bool:
         """Whether the policy lets anything be sent to this session, whoever may send to it."""
+        return self._decided(row["key"], row["channel"] or row["last_channel"], row)
+
+    def may_post(self, key: str, channel: str, row: Row | None) -> bool:
+        """Whether the policy lets words of a session go out on a channel; the session itself may be gone by now."""
+        return self._decided(key, channel, row) and (row is None or self.may_send(row))
+
+    def _decided(self, key: str, channel: str | None, row: Row | None) -> bool:
         decision = policy.decide(
             self._policy,
-            override=row["send_policy"],
-            channel=row["channel"] or row["last_channel"],
-            chat_type=row["chat_type"],
-            key=row["key"],
+            override=row["send_policy"] if row else None,
+            channel=channel,
+            chat_type=row["chat_type"] if row else keys.parse(key).chat_type,
+            key=key,
         )
         return decision != "deny"
 
@@ -165,7 +172,7 @@ class Door:
         rows = [
             row
             for row in await sessions.labelled(tx, label, caller.session_key)
-            if self._visible(caller, row) and agent_id in {None, row["agent_id"]}
+            if self.knows_of(caller, row) and agent_id in {None, row["agent_id"]}
         ]
         if len(rows) > 1:
             candidates = [row["key"] for row in rows]
@@ -176,7 +183,8 @@ class Door:
             )
         return rows[0] if rows else None
 
-    def _visible(self, caller: Caller, row: Row) -> bool:
+    def knows_of(self, caller: Caller, row: Row) -> bool:
+        """Whether a caller may know that this session exists."""
         return access.reach(caller, self.grants(caller)).covers(_target(row))
 
 

@@ -26,7 +26,7 @@ from antiphon.bus import (
     session_topic,
 )
 from antiphon.clock import Clock
-from antiphon.engine import archive, chains, retention, runs, search
+from antiphon.engine import archive, chains, retention, runs, search, sequels
 from antiphon.engine.admissions import NOTE, Accepted
 from antiphon.engine.deltas import DeltaStream
 from antiphon.engine.outbox import Outbox
@@ -162,6 +162,9 @@ class Engine:
             return None
         await self._tell_ended(ended, claim)
         await self._tell_all(skipped)
+        if ending.state == "timeout" and claim.task is not None:
+            # Its time was for all of it: what it has spawned has none left, either.
+            await self.stopping(await self._store.tx(runs.cancel_below, claim.session, self._clock.now()))
         return following
 
     async def _ending(self, claim: Claim) -> Ending:
@@ -257,13 +260,16 @@ class Engine:
     async def _sweep(self) -> None:
         """Whatever a lost hint, a stuck tool or a full disk left behind."""
         now = self._clock.now()
-        await self._tell_all(await self._store.tx(runs.expire, now))
+        await self.stopping(await self._store.tx(runs.expire, now))
         await self._cut_asked()
         await self._force(now - round(self._pace.stop_grace * 1000), now)
         for run_id, lane in (await self._store.read(runs.held_by, self._owner)).items():
             if run_id not in self._playing:
                 await self._lanes.activate(lane)
         await self._wake_idle_lanes(older_than=self._pace.sweep)
+        if await self._store.read(sequels.astray):
+            log.error("Some exchanges or tasks had nothing left that could move them; they are settled")
+            await self._follow(await self._store.tx(sequels.mend, now))
         for key in await archive.sweep(self._store, now):
             self._bus.publish("sessions", SessionChanged(session_key=key, reason="retention"))
         await self._store.tx(chains.forget_waits, now)
@@ -387,6 +393,7 @@ def _end_event(ended: Ended, claim: Claim | None) -> RunChanged:
         usage=Spent(input=spent["input"], output=spent["output"], cost=spent["cost"]) if spent else None,
         quiet=ended.origin in QUIET,
         gated=ended.origin in GATED,
+        yielded=ending.yielded,
     )
 
 

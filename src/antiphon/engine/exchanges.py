@@ -45,6 +45,20 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     max_queued: int
 
 
+async def known(tx: Tx, id: str, target: int, message: str) -> bool:
+    """Whether this id already stands for this very message.
+
+    Raises:
+        Conflict: it stands for another one, or for one whose session is gone.
+    """
+    before = await tx.one(SQL.by_id, id=id)
+    if before is None:
+        return False
+    if (before["target"], before["message"]) != (target, message):
+        raise admissions.used(id)
+    return True
+
+
 async def begin(tx: Tx, opening: Opening, now: int) -> Accepted:
     """The exchange and its first run; those that this id already stands for, if so."""
     requester, target = opening.requester, opening.target
@@ -93,15 +107,26 @@ async def advance(tx: Tx, step: Step, now: int) -> Sequel:
     exchange = await tx.one(SQL.at, n=step.exchange, run_id=step.run_id)
     if exchange is None:
         return NOTHING
+    if exchange["phase"] == "primary":
+        await tx.do(SQL.answered, n=exchange["n"], run_id=step.run_id)
     match exchange["phase"]:
         case "announce":
             return await _announced(tx, exchange, step, now)
         case "primary" if step.said is None:
             return await _settle(tx, exchange, "no_reply", now)
+        case "reply" if step.state == "cancelled":
+            return await _settle(tx, exchange, "cancelled", now)
         case "reply" if step.said is None or gate.is_skip(step.said, gate.REPLY_SKIP):
             return await _announce(tx, exchange, None, now)
         case _:
             return await _reply(tx, exchange, step.said or "", now)
+
+
+async def mend(tx: Tx, now: int) -> Sequel:
+    """Settle what nothing else will."""
+    for exchange in await tx.all(SQL.astray):
+        await _settle(tx, exchange, "interrupted", now)
+    return NOTHING
 
 
 async def _reply(tx: Tx, exchange: Row, said: str, now: int) -> Sequel:

@@ -12,8 +12,9 @@ import asyncio
 import logging
 import random
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from antiphon.bus import Delivered, EventBus, session_topic
 from antiphon.clock import Clock
@@ -34,6 +35,16 @@ LOOK_AGAIN = 5.0  # seconds after which the outbox is looked into though nobody 
 PATIENCE = 30.0  # seconds a channel may take for one delivery
 ATTEMPTS = 8
 LONGEST = 120.0  # seconds between two attempts
+
+
+class _Outcome(NamedTuple):
+    """What a delivery has come to."""
+
+    state: str
+    error: str | None = None
+    message_id: str | None = None
+    next_at: int = 0
+    doubtful: bool = False
 
 
 class Channel(Protocol):
@@ -58,36 +69,58 @@ class Outbox:
     door: Door
     channels: Mapping[str, Channel] = field(default_factory=dict[str, Channel])
     _woken: asyncio.Event = field(default_factory=asyncio.Event)
+    _under_way: dict[str, asyncio.Task[None]] = field(default_factory=dict[str, asyncio.Task[None]])
 
     def wake(self) -> None:
         self._woken.set()
 
     async def run(self, owner: str) -> None:
         """Until cancelled."""
-        while True:
-            self._woken.clear()
-            pause = LOOK_AGAIN
-            try:
-                if await self.store.read(_left_sending, self.clock.now()):
-                    await self.store.tx(self._doubt, self.clock.now())
-                pause = await self._work(owner)
-            except AntiphonError as error:
-                log.error("%s", error)
-            except Exception:
-                log.exception("The outbox failed; it is looked into again in %.0f s", pause)
-            # Not `wait_for`: until Python 3.12 it loses a cancellation that comes with what it waits for.
-            try:
-                async with asyncio.timeout(pause):
-                    await self._woken.wait()
-            except TimeoutError:
-                continue
+        try:
+            while True:
+                self._woken.clear()
+                pause = LOOK_AGAIN
+                try:
+                    pause = await self._work(owner)
+                except AntiphonError as error:
+                    log.error("%s", error)
+                except Exception:
+                    log.exception("The outbox failed; it is looked into again in %.0f s", pause)
+                await self._rest(pause)
+        finally:
+            under_way = list(self._under_way.values())
+            for task in under_way:
+                task.cancel()
+            await asyncio.gather(*under_way, return_exceptions=True)
+
+    async def _rest(self, seconds: float) -> None:
+        # Not `wait_for`: until Python 3.12 it loses a cancellation that comes with what it waits for.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._woken.wait()
 
     async def _work(self, owner: str) -> float:
-        """Everything that is due; seconds until the next is."""
-        while due := await self.store.read(_due, self.clock.now()):
-            await asyncio.gather(*(self._deliver(row, owner) for row in due))
+        """Begin with everything that is due, a place at a time; seconds until the next is."""
+        if await self.store.read(_left_sending, self.clock.now()):
+            await self.store.tx(self._doubt, self.clock.now())
+        for row in await self.store.read(_due, self.clock.now()):
+            if row["place"] not in self._under_way and len(self._under_way) < AT_ONCE:
+                self._begin(row, owner)
         later = await self.store.read(_next_at, self.clock.now())
         return LOOK_AGAIN if later is None else min(LOOK_AGAIN, max(0.0, (later - self.clock.now()) / 1000))
+
+    def _begin(self, row: Row, owner: str) -> None:
+        """A place that is slow holds up nobody else's."""
+        task = asyncio.create_task(self._deliver(row, owner))
+        self._under_way[row["place"]] = task
+        task.add_done_callback(lambda done: self._ended(row["place"], done))
+
+    def _ended(self, place: str, task: asyncio.Task[None]) -> None:
+        del self._under_way[place]
+        if not task.cancelled():
+            if error := task.exception():
+                log.error("A delivery could not be put on record: %s", error)
+            self.wake()
 
     async def _deliver(self, row: Row, owner: str) -> None:
         text = gate.clear(row["body"], stats=row["stats"])
@@ -104,27 +137,28 @@ class Outbox:
 
     # --- the gate ---
 
-    async def _refused(self, tx: Tx, row: Row, text: str) -> tuple[str, str] | None:
-        """The state that a delivery comes to without being sent, and why."""
+    async def _refused(self, tx: Tx, row: Row, text: str) -> _Outcome | None:
+        """What a delivery comes to without being sent."""
         session = await tx.one(SESSIONS.by_id, id=row["session"])
-        if session is None:
-            if deliveries.read(row["destination"]).channel == WEBCHAT:
-                return "dead", "The session is gone. There is nobody to deliver to."
-        elif not self.door.may_send(session):
-            return "blocked", "send blocked by session policy. Change session.sendPolicy, then deliver again."
+        channel = deliveries.read(row["destination"]).channel
+        if session is None and channel == WEBCHAT:
+            return _Outcome("dead", "The session is gone. There is nobody to deliver to.")
+        if not self.door.may_post(row["session_key"], channel, session):
+            return _Outcome(
+                "blocked", "send blocked by session policy. Change session.sendPolicy, then deliver again."
+            )
         if not text:
-            return "blocked", "Nothing of it is meant for people. There is nothing to deliver."
+            return _Outcome("blocked", "Nothing of it is meant for people. There is nothing to deliver.")
         return None
 
     async def _show(self, tx: Tx, row: Row, text: str, now: int) -> bool:
         refused = await self._refused(tx, row, text)
-        state, error = refused or ("delivered", None)
-        await _settle(tx, row, state, now, error=error)
+        await _settle(tx, row, refused or _Outcome("delivered"), now)
         return refused is None
 
     async def _claim(self, tx: Tx, row: Row, text: str, owner: str, now: int) -> bool:
         if refused := await self._refused(tx, row, text):
-            await _settle(tx, row, refused[0], now, error=refused[1])
+            await _settle(tx, row, refused, now)
             return False
         return bool(await tx.do(SQL.claim, n=row["n"], owner=owner))
 
@@ -135,22 +169,23 @@ class Outbox:
             async with asyncio.timeout(PATIENCE):
                 message_id = await channel.post(row["key"], where, text)
         except Undeliverable as error:
-            await self._failed(row, str(error), sure=True, final=error.final)
+            await self._failed(row, str(error), again=not error.final, doubtful=False)
         except Exception as error:  # noqa: BLE001 - whatever it is, whether it was sent is not known
             log.warning("Delivery %r may or may not have been sent: %s", row["key"], error)
-            await self._failed(row, f"{type(error).__name__}: {error}", sure=channel.keyed, final=False)
+            await self._failed(row, f"{type(error).__name__}: {error}", again=channel.keyed, doubtful=True)
         else:
             await self._settled(row, "delivered", message_id=message_id)
 
-    async def _failed(self, row: Row, error: str, *, sure: bool, final: bool) -> None:
+    async def _failed(self, row: Row, error: str, *, again: bool, doubtful: bool) -> None:
         attempts = row["attempts"] + 1
-        if not sure:
-            await self._settled(row, "ambiguous", error=error)
-        elif final or attempts >= ATTEMPTS:
-            await self._settled(row, "dead", error=error)
-        else:
-            seconds = min(LONGEST, 2.0**attempts) * random.uniform(0.5, 1.0)  # noqa: S311
-            await self._settled(row, "pending", error=error, next_at=self.clock.now() + round(seconds * 1000))
+        if not again or attempts >= ATTEMPTS:
+            # Once in doubt, a sure failure of a later attempt says nothing about the earlier one.
+            state = "ambiguous" if doubtful or row["doubtful"] else "dead"
+            await self._settled(row, state, error=error)
+            return
+        seconds = min(LONGEST, 2.0**attempts) * random.uniform(0.5, 1.0)  # noqa: S311
+        next_at = self.clock.now() + round(seconds * 1000)
+        await self._settled(row, "pending", error=error, next_at=next_at, doubtful=doubtful)
 
     async def _settled(
         self,
@@ -160,10 +195,10 @@ class Outbox:
         error: str | None = None,
         message_id: str | None = None,
         next_at: int = 0,
+        doubtful: bool = False,
     ) -> None:
-        await self.store.tx(
-            _settle, row, state, self.clock.now(), error=error, message_id=message_id, next_at=next_at
-        )
+        outcome = _Outcome(state, error, message_id, next_at, doubtful)
+        await self.store.tx(_settle, row, outcome, self.clock.now())
         if state in {"dead", "ambiguous"}:
             about = {"session_key": row["session_key"]}
             log.warning("Delivery %r is %s: %s", row["key"], state, error, extra=about)
@@ -173,12 +208,12 @@ class Outbox:
         for row in await _left_sending(tx, now):
             channel = self.channels.get(deliveries.read(row["destination"]).channel)
             if channel is not None and channel.keyed:
-                await _settle(tx, row, "pending", now, next_at=now)
+                await _settle(tx, row, _Outcome("pending", next_at=now, doubtful=True), now)
             else:
                 error = (
                     "The gateway stopped while this was being sent. Look there before you deliver it again."
                 )
-                await _settle(tx, row, "ambiguous", now, error=error)
+                await _settle(tx, row, _Outcome("ambiguous", error), now)
 
     def _tell(self, row: Row, text: str) -> None:
         event = Delivered(
@@ -204,19 +239,18 @@ async def _next_at(tx: Tx, now: int) -> int | None:
     return row["next_at"] if row else None
 
 
-async def _settle(
-    tx: Tx,
-    row: Row,
-    state: str,
-    now: int,
-    *,
-    error: str | None = None,
-    message_id: str | None = None,
-    next_at: int = 0,
-) -> None:
+async def _settle(tx: Tx, row: Row, outcome: _Outcome, now: int) -> None:
     """The delivery, and what it was the announcement of."""
+    state = outcome.state
     await tx.do(
-        SQL.settle, n=row["n"], state=state, error=error, message_id=message_id, next_at=next_at, now=now
+        SQL.settle,
+        n=row["n"],
+        state=state,
+        error=outcome.error,
+        message_id=outcome.message_id,
+        next_at=outcome.next_at,
+        doubtful=int(outcome.doubtful),
+        now=now,
     )
     if state == "pending":
         return

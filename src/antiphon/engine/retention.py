@@ -1,7 +1,8 @@
 """Retention: old sessions leave the lists, and much later, if configured, the store.
 
 Archiving hides and deletes nothing. Only sessions that are idle are touched, a bounded number in a transaction,
-and the clock is the engine's, so that years pass in a test.
+and the clock is the engine's, so that years pass in a test. What is on record of exchanges, tasks, deliveries, chains
+and commands goes by the same time as archived sessions, once it is over.
 """
 
 from __future__ import annotations
@@ -13,9 +14,14 @@ from typing import TypeAlias
 from antiphon.engine import sessions
 from antiphon.store import Store, Tx
 from antiphon.store.listing import KINDS
+from antiphon.store.queries import Queries, Query
 
 DAY = 86_400_000  # milliseconds
 BATCH = 50  # sessions in one transaction; a long one would hold up everybody's commits
+RECORDS = 1000  # rows of a kind in one sweep; those that are left wait for the next
+
+SQL = Queries("retention")
+OVER = (SQL.old_exchanges, SQL.old_tasks, SQL.old_deliveries, SQL.old_chains, SQL.old_commands)
 
 Step: TypeAlias = Callable[[Tx, str, int, int], Awaitable[list[str]]]
 
@@ -38,6 +44,9 @@ async def sweep(store: Store, keep: Keep, now: int) -> list[str]:
             touched += await _repeat(
                 store, _delete, kind, now - round(keep.delete_archived_after_days * DAY), now
             )
+    if keep.delete_archived_after_days is not None:
+        for query in OVER:
+            await store.tx(_drop, query, now - round(keep.delete_archived_after_days * DAY))
     return touched
 
 
@@ -62,3 +71,7 @@ async def _delete(tx: Tx, kind: str, before: int, now: int) -> list[str]:
     for row in rows:
         await sessions.forget(tx, row["id"], row["key"])
     return [row["key"] for row in rows]
+
+
+async def _drop(tx: Tx, query: Query, before: int) -> None:
+    await tx.do(query, before=before, limit=RECORDS)

@@ -7,7 +7,8 @@
 commit of the run names that epoch: a process that lost the lane changes nothing (`Fenced`). The user's message
 enters the transcript when its run starts, so a transcript is never interleaved. `finish` ends a run and claims
 the next one of the lane in the same commit. However a run ends, it passes `_end`, and what others go on to from there
-(`engine.sequels`) is in that commit, too. A note is a run that only puts its entry into the transcript, between others.
+(`engine.sequels`) is in that commit, too. A note is a run that only puts its entry into the transcript, between others,
+and leads to nothing.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     model_answered: str | None = None
     messages: Sequence[Message] = ()
+    yielded: bool = False
+    """A tool ended the turn: the answer comes when the session is woken."""
     used: bool = True
     """False when it is known that no step of the run reported usage."""
 
@@ -304,6 +307,7 @@ def _step_of(claim: Claim, ending: Ending) -> Step:
         ending.reply,
         ending.error,
         ending.model_answered,
+        ending.yielded,
     )
 
 
@@ -335,6 +339,7 @@ async def _end(tx: Tx, step: Step, ending: Ending, last_seq: int | None, now: in
         error=ending.error,
         model_answered=ending.model_answered,
         last_seq=last_seq,
+        yielded=int(ending.yielded),
         now=now,
     )
     if step.exchange is None and step.task is None and step.target is None:
@@ -416,7 +421,7 @@ async def cancel(tx: Tx, session: int, run_id: str | None, now: int) -> Stopped:
     sequel = NOTHING
     for member in await tx.all(SQL.family, session=session):
         await tx.do(TASKS.hush, requester=member["id"])
-        await tx.do(TASKS.yield_to, session=member["id"], how=None)
+        await tx.do(TASKS.yield_to, session=member["id"], how=None, run_id=None)
         if member["id"] != session or run_id is None:
             # A note is no work that could be stopped: it says what has already happened.
             waiting = await tx.all(SQL.queued_in, session=member["id"])
@@ -428,17 +433,38 @@ async def cancel(tx: Tx, session: int, run_id: str | None, now: int) -> Stopped:
     return Stopped(ended, asked, sequel)
 
 
+async def cancel_below(tx: Tx, session: int, now: int) -> Stopped:
+    """Stop everything that a session has spawned, and not the session."""
+    stopped = Stopped([], [])
+    for child in await tx.all(SQL.children, session=session):
+        below = await cancel(tx, child["id"], None, now)
+        stopped = Stopped(
+            [*stopped.ended, *below.ended], [*stopped.asked, *below.asked], stopped.sequel + below.sequel
+        )
+    return stopped
+
+
 async def _drop(tx: Tx, row: Row, now: int) -> Ended:
     ending = Ending(state="cancelled", error_code="cancelled", error="The run was stopped before it began.")
     return await _end_queued(tx, row, ending, now)
 
 
-async def expire(tx: Tx, now: int) -> list[Ended]:
-    """End queued runs whose time is over; a bounded number a call."""
+async def expire(tx: Tx, now: int) -> Stopped:
+    """End queued runs, and tasks between two of their runs, whose time is over; a bounded number a call."""
     ending = Ending(
         state="timeout", error_code="timeout", error="The run's time was over before it could begin."
     )
-    return [await _end_queued(tx, row, ending, now) for row in await tx.all(SQL.overdue, now=now)]
+    ended = [await _end_queued(tx, row, ending, now) for row in await tx.all(SQL.overdue, now=now)]
+    expired = Stopped(ended, [])
+    for task in await tx.all(TASKS.overdue, now=now):
+        sequel = await tasks.abandon(tx, task["child_key"], now, "timeout", "The run's time was over.")
+        below = await cancel(tx, task["child"], None, now)
+        expired = Stopped(
+            [*expired.ended, *below.ended],
+            [*expired.asked, *below.asked],
+            expired.sequel + sequel + below.sequel,
+        )
+    return expired
 
 
 async def _end_queued(tx: Tx, row: Row, ending: Ending, now: int) -> Ended:

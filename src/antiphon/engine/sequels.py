@@ -10,6 +10,9 @@ from antiphon.engine.deliveries import Destination, Parcel
 from antiphon.engine.steps import NOTHING, Sequel, Step, queued
 from antiphon.messages import INJECTED, Assistant, Provenance, Text
 from antiphon.store import Tx
+from antiphon.store.queries import Queries
+
+RUNS = Queries("runs")
 
 
 class Addressee(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
@@ -24,13 +27,21 @@ class Addressee(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
         return msgspec.json.encode(self).decode()
 
 
+async def addressee_of(tx: Tx, run_id: str | None) -> Addressee | None:
+    """Whose chat is to hear the reply of a run, if somebody's is."""
+    row = await tx.one(RUNS.handed_on, id=run_id) if run_id else None
+    if row is None or row["target"] is None:
+        return None
+    return msgspec.json.decode(row["target"], type=Addressee)
+
+
 async def after(tx: Tx, step: Step, now: int) -> Sequel:
     sequel = NOTHING
-    if step.exchange is not None:
+    if step.exchange is not None and not step.yielded:
         sequel += await exchanges.advance(tx, step, now)
     if step.task is not None:
         sequel += await tasks.advance(tx, step, now)
-    if step.target is not None and step.said is not None:
+    if step.target is not None and step.said is not None and not step.yielded:
         sequel += await _pass_on(tx, step, step.said, now)
     return sequel
 
@@ -71,3 +82,13 @@ async def _pass_on(tx: Tx, step: Step, said: str, now: int) -> Sequel:
     )
     await deliveries.post(tx, parcel, now)
     return sequel + Sequel(posted=True)
+
+
+async def astray(tx: Tx) -> bool:
+    """Whether anything is left that no run's end will move on."""
+    return bool(await tx.all(exchanges.SQL.astray) or await tx.all(tasks.SQL.astray))
+
+
+async def mend(tx: Tx, now: int) -> Sequel:
+    """Settle it. That should never be needed, and nobody may wait for ever if it is."""
+    return await exchanges.mend(tx, now) + await tasks.mend(tx, now)

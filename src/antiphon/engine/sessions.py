@@ -21,6 +21,9 @@ from antiphon.store.queries import Queries
 
 SQL = Queries("sessions")
 RUNS = Queries("runs")
+EXCHANGES = Queries("exchanges")
+DELIVERIES = Queries("deliveries")
+TASKS = Queries("tasks")
 SETTINGS = ("label", "display_name", "model", "thinking", "verbose", "send_policy", "archived")
 
 
@@ -193,7 +196,11 @@ async def conversations(tx: Tx, session: Row) -> list[Row]:
 
 
 async def forget(tx: Tx, session: int, key: str) -> None:
-    """Remove a session and everything said in it. The usage ledger stays."""
+    """Remove a session in which nothing runs or waits, and everything said in it, to it and by it.
+
+    The usage ledger stays, and so does what came of the tasks it was spawned for: see `forget_tasks`. Of exchanges
+    and deliveries that are over, everything but the words stays.
+    """
     row = await tx.one(SQL.by_id, id=session)
     if row and row["spawned_by"] is not None:
         await tx.do(SQL.count_child, parent=row["spawned_by"], change=-1)
@@ -202,6 +209,13 @@ async def forget(tx: Tx, session: int, key: str) -> None:
     await tx.do(SQL.forget_transcripts, key=key)
     await tx.do(SQL.forget_runs, id=session)
     await tx.do(SQL.forget_notes, id=session)
+    await tx.do(EXCHANGES.forget_words, session=session)
+    await tx.do(DELIVERIES.forget_words, session=session)
     await tx.do(SQL.forget_lineage, id=session)
     await tx.do(SQL.unname_session, id=session)
     await tx.do(SQL.forget_session, id=session)
+
+
+async def forget_tasks(tx: Tx, session: int, key: str) -> None:
+    """What a session was spawned to do, and what it said of it: for when a person wants nothing of it kept."""
+    await tx.do(TASKS.forget_words, child=session, key=key)

@@ -14,7 +14,7 @@ REPLY_BACK = "reply-back"
 ANNOUNCE = "announce"
 QUIET = frozenset({REPLY_BACK, ANNOUNCE})
 """Origins of runs whose words are meant for other sessions or for the gate, not for whoever watches the chat."""
-GATED = frozenset({"sessions_send", "sessions_spawn", "wake", "cron", "hook"})
+GATED = frozenset({"sessions_send", "sessions_spawn", "wake", "steer", "cron", "hook"})
 """Origins of runs that may be watched, but were not asked for by whoever watches: what they say passes the gate."""
 
 
@@ -33,6 +33,8 @@ class Step(NamedTuple):
     reply: str | None
     error: str | None
     model: str | None
+    yielded: bool = False
+    """It ended its turn to wait; whoever is woken for it answers in its place."""
 
     @property
     def said(self) -> str | None:

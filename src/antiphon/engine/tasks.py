@@ -11,7 +11,7 @@ goes, in which language and what happens to the child afterwards was put into th
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -22,7 +22,7 @@ from antiphon.engine.chains import Link
 from antiphon.engine.deliveries import Destination, Parcel
 from antiphon.engine.envelopes import Envelope
 from antiphon.engine.sessions import Birth
-from antiphon.engine.steps import ANNOUNCE, NOTHING, Sequel, Step, queued
+from antiphon.engine.steps import ANNOUNCE, NOTHING, Outcome, Sequel, Step, queued
 from antiphon.engine.wording import Report, Stats
 from antiphon.errors import InvalidInput
 from antiphon.messages import INJECTED, Assistant, Provenance, Text, ToolResult, User, decode
@@ -32,6 +32,7 @@ from antiphon.store.queries import Queries
 SQL = Queries("tasks")
 SESSIONS = Queries("sessions")
 RUNS = Queries("runs")
+EXCHANGES = Queries("exchanges")
 SPAWN = "sessions_spawn"
 KIND = "subagent_result"
 WAKE = "wake"
@@ -172,25 +173,40 @@ async def advance(tx: Tx, step: Step, now: int) -> Sequel:
     if task["phase"] == "announcing":
         return await _announced(tx, task, step, now)
     await _record(tx, task, step, now)
-    below = await tx.one(SQL.under_way, requester=task["child"])
-    if step.state == "ok" and below and below["under_way"]:
+    if step.state == "ok" and await _awaited(tx, task["child"]):
         # It has ended its turn before what it spawned has: its report is for after their results.
         await tx.do(SQL.step, n=task["n"], phase="waiting", current=task["current"])
-        await tx.do(SQL.yield_to, session=task["child"], how="all")
+        await tx.do(SQL.yield_to, session=task["child"], how="all", run_id=step.run_id)
         return NOTHING
     return await _announce(tx, task, step, now)
 
 
-async def abandon(tx: Tx, child_key: str, now: int) -> Sequel:
+async def abandon(
+    tx: Tx, child_key: str, now: int, outcome: Outcome = "cancelled", error: str = "The run was stopped."
+) -> Sequel:
     """A child that is stopped while it waits for its own has no run whose end could report it."""
     task = await tx.one(SQL.by_child, key=child_key)
     if task is None or task["phase"] != "waiting":
         return NOTHING
     kept = {name: task[name] for name in ("n", "result", "result_source", "model")}
-    await tx.do(SQL.ended, outcome="cancelled", error="The run was stopped.", now=now, **kept)
+    await tx.do(SQL.ended, outcome=outcome, error=error, now=now, **kept)
     if read_options(task).announce == "none":
         return await _settle(tx, task, None, "none", now)
     return await _report(tx, task, None, now)
+
+
+async def mend(tx: Tx, now: int) -> Sequel:
+    """Report what nothing else will."""
+    sequel = NOTHING
+    for task in await tx.all(SQL.astray):
+        if task["outcome"] is None:
+            kept = {name: task[name] for name in ("n", "result", "result_source", "model")}
+            await tx.do(SQL.ended, outcome="interrupted", error="The run was lost.", now=now, **kept)
+        if read_options(task).announce == "none":
+            sequel += await _settle(tx, task, None, "none", now)
+        else:
+            sequel += await _report(tx, task, None, now)
+    return sequel
 
 
 async def _record(tx: Tx, task: Row, step: Step, now: int) -> None:
@@ -410,17 +426,36 @@ async def _wake(tx: Tx, task: Row, now: int) -> Sequel:
     session = await _living(tx, task)
     if session is None or session["yielded"] is None or not task["wakes"]:
         return NOTHING
-    left = await tx.one(SQL.under_way, requester=session["id"])
-    if session["yielded"] == "all" and left and left["under_way"]:
+    if session["yielded"] == "all" and await _awaited(tx, session["id"]):
         return NOTHING
-    await tx.do(SQL.yield_to, session=session["id"], how=None)
-    return queued(await wake(tx, session["id"], session["key"], task["id"], task, now))
+    await tx.do(SQL.yield_to, session=session["id"], how=None, run_id=None)
+    waking = Waking(session["id"], session["key"], task["id"], session["yield_run"])
+    return queued(await wake(tx, waking, task, now))
 
 
-async def wake(tx: Tx, session: int, key: str, id: str, reported: Row, now: int) -> Accepted | None:
-    """Queue a turn for a session behind the reports it was waiting for, of which `reported` is the last."""
-    run_id = f"wake:{id}"
+async def _awaited(tx: Tx, session: int) -> int:
+    """How many sub-agents at work it can still be woken for; those that were stopped with it wake nobody."""
+    row = await tx.one(SQL.awaited, requester=session)
+    return row["awaited"] if row else 0
+
+
+class Waking(NamedTuple):
+    """A session that is to be woken, what makes it this waking, and the run that had ended its turn to wait."""
+
+    session: int
+    key: str
+    id: str
+    yielded_run: str | None
+
+
+async def wake(tx: Tx, waking: Waking, reported: Row, now: int) -> Accepted | None:
+    """Queue a turn for a session behind the reports it was waiting for, of which `reported` is the last.
+
+    It finishes what the run was at that had ended its turn: its task, its exchange, its answer to a chat.
+    """
+    session, key, run_id = waking.session, waking.key, f"wake:{waking.id}"
     own, deadline_at = await _hand_on(tx, key, run_id)
+    exchange, target = await _answering(tx, waking.yielded_run, run_id)
     submission = Submission(
         run_id=run_id,
         session=session,
@@ -433,22 +468,47 @@ async def wake(tx: Tx, session: int, key: str, id: str, reported: Row, now: int)
         ),
         deadline_at=deadline_at,
         task=own,
+        exchange=exchange,
+        target=target,
         chain=reported["chain"],
         hop=reported["hop"] - 1,  # it goes on where it was when it spawned; a chain's runs bound how often
     )
     return await admissions.follow(tx, submission, now)
 
 
+async def _answering(tx: Tx, before: str | None, run_id: str) -> tuple[int | None, str | None]:
+    """The exchange and the addressee of a run, which another one answers now."""
+    row = await tx.one(RUNS.handed_on, id=before) if before else None
+    if row is None:
+        return None, None
+    exchange: int | None = row["exchange"]
+    if exchange and not await tx.do(EXCHANGES.hand_on, n=exchange, run_id=before, next=run_id):
+        exchange = None
+    return exchange, row["target"]
+
+
 async def standing(tx: Tx, session: int, run_id: str | None) -> tuple[int, Row | None]:
     """How many of a session's tasks are at work, and the last that has reported since that run of it began."""
-    left = await tx.one(SQL.under_way, requester=session)
     reported = await tx.one(SQL.reported_during, requester=session, run_id=run_id)
-    return left["under_way"] if left else 0, reported
+    return await _awaited(tx, session), reported
 
 
-async def waking(tx: Tx, session: int) -> bool:
-    """Whether a session is to be woken by its sub-agents when its run has ended."""
-    return await tx.one(RUNS.waking, session=session) is not None
+async def woken_anyway(tx: Tx, session: int, yielded_run: str | None) -> bool:
+    """Whether a session is to be woken by its sub-agents when its run has ended.
+
+    That turn finishes this one's work then; one that has another exchange to answer cannot.
+    """
+    waking = await tx.one(RUNS.waking, session=session)
+    if waking is None:
+        return False
+    handed = await tx.one(RUNS.handed_on, id=yielded_run) if yielded_run else None
+    if handed is None or (handed["exchange"], handed["target"]) == (None, None):
+        return True
+    if waking["exchange"] is not None or waking["target"] is not None:
+        return False
+    exchange, target = await _answering(tx, yielded_run, waking["id"])
+    await tx.do(RUNS.take_over, id=waking["id"], exchange=exchange, target=target)
+    return True
 
 
 async def redirect(tx: Tx, child_key: str, run_id: str) -> tuple[int | None, int | None]:

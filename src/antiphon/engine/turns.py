@@ -115,7 +115,7 @@ class Turn:
                     provider="antiphon",
                     model=INJECTED,
                 )
-                return Ending(state="ok", reply=words, messages=[said])
+                return Ending(state="ok", reply=words, messages=[said], yielded=True)
         return None
 
     def stopped(self, outcome: Outcome, reason: str) -> Ending:

@@ -22,7 +22,7 @@ MAX_QUOTED = 8000  # characters of each text in an announce step
 
 _Section: TypeAlias = Literal["status", "result", "notes"]
 
-WOKEN = "The sub-agents you were waiting for have reported. Their reports are above."
+WOKEN = "The sub-agents you were waiting for have finished. What they had to report is above."
 
 
 class Sides(NamedTuple):

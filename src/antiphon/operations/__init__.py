@@ -12,8 +12,9 @@ from antiphon.operations.acting import Acting, Actings
 from antiphon.operations.agents import Agents
 from antiphon.operations.conversations import Conversations
 from antiphon.operations.deliveries import Deliveries
-from antiphon.operations.exchanges import Origin, Send
+from antiphon.operations.exchanges import Send
 from antiphon.operations.histories import HISTORY_LIMIT, HISTORY_MOST, HistoryFilter
+from antiphon.operations.links import Origin
 from antiphon.operations.lists import LIST_LIMIT, LIST_MOST, ListFilter
 from antiphon.operations.runs import LOOK_AGAIN, StopView
 from antiphon.operations.searches import Searches

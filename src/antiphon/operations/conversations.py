@@ -12,6 +12,7 @@ from antiphon import access, keys
 from antiphon.access import READ, Caller
 from antiphon.engine import admissions, commands, compaction, runs, sessions, transcripts, words
 from antiphon.engine.commands import Command
+from antiphon.engine.runs import Stopped
 from antiphon.engine.transcripts import Entry
 from antiphon.errors import Conflict, NotFound
 from antiphon.messages import INJECTED, Assistant, Text
@@ -21,6 +22,7 @@ from antiphon.store import Row, Tx
 from antiphon.views import CompactView, Conversation, Injected, SessionView
 
 KEEP_MOST = 1_000_000  # entries
+ROUNDS = 10  # of stopping what stopping has led to
 LABEL_MOST = 100  # characters
 _PATIENT = Caller.operator([READ])
 
@@ -129,6 +131,8 @@ class Conversations(Runs):
     ) -> bool:
         """Remove a session and everything said in it; False if there is none. What it spawned stays.
 
+        When a person asks for it, what came of the task that it was spawned for goes, too.
+
         With `expected`, only if that is its conversation. Asked again with the same key, nothing is removed again,
         whatever goes by that name now.
         """
@@ -145,6 +149,8 @@ class Conversations(Runs):
 
         async def forget(tx: Tx, row: Row, now: int) -> Row:
             await sessions.forget(tx, row["id"], row["key"])
+            if caller.is_operator:
+                await sessions.forget_tasks(tx, row["id"], row["key"])
             await commands.record(tx, command, True, now)
             return row
 
@@ -182,13 +188,13 @@ class Conversations(Runs):
 
     async def _change_idle(
         self, tx: Tx, caller: Caller, session: str, plan: _Plan, now: int
-    ) -> tuple[Row | None, runs.Stopped, Row | None]:
+    ) -> tuple[Row | None, Stopped, Row | None]:
         if await plan.done(tx, now):
-            return None, runs.Stopped([], []), None
+            return None, Stopped([], []), None
         row = await self._door.open(tx, caller, "manage", session)
         plan.check(row)
-        stopped = await runs.cancel(tx, row["id"], None, now)
-        active = await tx.one(runs.SQL.active_in, session=row["id"])
+        stopped = await _stop(tx, row["id"], now)
+        active = await tx.one(sessions.SQL.at_work, id=row["id"])
         return row if active else await plan.change(tx, row, now), stopped, active
 
     # --- entries that belong to no run ---
@@ -263,6 +269,20 @@ class Conversations(Runs):
         )
         await commands.record(tx, command, injected, now)
         return injected, row, entry
+
+
+async def _stop(tx: Tx, session: int, now: int) -> Stopped:
+    """Stop what runs in a session and drop what waits, also what is queued because something was dropped."""
+    stopped = await runs.cancel(tx, session, None, now)
+    for _ in range(ROUNDS):
+        left = await tx.one(sessions.SQL.at_work, id=session)
+        if left is None or left["running"]:  # whoever plays it was asked to stop, and it is waited for
+            break
+        again = await runs.cancel(tx, session, None, now)
+        stopped = Stopped(
+            [*stopped.ended, *again.ended], [*stopped.asked, *again.asked], stopped.sequel + again.sequel
+        )
+    return stopped
 
 
 def _compacted(kept: int, *, shorter: bool) -> CompactView:

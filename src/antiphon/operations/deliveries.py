@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from antiphon import access
 from antiphon.access import Action, Caller
-from antiphon.engine import deliveries
+from antiphon.engine import deliveries, gate
 from antiphon.errors import Conflict, Forbidden, InvalidInput, NotFound
 from antiphon.operations.checks import between, one_of
 from antiphon.operations.core import Core
@@ -13,7 +15,9 @@ from antiphon.views import DeliveryPage, DeliveryView
 
 STATES = ("pending", "sending", "delivered", "blocked", "ambiguous", "dead")
 LIMIT, MOST = 50, 500
+COUNTED = 10_000  # of those that were delivered; the others are all counted
 END = 2**62
+SEEN, EDGE = 2000, 200  # characters that are cleared, and at their end too few to recognise what is cut apart
 
 
 class Deliveries(Core):
@@ -27,9 +31,11 @@ class Deliveries(Core):
         before = _before(cursor)
         rows, standing = await self._store.read(_page, state, before, between(limit, 1, MOST, "limit") + 1)
         shown = rows[: min(limit, MOST)]
+        counts = {row["state"]: row["deliveries"] for row in standing}
         return DeliveryPage(
-            deliveries=[_view(row) for row in shown],
-            standing={row["state"]: row["deliveries"] for row in standing},
+            deliveries=await asyncio.to_thread(lambda: [_view(row) for row in shown]),
+            standing=counts,
+            capped=counts.get("delivered") == COUNTED,
             next_cursor=str(shown[-1]["n"]) if len(rows) > len(shown) else None,
         )
 
@@ -61,8 +67,11 @@ def _before(cursor: str | None) -> int:
 
 
 async def _page(tx: Tx, state: str | None, before: int, limit: int) -> tuple[list[Row], list[Row]]:
-    rows = await tx.all(deliveries.SQL.page, state=state, before=before, limit=limit)
-    return rows, await tx.all(deliveries.SQL.standing)
+    if state is None:
+        rows = await tx.all(deliveries.SQL.page, before=before, limit=limit)
+    else:
+        rows = await tx.all(deliveries.SQL.page_in, state=state, before=before, limit=limit)
+    return rows, await tx.all(deliveries.SQL.standing, most=COUNTED)
 
 
 async def _again(tx: Tx, key: str, now: int) -> Row:
@@ -78,6 +87,13 @@ async def _again(tx: Tx, key: str, now: int) -> Row:
     return after
 
 
+def _cleared(body: str, stats: str | None) -> str:
+    """As people get it; of a long text there is the beginning."""
+    if len(body) <= SEEN:
+        return gate.clear(body, stats=stats)
+    return f"{gate.clear(body[:SEEN])[:-EDGE]}…"
+
+
 def _view(row: Row) -> DeliveryView:
     where = deliveries.read(row["destination"])
     return DeliveryView(
@@ -87,7 +103,7 @@ def _view(row: Row) -> DeliveryView:
         channel=where.channel,
         to=where.to,
         state=row["state"],
-        text=row["body"],
+        text=_cleared(row["body"], row["stats"]),
         attempts=row["attempts"],
         error=row["error"],
         message_id=row["message_id"],

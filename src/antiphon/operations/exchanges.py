@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 from typing import Literal
@@ -10,14 +11,14 @@ import msgspec
 
 from antiphon import access, keys
 from antiphon.access import Action, Caller
-from antiphon.bus import SessionChanged
-from antiphon.engine import chains, exchanges, sessions, words
+from antiphon.bus import SessionChanged, session_topic
+from antiphon.engine import chains, exchanges, runs, sessions, words
 from antiphon.engine.admissions import Accepted
-from antiphon.engine.chains import Limits
 from antiphon.engine.exchanges import Opening
 from antiphon.errors import ChainTooLong, InvalidInput, SelfSend
 from antiphon.operations import checks
-from antiphon.operations.runs import Runs
+from antiphon.operations.links import Links, Origin
+from antiphon.operations.runs import LOOK_AGAIN, Runs
 from antiphon.store import Row, Tx
 from antiphon.views import DeliveryState, RunView, Sent, SentStatus
 
@@ -43,14 +44,7 @@ class Send(msgspec.Struct, frozen=True, kw_only=True):
     announce: Literal["target", "none"] = "target"
 
 
-class Origin(msgspec.Struct, frozen=True):
-    """Where in the house a request comes from: the run and the call, which stand for it if it is repeated."""
-
-    run_id: str | None = None
-    key: str | None = None
-
-
-class Exchanges(Runs):
+class Exchanges(Runs, Links):
     async def send(
         self, caller: Caller, wanted: Send, origin: Origin | None = None, *, requester: str | None = None
     ) -> Sent:
@@ -91,15 +85,13 @@ class Exchanges(Runs):
             raise SelfSend(
                 "A session cannot send to itself.", "Name another session; sessions_list shows them."
             )
-        limits = self.config.session.agent_to_agent
-        turns = limits.max_ping_pong_turns
-        known = await tx.one(exchanges.SQL.by_id, id=run_id) is not None
+        turns = self.config.session.agent_to_agent.max_ping_pong_turns
+        known = await exchanges.known(tx, run_id, target["id"], wanted.message)
         if not known:
             self._door.check_send(target)
         link = chains.Link(run_id, 1)
         if not known and requester is not None:
-            bounds = Limits(limits.max_hops, limits.max_runs)
-            link = await chains.link(tx, origin.run_id, requester["id"], run_id, bounds)
+            link = await self._link(tx, origin, requester["id"], run_id)
         opening = Opening(
             id=run_id,
             requester=requester,
@@ -112,17 +104,40 @@ class Exchanges(Runs):
         )
         accepted = await exchanges.begin(tx, opening, now)
         if requester is not None and wanted.timeout_seconds > 0:
-            # Also for a message that was sent before: whoever asks again waits as much as the first time.
-            run = await chains.under_way(tx, origin.run_id, requester["id"])
-            until = now + round(min(wanted.timeout_seconds, LONGEST) * 1000)
-            if run is not None:
-                await chains.wait(tx, run["n"], requester["id"], run_id, target["id"], until, now)
+            await self._wait_for(tx, caller, requester, accepted, origin, wanted.timeout_seconds, now)
         return accepted
+
+    async def _wait_for(
+        self,
+        tx: Tx,
+        caller: Caller,
+        requester: Row,
+        accepted: Accepted,
+        origin: Origin,
+        seconds: float,
+        now: int,
+    ) -> None:
+        """Also for a message that was sent before: whoever asks again waits as much as the first time."""
+        run = await chains.under_way(tx, origin.run_id, requester["id"])
+        if run is None:
+            return
+
+        def shown(row: Row) -> str:
+            return row["key"] if self._door.knows_of(caller, row) else chains.HIDDEN
+
+        # Who waits is not what kills the process, however often it has been found waiting.
+        await tx.do(runs.SQL.progressed, n=run["n"])
+        until = now + round(min(seconds, LONGEST) * 1000)
+        edge = (run["n"], requester["id"], accepted.run_id, accepted.session)
+        await chains.wait(tx, *edge, until, now, shown=shown)
 
     async def _acting(self, tx: Tx, caller: Caller, action: Action, acting_for: str | None) -> Row | None:
         """The session a request is made from: an agent's own, or the one that an operator names."""
         if caller.session_key is not None:
-            return await tx.one(sessions.SQL.whole_by_key, key=caller.session_key)
+            own = await tx.one(sessions.SQL.whole_by_key, key=caller.session_key)
+            if own is None:  # deleted while its agent was still at it: nobody else's name is lent to it
+                raise access.missing(caller.session_key)
+            return own
         if acting_for is None:
             return None
         row = await self._door.open(tx, caller, action, acting_for)
@@ -143,10 +158,26 @@ class Exchanges(Runs):
         return whole
 
     async def _answered(self, caller: Caller, run_id: str, timeout: float) -> Sent:
+        until = asyncio.get_running_loop().time() + timeout
         view = await self.wait(self.INSIDE, run_id, timeout)
-        if not view.ended:
+        if view.yielded:
+            view = await self._woken(run_id, view, until)
+        if not view.ended or view.yielded:
             return await self._sent(caller, run_id, "timeout", view)
         return await self._sent(caller, run_id, "ok" if view.state == "ok" else "error", view)
+
+    async def _woken(self, exchange_id: str, view: RunView, until: float) -> RunView:
+        """The target has ended its turn to wait for others: the reply is that of the run it is woken for."""
+        loop = asyncio.get_running_loop()
+        session, _ = await self._store.read(_answering, exchange_id)
+        async with self._bus.listen(session_topic(session)) as events:
+            while view.yielded and (left := until - loop.time()) > 0:
+                _, run_id = await self._store.read(_answering, exchange_id)
+                if run_id == view.run_id:
+                    await events.get(min(left, LOOK_AGAIN))
+                else:
+                    view = await self.wait(self.INSIDE, run_id, left)
+        return view
 
     async def _sent(
         self, caller: Caller, run_id: str, status: SentStatus, view: RunView | None = None
@@ -174,6 +205,13 @@ class Exchanges(Runs):
         key = caller.session_key or ""
         log.warning("%s", error, extra={"session_key": key, "chain_id": error.data.get("chain_id")})
         self._bus.publish("sessions", SessionChanged(session_key=key, reason="chain_limit"))
+
+
+async def _answering(tx: Tx, exchange_id: str) -> tuple[int, str]:
+    """The target of an exchange, and the run that its first reply is to come from."""
+    row = await tx.one(exchanges.SQL.by_id, id=exchange_id)
+    assert row is not None
+    return row["target"], row["answered_by"] or row["current"]
 
 
 def request_id(caller: Caller, key: str | None, origin: Origin) -> str:

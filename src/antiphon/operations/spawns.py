@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -45,7 +46,7 @@ ORCHESTRATION = frozenset(
 """Session tools of a sub-agent that may itself spawn."""
 
 
-class Spawn(msgspec.Struct, frozen=True, kw_only=True):
+class Spawn(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What is asked for. Left out means: as the configuration has it."""
 
     task: str
@@ -64,11 +65,35 @@ class Spawn(msgspec.Struct, frozen=True, kw_only=True):
     idempotency_key: str | None = None
     announce: Literal["channel", "parent", "none"] = "channel"
 
-    @property
-    def digest(self) -> str:
-        """What makes a repeated key the same request."""
-        asked = [self.task, self.label, self.agent_id, self.model, self.thinking, self.announce, self.cleanup]
+    def digest(self, requester_key: str) -> str:
+        """What makes a repeated key the same request: all that is asked for, and for whom."""
+        seconds = self.run_timeout_seconds
+        asked = [
+            requester_key,
+            self.task,
+            self.label,
+            self.agent_id,
+            self.model,
+            self.thinking,
+            None if seconds is None else float(seconds),
+            self.thread,
+            self.mode,
+            self.cleanup,
+            self.sandbox,
+            self._files_digest,
+            self.mount_path,
+            self.runtime,
+            self.announce,
+        ]
         return hashlib.sha256(msgspec.json.encode(asked)).hexdigest()[:32]
+
+    @cached_property
+    def _files_digest(self) -> list[tuple[str, str, str | None, str]]:
+        """Computed once: the files may be megabytes, and a transaction asks for it."""
+        return [
+            (file.name, file.encoding, file.mime_type, hashlib.sha256(file.content.encode()).hexdigest())
+            for file in self.attachments
+        ]
 
 
 class Rules:
@@ -152,7 +177,7 @@ class Rules:
         model = wanted.model or (target.subagents.model.primary if target.subagents.model else None)
         return Spawning(
             id=task_id,
-            digest=wanted.digest,
+            digest=wanted.digest(requester["key"]),
             requester=requester,
             child_key=child_key,
             task=wanted.task,

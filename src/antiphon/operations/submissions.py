@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import uuid
+from typing import NamedTuple
 
 import msgspec
 
 from antiphon.access import Caller
-from antiphon.engine import admissions, runs, tasks, words
+from antiphon.engine import admissions, runs, sessions, tasks, words
 from antiphon.engine.admissions import Submission
+from antiphon.engine.chains import Link
 from antiphon.engine.words import THINKING
 from antiphon.errors import InvalidInput
 from antiphon.messages import Image, Provenance, Text, User
 from antiphon.operations import checks
-from antiphon.operations.core import Core
+from antiphon.operations.links import Links, Origin
 from antiphon.store import Row, Tx
 from antiphon.views import Accepted
 
@@ -32,7 +34,15 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     provenance: Provenance | None = None
 
 
-class Submissions(Core):
+class _Place(NamedTuple):
+    """What a message goes on with: the task it is for, until when, and the chain that it is a link of."""
+
+    task: int | None = None
+    deadline: int | None = None
+    link: Link | None = None
+
+
+class Submissions(Links):
     async def submit(self, caller: Caller, message: Message) -> Accepted:
         """Put words into a session. They are durable when this returns; their run starts by itself."""
         self._check(message)
@@ -46,7 +56,9 @@ class Submissions(Core):
         await engine.accepted(accepted)
         return _receipt(accepted, row)
 
-    async def steer(self, caller: Caller, message: Message) -> tuple[Accepted, list[str]]:
+    async def steer(
+        self, caller: Caller, message: Message, origin: Origin | None = None
+    ) -> tuple[Accepted, list[str]]:
         """Stop what a session is doing and say this instead, both or neither; and which runs were stopped.
 
         A message that was said before stops nothing.
@@ -54,7 +66,9 @@ class Submissions(Core):
         self._check(message)
         engine = self._running()
         run_id = message.idempotency_key or uuid.uuid4().hex
-        stopped, accepted, row = await self._store.tx(self._steer, caller, message, run_id, self._clock.now())
+        stopped, accepted, row = await self._store.tx(
+            self._steer, caller, message, run_id, origin or Origin(), self._clock.now()
+        )
         await engine.stopping(stopped)
         await engine.accepted(accepted)
         run_ids = [*(ended.run_id for ended in stopped.ended), *stopped.asked]
@@ -63,16 +77,23 @@ class Submissions(Core):
         return _receipt(accepted, row), run_ids
 
     async def _steer(
-        self, tx: Tx, caller: Caller, message: Message, run_id: str, now: int
+        self, tx: Tx, caller: Caller, message: Message, run_id: str, origin: Origin, now: int
     ) -> tuple[runs.Stopped, admissions.Accepted, Row]:
         session = await self._door.open(tx, caller, "control", message.session)
-        stopped, task, deadline = runs.Stopped([], []), None, None
+        stopped, place = runs.Stopped([], []), _Place()
         if await tx.one(runs.SQL.accepted_before, id=run_id) is None:
-            # What a sub-agent is to do now is its task: the end of what it did before is not the task's.
-            task, deadline = await tasks.redirect(tx, session["key"], run_id)
+            place = await self._place_of(tx, caller, session, run_id, origin)
             stopped = await runs.cancel(tx, session["id"], None, now)
-        accepted, row, _ = await self._submit(tx, caller, message, run_id, now, task, deadline)
+        accepted, row, _ = await self._submit(tx, caller, message, run_id, now, place)
         return stopped, accepted, row
+
+    async def _place_of(self, tx: Tx, caller: Caller, session: Row, run_id: str, origin: Origin) -> _Place:
+        """What a sub-agent is to do now is its task: the end of what it did before is not the task's."""
+        link = None
+        if own := await tx.one(sessions.SQL.whole_by_key, key=caller.session_key):
+            link = await self._link(tx, origin, own["id"], run_id)
+        task, deadline = await tasks.redirect(tx, session["key"], run_id)
+        return _Place(task, deadline, link)
 
     async def _submit(
         self,
@@ -81,13 +102,13 @@ class Submissions(Core):
         message: Message,
         run_id: str,
         now: int,
-        task: int | None = None,
-        deadline: int | None = None,
+        place: _Place | None = None,
     ) -> tuple[admissions.Accepted, Row, bool]:
         row, founded = await self._opened_or_founded(tx, caller, "send", message.session, now)
         checks.current(row, message.session)
         self._door.check_send(row)
         timeout = message.timeout_seconds
+        task, deadline, link = place or _Place()
         submission = Submission(
             run_id=run_id,
             session=row["id"],
@@ -100,6 +121,8 @@ class Submissions(Core):
             deadline_at=deadline if timeout is None else now + round(timeout * 1000),
             max_queued=self.config.store.lane_max_queued,
             task=task,
+            chain=link.chain if link else None,
+            hop=link.hop if link else 0,
         )
         return await admissions.submit(tx, submission, now), row, founded
 

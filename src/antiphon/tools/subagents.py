@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
 from antiphon.engine.toolbox import Call, Tool
-from antiphon.errors import Ambiguous, InvalidInput, NotFound
-from antiphon.operations import Message, Operations
+from antiphon.errors import InvalidInput
+from antiphon.operations import Message, Operations, Origin
+from antiphon.operations.exchanges import NAMESPACE
 from antiphon.tools.adapter import adapted
 from antiphon.tools.arguments import Arguments
+from antiphon.tools.bounds import LIST_BYTES
 from antiphon.views import TaskView
 
 DESCRIPTION = (
     "See the sub-agents you have started ('list'), stop one or all of them ('kill'), or tell one to do something "
     "else ('steer': it drops what it was doing)."
 )
-EVERY = frozenset({"all", "*"})
-RESULT_SHOWN = 300  # characters
+
+_ENVELOPE = 300  # bytes of a list besides its rows
 
 
 class SubagentsArguments(Arguments, frozen=True):
@@ -42,22 +46,42 @@ class SubagentsArguments(Arguments, frozen=True):
 
 def subagents(operations: Operations) -> Tool:
     async def answer(call: Call, given: SubagentsArguments) -> dict[str, Any]:
-        found = await operations.tasks(call.caller, recent_minutes=given.recent_minutes)
         match given.action:
             case "list":
-                return _listed(found)
+                return _listed(await operations.tasks(call.caller, recent_minutes=given.recent_minutes))
             case "kill":
-                return await _kill(operations, call, given, found)
+                return await _kill(operations, call, given)
             case "steer":
-                return await _steer(operations, call, given, found)
+                return await _steer(operations, call, given)
 
     return adapted("subagents", DESCRIPTION, SubagentsArguments, answer, acts=True)
 
 
 def _listed(found: list[TaskView]) -> dict[str, Any]:
-    active = [_shown(number, task) for number, task in enumerate(found, 1) if task.phase != "settled"]
-    recent = [_shown(number, task) for number, task in enumerate(found, 1) if task.phase == "settled"]
-    return {"status": "ok", "action": "list", "total": len(found), "active": active, "recent": recent}
+    """As many as fit: those at work before those that have ended, and of each the newest."""
+    numbered = list(enumerate(found, 1))
+    at_work = [item for item in numbered if item[1].phase != "settled"]
+    ended = [item for item in numbered if item[1].phase == "settled"]
+    room = LIST_BYTES - _ENVELOPE
+    active, room = _fitting(at_work, room)
+    recent, _ = _fitting(ended, room if len(active) == len(at_work) else 0)
+    listed: dict[str, Any] = {"status": "ok", "action": "list", "total": len(found)}
+    listed |= {"active": active, "recent": recent}
+    cut = {"active": len(at_work) - len(active), "recent": len(ended) - len(recent)}
+    return listed | ({"truncated": True, "cut": cut} if any(cut.values()) else {})
+
+
+def _fitting(tasks: list[tuple[int, TaskView]], room: int) -> tuple[list[dict[str, Any]], int]:
+    """Those for which there is room, and how much is left."""
+    kept: list[dict[str, Any]] = []
+    for number, task in tasks:
+        shown = _shown(number, task)
+        size = len(msgspec.json.encode(shown)) + len(",")
+        if size > room:
+            break
+        kept.append(shown)
+        room -= size
+    return kept, room
 
 
 def _shown(number: int, task: TaskView) -> dict[str, Any]:
@@ -67,10 +91,10 @@ def _shown(number: int, task: TaskView) -> dict[str, Any]:
         "childSessionKey": task.child_session_key,
         "agentId": task.agent_id,
         "label": task.label,
-        "task": task.task[:RESULT_SHOWN],
+        "task": task.task,
         "phase": task.phase,
         "outcome": task.status,
-        "result": task.result[:RESULT_SHOWN] if task.result else None,
+        "result": task.result or None,
         "error": task.error,
         "announced": task.announced,
         "createdAt": task.created_at,
@@ -81,68 +105,39 @@ def _shown(number: int, task: TaskView) -> dict[str, Any]:
     return {name: value for name, value in shown.items() if value is not None}
 
 
-async def _kill(
-    operations: Operations, call: Call, given: SubagentsArguments, found: list[TaskView]
-) -> dict[str, Any]:
-    wanted = [task for task in found if task.phase != "settled"]
-    if given.target not in EVERY:
-        wanted = [_chosen(given.target, found)]
-    if wanted and all(task.phase == "settled" for task in wanted):
-        return {"status": "done", "action": "kill", "message": f"{_name(wanted[0])} has already finished."}
-    for task in wanted:
-        await operations.stop(call.caller, task.child_session_key)
-    return {
-        "status": "ok",
-        "action": "kill",
-        "killed": len(wanted),
-        "labels": [_name(task) for task in wanted],
-    }
+async def _kill(operations: Operations, call: Call, given: SubagentsArguments) -> dict[str, Any]:
+    killed = await operations.kill(
+        call.caller, given.target, recent_minutes=given.recent_minutes, key=_once(call)
+    )
+    if killed.finished is not None:
+        return _finished("kill", killed.finished)
+    return {"status": "ok", "action": "kill", "killed": len(killed.keys), "labels": killed.names}
 
 
-async def _steer(
-    operations: Operations, call: Call, given: SubagentsArguments, found: list[TaskView]
-) -> dict[str, Any]:
+async def _steer(operations: Operations, call: Call, given: SubagentsArguments) -> dict[str, Any]:
     if not (given.message or "").strip():
         raise InvalidInput("There is no message.", "Say what the sub-agent is to do now.", field="message")
-    task = _chosen(given.target, found)
-    if task.phase == "settled":
-        return {"status": "done", "action": "steer", "message": f"{_name(task)} has already finished."}
-    message = Message(
-        session=task.child_session_key,
-        content=given.message or "",
-        idempotency_key=f"{call.key}"[:200],
-        origin="steer",
-    )
-    accepted, _ = await operations.steer(call.caller, message)
-    return {"status": "accepted", "action": "steer", "runId": accepted.run_id, "label": _name(task)}
-
-
-def _name(task: TaskView) -> str:
-    return task.label or task.child_session_key
-
-
-def _chosen(target: str | None, found: list[TaskView]) -> TaskView:
-    """By what a model is likely to write: a number, a key, an id or a label, in full or its beginning."""
-    if not target:
-        raise InvalidInput(
-            "No sub-agent is named.", "Set target to one that action 'list' shows.", field="target"
+    run_id = _once(call)
+    name = await operations.steered(call.caller, run_id)
+    if name is None:
+        task = await operations.task(call.caller, given.target, given.recent_minutes)
+        if task.phase == "settled":
+            return _finished("steer", task.name)
+        name = task.name
+        message = Message(
+            session=task.child_session_key,
+            content=given.message or "",
+            idempotency_key=run_id,
+            origin="steer",
         )
-    if target == "last" and found:
-        return found[0]
-    if target.isdecimal() and 0 < int(target) <= len(found):
-        return found[int(target) - 1]
-    exact = [t for t in found if target in (t.child_session_key, t.run_id, t.label)]
-    said = target.lower()
-    fitting = exact or [
-        t for t in found if (t.label or "").lower().startswith(said) or t.run_id.startswith(target)
-    ]
-    if len(fitting) > 1:
-        candidates = [task.child_session_key for task in fitting]
-        raise Ambiguous(
-            f"{len(fitting)} sub-agents fit {target[:80]!r}: {', '.join(candidates[:10])}.",
-            "Pass one of these keys.",
-            candidates=candidates,
-        )
-    if not fitting:
-        raise NotFound(f"No sub-agent fits {target[:80]!r}.", "Use action 'list' to see them.")
-    return fitting[0]
+        await operations.steer(call.caller, message, Origin(call.run_id, call.key))
+    return {"status": "accepted", "action": "steer", "runId": run_id, "label": name}
+
+
+def _once(call: Call) -> str:
+    """What stands for the call if it is made again: a call's own key may be as long as it likes."""
+    return str(uuid.uuid5(NAMESPACE, call.key))
+
+
+def _finished(action: str, name: str) -> dict[str, Any]:
+    return {"status": "done", "action": action, "message": f"{name} has already finished."}

@@ -77,6 +77,17 @@ async def list_(call: Call, params: List) -> dict[str, Any]:
     return {"total": len(found), "subagents": found}
 
 
+class Report(Params, frozen=True):
+    run_id: Key
+
+
+@method("subagents.report", READ, Report)
+async def report(call: Call, params: Report) -> dict[str, Any]:
+    """What was said of one of them, as a whole; null while there is nothing to say."""
+    text = await call.operations.task_report(call.caller, params.run_id)
+    return {"runId": params.run_id, "report": text}
+
+
 @method("agents.spawnable", READ)
 async def spawnable(call: Call, params: Nothing) -> dict[str, Any]:
     """Every agent, and whom it may start."""

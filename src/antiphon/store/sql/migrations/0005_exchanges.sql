@@ -11,6 +11,10 @@ ALTER TABLE runs ADD COLUMN hop INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE sessions ADD COLUMN envelope TEXT;
 -- Set while a session has ended its turn to wait for what it spawned: 'all' of it, or 'any'.
 ALTER TABLE sessions ADD COLUMN yielded TEXT CHECK (yielded IN ('all', 'any'));
+-- The run that did so. What it was to answer is answered by the run that the session is woken for.
+ALTER TABLE sessions ADD COLUMN yield_run TEXT;
+CREATE INDEX sessions_yielded ON sessions (yield_run) WHERE yield_run IS NOT NULL;
+ALTER TABLE runs ADD COLUMN yielded INTEGER NOT NULL DEFAULT 0;
 
 CREATE TABLE chains (
   id          TEXT    PRIMARY KEY,
@@ -34,6 +38,7 @@ CREATE TABLE exchanges (
   turn               INTEGER NOT NULL DEFAULT 0,
   turns              INTEGER NOT NULL,
   first_reply        TEXT,
+  answered_by        TEXT,               -- the run that gave it
   latest_reply       TEXT,
   announce           TEXT    NOT NULL CHECK (announce IN ('target', 'none')),
   announced          TEXT,
@@ -82,6 +87,7 @@ CREATE TABLE tasks (
 );
 CREATE INDEX tasks_of ON tasks (requester, n);
 CREATE INDEX tasks_under_way ON tasks (requester, n) WHERE phase <> 'settled';
+CREATE INDEX tasks_waiting ON tasks (n) WHERE phase = 'waiting';
 CREATE INDEX tasks_by_child ON tasks (child_key);
 CREATE INDEX tasks_alike ON tasks (signature, n) WHERE outcome IS NOT NULL;
 CREATE INDEX tasks_to_archive ON tasks (archive_at) WHERE archive_at IS NOT NULL AND archived_at IS NULL;
@@ -103,6 +109,7 @@ CREATE TABLE deliveries (
   state        TEXT    NOT NULL DEFAULT 'pending' CHECK (state IN
                  ('pending', 'sending', 'delivered', 'blocked', 'ambiguous', 'dead')),
   attempts     INTEGER NOT NULL DEFAULT 0,
+  doubtful     INTEGER NOT NULL DEFAULT 0, -- an attempt may have got through although nobody said so
   next_at      BIGINT  NOT NULL,
   owner        TEXT,
   message_id   TEXT,

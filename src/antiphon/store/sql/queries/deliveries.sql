@@ -6,11 +6,11 @@ VALUES (:key, :kind, :session, :session_key, :destination, :place, :body, :stats
 ON CONFLICT (key) DO NOTHING;
 
 -- name: due
--- The first of each place; one whose words are still on their way into the transcript waits for that.
+-- The first of each place; in a web chat, one whose words are still on their way into the transcript waits for that.
 SELECT d.* FROM deliveries d
 WHERE d.state = 'pending' AND d.next_at <= :now
   AND NOT EXISTS (SELECT 1 FROM deliveries o WHERE o.place = d.place AND o.n < d.n AND o.state IN ('pending', 'sending'))
-  AND (d.entry_run IS NULL OR NOT EXISTS
+  AND (d.entry_run IS NULL OR d.place NOT LIKE 'webchat|%' OR NOT EXISTS
        (SELECT 1 FROM runs r WHERE r.id = d.entry_run AND r.state IN ('queued', 'running')))
 ORDER BY d.n LIMIT :limit;
 
@@ -22,6 +22,7 @@ UPDATE deliveries SET state = 'sending', attempts = attempts + 1, owner = :owner
 
 -- name: settle
 UPDATE deliveries SET state = :state, error = :error, message_id = :message_id, next_at = :next_at,
+       doubtful = CASE WHEN :doubtful = 1 THEN 1 ELSE doubtful END,
        settled_at = CASE WHEN :state = 'pending' THEN NULL ELSE :now END
 WHERE n = :n AND state IN ('pending', 'sending');
 
@@ -34,11 +35,21 @@ WHERE d.state = 'sending' AND coalesce(o.lease_until, 0) <= :now ORDER BY d.n LI
 SELECT * FROM deliveries WHERE key = :key;
 
 -- name: again
-UPDATE deliveries SET state = 'pending', attempts = 0, next_at = :now, settled_at = NULL, error = NULL
+UPDATE deliveries SET state = 'pending', attempts = 0, doubtful = 0, next_at = :now, settled_at = NULL, error = NULL
 WHERE n = :n AND state IN ('dead', 'ambiguous', 'blocked');
 
 -- name: page
-SELECT * FROM deliveries WHERE n < :before AND (:state IS NULL OR state = :state) ORDER BY n DESC LIMIT :limit;
+SELECT * FROM deliveries WHERE n < :before ORDER BY n DESC LIMIT :limit;
+
+-- name: page_in
+SELECT * FROM deliveries WHERE state = :state AND n < :before ORDER BY n DESC LIMIT :limit;
 
 -- name: standing
-SELECT state, count(*) AS deliveries FROM deliveries GROUP BY state;
+-- Of those that got there, which are the many, only as many as `most` are counted.
+SELECT state, count(*) AS deliveries FROM deliveries WHERE state <> 'delivered' GROUP BY state
+UNION ALL
+SELECT 'delivered', count(*) FROM (SELECT 1 FROM deliveries WHERE state = 'delivered' LIMIT :most) d HAVING count(*) > 0;
+
+-- name: forget_words
+-- Of what was posted to the chat of a session that is forgotten. An empty one that is sent again is blocked.
+UPDATE deliveries SET body = '', stats = NULL WHERE session = :session AND settled_at IS NOT NULL;

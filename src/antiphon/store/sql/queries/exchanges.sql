@@ -5,6 +5,9 @@ VALUES (:id, :requester, :requester_key, :requester_channel, :target, :target_ke
         'primary', :id, :turns, :announce, :destination, :chain, :hop, :now)
 ON CONFLICT (id) DO NOTHING RETURNING n;
 
+-- name: answered
+UPDATE exchanges SET answered_by = :run_id WHERE n = :n;
+
 -- name: at
 -- The exchange, if it is this run that it is in.
 SELECT * FROM exchanges WHERE n = :n AND current = :run_id AND phase <> 'settled';
@@ -22,5 +25,21 @@ UPDATE exchanges SET phase = 'settled', announced = :announced, settled_at = :no
        first_reply = coalesce(first_reply, :reply), latest_reply = coalesce(:reply, latest_reply)
 WHERE n = :n;
 
+-- name: hand_on
+-- Another run answers instead of this one.
+UPDATE exchanges SET current = :next WHERE n = :n AND current = :run_id AND phase <> 'settled';
+
+-- name: astray
+-- Nothing will move these on any more: their run has ended or is gone, and nobody is woken to finish it.
+SELECT e.* FROM exchanges e LEFT JOIN runs r ON r.id = e.current
+WHERE e.settled_at IS NULL AND (r.id IS NULL OR r.ended_at IS NOT NULL)
+  AND NOT EXISTS (SELECT 1 FROM sessions s WHERE s.yield_run = e.current)
+ORDER BY e.n LIMIT 100;
+
 -- name: announced
 UPDATE exchanges SET announced = :announced WHERE n = :n;
+
+-- name: forget_words
+-- What was said to a session that is forgotten, and by it. That it was, and how it ended, stays.
+UPDATE exchanges SET message = '', first_reply = NULL, latest_reply = NULL
+WHERE (target = :session OR requester = :session) AND settled_at IS NOT NULL;

@@ -40,7 +40,7 @@ SELECT count(*) AS runs FROM runs WHERE origin = 'cron' AND ended_at IS NULL;
 
 -- name: runs_between
 -- A job's runs are those whose ids begin with its own: a range of the ids, newest first.
-SELECT r.id, r.state, r.created_at, r.started_at, r.ended_at, r.reply, r.error_code, r.error, r.model_answered, s.key,
+SELECT r.id, r.origin, r.yielded, r.state, r.created_at, r.started_at, r.ended_at, r.reply, r.error_code, r.error, r.model_answered, s.key,
        CASE WHEN r.state = 'queued'
             THEN (SELECT count(*) FROM runs q WHERE q.session = r.session AND q.state = 'queued' AND q.n < r.n)
        END AS ahead

@@ -23,7 +23,7 @@ UNION ALL
 SELECT NULL, id, NULL, digest, 'ok' FROM commands WHERE id = :id;
 
 -- name: by_id
-SELECT r.n, r.id, r.state, r.created_at, r.started_at, r.ended_at, r.reply, r.error_code, r.error, r.model_answered,
+SELECT r.n, r.id, r.origin, r.yielded, r.state, r.created_at, r.started_at, r.ended_at, r.reply, r.error_code, r.error, r.model_answered,
        s.key, s.agent_id,
        :viewer IS NOT NULL AND EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
                                        WHERE l.descendant = s.id AND a.key = :viewer) AS descendant,
@@ -57,8 +57,12 @@ WHERE n = :n AND state IN ('queued', 'running') AND epoch = :seen;
 -- name: end
 -- No edge leads out of a terminal state.
 UPDATE runs SET state = :state, reply = :reply, error_code = :error_code, error = :error,
-       model_answered = :model_answered, last_seq = :last_seq, ended_at = :now
+       model_answered = :model_answered, last_seq = :last_seq, yielded = :yielded, ended_at = :now
 WHERE n = :n AND state IN ('queued', 'running');
+
+-- name: handed_on
+-- What the run that a session is woken for has to finish.
+SELECT exchange, target FROM runs WHERE id = :id;
 
 -- name: put_note
 UPDATE runs SET state = 'ok', transcript = :transcript, first_seq = :seq, last_seq = :seq, started_at = :now,
@@ -70,9 +74,13 @@ SELECT r.n, r.id, r.session, r.origin, r.target, r.exchange, r.task, s.key FROM 
 WHERE r.session = :session AND r.state = 'queued' ORDER BY r.n LIMIT 5000;
 
 -- name: waking
--- Whether a lane is to be woken by sub-agents anyway, after everything they have reported.
-SELECT 1 AS waking FROM runs w WHERE w.session = :session AND w.state = 'queued' AND w.origin = 'wake' AND NOT EXISTS
-  (SELECT 1 FROM runs q WHERE q.session = w.session AND q.state = 'queued' AND q.origin = 'note' AND q.n > w.n) LIMIT 1;
+-- The run that a lane is woken for by sub-agents anyway, after everything they have reported.
+SELECT w.id, w.exchange, w.target FROM runs w WHERE w.session = :session AND w.state = 'queued' AND w.origin = 'wake' AND NOT EXISTS
+  (SELECT 1 FROM runs q WHERE q.session = w.session AND q.state = 'queued' AND q.origin = 'note' AND q.n > w.n)
+ORDER BY w.n DESC LIMIT 1;
+
+-- name: take_over
+UPDATE runs SET exchange = :exchange, target = :target WHERE id = :id AND state = 'queued';
 
 -- name: active_in
 SELECT n, id, cancel_at, transcript, first_seq FROM runs WHERE session = :session AND state = 'running';
@@ -86,6 +94,9 @@ SELECT s.id, s.key FROM sessions s WHERE s.id = :session
 UNION ALL
 SELECT s.id, s.key FROM lineage l JOIN sessions s ON s.id = l.descendant WHERE l.ancestor = :session
 LIMIT 10000;
+
+-- name: children
+SELECT DISTINCT t.child AS id FROM tasks t WHERE t.requester = :session AND t.phase <> 'settled' LIMIT 1000;
 
 -- name: overdue
 SELECT r.n, r.id, r.session, r.origin, r.target, r.exchange, r.task, s.key FROM runs r JOIN sessions s ON s.id = r.session

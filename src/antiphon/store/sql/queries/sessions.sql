@@ -176,6 +176,13 @@ WHERE archived = 1 AND kind = :kind AND updated_at < :before AND archived_at < :
   AND NOT EXISTS (SELECT 1 FROM runs r WHERE r.session = sessions.id AND r.state = 'queued')
 ORDER BY updated_at LIMIT :limit;
 
+-- name: at_work
+-- What runs in a session, else what waits in it to run. A note is no work: it says what has already happened.
+SELECT id, 1 AS running FROM runs WHERE session = :id AND state = 'running'
+UNION ALL
+SELECT id, 0 FROM runs WHERE session = :id AND state = 'queued' AND origin <> 'note'
+ORDER BY running DESC LIMIT 1;
+
 -- name: forget_messages
 DELETE FROM messages WHERE transcript IN (SELECT id FROM transcripts WHERE key = :key);
 
@@ -187,7 +194,8 @@ DELETE FROM transcripts WHERE key = :key;
 DELETE FROM runs WHERE session = :id AND ended_at IS NOT NULL;
 
 -- name: forget_notes
-DELETE FROM runs WHERE session = :id AND state = 'queued';
+-- Anything else that waits is a message that was accepted: its reference to the session keeps that from being deleted.
+DELETE FROM runs WHERE session = :id AND state = 'queued' AND origin = 'note';
 
 -- name: forget_lineage
 DELETE FROM lineage WHERE ancestor = :id OR descendant = :id;

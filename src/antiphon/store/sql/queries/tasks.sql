@@ -18,17 +18,39 @@ SELECT * FROM tasks WHERE child_key = :key ORDER BY n DESC LIMIT 1;
 -- name: under_way
 SELECT count(*) AS under_way FROM (SELECT 1 FROM tasks WHERE requester = :requester AND phase <> 'settled' LIMIT 10000) t;
 
+-- name: awaited
+-- Those at work whose reports somebody can be woken for.
+SELECT count(*) AS awaited FROM
+  (SELECT 1 FROM tasks WHERE requester = :requester AND phase <> 'settled' AND wakes = 1 LIMIT 10000) t;
+
+-- name: astray
+-- Nothing will move these on any more: their run has ended or is gone, and nothing they wait for is at work.
+SELECT t.* FROM tasks t LEFT JOIN runs r ON r.id = t.current
+WHERE t.phase <> 'settled' AND (r.id IS NULL OR r.ended_at IS NOT NULL)
+  AND NOT (t.phase = 'waiting' AND EXISTS
+           (SELECT 1 FROM tasks c WHERE c.requester = t.child AND c.phase <> 'settled' AND c.wakes = 1))
+ORDER BY t.n LIMIT 100;
+
 -- name: reported_during
-SELECT t.* FROM tasks t JOIN runs r ON r.id = :run_id
-WHERE t.requester = :requester AND t.settled_at >= r.started_at AND t.announced NOT IN ('none', 'skipped')
+-- The last of them, among the last thousand that were spawned.
+SELECT t.chain, t.hop
+FROM (SELECT n, settled_at, announced, chain, hop FROM tasks WHERE requester = :requester ORDER BY n DESC LIMIT 1000) t
+JOIN runs r ON r.id = :run_id
+WHERE t.settled_at >= r.started_at AND t.announced NOT IN ('none', 'skipped')
 ORDER BY t.settled_at DESC LIMIT 1;
 
 -- name: of
--- What a session has spawned, the newest first.
-SELECT t.*, s.state AS child_state, s.total_tokens, s.updated_at AS child_updated_at
-FROM tasks t LEFT JOIN sessions s ON s.id = t.child
-WHERE t.requester = :requester AND (t.phase <> 'settled' OR t.settled_at >= :since)
-ORDER BY t.n DESC LIMIT :limit;
+-- What a session has spawned, the newest first: what is at work, and of the last so many what has ended lately.
+SELECT t.id, t.child_key, t.agent_id, t.label, t.phase, t.outcome, t.announced, t.model, t.created_at, t.started_at,
+       t.ended_at, substr(t.task, 1, :chars) AS task, substr(t.result, 1, :chars) AS result,
+       substr(t.error, 1, :chars) AS error, s.total_tokens, s.updated_at AS child_updated_at
+FROM (SELECT n FROM (SELECT n FROM tasks WHERE requester = :requester AND phase <> 'settled'
+                     ORDER BY n DESC LIMIT :limit) at_work
+      UNION
+      SELECT n FROM (SELECT n, settled_at FROM tasks WHERE requester = :requester ORDER BY n DESC LIMIT :limit) lately
+      WHERE settled_at >= :since) found
+JOIN tasks t ON t.n = found.n LEFT JOIN sessions s ON s.id = t.child
+ORDER BY t.n DESC;
 
 -- name: latest_alike
 SELECT outcome, ended_at FROM tasks WHERE signature = :signature AND outcome IS NOT NULL ORDER BY n DESC LIMIT :limit;
@@ -60,6 +82,11 @@ WHERE n = :n;
 -- The archive clock starts when the announcement has settled.
 UPDATE tasks SET announced = :announced, archive_at = :archive_at WHERE n = :n;
 
+-- name: overdue
+-- Those that wait for what they spawned, and have had all their time.
+SELECT t.child, t.child_key FROM tasks t JOIN runs r ON r.id = t.id
+WHERE t.phase = 'waiting' AND r.deadline_at <= :now LIMIT 100;
+
 -- name: hush
 -- What was stopped together with whoever asked for it does not wake them again.
 UPDATE tasks SET wakes = 0 WHERE requester = :requester AND phase <> 'settled';
@@ -75,10 +102,14 @@ UPDATE tasks SET archived_at = :now WHERE n = :n;
 UPDATE tasks SET archive_at = :later WHERE n = :n;
 
 -- name: yield_to
-UPDATE sessions SET yielded = :how WHERE id = :session;
+UPDATE sessions SET yielded = :how, yield_run = :run_id WHERE id = :session;
 
 -- name: deadline
 SELECT deadline_at FROM runs WHERE id = :id;
 
 -- name: by_n
 SELECT * FROM tasks WHERE n = :n;
+
+-- name: forget_words
+-- What a child that is forgotten was to do, and what it said. That it did, and how it ended, stays.
+UPDATE tasks SET task = '', result = NULL, report = NULL WHERE child_key = :key AND child = :child;

@@ -1,0 +1,173 @@
+"""Small things of the command line: sub-agents as a person sees them, announcing jobs, what is shown of a delivery."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Generator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from cli.gateways import up
+from cli.terminal import BOUND, Program, Result
+
+pytestmark = pytest.mark.requirement("R")
+
+MAIN = "agent:main:main"
+CONFIG: dict[str, Any] = {"agents": {"list": [{"id": "main", "default": True}, {"id": "helper"}]}}
+
+
+def configure(program: Program, config: dict[str, Any] = CONFIG) -> None:
+    program.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = program.state / "config.json5"
+    path.write_text(json.dumps(config))
+    path.chmod(0o600)
+
+
+@pytest.fixture(params=["beside a gateway", "alone"])
+def desk(request: pytest.FixtureRequest, program: Program) -> Generator[Program]:
+    configure(program)
+    with up(program) if request.param == "beside a gateway" else nullcontext():
+        yield program
+
+
+def states(program: Program) -> dict[str, tuple[str, str | None, str | None]]:
+    found = program.run("subagents", "--json").json["subagents"]
+    return {task["label"]: (task["phase"], task.get("status"), task.get("result")) for task in found}
+
+
+def spawn(program: Program, label: str, *more: str) -> Result:
+    """One that stays at work by itself; asked for again, it is the same one."""
+    return program.run("spawn", "slow 600 a b c", "--label", label, "--key", label, *more)
+
+
+def delivered(program: Program) -> dict[str, Any]:
+    """The one delivery, when it is there."""
+    until = time.monotonic() + BOUND
+    while not (found := program.run("deliveries", "--state", "delivered", "--json").json["deliveries"]):
+        assert time.monotonic() < until
+    [delivery] = found
+    return delivery
+
+
+# --- sub-agents ---
+
+
+@pytest.mark.requirement("A2")
+def test_sub_agents_are_shown(desk: Program) -> None:
+    assert desk.run("chat", "--message", "say hello").code == 0
+    assert "No sub-agents of main" in desk.run("subagents").out
+    assert desk.run("spawn", "say forty two", "--label", "calc", "--wait").code == 0
+    heading, row, hint = desk.run("subagents", "list").out.splitlines()
+    assert heading.split() == ["LABEL", "STATE", "AGENT", "SINCE", "TOKENS", "RESULT"]
+    assert row.split()[:4] == ["1", "calc", "ok", "main"]
+    assert row.endswith("forty two")
+    assert "kill LABEL" in hint
+    for what in (["kill", "calc"], ["steer", "1", "say no"], ["kill", "last"]):
+        refused = desk.run("subagents", *what, "--json")
+        assert (refused.code, refused.error["code"]) == (2, "conflict"), refused
+        assert "ended already" in refused.error["message"]
+    assert desk.run("subagents", "kill", "nobody").code == 3
+    assert desk.run("subagents", "kill", "all").out == "Nothing was at work.\n"
+    assert desk.run("subagents", "--for", "agent:helper:main").code == 3
+
+
+@pytest.mark.requirement("A2", "G16")
+def test_sub_agents_are_stopped_and_redirected(program: Program) -> None:
+    configure(program)
+    with up(program):
+        for label in ("one", "two", "three"):
+            spawn(program, label)
+        assert {phase for phase, *_ in states(program).values()} == {"running"}
+        assert "at work" in program.run("subagents").out
+        [killed] = program.run("subagents", "kill", "one", "--json").json["killed"]
+        steered = program.run("subagents", "steer", "two", "say something else", "--json").json
+        assert killed != steered["childSessionKey"]
+        assert spawn(program, "one", "--wait").code == 1
+        assert spawn(program, "two", "--wait").code == 0
+        assert states(program)["two"] == ("settled", "ok", "something else")
+        assert states(program)["one"][:2] == ("settled", "cancelled")
+        assert states(program)["three"][0] == "running"
+
+
+@pytest.mark.requirement("A2", "G16")
+def test_what_a_killed_gateway_left_at_work_can_be_stopped_without_one(program: Program) -> None:
+    configure(program)
+    with up(program) as gateway:
+        for label in ("one", "two"):
+            spawn(program, label)
+        gateway.stop(signal.SIGKILL)
+    steered = program.run("subagents", "steer", "two", "say something else")
+    assert (steered.code, steered.out.startswith("Accepted: run ")) == (0, True), steered.err
+    assert states(program)["two"] == ("settled", "ok", "something else")
+    stopped = program.run("subagents", "kill", "all")
+    assert (stopped.code, stopped.out[:12]) == (0, "Stopped: one"), stopped.err
+    assert states(program)["one"][:2] == ("settled", "cancelled")
+
+
+# --- jobs ---
+
+
+def test_a_job_announces(desk: Program) -> None:
+    assert desk.run("chat", "--message", "say hello").code == 0
+    add = ("cron", "add", "--name", "n", "--message", "say tick", "--json")
+    job = desk.run(*add, "--every", "1h", "--announce").json
+    assert job["delivery"]["mode"] == "announce"
+    where = desk.run(*add, "--every", "1h", "--announce", "--channel", "telegram", "--to", "7").json
+    assert where["delivery"] == {"mode": "announce", "channel": "telegram", "to": "7"}
+    assert desk.run(*add, "--every", "1h").json["delivery"] == {"mode": "none"}
+    for lost, missing in ((["--channel", "telegram"], "--announce"), (["--announce", "--to", "7"], "--channel")):
+        refused = desk.run(*add, "--every", "1h", *lost)
+        assert (refused.code, missing in refused.error["message"]) == (2, True)
+    assert desk.run("cron", "run", job["id"]).code == 0
+    assert desk.run("send", f"cron:{job['id']}", "say done", "--wait", str(BOUND)).out == "done\n"
+    [delivery] = desk.run("deliveries", "--json").json["deliveries"]
+    assert (delivery["sessionKey"], delivery["text"]) == (MAIN, "tick")
+
+
+def test_an_interval_that_is_too_short_says_which_option_and_what_would_do(program: Program) -> None:
+    done = program.run("cron", "add", "--name", "n", "--message", "x", "--every", "0s")
+    assert done.code == 2
+    assert "'--every'" in done.err
+    assert "the least is 1s" in done.err
+
+
+# --- the rest ---
+
+
+@pytest.mark.requirement("G7")
+def test_a_delivery_is_shown_as_people_got_it(desk: Program) -> None:
+    assert (
+        desk.run("spawn", "say told by agent:main:main with key sk-0123456789abcdefghijkl", "--wait").code
+        == 0
+    )
+    text = delivered(desk)["text"]
+    assert "sk-0123456789abcdefghijkl" not in text
+    assert "\n\nStats: " in text
+    heading, row, *_ = desk.run("deliveries").out.splitlines()
+    assert row[heading.index("TRIES") :].split()[0] == "-"
+    assert "told by [session]" in row
+
+
+def test_a_long_delivery_is_cut(desk: Program) -> None:
+    assert desk.run("spawn", f"say {'word ' * 1000}", "--wait").code == 0
+    text = delivered(desk)["text"]
+    assert 1500 < len(text) < 2000
+    assert text.endswith("…")
+
+
+def test_a_start_names_every_agent(program: Program) -> None:
+    configure(program)
+    with program.terminal("up", "--port", "0") as terminal:
+        terminal.expect(r"agents main by default \(rehearsal/rehearsal\), helper \(rehearsal/rehearsal\)\n")
+
+
+def test_a_start_counts_agents_that_do_not_fit(program: Program) -> None:
+    configure(program, {"agents": {"list": [{"id": f"a{number}"} for number in range(7)]}})
+    with program.terminal("up", "--port", "0") as terminal:
+        terminal.expect(
+            r"agents a0 by default .* a3 \(rehearsal/rehearsal\) and 3 more \(`antiphon agents`\)\n"
+        )

@@ -1,0 +1,84 @@
+"""The outbox as people see it, however many deliveries there have been."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from antiphon.engine.deliveries import Destination
+from antiphon.operations import deliveries
+from antiphon.runtimes import Prompt
+from antiphon.store.queries import Queries, Query
+from stage import MAIN, OPERATOR, Stage, staged
+
+pytestmark = pytest.mark.anyio
+
+SQL = Queries("deliveries")
+
+
+async def echo(prompt: Prompt) -> str:
+    return "ok"
+
+
+def fill(stage: Stage, *states: str) -> None:
+    """Deliveries in these states, numbered from 1, past everything."""
+    for number, state in enumerate(states, 1):
+        stage.rows(
+            "INSERT INTO deliveries (key, kind, session, session_key, destination, place, body, state, next_at,"
+            " created_at, settled_at) VALUES (?, 'task', 1, ?, ?, 'p', 'words', ?, 0, 1, 1)",
+            f"{number}",
+            MAIN,
+            Destination(to="u1").text,
+            state,
+        )
+
+
+@pytest.mark.requirement("G22")
+async def test_pages_of_a_state_go_on_where_they_ended(tmp_path: Path) -> None:
+    async with staged(tmp_path, echo) as stage:
+        fill(stage, "dead", "delivered", "dead", "blocked", "dead", "delivered")
+        first = await stage.operations.deliveries(OPERATOR, "dead", limit=2)
+        assert [row.key for row in first.deliveries] == ["5", "3"]
+        rest = await stage.operations.deliveries(OPERATOR, "dead", limit=2, cursor=first.next_cursor)
+        assert ([row.key for row in rest.deliveries], rest.next_cursor) == (["1"], None)
+        every = await stage.operations.deliveries(OPERATOR, limit=10)
+        assert [row.key for row in every.deliveries] == list("654321")
+        assert every.standing == {"dead": 3, "delivered": 2, "blocked": 1}
+        assert not every.capped
+
+
+@pytest.mark.requirement("G22")
+async def test_of_those_that_were_delivered_only_so_many_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deliveries, "COUNTED", 3)
+    async with staged(tmp_path, echo) as stage:
+        fill(stage, *["delivered"] * 5, *["dead"] * 4)
+        page = await stage.operations.deliveries(OPERATOR)
+        assert (page.standing, page.capped) == ({"dead": 4, "delivered": 3}, True)
+
+
+@pytest.mark.requirement("G22")
+@pytest.mark.parametrize(
+    ("query", "index"),
+    [(SQL.page_in, "deliveries_by_state"), (SQL.standing, "deliveries_elsewhere")],
+    ids=["page", "standing"],
+)
+async def test_no_page_walks_through_all_that_was_ever_delivered(
+    tmp_path: Path, query: Query, index: str
+) -> None:
+    async with staged(tmp_path, echo) as stage:
+        plan = plan_of(stage, query.text)
+        assert any(index in step for step in plan), plan
+        assert not [step for step in plan if re.match(r"SCAN deliveries(?!.*deliveries_elsewhere)", step)], (
+            plan
+        )
+        assert not [step for step in plan if "TEMP B-TREE" in step], plan
+
+
+def plan_of(stage: Stage, sql: str) -> list[str]:
+    given: Any = re.sub(r":\w+", "1", sql)
+    return [row["detail"] for row in stage.rows(f"EXPLAIN QUERY PLAN {given}")]

@@ -1,0 +1,235 @@
+"""A turn that ends to wait for sub-agents is not the answer: the turn it is woken for is, for whoever had asked.
+
+And nobody waits for ever: not for what was stopped with them, nor for what was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from troupe import (
+    HELPER,
+    MAIN,
+    OPERATOR,
+    Pigeon,
+    cast_of,
+    heard,
+    house,
+    phase_of,
+    result_in,
+    until,
+)
+
+from antiphon.engine.jobs import AgentTurn, Announce, Every, JobSpec
+from antiphon.messages import Assistant
+from antiphon.operations import Send
+from antiphon.runtimes import Prompt
+from stage import BOUND, calls, text
+
+pytestmark = pytest.mark.anyio
+
+
+async def delegating(prompt: Prompt) -> Assistant:
+    """Has a sub-agent do it and waits for that, then answers."""
+    if "subagent" in prompt.session_key:
+        return text("worded: 42" if phase_of(prompt) == "announce" else "42")
+    if phase_of(prompt) == "wake":
+        return text("the answer is 42")
+    if phase_of(prompt) != "request" and phase_of(prompt) != "cron":
+        return text("so it is")
+    result = result_in(prompt)
+    if result is None:
+        return calls("sessions_spawn", task="compute", announce="parent")
+    return calls("sessions_yield") if "waitFor" not in result else text("never said")
+
+
+@pytest.mark.requirement("S2", "S5", "G18", "A2")
+async def test_the_reply_to_a_send_is_that_of_the_turn_that_was_woken(tmp_path: Path) -> None:
+    async with house(cast_of("helper"), tmp_path, functions={"helper": delegating}) as troupe:
+        await troupe.found(MAIN, HELPER)
+        sent = await troupe.use("sessions_send", sessionKey=HELPER, message="well?", replyBack=0)
+        assert (sent["status"], sent["reply"]) == ("ok", "the answer is 42")
+        await troupe.quiet()
+        [exchange] = troupe.rows("SELECT first_reply, latest_reply, announced FROM exchanges")
+        assert exchange == {
+            "first_reply": "the answer is 42",
+            "latest_reply": "the answer is 42",
+            "announced": "delivered",
+        }
+
+
+@pytest.mark.requirement("S2", "G4")
+async def test_a_target_that_waits_longer_than_the_sender_has_not_answered_yet(tmp_path: Path) -> None:
+    held = asyncio.Event()
+
+    async def helper(prompt: Prompt) -> Assistant:
+        if "subagent" in prompt.session_key:
+            await held.wait()
+        return await delegating(prompt)
+
+    async with house(cast_of("helper"), tmp_path, functions={"helper": helper}) as troupe:
+        await troupe.found(HELPER)
+        wanted = Send(message="well?", session=HELPER, timeout_seconds=0.3, idempotency_key="k")
+        sent = await troupe.operations.send(OPERATOR, wanted)
+        assert (sent.status, sent.reply) == ("timeout", None)
+        held.set()
+        await troupe.quiet()
+        again = await troupe.operations.send(OPERATOR, wanted)
+        assert (again.status, again.reply) == ("ok", "the answer is 42")
+
+
+@pytest.mark.requirement("G18", "W2", "G7")
+async def test_a_job_that_delegates_announces_the_answer_and_nothing_before_it(tmp_path: Path) -> None:
+    pigeon = Pigeon()
+    async with house(
+        cast_of(), tmp_path, functions={"main": delegating}, channels={"pigeon": pigeon}
+    ) as troupe:
+        spec = JobSpec(
+            name="daily",
+            schedule=Every(every_ms=3_600_000),
+            payload=AgentTurn(message="go"),
+            delivery=Announce(channel="pigeon", to="bob"),
+        )
+        job = await troupe.house.schedules.add(OPERATOR, spec)
+        await troupe.house.schedules.run(OPERATOR, job.id)
+
+        async def posted() -> bool:
+            return bool(pigeon.posts)
+
+        await until(posted)
+        await troupe.quiet()
+        assert pigeon.texts == ["the answer is 42"]
+
+
+@pytest.mark.requirement("G9", "G16", "A2")
+async def test_what_was_stopped_is_not_waited_for(tmp_path: Path) -> None:
+    """It is still winding down when its requester has something new done and waits for that."""
+    stubborn, release = asyncio.Event(), asyncio.Event()
+
+    async def main(prompt: Prompt) -> Assistant:
+        if prompt.session_key != MAIN:
+            if heard(prompt) == "stubborn":
+                stubborn.set()
+                try:
+                    await asyncio.sleep(BOUND)
+                finally:
+                    await release.wait()
+            return text("did it")
+        if phase_of(prompt) == "wake":
+            return text("woken")
+        result = result_in(prompt)
+        if result is None:
+            return calls("sessions_spawn", task=heard(prompt))
+        if heard(prompt) == "stubborn" or "waitFor" in result:
+            return text("started")
+        return calls("sessions_yield")
+
+    async with house(cast_of(), tmp_path, functions={"main": main}) as troupe:
+        await troupe.ask("stubborn")
+        await asyncio.wait_for(stubborn.wait(), BOUND)
+        await troupe.operations.stop(OPERATOR, MAIN)
+        await troupe.ask("quick")
+
+        async def woken() -> bool:
+            return bool(troupe.rows("SELECT 1 FROM runs WHERE origin = 'wake' AND reply = 'woken'"))
+
+        await until(woken)
+        release.set()
+        await troupe.quiet()
+
+
+@pytest.mark.requirement("G1", "G2")
+async def test_what_nothing_would_move_on_any_more_is_settled(tmp_path: Path) -> None:
+    """As if a run had been lost: the exchange and the task say so instead of waiting for ever."""
+    async with house(cast_of("helper"), tmp_path) as troupe:
+        await troupe.found(MAIN, HELPER)
+        await troupe.use(
+            "sessions_send", sessionKey=HELPER, message="say hello", announce="none", replyBack=0
+        )
+        await troupe.use("sessions_spawn", task="say done")
+        await troupe.quiet()
+        troupe.rows("UPDATE exchanges SET phase = 'primary', settled_at = NULL, announced = NULL")
+        troupe.rows(
+            "UPDATE tasks SET phase = 'running', current = 'gone', settled_at = NULL, outcome = NULL, announced = NULL"
+        )
+        await troupe.quiet()
+        assert troupe.rows("SELECT announced FROM exchanges") == [{"announced": "interrupted"}]
+        [task] = troupe.rows("SELECT outcome, error FROM tasks")
+        assert task == {"outcome": "interrupted", "error": "The run was lost."}
+
+
+@pytest.mark.requirement("S5", "S6", "G16")
+async def test_a_conversation_that_is_stopped_is_not_announced(tmp_path: Path) -> None:
+    begun = asyncio.Event()
+
+    async def helper(prompt: Prompt) -> Assistant:
+        if phase_of(prompt) == "turn":
+            begun.set()
+            await asyncio.sleep(BOUND)
+        return text("go on")
+
+    async def main(prompt: Prompt) -> Assistant:
+        return text("tell me more")
+
+    async with house(cast_of("helper"), tmp_path, functions={"helper": helper, "main": main}) as troupe:
+        await troupe.found(MAIN, HELPER)
+        await troupe.use("sessions_send", sessionKey=HELPER, message="hello")
+        await asyncio.wait_for(begun.wait(), BOUND)
+        await troupe.operations.stop(OPERATOR, HELPER)
+        await troupe.quiet()
+        assert troupe.rows("SELECT announced FROM exchanges") == [{"announced": "cancelled"}]
+        assert troupe.rows("SELECT 1 FROM deliveries") == []
+
+
+@pytest.mark.requirement("S9", "D1", "S8")
+async def test_a_key_whose_session_is_gone_is_no_ticket_to_another(tmp_path: Path) -> None:
+    rules = [{"action": "deny", "match": {"channel": "discord"}}]
+    config = cast_of("helper", session={"sendPolicy": {"rules": rules}})
+    child, denied = "agent:helper:direct:a", "agent:helper:discord:group:private"
+    async with house(config, tmp_path) as troupe:
+        await troupe.found(MAIN, child, denied)
+        given = {"message": "say hello", "idempotencyKey": "k", "replyBack": 0}
+        assert (await troupe.use("sessions_send", sessionKey=child, **given))["status"] == "ok"
+        await troupe.quiet()
+        await troupe.operations.delete(OPERATOR, child)
+        refused = await troupe.use("sessions_send", sessionKey=denied, **given)
+        assert (refused["status"], refused["code"]) == ("error", "conflict")
+        assert not troupe.rows(
+            "SELECT 1 FROM runs r JOIN sessions s ON s.id = r.session WHERE s.key = ?", denied
+        )
+
+
+@pytest.mark.requirement("D1", "D3", "G6", "G33", "003-policy-replies")
+@pytest.mark.parametrize("gone", [False, True], ids=["moved", "deleted"])
+async def test_the_policy_is_asked_about_where_words_go_as_well(tmp_path: Path, gone: bool) -> None:
+    """The route that a task was accepted with is denied; that its person writes from elsewhere now changes nothing."""
+    pigeon = Pigeon()
+    rules = [{"action": "deny", "match": {"channel": "pigeon"}}]
+    held = asyncio.Event()
+
+    async def main(prompt: Prompt) -> Assistant:
+        await held.wait()
+        return text("done")
+
+    config = cast_of(session={"sendPolicy": {"rules": rules}})
+    session = "agent:main:direct:bob"
+    async with house(config, tmp_path, functions={"main": main}, channels={"pigeon": pigeon}) as troupe:
+        await troupe.found(session)
+        troupe.rows(
+            "UPDATE sessions SET last_channel = 'pigeon', last_to = 'bob', send_policy = 'allow' WHERE key = ?",
+            session,
+        )
+        await troupe.use("sessions_spawn", session, task="find out")
+        troupe.rows("UPDATE sessions SET last_channel = 'webchat', send_policy = NULL WHERE key = ?", session)
+        if gone:
+            troupe.rows("UPDATE deliveries SET session = -1")
+            troupe.rows("UPDATE tasks SET requester = -1")
+        held.set()
+
+        async def blocked() -> bool:
+            return [row["state"] for row in troupe.rows("SELECT state FROM deliveries")] == ["blocked"]
+
+        await until(blocked)
+        assert pigeon.posts == []
