@@ -143,7 +143,7 @@ def test_a_key_that_is_not_stored_so_is_no_basis_for_a_decision() -> None:
         result(SendRule("deny", chat_type="group"), key="discord:group:42")
 
 
-@pytest.mark.requirement("D2")
+@pytest.mark.requirement("D2", "003-policy-command-alone")
 @pytest.mark.parametrize(
     ("text", "command"),
     [

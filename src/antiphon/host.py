@@ -193,6 +193,5 @@ class _Settings:
 
 def _instructions(agent: AgentConfig, claim: Claim) -> str:
     own = agent.instructions or f"You are {agent.name or agent.id}, a helpful assistant."
-    return "\n\n".join(
-        filter(None, [own, f"This conversation is the session {claim.session_key!r}.", claim.instructions])
-    )
+    here = f"This conversation is the session {keys.spoken(claim.session_key)!r}."
+    return "\n\n".join(filter(None, [own, here, claim.instructions]))

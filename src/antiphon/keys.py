@@ -263,6 +263,11 @@ def display_text(text: str, *, viewer_agent_id: str | None) -> str:
     return display(parse(text), viewer_agent_id=viewer_agent_id)
 
 
+def spoken(text: str) -> str:
+    """A stored key as it is said to whoever may be of any agent: in full, but no one meets `global`."""
+    return display_text(text, viewer_agent_id=None)
+
+
 def channel_of(kind: Kind, recorded_channel: str | None, last_channel: str | None) -> str:
     """The channel a list shows. A group belongs to the channel it lives in, whoever spoke last in it."""
     if kind in ("cron", "hook", "node"):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+import time
 from collections.abc import Generator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cli.gateways import up
-from cli.terminal import Program
+from cli.terminal import BOUND, Program
 
 pytestmark = pytest.mark.requirement("R")
 
@@ -86,12 +88,13 @@ def test_a_sub_agent_and_its_report(desk: Program, tmp_path: Path) -> None:
     assert accepted["attachments"]["files"][0]["bytes"] == 2
     done = desk.run(*asked, "--key", "k1", "--wait")
     assert done.code == 0, done.err
+    assert f"Attached: 1 file, 2 bytes, in {accepted['attachments']['relDir']}." in done.err
     status, result, _, stats = done.out.splitlines()
     assert (status, result) == ("Status: ok", "Result: the answer is 42")
     assert accepted["childSessionKey"] in stats
     assert "the answer is 42" in desk.run("sessions", "history", "main").out
     told = desk.run("spawn", "say nothing of it", "--announce", "none", "--wait", "30")
-    assert (told.code, told.out) == (0, "Status: ok\n\nnothing of it\n")
+    assert (told.code, told.out) == (0, "Status: ok\nResult: nothing of it\n")
 
 
 @pytest.mark.requirement("P2", "P6")
@@ -122,6 +125,67 @@ def test_a_report_that_is_late(program: Program) -> None:
         assert "the sub-agent goes on" in late.err
 
 
+@pytest.mark.requirement("P2", "P9")
+def test_the_report_of_a_sub_agent_that_is_deleted(desk: Program) -> None:
+    asked = ("spawn", "say bye", "--cleanup", "delete", "--wait", "30", "--key", "k1")
+    for _ in range(2):  # the second time it is gone for certain
+        done = desk.run(*asked)
+        assert (done.code, done.out.splitlines()[:2]) == (0, ["Status: ok", "Result: bye"]), done.err
+    assert desk.run(*asked, "--json").json["report"].startswith("Status: ok")
+
+
+@pytest.mark.requirement("S7", "P2")
+def test_a_session_that_is_mistyped_is_not_founded(desk: Program) -> None:
+    for wrong in (
+        ["send", HELPER, "say x", "--from", "agent:main:typo"],
+        ["send", "agent:main:typo", "say x", "--from", "main"],
+        ["spawn", "say x", "--for", "agent:main:typo"],
+        ["spawn", "say x", "--for", "agent:nobody:main"],
+    ):
+        refused = desk.run(*wrong)
+        assert (refused.code, refused.out) == (3, ""), wrong
+    assert "typo" not in desk.run("sessions", "list").out
+    assert desk.run("send", "agent:main:typo", "say founded", "--wait", "30").out == "founded\n"
+
+
+def test_what_is_empty_is_refused(desk: Program) -> None:
+    for command in (["send", HELPER, "x"], ["send", HELPER, "x", "--from", "main"], ["spawn", "x"]):
+        refused = desk.run(*command, "--key", "")
+        assert (refused.code, refused.out) == (2, ""), command
+        assert "The idempotency key must be" in refused.err
+    for task in ("", " "):
+        assert "The task is empty." in desk.run("spawn", task).err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["spawn", "slow 30 a b", "--wait"],
+        ["send", HELPER, "slow 30 a b", "--wait", "60"],
+        ["send", HELPER, "slow 30 a b", "--wait", "60", "--from", "main"],
+    ],
+)
+def test_who_stops_waiting_hears_what_becomes_of_it(program: Program, command: list[str]) -> None:
+    configure(program)
+    with up(program), program.terminal(*command, "--key", "k1") as terminal:
+        until_running(program, "k1")
+        terminal.interrupt()
+        assert terminal.ended() == 130
+        assert terminal.text.count("The work goes on. Look later: antiphon sessions history agent:") == 1
+
+
+def until_running(program: Program, run_id: str) -> None:
+    """By the store, since the command says nothing while it waits."""
+    until = time.monotonic() + BOUND
+    path = f"file:{program.state / 'antiphon.db'}?mode=ro"
+    while time.monotonic() < until:
+        with closing(sqlite3.connect(path, uri=True)) as database:
+            found = database.execute("SELECT state FROM runs WHERE id = ?", (run_id,)).fetchone()
+        if found == ("running",):
+            return
+    pytest.fail(f"run {run_id!r} did not start")
+
+
 @pytest.mark.requirement("A1")
 def test_who_is_there(desk: Program) -> None:
     cards = {card["id"]: card for card in desk.run("agents", "--json").json["agents"]}
@@ -141,6 +205,7 @@ def test_what_did_not_get_there(desk: Program) -> None:
     assert desk.run("chat", "--message", "say hello").code == 0
     assert desk.run("deliveries").out == "No deliveries.\n"
     assert "deliveries" not in desk.run("status").out
+    assert desk.run("send", GROUP, "say hello", "--wait", "30").code == 0
     assert desk.run("spawn", "say 42", "--for", GROUP, "--key", "k1", "--wait").code == 0
     retried = desk.run("deliveries", "retry", "task:k1")
     assert (retried.code, retried.out) == (1, "")

@@ -324,6 +324,7 @@ def test_client_commands_load_neither_server_nor_model_libraries(program: Progra
             ["chat", "--message", "say hello"],
             ["tokens", "list"],
             ["cron", "list"],
+            ["send", "cron:other", "say hello"],
             ["send", "cron:other", "say hello", "--from", "main"],
             ["spawn", "say hello", "--wait"],
             ["agents"],

@@ -89,6 +89,7 @@ def test_an_error_cannot_command_a_terminal(arguments: list[str], capsys: pytest
 
 def test_names_on_the_screen_cannot_command_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen("conversation", ESCAPE)
+    screen.expect("r")
     screen.show(ToolPhase(session_key="k", run_id="r", call_id="c", name=ESCAPE, phase="start"))
     screen.end("r", "error", "an answer", ESCAPE)
     shown = capsys.readouterr().out

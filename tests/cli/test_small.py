@@ -119,7 +119,10 @@ def test_a_job_announces(desk: Program) -> None:
     where = desk.run(*add, "--every", "1h", "--announce", "--channel", "telegram", "--to", "7").json
     assert where["delivery"] == {"mode": "announce", "channel": "telegram", "to": "7"}
     assert desk.run(*add, "--every", "1h").json["delivery"] == {"mode": "none"}
-    for lost, missing in ((["--channel", "telegram"], "--announce"), (["--announce", "--to", "7"], "--channel")):
+    for lost, missing in (
+        (["--channel", "telegram"], "--announce"),
+        (["--announce", "--to", "7"], "--channel"),
+    ):
         refused = desk.run(*add, "--every", "1h", *lost)
         assert (refused.code, missing in refused.error["message"]) == (2, True)
     assert desk.run("cron", "run", job["id"]).code == 0

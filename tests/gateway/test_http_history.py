@@ -33,6 +33,7 @@ async def test_a_page_is_the_raw_transcript_with_ids_and_numbers(site: Site) -> 
     assert page["sessionId"]
 
 
+@pytest.mark.requirement("003-http-history-parameters")
 async def test_pages_lead_back_to_the_beginning(site: Site) -> None:
     for word in ("one", "two", "three"):
         await site.ask(word)
@@ -48,6 +49,7 @@ async def test_pages_lead_back_to_the_beginning(site: Site) -> None:
     assert [i["seq"] for i in (await site.http.get(f"{HISTORY}?cursor=3")).json()["items"]] == [1, 2]
 
 
+@pytest.mark.requirement("003-http-history-parameters")
 async def test_tool_results_are_shown_when_asked_for(tmp_path: Path) -> None:
     async def agent(prompt: Prompt) -> Assistant:
         return calls("look") if len(prompt.messages) == 1 else text("seen")
@@ -84,6 +86,7 @@ async def test_a_wrong_question_is_answered_with_400_and_the_name_of_the_field(s
         assert field in error["message"]
 
 
+@pytest.mark.requirement("003-http-history-unknown")
 async def test_a_session_that_is_not_there_is_not_found(site: Site) -> None:
     for path in ("agent:main:nothing", "nothing", "agent%3Amain%3Anothing"):
         reply = await site.http.get(f"/sessions/{path}/history")
@@ -110,6 +113,7 @@ async def test_a_path_that_names_no_session_is_refused(site: Site) -> None:
     assert (await site.http.get("/sessions/%73/h%69story")).status_code == 400
 
 
+@pytest.mark.requirement("003-http-history-parameters", "003-http-history-follow")
 async def test_a_stream_begins_with_the_history_and_goes_on_with_each_entry(site: Site) -> None:
     await site.ask("one")
     async with streamed(site.http, f"{HISTORY}?follow=1&limit=1") as stream:

@@ -109,6 +109,7 @@ async def test_a_tool_that_is_not_there_looks_like_one_that_is_denied(tmp_path: 
         assert not box.calls
 
 
+@pytest.mark.requirement("SEC12")
 async def test_a_tool_that_acts_is_lifted_by_its_name_alone(tmp_path: Path) -> None:
     box = Box()
     async with opened(tmp_path, box, tools={"allow": ["sessions_send", "*"]}) as site:

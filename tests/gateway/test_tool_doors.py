@@ -250,6 +250,7 @@ async def test_a_sub_agent_has_its_own_tools_at_every_door(tmp_path: Path) -> No
         assert [row["key"] for row in listed["sessions"]] == [child]  # its own tree, and not its parent
 
 
+@pytest.mark.requirement("SEC12")
 async def test_what_acts_is_on_offer_only_when_it_is_named(tmp_path: Path) -> None:
     async with (
         opened(tmp_path, None, settings=settings(gateway={})) as gate,

@@ -211,6 +211,7 @@ async def _id(client: Client, key: str) -> str:
     return (await client.call("sessions.describe", key=key))["session"]["sessionId"]
 
 
+@pytest.mark.requirement("003-subscribe-messages")
 async def test_sessions_do_not_leak_into_each_other(gate: Gate) -> None:
     async with gate.client() as one, gate.client() as both:
         await one.call("sessions.messages.subscribe", key=MAIN)
@@ -310,6 +311,7 @@ async def _followed(gate: Gate, number: int) -> bool:
 # --- all sessions ---
 
 
+@pytest.mark.requirement("003-subscribe-sessions")
 async def test_who_hears_of_every_session_gets_each_message_once_even_if_subscribed_too(gate: Gate) -> None:
     async with gate.client() as client:
         await client.call("sessions.subscribe")
@@ -328,6 +330,7 @@ async def test_who_hears_of_every_session_gets_each_message_once_even_if_subscri
         assert len(client.told("session.message", sessionKey=OTHER)) == 2
 
 
+@pytest.mark.requirement("003-subscribe-sessions", "003-event-sessions-changed")
 async def test_what_happens_to_sessions_is_told_with_their_row(gate: Gate) -> None:
     async with gate.client() as client:
         await client.call("sessions.subscribe")
@@ -476,7 +479,7 @@ async def _look(call: Call) -> Result:
     return Result(text="a view")
 
 
-@pytest.mark.requirement("W7", "SEC11")
+@pytest.mark.requirement("W7", "SEC11", "003-subscribe-sessions")
 async def test_who_may_not_read_is_told_nothing(tmp_path: Path) -> None:
     async with (
         opened(tmp_path, _looks, tools=lambda _: [tool("look", _look)]) as gate,

@@ -151,10 +151,13 @@ def serving(directory: Path, origins: Sequence[str] = ()) -> Generator[Gateway]:
 def _config(origins: Sequence[str]) -> dict[str, Any]:
     on = {"enabled": True}
     return {
+        "agents": {"list": [{"id": "main", "default": True}, {"id": "helper"}]},
+        "tools": {"sessions": {"visibility": "all"}, "agentToAgent": on},
         "gateway": {
+            "tools": {"allow": ["sessions_send", "sessions_spawn"]},
             "controlUi": {"allowedOrigins": list(origins)},
             "http": {"endpoints": {"chatCompletions": on, "responses": on}},
-        }
+        },
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -66,6 +66,30 @@ def test_gateway_call_changes_and_resets_a_session(gateway: Gateway, openclaw: O
     history = openclaw.call(gateway, "chat.history", {"sessionKey": key}).json
     # A gateway may mark the reset itself; of the conversation nothing is left.
     assert [message for message in history["messages"] if message["role"] != "system"] == []
+
+
+@pytest.mark.requirement("S2", "P2", "P4", "L1", "H1")
+def test_gateway_call_uses_the_session_tools(gateway: Gateway, openclaw: Openclaw) -> None:
+    """The same answers as a model gets: a session asks another one, and has a sub-agent do something."""
+    mine = "agent:main:direct:tools"
+
+    def tool(name: str, **args: object) -> dict[str, Any]:
+        asked = {"name": name, "args": args, "sessionKey": mine, "idempotencyKey": f"tool-{name}"}
+        answer = openclaw.call(gateway, "tools.invoke", asked).json
+        assert answer["ok"] is True, answer
+        return answer["output"]["details"]
+
+    sent = tool("sessions_send", agentId="helper", message="say here I am", announce="none", replyBack=0)
+    assert (sent["status"], sent["reply"], sent["sessionKey"]) == ("ok", "here I am", "agent:helper:main")
+    said = tool("sessions_history", sessionKey="agent:helper:main")["messages"]
+    assert [message["role"] for message in said] == ["user", "assistant"]
+    assert said[0]["provenance"]["sourceSessionKey"] == mine
+
+    spawned = tool("sessions_spawn", task="say forty-two", label="sums")
+    waited = openclaw.call(gateway, "agent.wait", {"runId": spawned["runId"], "timeoutMs": 20_000}).json
+    assert waited["status"] == "ok"
+    rows = {row["key"]: row for row in tool("sessions_list", limit=200)["sessions"]}
+    assert rows[spawned["childSessionKey"]]["label"] == "sums"
 
 
 def test_gateway_call_reports_what_the_gateway_refuses(gateway: Gateway, openclaw: Openclaw) -> None:

@@ -611,7 +611,7 @@ async def test_a_report_is_for_whoever_may_read_the_session_that_asked_for_it(tm
         nursery.free[long].set()
         await troupe.quiet()
         whole = await troupe.operations.task_report(me, said["runId"])
-        assert whole == f"Status: ok\n\ndid {long}", "nobody was told of it, and it is all there"
+        assert whole == f"Status: ok\nResult: did {long}", "nobody was told of it, and it is all there"
         for caller, run_id in ((other, said["runId"]), (me, "nothing")):
             with pytest.raises(NotFound, match="no sub-agent"):
                 await troupe.operations.task_report(caller, run_id)

@@ -39,7 +39,7 @@ RESULT = set(
 )
 
 
-@pytest.mark.requirement("H1", "H2", "H3", "K2")
+@pytest.mark.requirement("H1", "H2", "H3", "K2", "003-history-no-tool-results", "003-history-raw")
 async def test_a_page_is_raw_and_says_everything_about_itself(tmp_path: Path) -> None:
     async with staged(tmp_path, silent) as stage:
         row = await stage.create(MAIN)
@@ -95,7 +95,7 @@ async def test_limits_are_clamped_and_places_exclude_each_other(tmp_path: Path) 
         )
 
 
-@pytest.mark.requirement("H3")
+@pytest.mark.requirement("H3", "003-history-raw")
 async def test_texts_are_cut_and_what_is_not_for_models_is_left_out(tmp_path: Path) -> None:
     async with staged(tmp_path, silent) as stage:
         row = await stage.create(MAIN)
@@ -129,7 +129,7 @@ async def test_texts_are_cut_and_what_is_not_for_models_is_left_out(tmp_path: Pa
         assert (await stage.transcript())[0]["native"] == {"a": 1}
 
 
-@pytest.mark.requirement("H3")
+@pytest.mark.requirement("H3", "003-history-raw")
 async def test_secrets_are_masked_on_the_way_out_and_kept_in_the_store(tmp_path: Path) -> None:
     async with staged(tmp_path, silent) as stage:
         row = await stage.create(MAIN)
@@ -307,7 +307,7 @@ LINEAGES = st.lists(
 )
 
 
-@pytest.mark.requirement("V1", "V2", "V3", "SEC5", "K2")
+@pytest.mark.requirement("V1", "V2", "V3", "SEC5", "K2", "003-history-session-id")
 @SLOW
 @given(
     lineage=LINEAGES,

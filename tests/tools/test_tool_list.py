@@ -91,7 +91,7 @@ async def test_a_row_has_exactly_the_agreed_names(tmp_path: Path) -> None:
         assert operator["scope"] == "all"
 
 
-@pytest.mark.requirement("L3")
+@pytest.mark.requirement("L3", "001-row-provider")
 async def test_older_clients_can_be_given_the_provider(tmp_path: Path) -> None:
     config = with_settings({"session": {"compat": {"providerField": True}}})
     async with staged(tmp_path, silent, config=config) as stage:
@@ -143,7 +143,7 @@ async def test_what_is_not_clamped_is_refused_by_name(tmp_path: Path) -> None:
         assert "was not found" in (await refused(stage, "sessions_list", spawnedBy="agent:x:main"))["error"]
 
 
-@pytest.mark.requirement("L2")
+@pytest.mark.requirement("L2", "003-list-no-tool-results")
 async def test_last_messages_come_without_tools_and_are_cut_like_history(tmp_path: Path) -> None:
     async with staged(tmp_path, silent) as stage:
         row = await stage.create(MAIN)
@@ -179,7 +179,7 @@ async def crowd(stage: Stage, sessions: int, *texts: str) -> list[str]:
     return found
 
 
-@pytest.mark.requirement("L2", "L5")
+@pytest.mark.requirement("L2", "L5", "003-list-message-limit")
 async def test_every_row_that_is_shown_has_its_messages_and_the_others_come_next(tmp_path: Path) -> None:
     async with staged(tmp_path, silent) as stage:
         await crowd(stage, 12, "a" * 4000, "b" * 4000)

@@ -219,10 +219,11 @@ def _steppable(requester: Row) -> bool:
 
 
 def _sides(exchange: Row) -> Sides:
+    requester = exchange["requester_key"]
     return Sides(
-        requester=exchange["requester_key"] or "an operator",
+        requester=keys.spoken(requester) if requester else "an operator",
         requester_channel=exchange["requester_channel"],
-        target=exchange["target_key"],
+        target=keys.spoken(exchange["target_key"]),
         target_channel=exchange["target_channel"],
     )
 
@@ -233,9 +234,10 @@ def _channel(session: Row) -> str:
 
 def _provenance(exchange: Row, *, by_target: bool, kind: str = KIND) -> Provenance:
     side = "target" if by_target else "requester"
+    source = exchange[f"{side}_key"]
     return Provenance(
         kind=kind,
-        source_session_key=exchange[f"{side}_key"],
+        source_session_key=keys.spoken(source) if source else None,
         source_channel=exchange[f"{side}_channel"],
         source_tool=SEND,
         exchange_id=exchange["id"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from antiphon import keys
 from antiphon.engine import admissions, deliveries, exchanges, gate, tasks
 from antiphon.engine.admissions import NOTE, Submission
 from antiphon.engine.deliveries import Destination, Parcel
@@ -61,7 +62,7 @@ async def _pass_on(tx: Tx, step: Step, said: str, now: int) -> Sequel:
             stop_reason="stop",
             provider="antiphon",
             model=INJECTED,
-            provenance=Provenance(kind=step.origin, source_session_key=step.session_key),
+            provenance=Provenance(kind=step.origin, source_session_key=keys.spoken(step.session_key)),
         )
         submission = Submission(
             run_id=entry_run,

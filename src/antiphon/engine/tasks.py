@@ -143,7 +143,7 @@ async def _child(tx: Tx, spawning: Spawning, now: int) -> Row:
 def _first_run(spawning: Spawning, task: Row, now: int) -> Submission:
     provenance = Provenance(
         kind="spawn",
-        source_session_key=spawning.requester["key"],
+        source_session_key=keys.spoken(spawning.requester["key"]),
         source_tool=SPAWN,
         chain_id=spawning.link.chain,
         hop=spawning.link.hop,
@@ -342,7 +342,7 @@ async def _tell(tx: Tx, task: Row, options: Options, text: str, now: int) -> tup
     if session is None:
         return NOTHING, None
     if session["id"] != task["requester"]:
-        text = f"{text}\n\n{wording.passed_up(task['requester_key'])}"
+        text = f"{text}\n\n{wording.passed_up(keys.spoken(task['requester_key']))}"
     direct = options.announce == "parent" and bool(task["wakes"]) and session["yielded"] is None
     run_id = f"note:{task['id']}"
     own, deadline_at = await _hand_on(tx, session["key"], run_id) if direct else (None, None)

@@ -305,7 +305,7 @@ class Rules:
 
     def _instructions(self, requester: Row, child_key: SessionKey, envelope: Envelope, wanted: Spawn) -> str:
         return wording.subagent_context(
-            requester_key=requester["key"],
+            requester_key=keys.spoken(requester["key"]),
             child_key=str(child_key),
             depth=requester["depth"] + 1,
             max_depth=requester["depth"] + 1 + envelope.depth,

@@ -16,7 +16,7 @@ from antiphon.engine.admissions import Accepted
 from antiphon.engine.commands import Command
 from antiphon.engine.redaction import redact
 from antiphon.engine.tasks import Spawning, Waking
-from antiphon.engine.wording import Report, report_text, stats_line
+from antiphon.engine.wording import Report, Stats, report_text, stats_line
 from antiphon.errors import Ambiguous, ChainTooLong, Conflict, InvalidInput, NotFound
 from antiphon.operations.checks import between
 from antiphon.operations.exchanges import Exchanges, request_id
@@ -306,12 +306,21 @@ def _chosen(target: str | None, found: Sequence[TaskView]) -> TaskView:
 
 
 def _report(task: Row) -> str:
-    if task["report"] is None:
-        plain = [f"Status: {task['outcome']}", (task["result"] or "")[: tasks.RESULT_MOST], task["error"]]
-        return gate.clear("\n\n".join(filter(None, plain)))
-    report = msgspec.json.decode(task["report"], type=Report)
     locale = tasks.read_options(task).locale
+    if task["report"] is None:
+        return gate.clear(report_text(_unsaid(task), locale))
+    report = msgspec.json.decode(task["report"], type=Report)
     return f"{gate.clear(report_text(report, locale))}\n\n{stats_line(report.stats, locale)}"
+
+
+def _unsaid(task: Row) -> Report:
+    return Report(
+        status=task["outcome"],
+        result=(task["result"] or "")[: tasks.RESULT_MOST],
+        result_source=task["result_source"],
+        notes=task["error"],
+        stats=Stats(),
+    )
 
 
 def _workspace(spawning: Spawning) -> Path:

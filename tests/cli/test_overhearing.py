@@ -1,0 +1,148 @@
+"""A chat in whose session more goes on than its person has said: reports, wakes, and what other sessions say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from antiphon.bus import Delivered, Delta, MessageAppended, RunChanged
+from antiphon.cli.screen import Screen
+from antiphon.client.feed import Place
+from cli.gateways import up
+from cli.terminal import Program, Terminal
+from cli.test_delegating import HELPER, configure, desk  # pyright: ignore[reportUnusedImport]  # noqa: F401
+
+pytestmark = pytest.mark.requirement("R")
+
+HISTORY = ("sessions", "history", "main", "--tools")
+
+
+def say(terminal: Terminal, *lines: str) -> None:
+    for line in lines[:-1]:
+        terminal.type(f"{line}\\")
+        terminal.expect(r"\. \. \. ")
+    terminal.type(lines[-1])
+
+
+@pytest.mark.requirement("P4", "P6")
+@pytest.mark.parametrize("announce", ["channel", "parent"])
+def test_a_report_and_the_answer_to_it_are_shown_once(desk: Program, announce: str) -> None:  # noqa: F811
+    spawn = f'{{"task": "slow 1 it is 42", "label": "kid", "announce": "{announce}"}}'
+    with desk.terminal("chat") as terminal:
+        terminal.expect("you> ")
+        say(terminal, f"call sessions_spawn {spawn}", "call sessions_yield {}")
+        terminal.expect("main> Turn yielded.\nyou> ")
+        terminal.press(b"say li")
+        terminal.expect("say li\nreport from kid> Status: ok\nResult: it is 42\n")
+        terminal.expect("you> say li\nmain> Their reports are in.\nyou> say li")
+        terminal.type("ke this")
+        terminal.expect("main> like this\nyou> ")
+        terminal.type("slow 2.5 so that what is late would be there")  # after the last look for missed ends
+        terminal.expect("would be there\nyou> ")
+        terminal.type("/quit")
+        assert terminal.ended() == 0
+        assert terminal.text.count("Result: it is 42") == 1
+        assert terminal.text.count("Their reports are in.") == 1
+        assert "The sub-agents you were waiting for" not in terminal.text
+    told = desk.run(*HISTORY).out
+    assert f'→ sessions_spawn {{"task":"slow 1 it is 42","label":"kid","announce":"{announce}"}}' in told
+    assert "report from kid> Status: ok" in told
+    assert "wake> The sub-agents" in told
+
+
+@pytest.mark.requirement("S5", "003-reply-back-limit")
+def test_the_end_of_an_exchange_is_one_line(desk: Program) -> None:  # noqa: F811
+    desk.run("send", HELPER, "say hello", "--wait", "30")
+    with desk.terminal("chat") as terminal:
+        terminal.expect("you> ")
+        wanted = f'{{"sessionKey": "{HELPER}", "message": "say say say pong", "timeoutSeconds": 20}}'
+        say(terminal, f"call sessions_send {wanted}", "say done")
+        terminal.expect("main> done\n")
+        terminal.expect(f"{HELPER}> say say pong\n")
+        terminal.expect("main> say pong\n")
+        terminal.expect(f"{HELPER}> pong\n")
+        terminal.expect(r"\(main ended the conversation\)\nyou> ")
+        terminal.type("fail badly")
+        terminal.expect("badly.*\nyou> ")
+        terminal.type("/history")
+        terminal.expect(f"{HELPER}> pong\n")
+        terminal.expect("Error: .*badly")
+        terminal.expect("you> ")
+        terminal.type("/quit")
+        assert terminal.ended() == 0
+        assert terminal.text.count("(main ended the conversation)") == 1
+
+
+@pytest.mark.requirement("S6", "003-announce")
+def test_what_an_agent_announces_is_shown_without_the_step(program: Program) -> None:
+    configure(program)
+    with up(program), program.terminal("chat", "--agent", "helper") as terminal:
+        terminal.expect("you> ")
+        program.run("send", HELPER, "say yes\nannounce told", "--from", "main", "--reply-back", "0")
+        terminal.expect("agent:main:main> say yes")
+        terminal.expect("helper> yes\n")
+        terminal.expect("helper> told\nyou> ")
+        assert "announce step" not in terminal.text
+
+
+# --- events, one by one ---
+
+
+def entry(run_id: str | None, role: str, text: str, **more: Any) -> MessageAppended:
+    body = {"role": role, "content": [{"type": "text", "text": text}], **more}
+    return MessageAppended(
+        session_key="k",
+        session_id="s",
+        seq=1,
+        entry="e",
+        body=msgspec.json.encode(body).decode(),
+        run_id=run_id,
+    )
+
+
+def ends(run_id: str, reply: str) -> RunChanged:
+    return RunChanged(session_key="k", run_id=run_id, state="ok", reply=reply)
+
+
+def test_only_what_was_asked_for_is_completed_from_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen("conversation", "main")
+    screen.show(Delta(session_key="k", run_id="wake:1", number=1, text="[session] has"))
+    screen.show(entry("wake:1", "assistant", "agent:x:main has it"))
+    screen.show(ends("wake:1", "[session] has it"))
+    screen.show(ends("turn:1", "REPLY_SKIP"))
+    assert capsys.readouterr().out == "main> agent:x:main has it\n"
+    screen.expect("mine")
+    screen.show(ends("mine", "an answer whose entry was missed"))
+    assert capsys.readouterr().out == "main> an answer whose entry was missed\n"
+
+
+def test_an_answer_that_is_shown_is_not_repeated_by_a_late_end(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen("conversation", "main")
+    screen.expect("mine")
+    screen.show(entry("mine", "assistant", "once"))
+    screen.show(RunChanged(session_key="k", run_id="other", state="running"))
+    screen.show(ends("other", ""))
+    screen.show(ends("mine", "once"))
+    assert capsys.readouterr().out == "main> once\n"
+
+
+@pytest.mark.parametrize("token", ["ANNOUNCE_SKIP", "NO_REPLY"])
+def test_silence_is_silent(token: str, capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen("conversation", "main")
+    step = {"kind": "announce_step", "sourceTool": "sessions_send"}
+    screen.show(entry("announce:1", "user", "Agent-to-agent announce step.", provenance=step))
+    screen.show(entry("announce:1", "assistant", f"{token}\n"))
+    assert capsys.readouterr().out == ""
+
+
+def test_what_was_posted_is_no_run() -> None:
+    place = Place("k", 0)
+    message = {"role": "assistant", "content": [{"type": "text", "text": "posted"}]}
+    posted = {"sessionKey": "k", "runId": "note:1", "seq": 0, "state": "final", "message": message}
+    event = place.event("chat", posted)
+    assert isinstance(event, Delivered)
+    assert (event.run_id, event.text) == ("note:1", "posted")
+    assert not place.waiting
+    assert isinstance(place.event("chat", {**posted, "seq": 1}), RunChanged)
