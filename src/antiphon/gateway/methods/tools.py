@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -24,7 +24,7 @@ class Catalog(Params, frozen=True):
 async def catalog(call: Call, params: Catalog) -> dict[str, Any]:
     agent = call.config.agent(params.agent_id or call.config.default_agent_id)
     tools = call.gateway.house.toolbox.allowed(agent.tools.allow, agent.tools.deny)
-    return {"agentId": agent.id, "profiles": [], "groups": _groups(tools)}
+    return {"agentId": agent.id, "profiles": [], "groups": _groups(tools, _in_catalog)}
 
 
 class Effective(Params, frozen=True):
@@ -36,16 +36,25 @@ class Effective(Params, frozen=True):
 async def effective(call: Call, params: Effective) -> dict[str, Any]:
     """What a run in this session would have, which for a spawned one is less than its agent has."""
     session, actor = await call.operations.tools_of(call.caller, params.session_key)
-    return {"agentId": session.agent_id, "profile": "full", "groups": _groups(actor.tools)}
+    return {"agentId": session.agent_id, "profile": "full", "groups": _groups(actor.tools, _in_effect)}
 
 
-def _groups(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
+def _in_catalog(tool: Tool) -> dict[str, Any]:
+    return {"defaultProfiles": []}
+
+
+def _in_effect(tool: Tool) -> dict[str, Any]:
+    return {"rawDescription": tool.spec.description}
+
+
+def _groups(tools: Mapping[str, Tool], beside: Callable[[Tool], dict[str, Any]]) -> list[dict[str, Any]]:
     listed = [
         {
             "id": tool.spec.name,
             "label": tool.spec.name,
             "description": tool.spec.description,
             "source": "core",
+            **beside(tool),
         }
         for tool in tools.values()
     ]
