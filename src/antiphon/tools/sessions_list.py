@@ -7,7 +7,7 @@ to the rows that did not.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -56,9 +56,9 @@ def sessions_list(operations: Operations) -> Tool:
     async def answer(call: Call, given: ListArguments) -> dict[str, Any]:
         messages = clamped(given.message_limit, 0, MESSAGES_MOST)
         overview = await operations.overview(call.caller, _wanted(given), messages)
-        rows = [row(operations, call.caller, view) for view in overview.page.sessions]
+        rows = (row(operations, call.caller, view) for view in overview.page.sessions)
         if not messages:
-            return _result(overview, rows, None)
+            return _result(overview, list(rows), None)
         rows, cut = await asyncio.to_thread(_filled, rows, overview)  # masking takes a while
         return _result(overview, rows, cut)
 
@@ -100,13 +100,16 @@ def _result(overview: Overview, rows: list[dict[str, Any]], cut: _Cut | None) ->
     return result
 
 
-def _filled(rows: list[dict[str, Any]], overview: Overview) -> tuple[list[dict[str, Any]], _Cut]:
-    """The rows that fit with their messages; the first one in any case, if need be without them."""
+def _filled(rows: Iterable[dict[str, Any]], overview: Overview) -> tuple[list[dict[str, Any]], _Cut]:
+    """The rows that fit with their messages; the first one in any case, if need be without them.
+
+    Those that do not fit are not even made.
+    """
     longest = max((len(cursor.encode()) for cursor in overview.cursors), default=0)
     room = LIST_BYTES - _ENVELOPE - 2 * longest  # a quote in it is written as two characters
     kept: list[dict[str, Any]] = []
     missing = 0
-    for shown, entries in zip(rows, overview.said, strict=True):
+    for shown, entries in zip(rows, overview.said, strict=False):
         room -= len(msgspec.json.encode(shown)) + len(",")
         messages = _messages(entries, room) if room >= 0 else None
         if messages is None and kept:
@@ -117,7 +120,7 @@ def _filled(rows: list[dict[str, Any]], overview: Overview) -> tuple[list[dict[s
             break
         shown["messages"] = [message.message for message in messages]
         room -= _size(messages)
-    return kept, _Cut(missing, len(rows) - len(kept))
+    return kept, _Cut(missing, overview.page.count - len(kept))
 
 
 def _messages(entries: Sequence[Entry], room: int) -> list[Bounded] | None:
