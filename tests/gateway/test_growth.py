@@ -99,7 +99,8 @@ async def emptied(left: Callable[[], dict[str, int]]) -> None:
 
 async def test_nothing_is_left_of_clients_that_are_gone(gate: Gate) -> None:
     idle = held(gate)
-    idle["files"] += 8  # a reader opens the database and its log when it is first needed, which may be any time
+    # A reader opens the database and its log when it is first needed, which may be any time.
+    idle["files"] += 8
 
     def left() -> dict[str, int]:
         return {name: count for name, count in held(gate).items() if count > idle[name]}
