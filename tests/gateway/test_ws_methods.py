@@ -166,7 +166,11 @@ async def test_the_tools_of_an_agent_are_listed(tmp_path: Path) -> None:
         assert all(entry["description"] for entry in group["tools"])
         assert (await client.refused("tools.effective", sessionKey=MAIN))["details"]["type"] == "not_found"
         await say(client)
-        assert (await client.call("tools.effective", sessionKey="main"))["groups"] == [group]
+        (effective,) = (await client.call("tools.effective", sessionKey="main"))["groups"]
+        assert [entry["id"] for entry in effective["tools"]] == listed
+        # What published clients require of each.
+        assert all(entry["defaultProfiles"] == [] for entry in group["tools"])
+        assert all(entry["rawDescription"] == entry["description"] for entry in effective["tools"])
         assert (await client.refused("tools.catalog", agentId="nobody"))["code"] == "INVALID_REQUEST"
 
 
