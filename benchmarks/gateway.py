@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from antiphon.store.sqlite import SqliteStore
-from core import fill_sessions
+from core import command_time, fill_sessions
 from figures import Figure, at_least, at_most, main, timed, typical_p95
 from wire import Client, Wire
 
@@ -148,6 +148,21 @@ async def lists(counts: dict[str, int]) -> list[Figure]:
         at_most("… of one agent, p95", agent, "ms", 10),
         at_most("… with last messages, p95", last, "ms", 30),
     ]
+
+
+async def commands(counts: dict[str, int]) -> list[Figure]:
+    """Whole processes of the command line that ask a running gateway."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as compiled:
+        figures: list[Figure] = []
+        async with up(Path(folder)) as running:
+            client = await Client.connect(running.port, running.token)
+            await _founded(client)
+            client.close()
+            for words in ("status", "sessions list", "sessions history main", "deliveries"):
+                arguments = [*words.split(), "--state-dir", folder]
+                took = await asyncio.to_thread(command_time, compiled, arguments)
+                figures.append(at_most(f"antiphon {words}, beside a gateway", took, "s", 0.3))
+    return figures
 
 
 class _Watch:
@@ -320,6 +335,7 @@ PARTS = {
     "start": start,
     "trips": trips,
     "lists": lists,
+    "commands": commands,
     "fanout": fanout,
     "turns": turns,
     "http_turns": http_turns,

@@ -2,13 +2,95 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
+from hypothesis import settings
+
+import bases
+from antiphon import host, visits
+from cluster.database import Postgres
+
+BOTH = (
+    "chaos/",
+    "engine/",
+    "gateway/",
+    "store/test_contract.py",
+    "store/test_listing.py",
+    "test_changes.py",
+    "test_deliveries.py",
+    "test_mirror.py",
+    "test_operations.py",
+    "test_reach.py",
+    "test_schedules.py",
+    "test_searches.py",
+    "test_transfers.py",
+    "tools/",
+)
+"""Tests that run on both databases, but for those that say otherwise (`sqlite_only`)."""
+
+EXAMPLES = "_hypothesis_internal_use_settings"  # where Hypothesis keeps what `@settings` said
+
+NEITHER = ("engine/test_attachments.py",)
+"""Of those, the ones that have a directory and no store in it."""
+
+SHARE = 5
+"""Of the examples of Hypothesis: each makes a database, and what a statement means does not depend on their number."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=180, help="seeded kills of the crash suite")
+    parser.addoption("--storm", type=float, default=0, help="seconds of bad weather for three replicas")
 
 
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    server = Postgres()
+    yield server
+    server.stop()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    path = metafunc.definition.path.relative_to(Path(__file__).parent).as_posix()
+    both = path.startswith(BOTH) and not path.startswith(NEITHER)
+    if both and {"tmp_path", "tmp_path_factory"} & {*metafunc.fixturenames}:
+        metafunc.parametrize("base", ["sqlite", "postgres"], indirect=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test, or a case of it, that is `sqlite_only` has no second one."""
+    items[:] = [item for item in items if not (_on_postgres(item) and item.get_closest_marker("sqlite_only"))]
+
+
+def _on_postgres(item: pytest.Item) -> bool:
+    case: Any = getattr(item, "callspec", None)
+    return case is not None and case.params.get("base") == "postgres"
+
+
+@pytest.fixture(autouse=True)
+def base(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The database of this test; see `bases`."""
+    kind: str = getattr(request, "param", "sqlite")
+    if kind != "postgres":
+        yield kind
+        return
+    server: Postgres = request.getfixturevalue("postgres")
+    own = getattr(request.function, EXAMPLES, None)
+    if isinstance(own, settings):
+        fewer = settings(own, max_examples=-(-own.max_examples // SHARE))
+        monkeypatch.setattr(request.function, EXAMPLES, fewer)
+    monkeypatch.setattr(bases.chosen, "postgres", server)
+    monkeypatch.setattr(host, "open_store", bases.open_store)
+    monkeypatch.setattr(visits, "open_store", bases.open_store)
+    yield kind
+    used = server.used
+    server.drop_all()
+    assert used, "This test has no store: mark it `sqlite_only`, or name its module in NEITHER."

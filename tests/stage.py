@@ -6,17 +6,18 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bases import dump, open_base, raw
+
 from antiphon import keys
 from antiphon.access import Caller
 from antiphon.bus.local import LocalBus
-from antiphon.clock import Clock, SystemClock
+from antiphon.clock import Clock
 from antiphon.config import Config
 from antiphon.engine import sessions
 from antiphon.engine.door import Door
@@ -32,15 +33,16 @@ from antiphon.messages import Assistant, Text, ToolCall
 from antiphon.operations import HistoryFilter, Message, Operations
 from antiphon.runtimes import Runtime, ToolSpec
 from antiphon.runtimes.function import Agent, FunctionRuntime
-from antiphon.store import Row, Tx
-from antiphon.store.sqlite import Phase, SqliteStore
+from antiphon.store import Row, Store, Tx
+from antiphon.store.opening import Phase
 from antiphon.views import RunView
+
+__all__ = ["dump", "raw"]
 
 OPERATOR = Caller.operator()
 MAIN = "agent:main:main"
 BOUND = 10.0  # seconds after which any wait of a test is a failure
 DATABASE = "antiphon.db"
-_ASIDE = ("message_words", "search_cursor", "owners")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Stage:
 
     operations: Operations
     engine: Engine
-    store: SqliteStore
+    store: Store
     bus: LocalBus
     clock: Clock
     path: Path
@@ -86,34 +88,9 @@ async def _create(tx: Tx, key: str, parent: str | None, now: int) -> Row:
     return await sessions.create(tx, keys.parse(key), now, Birth(parent=above["id"] if above else None))
 
 
-def raw(path: Path, sql: str, *params: object) -> list[dict[str, Any]]:
-    connection = sqlite3.connect(path, timeout=BOUND)
-    connection.row_factory = sqlite3.Row
-    try:
-        rows = [dict(row) for row in connection.execute(sql, params)]
-        connection.commit()
-        return rows
-    finally:
-        connection.close()
-
-
-def dump(path: Path, *, besides: Iterable[str] = ()) -> dict[str, list[tuple[Any, ...]]]:
-    """Every row of every table, to see that nothing changed; what a chore writes by itself is left out."""
-    connection = sqlite3.connect(path, timeout=BOUND)
-    try:
-        names = [row[0] for row in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")]
-        return {
-            name: connection.execute(f'SELECT * FROM "{name}"').fetchall()  # noqa: S608
-            for name in names
-            if name not in besides and not name.startswith(_ASIDE)
-        }
-    finally:
-        connection.close()
-
-
 @asynccontextmanager
-async def opened(path: Path, on_commit: Callable[[Phase], None] | None = None) -> AsyncGenerator[SqliteStore]:
-    store = await SqliteStore.open(path / DATABASE, on_commit=on_commit)
+async def opened(path: Path, on_commit: Callable[[Phase], None] | None = None) -> AsyncGenerator[Store]:
+    store = await open_base(path / DATABASE, on_commit=on_commit)
     try:
         yield store
     finally:
@@ -131,7 +108,7 @@ async def staged(
     pace: Pace | None = None,
     keep: Keep | None = None,
     bus: LocalBus | None = None,
-    store: SqliteStore | None = None,
+    store: Store | None = None,
     alone: bool = True,
     max_steps: int = 20,
     reserve_tokens: int = 100,
@@ -139,10 +116,12 @@ async def staged(
     on_commit: Callable[[Phase], None] | None = None,
 ) -> AsyncGenerator[Stage]:
     """Start on this directory (or beside others on this store), stop when the block is left."""
-    clock = clock or SystemClock()
     config = config or Config()
     bus = bus or LocalBus()
-    own = None if store else await SqliteStore.open(path / DATABASE, on_commit=on_commit)
+    own = None if store else await open_base(path / DATABASE, on_commit=on_commit)
+    shared = store or own
+    assert shared is not None
+    clock = clock or shared.clock
     runtime = FunctionRuntime(agent, clock=clock) if callable(agent) else agent
     toolbox = {tool.spec.name: tool for tool in tools}
 
@@ -158,8 +137,6 @@ async def staged(
             max_result_chars=1000,
         )
 
-    shared = store or own
-    assert shared is not None
     engine = Engine(
         store=shared,
         lanes=LocalLanes(),

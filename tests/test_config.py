@@ -258,8 +258,10 @@ def test_settings_without_effect_are_told() -> None:
 
     assert "'session.store' has no effect" in warnings
     assert "'session.maintenance' has no effect" in warnings
-    for part in ("channels", "store.url", "bus.url"):
-        assert f"'{part}' is accepted and has no effect in this release." in warnings
+    assert "'channels' is accepted and has no effect in this release." in warnings
+    assert "'bus.url' has no effect" not in warnings
+    (warning,) = parse({"bus": {"url": "nats://localhost"}})[1]
+    assert warning.startswith("'bus.url' has no effect without 'store.url'")
 
 
 def test_parts_that_are_not_there_yet_refuse_nothing() -> None:

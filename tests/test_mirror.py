@@ -102,7 +102,7 @@ async def test_the_file_a_row_names_is_what_an_export_would_write(tmp_path: Path
                 await operations.renew(OPERATOR, "main")
                 await say(operations, "say anew")
                 files.add(Path((await operations.describe(OPERATOR, "main")).transcript_path or ""))
-    async with reading(tmp_path) as store:
+    async with reading(Config(), tmp_path) as store:
         await export_all(store, tmp_path / "out")
     assert len(files) == 2
     for file in files:
@@ -113,7 +113,7 @@ async def test_the_file_a_row_names_is_what_an_export_would_write(tmp_path: Path
 async def test_steady_traffic_does_not_put_a_file_off(tmp_path: Path) -> None:
     (file,) = await talked(tmp_path, MAIN)
     bus = Busy(file)
-    async with reading(tmp_path) as store:
+    async with reading(Config(), tmp_path) as store:
         task = asyncio.create_task(Mirror(store, bus, file.parent).run())
         async with asyncio.timeout(2 * BOUND):
             await bus.seen.wait()
@@ -129,7 +129,7 @@ async def test_after_a_gap_whatever_may_have_changed_is_written(
     clock = ManualClock()
     (old,) = await talked(tmp_path, "cron:old", clock=clock)
     clock.advance(days=1)
-    async with reading(tmp_path) as store:
+    async with reading(Config(), tmp_path) as store:
         bus = LocalBus()
         mirror = Mirror(store, bus, old.parent, clock)
         clock.advance(seconds=60)
@@ -160,7 +160,7 @@ async def test_the_file_of_a_deleted_session_goes_too(tmp_path: Path, event: Eve
 
 async def test_a_file_that_could_not_be_written_is_written_anew(tmp_path: Path) -> None:
     (file,) = await talked(tmp_path, MAIN)
-    async with reading(tmp_path) as store:
+    async with reading(Config(), tmp_path) as store:
         bus = LocalBus()
         mirror = Mirror(store, bus, file.parent)
         file.mkdir(parents=True)
@@ -174,7 +174,7 @@ async def test_a_file_that_could_not_be_written_is_written_anew(tmp_path: Path) 
 async def test_the_file_of_a_deleted_session_goes_though_its_key_is_used_again(tmp_path: Path) -> None:
     key = "agent:main:cron:job"
     (old,) = await talked(tmp_path, key)
-    async with reading(tmp_path) as store:
+    async with reading(Config(), tmp_path) as store:
         bus = LocalBus()
         mirror = Mirror(store, bus, old.parent)
         await mirrored(mirror, bus, changed(key))

@@ -48,7 +48,7 @@ async def test_a_row_has_the_agreed_names_and_leaves_out_what_is_unknown(tmp_pat
         child = "agent:main:subagent:11111111-1111-1111-1111-111111111111"
         await stage.create(child, MAIN)
         stage.rows(
-            "UPDATE sessions SET label = 'l', display_name = 'd', model = 'm', thinking = 'low', verbose = 'on', "
+            "UPDATE sessions SET label = 'l', display_name = 'd', model = 'm', thinking = 'low', \"verbose\" = 'on', "
             "send_policy = 'allow', last_channel = 'telegram', last_to = '7', last_account = 'a', context_tokens = 5, "
             "chat_type = 'direct', subject = 's' WHERE key = ?",
             child,

@@ -38,8 +38,7 @@ from antiphon.host import House, house
 from antiphon.operations import Operations, Spawn
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import FunctionRuntime
-from antiphon.store import Row, Tx
-from antiphon.store.sqlite import SqliteStore
+from antiphon.store import Row, Store, Tx
 from antiphon.tools import session_tools
 from stage import DATABASE, MAIN, OPERATOR, dump, opened, raw, with_settings
 from tools.troupe import Player, cast_of, heard
@@ -244,7 +243,7 @@ def _named(agent: str, patterns: list[str]) -> bool:
 class Desk:
     """A store with the session tools on it, and nothing that runs."""
 
-    store: SqliteStore
+    store: Store
     door: Door
     tools: Mapping[str, Tool]
     actors: Actors

@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import signal
-import sqlite3
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable
@@ -26,22 +24,26 @@ from antiphon.access import READ, WRITE, Caller
 from antiphon.bus import Delivered, Listener, SessionChanged, session_topic
 from antiphon.clock import ManualClock
 from antiphon.config import Config
-from antiphon.engine import jobs, retention
+from antiphon.engine import firings, jobs, retention
 from antiphon.engine.door import Door
 from antiphon.engine.engine import Pace
-from antiphon.engine.jobs import AgentTurn, Announce, At, Cron, Every, Schedule, SystemEvent, Terms
+from antiphon.engine.jobs import AgentTurn, Announce, SystemEvent, Terms
 from antiphon.engine.retention import Keep
 from antiphon.engine.scheduler import Scheduler
+from antiphon.engine.slots import At, Cron, Every, Schedule
 from antiphon.errors import AntiphonError, Conflict, Forbidden, InvalidInput, NotFound, TooLarge
 from antiphon.host import house
 from antiphon.runtimes import Prompt
 from antiphon.schedules import JobPatch, JobSpec, JobView, Schedules, read_as
-from stage import BOUND, MAIN, OPERATOR, Stage, dump, staged, until, with_settings
+from chaos.harness import whereabouts
+from chaos.killer import Place
+from stage import BOUND, DATABASE, MAIN, OPERATOR, Stage, dump, raw, staged, until, with_settings
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W5")]
 
 START = 1_700_000_000_000
-HOUR = 3_600_000
+MINUTE = 60_000
+HOUR = 60 * MINUTE
 QUIET = Pace(lease=10**7, sweep=3600, retention=3600)
 WORDS = AgentTurn(message="say good morning")
 HOURLY = Every(every_ms=HOUR)
@@ -448,7 +450,7 @@ async def test_a_firing_is_there_with_its_next_slot_or_neither_is(tmp_path: Path
         assert at.runs() == [f"cron:{job.id}:{START + HOUR}"]
 
 
-async def lives(home: Path, job_id: str, kill: int | None) -> None:
+async def lives(home: Path, job_id: str, place: Place | None, kill: int | None) -> None:
     """Host the directory at the hour the job is due, until its run has ended or the process is killed."""
     commits = 0
 
@@ -458,7 +460,10 @@ async def lives(home: Path, job_id: str, kill: int | None) -> None:
         if commits == kill:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    async with house(Config(), home, clock=ManualClock(START + HOUR), on_commit=on_commit) as opened:
+    config = Config.model_validate(place.settings() if place else {})
+    # Who comes after a kill comes when the lease of the dead has run out.
+    clock = ManualClock(START + HOUR + (0 if kill else MINUTE))
+    async with house(config, home, clock=clock, on_commit=on_commit) as opened:
         await until(lambda: _ended(opened.schedules, job_id))
 
 
@@ -466,27 +471,28 @@ async def _ended(schedules: Schedules, job_id: str) -> bool:
     return (await schedules.get(OPERATOR, job_id)).state.last_status == "ok"
 
 
-def play(homes: list[Path], job_id: str) -> None:
+def play(homes: list[tuple[str, str, list[str]]]) -> None:
     """Each directory gets a process that is killed at its n-th moment, and then one that is not."""
-    for number, home in enumerate(homes, 1):
+    for number, (home, job_id, there) in enumerate(homes, 1):
         for kill in (number, None):
             if (child := os.fork()) == 0:
                 signal.alarm(30)
-                asyncio.run(lives(home, job_id, kill))
+                asyncio.run(lives(Path(home), job_id, Place.of(there), kill))
                 os._exit(0)
             _, status = os.waitpid(child, 0)
             os.write(1, f"{os.waitstatus_to_exitcode(status)}\n".encode())
 
 
 async def test_killed_around_any_commit_a_slot_is_one_run(tmp_path: Path) -> None:
-    async with house(Config(), tmp_path / "state", clock=ManualClock(START)) as opened:
-        spec = JobSpec(name="hourly", schedule=HOURLY, payload=WORDS)
-        job = await opened.schedules.add(OPERATOR, spec)
     # Before and after each of the commits: the lease, the firing, the claim of its run, its end.
-    homes = [tmp_path / f"{n}" for n in range(1, 9)]
-    for home in homes:
-        shutil.copytree(tmp_path / "state", home)
-    command = [sys.executable, __file__, job.id, *map(str, homes)]
+    homes: list[tuple[str, str, list[str]]] = []
+    for number in range(1, 9):
+        home = tmp_path / f"{number}"
+        async with house(Config(), home, clock=ManualClock(START)) as opened:
+            spec = JobSpec(name="hourly", schedule=HOURLY, payload=WORDS)
+            job = await opened.schedules.add(OPERATOR, spec)
+        homes.append((str(home), job.id, whereabouts(home)))
+    command = [sys.executable, __file__, json.dumps(homes)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     done = await asyncio.to_thread(
         subprocess.run, command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=90
@@ -494,12 +500,11 @@ async def test_killed_around_any_commit_a_slot_is_one_run(tmp_path: Path) -> Non
     codes = [int(line) for line in done.stdout.split()]
     assert set(codes[1::2]) == {0} and set(codes[::2]) <= {0, -9}
     assert codes[:8:2] == [-9] * 4  # the firing is the second commit
-    for home in homes:
-        connection = sqlite3.connect(home / "antiphon.db")
-        runs = connection.execute("SELECT id, state FROM runs").fetchall()
-        assert runs == [(f"cron:{job.id}:{START + HOUR}", "ok")], home
-        assert connection.execute("SELECT next_at, firings FROM jobs").fetchall() == [(START + 2 * HOUR, 1)]
-        connection.close()
+    for home, job_id, _ in homes:
+        path = Path(home) / DATABASE
+        fired = {"id": f"cron:{job_id}:{START + HOUR}", "state": "ok"}
+        assert raw(path, "SELECT id, state FROM runs") == [fired], home
+        assert raw(path, "SELECT next_at, firings FROM jobs") == [{"next_at": START + 2 * HOUR, "firings": 1}]
 
 
 # --- the scheduler itself ---
@@ -527,14 +532,14 @@ async def test_the_scheduler_outlives_what_goes_wrong(
         job = await at.add()
         at.clock.advance(seconds=3600)
         troubles: list[BaseException] = [OSError("no"), NotFound("No.", "Try again."), OSError("no")]
-        due, overview = jobs.due, jobs.overview
+        due, overview = firings.due, jobs.overview
 
         async def failing(tx: Any, *arguments: Any) -> Any:
             if troubles:
                 raise troubles.pop()
             return await (due(tx, *arguments) if arguments else overview(tx))
 
-        monkeypatch.setattr(jobs, "due", failing)
+        monkeypatch.setattr(firings, "due", failing)
         monkeypatch.setattr(jobs, "overview", failing)
         task = asyncio.create_task(at.scheduler.run())
         await until(lambda: _fired(at))
@@ -780,4 +785,4 @@ async def test_a_zone_and_an_anchor_that_were_left_open_are_written_down(
 
 
 if __name__ == "__main__":
-    play([Path(name) for name in sys.argv[2:]], sys.argv[1])
+    play(json.loads(sys.argv[1]))

@@ -34,6 +34,12 @@ AGENTS = ("main", "helper", "writer")
 QUIET = Pace(lease=10**7, sweep=3600, retention=3600)
 
 
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found is looked at here, not how fast this machine is just now: that is engine/test_search_time.py."""
+    monkeypatch.setattr(search, "BUDGET", 60.0)
+
+
 async def echo(prompt: Prompt) -> str:
     return "an echo"
 

@@ -151,9 +151,9 @@ def grants_for(
 ) -> Grants:
     """An agent's grants from its settings, narrowed to its own tree where it runs in a sandbox, and to the cap."""
     clamp = sandboxed and session_tools_visibility == "spawned"
-    read = _at_most_tree(visibility) if clamp else visibility
+    read = narrower(visibility, "tree") if clamp else visibility
     wanted = send_visibility or visibility
-    send = _at_most_tree(wanted) if clamp else wanted
+    send = narrower(wanted, "tree") if clamp else wanted
     if cap is not None:
         read, send = narrower(read, cap.read), narrower(send, cap.send)
     return Grants(
@@ -256,10 +256,6 @@ def _agent_reach(caller: Caller, grants: Grants, visibility: Visibility) -> Reac
 
 def narrower(one: Visibility, other: Visibility) -> Visibility:
     return one if _WIDTH[one] <= _WIDTH[other] else other
-
-
-def _at_most_tree(visibility: Visibility) -> Visibility:
-    return "self" if visibility == "self" else "tree"
 
 
 def matches(agent_id: str, patterns: Iterable[str]) -> bool:

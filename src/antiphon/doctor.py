@@ -69,8 +69,10 @@ async def examine(paths: Paths, *, online: bool = False) -> list[Finding]:
     loaded = _configuration(paths, findings)
     home = StateDir.look(paths.state_dir)
     findings += [*_directory(home), *_disk(home.path)]
-    if home.database.exists():
-        findings += await _database(home)
+    if loaded is not None and loaded.config.store.url is not None:
+        findings += await _server(loaded.config, home)
+    elif home.database.exists():
+        findings += await _file(home)
     if loaded is not None:
         findings += await _models(loaded.config, online=online)
     return findings
@@ -138,18 +140,31 @@ def _disk(path: Path) -> Iterator[Finding]:
 # --- the database ---
 
 
-async def _database(home: StateDir) -> list[Finding]:
+async def _file(home: StateDir) -> list[Finding]:
     try:
         await asyncio.to_thread(check_file, home.database)
     except AntiphonError as error:
         return [_failed("database", error)]
-    findings = [ok("database", f"intact, schema {migrations()[-1].version}")]
+    intact = ok("database", f"intact, schema {migrations()[-1].version}")
+    return [intact, *await _content(Config(), home, running=home.holder is not None)]
+
+
+async def _server(config: Config, home: StateDir) -> list[Finding]:
+    """A database that others may be using, too: what is under way there may be theirs."""
     try:
-        async with reading(home.path) as store:
-            findings += [await _transcripts(store), *await _runs(store, running=home.holder is not None)]
+        async with reading(config, home.path):
+            pass
     except AntiphonError as error:
-        findings.append(_failed("database", error))
-    return findings
+        return [_failed("database", error)]
+    return [ok("database", "reached"), *await _content(config, home, running=True)]
+
+
+async def _content(config: Config, home: StateDir, *, running: bool) -> list[Finding]:
+    try:
+        async with reading(config, home.path) as store:
+            return [await _transcripts(store), *await _runs(store, running=running)]
+    except AntiphonError as error:
+        return [_failed("database", error)]
 
 
 async def _transcripts(store: Store) -> Finding:

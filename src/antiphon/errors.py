@@ -209,6 +209,14 @@ class StoreReadOnly(StoreError):
     code = "store_read_only"
 
 
+class BusError(AntiphonError):
+    """The NATS servers cannot be used. Nothing that was accepted is lost; it waits in the store."""
+
+    code = "bus_unavailable"
+    http = 503
+    exit_code = 7
+
+
 class ProviderError(AntiphonError):
     """A model provider failed. `retryable` says whether the same request may work later."""
 

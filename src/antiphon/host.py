@@ -8,34 +8,39 @@ in `visits`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+import os
+import socket
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from antiphon import keys
-from antiphon.bus.local import LocalBus
-from antiphon.clock import Clock, SystemClock
+from antiphon import __version__, keys
+from antiphon.bus import EventBus
+from antiphon.clock import Clock
 from antiphon.config import AgentConfig, Config
 from antiphon.engine.actors import Actors
 from antiphon.engine.door import Door
 from antiphon.engine.engine import Engine, Pace
 from antiphon.engine.jobs import Terms
 from antiphon.engine.outbox import Channel, Outbox
+from antiphon.engine.replicas import Replica
 from antiphon.engine.retention import Keep
 from antiphon.engine.runs import Claim
 from antiphon.engine.scheduler import Scheduler
 from antiphon.engine.toolbox import Tool, Toolbox
 from antiphon.engine.turns import Setting
 from antiphon.errors import NotFound
-from antiphon.lanes.local import LocalLanes
+from antiphon.links import Links, linked
 from antiphon.operations import Operations
 from antiphon.runtimes import Runtime
 from antiphon.runtimes.catalog import Catalog
 from antiphon.runtimes.slots import Slotted
 from antiphon.schedules import Schedules
-from antiphon.store.sqlite import Phase, SqliteStore
+from antiphon.store import Store
+from antiphon.store.opening import Phase, open_store
 from antiphon.store.statedir import StateDir
 from antiphon.tools import session_tools
 from antiphon.transfers.mirror import Mirror
@@ -65,9 +70,15 @@ class House:
     operations: Operations
     schedules: Schedules
     toolbox: Toolbox
-    bus: LocalBus
+    links: Links
     config: Config
     clock: Clock
+    introduce: Callable[[str], Awaitable[None]]
+    """Tell the other replicas where this one can be reached."""
+
+    @property
+    def bus(self) -> EventBus:
+        return self.links.bus
 
 
 @asynccontextmanager
@@ -80,44 +91,64 @@ async def hosting(config: Config, state_dir: Path, **options: Unpack[Options]) -
 @asynccontextmanager
 async def house(config: Config, state_dir: Path, **options: Unpack[Options]) -> AsyncGenerator[House]:
     """Own the directory, take up what was left in it, and host until the context is left."""
-    clock = options.get("clock") or SystemClock()
     with await asyncio.to_thread(StateDir.own, state_dir) as home:
-        store = await SqliteStore.open(
-            home.database, synchronous=config.store.synchronous, on_commit=options.get("on_commit")
-        )
-        bus = LocalBus()
-        toolbox = Toolbox()
-        catalog = Catalog(config, options.get("functions"))
-        door = Door(config)
-        engine = Engine(
-            store=store,
-            lanes=LocalLanes(),
-            bus=bus,
-            clock=clock,
-            setting=_Settings(config, catalog, Actors(config, door, toolbox)),
-            outbox=Outbox(store, bus, clock, door, options.get("channels") or {}),
-            pace=options.get("pace"),
-            keep=_keep(config),
-            longest_run=config.agents.defaults.timeout_seconds,
-        )
-        operations = operations_on(config, store, home, bus=bus, clock=clock, engine=engine, toolbox=toolbox)
-        terms = Terms(config, door)
-        scheduler = Scheduler(terms=terms, store=store, bus=bus, clock=clock, engine=engine)
-        schedules = Schedules(store=store, clock=clock, scheduler=scheduler)
-        more = options.get("tools")
-        for tool in [*session_tools(operations), *(more(operations) if more else ())]:
-            toolbox.add(tool)
-        try:
-            async with _mirroring(config, store, bus, home, clock):
-                try:
-                    await engine.start()
-                    async with _firing(scheduler):
-                        yield House(operations, schedules, toolbox, bus, config, clock)
-                finally:
-                    await engine.stop()
-        finally:
-            await catalog.close()
-            await store.close()
+        async with (
+            _opened(config, home, options.get("on_commit")) as store,
+            linked(config) as links,
+            aclosing(Catalog(config, options.get("functions"))) as catalog,
+        ):
+            clock = options.get("clock") or store.clock
+            toolbox = Toolbox()
+            door = Door(config)
+            engine = Engine(
+                store=store,
+                lanes=links.lanes,
+                bus=links.bus,
+                clock=clock,
+                setting=_Settings(config, catalog, Actors(config, door, toolbox)),
+                outbox=Outbox(store, links.bus, clock, door, options.get("channels") or {}),
+                pace=options.get("pace") or links.pace,
+                keep=_keep(config),
+                longest_run=config.agents.defaults.timeout_seconds,
+                alone=not store.shared,
+                replica=_replica(clock),
+            )
+            operations = operations_on(
+                config, store, home, bus=links.bus, clock=clock, engine=engine, toolbox=toolbox
+            )
+            scheduler = Scheduler(
+                terms=Terms(config, door), store=store, bus=links.bus, clock=clock, engine=engine
+            )
+            schedules = Schedules(store=store, clock=clock, scheduler=scheduler)
+            more = options.get("tools")
+            for tool in [*session_tools(operations), *(more(operations) if more else ())]:
+                toolbox.add(tool)
+            async with (
+                _mirroring(config, store, links.bus, home, clock),
+                _playing(engine, scheduler, links.grace),
+            ):
+                yield House(operations, schedules, toolbox, links, config, clock, engine.introduce)
+
+
+@asynccontextmanager
+async def _opened(
+    config: Config, home: StateDir, on_commit: Callable[[Phase], None] | None
+) -> AsyncGenerator[Store]:
+    store = await open_store(config, home.database, on_commit=on_commit)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@asynccontextmanager
+async def _playing(engine: Engine, scheduler: Scheduler, grace: float) -> AsyncGenerator[None]:
+    try:
+        await engine.start()
+        async with _firing(scheduler):
+            yield
+    finally:
+        await engine.stop(grace)
 
 
 @asynccontextmanager
@@ -133,7 +164,7 @@ async def _firing(scheduler: Scheduler) -> AsyncGenerator[None]:
 
 @asynccontextmanager
 async def _mirroring(
-    config: Config, store: SqliteStore, bus: LocalBus, home: StateDir, clock: Clock
+    config: Config, store: Store, bus: EventBus, home: StateDir, clock: Clock
 ) -> AsyncGenerator[None]:
     """Transcript files beside the store, if they are wanted; up to date when the context is left."""
     if not config.session.transcripts.mirror:
@@ -148,6 +179,15 @@ async def _mirroring(
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await mirror.flush()
+
+
+def _replica(clock: Clock) -> Replica:
+    return Replica(
+        id=uuid.uuid4().hex,
+        name=f"{socket.gethostname()}:{os.getpid()}",
+        version=__version__,
+        started_at=clock.now(),
+    )
 
 
 def _keep(config: Config) -> Keep:

@@ -1,7 +1,7 @@
 """Scheduled jobs, as callers manage them: typed in and out, like `operations` for sessions.
 
 Jobs belong to the operators: who reads them needs `operator.read`, who changes or runs them `operator.admin`, and
-an agent may do neither. When a job fires is in `engine.scheduler`, and what a firing is in `engine.jobs`.
+an agent may do neither. When a job fires is in `engine.scheduler`, and what a firing is in `engine.firings`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from antiphon.access import ADMIN, READ, Caller
 from antiphon.clock import Clock
 from antiphon.engine import jobs, words
 from antiphon.engine.commands import Command
-from antiphon.engine.jobs import Delivery, Job, JobPatch, JobSpec, Payload, Schedule
+from antiphon.engine.jobs import Delivery, Job, JobPatch, JobSpec, Payload
 from antiphon.engine.scheduler import Scheduler
+from antiphon.engine.slots import Schedule
 from antiphon.errors import Forbidden, InvalidInput
 from antiphon.store import Store
 from antiphon.views import RunView

@@ -119,6 +119,23 @@ class Summary(_View, omit_defaults=False, frozen=True):
     """Sessions by agent, archived ones not counted."""
 
 
+class ReplicaView(_View, frozen=True):
+    """A process that hosts this store's sessions."""
+
+    id: str
+    name: str
+    lanes: int
+    """Sessions that it is running right now."""
+    alive: bool
+    watching: bool
+    """It looks after what is nobody's in particular."""
+    address: str | None = None
+    version: str | None = None
+    started_at: int | None = None
+    lag_ms: int | None = None
+    """Since it was last heard of."""
+
+
 class SessionPage(_View, frozen=True):
     """`scope` says whose sessions these are: `all`, or what the caller's visibility narrows it to."""
 
@@ -321,6 +338,35 @@ class DeliveryPage(_View, frozen=True):
     next_cursor: str | None = None
 
 
+class ExchangeView(_View, frozen=True, kw_only=True):
+    """One message from a session to another, and how far it has come. Long texts are cut; forgotten ones are gone.
+
+    `announced` is what became of the announcement. No requester: an operator sent it.
+    """
+
+    id: str
+    requester_session_key: str | None = None
+    target_session_key: str
+    phase: str
+    turn: int
+    turns: int
+    announced: str | None = None
+    current_run_id: str | None = None
+    chain_id: str
+    hop: int
+    message: str | None = None
+    latest_reply: str | None = None
+    created_at: int
+    settled_at: int | None = None
+
+
+class ExchangePage(_View, frozen=True):
+    """The newest first."""
+
+    exchanges: list[ExchangeView]
+    next_cursor: str | None = None
+
+
 def task_view(row: Row, viewer_agent_id: str | None) -> TaskView:
     return TaskView(
         run_id=row["id"],
@@ -403,11 +449,11 @@ def ended_view(view: RunView, event: RunChanged) -> RunView:
     )
 
 
-def session_view(row: Row, shown: str, transcript_path: str) -> SessionView:
+def session_view(row: Row, viewer_agent_id: str | None, transcripts: str) -> SessionView:
     """From the columns of `listing.page`, in their order: by name, each would be searched for again in every row."""
     # fmt: off
     (
-        _, _, kind, channel, agent_id, session_id, updated_at, state, display_name, label, model, last_model,
+        _, key, kind, channel, agent_id, session_id, updated_at, state, display_name, label, model, last_model,
         context_tokens, total_tokens, thinking, verbose, system_sent, aborted, send_policy,
         last_channel, last_to, last_account, last_thread, parent_key, child_count,
         chat_type, subject, input_tokens, output_tokens, created_at, archived,
@@ -416,11 +462,12 @@ def session_view(row: Row, shown: str, transcript_path: str) -> SessionView:
     if last_channel:
         route = Route(channel=last_channel, to=last_to, account_id=last_account, thread_id=last_thread)
     return SessionView(
-        shown, kind, keys.channel_of(kind, channel, last_channel), agent_id, session_id, updated_at, updated_at,
+        keys.display_text(key, viewer_agent_id=viewer_agent_id), kind,
+        keys.channel_of(kind, channel, last_channel), agent_id, session_id, updated_at, updated_at,
         state, display_name, label, model or last_model, context_tokens, total_tokens, thinking, verbose,
         system_sent == 1, aborted == 1, send_policy, last_channel, last_to, last_account, route,
-        transcript_path, parent_key, child_count, chat_type, subject, input_tokens, output_tokens, created_at,
-        archived == 1, model,
+        f"{transcripts}/{session_id}.jsonl", parent_key, child_count, chat_type, subject, input_tokens,
+        output_tokens, created_at, archived == 1, model,
     )
     # fmt: on
 

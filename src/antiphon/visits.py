@@ -13,29 +13,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from antiphon.bus.local import LocalBus
-from antiphon.clock import Clock, SystemClock
+from antiphon.clock import Clock
 from antiphon.engine.door import Door
 from antiphon.operations import Operations
-from antiphon.store.sqlite import SqliteStore
+from antiphon.store.opening import open_store
 from antiphon.store.statedir import StateDir
 
 if TYPE_CHECKING:
+    from antiphon.bus import EventBus
     from antiphon.config import Config
     from antiphon.engine.engine import Engine
     from antiphon.engine.toolbox import Toolbox
+    from antiphon.store import Store
 
 
 @asynccontextmanager
 async def looking(config: Config, state_dir: Path) -> AsyncGenerator[Operations]:
     """Read a state directory without owning it; whatever would change something is refused."""
-    async with reading(state_dir) as store:
+    async with reading(config, state_dir) as store:
         yield operations_on(config, store, StateDir.look(state_dir))
 
 
 @asynccontextmanager
-async def reading(state_dir: Path) -> AsyncGenerator[SqliteStore]:
+async def reading(config: Config, state_dir: Path) -> AsyncGenerator[Store]:
     """The store of a state directory for reading, whoever owns it."""
-    store = await SqliteStore.open(StateDir.look(state_dir).database, read_only=True, readers=1)
+    store = await open_store(config, StateDir.look(state_dir).database, read_only=True)
     try:
         yield store
     finally:
@@ -43,10 +45,10 @@ async def reading(state_dir: Path) -> AsyncGenerator[SqliteStore]:
 
 
 @asynccontextmanager
-async def keeping(config: Config, state_dir: Path) -> AsyncGenerator[SqliteStore]:
+async def keeping(config: Config, state_dir: Path) -> AsyncGenerator[Store]:
     """Own the directory without playing what waits in it."""
     with await asyncio.to_thread(StateDir.own, state_dir) as home:
-        store = await SqliteStore.open(home.database, synchronous=config.store.synchronous)
+        store = await open_store(config, home.database)
         try:
             yield store
         finally:
@@ -55,10 +57,10 @@ async def keeping(config: Config, state_dir: Path) -> AsyncGenerator[SqliteStore
 
 def operations_on(
     config: Config,
-    store: SqliteStore,
+    store: Store,
     home: StateDir,
     *,
-    bus: LocalBus | None = None,
+    bus: EventBus | None = None,
     clock: Clock | None = None,
     engine: Engine | None = None,
     toolbox: Toolbox | None = None,
@@ -68,7 +70,7 @@ def operations_on(
         config=config,
         store=store,
         bus=bus or LocalBus(),
-        clock=clock or SystemClock(),
+        clock=clock or store.clock,
         door=Door(config),
         engine=engine,
         transcripts_dir=home.transcripts,

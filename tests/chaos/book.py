@@ -1,4 +1,4 @@
-"""What the checker of the crash suite reads: raw SQLite and JSON, nothing of Antiphon."""
+"""What the checker of the crash suite reads: raw rows and JSON, nothing of Antiphon."""
 
 from __future__ import annotations
 
@@ -9,10 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bases import chosen
 from chaos.scenario import NOTES
 from chaos.talk import KEYED, UNKEYED
+from cluster.database import Postgres
+from stage import DATABASE
 
 Row = dict[str, Any]
+ORDER = {
+    "runs": "n", "sessions": "id", "usage": "id", "owners": "id", "messages": "transcript, seq", "exchanges": "n",
+    "tasks": "n", "deliveries": "n", "chains": "id",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +36,18 @@ class Book:
     """Everything in the store, read at once."""
 
     def __init__(self, state_dir: Path) -> None:
-        # Read-only, so that looking neither recovers nor checkpoints what the next process must cope with.
-        connection = sqlite3.connect(f"file:{state_dir / 'antiphon.db'}?mode=ro", uri=True)
-        connection.row_factory = sqlite3.Row
-        try:
-            self.integrity: str = connection.execute("PRAGMA integrity_check").fetchone()[0]
-            # A process killed before its migrations have committed leaves a file without some tables.
-            self._tables = {
-                row[0] for row in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")
-            }
-            self.runs = self._rows(connection, "runs", "n")
-            self.sessions = self._rows(connection, "sessions", "id")
-            self.usage = self._rows(connection, "usage", "id")
-            self.owners = self._rows(connection, "owners", "id")
-            self.messages = self._rows(connection, "messages", "transcript, seq")
-            self.exchanges = self._rows(connection, "exchanges", "n")
-            self.tasks = self._rows(connection, "tasks", "n")
-            self.deliveries = self._rows(connection, "deliveries", "n")
-            self.chains = self._rows(connection, "chains", "id")
-        finally:
-            connection.close()
+        path = state_dir / DATABASE
+        self.integrity, tables = _postgres(chosen.postgres, path) if chosen.postgres else _sqlite(path)
+        self.runs = tables["runs"]
+        self.sessions = tables["sessions"]
+        self.usage = tables["usage"]
+        self.owners = [owner for owner in tables["owners"] if owner["lease_until"]]
+        """Without those whose lease was ended because they are dead (see `harness`): they are swept some time."""
+        self.messages = tables["messages"]
+        self.exchanges = tables["exchanges"]
+        self.tasks = tables["tasks"]
+        self.deliveries = tables["deliveries"]
+        self.chains = tables["chains"]
         for message in self.messages:
             message["json"] = json.loads(message["body"])
         self._by_run: dict[int, list[Row]] = {}
@@ -57,11 +56,6 @@ class Book:
         self.notes = _lines(state_dir / NOTES)
         self.posts = {channel: _lines(state_dir / f"{channel}.txt") for channel in (KEYED, UNKEYED)}
         """What came of the words outside, by the keys of their deliveries."""
-
-    def _rows(self, connection: sqlite3.Connection, table: str, order: str) -> list[Row]:
-        if table not in self._tables:
-            return []
-        return [dict(row) for row in connection.execute(f"SELECT * FROM {table} ORDER BY {order}")]  # noqa: S608
 
     def entries(self, run: Row) -> list[Row]:
         return self._by_run.get(run["n"], [])
@@ -96,6 +90,30 @@ class Book:
             for block in entry["json"]["content"]
             if block["type"] == "toolCall" and (result := results.get(block["id"]))
         ]
+
+
+def _sqlite(path: Path) -> tuple[str, dict[str, list[Row]]]:
+    # Read-only, so that looking neither recovers nor checkpoints what the next process must cope with.
+    connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    connection.row_factory = sqlite3.Row
+    try:
+        integrity: str = connection.execute("PRAGMA integrity_check").fetchone()[0]
+        # A process killed before its migrations have committed leaves a file without some tables.
+        there = {row[0] for row in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
+        return integrity, {
+            table: [dict(row) for row in connection.execute(_all(table))] if table in there else []
+            for table in ORDER
+        }
+    finally:
+        connection.close()
+
+
+def _postgres(server: Postgres, path: Path) -> tuple[str, dict[str, list[Row]]]:
+    return "ok", dict(zip(ORDER, server.look(path, *map(_all, ORDER)), strict=True))
+
+
+def _all(table: str) -> str:
+    return f"SELECT * FROM {table} ORDER BY {ORDER[table]}"  # noqa: S608
 
 
 def _lines(path: Path) -> Counter[str]:

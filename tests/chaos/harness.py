@@ -15,13 +15,20 @@ from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+import pytest
+
+from bases import chosen, raw
 from chaos import verify
 from chaos.scenario import plan
+from stage import DATABASE
 
 WORKER = Path(__file__).with_name("worker.py")
 TESTS = WORKER.parent.parent
 KILLED = -9
 BATCHES = 4  # in which each kind of plan gets its half of the seeded kills
+SHARE = 6  # of the seeded kills; on PostgreSQL a life takes twice as long
+ELSEWHERE = pytest.mark.sqlite_only
+"""Of plans that are killed at every moment, those that there is no time for on a second database."""
 
 Kill = int | str
 """The number of a call around a commit, or a moment with a name (see `worker`)."""
@@ -29,6 +36,25 @@ Case = tuple[str, Sequence[Kill]]
 """A plan, and when its processes are killed."""
 Look = Callable[[Path], None]
 """Given the state directory of a case that went well, before it is removed."""
+
+
+def whereabouts(state_dir: Path) -> list[str]:
+    """What a process is given to find its store, if that is not a file in its directory."""
+    server, path = chosen.postgres, state_dir / DATABASE
+    return [server.made(path).url, str(server.secret)] if server else []
+
+
+def bury(state_dir: Path) -> None:
+    """End the leases of the dead: one who shares its store waits for that, and nobody has the time here."""
+    if chosen.postgres:
+        raw(state_dir / DATABASE, "UPDATE owners SET lease_until = 0")
+        raw(state_dir / DATABASE, "UPDATE watch SET until = 0")
+
+
+def forget(state_dir: Path) -> None:
+    shutil.rmtree(state_dir.parent)
+    if chosen.postgres:
+        chosen.postgres.drop(state_dir / DATABASE)
 
 
 def spawn(*arguments: str) -> subprocess.Popen[str]:
@@ -53,11 +79,18 @@ class Servers:
         except Empty:
             server = spawn("--serve")
         assert server.stdin and server.stdout
-        job = {"state_dir": str(state_dir), "plan": name, "kill": str(kill or "")}
+        job = {
+            "state_dir": str(state_dir),
+            "plan": name,
+            "kill": str(kill or ""),
+            "store": whereabouts(state_dir),
+        }
         server.stdin.write(f"{json.dumps(job)}\n")
         server.stdin.flush()
         code: int = json.loads(server.stdout.readline())["exit"]
         self._idle.put(server)
+        if code == KILLED:
+            bury(state_dir)
         return code
 
     def close(self) -> None:
@@ -91,7 +124,7 @@ def trouble(
     if not found:
         if look:
             look(state_dir)
-        shutil.rmtree(home)  # Some hundred databases are a lot of temporary files; only what failed is kept.
+        forget(state_dir)  # Some hundred databases are a lot of temporary files; only what failed is kept.
     return died, found
 
 
@@ -132,7 +165,7 @@ def suffer_every_moment(servers: Servers, home: Path, name: str, look: Look | No
 
 def suffer_by_chance(servers: Servers, home: Path, kind: str, batch: int, total: int) -> int:
     """One to three kills in a row at seeded moments, of one plan after the other, until there were enough."""
-    wanted = -(-total // (2 * BATCHES))
+    wanted = -(-total // (2 * BATCHES * (SHARE if chosen.postgres else 1)))
     dice = random.Random(f"{kind} {batch}")
 
     def plans(number: int) -> str:

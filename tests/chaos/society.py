@@ -1,6 +1,6 @@
 """Fifty agents that write to each other and spawn each other at random, in a real process that is killed.
 
-    PYTHONPATH=tests python tests/chaos/society.py <state-dir> <seed>
+    PYTHONPATH=tests python tests/chaos/society.py <state-dir> <seed> [<url> <password-file>]
 
 It has imported everything and forks a life for each line it reads: at how many calls around a COMMIT that life sends
 itself SIGKILL, or nothing if it is to work everything off. It answers with how the life ended. Each life submits the
@@ -19,7 +19,6 @@ import logging
 import os
 import random
 import signal
-import sqlite3
 import sys
 import traceback
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from antiphon.access import Caller
 from antiphon.config import Config
 from antiphon.host import hosting
 from antiphon.operations import Message, Operations
+from chaos.killer import Killer, Place
 
 PEOPLE = 50
 EACH = 2  # messages that a person sends to each of them
@@ -37,25 +37,18 @@ DEPTH = 2  # of scripts within scripts
 PATIENCE = 100  # seconds that one life may take; then the alarm kills it and the test fails
 OPERATOR = Caller.operator()
 AGENTS = [f"a{number:02}" for number in range(PEOPLE)]
-CONFIG = Config.model_validate(
-    {
-        "agents": {
-            "defaults": {"subagents": {"maxSpawnDepth": 2, "allowAgents": ["*"]}},
-            "list": [{"id": agent, "default": agent == AGENTS[0]} for agent in AGENTS],
-        },
-        "tools": {
-            "sessions": {"visibility": "all"},
-            "agentToAgent": {"enabled": True},
-            "subagents": {"tools": {"alsoAllow": ["sessions_send"]}},
-        },
-    }
-)
-UNFINISHED = """
-SELECT EXISTS (SELECT 1 FROM runs WHERE state IN ('queued', 'running'))
-    OR EXISTS (SELECT 1 FROM exchanges WHERE phase <> 'settled')
-    OR EXISTS (SELECT 1 FROM tasks WHERE phase <> 'settled')
-    OR EXISTS (SELECT 1 FROM deliveries WHERE state IN ('pending', 'sending'))
-"""
+SETTINGS = {
+    "agents": {
+        "defaults": {"subagents": {"maxSpawnDepth": 2, "allowAgents": ["*"]}},
+        "list": [{"id": agent, "default": agent == AGENTS[0]} for agent in AGENTS],
+    },
+    "tools": {
+        "sessions": {"visibility": "all"},
+        "agentToAgent": {"enabled": True},
+        "subagents": {"tools": {"alsoAllow": ["sessions_send"]}},
+    },
+}
+CONFIG = Config.model_validate(SETTINGS)
 
 # --- what they do ---
 
@@ -116,28 +109,12 @@ def _call(dice: random.Random, numbers: Iterator[int], depth: int) -> str:
 # --- a life ---
 
 
-class Killer:
-    """Counts the calls around commits; the one that was chosen is the last thing this process does."""
-
-    def __init__(self, at: int | None) -> None:
-        self.committed = asyncio.Event()
-        self._count = 0
-        self._at = at
-        self._loop = asyncio.get_running_loop()
-
-    def __call__(self, phase: str) -> None:
-        self._count += 1
-        if self._count == self._at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if phase == "after":
-            self._loop.call_soon_threadsafe(self.committed.set)
-
-
-async def live(state_dir: Path, planned: list[Planned], kill: int | None) -> None:
-    killer = Killer(kill)
-    async with hosting(CONFIG, state_dir, on_commit=killer) as operations:
+async def live(state_dir: Path, planned: list[Planned], kill: int | None, place: Place | None) -> None:
+    killer = Killer("" if kill is None else str(kill), place)
+    config = Config.model_validate(SETTINGS | (place.settings() if place else {}))
+    async with hosting(config, state_dir, on_commit=killer) as operations:
         await _submit(operations, planned)
-        await _worked_off(state_dir, killer)
+        await killer.worked_off(state_dir)
 
 
 async def _submit(operations: Operations, planned: list[Planned]) -> None:
@@ -147,20 +124,7 @@ async def _submit(operations: Operations, planned: list[Planned]) -> None:
         await operations.submit(OPERATOR, Message(session=session, content=text, idempotency_key=key))
 
 
-async def _worked_off(state_dir: Path, killer: Killer) -> None:
-    """Until nothing is under way. Whatever changes that is a commit."""
-    connection = sqlite3.connect(f"file:{state_dir / 'antiphon.db'}?mode=ro", uri=True)
-    try:
-        while True:
-            killer.committed.clear()
-            if not connection.execute(UNFINISHED).fetchone()[0]:
-                return
-            await killer.committed.wait()
-    finally:
-        connection.close()
-
-
-def fork(state_dir: Path, planned: list[Planned], kill: int | None) -> int:
+def fork(state_dir: Path, planned: list[Planned], kill: int | None, place: Place | None) -> int:
     """How a new process ended. It leaves by `_exit`, for it must not go on reading its parent's input."""
     child = os.fork()
     if child:
@@ -169,7 +133,7 @@ def fork(state_dir: Path, planned: list[Planned], kill: int | None) -> int:
     logging.basicConfig(level=logging.ERROR, stream=sys.stderr)
     code = 1
     try:
-        asyncio.run(live(state_dir, planned, kill))
+        asyncio.run(live(state_dir, planned, kill, place))
         code = 0
     except BaseException:  # noqa: BLE001 - nothing may leave this frame
         traceback.print_exc()
@@ -180,7 +144,7 @@ def fork(state_dir: Path, planned: list[Planned], kill: int | None) -> int:
 def main() -> None:
     state_dir, planned = Path(sys.argv[1]), plan(int(sys.argv[2]))
     for line in sys.stdin:
-        code = fork(state_dir, planned, int(line) if line.strip() else None)
+        code = fork(state_dir, planned, int(line) if line.strip() else None, Place.of(sys.argv[3:]))
         os.write(1, f"{code}\n".encode())
 
 

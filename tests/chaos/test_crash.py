@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sqlite3
@@ -17,13 +18,26 @@ from typing import cast
 
 import pytest
 
+from bases import chosen
 from chaos import verify
-from chaos.harness import BATCHES, KILLED, Servers, spawn, suffer_by_chance, suffer_every_moment
+from chaos.harness import (
+    BATCHES,
+    ELSEWHERE,
+    KILLED,
+    Servers,
+    bury,
+    spawn,
+    suffer_by_chance,
+    suffer_every_moment,
+    whereabouts,
+)
+from chaos.killer import Place
 from chaos.scenario import plan
+from stage import DATABASE
 
 
 @pytest.mark.requirement("G1", "G2", "G16", "G21", "G26")
-@pytest.mark.parametrize("shape", ["tell, note", "tell + note"])
+@pytest.mark.parametrize("shape", ["tell, note", pytest.param("tell + note", marks=ELSEWHERE)])
 def test_a_turn_with_two_tool_calls_survives_a_kill_at_every_moment(
     servers: Servers, tmp_path: Path, shape: str, record_property: Callable[[str, object], None]
 ) -> None:
@@ -58,7 +72,7 @@ def test_a_kill_from_outside_at_any_time_is_survived(servers: Servers, tmp_path:
         home = tmp_path / f"{number}"
         home.mkdir()
         state_dir = home / "state"
-        process = spawn(str(state_dir), name)
+        process = spawn(str(state_dir), name, *stored(state_dir))
         assert process.stdin and process.stdout
         # The point in time is the point in its output: the n-th line, or before the first one.
         for _ in range(dice.randrange(10)):
@@ -66,7 +80,8 @@ def test_a_kill_from_outside_at_any_time_is_survived(servers: Servers, tmp_path:
         process.kill()
         heard, _ = process.communicate(timeout=30)
         died += process.returncode == KILLED
-        if (state_dir / "antiphon.db").exists():
+        bury(state_dir)
+        if chosen.postgres or (state_dir / DATABASE).exists():
             accepted = [
                 line.removeprefix("accepted ") for line in heard.splitlines() if line.startswith("acc")
             ]
@@ -76,16 +91,25 @@ def test_a_kill_from_outside_at_any_time_is_survived(servers: Servers, tmp_path:
     assert died >= 3
 
 
+def stored(state_dir: Path) -> list[str]:
+    return ["--store", *there] if (there := whereabouts(state_dir)) else []
+
+
 def chat(state_dir: Path, *messages: str) -> subprocess.Popen[str]:
     said = [part for message in messages for part in ("--message", message)]
     command = [sys.executable, "-c", "from antiphon.cli import main; main()", "--state-dir", str(state_dir)]
-    environment = {**os.environ, "ANTIPHON_CONFIG": ""}
+    config = ""
+    if there := Place.of(whereabouts(state_dir)):
+        file = state_dir.with_suffix(".json5")
+        file.write_text(json.dumps(there.settings()))
+        config = str(file)
+    environment = {**os.environ, "ANTIPHON_CONFIG": config}
     return subprocess.Popen([*command, "chat", *said], stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def begun(state_dir: Path) -> bool:
     """Whether a run is active. The file appears at some moment of the start, its tables a little later."""
-    if not (state_dir / "antiphon.db").exists():
+    if not chosen.postgres and not (state_dir / DATABASE).exists():
         return False
     try:
         return any(run["state"] == "running" for run in verify.Book(state_dir).runs)
@@ -106,6 +130,7 @@ def test_a_killed_chat_is_answered_by_the_next_one(tmp_path: Path) -> None:
     first.kill()
     first.communicate(timeout=30)
     assert first.returncode == KILLED
+    bury(state_dir)
     assert verify.always(state_dir, []) == []
     second = chat(state_dir, "say second answer")
     shown, _ = second.communicate(timeout=60)

@@ -1,6 +1,6 @@
 """A society of fifty agents under random schedules and real kills: nothing is lost, nothing twice, nobody held up.
 
-What is checked is read from the file, as in the rest of the crash suite. `ANTIPHON_SOCIETY_SECONDS=600` goes on
+What is checked is read from the store, as in the rest of the crash suite. `ANTIPHON_SOCIETY_SECONDS=600` goes on
 with further seeds for that long.
 """
 
@@ -26,11 +26,11 @@ from antiphon.messages import Assistant, ToolResult
 from antiphon.runtimes import Prompt
 from chaos import society, verify
 from chaos.book import Book, Row
+from chaos.harness import KILLED, bury, whereabouts
 from chaos.society import AGENTS, CONFIG, main_of
 from stage import BOUND, MAIN, calls, text
-from tools.troupe import HELPER, Player, Troupe, cast_of, house, phase_of, until
+from tools.troupe import HELPER, Player, Troupe, cast_of, house, phase_of
 
-KILLED = -9
 KILLS = 6
 MOMENTS = 30, 200  # calls around commits after which a life may end
 HELD = (
@@ -48,7 +48,7 @@ def process(state_dir: Path, seed: int) -> Generator[Callable[[int | None], int]
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, society.__file__, str(state_dir), str(seed)]
+    command = [sys.executable, society.__file__, str(state_dir), str(seed), *whereabouts(state_dir)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as server:
@@ -58,7 +58,10 @@ def process(state_dir: Path, seed: int) -> Generator[Callable[[int | None], int]
         def live(kill: int | None) -> int:
             given.write(f"{kill or ''}\n")
             given.flush()
-            return int(said.readline())
+            code = int(said.readline())
+            if code == KILLED:
+                bury(state_dir)
+            return code
 
         try:
             yield live
@@ -248,7 +251,7 @@ async def test_forty_agents_that_wait_for_one_hold_up_nobody(tmp_path: Path) -> 
         runs = [
             await troupe.say(_sending(last, "hello", wait=3 * BOUND), main_of(agent)) for agent in waiters
         ]
-        await until(lambda: _waiting(troupe, len(waiters)))
+        await troupe.until(lambda: _waiting(troupe, len(waiters)))
         for agent, other in pairwise(others):
             view = await troupe.ask(_sending(other, "say hi", wait=BOUND), main_of(agent))
             assert json.loads(view.reply or "")["reply"] == "hi"
@@ -287,7 +290,7 @@ async def test_who_yields_when_its_sub_agent_has_woken_it_already_answers_all_th
             return text("in the end")
         if not isinstance(prompt.messages[-1], ToolResult):
             return calls("sessions_spawn", task="go", announce="parent")
-        await until(reported)
+        await opened[0].until(reported)
         return calls("sessions_yield")
 
     async with house(cast_of("helper"), tmp_path, functions={"helper": Player(speak)}) as troupe:

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from bases import raw
 from chaos import outcomes, verify
 from chaos.book import Book
 from chaos.harness import Servers
 from chaos.scenario import plan
+from stage import DATABASE
 
 TALK, TASK, NESTED, DELETED = "five turns", "spawn, yield", "nested", "spawn and delete"
 Played = Callable[[str], Path]
@@ -114,6 +116,7 @@ def played(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> Played
     return play
 
 
+@pytest.mark.sqlite_only  # the laws are about rows, wherever they were read; a file is soon copied
 @pytest.mark.parametrize("lie", LIES)
 def test_a_store_in_which_one_thing_is_wrong_does_not_pass(played: Played, tmp_path: Path, lie: str) -> None:
     shape, script, complaint = LIES[lie]
@@ -127,6 +130,19 @@ def test_a_store_in_which_one_thing_is_wrong_does_not_pass(played: Played, tmp_p
     assert [line for line in found if complaint in line], found
 
 
+@pytest.mark.parametrize("lie", ["a turn is lost", "a delivery says something else"])
+def test_a_lie_is_seen_in_either_database(servers: Servers, tmp_path: Path, lie: str) -> None:
+    shape, statement, complaint = LIES[lie]
+    state_dir = tmp_path / "state"
+    assert servers.play(state_dir, f"single:{shape}", None) == 0
+    assert verify.finally_(state_dir, plan(f"single:{shape}")) == []
+    raw(state_dir / DATABASE, statement)
+    found = verify.finally_(state_dir, plan(f"single:{shape}"))
+    found += outcomes.missed(Book(state_dir), plan(f"single:{shape}"))
+    assert [line for line in found if complaint in line], found
+
+
+@pytest.mark.sqlite_only
 @pytest.mark.parametrize("channel", ["keyed", "unkeyed"])
 def test_a_message_that_was_posted_twice_or_never_does_not_pass(
     played: Played, tmp_path: Path, channel: str

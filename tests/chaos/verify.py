@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from bases import chosen
 from chaos import laws, outcomes
 from chaos.book import Book, Call, Row
 from chaos.scenario import NOTE, TELL, Planned
@@ -211,6 +212,9 @@ def _order(book: Book) -> list[str]:
     wrong: list[str] = []
     for session in book.sessions:
         lane = [run for run in book.runs if run["session"] == session["id"]]
+        if chosen.postgres:
+            # Two that are queued by two connections in the same moment have their numbers before either is there.
+            lane.sort(key=lambda run: run["first_seq"])
         for run in lane:
             seqs = [entry["seq"] for entry in book.entries(run)]
             if seqs != list(range(run["first_seq"], run["last_seq"] + 1)):

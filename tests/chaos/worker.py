@@ -1,6 +1,6 @@
 """A real process that hosts sessions and kills itself at a chosen commit.
 
-    PYTHONPATH=tests python tests/chaos/worker.py <state-dir> <plan> [--kill K]
+    PYTHONPATH=tests python tests/chaos/worker.py <state-dir> <plan> [--kill K] [--store URL PASSWORD-FILE]
 
 `on_commit` is called before and after every COMMIT; at the K-th call the process sends itself SIGKILL. K can also be
 `posting` or `posted`: while a channel has something to post, before and after it does. Every
@@ -23,12 +23,12 @@ import json
 import logging
 import os
 import signal
-import sqlite3
 import sys
 import traceback
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from antiphon.access import Caller
 from antiphon.config import Config
@@ -38,48 +38,19 @@ from antiphon.engine.toolbox import Call, Result, Tool
 from antiphon.host import hosting
 from antiphon.operations import Message, Operations
 from antiphon.runtimes import ToolSpec
+from chaos.killer import Killer, Place
 from chaos.scenario import NOTE, NOTES, TELL, Planned, places, plan
 from chaos.talk import ATTEMPTS, KEYED, POSTED, POSTING, UNKEYED
 
 PATIENCE = 30  # seconds that one process may take in all; then the alarm kills it and the test fails
 OPERATOR = Caller.operator()
-CONFIG = Config.model_validate(
-    {
-        "agents": {
-            "defaults": {"subagents": {"maxSpawnDepth": 2, "allowAgents": ["*"]}},
-            "list": [{"id": "main", "default": True}, {"id": "helper"}],
-        },
-        "tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}},
-    }
-)
-# Everything that is under way, read beside the engine: what an earlier process began is nobody's to wait for.
-UNFINISHED = """
-SELECT EXISTS (SELECT 1 FROM runs WHERE state IN ('queued', 'running'))
-    OR EXISTS (SELECT 1 FROM exchanges WHERE phase <> 'settled')
-    OR EXISTS (SELECT 1 FROM tasks WHERE phase <> 'settled'
-               OR (archived_at IS NULL AND options LIKE '%"cleanup":"delete"%'))
-    OR EXISTS (SELECT 1 FROM deliveries WHERE state IN ('pending', 'sending'))
-"""
-
-
-class Killer:
-    """Counts the calls around commits. The one that was chosen, or a moment with a name, is this process's last."""
-
-    def __init__(self, at: str) -> None:
-        self.count = 0
-        self.committed = asyncio.Event()
-        self._at = at
-        self._loop = asyncio.get_running_loop()
-
-    def __call__(self, phase: str) -> None:
-        self.count += 1
-        self.reach(str(self.count))
-        if phase == "after":
-            self._loop.call_soon_threadsafe(self.committed.set)
-
-    def reach(self, moment: str) -> None:
-        if moment == self._at:
-            os.kill(os.getpid(), signal.SIGKILL)
+SETTINGS = {
+    "agents": {
+        "defaults": {"subagents": {"maxSpawnDepth": 2, "allowAgents": ["*"]}},
+        "list": [{"id": "main", "default": True}, {"id": "helper"}],
+    },
+    "tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}},
+}
 
 
 @dataclass
@@ -135,19 +106,6 @@ def tools(state_dir: Path, operations: Operations) -> list[Tool]:
     ]
 
 
-async def worked_off(state_dir: Path, killer: Killer) -> None:
-    """Until nothing is under way. Whatever changes that is a commit."""
-    connection = sqlite3.connect(f"file:{state_dir / 'antiphon.db'}?mode=ro", uri=True)
-    try:
-        while True:
-            killer.committed.clear()
-            if not connection.execute(UNFINISHED).fetchone()[0]:
-                return
-            await killer.committed.wait()
-    finally:
-        connection.close()
-
-
 async def submit(operations: Operations, planned: list[Planned]) -> None:
     for place in places(planned):
         await operations.open(OPERATOR, place)
@@ -157,9 +115,10 @@ async def submit(operations: Operations, planned: list[Planned]) -> None:
         say(f"accepted {each.key}")
 
 
-async def play(state_dir: Path, name: str, kill: str) -> None:
+async def play(state_dir: Path, name: str, kill: str, place: Place | None) -> None:
     planned = plan(name)
-    killer = Killer(kill)
+    killer = Killer(kill, place)
+    config = Config.model_validate(SETTINGS | (place.settings() if place else {}))
     channels = {
         channel: Outside(state_dir / f"{channel}.txt", channel == KEYED, killer)
         for channel in (KEYED, UNKEYED)
@@ -169,18 +128,18 @@ async def play(state_dir: Path, name: str, kill: str) -> None:
     pace = Pace(sweep=0.05) if sweeping else Pace()
     offered = partial(tools, state_dir)
     async with hosting(
-        CONFIG, state_dir, tools=offered, channels=channels, pace=pace, on_commit=killer
+        config, state_dir, tools=offered, channels=channels, pace=pace, on_commit=killer
     ) as operations:
         await submit(operations, planned)
-        await worked_off(state_dir, killer)
+        await killer.worked_off(state_dir)
     say(f"commits {killer.count}")
     say("done")
 
 
-def run(state_dir: Path, name: str, kill: str) -> None:
+def run(state_dir: Path, name: str, kill: str, place: Place | None) -> None:
     signal.alarm(PATIENCE)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    asyncio.run(play(state_dir, name, kill))
+    asyncio.run(play(state_dir, name, kill, place))
 
 
 def serve() -> None:
@@ -194,13 +153,13 @@ def serve() -> None:
         say(json.dumps({"exit": os.waitstatus_to_exitcode(status)}))
 
 
-def fork(job: dict[str, str]) -> None:
+def fork(job: dict[str, Any]) -> None:
     """The life of a forked process. It leaves by `_exit`, for it must not go on reading its parent's stdin."""
     state_dir, kill = Path(job["state_dir"]), job["kill"]
     for descriptor, name in (1, "stdout"), (2, "stderr"):
         os.dup2(os.open(f"{state_dir}.{name}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), descriptor)
     try:
-        run(state_dir, job["plan"], kill)
+        run(state_dir, job["plan"], kill, Place.of(job["store"]))
     except BaseException:  # noqa: BLE001 - nothing may leave this frame
         traceback.print_exc()
         sys.stderr.flush()
@@ -213,12 +172,13 @@ def main() -> None:
     options.add_argument("state_dir", type=Path, nargs="?")
     options.add_argument("plan", nargs="?")
     options.add_argument("--kill", default="")
+    options.add_argument("--store", nargs=2, default=[])
     options.add_argument("--serve", action="store_true")
     chosen = options.parse_args()
     if chosen.serve:
         serve()
     else:
-        run(chosen.state_dir, chosen.plan, chosen.kill)
+        run(chosen.state_dir, chosen.plan, chosen.kill, Place.of(chosen.store))
 
 
 if __name__ == "__main__":

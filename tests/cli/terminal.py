@@ -64,6 +64,13 @@ class Program:
             **self.extra,
         }
 
+    def configure(self, config: Mapping[str, Any]) -> None:
+        """Write its configuration, as somebody would whose home is not for others to read."""
+        self.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = self.state / "config.json5"
+        path.write_text(json.dumps(config))
+        path.chmod(0o600)
+
     def run(self, *arguments: str, stdin: str = "") -> Result:
         done = subprocess.run(
             [*COMMAND, *arguments],

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -24,13 +23,6 @@ MAIN = "agent:main:main"
 COUNTING = " ".join(f"word{number}" for number in range(100))
 
 pytestmark = pytest.mark.requirement("R")
-
-
-def configure(program: Program, config: dict[str, Any]) -> None:
-    program.state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = program.state / "config.json5"
-    path.write_text(json.dumps(config))
-    path.chmod(0o600)
 
 
 def change(program: Program, sql: str, *params: object) -> None:
@@ -149,7 +141,7 @@ def test_a_failed_run_is_an_exit_code(program: Program) -> None:
 
 
 def test_another_agent_and_another_session(program: Program) -> None:
-    configure(program, {"agents": {"list": [{"id": "main"}, {"id": "helper"}]}})
+    program.configure({"agents": {"list": [{"id": "main"}, {"id": "helper"}]}})
     assert program.run("chat", "--agent", "helper", "--message", "say hi").code == 0
     assert program.run("chat", "--session", "cron:nightly", "--message", "say hi").code == 0
     keys = {row["key"] for row in program.run("sessions", "list", "--json").json["sessions"]}
@@ -287,8 +279,7 @@ def test_an_unexpected_error_is_a_sentence(capsys: pytest.CaptureFixture[str]) -
 
 @pytest.mark.requirement("C")
 def test_the_configuration_is_checked(program: Program) -> None:
-    configure(
-        program,
+    program.configure(
         {
             "models": {
                 "providers": {"local": {"baseUrl": "http://127.0.0.1:9/v1", "models": [{"id": "m1"}]}}
@@ -305,7 +296,7 @@ def test_the_configuration_is_checked(program: Program) -> None:
     assert facts["agents"][1] == {"id": "helper", "default": True, "model": "local/m1"}
     assert "session.store" in facts["warnings"][0]
     assert "helper (default), answered by local/m1" in program.run("config", "check").out
-    configure(program, {"session": {"scoop": 1}, "gateway": {"port": "high"}})
+    program.configure({"session": {"scoop": 1}, "gateway": {"port": "high"}})
     broken = program.run("config", "check")
     assert broken.code == 6
     assert "'session.scoop'" in broken.err
@@ -377,8 +368,7 @@ def test_the_doctor_names_what_is_wrong(program: Program) -> None:
     change(program, "UPDATE messages SET body = '{' WHERE seq = 2")
     change(program, "UPDATE runs SET state = 'interrupted', error = 'x'")
     program.state.chmod(0o755)
-    configure(
-        program,
+    program.configure(
         {"models": {"providers": {"gone": {"baseUrl": "http://127.0.0.1:9/v1", "models": [{"id": "m"}]}}}},
     )
     code, levels = findings(program)
@@ -391,7 +381,7 @@ def test_the_doctor_names_what_is_wrong(program: Program) -> None:
 def test_the_doctor_misses_a_secret_before_a_run_does(program: Program) -> None:
     program.say("say hello")
     provider = {"apiKey": {"env": "ANTIPHON_TEST_UNSET"}, "models": [{"id": "m"}]}
-    configure(program, {"models": {"providers": {"openai": provider}}})
+    program.configure({"models": {"providers": {"openai": provider}}})
     assert findings(program) == (1, {**findings(program)[1], "models": "fail"})
     assert "ANTIPHON_TEST_UNSET" in program.run("doctor").out
 
@@ -399,7 +389,7 @@ def test_the_doctor_misses_a_secret_before_a_run_does(program: Program) -> None:
 @pytest.mark.requirement("G21")
 def test_the_doctor_survives_a_broken_database_and_configuration(program: Program) -> None:
     program.say("say hello")
-    configure(program, {"nonsense": 1})
+    program.configure({"nonsense": 1})
     (program.state / "antiphon.db").write_bytes(b"not a database, but long enough to look like one" * 100)
     for name in ("antiphon.db-wal", "antiphon.db-shm"):
         (program.state / name).unlink(missing_ok=True)

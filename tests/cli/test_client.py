@@ -17,7 +17,7 @@ from antiphon import errors
 from antiphon.bus import Delta, Event, MessageAppended, RunChanged, SessionChanged
 from antiphon.client import Client, Lost, Site, link
 from antiphon.messages import Provenance, Text
-from antiphon.operations import HistoryFilter, ListFilter, Message
+from antiphon.operations import HistoryFilter, ListFilter, Message, Send
 from cli.gateways import Gateway, token, up
 from cli.terminal import BOUND, Program
 
@@ -87,6 +87,31 @@ async def test_histories_page_both_ways(program: Program) -> None:
             later = await desk.history("main", HistoryFilter(limit=4, after=1))
             assert ([item["seq"] for item in later.messages], later.next_cursor) == ([2, 3, 4, 5], "5")
             assert "__openclaw" not in newest.messages[0]
+
+
+@pytest.mark.requirement("G43")
+async def test_what_was_said_to_whom(program: Program) -> None:
+    with up(program) as gateway:
+        async with client(program, gateway.url) as desk:
+            assert (await desk.exchanges(None, unsettled=False, limit=1)).exchanges == []
+            other = (await desk.open("agent:main:direct:other")).key
+            await desk.open("main")
+            for number in (1, 2):
+                wanted = Send(
+                    session=other,
+                    message=f"say {number}",
+                    announce="none",
+                    reply_back=0,
+                    idempotency_key=f"k{number}",
+                )
+                assert (await desk.send(wanted, "main")).reply == str(number)
+            first = await desk.exchanges("main", unsettled=False, limit=1)
+            [exchange] = first.exchanges
+            assert (exchange.id, exchange.requester_session_key) == ("k2", "agent:main:main")
+            assert (exchange.target_session_key, exchange.message) == (other, "say 2")
+            rest = await desk.exchanges(None, unsettled=False, limit=5, cursor=first.next_cursor)
+            assert ([exchange.id for exchange in rest.exchanges], rest.next_cursor) == (["k1"], None)
+            assert (await desk.exchanges(other, unsettled=True, limit=5)).exchanges == []
 
 
 async def test_a_feed_tells_words_then_the_message_then_the_end(program: Program) -> None:

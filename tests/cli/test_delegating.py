@@ -1,8 +1,7 @@
-"""The commands for what goes on between sessions: `send --from`, `spawn`, `agents` and `deliveries`."""
+"""The commands for what goes on between sessions: `send --from`, `spawn`, `agents`, `exchanges`, `deliveries`."""
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import time
 from collections.abc import Generator
@@ -30,17 +29,10 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def configure(program: Program) -> None:
-    program.state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = program.state / "config.json5"
-    path.write_text(json.dumps(CONFIG))
-    path.chmod(0o600)
-
-
 @pytest.fixture(params=["beside a gateway", "alone"])
 def desk(request: pytest.FixtureRequest, program: Program) -> Generator[Program]:
     """Two agents; commands are to do the same with a gateway and without one."""
-    configure(program)
+    program.configure(CONFIG)
     with up(program) if request.param == "beside a gateway" else nullcontext():
         yield program
 
@@ -117,7 +109,7 @@ def test_sub_agents_that_fail_or_are_refused(desk: Program) -> None:
 
 
 def test_a_report_that_is_late(program: Program) -> None:
-    configure(program)
+    program.configure(CONFIG)
     with up(program):
         late = program.run("spawn", "slow 30 a b c", "--label", "calc", "--wait", "0.3")
         assert (late.code, late.out) == (1, "")
@@ -166,7 +158,7 @@ def test_what_is_empty_is_refused(desk: Program) -> None:
     ],
 )
 def test_who_stops_waiting_hears_what_becomes_of_it(program: Program, command: list[str]) -> None:
-    configure(program)
+    program.configure(CONFIG)
     with up(program), program.terminal(*command, "--key", "k1") as terminal:
         until_running(program, "k1")
         terminal.interrupt()
@@ -198,6 +190,41 @@ def test_who_is_there(desk: Program) -> None:
     table = desk.run("agents").out.splitlines()
     assert table[0].split() == ["AGENT", "NAME", "MODEL", "MAY", "SPAWN"]
     assert table[1].split() == ["main", "*", "rehearsal/rehearsal", "itself,", "helper"]
+
+
+@pytest.mark.requirement("G43")
+def test_what_was_said_to_whom(desk: Program) -> None:
+    assert desk.run("send", "main", "say hello", "--wait", "30").code == 0
+    assert desk.run("exchanges").out == "No exchanges.\n"
+    assert desk.run("exchanges", "--unsettled").out == "No exchanges that still go on.\n"
+    for number in (1, 2):
+        sent = (
+            "send",
+            HELPER,
+            f"say {'so ' * 20}{number}",
+            "--from",
+            "main",
+            "--reply-back",
+            "0",
+            "--no-announce",
+        )
+        assert desk.run(*sent, "--wait", "30", "--key", f"k{number}").code == 0
+    heading, newest, _ = desk.run("exchanges", "--session", "main").out.splitlines()
+    assert heading.split("  ")[0] == "PHASE"
+    assert newest.split()[:3] == ["settled", MAIN, HELPER]
+    assert newest.split()[-1] == "k2"
+    assert "…" in newest
+    first = desk.run("exchanges", "--limit", "1", "--json").json
+    [exchange] = first["exchanges"]
+    assert (exchange["id"], exchange["announced"], exchange["phase"]) == ("k2", "none", "settled")
+    assert exchange["latestReply"] == f"{'so ' * 20}2"
+    assert f"There are more: --cursor {first['nextCursor']}" in desk.run("exchanges", "--limit", "1").out
+    rest = desk.run("exchanges", "--cursor", first["nextCursor"], "--session", HELPER, "--json").json
+    assert [found["id"] for found in rest["exchanges"]] == ["k1"]
+    assert desk.run("exchanges", "--unsettled", "--json").json == {"exchanges": []}
+    assert desk.run("exchanges", "--session", "agent:main:direct:nobody").code == 3
+    for wrong in (["--limit", "501"], ["--cursor", "x"]):
+        assert desk.run("exchanges", *wrong).code == 2
 
 
 @pytest.mark.requirement("G3")

@@ -15,7 +15,10 @@ from cli.terminal import BOUND, Program
 
 pytestmark = pytest.mark.requirement("R")
 
-HEAVY = {"pydantic", "pydantic_ai", "openai", "anthropic", "uvicorn", "starlette", "antiphon.config"}
+MODELS = {"pydantic_ai", "openai", "anthropic", "stamina", "antiphon.runtimes.model"}
+SERVING = {"uvicorn", "starlette", "cryptography", "prometheus_client", "antiphon.host"}
+CONFIGURING = {"pydantic", "pyjson5", "antiphon.config"}
+KEEPING = {"sqlite3", "antiphon.store.sqlite", "antiphon.operations", "antiphon.visits"}
 
 
 def imported(program: Program, *arguments: str) -> set[str]:
@@ -312,22 +315,37 @@ def test_leaving_does_not_end_an_answer(program: Program) -> None:
 # --- quickly ---
 
 
+ASKING = [
+    ["status"],
+    ["sessions", "list"],
+    ["sessions", "history", "main"],
+    ["tokens", "list"],
+    ["cron", "list"],
+    ["agents"],
+    ["deliveries"],
+    ["exchanges"],
+]
+SPEAKING = [
+    ["send", "main", "say hello"],
+    ["agent", "--message", "say hello"],
+    ["chat", "--message", "say hello"],
+    ["send", "cron:other", "say hello"],
+    ["send", "cron:other", "say hello", "--from", "main"],
+    ["spawn", "say hello", "--wait"],
+]
+
+
 def test_client_commands_load_neither_server_nor_model_libraries(program: Program) -> None:
     with up(program):
         program.say("say hello")
-        for command in (
-            ["status"],
-            ["sessions", "list"],
-            ["sessions", "history", "main"],
-            ["send", "main", "say hello"],
-            ["agent", "--message", "say hello"],
-            ["chat", "--message", "say hello"],
-            ["tokens", "list"],
-            ["cron", "list"],
-            ["send", "cron:other", "say hello"],
-            ["send", "cron:other", "say hello", "--from", "main"],
-            ["spawn", "say hello", "--wait"],
-            ["agents"],
-            ["deliveries"],
-        ):
-            assert imported(program, *command).isdisjoint(HEAVY), command
+        for command in ASKING:
+            assert imported(program, *command).isdisjoint(MODELS | SERVING | CONFIGURING | KEEPING), command
+        for command in SPEAKING:
+            assert imported(program, *command).isdisjoint(MODELS | SERVING | CONFIGURING), command
+
+
+@pytest.mark.parametrize("command", [["status"], ["sessions", "list"], ["deliveries"], ["cron", "list"]])
+def test_without_a_gateway_only_the_store_is_loaded(program: Program, command: list[str]) -> None:
+    program.say("say hello")
+    unneeded = MODELS | SERVING | CONFIGURING | {"websockets", "antiphon.client"}
+    assert imported(program, *command).isdisjoint(unneeded)

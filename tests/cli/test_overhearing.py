@@ -12,7 +12,7 @@ from antiphon.cli.screen import Screen
 from antiphon.client.feed import Place
 from cli.gateways import up
 from cli.terminal import Program, Terminal
-from cli.test_delegating import HELPER, configure, desk  # pyright: ignore[reportUnusedImport]  # noqa: F401
+from cli.test_delegating import CONFIG, HELPER, desk  # pyright: ignore[reportUnusedImport]  # noqa: F401
 
 pytestmark = pytest.mark.requirement("R")
 
@@ -77,7 +77,7 @@ def test_the_end_of_an_exchange_is_one_line(desk: Program) -> None:  # noqa: F81
 
 @pytest.mark.requirement("S6", "003-announce")
 def test_what_an_agent_announces_is_shown_without_the_step(program: Program) -> None:
-    configure(program)
+    program.configure(CONFIG)
     with up(program), program.terminal("chat", "--agent", "helper") as terminal:
         terminal.expect("you> ")
         program.run("send", HELPER, "say yes\nannounce told", "--from", "main", "--reply-back", "0")

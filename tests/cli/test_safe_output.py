@@ -31,13 +31,6 @@ def harmless(text: str) -> bool:
     return not {"\x1b", "\x07", "\x9b"} & set(text)
 
 
-def configure(program: Program, config: dict[str, Any]) -> None:
-    program.state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = program.state / "config.json5"
-    path.write_text(json.dumps(config))
-    path.chmod(0o600)
-
-
 # --- escapes ---
 
 
@@ -98,7 +91,7 @@ def test_names_on_the_screen_cannot_command_a_terminal(capsys: pytest.CaptureFix
 
 
 def test_a_configuration_cannot_command_a_terminal(program: Program) -> None:
-    configure(program, {"models": {"providers": {f"p{ESCAPE}": {"models": [{"id": "m"}]}}}})
+    program.configure({"models": {"providers": {f"p{ESCAPE}": {"models": [{"id": "m"}]}}}})
     for command in (["config", "check"], ["doctor"], ["config", "check", "--json"]):
         done = program.run(*command)
         assert "owned" in done.out + done.err
@@ -161,8 +154,7 @@ def test_the_doctor_neither_shows_nor_sends_the_secrets_of_an_address(
 ) -> None:
     port, sent = requests
     places = {"up": port, "down": 9}
-    configure(
-        program,
+    program.configure(
         {
             "models": {
                 "providers": {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Generator
@@ -20,16 +19,9 @@ MAIN = "agent:main:main"
 CONFIG: dict[str, Any] = {"agents": {"list": [{"id": "main", "default": True}, {"id": "helper"}]}}
 
 
-def configure(program: Program, config: dict[str, Any] = CONFIG) -> None:
-    program.state.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = program.state / "config.json5"
-    path.write_text(json.dumps(config))
-    path.chmod(0o600)
-
-
 @pytest.fixture(params=["beside a gateway", "alone"])
 def desk(request: pytest.FixtureRequest, program: Program) -> Generator[Program]:
-    configure(program)
+    program.configure(CONFIG)
     with up(program) if request.param == "beside a gateway" else nullcontext():
         yield program
 
@@ -77,7 +69,7 @@ def test_sub_agents_are_shown(desk: Program) -> None:
 
 @pytest.mark.requirement("A2", "G16")
 def test_sub_agents_are_stopped_and_redirected(program: Program) -> None:
-    configure(program)
+    program.configure(CONFIG)
     with up(program):
         for label in ("one", "two", "three"):
             spawn(program, label)
@@ -95,7 +87,7 @@ def test_sub_agents_are_stopped_and_redirected(program: Program) -> None:
 
 @pytest.mark.requirement("A2", "G16")
 def test_what_a_killed_gateway_left_at_work_can_be_stopped_without_one(program: Program) -> None:
-    configure(program)
+    program.configure(CONFIG)
     with up(program) as gateway:
         for label in ("one", "two"):
             spawn(program, label)
@@ -163,13 +155,13 @@ def test_a_long_delivery_is_cut(desk: Program) -> None:
 
 
 def test_a_start_names_every_agent(program: Program) -> None:
-    configure(program)
+    program.configure(CONFIG)
     with program.terminal("up", "--port", "0") as terminal:
         terminal.expect(r"agents main by default \(rehearsal/rehearsal\), helper \(rehearsal/rehearsal\)\n")
 
 
 def test_a_start_counts_agents_that_do_not_fit(program: Program) -> None:
-    configure(program, {"agents": {"list": [{"id": f"a{number}"} for number in range(7)]}})
+    program.configure({"agents": {"list": [{"id": f"a{number}"} for number in range(7)]}})
     with program.terminal("up", "--port", "0") as terminal:
         terminal.expect(
             r"agents a0 by default .* a3 \(rehearsal/rehearsal\) and 3 more \(`antiphon agents`\)\n"

@@ -576,6 +576,27 @@ def test_a_full_disk_leaves_nothing_behind(workspace: Path, monkeypatch: pytest.
 
 
 @pytest.mark.requirement("P9")
+def test_a_draft_that_cannot_be_removed_is_told_of_and_hides_no_error(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*given: Any, **named: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    def full() -> None:
+        monkeypatch.setattr(module.os, "rmdir", refuse)
+        raise OSError(28, "No space left on device")
+
+    with between(monkeypatch, "open", ".manifest.json", full), pytest.raises(Unavailable) as refused:
+        write(workspace, FOLDER, FILES)
+    assert "No space left" in refused.value.what
+    [told] = caplog.records
+    assert FOLDER in told.message and "Input/output error" in told.message
+    monkeypatch.undo()
+    write(workspace, FOLDER, FILES)
+    assert [path.name for path in folder_in(workspace).parent.iterdir()] == [FOLDER]
+
+
+@pytest.mark.requirement("P9")
 def test_a_replay_writes_nothing_and_answers_the_same(workspace: Path) -> None:
     receipt = write(workspace, FOLDER, FILES)
     before = folder_in(workspace).stat()

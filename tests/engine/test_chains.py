@@ -17,7 +17,7 @@ from antiphon.messages import Assistant
 from antiphon.runtimes import Prompt
 from antiphon.store import Row
 from stage import DATABASE, calls, dump, raw, soon
-from tools.troupe import HELPER, MAIN, Player, cast_of, heard, house, result_in, until, warnings_of
+from tools.troupe import HELPER, MAIN, Player, cast_of, heard, house, result_in, warnings_of
 
 pytestmark = pytest.mark.anyio
 
@@ -174,7 +174,7 @@ async def test_a_wait_that_is_over_closes_no_circle(tmp_path: Path) -> None:
             return calls("sessions_send", sessionKey=main_of("b"), message="x", timeoutSeconds=0.02, **CALM)
         clock.advance(seconds=1)
         gave_up.set()
-        await until(asked)
+        await troupe.until(asked)
         return "I gave up"
 
     async def b(prompt: Prompt) -> Assistant | str:
@@ -222,7 +222,7 @@ async def test_waiting_again_for_what_was_sent_before_is_a_wait_too(tmp_path: Pa
         async def waited_for() -> bool:
             return bool(troupe.rows("SELECT * FROM waits"))
 
-        await until(waited_for)
+        await troupe.until(waited_for)
         waiting.set()
         await troupe.ended(run)
         assert [result["status"] for result in said] == ["accepted", "error"]

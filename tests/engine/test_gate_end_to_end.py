@@ -34,8 +34,8 @@ from antiphon.host import House
 from antiphon.operations import Message, Patch, Send, Spawn
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import Agent, FunctionRuntime
-from stage import BOUND, DATABASE, MAIN, OPERATOR, raw, with_settings
-from tools.troupe import Pigeon, heard, until
+from stage import BOUND, DATABASE, MAIN, OPERATOR, raw, until, with_settings
+from tools.troupe import Pigeon, heard
 
 pytestmark = pytest.mark.anyio
 

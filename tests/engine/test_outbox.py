@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
@@ -17,15 +18,16 @@ from antiphon.access import READ, Caller
 from antiphon.bus.local import LocalBus
 from antiphon.clock import ManualClock
 from antiphon.config import Config
-from antiphon.engine import deliveries, outbox, runs, sessions
+from antiphon.engine import deliveries, outbox, replicas, sessions
 from antiphon.engine.deliveries import Destination, Parcel
 from antiphon.engine.door import Door
 from antiphon.engine.outbox import Channel, Outbox
+from antiphon.engine.replicas import Replica
 from antiphon.errors import Conflict, Forbidden, InvalidInput, NotFound, Undeliverable
-from antiphon.store import Row
-from antiphon.store.sqlite import SqliteStore
-from stage import DATABASE, opened, raw, with_settings
-from tools.troupe import MAIN, OPERATOR, Pigeon, cast_of, house, until
+from antiphon.store import Row, Store
+from commits import Commits
+from stage import DATABASE, opened, raw, until, with_settings
+from tools.troupe import MAIN, OPERATOR, Pigeon, cast_of, house
 
 pytestmark = pytest.mark.anyio
 
@@ -41,11 +43,12 @@ def unsent(final: bool = False) -> Undeliverable:
 class Post:
     """An outbox at work, and the words that are put into it."""
 
-    store: SqliteStore
+    store: Store
     box: Outbox
     clock: ManualClock
     path: Path
     session: Row
+    commits: Commits
 
     async def put(self, key: str, words: str = "hello", to: str = "g1", channel: str = "discord") -> None:
         parcel = Parcel(
@@ -68,7 +71,7 @@ class Post:
             row = self.row(key)
             return row["state"] == state and attempts in {None, row["attempts"]}
 
-        await until(reached)
+        await self.commits.until(reached)
         return self.row(key)
 
     async def settled(self, key: str) -> bool:
@@ -89,16 +92,19 @@ async def post_office(
     owner: str = "me",
 ) -> AsyncGenerator[Post]:
     clock = clock or ManualClock()
-    async with opened(path) as store:
+    commits = Commits()
+    async with opened(path, commits) as store:
         key = keys.parse(GROUP)
         session = await store.tx(sessions.find, key, None) or await store.tx(
             sessions.create, key, clock.now()
         )
-        await store.tx(runs.renew_lease, owner, clock.now() + 10_000_000, clock.now(), alone=True)
+        await store.tx(
+            replicas.renew_lease, Replica(id=owner), clock.now() + 10_000_000, clock.now(), alone=True
+        )
         box = Outbox(store, LocalBus(), clock, Door(config or Config()), channels or {})
         work = asyncio.create_task(box.run(owner))
         try:
-            yield Post(store, box, clock, path, session)
+            yield Post(store, box, clock, path, session, commits)
         finally:
             work.cancel()
             await asyncio.wait([work])
@@ -279,7 +285,7 @@ async def _in_hand(tx: Any, post: Post) -> None:
     )
     await deliveries.post(tx, parcel, post.clock.now())
     (row,) = await tx.all(deliveries.SQL.due, now=post.clock.now(), limit=1)
-    await tx.do(deliveries.SQL.claim, n=row["n"], owner="dead")
+    await tx.do(deliveries.SQL.claim, n=row["n"], owner="dead", attempts=0)
 
 
 @pytest.mark.requirement("G3")
@@ -301,6 +307,32 @@ async def test_words_for_one_place_go_out_in_their_order_and_hold_up_no_other_pl
             post.later(outbox.LONGEST)
         await post.state("a3", "delivered")
         assert [key for key, *_ in discord.posts] == ["b1", "b2", "a1", "a2", "a3"]
+
+
+async def test_what_cannot_even_be_read_is_told_of_with_its_place_and_not_tried_again_at_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told() -> list[logging.LogRecord]:
+        return [record for record in caplog.records if "could not be put on record" in record.message]
+
+    async def any_told() -> bool:
+        return bool(told())
+
+    async with post_office(tmp_path, {"discord": Pigeon()}) as post:
+        raw(
+            tmp_path / DATABASE,
+            "INSERT INTO deliveries (key, kind, session, session_key, destination, place, body, next_at, created_at)"
+            " VALUES ('k', 'announce', 1, ?, '{', 'a place', 'hello', 0, 0)",
+            GROUP,
+        )
+        post.box.wake()
+        await until(any_told)
+        for _ in range(100):  # an outbox that went on at once would have looked many times meanwhile
+            await post.store.read(sessions.find, keys.parse(GROUP), None)
+        assert 1 <= len(told()) <= 3
+        assert "'a place'" in told()[0].message and told()[0].exc_info
+        await post.put("other", to="elsewhere")
+        await post.state("other", "delivered")
 
 
 @pytest.mark.requirement("G3")
@@ -332,7 +364,7 @@ async def test_whatever_fails_and_whenever_it_is_restarted_nothing_is_sent_twice
                 tmp_path / DATABASE, "SELECT 1 FROM deliveries WHERE state IN ('pending', 'sending')"
             )
 
-        await until(settled)
+        await post.commits.until(settled)
         effects = [key for key, *_ in discord.posts]
         assert len(effects) == len(set(effects))
         for name in names:
@@ -350,7 +382,7 @@ async def test_a_no_after_a_doubtful_attempt_leaves_the_doubt(tmp_path: Path) ->
         await post.put("k")
         await post.state("k", "pending", 1)
         post.later(outbox.LONGEST)
-        await until(lambda: post.settled("k"))
+        await post.commits.until(lambda: post.settled("k"))
         assert len(discord.posts) == 1, "people have seen it"
         assert post.row("k")["state"] == "ambiguous"
 

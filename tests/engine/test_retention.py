@@ -79,7 +79,7 @@ async def test_deleting_takes_the_words_and_leaves_the_ledger(tmp_path: Path) ->
                 await stage.operations.describe(OPERATOR, reference)
         with pytest.raises(NotFound):
             await stage.operations.run(OPERATOR, run_id)
-        for table in ("messages", "runs", "transcripts", "session_names_content"):
+        for table in ("messages", "runs", "transcripts", "session_names"):
             assert "secret" not in str(stage.rows(f"SELECT * FROM {table}"))  # noqa: S608
             assert "gone" not in str(stage.rows(f"SELECT * FROM {table}"))  # noqa: S608
         assert stage.rows("SELECT * FROM lineage") == []

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from antiphon.engine import wording
 from antiphon.engine.gate import ANNOUNCE_SKIP, REPLY_SKIP
+from antiphon.engine.steps import Outcome
 from antiphon.engine.wording import (
     Locale,
-    Outcome,
     Report,
     Sides,
     Stats,

@@ -72,6 +72,7 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "subagents.list": (READ, {"sessionKey": MAIN}),
     "subagents.report": (READ, {"runId": "dead"}),
     "agents.spawnable": (READ, {}),
+    "exchanges.list": (READ, {"sessionKey": MAIN}),
     "deliveries.list": (READ, {}),
     "chat.send": (WRITE, {"sessionKey": MAIN, **SEND}),
     "chat.abort": (WRITE, {"sessionKey": MAIN}),

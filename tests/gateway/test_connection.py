@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sockets import Gate
 
-from antiphon.gateway import connection, frames
+from antiphon.gateway import connection, frames, line
 from antiphon.gateway.connection import Connection, Outboxes
 from stage import BOUND, soon, until
 
@@ -97,3 +97,72 @@ async def test_a_long_reason_is_cut_to_what_a_close_frame_holds(gate: Gate, reas
         (one,) = gate.served.hub.connections
         one.close(1008, reason)
         assert await client.closed() == (1008, heard)
+
+
+# --- what goes out at once ---
+
+
+async def test_an_event_goes_out_at_once_and_passes_nothing_that_waits() -> None:
+    told: list[str] = []
+    taking = True
+
+    def at_once(text: str) -> bool:
+        if taking:
+            told.append(text)
+        return taking
+
+    async def send(message: dict[str, Any]) -> None:
+        told.append(message["text"])
+
+    one = Connection("1", send, 0, Outboxes(), at_once)
+    first, *others = (frames.event("e", n) for n in range(4))
+    one.event(first)
+    assert told == [frames.numbered(first, 1)]
+    taking = False
+    one.event(others[0])
+    taking = True
+    one.event(others[1])
+    assert len(told) == 1
+    writer = asyncio.create_task(one.write())
+    await asyncio.sleep(0)
+    one.event(others[2])
+    assert told == [frames.numbered(frames.event("e", n), n + 1) for n in range(4)]
+    one.close(1000, "")
+    one.event("nobody hears this")
+    await asyncio.wait_for(writer, BOUND)
+    assert len(told) == 4
+
+
+async def test_events_of_any_size_come_whole_and_in_order(gate: Gate) -> None:
+    async with gate.client() as client:
+        await client.settled()
+        (one,) = gate.served.hub.connections
+        around = len(frames.numbered(frames.event("sized", {"x": ""}), 1))
+        sizes = [edge - around + more for edge in (126, 2**16) for more in range(-4, 4)]
+        for size in sizes:
+            one.event(frames.event("sized", {"x": "x" * size}))
+        one.event(frames.event("sized", {"x": "\N{GRINNING FACE}" * 100}))
+        await client.settled()
+        heard = [event["payload"]["x"] for event in client.events if event["event"] == "sized"]
+        assert [len(text) for text in heard] == [*sizes, 100]
+        numbers = [event["seq"] for event in client.events if "seq" in event]
+        assert numbers == list(range(1, len(numbers) + 1))
+
+
+async def test_a_client_that_lags_gets_everything_later_and_in_order(gate: Gate) -> None:
+    async with gate.client() as client:
+        await client.settled()
+        (one,) = gate.served.hub.connections
+        text = frames.event("sized", {"x": "x" * 100_000})
+        for _ in range(200):  # more than sockets hold: the rest waits in the outbox
+            one.event(text)
+        assert connection.EVERYBODY.waiting > 1_000_000
+        await client.settled()
+        assert len([event for event in client.events if event["event"] == "sized"]) == 200
+        numbers = [event["seq"] for event in client.events if "seq" in event]
+        assert numbers == list(range(1, len(numbers) + 1))
+
+
+async def test_where_the_server_offers_no_such_thing_the_outbox_takes_all() -> None:
+    assert not line.at_once({"extensions": {"websocket.http.response": {}}})("text")
+    assert not line.at_once({})("text")

@@ -140,6 +140,40 @@ async def test_what_did_not_get_there_is_seen_and_sent_again(tmp_path: Path) -> 
             assert (await client.refused("deliveries.list", **wrong))["code"] == "INVALID_REQUEST"
 
 
+@pytest.mark.requirement("G43")
+async def test_what_was_said_to_whom_is_listed(tmp_path: Path) -> None:
+    async with (
+        opened(tmp_path, None, settings=SETTINGS) as gate,
+        gate.client() as client,
+        gate.client(gate.issue(READ)) as reader,
+    ):
+        for key in (MAIN, HELPER):
+            await gate.operations.open(OPERATOR, key)
+        assert await reader.call("exchanges.list") == {"exchanges": []}
+        for number in (1, 2):
+            asked = {"key": HELPER, "message": f"say {number}", "fromSessionKey": "main", "announce": "none"}
+            await client.call("sessions.send", **asked, replyBack=0, idempotencyKey=f"k{number}")
+
+        async def settled() -> bool:
+            return not (await reader.call("exchanges.list", unsettled=True))["exchanges"]
+
+        await until(settled)
+        first = await reader.call("exchanges.list", sessionKey="main", limit=1)
+        [exchange] = first["exchanges"]
+        assert exchange.pop("settledAt") >= exchange.pop("createdAt")
+        assert exchange == {
+            "id": "k2", "requesterSessionKey": MAIN, "targetSessionKey": HELPER, "phase": "settled", "turn": 0,
+            "turns": 0, "announced": "none", "chainId": "k2", "hop": 1, "message": "say 2", "latestReply": "2",
+        }  # fmt: skip
+        rest = await reader.call("exchanges.list", sessionKey=HELPER, cursor=first["nextCursor"])
+        assert [found["id"] for found in rest["exchanges"]] == ["k1"]
+        assert "nextCursor" not in rest
+        for wrong in ({"limit": 0}, {"limit": 501}, {"cursor": "x"}, {"unsettled": "yes"}, {"state": "dead"}):
+            assert (await reader.refused("exchanges.list", **wrong))["code"] == "INVALID_REQUEST"
+        missing = await reader.refused("exchanges.list", sessionKey="agent:main:direct:nobody")
+        assert missing["details"]["type"] == "not_found"
+
+
 @pytest.mark.requirement("SEC4")
 async def test_the_operations_look_at_the_scope_again(tmp_path: Path) -> None:
     reader, agent = Caller.operator([READ]), Caller.agent("main", MAIN)
@@ -149,6 +183,7 @@ async def test_the_operations_look_at_the_scope_again(tmp_path: Path) -> None:
             house.deliver_again(reader, "task:k1"),
             house.deliver_again(agent, "task:k1"),
             house.deliveries(agent),
+            house.exchanges(agent),
             house.roster(agent),
             house.act_as(reader, MAIN),
             house.send(reader, Send(session=HELPER, message="x"), requester=MAIN),

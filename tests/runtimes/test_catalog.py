@@ -32,4 +32,4 @@ async def test_a_provider_is_spoken_to_in_its_own_language(
     runtime = await catalog.runtime("main", None)
     assert isinstance(runtime, ModelRuntime)
     assert (runtime.spec.provider, runtime.spec.model, runtime.spec.api) == (provider, "m", api)
-    await catalog.close()
+    await catalog.aclose()

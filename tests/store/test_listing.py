@@ -25,7 +25,7 @@ from antiphon.runtimes import Prompt
 from antiphon.store import Row, Tx, listing
 from antiphon.store.listing import KINDS, Wish
 from antiphon.store.queries import Query
-from antiphon.store.sqlite import SqliteStore
+from bases import open_base
 from stage import DATABASE, OPERATOR, staged, with_settings
 
 AGENTS = ("main", "helper", "writer")
@@ -178,7 +178,7 @@ def test_pages_equal_the_reference(
     wanted = [data.draw(wishes(facts)) for _ in range(20)]
 
     async def run(path: Path) -> list[list[str]]:
-        store = await SqliteStore.open(path / DATABASE, synchronous="normal")
+        store = await open_base(path / DATABASE, synchronous="normal")
         await store.tx(_build, facts)
         pages = [await store.read(_pages, one) for one in wanted]
         await store.close()

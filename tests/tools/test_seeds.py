@@ -25,6 +25,7 @@ from antiphon.gateway.server import Served, serving
 from antiphon.gateway.tokens import Tokens
 from antiphon.operations import Patch
 from antiphon.transfers.imports import bring
+from commits import Commits
 from stage import BOUND, MAIN, OPERATOR, Stage, staged, with_settings
 
 pytestmark = pytest.mark.anyio
@@ -45,9 +46,9 @@ def rows_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
 class Wire:
     """A gateway on a real socket, with the rehearsal model for every agent."""
 
-    def __init__(self, served: Served, path: Path, link: Link) -> None:
+    def __init__(self, served: Served, path: Path, link: Link, commits: Commits) -> None:
         self.link = link
-        self.troupe = Troupe(served.gateway.house, path)
+        self.troupe = Troupe(served.gateway.house, path, commits)
         self._served, self._path = served, path
 
     async def call(self, method: str, **params: Any) -> Any:
@@ -76,10 +77,11 @@ class Wire:
 @asynccontextmanager
 async def wired(path: Path, **sections: Any) -> AsyncGenerator[Wire]:
     config = Config.model_validate(merged(OPEN, sections))
-    async with serving(config, path, port=0) as served:
+    commits = Commits()
+    async with serving(config, path, port=0, on_commit=commits) as served:
         link = await Link.open(Site(served.url, Tokens.open(path).owner))
         try:
-            yield Wire(served, path, link)
+            yield Wire(served, path, link, commits)
         finally:
             await link.close()
 

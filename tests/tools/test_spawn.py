@@ -25,7 +25,6 @@ from troupe import (
     house,
     phase_of,
     result_in,
-    until,
 )
 
 from antiphon.clock import ManualClock
@@ -881,7 +880,7 @@ async def archived(troupe: Troupe) -> None:
     async def done() -> bool:
         return all(row["archived_at"] for row in troupe.rows("SELECT archived_at FROM tasks"))
 
-    await until(done)
+    await troupe.until(done)
 
 
 @pytest.mark.requirement("P7", "G27", "003-archive", "003-spawn-cleanup")

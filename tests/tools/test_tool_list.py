@@ -59,7 +59,7 @@ async def furnish(stage: Stage) -> None:
     await stage.create(MAIN)
     await stage.create(CHILD, MAIN)
     stage.rows(
-        "UPDATE sessions SET label = 'l', display_name = 'd', model = 'm', thinking = 'low', verbose = 'on', "
+        "UPDATE sessions SET label = 'l', display_name = 'd', model = 'm', thinking = 'low', \"verbose\" = 'on', "
         "send_policy = 'allow', last_channel = 'telegram', last_to = '7', last_account = 'a', last_thread = 't', "
         "context_tokens = 5, chat_type = 'direct', subject = 's' WHERE key = ?",
         CHILD,
@@ -243,6 +243,7 @@ async def test_counting_what_is_hidden_stops_at_a_thousand(tmp_path: Path) -> No
         assert (await ask(stage, "sessions_list"))["hiddenCount"] == 1000
 
 
+@pytest.mark.sqlite_only  # what its planner says
 @pytest.mark.requirement("G22")
 @pytest.mark.parametrize("name", ["hidden_of_agent", "last_said"])
 async def test_what_is_added_to_a_list_is_read_by_index(tmp_path: Path, name: str) -> None:

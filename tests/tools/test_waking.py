@@ -14,15 +14,16 @@ from troupe import (
     MAIN,
     OPERATOR,
     Pigeon,
+    Troupe,
     cast_of,
     heard,
     house,
     phase_of,
     result_in,
-    until,
 )
 
-from antiphon.engine.jobs import AgentTurn, Announce, Every, JobSpec
+from antiphon.engine.jobs import AgentTurn, Announce, JobSpec
+from antiphon.engine.slots import Every
 from antiphon.messages import Assistant
 from antiphon.operations import Send
 from antiphon.runtimes import Prompt
@@ -31,8 +32,18 @@ from stage import BOUND, calls, text
 pytestmark = pytest.mark.anyio
 
 
+async def has_yielded(troupe: Troupe) -> None:
+    async def yielded() -> bool:
+        return bool(troupe.rows("SELECT 1 FROM runs WHERE yielded"))
+
+    await troupe.until(yielded)
+
+
 async def delegating(prompt: Prompt) -> Assistant:
-    """Has a sub-agent do it and waits for that, then answers."""
+    """Has a sub-agent do it and waits for that, then answers.
+
+    A sub-agent that were done before that would wake it by its report, which it would answer in another turn.
+    """
     if "subagent" in prompt.session_key:
         return text("worded: 42" if phase_of(prompt) == "announce" else "42")
     if phase_of(prompt) == "wake":
@@ -47,7 +58,12 @@ async def delegating(prompt: Prompt) -> Assistant:
 
 @pytest.mark.requirement("S2", "S5", "G18", "A2")
 async def test_the_reply_to_a_send_is_that_of_the_turn_that_was_woken(tmp_path: Path) -> None:
-    async with house(cast_of("helper"), tmp_path, functions={"helper": delegating}) as troupe:
+    async def helper(prompt: Prompt) -> Assistant:
+        if "subagent" in prompt.session_key:
+            await has_yielded(troupe)
+        return await delegating(prompt)
+
+    async with house(cast_of("helper"), tmp_path, functions={"helper": helper}) as troupe:
         await troupe.found(MAIN, HELPER)
         sent = await troupe.use("sessions_send", sessionKey=HELPER, message="well?", replyBack=0)
         assert (sent["status"], sent["reply"]) == ("ok", "the answer is 42")
@@ -83,9 +99,13 @@ async def test_a_target_that_waits_longer_than_the_sender_has_not_answered_yet(t
 @pytest.mark.requirement("G18", "W2", "G7")
 async def test_a_job_that_delegates_announces_the_answer_and_nothing_before_it(tmp_path: Path) -> None:
     pigeon = Pigeon()
-    async with house(
-        cast_of(), tmp_path, functions={"main": delegating}, channels={"pigeon": pigeon}
-    ) as troupe:
+
+    async def main(prompt: Prompt) -> Assistant:
+        if "subagent" in prompt.session_key:
+            await has_yielded(troupe)
+        return await delegating(prompt)
+
+    async with house(cast_of(), tmp_path, functions={"main": main}, channels={"pigeon": pigeon}) as troupe:
         spec = JobSpec(
             name="daily",
             schedule=Every(every_ms=3_600_000),
@@ -98,7 +118,7 @@ async def test_a_job_that_delegates_announces_the_answer_and_nothing_before_it(t
         async def posted() -> bool:
             return bool(pigeon.posts)
 
-        await until(posted)
+        await troupe.until(posted)
         await troupe.quiet()
         assert pigeon.texts == ["the answer is 42"]
 
@@ -113,7 +133,7 @@ async def test_what_was_stopped_is_not_waited_for(tmp_path: Path) -> None:
             if heard(prompt) == "stubborn":
                 stubborn.set()
                 try:
-                    await asyncio.sleep(BOUND)
+                    await asyncio.Event().wait()
                 finally:
                     await release.wait()
             return text("did it")
@@ -135,7 +155,7 @@ async def test_what_was_stopped_is_not_waited_for(tmp_path: Path) -> None:
         async def woken() -> bool:
             return bool(troupe.rows("SELECT 1 FROM runs WHERE origin = 'wake' AND reply = 'woken'"))
 
-        await until(woken)
+        await troupe.until(woken)
         release.set()
         await troupe.quiet()
 
@@ -167,7 +187,7 @@ async def test_a_conversation_that_is_stopped_is_not_announced(tmp_path: Path) -
     async def helper(prompt: Prompt) -> Assistant:
         if phase_of(prompt) == "turn":
             begun.set()
-            await asyncio.sleep(BOUND)
+            await asyncio.Event().wait()
         return text("go on")
 
     async def main(prompt: Prompt) -> Assistant:
@@ -231,5 +251,5 @@ async def test_the_policy_is_asked_about_where_words_go_as_well(tmp_path: Path, 
         async def blocked() -> bool:
             return [row["state"] for row in troupe.rows("SELECT state FROM deliveries")] == ["blocked"]
 
-        await until(blocked)
+        await troupe.until(blocked)
         assert pigeon.posts == []

@@ -6,7 +6,6 @@ agents say, which channels there are, and the time.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import stage
 from antiphon import keys
 from antiphon.access import Caller
 from antiphon.bus import SessionChanged
@@ -32,6 +32,7 @@ from antiphon.operations import Message as Words
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import Agent, FunctionRuntime
 from antiphon.views import RunView
+from commits import Commits
 from stage import BOUND, DATABASE, MAIN, OPERATOR, raw, text
 
 HELPER = "agent:helper:main"
@@ -40,6 +41,7 @@ OPEN = {"tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled":
 """Everybody may see and write to everybody."""
 
 Answer = str | Assistant
+until = stage.until  # for what is not in the store; `Troupe.until` is for what is
 _numbers = itertools.count(1)
 
 
@@ -135,19 +137,13 @@ def _unsent(error: Exception | None) -> bool:
     return error is not None and getattr(error, "code", None) == "undeliverable"
 
 
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """As the stage's, but leaving the processor to others: a whole house is at work meanwhile."""
-    async with asyncio.timeout(BOUND):
-        while not await condition():  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0.005)
-
-
 @dataclass(slots=True)
 class Troupe:
     """The house and what is needed to play in it."""
 
     house: House
     path: Path
+    commits: Commits
 
     @property
     def operations(self) -> Operations:
@@ -198,6 +194,10 @@ class Troupe:
         wanted = HistoryFilter(limit=1000, include_tools=True, after=0)
         return (await self.operations.history(OPERATOR, session, wanted)).messages
 
+    async def until(self, condition: Callable[[], Awaitable[bool]]) -> None:
+        """For what is in the store, or leads to a commit: look again after each of them."""
+        await self.commits.until(condition)
+
     async def quiet(self) -> None:
         """Until nothing is left to do: every run, exchange, task and delivery has come to its end."""
 
@@ -210,7 +210,7 @@ class Troupe:
             )
             return left["n"] == 0
 
-        await until(over)
+        await self.until(over)
 
     def played(self) -> list[str]:
         """The steps of all exchanges and tasks in the order in which they were queued, as `agent:phase`."""
@@ -235,10 +235,18 @@ async def house(
     """Open it, and close it when the block is left; agents without a function are the rehearsal model."""
     clock = clock or SystemClock()
     runtimes = {agent: FunctionRuntime(fn, clock=clock) for agent, fn in (functions or {}).items()}
+    commits = Commits()
     async with opened_house(
-        config, path, functions=runtimes, channels=channels, clock=clock, pace=pace, tools=tools
+        config,
+        path,
+        functions=runtimes,
+        channels=channels,
+        clock=clock,
+        pace=pace,
+        tools=tools,
+        on_commit=commits,
     ) as opened:
-        yield Troupe(opened, path)
+        yield Troupe(opened, path, commits)
 
 
 async def warnings_of(troupe: Troupe, reason: str, cause: Callable[[], Awaitable[object]]) -> list[str]:

@@ -50,12 +50,22 @@ class LocalBus:
         self._listeners: dict[str, set[_Listener]] = {}
 
     def wanted(self, topic: str) -> bool:
-        return topic in self._listeners or _family(topic) in self._listeners
+        return topic in self._listeners or family(topic) in self._listeners
 
     def publish(self, topic: str, event: Event) -> None:
-        for heard in (topic, _family(topic)):
-            for listener in self._listeners.get(heard, ()):
-                listener.put(event)
+        self.tell(topic, event)
+        self.tell(family(topic), event)
+
+    def tell(self, topic: str, event: Event) -> None:
+        """Only those who listen to exactly this, which may be a whole family."""
+        for listener in self._listeners.get(topic, ()):
+            listener.put(event)
+
+    def tell_of_gap(self, topics: str = "") -> None:
+        """Events have been missed: of one topic, of a family with all that belong to it, or of any."""
+        for topic in self._listeners:
+            if topics in ("", topic, family(topic)):
+                self.tell(topic, Gap())
 
     @asynccontextmanager
     async def listen(self, topic: str) -> AsyncGenerator[_Listener]:
@@ -70,6 +80,7 @@ class LocalBus:
                 del self._listeners[topic]
 
 
-def _family(topic: str) -> str:
+def family(topic: str) -> str:
+    """`session.*` of `session.7`; nothing for a word that stands alone."""
     word, dot, _ = topic.partition(".")
     return f"{word}.*" if dot else ""

@@ -27,10 +27,12 @@ COMMANDS = {
     "status": ("antiphon.cli.status", "How the gateway is, or what is kept while none runs."),
     "sessions": ("antiphon.cli.sessions", "List, read, export and import conversations."),
     "agents": ("antiphon.cli.agents", "Who is configured, and who may spawn whom."),
+    "exchanges": ("antiphon.cli.exchanges", "What sessions have said to each other, and what came of it."),
     "deliveries": ("antiphon.cli.deliveries", "What is on its way to people, and what did not get there."),
     "cron": ("antiphon.cli.cron", "Jobs that start by the clock."),
     "tokens": ("antiphon.cli.tokens", "Who may talk to the gateway."),
     "config": ("antiphon.cli.config", "Check the configuration, or print its schema."),
+    "store": ("antiphon.cli.store", "Move everything into another database."),
     "doctor": ("antiphon.cli.doctor", "Look for anything that is wrong, and say what to do."),
 }
 

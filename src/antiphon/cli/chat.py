@@ -96,7 +96,7 @@ def _emit(view: RunView) -> None:
 
 async def _greet(settings: Settings, desk: Desk, gateway: Client | None, view: SessionView) -> None:
     from antiphon import __version__
-    from antiphon.operations import HistoryFilter
+    from antiphon.filters import HistoryFilter
 
     model = await _answered_by_gateway(gateway, view) if gateway else _answered_here(settings, view)
     page = await desk.history(view.key, HistoryFilter(limit=1))

@@ -10,45 +10,39 @@ from antiphon.cli.running import find
 from antiphon.cli.settings import Settings
 
 if TYPE_CHECKING:
+    from antiphon import views
     from antiphon.bus import Event
     from antiphon.client import Client
     from antiphon.client.link import Site
-    from antiphon.operations import HistoryFilter, ListFilter, Message, Operations, Send, Spawn, StopView
-    from antiphon.views import (
-        Accepted,
-        Conversation,
-        DeliveryPage,
-        DeliveryView,
-        HistoryPage,
-        RunView,
-        Sent,
-        SessionPage,
-        SessionView,
-        Spawned,
-        TaskView,
-    )
+    from antiphon.filters import HistoryFilter, ListFilter
+    from antiphon.operations import Message, Operations, Send, Spawn, StopView
 
 
 class Desk(Protocol):
     """What commands ask of sessions. See `Operations`, of which this is a part."""
 
-    async def submit(self, message: Message) -> Accepted: ...
-    async def wait(self, run_id: str, timeout: float) -> RunView: ...
+    async def submit(self, message: Message) -> views.Accepted: ...
+    async def wait(self, run_id: str, timeout: float) -> views.RunView: ...
     async def unfinished(self, session: str) -> list[str]: ...
     async def stop(self, session: str, run_id: str | None = None) -> StopView: ...
-    async def list(self, wanted: ListFilter) -> SessionPage: ...
-    async def describe(self, session: str) -> SessionView: ...
-    async def history(self, session: str, wanted: HistoryFilter) -> HistoryPage: ...
-    async def conversations(self, session: str) -> list[Conversation]: ...
+    async def list(self, wanted: ListFilter) -> views.SessionPage: ...
+    async def describe(self, session: str) -> views.SessionView: ...
+    async def history(self, session: str, wanted: HistoryFilter) -> views.HistoryPage: ...
+    async def conversations(self, session: str) -> list[views.Conversation]: ...
     def follow(self, session: str, after: int | None = None) -> AsyncGenerator[Event]: ...
-    async def open(self, session: str) -> SessionView: ...
-    async def renew(self, session: str) -> SessionView: ...
-    async def send(self, wanted: Send, requester: str) -> Sent: ...
-    async def spawn(self, wanted: Spawn, requester: str) -> Spawned: ...
-    async def tasks(self, session: str) -> list[TaskView]: ...
+    async def open(self, session: str) -> views.SessionView: ...
+    async def renew(self, session: str) -> views.SessionView: ...
+    async def send(self, wanted: Send, requester: str) -> views.Sent: ...
+    async def spawn(self, wanted: Spawn, requester: str) -> views.Spawned: ...
+    async def tasks(self, session: str) -> list[views.TaskView]: ...
     async def task_report(self, run_id: str) -> str | None: ...
-    async def deliveries(self, state: str | None, limit: int, cursor: str | None = None) -> DeliveryPage: ...
-    async def deliver_again(self, key: str) -> DeliveryView: ...
+    async def exchanges(
+        self, session: str | None, *, unsettled: bool, limit: int, cursor: str | None = None
+    ) -> views.ExchangePage: ...
+    async def deliveries(
+        self, state: str | None, limit: int, cursor: str | None = None
+    ) -> views.DeliveryPage: ...
+    async def deliver_again(self, key: str) -> views.DeliveryView: ...
 
 
 class Own:
@@ -60,10 +54,10 @@ class Own:
         self._operations = operations
         self._caller = Caller.operator()
 
-    async def submit(self, message: Message) -> Accepted:
+    async def submit(self, message: Message) -> views.Accepted:
         return await self._operations.submit(self._caller, message)
 
-    async def wait(self, run_id: str, timeout: float) -> RunView:
+    async def wait(self, run_id: str, timeout: float) -> views.RunView:
         return await self._operations.wait(self._caller, run_id, timeout)
 
     async def unfinished(self, session: str) -> list[str]:
@@ -72,43 +66,52 @@ class Own:
     async def stop(self, session: str, run_id: str | None = None) -> StopView:
         return await self._operations.stop(self._caller, session, run_id)
 
-    async def list(self, wanted: ListFilter) -> SessionPage:
+    async def list(self, wanted: ListFilter) -> views.SessionPage:
         return await self._operations.list(self._caller, wanted)
 
-    async def describe(self, session: str) -> SessionView:
+    async def describe(self, session: str) -> views.SessionView:
         return await self._operations.describe(self._caller, session)
 
-    async def history(self, session: str, wanted: HistoryFilter) -> HistoryPage:
+    async def history(self, session: str, wanted: HistoryFilter) -> views.HistoryPage:
         return await self._operations.history(self._caller, session, wanted)
 
-    async def conversations(self, session: str) -> list[Conversation]:
+    async def conversations(self, session: str) -> list[views.Conversation]:
         return await self._operations.conversations(self._caller, session)
 
     def follow(self, session: str, after: int | None = None) -> AsyncGenerator[Event]:
         return self._operations.follow(self._caller, session, after)
 
-    async def open(self, session: str) -> SessionView:
+    async def open(self, session: str) -> views.SessionView:
         return await self._operations.open(self._caller, session)
 
-    async def renew(self, session: str) -> SessionView:
+    async def renew(self, session: str) -> views.SessionView:
         return await self._operations.renew(self._caller, session)
 
-    async def send(self, wanted: Send, requester: str) -> Sent:
+    async def send(self, wanted: Send, requester: str) -> views.Sent:
         return await self._operations.send(self._caller, wanted, requester=requester)
 
-    async def spawn(self, wanted: Spawn, requester: str) -> Spawned:
+    async def spawn(self, wanted: Spawn, requester: str) -> views.Spawned:
         return await self._operations.spawn(self._caller, wanted, requester=requester)
 
-    async def tasks(self, session: str) -> list[TaskView]:
+    async def tasks(self, session: str) -> list[views.TaskView]:
         return await self._operations.tasks(self._caller, session)
 
     async def task_report(self, run_id: str) -> str | None:
         return await self._operations.task_report(self._caller, run_id)
 
-    async def deliveries(self, state: str | None, limit: int, cursor: str | None = None) -> DeliveryPage:
+    async def exchanges(
+        self, session: str | None, *, unsettled: bool, limit: int, cursor: str | None = None
+    ) -> views.ExchangePage:
+        return await self._operations.exchanges(
+            self._caller, session, unsettled=unsettled, limit=limit, cursor=cursor
+        )
+
+    async def deliveries(
+        self, state: str | None, limit: int, cursor: str | None = None
+    ) -> views.DeliveryPage:
         return await self._operations.deliveries(self._caller, state, limit, cursor)
 
-    async def deliver_again(self, key: str) -> DeliveryView:
+    async def deliver_again(self, key: str) -> views.DeliveryView:
         return await self._operations.deliver_again(self._caller, key)
 
 

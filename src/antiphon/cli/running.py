@@ -41,14 +41,16 @@ def alive(pid: int) -> bool:
 
 def find(settings: Settings) -> Site | None:
     """The gateway that a command is to talk to; None when there is none and the store itself is to be used."""
-    from antiphon.client.link import Site
-
     if named := settings.named_gateway:
-        return Site(_web_socket(named), _given_token(settings))
+        return _site(_web_socket(named), _given_token(settings))
     found = running(settings.paths.state_dir)
-    if found is None:
-        return None
-    return Site(found.url, _given_token(settings) or _own_token(settings))
+    return _site(found.url, _given_token(settings) or _own_token(settings)) if found else None
+
+
+def _site(url: str, secret: str | None) -> Site:
+    from antiphon.client.link import Site  # brings a WebSocket library, which the store alone does not need
+
+    return Site(url, secret)
 
 
 def _web_socket(url: str) -> str:

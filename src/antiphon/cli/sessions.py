@@ -14,7 +14,7 @@ from antiphon.cli import output, voices
 from antiphon.cli.settings import Settings, common, reaching
 
 if TYPE_CHECKING:
-    from antiphon.operations import HistoryFilter, ListFilter
+    from antiphon.filters import HistoryFilter, ListFilter
     from antiphon.transfers.exports import Exported
     from antiphon.transfers.imports import Imported
     from antiphon.views import Conversation, HistoryPage, SessionPage, SessionView
@@ -71,7 +71,7 @@ def list_sessions(
     cursor: str | None,
 ) -> None:
     """Sessions, the most recent first."""
-    from antiphon.operations import ListFilter
+    from antiphon.filters import ListFilter
 
     wanted = ListFilter(
         kinds=kinds or None,
@@ -130,7 +130,7 @@ def history(
     settings: Settings, key: str, limit: int, tools: bool, before: int | None, after: int | None
 ) -> None:
     """What was said in a session. KEY is its key, its session id or its label."""
-    from antiphon.operations import HistoryFilter
+    from antiphon.filters import HistoryFilter
 
     wanted = HistoryFilter(limit=limit, include_tools=tools, before=before, after=after)
     page, labels = asyncio.run(_history(settings, key, wanted))
@@ -241,9 +241,10 @@ async def _export(settings: Settings, keys: Sequence[str], out: Path | None) -> 
 
     state_dir = settings.paths.state_dir
     directory = out or StateDir.look(state_dir).transcripts
-    async with reading(state_dir) as store:
+    config = settings.config_when_needed()
+    async with reading(config, state_dir) as store:
         if keys:
-            return await export_named(store, Door(settings.config_when_needed()), directory, keys)
+            return await export_named(store, Door(config), directory, keys)
         return await export_all(store, directory)
 
 

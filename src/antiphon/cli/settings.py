@@ -6,9 +6,9 @@ The options stand before or after the command's name; the environment is asked w
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import click
 
@@ -39,8 +39,16 @@ class Settings:
         return self.url or os.environ.get("ANTIPHON_URL") or None
 
     def config_when_needed(self) -> Config:
-        """The configuration, read when something first asks it; a list of sessions never does."""
-        return cast("Config", _Later(lambda: self.load().config))
+        """The configuration, read when something first asks it; a list of sessions in a file never does."""
+        known = {} if self._says_where() else {"store": _File()}
+        return cast("Config", _Later(lambda: self.load().config, known))
+
+    def _says_where(self) -> bool:
+        """Whether the configuration may name another store; reading it takes longer than most commands."""
+        try:
+            return b"store" in self.paths.config.read_bytes()
+        except OSError:
+            return False
 
     def load(self) -> Loaded:
         """The configuration; a file that nobody named need not exist."""
@@ -50,11 +58,19 @@ class Settings:
         return load(paths.config, required=paths.config_explicit)
 
 
-class _Later:
-    """Stands in for an object until one of its attributes is wanted."""
+class _File(NamedTuple):
+    """What is asked of the section `store` where there is none."""
 
-    def __init__(self, make: Callable[[], object]) -> None:
+    url: None = None
+    synchronous: str = "full"
+
+
+class _Later:
+    """Stands in for an object until one of its attributes is wanted that is not known without it."""
+
+    def __init__(self, make: Callable[[], object], known: Mapping[str, object]) -> None:
         self._make = make
+        self.__dict__.update(known)
 
     def __getattr__(self, name: str) -> Any:
         self.__dict__["_made"] = made = self.__dict__.get("_made") or self._make()

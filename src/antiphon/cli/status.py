@@ -11,7 +11,9 @@ import click
 from antiphon.cli import output
 from antiphon.cli.settings import Settings, common, reaching
 
-SHOWN = ("version", "pid", "uptimeMs", "stateDir", "connections", "rssBytes", "runs", "cron", "deliveries")
+SHOWN = (
+    "version", "pid", "uptimeMs", "stateDir", "connections", "rssBytes", "runs", "cron", "deliveries", "replicas",
+)  # fmt: skip
 
 
 @click.command(help="How the gateway is, or what is kept while none runs.")
@@ -79,6 +81,7 @@ def _running(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "memory", f"{facts['rssBytes'] // 2**20} MiB at most"
     yield "cron", f"{cron['jobs']} jobs" + ("" if cron["enabled"] else ", switched off")
     yield from _deliveries(facts)
+    yield from _replicas(facts)
     yield "state", facts["stateDir"]
     if facts.get("tokenFile"):
         yield "token", f"the owner's is in {facts['tokenFile']}"
@@ -93,6 +96,23 @@ def _stopped(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "runs", f"{runs['running']} interrupted, {runs['queued']} queued; they go on at the next start"
     yield from _deliveries(facts)
     yield "state", facts["stateDir"]
+
+
+def _replicas(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """A line for each, where there are several."""
+    replicas: list[dict[str, Any]] = facts["replicas"] or []
+    for replica in replicas if len(replicas) > 1 else ():
+        lanes = f"{replica['lanes']} lanes"
+        heard = f"heard of {output.lasting(replica.get('lagMs') or 0)} ago"
+        parts = [
+            replica.get("address") or "no address",
+            replica.get("version") or "unknown version",
+            lanes,
+            heard,
+        ]
+        parts += [] if replica["alive"] else ["silent: its lanes pass to others"]
+        parts += ["looks after the whole"] if replica["watching"] else []
+        yield "replica", f"{replica['name']}: {', '.join(parts)}"
 
 
 def _deliveries(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from antiphon.client import Client
     from antiphon.config import Config
     from antiphon.engine.engine import Engine
-    from antiphon.store.sqlite import SqliteStore
+    from antiphon.store import Store
 
 
 class Timetable(Protocol):
@@ -61,25 +61,26 @@ class _Kept:
 @asynccontextmanager
 async def consulted(settings: Settings) -> AsyncGenerator[Timetable]:
     """For looking at the jobs."""
-    from antiphon.visits import reading
-
     if client := calling(settings):
         async with client:
             yield _Asked(client)
         return
-    async with reading(settings.paths.state_dir) as store:
-        yield _Kept(_resting(settings.config_when_needed(), store))
+    from antiphon.visits import reading
+
+    config = settings.config_when_needed()
+    async with reading(config, settings.paths.state_dir) as store:
+        yield _Kept(_resting(config, store))
 
 
 @asynccontextmanager
 async def changed(settings: Settings) -> AsyncGenerator[Timetable]:
     """For changing them. Nothing fires meanwhile where no gateway runs."""
-    from antiphon.visits import keeping
-
     if client := calling(settings):
         async with client:
             yield _Asked(client)
         return
+    from antiphon.visits import keeping
+
     config = settings.load().config
     async with keeping(config, settings.paths.state_dir) as store:
         yield _Kept(_resting(config, store))
@@ -108,15 +109,14 @@ def _once() -> dict[str, str]:
     return {"idempotencyKey": str(uuid.uuid4())}
 
 
-def _resting(config: Config, store: SqliteStore) -> Schedules:
+def _resting(config: Config, store: Store) -> Schedules:
     """The schedules of a store in which nothing runs: they can be read and changed, and nothing can fire."""
     from antiphon.bus.local import LocalBus
-    from antiphon.clock import SystemClock
     from antiphon.engine.door import Door
     from antiphon.engine.jobs import Terms
     from antiphon.engine.scheduler import Scheduler
 
-    clock, terms = SystemClock(), Terms(config, Door(config))
+    clock, terms = store.clock, Terms(config, Door(config))
     nobody = cast("Engine", None)  # only a scheduler that runs asks it, and this one does not
     scheduler = Scheduler(terms=terms, store=store, bus=LocalBus(), clock=clock, engine=nobody)
     return Schedules(store=store, clock=clock, scheduler=scheduler)

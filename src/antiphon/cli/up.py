@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from antiphon.cli import output
+from antiphon.cli.place import Place
 from antiphon.cli.running import running
 from antiphon.cli.settings import Settings, common
 from antiphon.errors import StoreLocked
@@ -34,35 +35,53 @@ No model provider is configured, so the built-in rehearsal model answers: it doe
     metavar="N",
     help="Where to listen; 0 takes any free one. Default: gateway.port of the configuration, else 18789.",
 )
+@click.option(
+    "--join",
+    is_flag=True,
+    help="Be one more replica on store.url and bus.url, beside others that may run on this machine, too.",
+)
 @common
 @click.pass_obj
-def command(settings: Settings, port: int | None) -> None:
+def command(settings: Settings, port: int | None, join: bool) -> None:
     from antiphon import tracing
     from antiphon.cli.journal import keep_journal
     from antiphon.loop import run
 
     loaded = settings.load()
     tracing.export(os.environ)
-    keep_journal(settings.paths.state_dir, debug=settings.debug)
+    place = (
+        Place.joining(loaded, settings.paths.state_dir, port)
+        if join
+        else Place(settings.paths.state_dir, port)
+    )
+    keep_journal(place.state_dir, debug=settings.debug)
     try:
-        run(_up(settings, loaded, port))
+        run(_up(settings, loaded, place))
     except StoreLocked as error:
         raise _in_use(error, settings.paths.state_dir) from error
 
 
-async def _up(settings: Settings, loaded: Loaded, port: int | None) -> None:
+async def _up(settings: Settings, loaded: Loaded, place: Place) -> None:
     from antiphon.errors import Unavailable
     from antiphon.gateway.server import serving
 
     with _told_to_stop() as stopping:
-        async with serving(loaded.config, settings.paths.state_dir, port=port) as served:
+        async with serving(
+            loaded.config, place.state_dir, port=place.port, tokens_dir=settings.paths.state_dir
+        ) as served:
             _announce(settings, loaded, served.url)
             told = asyncio.create_task(stopping.wait())
             await asyncio.wait({told, served.ended}, return_when=asyncio.FIRST_COMPLETED)
             told.cancel()
             if not stopping.is_set():
                 raise Unavailable("The gateway stopped by itself.", "See the log for the reason.")
-            click.echo(output.dim("Stopping… runs in flight go on at the next start."), err=True)
+            click.echo(output.dim(f"Stopping… {_left_to(loaded)}"), err=True)
+
+
+def _left_to(loaded: Loaded) -> str:
+    if loaded.config.bus.url is not None:
+        return "runs in flight end soon, or others carry them on."
+    return "runs in flight go on at the next start."
 
 
 @contextmanager

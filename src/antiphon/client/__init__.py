@@ -28,6 +28,7 @@ from antiphon.views import (
     Conversation,
     DeliveryPage,
     DeliveryView,
+    ExchangePage,
     HistoryPage,
     RunView,
     Sent,
@@ -39,7 +40,8 @@ from antiphon.views import (
 )
 
 if TYPE_CHECKING:  # a command that asks one question is over before these would be imported
-    from antiphon.operations import HistoryFilter, ListFilter, Message, Send, Spawn, StopView
+    from antiphon.filters import HistoryFilter, ListFilter
+    from antiphon.operations import Message, Send, Spawn, StopView
 
 __all__ = ["Client", "Lost", "Site"]
 
@@ -198,6 +200,12 @@ class Client:
 
     async def roster(self) -> list[AgentCard]:
         return msgspec.convert((await self.call("agents.spawnable"))["agents"], list[AgentCard])
+
+    async def exchanges(
+        self, session: str | None, *, unsettled: bool, limit: int, cursor: str | None = None
+    ) -> ExchangePage:
+        given: Json = {"sessionKey": session, "unsettled": unsettled, "limit": limit, "cursor": cursor}
+        return msgspec.convert(await self.call("exchanges.list", _given(given)), ExchangePage)
 
     async def deliveries(self, state: str | None, limit: int, cursor: str | None = None) -> DeliveryPage:
         page = await self.call("deliveries.list", _given({"state": state, "limit": limit, "cursor": cursor}))

@@ -68,10 +68,10 @@ def concerns(config: Config) -> Iterator[str]:
 
 
 def _absent_parts(config: Config) -> Iterator[str]:
-    urls = [name for name, part in (("store", config.store), ("bus", config.bus)) if part.url is not None]
-    sections = [name for name in ABSENT if name in config.model_fields_set]
-    for path in (*sections, *(f"{name}.url" for name in urls)):
+    for path in (name for name in ABSENT if name in config.model_fields_set):
         yield f"{path!r} is accepted and has no effect in this release."
+    if config.bus.url is not None and config.store.url is None:
+        yield "'bus.url' has no effect without 'store.url': a file is used by one gateway. Set 'store.url', too."
     if config.hooks.enabled and config.hooks.token is None:
         yield "'hooks.enabled' is true but 'hooks.token' is not set. Set a token that only the senders of hooks know."
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from pydantic import Field, field_serializer
@@ -77,11 +78,14 @@ class Config(Section):
         Raises:
             NotFound: no agent has this id.
         """
+        if found := self._merged.get(agent_id):
+            return found
         entry = self._entries.get(agent_id)
         if entry is None:
             hint = suggestion(agent_id, self.agent_ids, noun="agent ids")
             raise NotFound(f"There is no agent {agent_id!r}.", hint, agent_id=agent_id)
-        return merge(entry, self.agents.defaults, self.tools)
+        self._merged[agent_id] = merge(entry, self.agents.defaults, self.tools)
+        return self._merged[agent_id]
 
     def model_ref(self, agent_id: str) -> str:
         """The agent's model as `provider/model`: its own, the default one, or the first there is."""
@@ -109,9 +113,14 @@ class Config(Section):
         hint = suggestion(ref, self.model_refs, noun="models")
         raise UnknownModel(f"Model {ref!r} is not configured.", hint, model=ref)
 
-    @property
+    @cached_property
     def _entries(self) -> dict[str, AgentEntry]:
         return {entry.id: entry for entry in self.agents.list} or {MAIN: AgentEntry(id=MAIN)}
+
+    @cached_property
+    def _merged(self) -> dict[str, AgentConfig]:
+        """Those that were asked for: every run does."""
+        return {}
 
 
 def _rehearsal() -> ProviderConfig:

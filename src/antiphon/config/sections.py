@@ -349,7 +349,21 @@ class Cron(Section):
 class Store(Section):
     """Where sessions are kept, and how much they may take."""
 
-    url: Secret | None = Field(default=None, description="Left out: SQLite in the state directory.")
+    url: Secret | None = Field(
+        default=None,
+        description="`postgresql://user@host/database`. Left out: SQLite in the state directory.",
+    )
+    password: Secret | None = Field(default=None, description="Of the user in `url`.")
+    tls_ca: Text | None = Field(
+        default=None,
+        description="Certificates that the database's own must descend from; then it must have one.",
+    )
+    prepared_statements: bool = Field(
+        default=True, description="False behind a PgBouncer that does not keep them apart."
+    )
+    connections: Annotated[int, Field(ge=2, le=100)] = Field(
+        default=12, description="To the database, of one gateway at most."
+    )
     synchronous: Literal["full", "normal"] = Field(
         default="full", description="`normal` may lose the last moments at a power cut."
     )
@@ -360,7 +374,28 @@ class Store(Section):
 class Bus(Section):
     """What tells several gateways of each other's news."""
 
-    url: Secret | None = Field(default=None, description="Left out: one process.")
+    url: Secret | None = Field(
+        default=None, description="`nats://host:4222`, several with commas. Left out: one process."
+    )
+    user: str | None = None
+    password: Secret | None = None
+    token: Secret | None = None
+    credentials: Text | None = Field(default=None, description="A `.creds` file.")
+    tls_ca: Text | None = Field(
+        default=None,
+        description="Certificates that the server's own must descend from; then it must have one.",
+    )
+    namespace: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,32}$")] = Field(
+        default="antiphon", description="What distinguishes several houses on one server."
+    )
+    replicas: Literal[1, 3, 5] = Field(default=1, description="Servers that keep each lane's mark.")
+    ack_wait_seconds: Annotated[float, Field(ge=1, le=300)] = Field(
+        default=10, description="After which another gateway takes over what a silent one was doing."
+    )
+    lanes: Count = Field(default=256, description="Sessions that one gateway works on at a time.")
+    drain_seconds: Annotated[float, Field(ge=0, le=600)] = Field(
+        default=5, description="That runs have to end when their gateway stops, before others carry them on."
+    )
 
 
 def masked(value: object) -> object:

@@ -13,6 +13,7 @@ import base64
 import binascii
 import errno
 import hashlib
+import logging
 import os
 import re
 import stat
@@ -26,6 +27,8 @@ from typing import Literal
 import msgspec
 
 from antiphon.errors import AntiphonError, Conflict, InvalidInput, TooLarge, Unavailable
+
+log = logging.getLogger(__name__)
 
 MANIFEST = ".manifest.json"
 NAME_BYTES = 255  # what file systems take
@@ -409,9 +412,14 @@ def _put(place: int, folder: str, files: Iterable[tuple[str, bytes]]) -> None:
                 _create(draft, name, content)
             os.fsync(draft)
             _publish(place, part, folder, draft)
-    except BaseException:
-        with suppress(OSError, AntiphonError):
+    except BaseException:  # whatever ends it, it is passed on: a draft is never left for being interrupted
+        try:
             _drop(place, part)
+        except (
+            OSError,
+            AntiphonError,
+        ) as error:  # told here, so that the first error is the one that is heard
+            log.warning("The draft %r of attachments stays until they are written again: %s", part, error)
         raise
 
 

@@ -95,6 +95,7 @@ async def wait(
     Raises:
         WaitCycle: that session waits, directly or through others, for this one.
     """
+    await tx.alone("waits")  # two that begin at once would not see each other
     path = await _path(tx, target, session, now)
     if path is not None:
         path = await _shown(tx, path, shown)
@@ -107,7 +108,7 @@ async def wait(
 
 
 async def forget_waits(tx: Tx, now: int) -> None:
-    """Those that are over."""
+    """Those that ended by the clock. Since then none has counted as an edge, so that nothing changes but the table."""
     await tx.do(SQL.forget_waits, now=now)
 
 

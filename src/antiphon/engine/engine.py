@@ -11,7 +11,7 @@ import logging
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from antiphon.bus import (
@@ -26,10 +26,11 @@ from antiphon.bus import (
     session_topic,
 )
 from antiphon.clock import Clock
-from antiphon.engine import archive, chains, retention, runs, search, sequels
+from antiphon.engine import archive, chains, replicas, retention, runs, search, sequels
 from antiphon.engine.admissions import NOTE, Accepted
 from antiphon.engine.deltas import DeltaStream
 from antiphon.engine.outbox import Outbox
+from antiphon.engine.replicas import Replica
 from antiphon.engine.runs import Claim, Ended, Ending, Stopped, Worker
 from antiphon.engine.steps import GATED, QUIET, Outcome, Sequel
 from antiphon.engine.transcripts import Entry
@@ -43,6 +44,7 @@ from antiphon.tracing import span
 log = logging.getLogger(__name__)
 
 STOPS = "stops"  # the topic on which every process hears of requests to stop
+IN_A_ROW = 64  # runs of one lane, after which others that wait for a place have theirs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,7 @@ class Pace:
 class _Play:
     """A run being played: how to stop it, and as what it then ends."""
 
+    lane: int
     limit: asyncio.Timeout
     outcome: Outcome = "timeout"
 
@@ -78,6 +81,7 @@ class Engine:
         keep: retention.Keep | None = None,
         longest_run: float = 172_800.0,
         alone: bool = True,
+        replica: Replica | None = None,
     ) -> None:
         self._store = store
         self._lanes = lanes
@@ -89,32 +93,42 @@ class Engine:
         self._keep = keep or retention.Keep()
         self._longest_ms = round(longest_run * 1000)
         self._alone = alone
-        self._owner = uuid.uuid4().hex
+        self._replica = replica or Replica(id=uuid.uuid4().hex, started_at=clock.now())
+        self._owner = self._replica.id
+        self._watching = alone
         self._playing: dict[str, _Play] = {}
         self._chores: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Take the lease, then look for work that an earlier process left."""
         await self._renew(alone=self._alone)
-        await self._lanes.start(self._drain)
+        await self._lanes.start(self._drain, self._has_work)
         await self._wake_idle_lanes(older_than=0)
         chores = [
             self._every(self._pace.lease / 3, self._renew),
             self._every(self._pace.sweep, self._sweep),
-            self._every(self._pace.retention, self._retain, at_once=True),
-            self._every(search.EVERY, lambda: search.catch_up(self._store)),
+            self._every(self._pace.retention, self._watched(self._retain), at_once=True),
+            self._every(search.EVERY, self._watched(self._index)),
             self._hear_stops(),
             self._outbox.run(self._owner),
         ]
         self._chores = [asyncio.create_task(chore) for chore in chores]
 
     async def stop(self, grace: float = 0.0) -> None:
-        """Let go. Runs in hand stay `running` in the store and are taken up by the next start."""
+        """Let go. Runs that do not end in time stay `running` in the store; others or the next start carry them on."""
         await self._lanes.stop(grace)
         for task in self._chores:
             task.cancel()
         await asyncio.gather(*self._chores, return_exceptions=True)
-        await self._store.tx(runs.drop_lease, self._owner)
+        try:
+            await self._store.tx(replicas.drop_lease, self._owner)
+        finally:
+            await self._lanes.close()
+
+    async def introduce(self, address: str) -> None:
+        """Tell the others where this process can be reached."""
+        self._replica = replace(self._replica, address=address)
+        await self._renew()
 
     async def accepted(self, accepted: Accepted) -> None:
         """After the commit of a submission: tell listeners, wake the lane."""
@@ -138,17 +152,25 @@ class Engine:
     def _worker(self) -> Worker:
         return Worker(self._owner, self._clock.now(), self._pace.max_attempts, self._longest_ms)
 
-    async def _drain(self, lane: int) -> None:
+    async def _drain(self, lane: int) -> bool:
+        """Play what is in a lane; True if there may be more, and it is the turn of other lanes."""
         try:
             claim, skipped = await self._store.tx(runs.claim, lane, self._worker())
         except Fenced:
-            return
+            return False
         await self._tell_all(skipped)
-        while claim is not None:
-            claim = await self._play(claim)
+        for left in reversed(range(IN_A_ROW)):
+            if claim is None:
+                return False
+            claim = await self._play(claim, going_on=left > 0)
+        return True
 
-    async def _play(self, claim: Claim) -> Claim | None:
-        """Play a run to its end; the claim of the next one comes with the commit that ends this."""
+    async def _has_work(self, lane: int) -> bool:
+        now = self._clock.now()
+        return lane in await self._store.read(runs.idle_lanes, lane - 1, now, now, 1)
+
+    async def _play(self, claim: Claim, *, going_on: bool) -> Claim | None:
+        """Play a run to its end; going on, the claim of the next one comes with the commit that ends this."""
         self._publish_phase(claim.session, claim.session_key, claim.run_id, "running")
         self._on_entries(claim, claim.entries)
         if claim.resumed:
@@ -156,7 +178,9 @@ class Engine:
         try:
             with span("run", run_id=claim.run_id, session_key=claim.session_key, agent_id=claim.agent_id):
                 ending = await self._ending(claim)
-            ended, following, skipped = await self._store.tx(runs.finish, claim, ending, self._worker())
+            ended, following, skipped = await self._store.tx(
+                runs.finish, claim, ending, self._worker(), going_on=going_on
+            )
         except Fenced:
             log.info("Run %r was taken over", claim.run_id, extra=_about(claim))
             return None
@@ -171,7 +195,7 @@ class Engine:
         turn: Turn | None = None
         try:
             async with asyncio.timeout(self._seconds_left(claim)) as limit:
-                play = self._playing[claim.run_id] = _Play(limit)
+                play = self._playing[claim.run_id] = _Play(claim.session, limit)
                 if claim.cancelled:
                     self._cut(play)
                 turn = await self._turn(claim)
@@ -255,18 +279,50 @@ class Engine:
     async def _renew(self, *, alone: bool = False) -> None:
         now = self._clock.now()
         until = now + round(self._pace.lease * 1000)
-        await self._store.tx(runs.renew_lease, self._owner, until, now, alone=alone)
+        await self._store.tx(replicas.renew_lease, self._replica, until, now, alone=alone)
 
     async def _sweep(self) -> None:
         """Whatever a lost hint, a stuck tool or a full disk left behind."""
-        now = self._clock.now()
-        await self.stopping(await self._store.tx(runs.expire, now))
         await self._cut_asked()
-        await self._force(now - round(self._pace.stop_grace * 1000), now)
-        for run_id, lane in (await self._store.read(runs.held_by, self._owner)).items():
+        await self._compare()
+        self._watching = self._alone or await self._keep_watch()
+        if self._watching:
+            await self._look_after_all(self._clock.now())
+
+    async def _compare(self) -> None:
+        """What is in our hands with what the store says: a run may have been taken from us, or lie there unplayed."""
+        playing = dict(self._playing)
+        held = await self._store.read(runs.held_by, self._owner)
+        for run_id, lane in held.items():
             if run_id not in self._playing:
                 await self._lanes.activate(lane)
+        for run_id, play in playing.items():
+            if run_id not in held and self._playing.get(run_id) is play:
+                await self._lanes.abandon(play.lane)
+                await self._lanes.activate(play.lane)
+
+    async def _keep_watch(self) -> bool:
+        now = self._clock.now()
+        until = now + round(3000 * self._pace.sweep)
+        return await self._store.tx(replicas.keep_watch, self._owner, until, now)
+
+    def _watched(
+        self, chore: Callable[[], Coroutine[Any, Any, None]]
+    ) -> Callable[[], Coroutine[Any, Any, None]]:
+        """A chore of whoever has the watch."""
+
+        async def done() -> None:
+            if self._watching:
+                await chore()
+
+        return done
+
+    async def _look_after_all(self, now: int) -> None:
+        """What is nobody's in particular, done by one of all replicas."""
+        await self.stopping(await self._store.tx(runs.expire, now))
+        await self._force(now - round(self._pace.stop_grace * 1000), now)
         await self._wake_idle_lanes(older_than=self._pace.sweep)
+        await self._store.tx(replicas.drop_expired, now)
         if await self._store.read(sequels.astray):
             log.error("Some exchanges or tasks had nothing left that could move them; they are settled")
             await self._follow(await self._store.tx(sequels.mend, now))
@@ -298,6 +354,9 @@ class Engine:
             if len(lanes) < page:
                 return
             after = lanes[-1]
+
+    async def _index(self) -> None:
+        await search.catch_up(self._store)
 
     async def _retain(self) -> None:
         for key in await retention.sweep(self._store, self._keep, self._clock.now()):

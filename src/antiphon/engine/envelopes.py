@@ -30,10 +30,8 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     def cap(self) -> Cap:
         return Cap(self.read, self.send)
 
-    def within(self, other: Envelope | None) -> Envelope:
+    def within(self, other: Envelope) -> Envelope:
         """No more than both."""
-        if other is None:
-            return self
         return Envelope(
             tools=_common(self.tools, other.tools),
             agents=_common(self.agents, other.agents),

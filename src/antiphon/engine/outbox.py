@@ -21,7 +21,7 @@ from antiphon.clock import Clock
 from antiphon.engine import deliveries, gate, tasks
 from antiphon.engine.deliveries import WEBCHAT, Destination
 from antiphon.engine.door import Door
-from antiphon.errors import AntiphonError, Undeliverable
+from antiphon.errors import AntiphonError, StoreError, Undeliverable
 from antiphon.store import Row, Store, Tx
 from antiphon.store.queries import Queries
 
@@ -35,6 +35,7 @@ LOOK_AGAIN = 5.0  # seconds after which the outbox is looked into though nobody 
 PATIENCE = 30.0  # seconds a channel may take for one delivery
 ATTEMPTS = 8
 LONGEST = 120.0  # seconds between two attempts
+RECORD_AGAIN = 1.0  # seconds until a store that could not be written to is tried again
 
 
 class _Outcome(NamedTuple):
@@ -84,7 +85,7 @@ class Outbox:
                     pause = await self._work(owner)
                 except AntiphonError as error:
                     log.error("%s", error)
-                except Exception:
+                except Exception:  # whatever it is, what others have put here must not wait for a restart
                     log.exception("The outbox failed; it is looked into again in %.0f s", pause)
                 await self._rest(pause)
         finally:
@@ -117,9 +118,12 @@ class Outbox:
 
     def _ended(self, place: str, task: asyncio.Task[None]) -> None:
         del self._under_way[place]
-        if not task.cancelled():
-            if error := task.exception():
-                log.error("A delivery could not be put on record: %s", error)
+        if task.cancelled():
+            return
+        if error := task.exception():
+            # Not at once again: what fails like this most often fails each time.
+            log.error("A delivery to %r could not be put on record: %s", place, error, exc_info=error)
+        else:
             self.wake()
 
     async def _deliver(self, row: Row, owner: str) -> None:
@@ -131,7 +135,7 @@ class Outbox:
                 self._tell(row, text)
         elif channel is None:
             error = f"There is no channel {where.channel!r} here. Set it up, then deliver again."
-            await self._settled(row, "dead", error=error)
+            await self._settled(row, "dead", error=error, sent=False)
         elif await self.store.tx(self._claim, row, text, owner, self.clock.now()):
             await self._post(row, channel, where, text)
 
@@ -153,14 +157,13 @@ class Outbox:
 
     async def _show(self, tx: Tx, row: Row, text: str, now: int) -> bool:
         refused = await self._refused(tx, row, text)
-        await _settle(tx, row, refused or _Outcome("delivered"), now)
-        return refused is None
+        return await _settle(tx, row, refused or _Outcome("delivered"), now) and refused is None
 
     async def _claim(self, tx: Tx, row: Row, text: str, owner: str, now: int) -> bool:
         if refused := await self._refused(tx, row, text):
             await _settle(tx, row, refused, now)
             return False
-        return bool(await tx.do(SQL.claim, n=row["n"], owner=owner))
+        return bool(await tx.do(SQL.claim, n=row["n"], owner=owner, attempts=row["attempts"]))
 
     # --- channels ---
 
@@ -170,8 +173,13 @@ class Outbox:
                 message_id = await channel.post(row["key"], where, text)
         except Undeliverable as error:
             await self._failed(row, str(error), again=not error.final, doubtful=False)
-        except Exception as error:  # noqa: BLE001 - whatever it is, whether it was sent is not known
-            log.warning("Delivery %r may or may not have been sent: %s", row["key"], error)
+        except (
+            Exception
+        ) as error:  # a channel is not ours: whatever it raises, whether it was sent is not known
+            about = {"session_key": row["session_key"]}
+            log.warning(
+                "Delivery %r may or may not have been sent: %s", row["key"], error, exc_info=True, extra=about
+            )
             await self._failed(row, f"{type(error).__name__}: {error}", again=channel.keyed, doubtful=True)
         else:
             await self._settled(row, "delivered", message_id=message_id)
@@ -196,12 +204,22 @@ class Outbox:
         message_id: str | None = None,
         next_at: int = 0,
         doubtful: bool = False,
+        sent: bool = True,
     ) -> None:
         outcome = _Outcome(state, error, message_id, next_at, doubtful)
-        await self.store.tx(_settle, row, outcome, self.clock.now())
-        if state in {"dead", "ambiguous"}:
+        attempts = row["attempts"] + int(sent)
+        if await self._put_on_record(row, outcome, attempts) and state in {"dead", "ambiguous"}:
             about = {"session_key": row["session_key"]}
             log.warning("Delivery %r is %s: %s", row["key"], state, error, extra=about)
+
+    async def _put_on_record(self, row: Row, outcome: _Outcome, attempts: int) -> bool:
+        """As soon as the store takes it. If that is so late that others have taken the delivery over, it is theirs."""
+        while True:
+            try:
+                return await self.store.tx(_settle, row, outcome, self.clock.now(), attempts)
+            except StoreError as error:
+                log.error("What became of delivery %r cannot be put on record yet: %s", row["key"], error)
+                await asyncio.sleep(RECORD_AGAIN)
 
     async def _doubt(self, tx: Tx, now: int) -> None:
         """What an owner that is gone had in hand."""
@@ -239,12 +257,13 @@ async def _next_at(tx: Tx, now: int) -> int | None:
     return row["next_at"] if row else None
 
 
-async def _settle(tx: Tx, row: Row, outcome: _Outcome, now: int) -> None:
-    """The delivery, and what it was the announcement of."""
+async def _settle(tx: Tx, row: Row, outcome: _Outcome, now: int, attempts: int | None = None) -> bool:
+    """The delivery, and what it was the announcement of, unless it went on since that attempt."""
     state = outcome.state
-    await tx.do(
+    settled = await tx.do(
         SQL.settle,
         n=row["n"],
+        attempts=row["attempts"] if attempts is None else attempts,
         state=state,
         error=outcome.error,
         message_id=outcome.message_id,
@@ -252,9 +271,10 @@ async def _settle(tx: Tx, row: Row, outcome: _Outcome, now: int) -> None:
         doubtful=int(outcome.doubtful),
         now=now,
     )
-    if state == "pending":
-        return
+    if state == "pending" or not settled:
+        return bool(settled)
     if row["exchange"] is not None:
         await tx.do(EXCHANGES.announced, n=row["exchange"], announced=state)
     if row["task"] is not None:
         await tasks.announced(tx, row["task"], state, now)
+    return True

@@ -14,6 +14,7 @@ and leads to nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import msgspec
 
@@ -32,6 +33,9 @@ SESSIONS = Queries("sessions")
 TASKS = Queries("tasks")
 
 SKIPS = 1000  # runs that one claim may end unplayed (expired ones) before it lets others commit
+
+Part: TypeAlias = tuple[int, str, int, str, str, str | None, int | None, int | None]
+"""A run's part in something larger: a `Step` up to what the run came to."""
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +67,11 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     cancelled: bool
     started_at: int
     entries: list[Entry]
+
+    @property
+    def part(self) -> Part:
+        larger = self.target, self.exchange, self.task
+        return self.n, self.run_id, self.session, self.session_key, self.origin, *larger
 
 
 class Ending(msgspec.Struct, frozen=True, kw_only=True):
@@ -199,13 +208,16 @@ async def _start(tx: Tx, row: Row, worker: Worker) -> Claim:
         now=worker.now,
     )
     if not started:
-        raise Fenced(
-            row["id"]
-        )  # Somebody else claimed it since it was read; a store that locks rows can let them.
+        # Somebody else claimed it since it was read; a store that locks rows can let them.
+        raise Fenced(row["id"])
     entries: list[Entry] = []
     if fresh:
         entries = [transcripts.new_entry(first_seq, "user", row["input"], worker.now)]
         await transcripts.append_raw(tx, lane["transcript"], row["n"], entries[0])
+    return _claim_of(row, lane, worker, first_seq, entries)
+
+
+def _claim_of(row: Row, lane: Row, worker: Worker, first_seq: int, entries: list[Entry]) -> Claim:
     return Claim(
         n=row["n"],
         run_id=row["id"],
@@ -219,7 +231,7 @@ async def _start(tx: Tx, row: Row, worker: Worker) -> Claim:
         epoch=lane["lane_epoch"],
         first_seq=first_seq,
         attempts=row["attempts"] + 1,
-        resumed=not fresh,
+        resumed=row["first_seq"] is not None,
         input=row["input"],
         origin=row["origin"],
         target=row["target"],
@@ -249,18 +261,18 @@ async def commit(tx: Tx, claim: Claim, messages: Sequence[Message], now: int) ->
 
 
 async def finish(
-    tx: Tx, claim: Claim, ending: Ending, worker: Worker
+    tx: Tx, claim: Claim, ending: Ending, worker: Worker, *, going_on: bool = True
 ) -> tuple[Ended, Claim | None, list[Ended]]:
-    """End a run and claim the next of its lane, in one commit."""
+    """End a run and, going on, claim the next of its lane in the same commit."""
     messages = list(ending.messages)
     if ending.state in {"cancelled", "timeout", "error"}:
         calls = await transcripts.open_calls(tx, claim.transcript, claim.first_seq)
         messages = [*(interrupted(call, worker.now) for call in calls), *messages]
-    head = await tx.one(SQL.head, session=claim.session)
+    head = await tx.one(SQL.head, session=claim.session) if going_on else None
     row = await _leave(tx, claim, ending, len(messages), worker.now, passing=head is not None)
     entries = await transcripts.append(tx, claim.transcript, row["last_seq"], claim.n, messages, worker.now)
     await _ledger(tx, claim, messages, worker.now)
-    sequel = await _end(tx, _step_of(claim, ending), ending, row["last_seq"], worker.now)
+    sequel = await _end(tx, claim.part, ending, row["last_seq"], worker.now)
     following, skipped = await _claim_next(tx, claim.session, worker, head) if head else (None, [])
     if head and following is None:
         await tx.do(SESSIONS.rest_lane, id=claim.session, now=worker.now)
@@ -293,43 +305,15 @@ async def _leave(tx: Tx, claim: Claim, ending: Ending, count: int, now: int, *, 
     return row
 
 
-def _step_of(claim: Claim, ending: Ending) -> Step:
-    return Step(
-        claim.n,
-        claim.run_id,
-        claim.session,
-        claim.session_key,
-        claim.origin,
-        claim.target,
-        claim.exchange,
-        claim.task,
-        ending.state,
-        ending.reply,
-        ending.error,
-        ending.model_answered,
-        ending.yielded,
-    )
+def _part_of(row: Row, key: str) -> Part:
+    larger = row["target"], row["exchange"], row["task"]
+    return row["n"], row["id"], row["session"], key, row["origin"], *larger
 
 
-def _step_in(row: Row, key: str, ending: Ending) -> Step:
-    return Step(
-        row["n"],
-        row["id"],
-        row["session"],
-        key,
-        row["origin"],
-        row["target"],
-        row["exchange"],
-        row["task"],
-        ending.state,
-        ending.reply,
-        ending.error,
-        None,
-    )
-
-
-async def _end(tx: Tx, step: Step, ending: Ending, last_seq: int | None, now: int) -> Sequel:
+async def _end(tx: Tx, part: Part, ending: Ending, last_seq: int | None, now: int) -> Sequel:
     """The one way out of `queued` and `running`."""
+    came_to = ending.state, ending.reply, ending.error, ending.model_answered, ending.yielded
+    step = Step(*part, *came_to)
     await tx.do(
         SQL.end,
         n=step.n,
@@ -361,7 +345,7 @@ async def end_unplayed(tx: Tx, row: Row, ending: Ending, now: int) -> Ended:
         at = seized["last_seq"] if seized else 0
         last_seq = at
         entries = await transcripts.append(tx, row["transcript"], at, row["n"], messages, now)
-    sequel = await _end(tx, _step_in(row, key, ending), ending, last_seq, now)
+    sequel = await _end(tx, _part_of(row, key), ending, last_seq, now)
     return Ended(row["id"], row["session"], key, session_id, row["origin"], ending, entries, now, sequel)
 
 
@@ -409,6 +393,9 @@ class Stopped(msgspec.Struct, frozen=True):
     asked: list[str]
     sequel: Sequel = NOTHING
 
+    def __add__(self, other: Stopped) -> Stopped:
+        return Stopped(self.ended + other.ended, self.asked + other.asked, self.sequel + other.sequel)
+
 
 async def cancel(tx: Tx, session: int, run_id: str | None, now: int) -> Stopped:
     """Stop a session's runs, or one of them. What is stopped in the middle stops everything below it, too."""
@@ -437,10 +424,7 @@ async def cancel_below(tx: Tx, session: int, now: int) -> Stopped:
     """Stop everything that a session has spawned, and not the session."""
     stopped = Stopped([], [])
     for child in await tx.all(SQL.children, session=session):
-        below = await cancel(tx, child["id"], None, now)
-        stopped = Stopped(
-            [*stopped.ended, *below.ended], [*stopped.asked, *below.asked], stopped.sequel + below.sequel
-        )
+        stopped += await cancel(tx, child["id"], None, now)
     return stopped
 
 
@@ -458,17 +442,12 @@ async def expire(tx: Tx, now: int) -> Stopped:
     expired = Stopped(ended, [])
     for task in await tx.all(TASKS.overdue, now=now):
         sequel = await tasks.abandon(tx, task["child_key"], now, "timeout", "The run's time was over.")
-        below = await cancel(tx, task["child"], None, now)
-        expired = Stopped(
-            [*expired.ended, *below.ended],
-            [*expired.asked, *below.asked],
-            expired.sequel + sequel + below.sequel,
-        )
+        expired += Stopped([], [], sequel) + await cancel(tx, task["child"], None, now)
     return expired
 
 
 async def _end_queued(tx: Tx, row: Row, ending: Ending, now: int) -> Ended:
-    sequel = await _end(tx, _step_in(row, row["key"], ending), ending, None, now)
+    sequel = await _end(tx, _part_of(row, row["key"]), ending, None, now)
     return Ended(row["id"], row["session"], row["key"], "", row["origin"], ending, [], now, sequel)
 
 
@@ -500,19 +479,6 @@ async def idle_lanes(tx: Tx, after: int, before: int, now: int, limit: int) -> l
 
 async def held_by(tx: Tx, owner: str) -> dict[str, int]:
     return {row["id"]: row["session"] for row in await tx.all(SQL.held_by, owner=owner)}
-
-
-async def renew_lease(tx: Tx, owner: str, until: int, now: int, *, alone: bool = False) -> None:
-    """One write keeps every run of this process; `alone` means no other process can be alive."""
-    if alone:
-        await tx.do(SQL.drop_other_owners, id=owner)
-    await tx.do(SQL.renew_lease, id=owner, until=until)
-    await tx.do(SQL.drop_expired_owners, now=now)
-
-
-async def drop_lease(tx: Tx, owner: str) -> None:
-    await tx.do(SQL.excuse, owner=owner)
-    await tx.do(SQL.drop_owner, id=owner)
 
 
 async def commit_summary(

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from antiphon.bus import EventBus, SessionChanged
 from antiphon.clock import Clock
-from antiphon.engine import jobs
+from antiphon.engine import firings, jobs
 from antiphon.engine.commands import Command
-from antiphon.engine.jobs import BUSY, Fired, Terms
+from antiphon.engine.firings import BUSY, Fired
+from antiphon.engine.jobs import Terms
 from antiphon.errors import AntiphonError
 from antiphon.store import Store
 
@@ -59,7 +60,7 @@ class Scheduler:
         """Fire everything that is due now, as far as there is room for its runs."""
         if not self.enabled:
             return
-        for job_id in await self._store.read(jobs.due, self._clock.now()):
+        for job_id in await self._store.read(firings.due, self._clock.now()):
             try:
                 fired = await self.fire(job_id)
             except AntiphonError as error:
@@ -72,14 +73,14 @@ class Scheduler:
 
     async def fire(self, job_id: str) -> Fired:
         """Fire a job if it is due."""
-        return await self._told(await self._store.tx(jobs.fire, self.terms, job_id, self._clock.now()))
+        return await self._told(await self._store.tx(firings.fire, self.terms, job_id, self._clock.now()))
 
     async def fire_once(self, job_id: str, command: Command, *, force: bool) -> Fired:
         """Fire a job because somebody asks for it; with `force` it need not be due."""
         run_id = f"cron:{job_id}:force:{uuid.uuid4()}" if force else None
         now = self._clock.now()
         return await self._told(
-            await self._store.tx(jobs.fire_once, self.terms, job_id, run_id, command, now)
+            await self._store.tx(firings.fire_once, self.terms, job_id, run_id, command, now)
         )
 
     async def _told(self, fired: Fired) -> Fired:

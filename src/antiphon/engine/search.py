@@ -3,15 +3,13 @@
 Nothing is indexed when it is appended. `index` takes the next entries after the cursor and moves it in the same
 commit, so a crash repeats or skips none. That needs ids that become visible in their order: SQLite has one writer
 at a time, and a message gets its id inside that writer's transaction. PostgreSQL gives out ids before the commit, so
-an earlier one may appear after a later one was indexed; there the cursor must not pass the oldest transaction that
-is still open (a column with `pg_current_xact_id()`, read up to `pg_snapshot_xmin(pg_current_snapshot())`).
+there an append notes down what is to be indexed, and the cursor stands before the first of these notes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -21,6 +19,7 @@ import msgspec
 
 from antiphon.store import Row, Store, Tx
 from antiphon.store.queries import Queries
+from antiphon.store.words import Match, Vector, folded
 
 SQL = Queries("search")
 EVERY = 1.0  # seconds between looks for something to index
@@ -28,8 +27,11 @@ BATCH = 100  # entries in one transaction; some ten milliseconds, for which othe
 LITTLE = 2 * BATCH  # entries that a search indexes itself
 ENTRY_BYTES = 64 * 1024  # of one entry's text that are indexed
 BATCH_CHARS = 512 * 1024  # after which a batch is full, however few its entries
-WINDOW = 100_000  # entries a search looks through before it asks whether there is time for more
-BUDGET = 0.15  # seconds; words that are everywhere but never together would take as long as there are entries
+# SQLite goes through all entries of words that never meet, whichever window it is asked about: a narrow window is not
+# cheaper, and a second one costs as much again. So the first is as wide as what can be gone through in the time, and
+# another pass only follows one that was quick.
+WINDOW = 1_000_000  # entries a search looks through before it asks whether there is time for more
+BUDGET = 0.04  # seconds after which no other pass is begun
 QUERY_CHARS, QUERY_WORDS = 4096, 32
 SHORTEST_BEGINNING = 3  # letters; those are in the index as such, fewer would begin too many words
 COMPLETIONS = 100  # words that are looked for one by one where a beginning stands for them
@@ -38,7 +40,6 @@ _STEP = 25  # bodies in memory at once; one may be an image of megabytes
 _REST = 4  # times as long as a batch took: the writer is there for others, all the more when it is busy
 _SNIPPET, _BEFORE = 240, 80  # characters, and how many of them stand before the match
 _BLANKS = dict.fromkeys(range(32), " ")
-_MARKS = {2: None, 3: None}
 _WORD = re.compile(r"[^\W_]+")
 _PIECE = re.compile(r'"([^"]*)"|([^\s"]+)')
 _BEGINNING = re.compile(rf"[^\W_]{{{SHORTEST_BEGINNING},}}$")
@@ -79,7 +80,8 @@ async def index(tx: Tx, most: int) -> int:
         for row in rows:
             words = _words(row)
             if words:
-                await tx.do(SQL.insert, id=row["id"], words=words, scope=row["scope"])
+                vector = Vector(words, row["scope"])
+                await tx.do(SQL.insert, id=row["id"], words=words, scope=row["scope"], vector=vector)
                 room -= len(words)
             cursor = row["id"]
         most -= len(rows)
@@ -146,36 +148,47 @@ def of_agent(agent_id: str) -> str:
 SAID = "said"
 
 
-async def find(tx: Tx, wish: Wish) -> tuple[list[Row], bool]:
-    """At most `limit` entries, the latest first, and whether nothing was left out on the way to them.
+class Found(NamedTuple):
+    """Entries, the latest first; whether nothing was left out on the way to them; and what they were found by."""
 
-    The last word may be the beginning of one, but is only taken for it where whole words do not fill the page.
+    rows: list[Row]
+    complete: bool
+    match: Match
+
+
+async def find(tx: Tx, wish: Wish) -> Found:
+    """At most `limit` entries.
+
+    The last word may be the beginning of one, but is only taken for it where whole words do not fill the page, and
+    while there is time.
     """
     pieces = _pieces(wish.query)
+    match = Match("words", [piece.text for piece in pieces], scopes=wish.scopes)
     if not pieces or not all(wish.scopes):
-        return [], True
-    rows, complete = await _walk(tx, _phrases(pieces), wish)
-    if len(rows) < wish.limit and complete and (words := await _beginning(tx, pieces)):
-        return await _walk(tx, words, wish)
-    return rows, complete
+        return Found([], True, match)
+    until = monotonic() + BUDGET
+    found = await _walk(tx, match, wish, until)
+    if len(found.rows) == wish.limit or not found.complete:
+        return found
+    wider = await _beginning(tx, pieces, wish)
+    if wider is None:
+        return found
+    return found._replace(complete=False) if monotonic() > until else await _walk(tx, wider, wish, until)
 
 
-async def _walk(tx: Tx, words: str, wish: Wish) -> tuple[list[Row], bool]:
+async def _walk(tx: Tx, match: Match, wish: Wish, until: float) -> Found:
     """Backwards in widening windows, until the page is full, everything was seen or the time is up."""
-    match = " AND ".join(
-        [f"words : ({words})", *(f"scope : ({' OR '.join(any_of)})" for any_of in wish.scopes)]
-    )
     upto, _ = await place(tx)
-    width, until = WINDOW, monotonic() + BUDGET
+    width = WINDOW
     rows: list[Row] = []
     while True:
         after = max(0, upto - width)
         left = wish.limit - len(rows)
         rows += await tx.all(SQL.find, match=match, after=after, upto=upto, limit=left, viewer=wish.viewer)
         if after == 0 or len(rows) == wish.limit:
-            return rows, True
+            return Found(rows, True, match)
         if monotonic() > until:
-            return rows, False
+            return Found(rows, False, match)
         upto, width = after, 8 * width
 
 
@@ -196,12 +209,8 @@ def _pieces(query: str) -> list[_Piece]:
     return [piece for piece in pieces if _WORD.search(piece.text)]
 
 
-def _phrases(pieces: Sequence[_Piece]) -> str:
-    return " ".join(f'"{piece.text}"' for piece in pieces)
-
-
-async def _beginning(tx: Tx, pieces: Sequence[_Piece]) -> str | None:
-    """The expression in which the last word stands for all that begin so; None where that would find nothing new.
+async def _beginning(tx: Tx, pieces: Sequence[_Piece], wish: Wish) -> Match | None:
+    """A match in which the last word stands for all that begin so; None where that would find nothing new.
 
     The index can do that by itself, but then gathers every entry of every such word before it gives the first: so
     it is only left to it where there are very many such words, or few letters, for which it is prepared.
@@ -211,29 +220,23 @@ async def _beginning(tx: Tx, pieces: Sequence[_Piece]) -> str | None:
     terms = await _completions(tx, word[0]) if word else []
     if word is None or not terms or terms == [word[0].lower()]:
         return None
-    either = " OR ".join(f'"{last.text[: word.start()]}{term}"' for term in terms)
     if len(terms) > COMPLETIONS:
-        either = f'"{last.text}" *'
-    return f"({_phrases(others)}) AND ({either})" if others else either
+        return Match("words", [piece.text for piece in pieces], beginning=True, scopes=wish.scopes)
+    either = [f"{last.text[: word.start()]}{term}" for term in terms]
+    return Match("words", [piece.text for piece in others], either=either, scopes=wish.scopes)
 
 
 async def _completions(tx: Tx, word: str) -> list[str]:
     """Terms that begin so. The tokenizer strips some letters of their marks and leaves others: either is looked for."""
-    lower = word.lower()
-    bare = "".join(
-        letter for letter in unicodedata.normalize("NFD", lower) if not unicodedata.combining(letter)
-    )
     found: dict[str, None] = {}
-    for least in dict.fromkeys([lower, unicodedata.normalize("NFC", bare)]):
+    for least in dict.fromkeys([word.lower(), folded(word)]):
         rows = await tx.all(SQL.completions, least=least, most=f"{least}\U0010ffff", limit=COMPLETIONS + 1)
         found |= dict.fromkeys(row["term"] for row in rows)
     return list(found)
 
 
-def snippet(marked: str) -> str:
-    """What stands around the first match, which is between marks."""
-    at = max(0, marked.find("\2"))
-    text = marked.translate(_MARKS)
+def snippet(text: str, at: int) -> str:
+    """What stands around a place in a text."""
     if len(text) <= _SNIPPET:
         return text
     width = _SNIPPET - 2

@@ -55,23 +55,8 @@ async def _pass_on(tx: Tx, step: Step, said: str, now: int) -> Sequel:
         return NOTHING
     sequel, entry_run = NOTHING, step.run_id
     if addressee.session != step.session:
-        entry_run = f"note:{step.run_id}"
-        note = Assistant(
-            content=[Text(text=body)],
-            timestamp=now,
-            stop_reason="stop",
-            provider="antiphon",
-            model=INJECTED,
-            provenance=Provenance(kind=step.origin, source_session_key=keys.spoken(step.session_key)),
-        )
-        submission = Submission(
-            run_id=entry_run,
-            session=addressee.session,
-            session_key=addressee.session_key,
-            origin=NOTE,
-            message=note,
-        )
-        sequel = queued(await admissions.follow(tx, submission, now))
+        note = _note(step, addressee, body, now)
+        sequel, entry_run = queued(await admissions.follow(tx, note, now)), note.run_id
     parcel = Parcel(
         key=f"run:{step.run_id}",
         kind="reply",
@@ -83,6 +68,25 @@ async def _pass_on(tx: Tx, step: Step, said: str, now: int) -> Sequel:
     )
     await deliveries.post(tx, parcel, now)
     return sequel + Sequel(posted=True)
+
+
+def _note(step: Step, addressee: Addressee, body: str, now: int) -> Submission:
+    """What was said, in the transcript of another session than the one that said it."""
+    message = Assistant(
+        content=[Text(text=body)],
+        timestamp=now,
+        stop_reason="stop",
+        provider="antiphon",
+        model=INJECTED,
+        provenance=Provenance(kind=step.origin, source_session_key=keys.spoken(step.session_key)),
+    )
+    return Submission(
+        run_id=f"note:{step.run_id}",
+        session=addressee.session,
+        session_key=addressee.session_key,
+        origin=NOTE,
+        message=message,
+    )
 
 
 async def astray(tx: Tx) -> bool:

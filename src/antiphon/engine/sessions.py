@@ -18,6 +18,7 @@ from antiphon.keys import SessionIdRef, SessionKey
 from antiphon.messages import Message
 from antiphon.store import Param, Row, Tx
 from antiphon.store.queries import Queries
+from antiphon.store.words import Vector
 
 SQL = Queries("sessions")
 RUNS = Queries("runs")
@@ -125,7 +126,8 @@ async def _begin(tx: Tx, session_id: str, key: str, reason: str, now: int) -> in
 async def name(tx: Tx, session: int, *names: str | None) -> None:
     """Make a session findable by these words, instead of whatever it was findable by."""
     await tx.do(SQL.unname_session, id=session)
-    await tx.do(SQL.name_session, id=session, names=" ".join(filter(None, names)))
+    text = " ".join(filter(None, names))
+    await tx.do(SQL.name_session, id=session, names=text, vector=Vector(text))
 
 
 async def patch(tx: Tx, session: int, settings: Mapping[str, str | int | None], now: int) -> None:
@@ -147,6 +149,7 @@ async def patch(tx: Tx, session: int, settings: Mapping[str, str | int | None], 
 
 
 async def _check_label(tx: Tx, session: Row, label: Param) -> None:
+    await tx.alone(f"label:{session['agent_id']}:{label}")
     taken = await tx.one(SQL.label_taken, label=label, agent_id=session["agent_id"], besides=session["id"])
     if taken:
         # Whose it is stays unsaid: the caller may not know of that session.

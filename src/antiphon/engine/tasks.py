@@ -409,6 +409,7 @@ async def _deadline(tx: Tx, task: Row) -> int | None:
 
 
 async def _settle(tx: Tx, task: Row, report: Report | None, announced: str, now: int) -> Sequel:
+    await tx.alone(f"family:{task['requester']}")
     settled = announced != "pending"
     await tx.do(
         SQL.settle,
@@ -434,7 +435,11 @@ async def _wake(tx: Tx, task: Row, now: int) -> Sequel:
 
 
 async def _awaited(tx: Tx, session: int) -> int:
-    """How many sub-agents at work it can still be woken for; those that were stopped with it wake nobody."""
+    """How many sub-agents at work it can still be woken for; those that were stopped with it wake nobody.
+
+    Whoever asks decides by it, and so does each of them when it ends: one after the other, or the last is not noticed.
+    """
+    await tx.alone(f"family:{session}")
     row = await tx.one(SQL.awaited, requester=session)
     return row["awaited"] if row else 0
 

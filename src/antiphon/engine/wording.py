@@ -14,8 +14,8 @@ import msgspec
 
 from antiphon.engine.framing import quoted
 from antiphon.engine.gate import ANNOUNCE_SKIP, REPLY_SKIP
+from antiphon.engine.steps import Outcome
 
-Outcome = Literal["ok", "error", "timeout", "cancelled", "interrupted", "incomplete"]
 Locale = Literal["en", "pt"]
 ResultSource = Literal["reply", "announce", "tool", "none"]
 MAX_QUOTED = 8000  # characters of each text in an announce step

@@ -19,6 +19,7 @@ from typing import Any
 from antiphon.access import Caller
 from antiphon.gateway import frames
 from antiphon.gateway.auth import Identity
+from antiphon.gateway.line import AtOnce, refused
 
 LAG = frames.MAX_BUFFERED // 16  # bytes waiting above which pieces of answers are left out
 MOST_FRAMES = 20_000
@@ -57,7 +58,14 @@ EVERYBODY = Outboxes()
 
 
 class Connection:
-    def __init__(self, number: str, send: Send, opened_at: int, together: Outboxes = EVERYBODY) -> None:
+    def __init__(
+        self,
+        number: str,
+        send: Send,
+        opened_at: int,
+        together: Outboxes = EVERYBODY,
+        at_once: AtOnce = refused,
+    ) -> None:
         self.id = number
         self.opened_at = opened_at
         self.protocol = frames.PROTOCOLS[-1]
@@ -70,6 +78,7 @@ class Connection:
         self.closing: tuple[int, str] | None = None
         self.ended = asyncio.Event()
         self._send = send
+        self._at_once = at_once
         self._seq = 0
         self._outbox: deque[tuple[str, int]] = deque()
         """Texts and what they take, which may be another size once they have been sent."""
@@ -97,7 +106,15 @@ class Connection:
         if droppable and self._waiting > LAG:
             return
         self._seq += 1
-        self.put(frames.numbered(text, self._seq))
+        numbered = frames.numbered(text, self._seq)
+        if not self._sent(numbered):
+            self.put(numbered)
+
+    def _sent(self, text: str) -> bool:
+        """Whether it has gone out already. It may not pass what waits, or is on its way."""
+        if self._outbox or self._flushing or self.closing:
+            return False
+        return self._at_once(text)
 
     def _keep(self, text: str) -> None:
         if self.closing:

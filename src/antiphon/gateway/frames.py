@@ -37,6 +37,8 @@ class Params(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_u
     """Parameters of a method. Closed: a name that is not known is an error, not a silence."""
 
 
+Key: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+"""What a session is named by, before it is known whether it is a key."""
 IdempotencyKey: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
 

@@ -11,7 +11,7 @@ import msgspec
 from antiphon import __version__, keys
 from antiphon.access import READ, Caller
 from antiphon.errors import InvalidInput
-from antiphon.gateway import devices, frames, rows
+from antiphon.gateway import devices, frames
 from antiphon.gateway.auth import Identity
 from antiphon.gateway.connection import Client, Connection
 from antiphon.gateway.devices import Device
@@ -197,4 +197,4 @@ def hello(gateway: Gateway, hub: Hub, connection: Connection) -> dict[str, Any]:
 
 
 def main_key(gateway: Gateway, agent_id: str) -> str:
-    return rows.shown(str(keys.main_session(agent_id, scope=gateway.house.config.session.scope)))
+    return keys.spoken(str(keys.main_session(agent_id, scope=gateway.house.config.session.scope)))

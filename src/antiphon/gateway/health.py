@@ -29,7 +29,12 @@ async def get_ready(gateway: Gateway, request: Request) -> Response:
         *(["closing"] if gateway.closing.is_set() else []),
         *([] if await _store_answers(gateway) else ["store"]),
     ]
-    return json_reply({"ready": False, "failing": failing}, 503) if failing else json_reply({"ready": True})
+    if failing:
+        return json_reply({"ready": False, "failing": failing}, 503)
+    # Without the bus everything is still accepted and kept, so requests may go on coming here.
+    return json_reply(
+        {"ready": True} if gateway.house.links.connected() else {"ready": True, "degraded": ["bus"]}
+    )
 
 
 async def _store_answers(gateway: Gateway) -> bool:

@@ -23,12 +23,12 @@ from antiphon.engine.toolbox import Call, Result, Tool
 from antiphon.engine.turns import obedient
 from antiphon.errors import AntiphonError, InvalidInput, NotFound, StoreError
 from antiphon.gateway.gateway import Gateway
+from antiphon.operations.exchanges import LONGEST
 from antiphon.views import SessionView
 
 log = logging.getLogger(__name__)
 
 TIME = 120.0  # seconds a tool may take, beside what it is told to wait
-LONGEST = 3600.0  # seconds that a tool may be told to wait
 
 
 class Invocation(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from antiphon import keys
-from antiphon.views import SessionView
+from antiphon.views import Route, SessionView
 
 CHAT_KINDS = {"group": "group"}
 STATUS = {"running": "running", "idle": "done"}
@@ -18,25 +18,78 @@ def shown(key: str) -> str:
     return keys.display_text(key, viewer_agent_id=None)
 
 
+class SessionRow(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, gc=False):
+    """A row of `sessions.list`. `kind` is what clients know; `session_kind` is ours.
+
+    As in a `SessionView`, except that `context_tokens`, which to clients is how much would fit, is `used_tokens`.
+    """
+
+    key: str
+    kind: str
+    channel: str
+    agent_id: str | None
+    session_id: str
+    updated_at: int
+    last_activity_at: int
+    state: str
+    display_name: str | None = None
+    label: str | None = None
+    model: str | None = None
+    total_tokens: int | None = None
+    thinking_level: str | None = None
+    verbose_level: str | None = None
+    system_sent: bool | None = None
+    aborted_last_run: bool | None = None
+    send_policy: str | None = None
+    last_channel: str | None = None
+    last_to: str | None = None
+    last_account_id: str | None = None
+    delivery_context: Route | None = None
+    transcript_path: str | None = None
+    parent_key: str | None = None
+    child_count: int | None = None
+    chat_type: str | None = None
+    subject: str | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    created_at: int | None = None
+    archived: bool | None = None
+    model_override: str | None = None
+    active_run_id: str | None = None
+    session_kind: str | None = None
+    has_active_run: bool | None = None
+    active_run_ids: list[str] | None = None
+    status: str | None = None
+    is_main: bool | None = None
+    used_tokens: int | None = None
+    model_provider: str | None = None
+    spawned_by: str | None = None
+    parent_session_key: str | None = None
+
+
+def listed(view: SessionView) -> SessionRow:
+    """A row as it is encoded: a list has hundreds, and what is filled by position is cheapest by far."""
+    kind, state, model, parent, run = view.kind, view.state, view.model, view.parent_key, view.active_run_id
+    provider = None
+    if model:
+        provider, _, model = model.rpartition("/")
+    # fmt: off
+    return SessionRow(
+        view.key, CHAT_KINDS.get(kind, "direct"), view.channel, view.agent_id, view.session_id, view.updated_at,
+        view.last_activity_at, state, view.display_name, view.label, model, view.total_tokens,
+        view.thinking_level, view.verbose_level, view.system_sent, view.aborted_last_run, view.send_policy,
+        view.last_channel, view.last_to, view.last_account_id, view.delivery_context, view.transcript_path,
+        parent, view.child_count, view.chat_type, view.subject, view.input_tokens, view.output_tokens,
+        view.created_at, view.archived, view.model_override, run,
+        kind, state == "running", [run] if run else [], STATUS[state], kind == "main", view.context_tokens,
+        provider or None, parent or None, parent or None,
+    )
+    # fmt: on
+
+
 def session_row(view: SessionView) -> dict[str, Any]:
-    """A row of `sessions.list`. `kind` is what clients know; `sessionKind` is ours."""
-    row: dict[str, Any] = msgspec.to_builtins(view)
-    provider, _, model = (view.model or "").rpartition("/")
-    row["kind"] = CHAT_KINDS.get(view.kind, "direct")
-    row["sessionKind"] = view.kind
-    row["hasActiveRun"] = view.state == "running"
-    row["activeRunIds"] = [view.active_run_id] if view.active_run_id else []
-    row["status"] = STATUS[view.state]
-    row["isMain"] = view.kind == "main"
-    if view.context_tokens is not None:  # to clients, `contextTokens` is how much would fit
-        row["usedTokens"] = row.pop("contextTokens")
-    if view.model:
-        row["model"] = model
-        if provider:
-            row["modelProvider"] = provider
-    if view.parent_key:
-        row |= {"spawnedBy": view.parent_key, "parentSessionKey": view.parent_key}
-    return row
+    """The same, for whoever adds to it."""
+    return msgspec.to_builtins(listed(view))
 
 
 def message(item: dict[str, Any]) -> dict[str, Any]:

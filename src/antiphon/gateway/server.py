@@ -25,6 +25,7 @@ from antiphon.gateway.auth import Guard, own_origins
 from antiphon.gateway.gateway import Gateway
 from antiphon.gateway.heads import BoundedProtocol, most_connections
 from antiphon.gateway.hub import Hub
+from antiphon.gateway.line import LineProtocol
 from antiphon.gateway.tokens import Tokens, configured
 from antiphon.host import House, Options, house
 
@@ -57,16 +58,17 @@ async def serving(
     state_dir: Path,
     *,
     port: int | None = None,
+    tokens_dir: Path | None = None,
     **options: Unpack[Options],
 ) -> AsyncGenerator[Served]:
-    """Host the directory and listen, until the context is left."""
+    """Host the directory and listen, until the context is left. Tokens may be kept elsewhere, for several to share."""
     host = address(config)
     most = most_connections()
     async with house(config, state_dir, **options) as opened:
         listener = _listen(host, config.gateway.port if port is None else port)
         number = listener.getsockname()[1]
         try:
-            guard = await asyncio.to_thread(_guard, config, opened, state_dir, host, number)
+            guard = await asyncio.to_thread(_guard, config, opened, tokens_dir or state_dir, host, number)
             gateway = Gateway(house=opened, guard=guard, state_dir=state_dir, started_at=opened.clock.now())
             async with _listening(gateway, listener, _url(host, number), most) as served:
                 yield served
@@ -96,6 +98,7 @@ async def _answering(
     try:
         await _started(server, task)
         await asyncio.to_thread(note.write, gateway.state_dir, note.Note(url, os.getpid()))
+        await gateway.house.introduce(url)
         yield Served(url, gateway, hub, task)
     finally:
         with suppress(OSError):
@@ -120,7 +123,7 @@ def _settings(app: App, most: int) -> uvicorn.Config:
         loop="none",
         http=BoundedProtocol,
         limit_concurrency=most + 1,  # the protocol hangs up at this one
-        ws="websockets-sansio",
+        ws=LineProtocol,
         ws_max_size=frames.MAX_BYTES,
         ws_per_message_deflate=False,  # memory and time for every client, for texts on one machine
         lifespan="off",
@@ -133,13 +136,13 @@ def _settings(app: App, most: int) -> uvicorn.Config:
     )
 
 
-def _guard(config: Config, opened: House, state_dir: Path, host: str, port: int) -> Guard:
+def _guard(config: Config, opened: House, tokens_dir: Path, host: str, port: int) -> Guard:
     """Reads files and may run commands for secrets, so it is called in a thread."""
     auth = config.gateway.auth
     origins = [*own_origins(host, port), *config.gateway.control_ui.allowed_origins]
     return Guard(
         mode=auth.mode,
-        tokens=Tokens.open(state_dir),
+        tokens=Tokens.open(tokens_dir),
         owner=configured(auth.token.reveal()) if auth.token else None,
         password=auth.password.reveal() if auth.password else None,
         origins=origins,

@@ -16,7 +16,7 @@ from typing import Any, cast
 import msgspec
 
 from antiphon.errors import AntiphonError, Forbidden, InvalidInput, Unauthorized, Unavailable
-from antiphon.gateway import auth, frames, handshake
+from antiphon.gateway import auth, frames, handshake, line
 from antiphon.gateway.connection import Connection
 from antiphon.gateway.gateway import Gateway
 from antiphon.gateway.hub import Hub
@@ -78,7 +78,9 @@ class Sockets:
             self._foreign -= foreign
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connection = Connection(uuid.uuid4().hex, send, self._gateway.house.clock.now())
+        connection = Connection(
+            uuid.uuid4().hex, send, self._gateway.house.clock.now(), at_once=line.at_once(scope)
+        )
         writer = asyncio.create_task(connection.write())
         reader = asyncio.create_task(self._read(connection, scope, receive))
         try:

@@ -13,6 +13,7 @@ import logging
 from contextlib import aclosing
 from typing import Any
 
+from antiphon import keys
 from antiphon.access import READ, Caller
 from antiphon.bus import Event, MessageAppended, SessionChanged
 from antiphon.errors import AntiphonError, InvalidInput, NotFound
@@ -111,7 +112,7 @@ class Subscriptions:
         page = await self._operations.history(
             connection.caller, session, HistoryFilter(limit=1, include_tools=True)
         )
-        key = rows.shown(page.session_key)
+        key = keys.spoken(page.session_key)
         if not self.subscribed(connection, key) and len(self._joined.get(connection, ())) >= MOST:
             raise InvalidInput(
                 f"This connection is subscribed to {MOST} sessions already.",

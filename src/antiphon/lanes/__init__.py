@@ -10,21 +10,30 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-Drain = Callable[[int], Awaitable[None]]
-"""Work a lane off until the database has nothing more for it."""
+Drain = Callable[[int], Awaitable[bool | None]]
+"""Work a lane off until the database has nothing more for it. True: it was given back early, and there is more."""
+
+Waiting = Callable[[int], Awaitable[bool]]
+"""Whether the database has work for a lane that nobody is at."""
 
 
 class LaneEngine(Protocol):
-    async def start(self, drain: Drain) -> None: ...
+    async def start(self, drain: Drain, waiting: Waiting | None = None) -> None:
+        """Begin. `waiting` is asked after a lane was let go, where a hint can get lost in that moment."""
+        ...
 
     async def activate(self, lane: int) -> None:
         """Idempotent hint. Returns at once and never raises."""
         ...
 
     async def abandon(self, lane: int) -> None:
-        """The lane's drain is stuck in a run that has been ended: let others have the lane without it."""
+        """The lane's drain, wherever it is, is stuck in a run that has been ended: let others have the lane."""
         ...
 
     async def stop(self, grace: float) -> None:
         """Take no new lane; give the active ones `grace` seconds, then cancel them, and wait for none for ever."""
+        ...
+
+    async def close(self) -> None:
+        """After `stop`, when the store knows that this process holds nothing any more: others may have its lanes."""
         ...

@@ -7,7 +7,7 @@ import contextvars
 import logging
 
 from antiphon.errors import AntiphonError
-from antiphon.lanes import Drain
+from antiphon.lanes import Drain, Waiting
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ class LocalLanes:
     def active(self) -> int:
         return len(self._tasks)
 
-    async def start(self, drain: Drain) -> None:
-        self._drain = drain
+    async def start(self, drain: Drain, waiting: Waiting | None = None) -> None:
+        self._drain = drain  # Within a process no hint gets lost, so there is nothing to ask.
 
     async def activate(self, lane: int) -> None:
         if self._drain is None:
@@ -58,12 +58,17 @@ class LocalLanes:
         if tasks:
             await asyncio.wait(tasks, timeout=LAST_WAIT)
 
+    async def close(self) -> None:
+        """There is nobody else."""
+
     async def _run(self, lane: int, drain: Drain) -> None:
         try:
             while True:
                 self._again.discard(lane)
                 try:
-                    await drain(lane)
+                    if await drain(lane):
+                        self._again.add(lane)
+                        await asyncio.sleep(0)  # It was given back for others to have their turn.
                 except AntiphonError as error:
                     log.error("%s", error)
                 except Exception:

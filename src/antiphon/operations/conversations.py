@@ -97,7 +97,15 @@ class Conversations(Runs):
         With `expected`, only that conversation is ended. Asked again with the same key, nothing is done again.
         """
         words.check_key(key)
+        plan = self._renewal(caller, session, reason, key, expected)
+        row = await self._when_idle(caller, session, plan, timeout)
+        if row is not None:
+            return self._renewed(caller, row, reason)
+        return self._session_view(caller, await self._store.read(self._managed, caller, session))
 
+    def _renewal(
+        self, caller: Caller, session: str, reason: str, key: str | None, expected: str | None
+    ) -> _Plan:
         async def done(tx: Tx, now: int) -> bool:
             if key is None or await tx.one(runs.SQL.accepted_before, id=key) is None:
                 return False
@@ -112,10 +120,7 @@ class Conversations(Runs):
                 await sessions.renew(tx, row, reason, now)
             return await self._described(tx, row["id"])
 
-        row = await self._when_idle(caller, session, _Plan(done, check, renew), timeout)
-        if row is not None:
-            return self._renewed(caller, row, reason)
-        return self._session_view(caller, await self._store.read(self._managed, caller, session))
+        return _Plan(done, check, renew)
 
     async def _managed(self, tx: Tx, caller: Caller, session: str) -> Row:
         return await self._described(tx, (await self._door.open(tx, caller, "manage", session))["id"])
@@ -138,24 +143,9 @@ class Conversations(Runs):
         """
         words.check_key(key)
         access.require_scope(caller, "manage")
-        command = Command(key, ("delete", session, expected))
-
-        async def done(tx: Tx, now: int) -> bool:
-            return await commands.answered(tx, command, bool) is not None
-
-        def check(row: Row) -> None:
-            checks.current(row, session, expected)
-            _check_deletable(row)
-
-        async def forget(tx: Tx, row: Row, now: int) -> Row:
-            await sessions.forget(tx, row["id"], row["key"])
-            if caller.is_operator:
-                await sessions.forget_tasks(tx, row["id"], row["key"])
-            await commands.record(tx, command, True, now)
-            return row
-
+        plan = _deletion(caller, session, key, expected)
         try:
-            row = await self._when_idle(caller, session, _Plan(done, check, forget), timeout)
+            row = await self._when_idle(caller, session, plan, timeout)
         except NotFound:
             return False
         if row is not None:
@@ -278,10 +268,7 @@ async def _stop(tx: Tx, session: int, now: int) -> Stopped:
         left = await tx.one(sessions.SQL.at_work, id=session)
         if left is None or left["running"]:  # whoever plays it was asked to stop, and it is waited for
             break
-        again = await runs.cancel(tx, session, None, now)
-        stopped = Stopped(
-            [*stopped.ended, *again.ended], [*stopped.asked, *again.asked], stopped.sequel + again.sequel
-        )
+        stopped += await runs.cancel(tx, session, None, now)
     return stopped
 
 
@@ -289,6 +276,26 @@ def _compacted(kept: int, *, shorter: bool) -> CompactView:
     if shorter:
         return CompactView(compacted=True, kept=kept)
     return CompactView(compacted=False, kept=kept, reason="short enough" if kept else "no transcript")
+
+
+def _deletion(caller: Caller, session: str, key: str | None, expected: str | None) -> _Plan:
+    command = Command(key, ("delete", session, expected))
+
+    async def done(tx: Tx, now: int) -> bool:
+        return await commands.answered(tx, command, bool) is not None
+
+    def check(row: Row) -> None:
+        checks.current(row, session, expected)
+        _check_deletable(row)
+
+    async def forget(tx: Tx, row: Row, now: int) -> Row:
+        await sessions.forget(tx, row["id"], row["key"])
+        if caller.is_operator:
+            await sessions.forget_tasks(tx, row["id"], row["key"])
+        await commands.record(tx, command, True, now)
+        return row
+
+    return _Plan(done, check, forget)
 
 
 def _check_deletable(row: Row) -> None:

@@ -106,8 +106,7 @@ class Core:
     # --- views ---
 
     def _session_view(self, caller: Caller, row: Row) -> SessionView:
-        shown = keys.display_text(row["key"], viewer_agent_id=caller.agent_id)
-        view = views.session_view(row, shown, f"{self._transcripts}/{row['session_id']}.jsonl")
+        view = views.session_view(row, caller.agent_id, self._transcripts)
         return view if caller.is_operator else self._discreet(caller, view, row["key"])
 
     def _discreet(self, caller: Caller, view: SessionView, key: str) -> SessionView:

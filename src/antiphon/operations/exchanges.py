@@ -14,6 +14,7 @@ from antiphon.access import Action, Caller
 from antiphon.bus import SessionChanged, session_topic
 from antiphon.engine import chains, exchanges, runs, sessions, words
 from antiphon.engine.admissions import Accepted
+from antiphon.engine.chains import Link
 from antiphon.engine.exchanges import Opening
 from antiphon.errors import ChainTooLong, InvalidInput, SelfSend
 from antiphon.operations import checks
@@ -24,7 +25,7 @@ from antiphon.views import DeliveryState, RunView, Sent, SentStatus
 
 log = logging.getLogger(__name__)
 
-TIMEOUT, LONGEST = 30.0, 3600.0  # seconds
+TIMEOUT, LONGEST = 30, 3600  # seconds to wait for a reply
 TURNS_MOST = 5
 NAMESPACE = uuid.UUID("9d7c3f54-6d0e-4a0b-9f43-1f7a6a3d0c55")
 
@@ -85,15 +86,21 @@ class Exchanges(Runs, Links):
             raise SelfSend(
                 "A session cannot send to itself.", "Name another session; sessions_list shows them."
             )
-        turns = self.config.session.agent_to_agent.max_ping_pong_turns
-        known = await exchanges.known(tx, run_id, target["id"], wanted.message)
-        if not known:
+        link = Link(run_id, 1)
+        if not await exchanges.known(tx, run_id, target["id"], wanted.message):
             self._door.check_send(target)
-        link = chains.Link(run_id, 1)
-        if not known and requester is not None:
-            link = await self._link(tx, origin, requester["id"], run_id)
-        opening = Opening(
-            id=run_id,
+            if requester is not None:
+                link = await self._link(tx, origin, requester["id"], run_id)
+        opening = self._opening(run_id, requester, target, wanted, link)
+        accepted = await exchanges.begin(tx, opening, now)
+        if requester is not None and wanted.timeout_seconds > 0:
+            await self._wait_for(tx, caller, requester, accepted, origin, wanted.timeout_seconds, now)
+        return accepted
+
+    def _opening(self, id: str, requester: Row | None, target: Row, wanted: Send, link: Link) -> Opening:
+        turns = self.config.session.agent_to_agent.max_ping_pong_turns
+        return Opening(
+            id=id,
             requester=requester,
             target=target,
             message=wanted.message,
@@ -102,10 +109,6 @@ class Exchanges(Runs, Links):
             link=link,
             max_queued=self.config.store.lane_max_queued,
         )
-        accepted = await exchanges.begin(tx, opening, now)
-        if requester is not None and wanted.timeout_seconds > 0:
-            await self._wait_for(tx, caller, requester, accepted, origin, wanted.timeout_seconds, now)
-        return accepted
 
     async def _wait_for(
         self,

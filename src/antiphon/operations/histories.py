@@ -5,28 +5,19 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-import msgspec
-
 from antiphon import access, keys, views
 from antiphon.access import Caller
 from antiphon.bus import Event, SessionChanged, session_topic
 from antiphon.engine import feeds, runs, sessions, transcripts
 from antiphon.errors import InvalidInput, NotFound
+from antiphon.filters import HISTORY_MOST, HistoryFilter
 from antiphon.operations import checks
 from antiphon.operations.checks import between
 from antiphon.operations.core import Core
 from antiphon.store import Row, Tx
 from antiphon.views import HistoryPage, Preview, UsageLine
 
-HISTORY_LIMIT, HISTORY_MOST = 50, 1000
 PREVIEWS = 64  # sessions that are looked into at once
-
-
-class HistoryFilter(msgspec.Struct, frozen=True, kw_only=True):
-    limit: int = HISTORY_LIMIT
-    include_tools: bool = False
-    before: int | None = None
-    after: int | None = None
 
 
 class Histories(Core):

@@ -11,29 +11,17 @@ from antiphon.access import Caller
 from antiphon.engine import runs
 from antiphon.engine.transcripts import Entry
 from antiphon.errors import Forbidden, InvalidInput
+from antiphon.filters import LIST_MOST, ListFilter
 from antiphon.operations.checks import between
 from antiphon.operations.core import Core
 from antiphon.store import Row, Tx, listing
 from antiphon.store.listing import KINDS, Wish
 from antiphon.views import Overview, SessionPage, SessionView, Summary
 
-LIST_LIMIT, LIST_MOST = 50, 200
 MESSAGES_MOST = 20  # of each session in an overview
 HIDDEN_MOST = 1000  # hidden sessions that are counted; "a thousand" is as good an answer as any larger one
 OVERVIEW_BYTES = 4 * 2**20  # of all the messages in an overview
 MESSAGE_BYTES = 256 * 1024  # of one of them
-
-
-class ListFilter(msgspec.Struct, frozen=True, kw_only=True):
-    kinds: Sequence[str] | None = None
-    limit: int = LIST_LIMIT
-    active_minutes: float | None = None
-    agent_id: str | None = None
-    label: str | None = None
-    search: str | None = None
-    spawned_by: str | None = None
-    include_archived: bool = False
-    cursor: str | None = None
 
 
 class Lists(Core):

@@ -9,17 +9,17 @@ import msgspec
 from antiphon import access, keys
 from antiphon.access import Caller, Target
 from antiphon.engine import search, sessions
-from antiphon.engine.search import Wish
+from antiphon.engine.search import Found, Wish
 from antiphon.errors import Ambiguous, InvalidInput, NotFound
 from antiphon.operations.checks import between
 from antiphon.operations.core import Core
 from antiphon.store import Row, Tx, listing
+from antiphon.store.words import Match
 from antiphon.views import SearchHit, SearchPage
 
 SEARCH_LIMIT, SEARCH_MOST = 20, 50
 SEARCH_SESSIONS = 200  # that can be searched by name
 DAY = 86_400_000  # milliseconds
-MARK, MARK_END = "\2", "\3"  # around what matched
 
 
 class _Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,10 +60,10 @@ class Searches(Core):
             include_tools=include_tools,
         )
         indexing = await self._indexing()
-        rows, in_time = await self._store.read(self._search, caller, asked)
+        rows, in_time, match = await self._store.read(self._search, caller, asked)
         now = self._clock.now()
         return SearchPage(
-            results=[_hit(caller, row, now, mask) for row in rows[: asked.limit]],
+            results=[_hit(caller, row, match, now, mask) for row in rows[: asked.limit]],
             indexing=indexing,
             truncated=len(rows) > asked.limit or not in_time,
         )
@@ -77,13 +77,13 @@ class Searches(Core):
                 last = await self._store.tx(search.index, search.BATCH)
         return last < head
 
-    async def _search(self, tx: Tx, caller: Caller, asked: _Asked) -> tuple[list[Row], bool]:
+    async def _search(self, tx: Tx, caller: Caller, asked: _Asked) -> Found:
         scopes = await self._scopes(tx, caller, asked)
         wish = Wish(query=asked.query, limit=asked.limit + 1, scopes=scopes, viewer=caller.session_key)
-        rows, in_time = await search.find(tx, wish)
+        found = await search.find(tx, wish)
         reach = access.reach(caller, self._door.grants(caller))
         # The index has passed over what is out of reach; who may read a row is decided by the row nevertheless.
-        return [row for row in rows if reach.covers(_target(row))], in_time
+        return found._replace(rows=[row for row in found.rows if reach.covers(_target(row))])
 
     async def _scopes(self, tx: Tx, caller: Caller, asked: _Asked) -> list[list[str]]:
         scopes = [await self._reached(tx, caller)]
@@ -143,7 +143,7 @@ def _target(row: Row) -> Target:
     return Target(row["key"], row["agent_id"], bool(row["descendant"]))
 
 
-def _hit(caller: Caller, row: Row, now: int, mask: Callable[[str], str] | None) -> SearchHit:
+def _hit(caller: Caller, row: Row, match: Match, now: int, mask: Callable[[str], str] | None) -> SearchHit:
     return SearchHit(
         session_key=keys.display_text(row["key"], viewer_agent_id=caller.agent_id),
         session_id=row["session_id"],
@@ -151,21 +151,15 @@ def _hit(caller: Caller, row: Row, now: int, mask: Callable[[str], str] | None) 
         seq=row["seq"],
         role=row["role"],
         timestamp=row["created_at"],
-        snippet=search.snippet(row["marked"] if mask is None else _masked(row["marked"], mask)),
+        snippet=search.snippet(*_masked(row["words"], match, mask)),
         score=round(1 / (1 + max(0, now - row["created_at"]) / DAY), 4),
     )
 
 
-def _masked(marked: str, mask: Callable[[str], str]) -> str:
-    """The text without its secrets, and a mark about where the match was; a match may have been a part of one."""
-    before, _, rest = marked.partition(MARK)
-    before, text = _bare(before), _bare(before + rest)
-    masked = mask(text)
-    if masked == text:
-        return marked
-    at = min(len(mask(before)), len(masked))
-    return f"{masked[:at]}{MARK}{masked[at:]}"
-
-
-def _bare(marked: str) -> str:
-    return marked.replace(MARK, "").replace(MARK_END, "")
+def _masked(text: str, match: Match, mask: Callable[[str], str] | None) -> tuple[str, int]:
+    """The text without its secrets, and about where the match is; a match may have been a part of one."""
+    at = match.found_in(text)
+    masked = text if mask is None else mask(text)
+    if mask is None or masked == text:
+        return text, at
+    return masked, min(len(mask(text[:at])), len(masked))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from antiphon import access, keys
-from antiphon.access import Action, Caller, Cap, Target, Visibility
+from antiphon.access import Action, Caller, Cap, Target
 from antiphon.engine import attachments, deliveries, tasks, wording, words
 from antiphon.engine.attachments import Attachment, Limits
 from antiphon.engine.chains import Link
@@ -171,10 +171,6 @@ class Rules:
         await _check_breaker(tx, target.id, wanted.task, now)
         sandboxed = self._sandboxed(requester, target, child_key, wanted)
         envelope = self._envelope(requester, target, parent)
-        seconds = wanted.run_timeout_seconds
-        if seconds is None:
-            seconds = target.subagents.run_timeout_seconds
-        model = wanted.model or (target.subagents.model.primary if target.subagents.model else None)
         return Spawning(
             id=task_id,
             digest=wanted.digest(requester["key"]),
@@ -182,9 +178,9 @@ class Rules:
             child_key=child_key,
             task=wanted.task,
             label=wanted.label.strip() if wanted.label else None,
-            model=model,
+            model=wanted.model or _usual_model(target),
             thinking=wanted.thinking or target.subagents.thinking,
-            deadline_at=now + round(seconds * 1000) if seconds else None,
+            deadline_at=_deadline(target, wanted, now),
             instructions=self._instructions(requester, child_key, envelope, wanted),
             sandboxed=sandboxed,
             envelope=envelope,
@@ -243,8 +239,12 @@ class Rules:
             tools=tuple(self._tools(target, depth)),
             agents=tuple(self._spawnable(target.id, grants.spawn_agents)),
             # Of an agent whose sessions its parent does not all reach, a child reaches its own tree.
-            read=grants.read if self._reaches(above, "read", target.id) else _at_most_tree(grants.read),
-            send=grants.send if self._reaches(above, "send", target.id) else _at_most_tree(grants.send),
+            read=grants.read
+            if self._reaches(above, "read", target.id)
+            else access.narrower(grants.read, "tree"),
+            send=grants.send
+            if self._reaches(above, "send", target.id)
+            else access.narrower(grants.send, "tree"),
             depth=depth,
         ).within(parent)
 
@@ -278,6 +278,7 @@ class Rules:
             )
 
     async def _check_children(self, tx: Tx, requester: Row, own: AgentConfig) -> None:
+        await tx.alone(f"spawns:{requester['id']}")
         row = await tx.one(tasks.SQL.under_way, requester=requester["id"])
         most = own.subagents.max_children_per_agent
         if row and row["under_way"] >= most:
@@ -365,12 +366,20 @@ async def _check_breaker(tx: Tx, agent_id: str, task: str, now: int) -> None:
         )
 
 
+def _usual_model(agent: AgentConfig) -> str | None:
+    model = agent.subagents.model
+    return model.primary if model else None
+
+
+def _deadline(agent: AgentConfig, wanted: Spawn, now: int) -> int | None:
+    seconds = wanted.run_timeout_seconds
+    if seconds is None:
+        seconds = agent.subagents.run_timeout_seconds
+    return now + round(seconds * 1000) if seconds else None
+
+
 def _left(names: Iterable[str], within: Collection[str] | None) -> tuple[str, ...]:
     return tuple(name for name in names if within is None or name in within)
-
-
-def _at_most_tree(visibility: Visibility) -> Visibility:
-    return access.narrower(visibility, "tree")
 
 
 def _refused(reason: str, what: str, hint: str, **data: object) -> SpawnRefused:

@@ -80,6 +80,8 @@ class Tasks(Exchanges, Sessions):
         try:
             return await self._store.tx(self._spawn, *given, self._clock.now())
         except Exception:
+            # Any refusal or failure, which is passed on. Not a cancellation: the commit may still come, with a task
+            # that needs its files.
             if await self._store.read(_task, spawning.id) is None:
                 await asyncio.to_thread(attachments.remove, _workspace(spawning), spawning.child_key.id)
             raise

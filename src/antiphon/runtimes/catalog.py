@@ -36,7 +36,7 @@ class Catalog:
             self._by_model.setdefault(ref, built)
         return self._by_model[ref]
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         for runtime in [*self._by_agent.values(), *self._by_model.values()]:
             await runtime.close()
 

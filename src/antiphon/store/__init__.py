@@ -3,7 +3,9 @@
 Everything that must survive is a row. Work on rows is written as *transaction scripts*: plain
 `async def script(tx, …)` functions that use nothing but their `Tx`. A store runs a script atomically and, for
 `Store.tx`, returns only when the outcome is durable. A script must not await anything but its `Tx` (on SQLite
-the writer thread drives it without an event loop) and must be safe to run again after a rollback.
+the writer thread drives it without an event loop) and must be safe to run again after a rollback. It sees one moment:
+of two that change the same row one is run again after the other, and what else must not happen at once is said with
+`Tx.alone`.
 
 `Store` and `Tx` know nothing of sessions or runs, and nothing outside this package knows which database is
 behind them.
@@ -14,12 +16,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
+from antiphon.clock import Clock
 from antiphon.store.queries import Query
+from antiphon.store.words import Match, Vector
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-Param = str | int | float | None
+Param = str | int | float | Match | Vector | None
 
 
 class Row(Protocol):
@@ -45,12 +49,30 @@ class Tx(Protocol):
         """Run a statement; how many rows it changed."""
         ...
 
+    async def alone(self, name: str) -> None:
+        """Of the transactions that name this, one at a time, each seeing everything that those before it did.
+
+        Rows that a script changes keep others out by themselves. It is for what is decided by looking at rows that
+        others may be adding or changing meanwhile: the last of several to end, say, or whether there is room for more.
+        """
+        ...
+
 
 Script = Callable[Concatenate[Tx, P], Awaitable[T]]
 
 
 class Store(Protocol):
     """Runs transaction scripts."""
+
+    @property
+    def clock(self) -> Clock:
+        """The time that everybody who shares this store agrees on."""
+        ...
+
+    @property
+    def shared(self) -> bool:
+        """Whether other processes may be writing to it, too."""
+        ...
 
     async def tx(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run atomically; durable when it returns. If it raises, nothing happened."""

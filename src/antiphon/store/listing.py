@@ -15,6 +15,7 @@ from itertools import product
 
 from antiphon.store import Param, Row, Tx
 from antiphon.store.queries import Queries, Query
+from antiphon.store.words import Match
 
 SQL = Queries("listing")
 MATCHES = 400  # of a search that are looked at, the most recently created ones
@@ -167,7 +168,6 @@ def _kinds(wish: Wish, params: dict[str, Param]) -> str:
     return text
 
 
-def words(search: str, *, prefix: bool) -> str:
-    """A full-text expression for sessions that have all these words; the last may be the beginning of one."""
-    found = [f'"{word}"' for word in re.findall(r"\w+", search)[:16]] or ['""']
-    return " ".join(found) + ("*" if prefix and found != ['""'] else "")
+def words(search: str, *, prefix: bool) -> Match:
+    """Sessions that have all these words; the last may be the beginning of one."""
+    return Match("names", re.findall(r"\w+", search)[:16], beginning=prefix)

@@ -1,17 +1,22 @@
 """Named SQL, read from `sql/queries/*.sql`.
 
 A file holds statements headed by `-- name: …`. One text serves every database: parameters are `:name`, and
-what only PostgreSQL needs stands in a comment of the form `/*pg: … */`, which SQLite skips by itself.
+what only PostgreSQL needs stands in a comment of the form `/*pg: … */`, which SQLite skips by itself; where that
+stands instead of something, the latter begins with `/*lite*/`.
 """
 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from importlib import resources
 from typing import NamedTuple
 
 _COMMENT = re.compile(r"^--[^\n]*\n", re.MULTILINE)
 _NAME = re.compile(r"^-- name: (\w+)[^\n]*\n", re.MULTILINE)
+_INSTEAD = re.compile(r"/\*lite\*/.*?/\*pg:(.*?)\*/", re.DOTALL)
+_BESIDE = re.compile(r"/\*pg:(.*?)\*/", re.DOTALL)
+_PARAM = re.compile(r"(?<![:\w]):([a-z_]\w*)")
 
 
 class Query(NamedTuple):
@@ -44,3 +49,12 @@ class Queries:
 
     def names(self) -> frozenset[str]:
         return frozenset(self._queries)
+
+
+@lru_cache(maxsize=4096)
+def for_postgres(text: str) -> tuple[str, tuple[str, ...]]:
+    """The text with `$1`, `$2` … for its parameters, and the names of these in their order."""
+    text = _BESIDE.sub(r"\1", _INSTEAD.sub(r"\1", text))
+    names = tuple(dict.fromkeys(_PARAM.findall(text)))
+    numbers = {name: f"${number}" for number, name in enumerate(names, 1)}
+    return _PARAM.sub(lambda found: numbers[found[1]], text), names

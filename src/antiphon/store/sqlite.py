@@ -20,6 +20,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, cast
 
+from antiphon.clock import Clock, SystemClock
 from antiphon.errors import AntiphonError, StoreDamaged, StoreError, StoreFull, StoreReadOnly
 from antiphon.store import Param, Row, Script, Tx
 from antiphon.store.migrations import is_current, migrate
@@ -56,6 +57,9 @@ class SqliteTx:
 
     async def do(self, query: Query, /, **params: Param) -> int:
         return self._execute(query.text, params).rowcount
+
+    async def alone(self, name: str) -> None:
+        """There is one writer."""
 
 
 Bound: TypeAlias = Callable[[Tx], Coroutine[Any, Any, T]]
@@ -183,6 +187,9 @@ class _Crew:
 
 class SqliteStore:
     """See the module. Open with `SqliteStore.open`, from a running event loop."""
+
+    shared = False
+    clock: Clock = SystemClock()
 
     def __init__(
         self,

@@ -25,7 +25,21 @@ def adapted(
     agents: Callable[[str], Sequence[str]] | None = None,
 ) -> Tool:
     """A tool of ours. All of them can be asked again after a crash: looking is harmless, and acting has the key."""
+    spec = ToolSpec(name=name, description=description, parameters=schema(takes))
+    return Tool(
+        spec=spec,
+        invoke=_answering(takes, answer),
+        after_crash="settle",
+        acts=acts,
+        reaches_sessions=True,
+        ends_turn=ends_turn,
+        fit=_fitting(spec, agents) if agents else None,
+    )
 
+
+def _answering(
+    takes: type[A], answer: Callable[[Call, A], Awaitable[Any]]
+) -> Callable[[Call], Awaitable[Result]]:
     async def invoke(call: Call) -> Result:
         try:
             return rendered(await answer(call, read(takes, call.arguments)))
@@ -34,21 +48,15 @@ def adapted(
                 raise
             return refusal(error)
 
-    spec = ToolSpec(name=name, description=description, parameters=schema(takes))
+    return invoke
+
+
+def _fitting(spec: ToolSpec, agents: Callable[[str], Sequence[str]]) -> Callable[[str], ToolSpec]:
+    """With the agents that each may name, so that it need not guess."""
 
     def fit(agent_id: str) -> ToolSpec:
-        """With the agents that this one may name, so that it need not guess."""
-        assert agents is not None
         narrowed = copy.deepcopy(dict(spec.parameters))
         narrowed["properties"]["agentId"]["enum"] = list(agents(agent_id))
         return replace(spec, parameters=narrowed)
 
-    return Tool(
-        spec=spec,
-        invoke=invoke,
-        after_crash="settle",
-        acts=acts,
-        reaches_sessions=True,
-        ends_turn=ends_turn,
-        fit=fit if agents else None,
-    )
+    return fit

@@ -8,11 +8,11 @@ from msgspec import Meta
 
 from antiphon.engine.toolbox import Call, Tool
 from antiphon.operations import Operations, Origin, Send
+from antiphon.operations.exchanges import LONGEST, TIMEOUT, TURNS_MOST
 from antiphon.tools.adapter import adapted
 from antiphon.tools.arguments import Arguments, told
 from antiphon.views import Sent
 
-TIMEOUT, LONGEST, TURNS = 30, 3600, 5
 DESCRIPTION = (
     "Send a message into another session and wait for its reply. Name the session by sessionKey (a key or sessionId "
     "from sessions_list), by label, or by agentId alone for that agent's main session. A timeout does not mean "
@@ -37,7 +37,7 @@ class SendArguments(Arguments, frozen=True):
     reply_back: (
         Annotated[
             int,
-            Meta(ge=0, le=TURNS, description="How many turns you two may answer each other afterwards."),
+            Meta(ge=0, le=TURNS_MOST, description="How many turns you two may answer each other afterwards."),
         ]
         | None
     ) = None

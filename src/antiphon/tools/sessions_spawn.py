@@ -28,6 +28,8 @@ class AttachAs(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid
 
 
 class SpawnArguments(Arguments, frozen=True):
+    """What a sub-agent is asked for with, here and on the wire (`sessions.spawn`)."""
+
     task: Annotated[
         str, Meta(min_length=1, description="All that the sub-agent is told: it sees nothing of this chat.")
     ]
@@ -65,10 +67,30 @@ class SpawnArguments(Arguments, frozen=True):
         Meta(description="Who hears of the result: this chat, only you (which wakes you), or nobody."),
     ] = "channel"
 
+    @property
+    def wanted(self) -> Spawn:
+        return Spawn(
+            task=self.task,
+            label=self.label,
+            agent_id=self.agent_id,
+            model=self.model,
+            thinking=self.thinking,
+            run_timeout_seconds=self.run_timeout_seconds,
+            thread=self.thread,
+            mode=self.mode,
+            cleanup=self.cleanup,
+            sandbox=self.sandbox,
+            attachments=self.attachments,
+            mount_path=self.attach_as.mount_path if self.attach_as else None,
+            runtime=self.runtime,
+            idempotency_key=self.idempotency_key,
+            announce=self.announce,
+        )
+
 
 def sessions_spawn(operations: Operations) -> Tool:
     async def answer(call: Call, given: SpawnArguments) -> dict[str, Any]:
-        spawned = await operations.spawn(call.caller, _wanted(given), Origin(call.run_id, call.key))
+        spawned = await operations.spawn(call.caller, given.wanted, Origin(call.run_id, call.key))
         return {**_plain(spawned), "note": NOTE}
 
     return adapted(
@@ -78,23 +100,3 @@ def sessions_spawn(operations: Operations) -> Tool:
 
 def _plain(spawned: Spawned) -> dict[str, Any]:
     return {name: value for name, value in msgspec.to_builtins(spawned).items() if value is not None}
-
-
-def _wanted(given: SpawnArguments) -> Spawn:
-    return Spawn(
-        task=given.task,
-        label=given.label,
-        agent_id=given.agent_id,
-        model=given.model,
-        thinking=given.thinking,
-        run_timeout_seconds=given.run_timeout_seconds,
-        thread=given.thread,
-        mode=given.mode,
-        cleanup=given.cleanup,
-        sandbox=given.sandbox,
-        attachments=given.attachments,
-        mount_path=given.attach_as.mount_path if given.attach_as else None,
-        runtime=given.runtime,
-        idempotency_key=given.idempotency_key,
-        announce=given.announce,
-    )

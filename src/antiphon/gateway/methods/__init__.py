@@ -1,6 +1,18 @@
 """Every method there is. A module registers its methods when it is imported here."""
 
-from antiphon.gateway.methods import agent, chat, cron, deliveries, sessions, subagents, system, tools
+from antiphon.gateway.methods import (
+    agent,
+    changes,
+    chat,
+    cron,
+    deliveries,
+    exchanges,
+    sends,
+    sessions,
+    subagents,
+    system,
+    tools,
+)
 from antiphon.gateway.methods.registry import METHODS, Call, Method
 
 __all__ = [
@@ -8,9 +20,12 @@ __all__ = [
     "Call",
     "Method",
     "agent",
+    "changes",
     "chat",
     "cron",
     "deliveries",
+    "exchanges",
+    "sends",
     "sessions",
     "subagents",
     "system",

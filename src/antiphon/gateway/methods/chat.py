@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from antiphon import keys
 from antiphon.access import ADMIN, READ, WRITE
 from antiphon.errors import Conflict, InvalidInput, NotFound
 from antiphon.gateway import attachments, rows, speech
 from antiphon.gateway.attachments import Attachment
-from antiphon.gateway.frames import IdempotencyKey, Params
+from antiphon.gateway.frames import IdempotencyKey, Key, Params
 from antiphon.gateway.methods import system
 from antiphon.gateway.methods.registry import Call, method, named
 from antiphon.operations import HistoryFilter, Message
@@ -19,7 +20,6 @@ from antiphon.views import Accepted, HistoryPage
 
 MOST_BYTES = 6 * 2**20  # of one history
 LARGE = 128 * 1024  # bytes of one message, above which it is left out of a history
-Key = Annotated[str, Meta(min_length=1, max_length=512)]
 Text = Annotated[str, Meta(min_length=1)]
 Milliseconds = Annotated[int, Meta(ge=0, le=2**53)]
 
@@ -171,7 +171,7 @@ async def spoken(call: Call, message: Message, *, literal: bool = False) -> dict
         return {
             "runId": message.idempotency_key,
             "status": "ok",
-            "sessionKey": rows.shown(result.session_key),
+            "sessionKey": keys.spoken(result.session_key),
         }
     return receipt(call, result.accepted)
 
@@ -182,7 +182,7 @@ def receipt(call: Call, accepted: Accepted) -> dict[str, Any]:
     return {
         "runId": accepted.run_id,
         "status": _stands(accepted.state, new=accepted.new),
-        "sessionKey": rows.shown(accepted.session_key),
+        "sessionKey": keys.spoken(accepted.session_key),
         "sessionId": accepted.session_id,
         "state": accepted.state,
     }
@@ -208,7 +208,7 @@ async def abort(call: Call, params: Abort) -> dict[str, Any]:
     if params.run_id is not None:
         run = await call.operations.run(call.caller, params.run_id)
         view = await call.operations.describe(call.caller, session)
-        if rows.shown(run.session_key) != view.key:
+        if keys.spoken(run.session_key) != view.key:
             raise InvalidInput("runId does not match sessionKey.", "Leave one of them out.", field="runId")
     stopped = await call.operations.stop(call.caller, session, params.run_id)
     return {"ok": True, "aborted": bool(stopped.run_ids), "runIds": stopped.run_ids}

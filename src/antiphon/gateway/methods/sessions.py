@@ -1,31 +1,24 @@
-"""Sessions: finding, describing, making and changing them, and hearing of them."""
+"""Sessions: finding, describing and reading them, and hearing of them."""
 
 from __future__ import annotations
 
-import uuid
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
-from antiphon import keys
-from antiphon.access import ADMIN, READ, WRITE
-from antiphon.errors import Ambiguous, AntiphonError, Conflict, InvalidInput, NotFound
-from antiphon.gateway import attachments, rows
-from antiphon.gateway.attachments import Attachment
-from antiphon.gateway.frames import IdempotencyKey, Params
+from antiphon.access import READ, WRITE
+from antiphon.errors import Ambiguous, InvalidInput, NotFound
+from antiphon.gateway import rows
+from antiphon.gateway.frames import Key, Params
 from antiphon.gateway.methods import chat
 from antiphon.gateway.methods.registry import Call, Nothing, method, named
-from antiphon.operations import HistoryFilter, ListFilter, Message, Patch
-from antiphon.operations import Send as Exchange
-from antiphon.operations.exchanges import TIMEOUT
+from antiphon.operations import HistoryFilter, ListFilter
 from antiphon.store.listing import KINDS
-from antiphon.views import HistoryPage, Sent, SessionView
+from antiphon.views import HistoryPage, SessionView
 
-Key = Annotated[str, Meta(min_length=1, max_length=512)]
-Word = Annotated[str, Meta(min_length=1)]
 LIST_MOST = 200
-_NAMESPACE = uuid.UUID("8c1f7a52-31c5-4e0e-8f0b-5d1d0a3f9b6e")
 
 
 class List(Params, frozen=True):
@@ -76,9 +69,7 @@ async def list_(call: Call, params: List) -> dict[str, Any]:
     )
     wanted = await _skip(call, wanted, params.offset)
     page = await call.operations.list(call.caller, wanted)
-    found = [rows.session_row(view) for view in page.sessions if _wanted(view, params)]
-    if params.include_last_message or params.include_derived_titles:
-        await _add_last_messages(call, found)
+    found = [view for view in page.sessions if _wanted(view, params)]
     return {
         "ts": call.now,
         "path": call.gateway.database,
@@ -88,8 +79,16 @@ async def list_(call: Call, params: List) -> dict[str, Any]:
         "nextCursor": page.next_cursor,
         "nextOffset": params.offset + page.count if page.next_cursor else None,
         "defaults": chat.defaults(call),
-        "sessions": found,
+        "sessions": await _rows(call, params, found),
     }
+
+
+async def _rows(call: Call, params: List, found: Sequence[SessionView]) -> Sequence[object]:
+    if not (params.include_last_message or params.include_derived_titles):
+        return [rows.listed(view) for view in found]
+    more = [rows.session_row(view) for view in found]
+    await _add_last_messages(call, more)
+    return more
 
 
 def _kinds(params: List) -> list[str] | None:
@@ -289,293 +288,6 @@ async def conversations(call: Call, params: Conversations) -> dict[str, Any]:
     """What a session has had before, newest first; each can be read, and restored, by its id."""
     found = await call.operations.conversations(call.caller, named(params.key, params.agent_id))
     return {"conversations": found}
-
-
-class Restore(Params, frozen=True):
-    session_id: Word
-
-
-@method("sessions.restore", ADMIN, Restore)
-async def restore(call: Call, params: Restore) -> dict[str, Any]:
-    view = await call.operations.restore(call.caller, params.session_id)
-    return {"ok": True, "key": view.key, "entry": rows.session_row(view)}
-
-
-class Create(Params, frozen=True):
-    key: Key | None = None
-    agent_id: str | None = None
-    label: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
-    display_name: Annotated[str, Meta(min_length=1, max_length=500)] | None = None
-    model: str | None = None
-    parent_session_key: str | None = None
-    task: str | None = None
-    message: str | None = None
-    attachments: list[Attachment] = []
-    idempotency_key: IdempotencyKey | None = None
-    thinking_level: str | None = None
-    emit_command_hooks: bool = False
-
-
-@method("sessions.create", WRITE, Create)
-async def create(call: Call, params: Create) -> dict[str, Any]:
-    """With a message, its run begins at once; a message that is refused does not undo the session."""
-    view = await call.operations.create(
-        call.caller,
-        session=_new_key(call, params),
-        agent_id=params.agent_id,
-        label=params.label,
-        display_name=params.display_name,
-        model=params.model,
-        parent=params.parent_session_key,
-    )
-    result: dict[str, Any] = {
-        "ok": True,
-        "key": view.key,
-        "sessionId": view.session_id,
-        "entry": rows.session_row(view),
-        "runStarted": False,
-    }
-    text = params.message if params.message is not None else params.task
-    if text is None and not params.attachments:
-        return result
-    message = Message(
-        session=view.key,
-        content=attachments.content(text or "", params.attachments),
-        idempotency_key=params.idempotency_key,
-        thinking=params.thinking_level,
-    )
-    try:
-        accepted = await call.operations.submit(call.caller, message)
-    except AntiphonError as error:
-        return {**result, "runError": {"code": error.ws, "message": str(error)}}
-    return {**result, "runStarted": True, "runId": accepted.run_id}
-
-
-def _new_key(call: Call, params: Create) -> str | None:
-    """Asked again with the same idempotency key, the same session is meant."""
-    if params.key:
-        return named(params.key, params.agent_id)
-    if params.idempotency_key is None:
-        return None
-    agent = params.agent_id or call.config.default_agent_id
-    name = uuid.uuid5(_NAMESPACE, params.idempotency_key)
-    return str(keys.owned_key(agent, "dashboard", str(name)))
-
-
-class Patches(Params, frozen=True):
-    key: Key
-    agent_id: str | None = None
-    expected_session_id: str | None = None
-    label: str | UnsetType | None = UNSET
-    display_name: str | UnsetType | None = UNSET
-    model: str | UnsetType | None = UNSET
-    thinking_level: str | UnsetType | None = UNSET
-    verbose_level: str | UnsetType | None = UNSET
-    send_policy: str | UnsetType | None = UNSET
-    archived: bool | UnsetType = UNSET
-
-
-@method("sessions.patch", WRITE, Patches)
-async def patch(call: Call, params: Patches) -> dict[str, Any]:
-    changes = Patch(
-        label=params.label,
-        display_name=params.display_name,
-        model=params.model,
-        thinking_level=params.thinking_level,
-        verbose_level=params.verbose_level,
-        send_policy=params.send_policy,
-        archived=params.archived,
-    )
-    session = await _expected(call, named(params.key, params.agent_id), params.expected_session_id)
-    view = await call.operations.patch(call.caller, session, changes)
-    row = rows.session_row(view)
-    agent = view.agent_id or call.config.default_agent_id
-    found = call.config.find_model(view.model_override or call.config.model_ref(agent))
-    return {
-        "ok": True,
-        "path": call.gateway.database,
-        "key": view.key,
-        "entry": row,
-        "resolved": {"modelProvider": found.provider_name, "model": found.model.id},
-    }
-
-
-class Reset(Params, frozen=True):
-    key: Key
-    agent_id: str | None = None
-    expected_session_id: str | None = None
-    reason: Literal["new", "reset"] = "reset"
-    idempotency_key: IdempotencyKey | None = None
-
-
-@method("sessions.reset", ADMIN, Reset, waits=True)
-async def reset(call: Call, params: Reset) -> dict[str, Any]:
-    view = await call.operations.reset(
-        call.caller,
-        named(params.key, params.agent_id),
-        params.reason,
-        key=params.idempotency_key,
-        expected=params.expected_session_id,
-    )
-    return {"ok": True, "key": view.key, "entry": rows.session_row(view)}
-
-
-async def _expected(call: Call, session: str, session_id: str | None) -> str:
-    """What to name the session by: a client that looked at one conversation must not end the next one.
-
-    An id of a conversation that has ended since is refused by the operation itself, in its own transaction.
-    """
-    if session_id is None:
-        return session
-    view = await call.operations.describe(call.caller, session)
-    if view.session_id != session_id:
-        raise Conflict(
-            f"Session {session!r} has moved on to another conversation.",
-            "Look at it again first.",
-            key=session,
-        )
-    return session_id
-
-
-class Delete(Params, frozen=True):
-    key: Key
-    agent_id: str | None = None
-    delete_transcript: bool = True
-    expected_session_id: str | None = None
-    emit_lifecycle_hooks: bool = False
-    idempotency_key: IdempotencyKey | None = None
-
-
-@method("sessions.delete", ADMIN, Delete, waits=True)
-async def delete(call: Call, params: Delete) -> dict[str, Any]:
-    """Without `deleteTranscript` the session is archived instead: a transcript without its session cannot be found.
-
-    Archiving again changes nothing, so that a key adds nothing to it.
-    """
-    session, expected = named(params.key, params.agent_id), params.expected_session_id
-    if params.delete_transcript:
-        deleted = await call.operations.delete(
-            call.caller, session, key=params.idempotency_key, expected=expected
-        )
-    else:
-        session = await _expected(call, session, expected)
-        await call.operations.patch(call.caller, session, Patch(archived=True))
-        deleted = False
-    return {"ok": True, "key": params.key, "deleted": deleted, "archived": []}
-
-
-class Compact(Params, frozen=True):
-    key: Key
-    agent_id: str | None = None
-    max_lines: Annotated[int, Meta(ge=1)] = 400
-    idempotency_key: IdempotencyKey | None = None
-
-
-@method("sessions.compact", ADMIN, Compact)
-async def compact(call: Call, params: Compact) -> dict[str, Any]:
-    session = named(params.key, params.agent_id)
-    done = await call.operations.compact(call.caller, session, params.max_lines, key=params.idempotency_key)
-    reason = {"reason": done.reason} if done.reason else {}
-    return {"ok": True, "key": params.key, "compacted": done.compacted, "kept": done.kept, **reason}
-
-
-class Said(Params, frozen=True):
-    key: Key
-    message: str
-    agent_id: str | None = None
-    thinking: str | None = None
-    attachments: list[Attachment] = []
-    timeout_ms: chat.Milliseconds | None = None
-    idempotency_key: IdempotencyKey | None = None
-
-
-class Send(Said, frozen=True):
-    """With `fromSessionKey` it is one session that sends to another, and what follows is for that."""
-
-    from_session_key: Key | None = None
-    timeout_seconds: Annotated[float, Meta(ge=0, le=3600)] | None = None
-    reply_back: Annotated[int, Meta(ge=0, le=5)] | None = None
-    announce: Literal["target", "none"] | None = None
-
-
-def _awaits_reply(params: Send) -> bool:
-    return params.from_session_key is not None and params.timeout_seconds != 0
-
-
-@method("sessions.send", WRITE, Send, waits=_awaits_reply)
-async def send(call: Call, params: Send) -> dict[str, Any] | Sent:
-    """As chat.send, to a session that exists; or an exchange between two of them."""
-    session = named(params.key, params.agent_id)
-    if params.from_session_key is not None:
-        return await call.operations.send(
-            call.caller, _exchange(params, session), requester=params.from_session_key
-        )
-    for field in ("timeout_seconds", "reply_back", "announce"):
-        if getattr(params, field) is not None:
-            name = _camel(field)
-            raise InvalidInput(f"{name!r} is for an exchange.", "Pass fromSessionKey, too.", field=name)
-    await call.operations.describe(call.caller, session)
-    return await chat.spoken(call, _message(params, session))
-
-
-def _exchange(params: Send, session: str) -> Exchange:
-    for field in ("thinking", "attachments", "timeout_ms"):
-        if getattr(params, field):
-            name = _camel(field)
-            raise InvalidInput(
-                f"{name!r} cannot be sent from one session to another.", "Leave it out.", field=name
-            )
-    return Exchange(
-        session=session,
-        message=params.message,
-        idempotency_key=params.idempotency_key,
-        reply_back=params.reply_back,
-        announce=params.announce or "target",
-        timeout_seconds=TIMEOUT if params.timeout_seconds is None else params.timeout_seconds,
-    )
-
-
-def _camel(field: str) -> str:
-    return msgspec.structs.fields(Send)[Send.__struct_fields__.index(field)].encode_name
-
-
-@method("sessions.steer", WRITE, Said, waits=True)
-async def steer(call: Call, params: Said) -> dict[str, Any]:
-    """Stop what is being answered and say this instead; if it cannot be said, nothing is stopped."""
-    message = _message(params, named(params.key, params.agent_id))
-    accepted, stopped = await call.operations.steer(call.caller, message)
-    return {**chat.receipt(call, accepted), "interruptedActiveRun": bool(stopped)}
-
-
-def _message(params: Said, session: str) -> Message:
-    return Message(
-        session=session,
-        content=attachments.content(params.message, params.attachments),
-        idempotency_key=params.idempotency_key or str(uuid.uuid4()),
-        thinking=params.thinking or None,
-        timeout_seconds=params.timeout_ms / 1000 if params.timeout_ms else None,
-    )
-
-
-class Abort(Params, frozen=True):
-    key: Key | None = None
-    run_id: str | None = None
-    agent_id: str | None = None
-    clear_queued: bool = False
-
-
-@method("sessions.abort", WRITE, Abort)
-async def abort(call: Call, params: Abort) -> dict[str, Any]:
-    if params.key is None and params.run_id is None:
-        raise InvalidInput("Either key or runId is required.", "Pass one.", field="key")
-    session = (
-        named(params.key, params.agent_id)
-        if params.key
-        else rows.shown((await call.operations.run(call.caller, params.run_id or "")).session_key)
-    )
-    stopped = await call.operations.stop(call.caller, session, params.run_id)
-    aborted = stopped.run_ids[0] if stopped.run_ids else None
-    return {"ok": True, "abortedRunId": aborted, "status": "aborted" if aborted else "no-active-run"}
 
 
 class Usage(Params, frozen=True):

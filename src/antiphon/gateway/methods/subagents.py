@@ -2,67 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import Meta
 
 from antiphon.access import READ, WRITE
 from antiphon.engine.attachments import Attachment
-from antiphon.engine.words import Thinking
-from antiphon.gateway.frames import IdempotencyKey, Params
+from antiphon.gateway.frames import IdempotencyKey, Key, Params
 from antiphon.gateway.methods.registry import Call, Nothing, method
-from antiphon.operations import Spawn as Wanted
+from antiphon.tools.sessions_spawn import SpawnArguments
 from antiphon.views import Spawned
 
-Key = Annotated[str, Meta(min_length=1, max_length=512)]
 
-
-class AttachAs(Params, frozen=True):
-    mount_path: str | None = None
-
-
-class Spawn(Params, frozen=True):
+class Spawn(SpawnArguments, Params, frozen=True):
     """What `sessions_spawn` takes, and for which session it is done."""
 
-    task: Annotated[str, Meta(min_length=1)]
     requester_session_key: Key = "main"
-    label: str | None = None
-    agent_id: str | None = None
-    model: str | None = None
-    thinking: Thinking | None = None
-    run_timeout_seconds: Annotated[float, Meta(ge=0)] | None = None
-    thread: bool = False
-    mode: Literal["run", "session"] | None = None
-    cleanup: Literal["delete", "keep"] = "keep"
-    sandbox: Literal["inherit", "require"] = "inherit"
-    attachments: list[Attachment] = []
-    attach_as: AttachAs | None = None
-    runtime: Literal["subagent", "acp"] = "subagent"
+    attachments: list[Attachment] = []  # how many there may be is for the configuration alone to say
     idempotency_key: IdempotencyKey | None = None
-    announce: Literal["channel", "parent", "none"] = "channel"
 
 
 @method("sessions.spawn", WRITE, Spawn)
 async def spawn(call: Call, params: Spawn) -> Spawned:
     """As the tool, for the session that is named. It reports there by itself."""
-    wanted = Wanted(
-        task=params.task,
-        label=params.label,
-        agent_id=params.agent_id,
-        model=params.model,
-        thinking=params.thinking,
-        run_timeout_seconds=params.run_timeout_seconds,
-        thread=params.thread,
-        mode=params.mode,
-        cleanup=params.cleanup,
-        sandbox=params.sandbox,
-        attachments=params.attachments,
-        mount_path=params.attach_as.mount_path if params.attach_as else None,
-        runtime=params.runtime,
-        idempotency_key=params.idempotency_key,
-        announce=params.announce,
-    )
-    return await call.operations.spawn(call.caller, wanted, requester=params.requester_session_key)
+    return await call.operations.spawn(call.caller, params.wanted, requester=params.requester_session_key)
 
 
 class List(Params, frozen=True):

@@ -46,6 +46,7 @@ async def status(call: Call, params: Health) -> dict[str, Any]:
         "sessions": {"count": summary.sessions, "path": call.gateway.database},
         "cron": await call.gateway.house.schedules.status(call.caller),
         "deliveries": (await call.operations.deliveries(call.caller, limit=1)).standing,
+        "replicas": await call.operations.replicas(call.caller),
         "channelSummary": [],
         "queuedSystemEvents": [],
     }

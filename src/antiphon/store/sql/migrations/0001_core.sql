@@ -31,7 +31,7 @@ CREATE TABLE sessions (
   last_thread       TEXT,
   model             TEXT,
   thinking          TEXT,
-  verbose           TEXT,
+  "verbose"         TEXT,
   send_policy       TEXT CHECK (send_policy IN ('allow', 'deny')),
   spawned_by        BIGINT,
   parent_key        TEXT,

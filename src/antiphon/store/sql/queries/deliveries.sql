@@ -18,13 +18,14 @@ ORDER BY d.n LIMIT :limit;
 SELECT min(next_at) AS next_at FROM deliveries WHERE state = 'pending' AND next_at > :now;
 
 -- name: claim
-UPDATE deliveries SET state = 'sending', attempts = attempts + 1, owner = :owner WHERE n = :n AND state = 'pending';
+UPDATE deliveries SET state = 'sending', attempts = attempts + 1, owner = :owner
+WHERE n = :n AND state = 'pending' AND attempts = :attempts;
 
 -- name: settle
 UPDATE deliveries SET state = :state, error = :error, message_id = :message_id, next_at = :next_at,
        doubtful = CASE WHEN :doubtful = 1 THEN 1 ELSE doubtful END,
-       settled_at = CASE WHEN :state = 'pending' THEN NULL ELSE :now END
-WHERE n = :n AND state IN ('pending', 'sending');
+       settled_at = CASE WHEN :state = 'pending' THEN NULL ELSE CAST(:now AS BIGINT) END
+WHERE n = :n AND state IN ('pending', 'sending') AND attempts = :attempts;
 
 -- name: left_sending
 -- Of owners that are gone: nobody knows whether they were sent.

@@ -43,3 +43,37 @@ UPDATE exchanges SET announced = :announced WHERE n = :n;
 -- What was said to a session that is forgotten, and by it. That it was, and how it ended, stays.
 UPDATE exchanges SET message = '', first_reply = NULL, latest_reply = NULL
 WHERE (target = :session OR requester = :session) AND settled_at IS NOT NULL;
+
+-- name: page
+-- The newest first, with the beginning of what was said.
+SELECT e.n, e.id, e.requester_key, e.target_key, e.phase, e.current, e.turn, e.turns, e.announced, e.chain, e.hop,
+       e.created_at, e.settled_at, substr(e.message, 1, :chars) AS message,
+       substr(e.latest_reply, 1, :chars) AS latest_reply
+FROM exchanges e WHERE e.n < :before ORDER BY e.n DESC LIMIT :limit;
+
+-- name: page_unsettled
+SELECT e.n, e.id, e.requester_key, e.target_key, e.phase, e.current, e.turn, e.turns, e.announced, e.chain, e.hop,
+       e.created_at, e.settled_at, substr(e.message, 1, :chars) AS message,
+       substr(e.latest_reply, 1, :chars) AS latest_reply
+FROM exchanges e WHERE e.settled_at IS NULL AND e.n < :before ORDER BY e.n DESC LIMIT :limit;
+
+-- name: page_of
+-- Of one session, as either side: no more of each than the page can hold.
+SELECT e.n, e.id, e.requester_key, e.target_key, e.phase, e.current, e.turn, e.turns, e.announced, e.chain, e.hop,
+       e.created_at, e.settled_at, substr(e.message, 1, :chars) AS message,
+       substr(e.latest_reply, 1, :chars) AS latest_reply
+FROM (SELECT n FROM (SELECT n FROM exchanges WHERE target = :session AND n < :before
+                     ORDER BY n DESC LIMIT :limit) asked
+      UNION
+      SELECT n FROM (SELECT n FROM exchanges WHERE requester = :session AND n < :before
+                     ORDER BY n DESC LIMIT :limit) asking) found
+JOIN exchanges e ON e.n = found.n
+ORDER BY e.n DESC LIMIT :limit;
+
+-- name: page_of_unsettled
+-- Looked for among all that is under way, which is little: a session may have had very many that are over.
+SELECT e.n, e.id, e.requester_key, e.target_key, e.phase, e.current, e.turn, e.turns, e.announced, e.chain, e.hop,
+       e.created_at, e.settled_at, substr(e.message, 1, :chars) AS message,
+       substr(e.latest_reply, 1, :chars) AS latest_reply
+FROM exchanges e WHERE e.settled_at IS NULL AND :session IN (e.target, e.requester) AND e.n < :before
+ORDER BY e.n DESC LIMIT :limit;

@@ -35,11 +35,11 @@ SELECT s.id, s.updated_at, s.key FROM sessions s WHERE s.label = :label AND {fil
 -- name: of_words
 -- The most recently created matches; a word that fits a million sessions must not read a million rows.
 SELECT s.id, s.updated_at, s.key FROM sessions s
-WHERE s.id IN (SELECT rowid FROM session_names WHERE session_names MATCH :words ORDER BY rowid DESC LIMIT :matches)
+WHERE s.id IN (SELECT rowid FROM session_names WHERE /*lite*/ session_names MATCH :words /*pg: names @@ :words */ ORDER BY rowid DESC LIMIT :matches)
   AND {filters}
 
 -- name: matches
-SELECT count(*) AS matches FROM (SELECT 1 FROM session_names WHERE session_names MATCH :words LIMIT :most) AS found;
+SELECT count(*) AS matches FROM (SELECT 1 FROM session_names WHERE /*lite*/ session_names MATCH :words /*pg: names @@ :words */ LIMIT :most) AS found;
 
 -- name: filter_cursor
 s.updated_at <= :cursor_at AND (s.updated_at < :cursor_at OR s.key > :cursor_key)
@@ -57,7 +57,7 @@ s.label = :label
 s.spawned_by = (SELECT id FROM sessions WHERE key = :parent)
 
 -- name: filter_words
-s.id IN (SELECT rowid FROM session_names WHERE session_names MATCH :words)
+s.id IN (SELECT rowid FROM session_names WHERE /*lite*/ session_names MATCH :words /*pg: names @@ :words */)
 
 -- name: filter_visible
 -- For streams that a filter chose; the others are visible by what they are.

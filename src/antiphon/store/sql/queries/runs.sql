@@ -5,14 +5,15 @@ SELECT 1 AS full FROM runs WHERE session = :session AND state = 'queued' ORDER B
 -- name: insert
 INSERT INTO runs (id, session, origin, digest, input, instructions, model, thinking, target, deadline_at, exchange, task,
                   chain, hop, created_at)
-SELECT :id, :session, :origin, :digest, :input, :instructions, :model, :thinking, :target, :deadline_at, :exchange, :task,
-       :chain, :hop, :now
+SELECT :id, CAST(:session AS BIGINT), :origin, :digest, :input, :instructions, :model, :thinking, :target,
+       CAST(:deadline_at AS BIGINT), CAST(:exchange AS BIGINT), CAST(:task AS BIGINT), :chain, CAST(:hop AS INTEGER),
+       CAST(:now AS BIGINT)
 WHERE NOT EXISTS (SELECT 1 FROM commands WHERE id = :id)
 ON CONFLICT (id) DO NOTHING;
 
 -- name: record_command
 INSERT INTO runs (id, session, origin, digest, input, state, created_at, ended_at)
-SELECT :id, :session, 'command', :digest, '', 'ok', :now, :now
+SELECT :id, CAST(:session AS BIGINT), 'command', :digest, '', 'ok', CAST(:now AS BIGINT), CAST(:now AS BIGINT)
 WHERE NOT EXISTS (SELECT 1 FROM commands WHERE id = :id)
 ON CONFLICT (id) DO NOTHING;
 
@@ -25,7 +26,7 @@ SELECT NULL, id, NULL, digest, 'ok' FROM commands WHERE id = :id;
 -- name: by_id
 SELECT r.n, r.id, r.origin, r.yielded, r.state, r.created_at, r.started_at, r.ended_at, r.reply, r.error_code, r.error, r.model_answered,
        s.key, s.agent_id,
-       :viewer IS NOT NULL AND EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
+       CAST(:viewer AS TEXT) IS NOT NULL AND EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
                                        WHERE l.descendant = s.id AND a.key = :viewer) AS descendant,
        CASE WHEN r.state = 'queued'
             THEN (SELECT count(*) FROM runs q WHERE q.session = r.session AND q.state = 'queued' AND q.n < r.n)
@@ -33,7 +34,7 @@ SELECT r.n, r.id, r.origin, r.yielded, r.state, r.created_at, r.started_at, r.en
 FROM runs r JOIN sessions s ON s.id = r.session WHERE r.id = :id;
 
 -- name: spent
-SELECT coalesce(sum(input), 0) AS input, coalesce(sum(output), 0) AS output,
+SELECT CAST(coalesce(sum(input), 0) AS BIGINT) AS input, CAST(coalesce(sum(output), 0) AS BIGINT) AS output,
        CASE WHEN count(*) = count(cost) THEN sum(cost) END AS cost
 FROM usage WHERE run_id = :id;
 
@@ -119,7 +120,7 @@ WHERE r.session > :after AND r.state = 'running' AND coalesce(o.lease_until, 0) 
 ORDER BY session LIMIT :limit;
 
 -- name: held_by
-SELECT session, id FROM runs WHERE owner = :owner AND state = 'running' LIMIT 20000;
+SELECT session, id FROM runs WHERE owner = :owner AND state = 'running' AND session > 0 LIMIT 20000;
 
 -- name: progressed
 -- A run that gets on is not a poison run, however often the process died.
@@ -128,24 +129,6 @@ UPDATE runs SET attempts = 1 WHERE n = :n;
 -- name: asked_to_stop
 SELECT id FROM runs WHERE state = 'running' AND session > 0 AND cancel_at IS NOT NULL AND owner = :owner LIMIT 20000;
 
--- name: renew_lease
-INSERT INTO owners (id, lease_until) VALUES (:id, :until)
-ON CONFLICT (id) DO UPDATE SET lease_until = excluded.lease_until;
-
--- name: excuse
--- A stop that was asked for is not the run's fault and does not count as an attempt.
-UPDATE runs SET attempts = attempts - 1 WHERE owner = :owner AND state = 'running' AND attempts > 0;
-
--- name: drop_owner
-DELETE FROM owners WHERE id = :id;
-
--- name: drop_other_owners
-DELETE FROM owners WHERE id <> :id;
-
--- name: drop_expired_owners
-DELETE FROM owners WHERE lease_until <= :now AND NOT EXISTS
-  (SELECT 1 FROM runs WHERE owner = owners.id AND state = 'running');
-
 -- name: record_usage
 INSERT INTO usage (at, run_id, session_key, session_id, root_key, agent_id, provider, model,
                    input, output, cache_read, cache_write, cost)
@@ -153,16 +136,16 @@ VALUES (:now, :run_id, :session_key, :session_id, :root_key, :agent_id, :provide
         :input, :output, :cache_read, :cache_write, :cost);
 
 -- name: usage_by_model
-SELECT provider, model, count(*) AS calls, sum(input) AS input, sum(output) AS output,
-       sum(cache_read) AS cache_read, sum(cache_write) AS cache_write,
+SELECT provider, model, count(*) AS calls, CAST(sum(input) AS BIGINT) AS input, CAST(sum(output) AS BIGINT) AS output,
+       CAST(sum(cache_read) AS BIGINT) AS cache_read, CAST(sum(cache_write) AS BIGINT) AS cache_write,
        CASE WHEN count(*) = count(cost) THEN sum(cost) END AS cost
-FROM usage WHERE session_key = :key GROUP BY provider, model ORDER BY provider, model LIMIT 200;
+FROM usage WHERE session_key = :key GROUP BY provider, model ORDER BY provider NULLS FIRST, model NULLS FIRST LIMIT 200;
 
 -- name: usage_by_tree
-SELECT provider, model, count(*) AS calls, sum(input) AS input, sum(output) AS output,
-       sum(cache_read) AS cache_read, sum(cache_write) AS cache_write,
+SELECT provider, model, count(*) AS calls, CAST(sum(input) AS BIGINT) AS input, CAST(sum(output) AS BIGINT) AS output,
+       CAST(sum(cache_read) AS BIGINT) AS cache_read, CAST(sum(cache_write) AS BIGINT) AS cache_write,
        CASE WHEN count(*) = count(cost) THEN sum(cost) END AS cost
 FROM usage WHERE root_key = :key OR session_key = :key OR session_key IN
   (SELECT s.key FROM lineage l JOIN sessions a ON a.id = l.ancestor JOIN sessions s ON s.id = l.descendant
    WHERE a.key = :key)
-GROUP BY provider, model ORDER BY provider, model LIMIT 200;
+GROUP BY provider, model ORDER BY provider NULLS FIRST, model NULLS FIRST LIMIT 200;

@@ -1,44 +1,49 @@
 -- name: place
 -- How far the index is, and how far it could be.
-SELECT message AS last, (SELECT coalesce(max(id), 0) FROM messages) AS head FROM search_cursor WHERE id = 1;
+SELECT /*lite*/ message AS last /*pg: coalesce((SELECT min(message) - 1 FROM unindexed), (SELECT max(id) FROM messages), 0) AS last */,
+       (SELECT coalesce(max(id), 0) FROM messages) AS head
+FROM search_cursor WHERE id = 1;
 
 -- name: unindexed
 -- The next entries, with the words for who may find them.
 SELECT m.id, m.role, m.body,
-       's' || s.id || ' a' || hex(s.agent_id) || CASE m.role WHEN 'toolResult' THEN ' tool' ELSE ' said' END
-       || coalesce((SELECT ' ' || group_concat('b' || l.ancestor, ' ') FROM lineage l WHERE l.descendant = s.id), '')
+       's' || s.id || ' a' || /*lite*/ hex(s.agent_id) /*pg: encode(convert_to(s.agent_id, 'UTF8'), 'hex') */ || CASE m.role WHEN 'toolResult' THEN ' tool' ELSE ' said' END
+       || coalesce((SELECT ' ' || /*lite*/ group_concat /*pg: string_agg */ ('b' || l.ancestor, ' ') FROM lineage l WHERE l.descendant = s.id), '')
        AS scope
-FROM messages m LEFT JOIN transcripts t ON t.id = m.transcript LEFT JOIN sessions s ON s.key = t.key
+FROM messages m /*pg: JOIN unindexed u ON u.message = m.id */
+LEFT JOIN transcripts t ON t.id = m.transcript LEFT JOIN sessions s ON s.key = t.key
 WHERE m.id > :after ORDER BY m.id LIMIT :limit;
 
 -- name: insert
-INSERT INTO message_words (rowid, words, scope) VALUES (:id, :words, :scope);
+INSERT INTO message_words (rowid, words, /*lite*/ scope /*pg: vector */) VALUES (:id, :words, /*lite*/ :scope /*pg: :vector */);
 
 -- name: advance
-UPDATE search_cursor SET message = :message WHERE id = 1;
+/*lite*/ UPDATE search_cursor SET message = :message WHERE id = 1
+/*pg: DELETE FROM unindexed WHERE message <= :message */;
 
 -- name: forget
 DELETE FROM message_words
 WHERE rowid IN (SELECT m.id FROM transcripts t JOIN messages m ON m.transcript = t.id WHERE t.key = :key);
 
 -- name: find
--- Newest first, straight from the index, which stops at the limit; only what is returned is looked up. What matched
--- stands between the characters 2 and 3, which no indexed text contains.
-SELECT m.entry, m.seq, m.role, m.created_at, t.session_id, s.key, s.agent_id, f.marked,
-       :viewer IS NOT NULL AND EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
+-- Newest first, straight from the index, which stops at the limit; only what is returned is looked up.
+SELECT m.entry, m.seq, m.role, m.created_at, t.session_id, s.key, s.agent_id, f.words,
+       CAST(:viewer AS TEXT) IS NOT NULL AND EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
                                        WHERE l.descendant = s.id AND a.key = :viewer) AS descendant
-FROM (SELECT rowid AS id, highlight(message_words, 0, char(2), char(3)) AS marked FROM message_words
-      WHERE message_words MATCH :match AND rowid > :after AND rowid <= :upto ORDER BY rowid DESC LIMIT :limit) AS f
+FROM (SELECT rowid AS id, words FROM message_words
+      WHERE /*lite*/ message_words MATCH :match /*pg: vector @@ :match */ AND rowid > :after AND rowid <= :upto ORDER BY rowid DESC LIMIT :limit) AS f
 JOIN messages m ON m.id = f.id JOIN transcripts t ON t.id = m.transcript JOIN sessions s ON s.key = t.key
 ORDER BY f.id DESC;
 
 -- name: completions
 -- Jumps from one term to the next: no term contains the character 1, so nothing lies between a term and the term
--- with that appended.
+-- with that appended. PostgreSQL's index finds beginnings by itself, so there it is as if there were too many to name.
+/*lite*/
 WITH RECURSIVE found (term) AS (
   SELECT (SELECT v.term FROM message_words_terms v WHERE v.term >= :least AND v.term < :most LIMIT 1)
   UNION ALL
   SELECT (SELECT v.term FROM message_words_terms v WHERE v.term >= found.term || char(1) AND v.term < :most LIMIT 1)
   FROM found WHERE found.term IS NOT NULL
 )
-SELECT term FROM found WHERE term IS NOT NULL LIMIT :limit;
+SELECT term FROM found WHERE term IS NOT NULL LIMIT :limit
+/*pg: SELECT CAST(:least AS TEXT) || i AS term FROM generate_series(1, CAST(:limit AS INTEGER)) AS i */;

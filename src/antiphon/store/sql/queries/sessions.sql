@@ -3,7 +3,7 @@
 -- name: by_key
 SELECT s.id, s.key, s.session_id, s.transcript, s.agent_id, s.channel, s.last_channel, s.chat_type, s.send_policy,
        s.transcript AS named_transcript, s.session_id AS named_session_id,
-       :viewer IS NOT NULL AND EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
+       CAST(:viewer AS TEXT) IS NOT NULL AND EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
                                        WHERE l.descendant = s.id AND a.key = :viewer) AS descendant
 FROM sessions s WHERE s.key = :key;
 
@@ -11,14 +11,14 @@ FROM sessions s WHERE s.key = :key;
 -- A transcript that is no longer current still names the session it belonged to.
 SELECT s.id, s.key, s.session_id, s.transcript, s.agent_id, s.channel, s.last_channel, s.chat_type, s.send_policy,
        t.id AS named_transcript, t.session_id AS named_session_id,
-       :viewer IS NOT NULL AND EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
+       CAST(:viewer AS TEXT) IS NOT NULL AND EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
                                        WHERE l.descendant = s.id AND a.key = :viewer) AS descendant
 FROM transcripts t JOIN sessions s ON s.key = t.key WHERE t.session_id = :session_id;
 
 -- name: by_label
 SELECT s.id, s.key, s.session_id, s.transcript, s.agent_id, s.channel, s.last_channel, s.chat_type, s.send_policy,
        s.transcript AS named_transcript, s.session_id AS named_session_id,
-       :viewer IS NOT NULL AND EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
+       CAST(:viewer AS TEXT) IS NOT NULL AND EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
                                        WHERE l.descendant = s.id AND a.key = :viewer) AS descendant
 FROM sessions s WHERE s.label = :label AND s.archived = 0
 ORDER BY s.updated_at DESC, s.key LIMIT 1000;
@@ -62,7 +62,7 @@ RETURNING *;
 -- What an import knows of a session beyond its transcript.
 UPDATE sessions SET label = :label, display_name = :display_name, subject = :subject, channel = :channel,
        chat_type = :chat_type, last_channel = :last_channel, last_to = :last_to, last_account = :last_account,
-       last_thread = :last_thread, model = :model, last_model = :last_model, thinking = :thinking, verbose = :verbose,
+       last_thread = :last_thread, model = :model, last_model = :last_model, thinking = :thinking, "verbose" = :verbose,
        send_policy = :send_policy, system_sent = :system_sent, aborted_last_run = :aborted_last_run,
        input_tokens = :input_tokens, output_tokens = :output_tokens, total_tokens = :total_tokens,
        context_tokens = :context_tokens, extra = :extra, updated_at = :updated_at
@@ -70,7 +70,7 @@ WHERE id = :id;
 
 -- name: patch
 UPDATE sessions SET label = :label, display_name = :display_name, model = :model, thinking = :thinking,
-       verbose = :verbose, send_policy = :send_policy, archived = :archived,
+       "verbose" = :verbose, send_policy = :send_policy, archived = :archived,
        archived_at = CASE WHEN :archived = 1 THEN coalesce(archived_at, :now) END, updated_at = :now
 WHERE id = :id;
 
@@ -87,11 +87,11 @@ UPDATE sessions SET children = children + :change WHERE id = :parent;
 
 -- name: link
 INSERT INTO lineage (ancestor, descendant)
-SELECT ancestor, :child FROM lineage WHERE descendant = :parent
-UNION ALL SELECT :parent, :child;
+SELECT ancestor, CAST(:child AS BIGINT) FROM lineage WHERE descendant = :parent
+UNION ALL SELECT CAST(:parent AS BIGINT), CAST(:child AS BIGINT);
 
 -- name: name_session
-INSERT INTO session_names (rowid, names) VALUES (:id, :names);
+INSERT INTO session_names (rowid, names) VALUES (:id, /*lite*/ :names /*pg: :vector */);
 
 -- name: unname_session
 DELETE FROM session_names WHERE rowid = :id;

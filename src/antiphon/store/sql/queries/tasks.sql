@@ -57,7 +57,8 @@ SELECT outcome, ended_at FROM tasks WHERE signature = :signature AND outcome IS 
 
 -- name: spent
 -- By everything that ran in the child, whichever runs those were.
-SELECT coalesce(sum(input + cache_read + cache_write), 0) AS input, coalesce(sum(output), 0) AS output,
+SELECT CAST(coalesce(sum(input + cache_read + cache_write), 0) AS BIGINT) AS input,
+       CAST(coalesce(sum(output), 0) AS BIGINT) AS output,
        CASE WHEN count(*) = count(cost) THEN sum(cost) END AS cost
 FROM usage WHERE session_key = :key;
 

@@ -1,6 +1,9 @@
 -- name: append
+-- On PostgreSQL what is to be indexed is noted down: numbers are given out before they can be seen there.
+/*pg: WITH appended AS ( */
 INSERT INTO messages (transcript, seq, entry, role, run, body, created_at)
-VALUES (:transcript, :seq, :entry, :role, :run, :body, :now);
+VALUES (:transcript, :seq, :entry, :role, :run, :body, :now)
+/*pg: RETURNING id) INSERT INTO unindexed (message) SELECT id FROM appended */;
 
 -- name: before
 SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id FROM messages m LEFT JOIN runs r ON r.n = m.run
@@ -36,7 +39,7 @@ WHERE transcript = :transcript AND seq >= :since AND role NOT IN ('toolResult', 
               ORDER BY seq DESC LIMIT 1 OFFSET :others);
 
 -- name: measure
-SELECT count(*) AS entries, coalesce(sum(length(body)), 0) AS characters FROM messages
+SELECT count(*) AS entries, CAST(coalesce(sum(length(body)), 0) AS BIGINT) AS characters FROM messages
 WHERE transcript = :transcript AND seq >= :since AND seq < :before AND role <> 'compaction';
 
 -- name: since_last_answer

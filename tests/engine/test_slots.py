@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.engine import jobs
-from antiphon.engine.jobs import At, Cron, Every, Schedule, latest_slot, next_slot
+from antiphon.engine import slots
+from antiphon.engine.slots import At, Cron, Every, Schedule, latest_slot, next_slot
 from antiphon.errors import InvalidInput
 
 pytestmark = pytest.mark.requirement("W5")
@@ -147,14 +147,14 @@ def test_every_is_counted_from_its_anchor() -> None:
 def test_the_machines_zone_is_told_or_is_utc(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, told in [("Europe/Berlin", "Europe/Berlin"), (":Asia/Kathmandu", "Asia/Kathmandu")]:
         monkeypatch.setenv("TZ", name)
-        assert jobs.local_zone() == told
+        assert slots.local_zone() == told
         assert next_slot(Cron(expr="0 0 * * *"), ms(2026, 6, 1)) == next_slot(
             Cron(expr="0 0 * * *", tz=told), ms(2026, 6, 1)
         )
-    monkeypatch.setattr(jobs.os.path, "realpath", str)
+    monkeypatch.setattr(slots.os.path, "realpath", str)
     for unclear in ("CET-1CEST,M3.5.0,M10.5.0/3", "/etc/passwd", "../../etc/passwd", "Europe", ""):
         monkeypatch.setenv("TZ", unclear)
-        assert jobs.local_zone() == "UTC"
+        assert slots.local_zone() == "UTC"
 
 
 @pytest.mark.parametrize(
@@ -192,4 +192,4 @@ def test_any_text_is_an_expression_or_is_refused(expr: str, zone: str) -> None:
 
 def test_a_day_that_never_comes_has_no_slot() -> None:
     assert next_slot(Cron(expr="0 0 29 2 *", tz="UTC"), ms(2026, 1, 1)) == ms(2028, 2, 29, tz=ZoneInfo("UTC"))
-    assert next_slot(Cron(expr="0 0 1 2 *", tz="UTC"), jobs.LAST) is None  # the calendar is over
+    assert next_slot(Cron(expr="0 0 1 2 *", tz="UTC"), slots.LAST) is None  # the calendar is over

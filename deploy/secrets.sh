@@ -1,0 +1,24 @@
+#!/bin/sh
+# Makes the secrets that deploy/compose.yaml hands to its containers. Those that are there are kept.
+#   deploy/secrets.sh [DIRECTORY]
+set -eu
+directory=${1:-"$(dirname "$0")/secrets"}
+umask 077
+mkdir -p "$directory"
+chmod 700 "$directory" # nobody else on this machine gets past it; within, each container's user may read its files
+
+make() {
+  [ -e "$directory/$1" ] || printf '%s' "$2" > "$directory/$1"
+  chmod 644 "$directory/$1"
+}
+
+random() {
+  od -An -N32 -tx1 /dev/urandom | tr -d ' \n'
+}
+
+make gateway-token "$(random)"
+make postgres-password "$(random)"
+make nats-password "$(random)"
+make nats-auth.conf "authorization { user: antiphon, password: \"$(cat "$directory/nats-password")\" }
+"
+echo "The secrets are in $directory. Clients need gateway-token."

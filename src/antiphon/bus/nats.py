@@ -1,0 +1,276 @@
+"""The bus of several processes: what is told here is heard at once, elsewhere over NATS.
+
+Core NATS forgets what nobody takes, so whatever may have been missed is told as a `Gap`: by the receiver after it was
+away or could not keep up, by the publisher after it was away or had to drop something, and by either when the numbers
+that a publisher gives its events show a hole. Numbers count per family (`session.*`, or a word that stands alone):
+whoever hears a single topic sees only some of them, and relies on the other signs and on what events say themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import re
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from antiphon.bus import Event, Gap, Listener
+from antiphon.bus.local import BUFFER, LocalBus, family
+from antiphon.natslink import Hear, Link, Servers, end, failures, subscribe
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+    from nats.aio.subscription import Subscription
+
+log = logging.getLogger(__name__)
+
+OUTGOING = 8 * 2**20  # bytes that may wait for a slow connection
+ENTERING = 2.0  # seconds a listener waits for the server to know of it
+PUBLISHERS = 4096  # whose last number is remembered
+PLAIN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class _Parcel(msgspec.Struct, array_like=True, frozen=True):
+    """An event on its way. `number` has no gap within a publisher's family of topics; 0 is outside the count."""
+
+    publisher: str
+    number: int
+    event: Event
+
+
+@dataclass(slots=True)
+class _Interest:
+    """A topic that somebody here listens to."""
+
+    listeners: int = 0
+    subscription: Subscription | None = None
+    entering: asyncio.Task[None] | None = None
+    last: OrderedDict[str, int] = field(default_factory=OrderedDict[str, int])
+
+
+class NatsBus:
+    """`wanted` is always true while there is a connection: NATS does not say who listens elsewhere."""
+
+    def __init__(self, servers: Servers, *, namespace: str = "antiphon", buffer: int = BUFFER) -> None:
+        self._prefix = f"{namespace}.ev"
+        self._gaps = f"{namespace}.gap"
+        self._local = LocalBus(buffer)
+        self._me = uuid.uuid4().hex
+        self._interests: dict[str, _Interest] = {}
+        self._numbers: dict[str, int] = {}
+        self._outgoing: deque[tuple[str, bytes]] = deque()
+        self._size = 0
+        self._woken = asyncio.Event()
+        self._largest = 0
+        self._client: Client | None = None  # also while it is being prepared
+        self._met = False
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(_Parcel)
+        self._chores: set[asyncio.Task[None]] = set()
+        self._sender: asyncio.Task[None] | None = None
+        self._link = Link(
+            servers,
+            name=f"{namespace} events",
+            joined=self._joined,
+            left=self._left,
+            troubled=self._troubled,
+            echo=False,
+        )
+
+    async def start(self, patience: float = 10.0) -> None:
+        await self._link.start(patience)
+        self._sender = asyncio.create_task(self._send())
+
+    async def stop(self) -> None:
+        """Send what is waiting, then leave. Listeners of this process go on hearing each other."""
+        if self._sender is not None:
+            if self._outgoing and (client := self._link.client):
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(ENTERING):
+                        await self._send_waiting(client)
+                        await self._link.settled(client)
+            await end(self._sender)
+        await self._link.stop()
+        await end(*self._chores)
+
+    @property
+    def connected(self) -> bool:
+        return self._link.client is not None
+
+    # --- telling ---
+
+    def wanted(self, topic: str) -> bool:
+        return self._link.client is not None or self._local.wanted(topic)
+
+    def publish(self, topic: str, event: Event) -> None:
+        self._local.publish(topic, event)
+        if self._link.client is None:
+            return  # The others are told of the gap when we are back.
+        group = family(topic) or topic
+        number = self._numbers[group] = self._numbers.get(group, 0) + 1
+        data = self._encoder.encode(_Parcel(self._me, number, event))
+        if len(data) > self._largest:
+            data = self._encoder.encode(_Parcel(self._me, number, Gap()))
+        self._put(self._subject(topic), data)
+
+    def _put(self, subject: str, data: bytes) -> None:
+        if self._size + len(data) > OUTGOING:
+            log.warning("NATS takes events more slowly than they happen; some were dropped")
+            self._outgoing.clear()
+            self._size = 0
+            self._outgoing.append((self._gaps, b""))
+        self._outgoing.append((subject, data))
+        self._size += len(data)
+        self._woken.set()
+
+    async def _send(self) -> None:
+        while True:
+            await self._woken.wait()
+            client = await self._link.present()
+            self._woken.clear()
+            try:
+                await self._send_waiting(client)
+            except failures():
+                pass  # The connection is being replaced, which is told as a gap.
+            except Exception:
+                log.exception("An event was not sent")
+                self._outgoing.append((self._gaps, b""))
+
+    async def _send_waiting(self, client: Client) -> None:
+        while self._outgoing:
+            subject, data = self._outgoing.popleft()
+            self._size -= len(data)
+            await client.publish(subject, data)
+
+    def _subject(self, topic: str) -> str:
+        word, dot, name = topic.partition(".")
+        if not dot:
+            return f"{self._prefix}.{word}"
+        if name == "*" or PLAIN.fullmatch(name):
+            return f"{self._prefix}.{word}.{name}"
+        # Callers choose ids of runs, and a subject is no place for any text.
+        return f"{self._prefix}.{word}.~{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}"
+
+    # --- hearing ---
+
+    @asynccontextmanager
+    async def listen(self, topic: str) -> AsyncGenerator[Listener]:
+        async with self._local.listen(topic) as listener:
+            interest = self._interests.setdefault(topic, _Interest())
+            interest.listeners += 1
+            try:
+                await self._entered(topic, interest)
+                yield listener
+            finally:
+                interest.listeners -= 1
+                if not interest.listeners:
+                    del self._interests[topic]
+                    self._forget(interest)
+
+    async def _entered(self, topic: str, interest: _Interest) -> None:
+        """Until the server knows; if it is away, it is told when it is back, and the listener then of a gap."""
+        client = self._client
+        if client is None:
+            return
+        if interest.entering is None:
+            interest.entering = self._chore(self._subscribe(client, topic, interest))
+        _, late = await asyncio.wait([interest.entering], timeout=ENTERING)
+        if late:
+            log.warning("NATS does not answer; events of other replicas may come late")
+
+    async def _subscribe(self, client: Client, topic: str, interest: _Interest) -> None:
+        try:
+            interest.subscription = await subscribe(
+                client, self._subject(topic), self._hearing(topic, interest)
+            )
+            if not interest.listeners:
+                self._forget(interest)
+            elif not await self._link.settled(client):
+                self._local.tell(topic, Gap())
+        except failures():
+            pass  # The connection is being replaced, and with it comes every subscription.
+
+    def _hearing(self, topic: str, interest: _Interest) -> Hear:
+        whole = topic.endswith(".*") or "." not in topic
+
+        async def hear(message: Msg) -> None:
+            try:
+                parcel = self._decoder.decode(message.data)
+            except msgspec.MsgspecError:
+                log.warning("An event of another replica could not be read; is it of another version?")
+                self._local.tell_of_gap(topic)
+                return
+            if parcel.publisher == self._me:
+                return
+            if whole and self._skips(interest, parcel):
+                self._local.tell_of_gap(topic)
+            self._local.tell(topic, parcel.event)
+
+        return hear
+
+    @staticmethod
+    def _skips(interest: _Interest, parcel: _Parcel) -> bool:
+        """Whether events of this publisher did not arrive."""
+        before = interest.last.pop(parcel.publisher, None)
+        interest.last[parcel.publisher] = parcel.number
+        if len(interest.last) > PUBLISHERS:
+            interest.last.popitem(last=False)
+        return before is not None and parcel.number != before + 1
+
+    async def _hear_gap(self, message: Msg) -> None:
+        self._local.tell_of_gap()
+
+    def _forget(self, interest: _Interest) -> None:
+        subscription, interest.subscription = interest.subscription, None
+        if subscription is not None:
+            self._chore(_unsubscribe(subscription))
+
+    # --- the connection ---
+
+    async def _joined(self, client: Client) -> None:
+        """Everything that is listened to is subscribed again; what happened meanwhile is a gap, here and elsewhere."""
+        self._client = client
+        self._largest = client.max_payload
+        await subscribe(client, self._gaps, self._hear_gap)
+        for topic, interest in list(self._interests.items()):
+            interest.last.clear()
+            interest.entering = self._chore(self._subscribe(client, topic, interest))
+        await self._link.settled(client)
+        if self._met:
+            self._outgoing.appendleft((self._gaps, b""))
+            self._woken.set()
+            self._local.tell_of_gap()
+        self._met = True
+
+    def _left(self) -> None:
+        self._client = None
+        self._outgoing.clear()
+        self._size = 0
+        for interest in self._interests.values():
+            interest.subscription = interest.entering = None
+
+    def _troubled(self, error: Exception) -> None:
+        from nats.errors import SlowConsumerError  # noqa: PLC0415 - an extra
+
+        if isinstance(error, SlowConsumerError):
+            log.warning("Events of other replicas come faster than they can be read; some were dropped")
+            self._local.tell_of_gap()
+
+    def _chore(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+        return task
+
+
+async def _unsubscribe(subscription: Subscription) -> None:
+    with suppress(*failures()):
+        await subscription.unsubscribe()

@@ -1,0 +1,60 @@
+"""Where a gateway keeps what is its own, and where it listens, when several run on one machine."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from antiphon.errors import ConfigError, Unavailable
+
+if TYPE_CHECKING:
+    from antiphon.config import Loaded
+
+MOST = 100  # replicas of one configuration on one machine
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    state_dir: Path
+    port: int | None
+
+    @classmethod
+    def joining(cls, loaded: Loaded, state_dir: Path, port: int | None) -> Place:
+        """The next directory that no other replica is in, and a free port if the one to listen on is taken.
+
+        Raises:
+            ConfigError: there is nothing that could be shared.
+        """
+        for name in ("store", "bus"):
+            if getattr(loaded.config, name).url is None:
+                raise ConfigError(
+                    f"'{name}.url' is not set, so there is nothing to join.",
+                    f"Set {name}.url in {str(loaded.path or 'the configuration')!r}, or leave out --join.",
+                    path=f"{name}.url",
+                )
+        wanted = loaded.config.gateway.port if port is None else port
+        return cls(_free_directory(state_dir / "replicas"), wanted if _is_free(wanted) else 0)
+
+
+def _free_directory(parent: Path) -> Path:
+    from antiphon.store.statedir import StateDir
+
+    for number in range(1, MOST + 1):
+        place = parent / str(number)
+        if StateDir.look(place).holder is None:
+            return place
+    raise Unavailable(
+        f"{MOST} replicas run on {str(parent)!r} already.", "Stop one, or choose another --state-dir."
+    )
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

@@ -1,0 +1,180 @@
+"""`antiphon store`: work on the database as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import click
+
+from antiphon.cli import output
+from antiphon.cli.settings import Settings, common
+
+if TYPE_CHECKING:
+    from antiphon.config import Config
+    from antiphon.store.postgres.connection import Server
+    from antiphon.transfers.moves import Moved, Progress
+
+BAR = 20  # characters
+STEPS = {"copy": "Copying", "check": "Comparing"}
+
+
+@click.group(help="Move everything into another database.")
+@common
+def command() -> None: ...
+
+
+@command.command()
+@click.option(
+    "--from",
+    "origin",
+    metavar="sqlite:[PATH]",
+    default="sqlite:",
+    help="The database to move; left out: that of the state directory.",
+)
+@click.option(
+    "--to", "goal", metavar="postgres:URL", help="Where to; left out: store.url of the configuration."
+)
+@click.option(
+    "--password-file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Where the password of the user in --to stands.",
+)
+@common
+@click.pass_obj
+def migrate(settings: Settings, origin: str, goal: str | None, password_file: Path | None) -> None:
+    """Move everything from SQLite into an empty PostgreSQL database. The source is not changed.
+
+    If it is interrupted, give the same command again: it goes on where it stopped.
+    """
+    from antiphon.transfers.moves import migrate as move
+
+    source = _source(settings, origin)
+    server = _server(settings.load().config, goal, password_file)
+    show = _Json() if settings.json else _Bars() if _live() else _Lines()
+    moved = asyncio.run(move(source, server, show))
+    if settings.json:
+        output.emit({"event": "done", **_plain(moved)}, compact=True)
+    else:
+        _print(moved, server)
+
+
+def _source(settings: Settings, origin: str) -> Path:
+    from antiphon.paths import DATABASE
+
+    scheme, _, path = origin.partition(":")
+    if scheme != "sqlite":
+        raise click.UsageError("Only an SQLite database can be moved: --from sqlite:/path/antiphon.db.")
+    return Path(path).expanduser().resolve() if path else settings.paths.state_dir / DATABASE
+
+
+def _server(config: Config, goal: str | None, password_file: Path | None) -> Server:
+    """The server to move to, with the configuration's password only where it is the configuration's server."""
+    from dataclasses import replace
+
+    from antiphon.store.opening import server_of
+    from antiphon.store.postgres.connection import Server
+
+    known = server_of(config) if config.store.url is not None else None
+    url = _url(goal) if goal else None
+    if url is None and known is None:
+        raise click.UsageError("Say where to: --to postgres://user@host/database, or set store.url.")
+    server = known if known and url in {None, known.url} else Server(str(url))
+    return replace(server, password=password_file.read_text("utf-8").strip()) if password_file else server
+
+
+def _url(goal: str) -> str:
+    from urllib.parse import urlsplit
+
+    from antiphon.store.opening import SCHEMES
+
+    url = next(
+        (goal.removeprefix("postgres:") for scheme in SCHEMES if goal.startswith(f"postgres:{scheme}:")), goal
+    )
+    if not any(url.startswith(f"{scheme}://") for scheme in SCHEMES):
+        raise click.UsageError("It can only be moved to PostgreSQL: --to postgres://user@host/database.")
+    if urlsplit(url).password:
+        raise click.UsageError("Others can see the password in --to: leave it out and use --password-file.")
+    return url
+
+
+def _live() -> bool:
+    import os
+
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _plain(moved: Moved) -> dict[str, object]:
+    return {"tables": moved.tables, "replaced": moved.replaced, "already": moved.already}
+
+
+def _print(moved: Moved, server: Server) -> None:
+    rows = sum(moved.tables.values())
+    done = "Everything was there already" if moved.already else "Everything is there"
+    click.echo(f"{done}: {rows:,} rows of {len(moved.tables)} tables, the same on both sides.")
+    if moved.replaced:
+        click.echo(
+            f"In {moved.replaced:,} texts U+0000, which PostgreSQL cannot store, was replaced by U+FFFD."
+        )
+    click.echo(f"Next: set store.url to the database {server.named} and start `antiphon up`.")
+
+
+# --- progress ---
+
+
+class _Json:
+    """One object a line."""
+
+    def __call__(self, progress: Progress) -> None:
+        fields = {
+            "step": progress.step,
+            "table": progress.table,
+            "rows": progress.rows,
+            "total": progress.total,
+        }
+        output.emit({"event": "progress", **fields}, compact=True)
+        sys.stdout.flush()
+
+
+class _Lines:
+    """A line for each table that is done."""
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.rows == progress.total and progress.total:
+            click.echo(f"{STEPS[progress.step]} {progress.table}: {progress.total:,} rows")
+
+
+class _Bars:
+    """A line for each table, drawn again as it fills."""
+
+    def __init__(self) -> None:
+        self._line = ("", "")
+        self._began = 0.0
+        self._first = 0
+
+    def __call__(self, progress: Progress) -> None:
+        if not progress.total:
+            return
+        if self._line != (progress.step, progress.table):
+            self._line = (progress.step, progress.table)
+            self._began, self._first = monotonic(), progress.rows
+        done = progress.rows == progress.total
+        click.echo(f"\r{self._drawn(progress)}\033[K", nl=done)
+
+    def _drawn(self, progress: Progress) -> str:
+        full = BAR * progress.rows // progress.total
+        bar = "#" * full + "-" * (BAR - full)
+        said = f"{STEPS[progress.step]:<9} {progress.table:<13} [{bar}] {progress.rows:>9,} of {progress.total:,}"
+        return said + self._pace(progress)
+
+    def _pace(self, progress: Progress) -> str:
+        """How fast, and how long it still takes; nothing before that can be said."""
+        seconds, rows = monotonic() - self._began, progress.rows - self._first
+        if not rows or not seconds:
+            return ""
+        left = (progress.total - progress.rows) * seconds / rows
+        remaining = f", {output.lasting(round(left * 1000))} left" if progress.rows < progress.total else ""
+        return f"  {rows / seconds:,.0f}/s{remaining}"

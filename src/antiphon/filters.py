@@ -1,0 +1,32 @@
+"""What of a list or a transcript is wanted. Only the question: who may ask it, and how much, `operations` says.
+
+By itself, because a command that asks a running gateway is over before `operations` would be imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+LIST_LIMIT, LIST_MOST = 50, 200
+HISTORY_LIMIT, HISTORY_MOST = 50, 1000
+
+
+class ListFilter(msgspec.Struct, frozen=True, kw_only=True):
+    kinds: Sequence[str] | None = None
+    limit: int = LIST_LIMIT
+    active_minutes: float | None = None
+    agent_id: str | None = None
+    label: str | None = None
+    search: str | None = None
+    spawned_by: str | None = None
+    include_archived: bool = False
+    cursor: str | None = None
+
+
+class HistoryFilter(msgspec.Struct, frozen=True, kw_only=True):
+    limit: int = HISTORY_LIMIT
+    include_tools: bool = False
+    before: int | None = None
+    after: int | None = None

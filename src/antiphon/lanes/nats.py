@@ -1,0 +1,295 @@
+"""Lanes of several processes: a JetStream work queue with at most one message per lane.
+
+To activate a lane is to publish an empty message to its subject; while there is one, queued or in somebody's hands,
+the server refuses another. Whoever holds the message has the lane, says so every third of `ack_wait`, and acknowledges
+it when the lane is empty; from one who is silent it is taken and given to another. None of this is truth: claims in
+the store are, so a lost stream costs time and a message in two hands costs nothing but work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import logging
+import random
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from antiphon.errors import AntiphonError
+from antiphon.lanes import Drain, Waiting
+from antiphon.lanes.queue import LaneQueue
+from antiphon.natslink import ANSWER, Link, Servers, end, failures
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client
+
+log = logging.getLogger(__name__)
+
+HINTS = 100_000  # lanes that may wait to be activated; those beyond are found by the sweeper
+LAST_WAIT = 5.0  # seconds a cancelled drain may take to end; something in it may not know how to stop
+OURS = 0.8  # the part of `ack_wait` we count on: the server's clock for a lease starts before its message is here
+BREATH = 256  # messages written before others have their turn
+
+
+@dataclass(slots=True)
+class _Lease:
+    """A message in our hands: where to answer it, and until when nobody else can have been given it."""
+
+    reply: str
+    until: float
+
+
+class NatsLanes:
+    """At most one drain per lane here, and `slots` in all; an activation during a drain causes one more look."""
+
+    def __init__(
+        self,
+        servers: Servers,
+        *,
+        namespace: str = "antiphon",
+        slots: int = 256,
+        ack_wait: float = 10.0,
+        replicas: int = 1,
+        patience: float = 10.0,
+    ) -> None:
+        self._slots = slots
+        self._ack_wait = ack_wait
+        self._patience = patience
+        self._drain: Drain | None = None
+        self._waiting: Waiting | None = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._leases: dict[int, _Lease] = {}
+        self._again: set[int] = set()
+        self._stuck: set[asyncio.Task[None]] = set()
+        self._room = asyncio.Event()
+        self._hints: dict[int, None] = {}
+        self._hinted = asyncio.Event()
+        self._puller: asyncio.Task[None] | None = None
+        self._chores: list[asyncio.Task[None]] = []
+        self._queue = LaneQueue(
+            namespace, ack_wait, replicas, taken=self._taken, missed=self._hint, abandoned=self._let_go
+        )
+        self._link = Link(servers, name=f"{namespace} lanes", joined=self._queue.join, left=self._queue.leave)
+
+    @property
+    def active(self) -> int:
+        return len(self._tasks)
+
+    @property
+    def connected(self) -> bool:
+        return self._link.client is not None
+
+    async def start(self, drain: Drain, waiting: Waiting | None = None) -> None:
+        """Connect, or raise `BusError`; from then on the connection is kept for ever."""
+        await self._link.start(self._patience)
+        self._drain, self._waiting = drain, waiting
+        self._puller = asyncio.create_task(self._pull())
+        self._chores = [asyncio.create_task(self._renew()), asyncio.create_task(self._send_hints())]
+
+    async def activate(self, lane: int) -> None:
+        if self._drain is None:
+            return
+        if lane in self._tasks:
+            self._again.add(lane)
+        else:
+            self._hint(lane)
+
+    async def abandon(self, lane: int) -> None:
+        if lane in self._tasks:
+            await self._let_go(lane)
+        elif client := self._link.client:
+            with suppress(*failures()):
+                async with asyncio.timeout(ANSWER):
+                    await self._queue.abandon(client, lane)
+
+    async def stop(self, grace: float) -> None:
+        """As any engine. What is not finished stays ours until `close`."""
+        self._drain = None
+        await end(self._puller)
+        closing = asyncio.create_task(self._queue.close())
+        await asyncio.wait([closing], timeout=ANSWER)
+        await end(closing)
+        tasks = [*self._tasks.values(), *self._stuck]
+        if tasks and grace > 0:
+            await asyncio.wait(tasks, timeout=grace)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=LAST_WAIT)
+
+    async def close(self) -> None:
+        """Everything that is left goes to another replica at once."""
+        await end(*self._chores)
+        await self._give_back(*self._leases.values())
+        self._leases.clear()
+        if client := self._link.client:
+            await self._link.settled(client)
+        await self._link.stop()
+
+    # --- draining ---
+
+    async def _taken(self, lane: int, reply: str) -> None:
+        """The message of a lane is ours, perhaps again: a second one for a lane we are at is its new lease."""
+        lease = _Lease(reply, asyncio.get_running_loop().time() + OURS * self._ack_wait)
+        if self._drain is None:
+            await self._give_back(lease)
+            return
+        self._leases[lane] = lease
+        if lane in self._tasks:
+            self._again.add(lane)
+        else:
+            self._tasks[lane] = asyncio.create_task(
+                self._run(lane, self._drain), name=f"lane-{lane}", context=contextvars.Context()
+            )
+
+    async def _run(self, lane: int, drain: Drain) -> None:
+        try:
+            while True:
+                left = await self._work(lane, drain)
+                if not self._owns(lane):
+                    return
+                await self._finish(self._leases.pop(lane, None))
+                # Whoever submitted in the moment before that was refused: "it is active".
+                if left or (left is False and await self._is_waiting(lane)):
+                    self._hint(lane)
+                if lane not in self._leases:
+                    return
+        finally:
+            if self._owns(lane):
+                if lane in self._again:
+                    self._again.discard(lane)
+                    self._hint(lane)
+                del self._tasks[lane]
+                self._room.set()
+
+    async def _work(self, lane: int, drain: Drain) -> bool | None:
+        """Drain until there is nothing new; whether something is left, and None if that cannot be said."""
+        while True:
+            self._again.discard(lane)
+            left: bool | None = None
+            try:
+                left = bool(await drain(lane))
+            except AntiphonError as error:
+                log.error("%s", error)
+            except Exception:
+                log.exception("Lane %d stopped; it is looked at again by the sweeper", lane)
+            if left or not self._owns(lane) or lane not in self._again or self._drain is None:
+                return left
+
+    async def _is_waiting(self, lane: int) -> bool:
+        if self._waiting is None or self._drain is None:
+            return False
+        try:
+            return await self._waiting(lane)
+        except AntiphonError as error:
+            log.error("%s", error)
+        except Exception:
+            log.exception("Lane %d could not be looked at; the sweeper does", lane)
+        return False
+
+    def _owns(self, lane: int) -> bool:
+        """False for a drain that was abandoned: the lane is somebody else's then."""
+        return self._tasks.get(lane) is asyncio.current_task()
+
+    async def _let_go(self, lane: int) -> None:
+        self._again.discard(lane)
+        if task := self._tasks.pop(lane, None):
+            self._stuck.add(task)
+            task.add_done_callback(self._stuck.discard)
+            task.cancel()
+            self._room.set()
+        if lease := self._leases.pop(lane, None):
+            await self._give_back(lease)
+
+    # --- leases ---
+
+    async def _finish(self, lease: _Lease | None) -> None:
+        """Only while it is ours: answering late would take the lane from whoever has it now."""
+        client = self._link.client
+        if lease and client and lease.until > asyncio.get_running_loop().time():
+            with suppress(*failures()):
+                await self._queue.finish(client, lease.reply)
+
+    async def _give_back(self, *leases: _Lease) -> None:
+        now = asyncio.get_running_loop().time()
+        client = self._link.client
+        if client is None:
+            return
+        with suppress(*failures()):
+            async with asyncio.timeout(ANSWER):
+                for lease in leases:
+                    if lease.until > now:
+                        await self._queue.give_back(client, lease.reply)
+
+    async def _renew(self) -> None:
+        """All leases in one go. If it fails the drains go on: at worst another replica looks, and finds them at it."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._ack_wait / 3)
+            client = self._link.client
+            if client is None:
+                continue
+            with suppress(*failures()):
+                for number, lease in enumerate(list(self._leases.values())):
+                    now = loop.time()
+                    if lease.until > now:
+                        await self._queue.renew(client, lease.reply)
+                        lease.until = now + OURS * self._ack_wait
+                    if number % BREATH == BREATH - 1:
+                        await asyncio.sleep(0)
+
+    # --- chores ---
+
+    async def _pull(self) -> None:
+        while True:
+            client = await self._link.present()
+            free = self._slots - len(self._tasks)
+            if free <= 0:
+                self._room.clear()
+                await self._room.wait()
+                continue
+            try:
+                await self._queue.pull(client, free)
+                continue
+            except AntiphonError as error:
+                log.error("%s", error)
+            except failures():
+                pass  # The connection is being replaced.
+            except Exception:
+                log.exception("Lanes could not be asked for")
+            await asyncio.sleep(random.uniform(0.2, 1.0))  # noqa: S311 - spreads load, guards nothing
+
+    def _hint(self, lane: int) -> None:
+        if self._drain is not None and len(self._hints) < HINTS:
+            self._hints[lane] = None
+            self._hinted.set()
+
+    async def _send_hints(self) -> None:
+        while True:
+            await self._hinted.wait()
+            client = await self._link.present()
+            self._hinted.clear()
+            try:
+                await self._send_waiting(client)
+                continue
+            except failures():
+                pass  # The connection is being replaced.
+            except Exception:
+                log.exception("Lanes could not be activated; the sweeper does it")
+            await asyncio.sleep(0.05)
+
+    async def _send_waiting(self, client: Client) -> None:
+        for number in itertools.count(1):
+            if not self._hints:
+                return
+            lane = next(iter(self._hints))
+            del self._hints[lane]
+            try:
+                await self._queue.add(client, lane)
+            except failures():
+                self._hint(lane)
+                raise
+            if number % BREATH == 0:
+                await asyncio.sleep(0)

@@ -1,0 +1,81 @@
+"""How the gateways of one house reach each other: over NATS where `bus.url` says so, else there is only one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from antiphon.bus import EventBus
+from antiphon.bus.local import LocalBus
+from antiphon.config import Config
+from antiphon.engine.engine import Pace
+from antiphon.lanes import LaneEngine
+from antiphon.lanes.local import LocalLanes
+
+if TYPE_CHECKING:
+    from antiphon.natslink import Servers
+
+LEASE = 0.7  # of the time after which a silent gateway's lanes are given to others: by then its runs are free
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What moves lanes and news, how patient the engine has to be with them, and how long a leave may take."""
+
+    lanes: LaneEngine
+    bus: EventBus
+    pace: Pace
+    grace: float = 0.0
+    connected: Callable[[], bool] = lambda: True
+    """False while the others cannot be reached: what is done here is kept, and they hear of it later."""
+
+
+@asynccontextmanager
+async def linked(config: Config) -> AsyncGenerator[Links]:
+    """Connected when the context is entered; raises `BusError` where that is not to be had."""
+    if config.bus.url is None or config.store.url is None:
+        yield Links(LocalLanes(), LocalBus(), Pace())
+        return
+    from antiphon.bus.nats import NatsBus  # noqa: PLC0415 - an extra
+    from antiphon.lanes.nats import NatsLanes  # noqa: PLC0415 - an extra
+
+    settings = config.bus
+    bus = NatsBus(servers_of(config), namespace=settings.namespace)
+    lanes = NatsLanes(
+        servers_of(config),
+        namespace=settings.namespace,
+        slots=settings.lanes,
+        ack_wait=settings.ack_wait_seconds,
+        replicas=settings.replicas,
+    )
+    await bus.start()
+    try:
+        pace = Pace(lease=LEASE * settings.ack_wait_seconds)
+        yield Links(
+            lanes, bus, pace, settings.drain_seconds, connected=lambda: bus.connected and lanes.connected
+        )
+    finally:
+        await bus.stop()
+
+
+def servers_of(config: Config) -> Servers:
+    """The NATS servers that `bus.url` names, and as whom to come."""
+    from antiphon.natslink import Servers  # noqa: PLC0415 - an extra
+
+    settings = config.bus
+    assert settings.url is not None
+    return Servers(
+        url=settings.url.reveal(),
+        user=settings.user,
+        password=settings.password.reveal() if settings.password else None,
+        token=settings.token.reveal() if settings.token else None,
+        credentials=_path(settings.credentials),
+        authority=_path(settings.tls_ca),
+    )
+
+
+def _path(text: str | None) -> Path | None:
+    return Path(text).expanduser() if text else None

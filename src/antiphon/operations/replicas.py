@@ -1,0 +1,35 @@
+"""Which processes share the store, as they say of themselves."""
+
+from __future__ import annotations
+
+from antiphon import access
+from antiphon.access import Caller
+from antiphon.engine import replicas
+from antiphon.errors import Forbidden
+from antiphon.operations.core import Core
+from antiphon.store import Row
+from antiphon.views import ReplicaView
+
+
+class Replicas(Core):
+    async def replicas(self, caller: Caller) -> list[ReplicaView]:
+        """For operators, the one that started first first."""
+        access.require_scope(caller, "list")
+        if not caller.is_operator:
+            raise Forbidden("Only operators see the whole.", "List sessions instead.", action="list")
+        now = self._clock.now()
+        return [_view(row, now) for row in await self._store.read(replicas.listed, now)]
+
+
+def _view(row: Row, now: int) -> ReplicaView:
+    return ReplicaView(
+        id=row["id"],
+        name=row["name"] or row["id"],
+        address=row["address"],
+        version=row["version"] or None,
+        started_at=row["started_at"],
+        lanes=row["lanes"],
+        lag_ms=max(0, now - row["seen_at"]) if row["seen_at"] is not None else None,
+        alive=row["lease_until"] > now,
+        watching=bool(row["watching"]),
+    )

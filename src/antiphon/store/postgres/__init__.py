@@ -1,0 +1,110 @@
+"""The PostgreSQL store: transaction scripts of any number of processes, as if they ran one after the other.
+
+A script sees one moment (repeatable read) and is run again when a row that it changes was changed since. The stricter
+level of PostgreSQL, which would find every other conflict as well, finds far more than there are: it goes by pages of
+an index, and those of a queue are few, so that hardly any run would end at the first attempt. What is decided by rows
+that are not changed says so instead (`Tx.alone`). A few workers with a connection each take what is waiting; under
+load one takes several scripts into one transaction, so that they share its round trips and its flush (group commit).
+
+Whether a commit whose connection broke took place is found out (see `commits`); nobody is told that nothing happened
+unless it is known. No session state is used, so a PgBouncer in transaction mode may stand in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar, cast
+
+from antiphon.clock import Clock
+from antiphon.errors import StoreError
+from antiphon.store import Script, Tx
+from antiphon.store.postgres.clock import SharedClock
+from antiphon.store.postgres.connection import Lost, Server, pg, told
+from antiphon.store.postgres.crew import Crew
+from antiphon.store.postgres.schema import prepare
+from antiphon.store.postgres.transaction import PgTx
+from antiphon.store.postgres.worker import LOOK, WRITE, Bound, Phase, Worker
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+CLOCK_EVERY = 10.0  # seconds between looks at the database's clock
+
+
+class PgStore:
+    """See the module. Open with `PgStore.open`, from a running event loop."""
+
+    shared = True
+
+    def __init__(
+        self,
+        server: Server,
+        clock: SharedClock,
+        writers: int,
+        readers: int,
+        on_commit: Callable[[Phase], None] | None,
+    ) -> None:
+        self._clock = clock
+        again = asyncio.Lock()
+        self._writers = Crew([Worker(server, WRITE, again, on_commit) for _ in range(writers)])
+        self._readers = Crew([Worker(server, LOOK, again) for _ in range(readers)])
+        self._watching = asyncio.create_task(self._watch_clock())
+
+    @classmethod
+    async def open(
+        cls,
+        server: Server,
+        *,
+        writers: int = 8,
+        readers: int = 4,
+        migrate: bool = True,
+        on_commit: Callable[[Phase], None] | None = None,
+    ) -> PgStore:
+        """Connect, migrate and read the clock. `on_commit` is called around each COMMIT; crash tests kill there."""
+        clock = SharedClock()
+        try:
+            link = await server.link()
+            try:
+                await prepare(link, migrate=migrate)
+                await clock.look(PgTx(link))
+            finally:
+                await link.close()
+        except (pg.PostgresError, pg.InterfaceError, ValueError, Lost) as error:
+            raise told(error, server) from error
+        return cls(server, clock, writers, readers, on_commit)
+
+    @property
+    def clock(self) -> Clock:
+        return self._clock
+
+    async def tx(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._writers.hand(_bound(script, args, kwargs))
+
+    async def read(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._readers.hand(_bound(script, args, kwargs))
+
+    async def close(self) -> None:
+        """Finish what was handed over, in bounded time, and let go of every connection."""
+        self._watching.cancel()
+        await asyncio.gather(
+            self._watching, self._readers.dismiss(), self._writers.dismiss(), return_exceptions=True
+        )
+
+    async def _watch_clock(self) -> None:
+        while True:
+            await asyncio.sleep(CLOCK_EVERY)
+            try:
+                await self.read(self._clock.look)
+            except StoreError as error:
+                log.debug("The database's clock could not be read; it is looked at again (%s)", error)
+
+
+def _bound(script: Callable[..., Awaitable[T]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound[T]:
+    def run(tx: Tx) -> Coroutine[Any, Any, T]:
+        return cast("Coroutine[Any, Any, T]", script(tx, *args, **kwargs))
+
+    return run

@@ -1,0 +1,31 @@
+"""The time that everybody who shares a database agrees on."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+from antiphon.store import Tx
+from antiphon.store.queries import Query
+
+BLUR = 0.5  # seconds that an answer may take: what the time was when it was given is half as uncertain
+_NOW = Query("clock.now", "SELECT CAST(extract(epoch FROM clock_timestamp()) AS DOUBLE PRECISION) AS seconds")
+
+
+class SharedClock:
+    """The database's clock, carried on by the machine's steady one; nobody's wall clock matters. It never goes back."""
+
+    def __init__(self) -> None:
+        self._ahead: float | None = None
+        self._last = 0
+
+    def now(self) -> int:
+        self._last = max(self._last, round((monotonic() + (self._ahead or 0.0)) * 1000))
+        return self._last
+
+    async def look(self, tx: Tx) -> None:
+        began = monotonic()
+        row = await tx.one(_NOW)
+        ended = monotonic()
+        assert row is not None
+        if self._ahead is None or ended - began < BLUR:
+            self._ahead = row["seconds"] - (began + ended) / 2

@@ -1,0 +1,60 @@
+"""Whether a commit whose answer was lost took place.
+
+Every connection has a row with the number of its last transaction that changed anything, written in that transaction.
+Asking for it waits for a transaction that is still open, and so is final. The transaction's own id would not do: after
+a crash, and on a standby that took over, ids of what was lost are given out again, and somebody else's commit would
+be taken for ours.
+"""
+
+from __future__ import annotations
+
+from uuid import uuid4
+
+from antiphon.store.postgres.connection import Link
+
+_SECOND = "CAST(extract(epoch FROM clock_timestamp()) AS BIGINT)"
+_LEAVE = f"""
+INSERT INTO commits (connection, number, at)
+SELECT CAST($1 AS TEXT), CAST($2 AS BIGINT), {_SECOND} WHERE pg_current_xact_id_if_assigned() IS NOT NULL
+ON CONFLICT (connection) DO UPDATE SET number = excluded.number, at = excluded.at
+"""
+_PATIENTLY = "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL lock_timeout = '1s'"
+_ASK = f"""
+INSERT INTO commits (connection, number, at) VALUES ($1, 0, {_SECOND})
+ON CONFLICT (connection) DO UPDATE SET at = excluded.at RETURNING number
+"""  # noqa: S608
+_TIDY = f"""
+DELETE FROM commits WHERE connection IN (
+  SELECT connection FROM commits WHERE at < {_SECOND} - 86400 LIMIT 1000 FOR UPDATE SKIP LOCKED
+)
+"""  # noqa: S608
+
+
+class Marks:
+    """What the transactions of one connection leave behind."""
+
+    def __init__(self) -> None:
+        self._connection = uuid4().hex
+        self._number = 0
+
+    async def leave(self, link: Link) -> int | None:
+        """The number of the open transaction; None if it has changed nothing."""
+        self._number += 1
+        status = await link.execute(_LEAVE, self._connection, self._number)
+        return self._number if status == "INSERT 0 1" else None
+
+    async def kept(self, other: Link, number: int) -> bool:
+        """Whether that transaction took place, asked on another connection; afterwards it cannot any more.
+
+        Raises:
+            LockNotAvailableError: it is still open.
+        """
+        await other.execute(_PATIENTLY)
+        last = await other.fetchval(_ASK, self._connection)
+        await other.execute("COMMIT")
+        return last == number
+
+
+async def tidy(link: Link) -> None:
+    """Remove what connections of long ago have left."""
+    await link.execute(_TIDY)

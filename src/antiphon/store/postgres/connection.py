@@ -1,0 +1,264 @@
+"""Reaching a PostgreSQL server, and what its errors mean to us."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast
+from urllib.parse import urlsplit
+
+from antiphon.errors import AntiphonError, StoreError, StoreFull, StoreReadOnly
+from antiphon.store import Row
+
+try:
+    import asyncpg
+    from asyncpg import exceptions as pg
+except ImportError as error:
+    raise StoreError(
+        "PostgreSQL needs packages that are not installed.", "Install them: pip install 'antiphon[cluster]'."
+    ) from error
+
+T = TypeVar("T")
+
+PATIENCE = 10.0  # seconds that a connection, or the beginning of a transaction, may take
+STATEMENT_SECONDS = 30  # after which the server gives up a statement
+COMMAND_SECONDS = 35.0  # after which we do: the server has not said anything at all
+IDLE_SECONDS = 15  # after which the server gives up a transaction whose process it hears nothing of
+
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]*)(:\d+)?")
+
+MET = (  # Another transaction was in the way: run again, it will see what that one did.
+    pg.SerializationError,
+    pg.DeadlockDetectedError,
+    pg.UniqueViolationError,
+    pg.ForeignKeyViolationError,
+    pg.LockNotAvailableError,
+    pg.InvalidCachedStatementError,  # another process has migrated
+)
+LOST = (  # The connection is of no use any more.
+    OSError,
+    TimeoutError,
+    pg.PostgresConnectionError,
+    pg.InterfaceError,
+    pg.InternalClientError,
+    pg.AdminShutdownError,
+    pg.CrashShutdownError,
+    pg.CannotConnectNowError,
+    pg.DatabaseDroppedError,
+    pg.TooManyConnectionsError,
+    pg.IdleInTransactionSessionTimeoutError,
+    pg.IdleSessionTimeoutError,
+    pg.StatementCompletionUnknownError,
+)
+_MISUSE = (pg.ClientConfigurationError, pg.DataError)  # of asyncpg, by what was given to it
+
+
+class Lost(Exception):
+    """The connection is of no use any more; `cause` says why. What was asked on it may have happened."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class Unsure(StoreError):
+    """Whether what was asked for has happened could not be found out."""
+
+
+class Connection(Protocol):
+    """What is used of asyncpg's, which does not say its types."""
+
+    async def execute(self, query: str, *args: object, timeout: float | None = None) -> str: ...
+
+    async def fetch(self, query: str, *args: object) -> list[Row]: ...
+
+    async def fetchrow(self, query: str, *args: object) -> Row | None: ...
+
+    async def fetchval(self, query: str, *args: object) -> Any: ...
+
+    async def close(self, *, timeout: float) -> None: ...
+
+    def terminate(self) -> None: ...
+
+    def is_closed(self) -> bool: ...
+
+
+class Link:
+    """A connection that says `Lost` for everything that means it, and for nothing that a script raises itself."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def execute(self, query: str, *args: object, timeout: float | None = None) -> str:
+        return await _heard(self._connection.execute(query, *args, timeout=timeout))
+
+    async def fetch(self, query: str, *args: object) -> list[Row]:
+        return await _heard(self._connection.fetch(query, *args))
+
+    async def fetchrow(self, query: str, *args: object) -> Row | None:
+        return await _heard(self._connection.fetchrow(query, *args))
+
+    async def fetchval(self, query: str, *args: object) -> Any:
+        return await _heard(self._connection.fetchval(query, *args))
+
+    async def close(self) -> None:
+        """Politely if that is quick."""
+        with suppress(*LOST):
+            await self._connection.close(timeout=2.0)
+
+    def terminate(self) -> None:
+        self._connection.terminate()
+
+    def is_closed(self) -> bool:
+        return self._connection.is_closed()
+
+
+async def _heard(answer: Awaitable[T]) -> T:
+    try:
+        return await answer
+    except _MISUSE:
+        raise
+    except LOST as error:
+        raise Lost(error) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Where the database is and how to get in; what the URL says is not repeated."""
+
+    url: str
+    password: str | None = None
+    tls: ssl.SSLContext | None = None
+    prepared: bool = True
+    """False behind a PgBouncer that does not keep prepared statements apart."""
+
+    async def connect(self) -> Connection:
+        connect = cast("Callable[..., Awaitable[Connection]]", asyncpg.connect)  # pyright: ignore[reportUnknownMemberType]
+        return await connect(
+            self.url,
+            password=self.password,
+            ssl=self.tls,
+            timeout=PATIENCE,
+            command_timeout=COMMAND_SECONDS,
+            statement_cache_size=512 if self.prepared else 0,
+            server_settings={"application_name": "antiphon"},
+        )
+
+    async def link(self) -> Link:
+        return Link(await _heard(self.connect()))
+
+    @property
+    def named(self) -> str:
+        """For people, without what may be a secret: where a password might have been cut in two, nothing is shown."""
+        try:
+            parts = urlsplit(self.url)
+        except ValueError:
+            return _UNNAMED
+        hosts = parts.netloc.rpartition("@")[2]
+        rest = f"{parts.path}{parts.query}{parts.fragment}"
+        if "@" in rest or not all(_HOST.fullmatch(host) for host in hosts.split(",")):
+            return _UNNAMED
+        return repr(f"{hosts}{parts.path}".removeprefix("/"))
+
+
+_UNNAMED = "of 'store.url'"
+
+
+def told(error: BaseException, server: Server) -> AntiphonError:
+    """A database error, in one sentence with a next step."""
+    if isinstance(error, AntiphonError):
+        return error
+    cause = error.cause if isinstance(error, Lost) else error
+    lines = str(cause.args[0] if isinstance(cause, pg.PostgresError) else cause).splitlines()
+    said = lines[0].rstrip(".") if lines else type(cause).__name__
+    kind, what, hint = next(
+        (kind, what, hint) for classes, kind, what, hint in _TOLD if isinstance(cause, classes)
+    )
+    return kind(what.format(server=server.named, said=said), hint)
+
+
+_UNDONE = "nothing of this request was kept"
+_UNREADABLE = (  # What these say may quote a part of the URL, and that may be a part of a password.
+    StoreError,
+    "'store.url' cannot be read as the address of a database.",
+    "Write postgresql://user@host/database, and the password as store.password.",
+)
+_TOLD: list[tuple[tuple[type[BaseException], ...], type[StoreError], str, str]] = [
+    ((pg.ClientConfigurationError, UnicodeError), *_UNREADABLE),
+    (
+        (pg.InvalidPasswordError, pg.InvalidAuthorizationSpecificationError),
+        StoreError,
+        "The database {server} does not let us in ({said}).",
+        "Check the user in store.url and store.password.",
+    ),
+    (
+        (pg.InvalidCatalogNameError,),
+        StoreError,
+        "There is no database {server} ({said}).",
+        "Create it with createdb, or correct its name in store.url.",
+    ),
+    (
+        (pg.InsufficientPrivilegeError,),
+        StoreReadOnly,
+        "The database {server} refuses this user ({said}).",
+        "Give the user the right to create and write tables in its schema.",
+    ),
+    (
+        (pg.ReadOnlySQLTransactionError,),
+        StoreReadOnly,
+        "The database {server} is read only; " + _UNDONE + ".",
+        "Point store.url at the primary: add target_session_attrs=read-write.",
+    ),
+    (
+        (pg.DiskFullError, pg.OutOfMemoryError),
+        StoreFull,
+        "The database {server} has no room left ({said}); " + _UNDONE + ".",
+        "Make room on its server and try again.",
+    ),
+    (
+        (pg.QueryCanceledError,),
+        StoreError,
+        "The database {server} did not finish a statement in time ({said}); " + _UNDONE + ".",
+        "Try again in a moment; if it stays so, look at what its server is busy with.",
+    ),
+    (
+        (pg.InvalidSQLStatementNameError, pg.DuplicatePreparedStatementError),
+        StoreError,
+        "What stands before the database {server} mixes up prepared statements; " + _UNDONE + ".",
+        "Set store.preparedStatements to false.",
+    ),
+    (
+        (ssl.SSLError,),
+        StoreError,
+        "No protected connection to the database {server} can be made ({said}).",
+        "Check store.tlsCa, the server's certificate and the host name in store.url.",
+    ),
+    (
+        _MISUSE,
+        StoreError,
+        "A value does not fit into the database {server} ({said}); " + _UNDONE + ".",
+        "Run `antiphon doctor`.",
+    ),
+    (
+        LOST,
+        StoreError,
+        "The database {server} cannot be reached ({said}).",
+        "Check store.url and that PostgreSQL is running; " + _UNDONE + ".",
+    ),
+    (
+        (pg.SerializationError, pg.DeadlockDetectedError, pg.LockNotAvailableError),
+        StoreError,
+        "The database {server} was too busy with the same rows ({said}).",
+        "Try again in a moment; " + _UNDONE + ".",
+    ),
+    ((ValueError,), *_UNREADABLE),
+    (
+        (BaseException,),
+        StoreError,
+        "The database {server} refused a statement ({said}).",
+        "Run `antiphon doctor`; " + _UNDONE + ".",
+    ),
+]

@@ -1,0 +1,188 @@
+"""A real gateway process of several, which does what its standard input asks and says on its standard output what came.
+
+    PYTHONPATH=tests python tests/cluster/replica.py <settings.json> <own-directory> <common-directory>
+
+One line of JSON is one request: `{"id": 1, "do": "submit", …}`, answered by `{"id": 1, "told": …}` or
+`{"id": 1, "error": …, "code": …}` whenever that is; what is followed comes as `{"on": 1, …}`. It says
+`{"up": url}` first. SIGTERM, or the end of its input, is its orderly end. The channels outside and the tools keep
+what they did in the common directory, as those of `chaos.worker` do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from antiphon.access import Caller
+from antiphon.bus import MessageAppended, SessionChanged
+from antiphon.config import Config
+from antiphon.engine.deliveries import Destination
+from antiphon.engine.engine import Pace
+from antiphon.errors import AntiphonError
+from antiphon.gateway.server import Served, serving
+from antiphon.links import LEASE
+from antiphon.loop import run
+from antiphon.operations import Message, Send, Spawn
+from antiphon.schedules import JobSpec
+from chaos.talk import ATTEMPTS, KEYED, UNKEYED
+from chaos.worker import append, tools
+
+OPERATOR = Caller.operator()
+Given = dict[str, Any]
+
+
+def say(**facts: Any) -> None:
+    """In one write: there is no half of a line when this process is killed."""
+    os.write(1, f"{json.dumps(facts)}\n".encode())
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """A channel to people that every replica shares. One that is keyed takes the same key as the same message."""
+
+    posts: Path
+    keyed: bool
+
+    async def post(self, key: str, where: Destination, text: str) -> str:
+        append(self.posts.with_suffix(ATTEMPTS), key)
+        with self.posts.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (self.keyed and self.posts.exists() and key in self.posts.read_text().splitlines()):
+                append(self.posts, key)
+        return f"outside-{key}"
+
+
+class Desk:
+    """What can be asked of this process."""
+
+    def __init__(self, served: Served) -> None:
+        self._house = served.gateway.house
+        self._operations = self._house.operations
+        self._asked: set[asyncio.Task[None]] = set()
+
+    def take(self, line: bytes) -> None:
+        given: Given = json.loads(line)
+        task = asyncio.create_task(self._answer(given.pop("id"), given.pop("do"), given))
+        self._asked.add(task)
+        task.add_done_callback(self._asked.discard)
+
+    async def close(self) -> None:
+        for task in self._asked:
+            task.cancel()
+        await asyncio.gather(*self._asked, return_exceptions=True)
+
+    async def _answer(self, id: int, do: str, given: Given) -> None:
+        work: Callable[..., Awaitable[Any]] = getattr(self, f"do_{do}")
+        try:
+            told = await work(id, **given) if do == "follow" else await work(**given)
+        except AntiphonError as error:
+            say(id=id, error=str(error), code=error.code)
+        else:
+            say(id=id, told=msgspec.to_builtins(told))
+
+    async def do_open(self, session: str) -> None:
+        await self._operations.open(OPERATOR, session)
+
+    async def do_submit(self, session: str, text: str, key: str | None = None) -> object:
+        return await self._operations.submit(
+            OPERATOR, Message(session=session, content=text, idempotency_key=key)
+        )
+
+    async def do_send(self, **given: Any) -> object:
+        return await self._operations.send(OPERATOR, Send(**given))
+
+    async def do_spawn(self, requester: str, **given: Any) -> object:
+        return await self._operations.spawn(OPERATOR, Spawn(**given), requester=requester)
+
+    async def do_wait(self, run: str, seconds: float) -> object:
+        return await self._operations.wait(OPERATOR, run, seconds)
+
+    async def do_stop(self, session: str) -> object:
+        return await self._operations.stop(OPERATOR, session)
+
+    async def do_replicas(self) -> object:
+        return await self._operations.replicas(OPERATOR)
+
+    async def do_job(self, **given: Any) -> object:
+        return (await self._house.schedules.add(OPERATOR, msgspec.convert(given, JobSpec))).id
+
+    async def do_remove_job(self, job: str) -> object:
+        return await self._house.schedules.remove(OPERATOR, job)
+
+    async def do_changes(self) -> None:
+        """Tell of every session that retention touches here."""
+        async with self._house.bus.listen("sessions") as events:
+            say(changes=None)
+            while True:
+                event = await events.get()
+                if isinstance(event, SessionChanged) and event.reason == "retention":
+                    say(changes=event.session_key)
+
+    async def do_follow(self, id: int, session: str, after: int) -> None:
+        feed = self._operations.follow(OPERATOR, session, after)
+        async with aclosing(feed):
+            async for event in feed:
+                if isinstance(event, MessageAppended):
+                    say(on=id, seq=event.seq, entry=event.entry)
+
+
+async def live(settings: Given, own: Path, common: Path) -> None:
+    patience: Given = settings.pop("patience", {})
+    config = Config.model_validate(settings)
+    channels = {
+        name: Outside(common / f"{name}.txt", keyed)
+        for name, keyed in {KEYED: True, UNKEYED: False}.items()
+    }
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stopping.set)
+    pace = Pace(lease=LEASE * config.bus.ack_wait_seconds, **patience)  # as `links` has it, if none is given
+    offered = partial(tools, common)
+    async with serving(config, own, port=0, channels=channels, tools=offered, pace=pace) as served:
+        desk = Desk(served)
+        say(up=served.url.replace("ws", "http", 1))
+        asking = asyncio.create_task(_asking(desk, stopping))
+        await stopping.wait()
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        say(leaving=True)
+    await desk.close()
+    say(left=True)
+
+
+async def _asking(desk: Desk, stopping: asyncio.Event) -> None:
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+    )
+    try:
+        while line := await reader.readline():
+            desk.take(line)
+    finally:
+        transport.close()
+        stopping.set()
+
+
+def main() -> None:
+    settings, own, common = sys.argv[1:]
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(relativeCreated)d %(name)s %(levelname)s %(message)s"
+    )
+    run(live(json.loads(Path(settings).read_text()), Path(own), Path(common)))
+
+
+if __name__ == "__main__":
+    main()

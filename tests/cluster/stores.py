@@ -1,0 +1,91 @@
+"""PostgreSQL stores to try things on: opened, with a way to them that can be broken, and scripts to run on them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from antiphon.engine import replicas
+from antiphon.engine.replicas import Replica
+from antiphon.store import Row, Tx
+from antiphon.store.postgres import PgStore
+from antiphon.store.postgres.connection import Server
+from antiphon.store.queries import Query
+from cluster.proxy import Proxy
+
+T = TypeVar("T")
+
+BOUND = 60.0
+COMMIT = b"Q\0\0\0\x0bCOMMIT\0"
+LEASE = Query("test.lease", "SELECT lease_until FROM owners WHERE id = :id")
+OWNERS = Query("test.owners", "SELECT id FROM owners ORDER BY id")
+ADD = Query(
+    "test.add", "UPDATE owners SET lease_until = lease_until + 1 WHERE id = :id RETURNING lease_until"
+)
+
+
+async def put(tx: Tx, owner: str, until: int = 0) -> str:
+    await replicas.renew_lease(tx, Replica(id=owner), until, 1)
+    return owner
+
+
+async def lease(tx: Tx, owner: str) -> int:
+    row = await tx.one(LEASE, id=owner)
+    return row["lease_until"] if row else 0
+
+
+async def increase(tx: Tx, owner: str) -> int:
+    value = await lease(tx, owner) + 1
+    await put(tx, owner, value)
+    return value
+
+
+async def owners(tx: Tx) -> list[str]:
+    return [row["id"] for row in await tx.all(OWNERS)]
+
+
+async def ask(tx: Tx, text: str, **params: int | str) -> Row | None:
+    return await tx.one(Query("test.ask", text), **params)
+
+
+async def within(work: Awaitable[T], seconds: float = BOUND) -> T:
+    return await asyncio.wait_for(work, seconds)
+
+
+@asynccontextmanager
+async def opened(server: Server, **options: Any) -> AsyncGenerator[PgStore]:
+    store = await within(PgStore.open(server, **options))
+    try:
+        yield store
+    finally:
+        await within(store.close())
+
+
+@asynccontextmanager
+async def proxied(server: Server, **options: Any) -> AsyncGenerator[tuple[Proxy, PgStore]]:
+    """A store whose way to its database can be broken."""
+    async with Proxy(port_of(server)) as proxy, opened(through(proxy, server), **options) as store:
+        yield proxy, store
+
+
+def port_of(server: Server) -> int:
+    found = re.search(r":(\d+)/", server.url)
+    assert found
+    return int(found[1])
+
+
+def through(proxy: Proxy, server: Server) -> Server:
+    return replace(server, url=server.url.replace(f":{port_of(server)}/", f":{proxy.port}/"))
+
+
+async def altered(server: Server, *statements: str) -> None:
+    asked = await server.connect()
+    try:
+        for statement in statements:
+            await asked.execute(statement)
+    finally:
+        await asked.close(timeout=5)

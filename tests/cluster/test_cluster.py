@@ -1,0 +1,96 @@
+"""Three replicas in all weathers: nothing is lost, nothing happens twice, everybody is told, in order.
+
+What is checked is read from the database when every replica has left. `--storm 600` goes on for that long, with
+further seeds; what the weather was is written into the report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from time import monotonic
+
+import pytest
+
+from cluster.choir import Choir, choir
+from cluster.database import Postgres
+from cluster.load import Load, plan
+from cluster.weather import KINDS, Wind, forecast
+
+pytestmark = pytest.mark.anyio
+
+MESSAGES = 2000  # that are at hand; as many as there is time for are sent
+FIRST = 100  # seed of a storm
+Record = Callable[[str, object], None]
+
+
+async def suffer(home: Path, postgres: Postgres, seed: int, faults: int) -> tuple[Load, Wind]:
+    """A load under a forecast; what came of it has been checked."""
+    home.mkdir()
+    async with choir(home, postgres, seed=seed) as singing:
+        load, wind = Load(singing, plan(seed, MESSAGES)), Wind(singing)
+        blowing = asyncio.create_task(wind.blow(forecast(seed, faults)))
+        working = asyncio.create_task(load.run())
+        try:
+            await asyncio.wait({blowing, working}, return_when=asyncio.FIRST_COMPLETED)
+            assert not working.done() or working.exception(), "the load was over before the weather was"
+            await blowing
+            load.stop.set()
+            await working
+        finally:
+            for task in (blowing, working):
+                task.cancel()
+            await asyncio.gather(blowing, working, return_exceptions=True)
+        await _leave(singing)
+        singing.count()
+        wrong = load.wrong()
+        assert not wrong, f"seed {seed}, {wind.report()}:\n" + "\n".join(wrong)
+    return load, wind
+
+
+async def _leave(singing: Choir) -> None:
+    """When those that are gone have been forgotten, the others leave in good order."""
+    await singing.until(lambda: len(singing.rows("SELECT id FROM owners")) == 3, what="the dead are forgotten")
+    assert [await voice.leave() for voice in singing.voices] == [0, 0, 0]
+    for voice in singing.voices:
+        assert "Traceback" not in voice.said(), voice.said()
+
+
+def report(load: Load, wind: Wind, seed: int, seconds: float) -> str:
+    """What was done and what came of it, in a line."""
+    runs, taken_up = (load.choir.tally[name] for name in ("runs", "taken up"))
+    return (
+        f"seed {seed}, {seconds:.0f} s: {len(load.accepted)} messages, {runs} runs, {taken_up} taken up by others, "
+        f"{load.choir.tally['fenced']} fenced, accepted in {load.longest:.1f} s at most; "
+        f"watchers moved {sum(watcher.moves for watcher in load.watchers)} times; {wind.report()}"
+    )
+
+
+@pytest.mark.requirement("G1", "G2", "G3", "G5", "G9", "G13", "G38", "S4", "S5", "S6", "S9", "P4", "P5")
+@pytest.mark.timeout(240)
+async def test_all_weathers(tmp_path: Path, postgres: Postgres, record_property: Record) -> None:
+    began = monotonic()
+    load, wind = await suffer(tmp_path / "weather", postgres, 1, len(KINDS))
+    assert {fault.kind for fault in wind.done} == set(KINDS)
+    assert load.choir.tally["taken up"], "nothing was under way when the weather was bad"
+    record_property("report", report(load, wind, 1, monotonic() - began))
+
+
+@pytest.mark.requirement("G1", "G2", "G3", "G5", "G9", "G13", "G38", "S4", "S5", "S6", "S9", "P4", "P5")
+@pytest.mark.timeout(0)
+async def test_a_storm(tmp_path: Path, postgres: Postgres, request: pytest.FixtureRequest) -> None:
+    """Round after round, each with a house of its own, so that what is wrong can still be looked through."""
+    seconds: float = request.config.getoption("--storm")
+    if not seconds:
+        pytest.skip("only with --storm SECONDS")
+    told = request.config.pluginmanager.get_plugin("terminalreporter")
+    until = monotonic() + seconds
+    for seed in count(FIRST):
+        began = monotonic()
+        load, wind = await suffer(tmp_path / f"storm-{seed}", postgres, seed, 2 * len(KINDS))
+        if told is not None:
+            told.write_line(report(load, wind, seed, monotonic() - began))
+        if monotonic() >= until:
+            break

@@ -1,0 +1,107 @@
+"""The configurations of `deploy/`: the product's own loader takes them, and real servers are reached with them."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from antiphon.config import Loaded, load
+from antiphon.gateway.server import serving
+from cluster.database import PASSWORD, Postgres
+from cluster.servers import NatsServer, binary
+from deploy.manifests import DEPLOY, KUBERNETES, compose, resources
+
+FILES = [DEPLOY / "antiphon.json5", KUBERNETES / "antiphon.json5"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
+@pytest.mark.requirement("C")
+def test_the_loader_takes_it_without_a_word(path: Path) -> None:
+    loaded = load(path, required=True)
+    assert not loaded.warnings
+    config = loaded.config
+    assert config.store.url is not None and config.bus.url is not None
+    for secret in (config.store.password, config.bus.password, config.gateway.auth.token):
+        assert secret is not None and secret.kind == "exec"  # none of them stands in the file
+    assert (config.gateway.bind, config.gateway.port, config.gateway.auth.mode) == ("lan", 18789, "token")
+    assert config.bus.lanes >= config.agents.defaults.max_concurrent
+
+
+def test_the_configurations_name_what_is_deployed() -> None:
+    text = FILES[0].read_text("utf-8")
+    services = compose()["services"]
+    assert "@postgres:5432/antiphon" in text and "nats://nats:4222" in text
+    for name in services["gateway"]["secrets"]:
+        assert f'"/run/secrets/{name}"' in text
+    config = load(FILES[1], required=True).config
+    assert config.bus.url is not None
+    nats = resources()["StatefulSet", "nats"]["spec"]
+    wanted = [f"nats://nats-{n}.{nats['serviceName']}:4222" for n in range(nats["replicas"])]
+    assert config.bus.url.reveal().split(",") == wanted
+    assert config.bus.replicas == nats["replicas"]
+
+
+@pytest.mark.parametrize(
+    ("conf", "secrets"), [(DEPLOY / "nats.conf", "secrets"), (KUBERNETES / "nats.conf", "secrets/antiphon")]
+)
+def test_nats_takes_its_configuration(tmp_path: Path, conf: Path, secrets: str) -> None:
+    _make_secrets(tmp_path / "run" / secrets)
+    (tmp_path / "etc/nats").mkdir(parents=True)
+    file = tmp_path / "etc/nats/nats.conf"
+    file.write_text(conf.read_text("utf-8"))
+    done = subprocess.run(
+        [binary(), "-t", "-c", file], check=False, capture_output=True, text=True, timeout=30,
+        env={"POD_NAME": "nats-0"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def _make_secrets(place: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    subprocess.run([DEPLOY / "secrets.sh", place], check=True, capture_output=True, timeout=30)
+
+
+def _at_home(tmp_path: Path, postgres: Postgres, nats: NatsServer, database: str) -> Loaded:
+    """The configuration of compose, with the addresses that its servers have here."""
+    text = FILES[0].read_text("utf-8")
+    for there, here in {
+        "/run/secrets": str(tmp_path / "secrets"),
+        "postgresql://antiphon@postgres:5432/antiphon": database,
+        "nats://nats:4222": nats.url,
+        'bind: "lan"': 'bind: "loopback"',
+    }.items():
+        assert there in text
+        text = text.replace(there, here)
+    file = tmp_path / "antiphon.json5"
+    file.write_text(text)
+    return load(file, required=True)
+
+
+@pytest.mark.anyio
+async def test_a_gateway_starts_with_it_on_real_servers(tmp_path: Path, postgres: Postgres) -> None:
+    _make_secrets(tmp_path / "secrets")
+    (tmp_path / "secrets" / "postgres-password").write_text(PASSWORD)
+    login: dict[str, Any] = {
+        "user": "antiphon", "password": (tmp_path / "secrets" / "nats-password").read_text()
+    }  # fmt: skip
+    (tmp_path / "nats").mkdir()
+    nats = NatsServer(tmp_path / "nats", authorization=login)
+    nats.start()
+    try:
+        database = (await postgres.database(tmp_path)).url
+        config = _at_home(tmp_path, postgres, nats, database).config
+        async with serving(config, tmp_path / "state", port=0) as served:
+            url = served.url.replace("ws", "http", 1)
+            token = (tmp_path / "secrets" / "gateway-token").read_text()
+            async with httpx2.AsyncClient(base_url=url) as client:
+                assert (await client.get("/readyz")).json() == {"ready": True}
+                assert (await client.get("/metrics")).status_code == 401
+                told = await client.get("/metrics", headers={"Authorization": f"Bearer {token}"})
+                assert "antiphon_bus_connected 1.0" in told.text
+                assert "antiphon_replicas 1.0" in told.text
+    finally:
+        nats.kill()

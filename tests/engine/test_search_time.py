@@ -1,0 +1,136 @@
+"""How long a search may take: how many passes over the index it makes by a clock of ours, and what it says of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from antiphon import keys
+from antiphon.engine import search, sessions
+from antiphon.engine.search import Found, Wish
+from antiphon.messages import User
+from antiphon.runtimes import Prompt
+from antiphon.store import Row, Store, Tx
+from antiphon.store.queries import Query
+from bases import open_base
+from stage import DATABASE, MAIN, OPERATOR, staged
+
+pytestmark = [pytest.mark.anyio, pytest.mark.sqlite_only, pytest.mark.requirement("W2")]
+
+APART = [*(f"even {n}" for n in range(10)), *(f"odd {n}" for n in range(10)), "even oddly"]
+QUICK, SLOW = search.BUDGET * 0.4, search.BUDGET * 1.01  # seconds of a pass
+
+
+class Watched:
+    """A transaction in which a pass over the index takes as long as it is told to, by a clock that stands otherwise."""
+
+    def __init__(self, tx: Tx, seconds: float) -> None:
+        self._tx = tx
+        self._seconds = seconds
+        self.now = 0.0
+        self.passes = 0
+
+    async def one(self, query: Query, **params: Any) -> Row | None:
+        return await self._tx.one(query, **params)
+
+    async def all(self, query: Query, **params: Any) -> Sequence[Row]:
+        if query.name == search.SQL.find.name:
+            self.passes += 1
+            self.now += self._seconds
+        return await self._tx.all(query, **params)
+
+
+@asynccontextmanager
+async def indexed(path: Path, *texts: str) -> AsyncGenerator[Store]:
+    store = await open_base(path / DATABASE, synchronous="normal")
+
+    async def fill(tx: Tx) -> None:
+        row = await sessions.create(tx, keys.parse(MAIN), 1)
+        for text in texts:
+            await sessions.note(tx, row["id"], User(content=text, timestamp=1), 1)
+
+    try:
+        await store.tx(fill)
+        await store.tx(search.index, len(texts))
+        yield store
+    finally:
+        await store.close()
+
+
+async def searched(
+    store: Store, monkeypatch: pytest.MonkeyPatch, query: str, seconds: float, limit: int = 5
+) -> tuple[Found, int]:
+    """What is found where every pass takes so long, and how many there were."""
+
+    async def find(tx: Tx) -> tuple[Found, int]:
+        watched: Any = Watched(tx, seconds)
+        monkeypatch.setattr(search, "monotonic", lambda: watched.now)
+        return await search.find(watched, Wish(query=query, limit=limit)), watched.passes
+
+    return await store.read(find)
+
+
+async def test_words_that_never_meet_cost_one_pass_over_a_million_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert search.WINDOW >= 1_000_000
+    async with indexed(tmp_path, *APART[:-1]) as store:
+        found, passes = await searched(store, monkeypatch, "even odd", SLOW)
+        assert (found.rows, found.complete, passes) == ([], True, 1)
+
+
+async def test_beginnings_are_only_looked_for_while_there_is_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with indexed(tmp_path, *APART) as store:
+        found, passes = await searched(store, monkeypatch, "even odd", SLOW)
+        assert (found.rows, found.complete, passes) == ([], False, 1)  # "even oddly" was not looked for
+        found, passes = await searched(store, monkeypatch, "even odd", QUICK)
+        assert (len(found.rows), found.complete, passes) == (1, True, 2)
+        found, passes = await searched(store, monkeypatch, '"even" "odd"', SLOW)
+        assert (found.rows, found.complete, passes) == ([], True, 1)  # no beginning is meant
+
+
+async def test_all_passes_share_one_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Widening windows and beginnings together: none is begun when the time is up."""
+    monkeypatch.setattr(search, "WINDOW", 1)
+    async with indexed(tmp_path, *APART) as store:
+        slow, passes = await searched(store, monkeypatch, "even odd", SLOW)
+        assert (slow.rows, slow.complete, passes) == ([], False, 1)
+        quick, passes = await searched(store, monkeypatch, "even odd", QUICK)
+        assert (quick.rows, quick.complete, passes) == ([], False, 3)
+        every, passes = await searched(store, monkeypatch, "even odd", 0.0)
+        assert (len(every.rows), every.complete) == (1, True)
+
+
+async def test_a_page_that_is_full_is_complete_however_long_it_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with indexed(tmp_path, *APART) as store:
+        found, passes = await searched(store, monkeypatch, "even", SLOW, limit=5)
+        assert (len(found.rows), found.complete, passes) == (5, True, 1)
+
+
+async def test_who_searched_is_told_that_the_time_was_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def echo(prompt: Prompt) -> str:
+        return "an echo"
+
+    async with staged(tmp_path, echo) as stage:
+        await stage.ask("even oddly")
+        await stage.ask("odd")
+        page = await stage.operations.search(OPERATOR, "even odd")
+        assert ([hit.snippet for hit in page.results], page.truncated) == (["even oddly"], False)
+        monkeypatch.setattr(search, "BUDGET", -1)
+        page = await stage.operations.search(OPERATOR, "even odd")
+        assert (page.results, page.truncated) == ([], True)
+
+
+def test_the_time_leaves_room_for_one_more_pass_below_the_target() -> None:
+    """A pass that is begun at the last moment was preceded by none that took longer than the time itself."""
+    assert 2 * search.BUDGET < 0.1

@@ -1,0 +1,94 @@
+"""Figures of the whole: what the rows say of every replica, and what is told when they cannot be read."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from website import Site, served
+
+from antiphon import __version__
+from antiphon.access import Caller
+from antiphon.errors import Forbidden, StoreError
+from antiphon.operations import Message
+from antiphon.operations.standings import Standing
+from antiphon.runtimes import Prompt
+from stage import BOUND, MAIN, OPERATOR
+
+pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W5")]
+
+
+async def figures(site: Site) -> dict[str, float]:
+    text = (await site.http.get("/metrics")).text
+    lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in lines}
+
+
+async def test_an_idle_gateway_says_that_all_is_well(site: Site) -> None:
+    told = await figures(site)
+    assert told[f'antiphon_build_info{{version="{__version__}"}}'] == 1
+    assert told["antiphon_bus_connected"] == told["antiphon_store_up"] == told["antiphon_replicas"] == 1
+    assert 0 < told["antiphon_store_answer_seconds"] < BOUND
+    assert told["antiphon_store_idle_seconds"] == 0
+    for state in ("queued", "running", "abandoned"):
+        assert told[f'antiphon_store_runs{{state="{state}"}}'] == 0
+    for state in ("pending", "ambiguous", "dead"):
+        assert told[f'antiphon_store_deliveries{{state="{state}"}}'] == 0
+
+
+async def test_what_waits_and_what_runs_is_counted_in_the_rows(tmp_path: Path) -> None:
+    started, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(prompt: Prompt) -> str:
+        started.set()
+        await go_on.wait()
+        return "done"
+
+    async with served(tmp_path, slow) as site:
+        message = Message(session=MAIN, content="go")
+        accepted = [await site.house.operations.submit(OPERATOR, message) for _ in range(3)]
+        async with asyncio.timeout(BOUND):
+            await started.wait()
+        told = await figures(site)
+        assert told['antiphon_store_runs{state="running"}'] == 1
+        assert told['antiphon_store_runs{state="queued"}'] == 2
+        # They wait for their turn in the session, not for a replica.
+        assert told["antiphon_store_idle_seconds"] == 0
+        go_on.set()
+        await site.house.operations.wait(OPERATOR, accepted[-1].run_id, BOUND)
+        assert (await figures(site))["antiphon_run_start_seconds_count"] == 3
+
+
+async def test_a_store_that_does_not_answer_is_told_and_nothing_is_invented(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def away(*_: object) -> Standing:
+        raise StoreError("The database cannot be reached.", "Start it.")
+
+    monkeypatch.setattr(site.house.operations, "standing", away)
+    told = await figures(site)
+    assert told["antiphon_store_up"] == 0
+    assert not [name for name in told if name.startswith(("antiphon_replicas", "antiphon_store_runs"))]
+    assert "The database cannot be reached." in caplog.text
+
+
+async def test_one_answer_serves_all_who_ask_in_the_same_moment(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = 0
+    ask = site.house.operations.standing
+
+    async def counted(caller: Caller) -> Standing:
+        nonlocal asked
+        asked += 1
+        return await ask(caller)
+
+    monkeypatch.setattr(site.house.operations, "standing", counted)
+    await asyncio.gather(*(figures(site) for _ in range(5)))
+    assert asked == 1
+
+
+async def test_agents_do_not_see_the_whole(site: Site) -> None:
+    with pytest.raises(Forbidden):
+        await site.house.operations.standing(Caller.agent("main", MAIN))

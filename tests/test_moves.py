@@ -1,0 +1,742 @@
+"""`antiphon store migrate`: everything goes over, once, whatever happens on the way, or nobody is told that it did."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import random
+import shutil
+import sqlite3
+import subprocess
+import sys
+import uuid
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from contextlib import closing, contextmanager
+from itertools import pairwise
+from pathlib import Path
+from threading import Thread
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+
+from antiphon.config import Config
+from antiphon.engine.jobs import AgentTurn, JobSpec
+from antiphon.engine.slots import Every
+from antiphon.errors import AntiphonError, Conflict, StoreDamaged, StoreError, StoreLocked
+from antiphon.filters import HistoryFilter, ListFilter
+from antiphon.host import hosting, house
+from antiphon.operations import Message, Operations, Patch, Send, Spawn
+from antiphon.runtimes import Prompt
+from antiphon.runtimes.function import FunctionRuntime
+from antiphon.store import source as sources
+from antiphon.store.postgres.connection import Server
+from antiphon.store.source import Source
+from antiphon.store.statedir import StateDir
+from antiphon.transfers.moves import Moved, Progress, migrate
+from antiphon.visits import looking
+from cli.gateways import up
+from cli.terminal import Program
+from cluster.database import PASSWORD, Postgres
+from stage import BOUND, MAIN, OPERATOR, until
+
+pytestmark = pytest.mark.anyio
+T = TypeVar("T")
+
+HELPER, SLOW, GROUP = "agent:helper:main", "agent:slow:main", "agent:main:telegram:group:7"
+SETTINGS: dict[str, Any] = {
+    "agents": {
+        "defaults": {"subagents": {"allowAgents": ["*"]}},
+        "list": [{"id": "main", "default": True}, {"id": "helper"}, {"id": "slow"}],
+    },
+    "tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}},
+}
+CONFIG = Config.model_validate(SETTINGS)
+STAYING = {"owners", "watch", "search_cursor"}  # of processes that are gone, and of an index
+NEW_INDEX = {"message_words", "unindexed"}  # made anew from the messages
+ASKING = {
+    "agentId": "slow",
+    "message": "say it was asked",
+    "timeoutSeconds": 60,
+    "replyBack": 0,
+    "announce": "none",
+}
+
+
+# --- a store with everything in it ---
+
+
+async def fill(path: Path) -> None:
+    """Ends while the slow one is at work, another one waits for it, and it has messages in line."""
+    held = asyncio.Event()
+
+    async def hold(prompt: Prompt) -> str:
+        held.set()
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async with house(CONFIG, path, functions={"slow": FunctionRuntime(hold)}) as home:
+        operations = home.operations
+        await told(operations, MAIN, "say the first answer is saffron")
+        await operations.renew(OPERATOR, MAIN)
+        await told(operations, MAIN, "say the second answer is madder \0 root")
+        await told(operations, GROUP, "call agents_list {}\nsay hello group")
+        await operations.patch(OPERATOR, GROUP, Patch(label="The Choir", display_name="Sönntag"))
+        asked = Send(session=GROUP, message="say say yes", timeout_seconds=BOUND)
+        assert (await operations.send(OPERATOR, asked, requester=MAIN)).status == "ok"
+        await operations.spawn(OPERATOR, Spawn(task="say 42", label="calc"), requester=MAIN)
+        await until(lambda: _settled(operations))
+        await told(operations, "agent:main:telegram:group:8", "say goodbye")
+        await operations.patch(OPERATOR, "agent:main:telegram:group:8", Patch(archived=True))
+        spec = JobSpec(
+            name="daily", schedule=Every(every_ms=86_400_000), payload=AgentTurn(message="say morning")
+        )
+        await home.schedules.add(OPERATOR, spec, key="the job")
+        await told(operations, "agent:main:telegram:group:9", "say forget me")
+        await operations.delete(OPERATOR, "agent:main:telegram:group:9")
+        await operations.submit(OPERATOR, Message(session=SLOW, content="begin", idempotency_key="r1"))
+        await asyncio.wait_for(held.wait(), BOUND)
+        await operations.submit(OPERATOR, Message(session=SLOW, content="then this", idempotency_key="r2"))
+        words = f"call sessions_send {json.dumps(ASKING)}"
+        await operations.submit(OPERATOR, Message(session=HELPER, content=words, idempotency_key="r3"))
+        await until(lambda: _waits(path))
+
+
+async def told(operations: Operations, session: str, text: str) -> None:
+    run = await operations.submit(OPERATOR, Message(session=session, content=text))
+    assert (await operations.wait(OPERATOR, run.run_id, BOUND)).state == "ok"
+
+
+async def _settled(operations: Operations) -> bool:
+    page = await operations.exchanges(OPERATOR, None, unsettled=True, limit=10)
+    tasks = await operations.tasks(OPERATOR, MAIN)
+    return not page.exchanges and all(task.ended_at for task in tasks)
+
+
+async def _waits(path: Path) -> bool:
+    with closing(sqlite3.connect(path / "antiphon.db")) as connection:
+        return bool(connection.execute("SELECT count(*) FROM waits").fetchone()[0])
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("filled") / "state"
+    asyncio.run(fill(path))
+    return path
+
+
+@pytest.fixture
+def state(filled: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(filled, tmp_path / "state"))
+
+
+@pytest.fixture
+def database(state: Path) -> Path:
+    return state / "antiphon.db"
+
+
+def change(database: Path, *statements: str) -> None:
+    with closing(sqlite3.connect(database)) as connection:
+        for statement in statements:
+            connection.execute(statement)
+        connection.commit()
+
+
+# --- where it goes ---
+
+
+def aside(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """In a loop of its own, whatever loop is running here."""
+    results: list[T] = []
+    thread = Thread(target=lambda: results.append(asyncio.run(work())))
+    thread.start()
+    thread.join(BOUND)
+    return results[0]
+
+
+async def _ask(server: Server, sql: str) -> list[tuple[Any, ...]]:
+    connection = await server.connect()
+    try:
+        return [tuple(row.values()) for row in await connection.fetch(sql)]  # pyright: ignore
+    finally:
+        await connection.close(timeout=BOUND)
+
+
+def ask(server: Server, sql: str) -> list[tuple[Any, ...]]:
+    return aside(lambda: _ask(server, sql))
+
+
+@contextmanager
+def _made(postgres: Postgres) -> Generator[Server]:
+    name = f"m{uuid.uuid4().hex[:16]}"
+    ask(postgres.server("postgres"), f'CREATE DATABASE "{name}"')
+    yield postgres.server(name)
+    ask(postgres.server("postgres"), f'DROP DATABASE "{name}" WITH (FORCE)')
+
+
+@pytest.fixture
+def target(postgres: Postgres) -> Iterator[Server]:
+    """A database with nothing in it, not even our tables."""
+    with _made(postgres) as server:
+        yield server
+
+
+def on(server: Server) -> Config:
+    return Config.model_validate({**SETTINGS, "store": {"url": server.url, "password": PASSWORD}})
+
+
+def everything(server: Server) -> dict[str, list[tuple[Any, ...]]]:
+    """Every row of every table there."""
+    names = ask(server, "SELECT tablename FROM pg_tables WHERE schemaname = 'public'")
+    return {name: sorted(ask(server, f'SELECT * FROM "{name}"'), key=repr) for (name,) in names}  # noqa: S608
+
+
+def rows_of(database: Path) -> dict[str, list[tuple[Any, ...]]]:
+    """Every row that is to be found there afterwards."""
+
+    def stored(row: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(value.replace("\0", "\ufffd") if isinstance(value, str) else value for value in row)
+
+    with closing(Source.open(database)) as source, closing(sqlite3.connect(database)) as connection:
+        return {
+            table.name: sorted(map(stored, connection.execute(f'SELECT * FROM "{table.name}"')), key=repr)  # noqa: S608
+            for table in source.tables()
+            if table.name != "session_names"
+        }
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def ignore(progress: Progress) -> None: ...
+
+
+class Stopped(Exception):
+    """As far as it was to go."""
+
+
+class Stop:
+    """Ends a move when some of a table has been copied."""
+
+    def __init__(self, table: str) -> None:
+        self._table = table
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.table == self._table and progress.rows:
+            raise Stopped
+
+
+# --- that it is the same ---
+
+
+async def seen(operations: Operations) -> dict[str, Any]:
+    """What can be asked of a store, as JSON."""
+    listed = await operations.list(OPERATOR, ListFilter(limit=200, include_archived=True))
+    wanted = HistoryFilter(limit=1000, include_tools=True, after=0)
+    found = {
+        "list": listed,
+        "choir": await operations.list(OPERATOR, ListFilter(search="choir sonn")),
+        "histories": [await operations.history(OPERATOR, row.key, wanted) for row in listed.sessions],
+        "past": [
+            await operations.history(OPERATOR, past.session_id, wanted)
+            for past in await operations.conversations(OPERATOR, MAIN)
+        ],
+        "exchanges": await operations.exchanges(OPERATOR, None, unsettled=False, limit=100),
+        "deliveries": await operations.deliveries(OPERATOR, None, 100),
+        "usage": await operations.usage(OPERATOR, MAIN, tree=True),
+        "runs": [
+            msgspec.structs.replace(await operations.run(OPERATOR, run), queued_ms=None, running_ms=None)
+            for run in ("r1", "r2", "r3")
+        ],
+    }
+    return json.loads(msgspec.json.encode(found))
+
+
+@pytest.mark.requirement("G21")
+async def test_a_house_goes_on_where_the_other_stopped(state: Path, database: Path, target: Server) -> None:
+    async with looking(CONFIG, state) as operations:
+        before = await seen(operations)
+    moved = await migrate(database, target, ignore)
+    assert moved.tables["messages"] > 10
+    async with looking(on(target), state) as operations:
+        assert await seen(operations) == before
+    assert before["choir"]["sessions"][0]["key"] == GROUP
+
+    played: list[str] = []
+
+    async def answer(prompt: Prompt) -> str:
+        played.append(repr(prompt.messages[-1]))
+        return f"done with {len(played)}"
+
+    async with house(on(target), state, functions={"slow": FunctionRuntime(answer)}) as home:
+        operations = home.operations
+        for run in ("r1", "r2", "r3"):
+            assert (await operations.wait(OPERATOR, run, BOUND)).state == "ok", run
+        (job,) = await home.schedules.list(OPERATOR)
+        assert job.name == "daily" and job.state.next_run_at_ms
+        for word, session in (("saffron", MAIN), ("madder", MAIN), ("group", GROUP)):
+            assert session in {hit.session_key for hit in (await operations.search(OPERATOR, word)).results}
+        await told(operations, MAIN, "say and on it goes")
+        history = await operations.history(OPERATOR, SLOW, HistoryFilter(limit=100))
+    asked = [item["content"] for item in history.messages if item["role"] == "user"]
+    assert asked == ["begin", "then this", "say it was asked"]
+    assert len(played) == 3, "each of them once"
+
+
+async def test_every_row_is_there_and_numbers_go_on_behind_those_that_were_given_out(
+    database: Path, target: Server
+) -> None:
+    change(database, "DELETE FROM usage WHERE id = (SELECT max(id) FROM usage)")  # its number was given out
+    before = rows_of(database)
+    content = digest(database)
+    assert not [name for name, rows in before.items() if not rows], "something of everything is tried"
+    moved = await migrate(database, target, ignore)
+    after = everything(target)
+    assert {name: after[name] for name in before} == before
+    assert after["owners"] == []
+    assert moved.replaced == 1, "the reply with a NUL"
+    assert sorted(after["unindexed"]) == sorted((row[0],) for row in before["messages"])
+    assert sorted(row[0] for row in after["session_names"]) == sorted(row[0] for row in before["sessions"])
+    with closing(sqlite3.connect(database)) as connection:
+        for table, last in connection.execute("SELECT name, seq FROM sqlite_sequence"):
+            column = "n" if table in {"runs", "jobs", "exchanges", "tasks", "deliveries"} else "id"
+            number = f"pg_get_serial_sequence('{table}', '{column}')"
+            assert ask(target, f"SELECT nextval({number})") == [(last + 1,)], table
+    assert digest(database) == content, "the source is as it was"
+
+
+async def test_every_table_and_column_is_moved(database: Path, target: Server) -> None:
+    await migrate(database, target, ignore)
+    there: dict[str, set[str]] = {}
+    columns = "SELECT table_name, column_name FROM information_schema.columns WHERE table_schema = 'public'"
+    for table, column in ask(target, columns):
+        there.setdefault(table, set()).add(column)
+    with closing(sqlite3.connect(database)) as connection:
+        ours = "SELECT name FROM sqlite_schema WHERE type = 'table' AND sql NOT LIKE '%fts5%' AND sql LIKE 'CREATE%'"
+        kept = {name for (name,) in connection.execute(ours) if "'" not in name} - {"sqlite_sequence"}
+        indexes = {name for name in kept if name.startswith(("message_words_", "session_names_"))}
+    with closing(Source.open(database)) as source:
+        here = {table.name: set(table.names) for table in source.tables()}
+    assert here.keys() == (kept - indexes - STAYING) | {"session_names"}
+    assert here.keys() | STAYING | NEW_INDEX <= there.keys()
+    assert here == {name: there[name] for name in here}
+
+
+async def test_a_table_comes_after_those_it_refers_to(tmp_path: Path) -> None:
+    database = tmp_path / "some.db"
+    change(
+        database,
+        "CREATE TABLE a (id INTEGER PRIMARY KEY, b BIGINT REFERENCES b (id))",
+        "CREATE TABLE b (id INTEGER PRIMARY KEY, c BIGINT REFERENCES c (id))",
+        "CREATE TABLE c (id INTEGER PRIMARY KEY)",
+    )
+    with closing(Source(database, sqlite3.connect(database))) as source:
+        assert [table.name for table in source.tables()][:3] == ["c", "b", "a"]
+
+
+async def test_what_postgresql_cannot_store_is_replaced_and_counted(database: Path, target: Server) -> None:
+    change(
+        database,
+        "UPDATE sessions SET display_name = 'be' || char(0) || 'fore' WHERE label = 'The Choir'",
+        "UPDATE commands SET id = 'k' || char(0) || 'ey', answer = '{\"a\":' || char(0) || '}'",
+    )
+    assert (await migrate(database, target, ignore)).replaced == 3 + 1
+    assert ask(target, "SELECT display_name FROM sessions WHERE label = 'The Choir'") == [("be\ufffdfore",)]
+    assert ask(target, "SELECT id, answer FROM commands") == [("k\ufffdey", '{"a":\ufffd}')]
+
+
+async def test_what_a_killed_process_left_in_the_log_comes_along(
+    state: Path, database: Path, target: Server, tmp_path: Path
+) -> None:
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("INSERT INTO chains (id, runs, created_at) VALUES ('in the log', 1, 1)")
+        connection.commit()
+        left = Path(
+            shutil.copytree(state, tmp_path / "left")
+        )  # as it is on the disk while somebody has it open
+    assert left.joinpath("antiphon.db-wal").stat().st_size
+    await migrate(left / "antiphon.db", target, ignore)
+    assert ("in the log", 1, 1) in everything(target)["chains"]
+
+
+async def test_batches_are_bounded_by_what_they_weigh(
+    database: Path, target: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "BATCH_BYTES", 2000)
+    change(database, "UPDATE messages SET body = body || printf('%.*c', 1500, ' ')")
+    steps: list[int] = []
+
+    def count(progress: Progress) -> None:
+        if (progress.step, progress.table) == ("copy", "messages"):
+            steps.append(progress.rows)
+
+    moved = await migrate(database, target, count)
+    assert max(after - before for before, after in pairwise(steps)) <= 2
+    assert steps[-1] == moved.tables["messages"]
+
+
+# --- going on ---
+
+
+@pytest.fixture
+def password(tmp_path: Path) -> Path:
+    path = tmp_path / "password"
+    path.write_text(f"{PASSWORD}\n")
+    return path
+
+
+class Lives:
+    """See `moving`."""
+
+    def __init__(self, database: Path, target: Server, password: Path, log: Path) -> None:
+        arguments = ("--from", f"sqlite:{database}", "--to", target.url, "--password-file", str(password))
+        here = Path(__file__).parent
+        environ = {**os.environ, "PYTHONPATH": str(here), "HOME": str(database.parent)}
+        self._log = log
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, str(here / "moving.py"), *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environ,
+            )
+
+    def live(self, kill: int) -> int:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(f"{kill}\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    @property
+    def said(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def calls(self) -> int:
+        """Around commits, in the last life that came to its end."""
+        return int(self.said.rpartition("calls ")[2])
+
+    def close(self) -> None:
+        self._process.communicate(timeout=BOUND)
+
+
+@contextmanager
+def lives(database: Path, target: Server, password: Path, log: Path) -> Generator[Lives]:
+    found = Lives(database, target, password, log)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+@pytest.mark.requirement("G21")
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_it_is_killed_again_and_again_and_ends_right(
+    seed: int, database: Path, target: Server, password: Path, tmp_path: Path
+) -> None:
+    before, dice, kills = rows_of(database), random.Random(seed), 0
+    with lives(database, target, password, tmp_path / "log") as moving:
+        while (code := moving.live(dice.randint(1, 24))) == -9:
+            kills += 1
+            assert kills < 100, "it does not get on"
+        assert code == 0, moving.said
+    assert kills >= 3
+    after = everything(target)
+    assert {name: after[name] for name in before} == before
+    assert len(after["unindexed"]) == len(before["messages"])
+    assert "moving" not in after
+
+
+async def test_killed_at_its_last_commit_it_is_known_to_be_done(
+    database: Path, target: Server, postgres: Postgres, password: Path, tmp_path: Path
+) -> None:
+    with _made(postgres) as other, lives(database, other, password, tmp_path / "log") as moving:
+        assert moving.live(0) == 0, moving.said
+        calls = moving.calls
+    with lives(database, target, password, tmp_path / "log2") as moving:
+        assert moving.live(calls - 1) == -9, "before it"
+        assert "moving" in everything(target)
+        assert moving.live(4) == -9, "after it: nothing was left but to begin and to finish, a commit each"
+        assert "moving" not in everything(target)
+        assert moving.live(0) == 0, moving.said
+        assert "Everything was there already" in moving.said
+
+
+async def test_two_that_do_the_same_at_once_do_it_once(
+    database: Path, target: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "BATCH_ROWS", 2)
+    before = rows_of(database)
+    copies = [Path(shutil.copy(database, tmp_path / f"{name}.db")) for name in ("one", "two")]
+    done = await asyncio.gather(*(migrate(copy, target, ignore) for copy in copies), return_exceptions=True)
+    assert any(isinstance(each, Moved) for each in done), done
+    assert all(isinstance(each, Moved | StoreError) for each in done), done
+    after = everything(target)
+    assert {name: after[name] for name in before} == before
+    assert (await migrate(database, target, ignore)).already
+
+
+async def test_a_server_that_goes_away_is_waited_for_by_nobody_and_loses_nothing(
+    database: Path, target: Server, postgres: Postgres
+) -> None:
+    def cut(progress: Progress) -> None:
+        if progress.table == "messages" and progress.rows:
+            postgres.kill()
+
+    try:
+        with pytest.raises(StoreError) as failed:
+            await migrate(database, target, cut)
+    finally:
+        postgres.start()
+    assert "same command again" in failed.value.hint
+    before = rows_of(database)
+    await migrate(database, target, ignore)
+    after = everything(target)
+    assert {name: after[name] for name in before} == before
+
+
+async def test_nobody_uses_a_database_that_is_half_there(state: Path, database: Path, target: Server) -> None:
+    with pytest.raises(Stopped):
+        await migrate(database, target, Stop("messages"))
+    half = everything(target)
+    with pytest.raises(StoreError, match="is being moved into this one"):
+        async with hosting(on(target), state):
+            pass
+    with pytest.raises(StoreError, match="it goes on where it stopped"):
+        async with looking(on(target), state):
+            pass
+    assert everything(target) == half
+    await migrate(database, target, ignore)
+    async with looking(on(target), state) as operations:
+        assert (await operations.describe(OPERATOR, GROUP)).label == "The Choir"
+
+
+# --- what is refused ---
+
+
+async def refused(work: Awaitable[Moved], kind: type[AntiphonError], words: str) -> AntiphonError:
+    with pytest.raises(kind) as failed:
+        await work
+    assert words in failed.value.what
+    return failed.value
+
+
+async def test_a_source_that_was_used_meanwhile_is_noticed(database: Path, target: Server) -> None:
+    with pytest.raises(Stopped):
+        await migrate(database, target, Stop("sessions"))
+    half = everything(target)
+    change(database, "UPDATE sessions SET updated_at = updated_at + 1 WHERE id = 1")
+    error = await refused(migrate(database, target, ignore), Conflict, "the source was used since")
+    assert error.data["table"] == "sessions"
+    assert everything(target) == half
+
+
+async def test_what_is_added_meanwhile_comes_along(database: Path, target: Server) -> None:
+    with pytest.raises(Stopped):
+        await migrate(database, target, Stop("sessions"))
+    change(database, "INSERT INTO chains (id, runs, created_at) VALUES ('zzz', 1, 1)")
+    await migrate(database, target, ignore)
+    assert ("zzz", 1, 1) in everything(target)["chains"]
+
+
+async def test_half_of_another_source_is_refused(database: Path, target: Server, tmp_path: Path) -> None:
+    other = Path(shutil.copy(database, tmp_path / "other.db"))
+    change(other, "UPDATE chains SET runs = runs + 1")
+    with pytest.raises(Stopped):
+        await migrate(other, target, Stop("messages"))
+    half = everything(target)
+    await refused(migrate(database, target, ignore), Conflict, "holds a part of something else")
+    assert everything(target) == half
+
+
+async def test_a_target_with_other_sessions_is_refused(
+    state: Path, database: Path, target: Server, tmp_path: Path
+) -> None:
+    async with hosting(on(target), tmp_path / "elsewhere") as operations:
+        await told(operations, MAIN, "say something else")
+    before = everything(target)
+    error = await refused(migrate(database, target, ignore), Conflict, "already holds other sessions")
+    assert error.exit_code == 2 and "nothing was changed" in error.hint
+    assert everything(target) == before
+
+
+async def test_a_target_that_was_used_after_the_move_is_refused(
+    state: Path, database: Path, target: Server
+) -> None:
+    await migrate(database, target, ignore)
+    assert (await migrate(database, target, ignore)).already
+    ask(target, "UPDATE sessions SET updated_at = updated_at + 1 WHERE id = 1")
+    before = everything(target)
+    await refused(migrate(database, target, ignore), Conflict, "already holds other sessions")
+    assert everything(target) == before
+
+
+async def test_tables_of_another_program_are_refused(database: Path, target: Server) -> None:
+    ask(target, "CREATE TABLE sessions (customer TEXT)")
+    await refused(migrate(database, target, ignore), Conflict, "holds tables of another program")
+    assert everything(target) == {"sessions": []}
+
+
+async def test_a_gateway_on_the_target_is_refused(database: Path, target: Server, tmp_path: Path) -> None:
+    async with hosting(on(target), tmp_path / "elsewhere"):
+        await refused(migrate(database, target, ignore), Conflict, "A gateway is running on the database")
+        assert "moving" not in everything(target)
+    await migrate(database, target, ignore)
+
+
+async def test_a_state_directory_that_is_in_use_is_refused(
+    state: Path, database: Path, target: Server
+) -> None:
+    with StateDir.own(state):
+        await refused(migrate(database, target, ignore), StoreLocked, "is in use by another Antiphon")
+    assert everything(target) == {}
+
+
+def _torn(database: Path) -> None:
+    size = database.stat().st_size
+    with database.open("r+b") as file:
+        file.seek(size // 2)
+        file.write(b"\x5a" * (size // 4))
+
+
+def _older(database: Path) -> None:
+    change(database, "PRAGMA user_version = 3")
+
+
+def _foreign(database: Path) -> None:
+    change(database, "PRAGMA application_id = 7")
+
+
+def _unreadable(database: Path) -> None:
+    change(database, "UPDATE messages SET body = CAST(x'ff00fe' AS TEXT) WHERE id = 3")
+
+
+@pytest.mark.parametrize(
+    ("harm", "kind", "words"),
+    [
+        (_torn, StoreDamaged, "is damaged"),
+        (_older, StoreError, "was written by an older Antiphon"),
+        (_foreign, StoreDamaged, "is a database of another program"),
+        (Path.unlink, StoreError, "There is no Antiphon database"),
+        (_unreadable, StoreDamaged, "cannot be read"),
+    ],
+)
+async def test_a_source_that_cannot_be_used_is_refused(
+    harm: Callable[[Path], None], kind: type[AntiphonError], words: str, database: Path, target: Server
+) -> None:
+    harm(database)
+    error = await refused(migrate(database, target, ignore), kind, words)
+    assert error.exit_code == 7
+
+
+async def test_a_value_that_does_not_fit_is_named(database: Path, target: Server) -> None:
+    change(database, "UPDATE sessions SET depth = 'deep' WHERE id = 1")
+    error = await refused(migrate(database, target, ignore), StoreError, "A row of the table 'sessions'")
+    assert error.data["table"] == "sessions"
+
+
+@pytest.mark.parametrize(
+    ("table", "harm", "words"),
+    [
+        ("messages", "UPDATE messages SET body = body || ' ' WHERE id = 1", "not the same ones"),
+        ("messages", "DELETE FROM messages WHERE id = 2", "in the target"),
+        ("usage", "UPDATE usage SET cost = 0.1 WHERE id = 1", "not the same ones"),
+        ("sessions", "UPDATE sessions SET label = '' WHERE id = 1", "not the same ones"),
+        ("session_names", "DELETE FROM session_names WHERE rowid = 1", "in the target"),
+        ("lineage", "UPDATE lineage SET ancestor = ancestor + 1000", "not the same ones"),
+        ("chains", "INSERT INTO chains (id, runs, created_at) VALUES ('more', 1, 1)", "in the target"),
+    ],
+)
+async def test_what_is_not_the_same_is_noticed(
+    table: str, harm: str, words: str, state: Path, database: Path, target: Server
+) -> None:
+    harmed: list[str] = []
+
+    def tamper(progress: Progress) -> None:
+        if progress.step == "check" and not harmed:
+            harmed.append(harm)
+            ask(target, harm)
+
+    error = await refused(migrate(database, target, tamper), StoreError, f"The table {table!r}")
+    assert words in error.what and error.exit_code == 7 and error.data["table"] == table
+    with pytest.raises(StoreError, match="is being moved into this one"):
+        async with looking(on(target), state):
+            pass
+
+
+# --- the command ---
+
+
+@pytest.fixture
+def program(state: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
+    return Program(tmp_path, tmp_path_factory.getbasetemp().parent / "antiphon-bytecode")
+
+
+@pytest.mark.requirement("R")
+async def test_the_command_says_how_it_goes_and_what_is_next(
+    program: Program, target: Server, password: Path
+) -> None:
+    arguments = ("store", "migrate", "--to", target.url, "--password-file", str(password))
+    with program.terminal(*arguments) as terminal:
+        terminal.expect(r"Copying +messages +\[#{20}\] +\d+ of \d+")
+        terminal.expect(r"Comparing +messages +\[#{20}\]")
+        terminal.expect(r"Everything is there: [\d,]+ rows of \d+ tables, the same on both sides\.")
+        terminal.expect(r"Next: set store\.url .* and start `antiphon up`\.")
+        assert terminal.ended() == 0
+    again = program.run(*arguments)
+    assert again.code == 0 and again.out.startswith("Comparing chains"), again.err
+    assert "Everything was there already" in again.out
+
+
+@pytest.mark.requirement("R")
+async def test_the_command_takes_the_server_of_the_configuration(program: Program, target: Server) -> None:
+    program.configure({**SETTINGS, "store": {"url": target.url, "password": PASSWORD}})
+    done = program.run("store", "migrate", "--json")
+    lines = [json.loads(line) for line in done.out.splitlines()]
+    assert done.code == 0, done.err
+    assert {line["event"] for line in lines[:-1]} == {"progress"}
+    assert {line["step"] for line in lines[:-1]} == {"copy", "check"}
+    assert (
+        lines[-1]["event"] == "done"
+        and lines[-1]["tables"]["sessions"] == ask(target, "SELECT count(*) FROM sessions")[0][0]
+    )
+    assert program.run("store", "migrate", "--to", f"postgres:{target.url}").code == 0
+    assert program.run("sessions", "history", GROUP).out.count("hello group") == 2, "asked for and said"
+
+
+@pytest.mark.requirement("R")
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--from", "postgres://here/db", "--to", "postgres://there/db"), 2, "Only an SQLite database"),
+        (("--to", "mysql://there/db"), 2, "only be moved to PostgreSQL"),
+        ((), 2, "Say where to"),
+        (("--to", "postgres://me:secret@there/db"), 2, "--password-file"),
+        (
+            ("--from", "sqlite:nowhere/antiphon.db", "--to", "postgres://me@127.0.0.1:1/db"),
+            7,
+            "no Antiphon database",
+        ),
+        (("--to", "postgres://me@127.0.0.1:1/db"), 7, "cannot be reached"),
+    ],
+)
+async def test_a_command_that_cannot_be_says_why(
+    arguments: tuple[str, ...], code: int, words: str, program: Program
+) -> None:
+    done = program.run("store", "migrate", *arguments)
+    assert (done.code, done.out) == (code, "")
+    assert words in done.err and "secret" not in done.err
+
+
+@pytest.mark.requirement("R")
+async def test_the_command_does_nothing_beside_a_running_gateway(program: Program, target: Server) -> None:
+    program.configure(SETTINGS)
+    with up(program):
+        done = program.run("store", "migrate", "--to", target.url)
+    assert done.code == 7 and "in use by another Antiphon" in done.err
+    assert everything(target) == {}
