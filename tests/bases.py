@@ -83,8 +83,15 @@ def dump(path: Path, *, besides: Iterable[str] = ()) -> dict[str, list[tuple[Any
     """Every row of every table, to see that nothing changed; what a chore writes by itself is left out."""
     tables = "SELECT name FROM sqlite_schema WHERE type = 'table'" if chosen.postgres is None else _TABLES
     names = [row["name"] for row in raw(path, tables)]
+    names = [name for name in names if name not in besides and not name.startswith(_ASIDE)]
+    contents = _all(path, [f'SELECT * FROM "{name}"' for name in names])  # noqa: S608
     return {
-        name: sorted((tuple(row.values()) for row in raw(path, f'SELECT * FROM "{name}"')), key=repr)  # noqa: S608
-        for name in names
-        if name not in besides and not name.startswith(_ASIDE)
+        name: sorted((tuple(row.values()) for row in rows), key=repr)
+        for name, rows in zip(names, contents, strict=True)
     }
+
+
+def _all(path: Path, statements: list[str]) -> list[list[dict[str, Any]]]:
+    if chosen.postgres is not None:
+        return chosen.postgres.look(path, *statements)
+    return [raw(path, statement) for statement in statements]

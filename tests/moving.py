@@ -18,7 +18,6 @@ from antiphon import cli
 from antiphon.store import source
 from antiphon.store.postgres.target import Target
 
-
 BATCH = 3
 PATIENCE = 60  # seconds that one life may take; then the alarm kills it and the test fails
 

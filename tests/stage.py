@@ -1,4 +1,4 @@
-"""A whole Antiphon core for tests, with its parts in reach: a real SQLite file, a real engine, a movable clock.
+"""A whole Antiphon core for tests, with its parts in reach: a real store, a real engine, a movable clock.
 
 `hosting` is the way a program gets one; a test also wants the store, the bus and the engine behind it.
 """
@@ -79,7 +79,7 @@ class Stage:
         return await self.store.tx(_create, key, parent, self.clock.now())
 
     def rows(self, sql: str, *params: object) -> list[dict[str, Any]]:
-        """Past everything, from the file."""
+        """Past everything, from the database."""
         return raw(self.path, sql, *params)
 
 

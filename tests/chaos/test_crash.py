@@ -36,6 +36,7 @@ from chaos.scenario import plan
 from stage import DATABASE
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.requirement("G1", "G2", "G16", "G21", "G26")
 @pytest.mark.parametrize("shape", ["tell, note", pytest.param("tell + note", marks=ELSEWHERE)])
 def test_a_turn_with_two_tool_calls_survives_a_kill_at_every_moment(

@@ -22,6 +22,7 @@ BETWEEN = {
 Record = Callable[[str, object], None]
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.requirement(
     "G1",
     "G2",
@@ -49,6 +50,7 @@ def test_a_send_with_five_turns_and_an_announce_survives_a_kill_at_every_moment(
     assert died >= 30
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.requirement("G1", "G2", "P4", "P5", "S9", "003-announce")
 @pytest.mark.parametrize(
     ("shape", "least"),
@@ -70,6 +72,7 @@ def test_a_sub_agent_and_its_report_survive_a_kill_at_every_moment(
     assert died >= least
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.requirement("G2", "P4", "P5", "P7", "003-spawn-cleanup")
 def test_a_child_that_is_to_be_deleted_is_reported_first_and_removed_once(
     servers: Servers, tmp_path: Path, record_property: Record
@@ -79,6 +82,7 @@ def test_a_child_that_is_to_be_deleted_is_reported_first_and_removed_once(
     assert died >= 20
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.requirement("G3", "S6")
 def test_a_channel_that_honours_keys_shows_each_message_once(
     servers: Servers, tmp_path: Path, record_property: Record
@@ -98,6 +102,7 @@ def test_a_channel_that_honours_keys_shows_each_message_once(
     assert attempts == {2: 2}
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.requirement("G3", "S6")
 def test_a_channel_without_keys_gets_a_message_at_most_once_and_the_doubt_is_on_record(
     servers: Servers, tmp_path: Path, record_property: Record

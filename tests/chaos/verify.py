@@ -1,6 +1,6 @@
-"""The independent checker of the crash suite: raw SQLite and JSON, nothing of Antiphon.
+"""The independent checker of the crash suite: raw rows and JSON, nothing of Antiphon.
 
-`always` holds for the file at every moment, so also right after a kill; `finally_` holds when a process has
+`always` holds for the store at every moment, so also right after a kill; `finally_` holds when a process has
 worked everything off. Both return what is wrong, as sentences; an empty list is a proof of nothing but good luck
 until a broken engine has been shown to fail it (see `test_verify`). What holds between sessions is in `laws` and
 `outcomes`.

@@ -125,7 +125,8 @@ async def play(state_dir: Path, name: str, kill: str, place: Place | None) -> No
     }
     # Children are deleted by the sweeper, which is in no hurry unless somebody waits for it.
     sweeping = any(spawned.cleanup == "delete" for each in planned for spawned in each.spawns)
-    pace = Pace(sweep=0.05) if sweeping else Pace()
+    # Where others may share the store, every look around begins with a commit: not too many of them to be killed at.
+    pace = Pace(sweep=0.5 if place else 0.05) if sweeping else Pace()
     offered = partial(tools, state_dir)
     async with hosting(
         config, state_dir, tools=offered, channels=channels, pace=pace, on_commit=killer

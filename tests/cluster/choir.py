@@ -142,6 +142,12 @@ class Voice:
         finally:
             self._answers.pop(number, None)
 
+    def begin(self, do: str, **given: Any) -> None:
+        """Ask for something that has no end; it is told as it comes (`told`)."""
+        assert self._process is not None and self._process.stdin is not None
+        request = {"id": next(self._numbers), "do": do, **given}
+        self._process.stdin.write(f"{json.dumps(request)}\n".encode())
+
     async def follow(self, session: str, after: int) -> AsyncGenerator[Facts]:
         """Entries of a session, until this process is gone."""
         number = next(self._numbers)
@@ -206,6 +212,8 @@ class Choir:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     tally: Counter[str] = field(default_factory=Counter[str])
     """What happened, for the report."""
+    refused: Counter[str] = field(default_factory=Counter[str])
+    """By code, what clients were told before they tried again."""
 
     def heard(self) -> None:
         self.changed.set()
@@ -265,8 +273,12 @@ class Choir:
             while True:
                 voice = self.anybody()
                 if voice is not None:
-                    with suppress(Gone, TimeoutError, Refused):
+                    try:
                         return await voice.ask(do, patience, **given)
+                    except (Gone, TimeoutError):
+                        pass
+                    except Refused as error:
+                        self.refused[error.code] += 1
                 await self.breath()
 
     async def waited(self, run: str, seconds: float = 90.0) -> Facts:

@@ -89,8 +89,9 @@ class Desk:
 class Postgres:
     """One server on a port of the loopback, with its data in a temporary directory."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: object) -> None:
         self.home = _home()
+        self._settings = settings
         self.port = free_port()
         self.secret = self.home / "password"
         """A file with the password, as a configuration may name it."""
@@ -140,10 +141,10 @@ class Postgres:
         settings = {
             "port": self.port, "listen_addresses": "127.0.0.1", "unix_socket_directories": "", "fsync": "off",
             "full_page_writes": "off", "wal_level": "minimal", "max_wal_senders": 0, "max_wal_size": "128MB",
-            "max_connections": 300, "shared_buffers": "64MB", "autovacuum_naptime": "5s", "log_min_messages": "fatal",
+            "max_connections": 300, "shared_buffers": "64MB", "log_min_messages": "fatal",
         }  # fmt: skip
         command = [str(self._bin / "postgres"), "-D", str(self._data)]
-        for name, value in settings.items():
+        for name, value in {**settings, **self._settings}.items():
             command += ["-c", f"{name}={value}"]
         self._process = self._popen(command)
         self._await_ready()

@@ -19,7 +19,7 @@ from chaos.book import Book, Row
 from chaos.killer import UNFINISHED
 from chaos.scenario import Planned, places, talking
 from chaos.verify import finally_
-from cluster.choir import Choir, Facts, Gone, Refused
+from cluster.choir import Choir, Facts, Gone, Refused, Voice
 
 WATCHED = 4  # sessions
 AT_ONCE = 6  # messages whose ends are waited for, before there is another one
@@ -45,12 +45,14 @@ class Watcher:
 
     choir: Choir
     session: str
+    at: Voice | None = None
+    """The only one to ask, if there is one."""
     seen: list[Facts] = field(default_factory=list[Facts])
     moves: int = 0
 
     async def watch(self) -> None:
         while True:
-            voice = self.choir.anybody()
+            voice = self.at or self.choir.anybody()
             with suppress(Gone, Refused):
                 if voice is None:
                     raise Gone
@@ -60,6 +62,10 @@ class Watcher:
                         self.seen.append(fact)
             self.moves += 1
             await self.choir.breath()
+
+    def up_to_date(self) -> bool:
+        (row,) = self.choir.rows("SELECT last_seq FROM sessions WHERE key = $1", self.session)
+        return row["last_seq"] == (self.seen[-1]["seq"] if self.seen else 0)
 
     def wrong(self, book: Book) -> list[str]:
         """Each entry once and in order."""
@@ -126,8 +132,7 @@ class Load:
         return not self.choir.rows(UNFINISHED)[0]["?column?"]
 
     def _all_seen(self) -> bool:
-        lasts = {row["key"]: row["last_seq"] for row in self.choir.rows("SELECT key, last_seq FROM sessions")}
-        return all(watcher.seen and watcher.seen[-1]["seq"] == lasts[watcher.session] for watcher in self.watchers)
+        return all(watcher.up_to_date() for watcher in self.watchers)
 
     # --- what must hold when every replica has left ---
 

@@ -23,9 +23,6 @@ BOUND = 60.0
 COMMIT = b"Q\0\0\0\x0bCOMMIT\0"
 LEASE = Query("test.lease", "SELECT lease_until FROM owners WHERE id = :id")
 OWNERS = Query("test.owners", "SELECT id FROM owners ORDER BY id")
-ADD = Query(
-    "test.add", "UPDATE owners SET lease_until = lease_until + 1 WHERE id = :id RETURNING lease_until"
-)
 
 
 async def put(tx: Tx, owner: str, until: int = 0) -> str:

@@ -236,7 +236,7 @@ async def test_without_prepared_statements_it_is_the_same(server: Server) -> Non
     async with opened(replace(server, prepared=False)) as store:
         values = await within(asyncio.gather(*(store.tx(increase, "n") for _ in range(50))))
         assert sorted(values) == list(range(1, 51))
-        assert await within(store.read(listing.page, WISHES[-1])) == []
+        assert await within(store.read(listing.page, listing.Wish(limit=5, search="some words"))) == []
         assert await store.read(lease, "n") == 50
 
 

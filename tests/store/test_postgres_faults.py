@@ -1,4 +1,4 @@
-"""Connections to PostgreSQL that break or stall, and servers that are killed: nothing is lost, repeated or left waiting."""
+"""Connections to PostgreSQL that break or stall, servers that are killed: nothing is lost, repeated or kept waiting."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from cluster.database import Postgres
 from cluster.proxy import Proxy, Side
 from cluster.stores import (
     BOUND,
+    COMMIT,
     ask,
     increase,
     lease,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+from antiphon.clock import Clock
 from antiphon.config import OWN_APIS, REHEARSAL, Config, FoundModel
 from antiphon.runtimes import Runtime
 from antiphon.runtimes.function import Agent, FunctionRuntime, load
@@ -13,10 +14,16 @@ from antiphon.runtimes.rehearsal import RehearsalRuntime
 
 
 class Catalog:
-    """`functions` are agents given as code; they answer for their agent id whatever the configuration says."""
+    """`functions` are agents given as code; they answer for their agent id whatever the configuration says.
 
-    def __init__(self, config: Config, functions: Mapping[str, Runtime] | None = None) -> None:
+    `clock` is the one that answers are dated by: that of the store, which all who share it agree on.
+    """
+
+    def __init__(
+        self, config: Config, functions: Mapping[str, Runtime] | None = None, clock: Clock | None = None
+    ) -> None:
         self._config = config
+        self._clock = clock
         self._by_agent: dict[str, Runtime] = dict(functions or {})
         self._by_model: dict[str, Runtime] = {}
         self._slots = asyncio.Semaphore(config.agents.defaults.max_concurrent)
@@ -28,7 +35,9 @@ class Catalog:
         settings = self._config.agent(agent_id).runtime
         if settings.type == "function" and settings.target:
             function: Agent = await asyncio.to_thread(load, settings.target)
-            self._by_agent[agent_id] = FunctionRuntime(function, history=settings.history)
+            self._by_agent[agent_id] = FunctionRuntime(
+                function, history=settings.history, clock=self._clock
+            )
             return self._by_agent[agent_id]
         ref = model or self._config.model_ref(agent_id)
         if ref not in self._by_model:
@@ -42,8 +51,8 @@ class Catalog:
 
     async def _build(self, found: FoundModel) -> Runtime:
         if found.provider_name == REHEARSAL:
-            return RehearsalRuntime()
-        return ModelRuntime(await asyncio.to_thread(_spec, found), slots=self._slots)
+            return RehearsalRuntime(clock=self._clock)
+        return ModelRuntime(await asyncio.to_thread(_spec, found), slots=self._slots, clock=self._clock)
 
 
 def _spec(found: FoundModel) -> ModelSpec:

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import stamina
 from stamina.instrumentation import RetryDetails, RetryHook, get_on_retry_hooks, set_on_retry_hooks
 
+from antiphon.clock import Clock
 from antiphon.errors import ContextOverflow, ProviderError
 from antiphon.messages import Assistant
 from antiphon.runtimes import Deltas, Prompt
@@ -112,12 +113,14 @@ class ModelRuntime:
         patience: Patience | None = None,
         reader: Reader | None = None,
         slots: asyncio.Semaphore | None = None,
+        clock: Clock | None = None,
     ) -> None:
         """`slots` bounds the requests under way at once, with whoever shares it; waiting to try again holds none."""
         self._slots = slots or asyncio.Semaphore(1000)
         self.spec = spec
         self._patience = patience or Patience()
         self._reader = reader
+        self._clock = clock
         self._opening = asyncio.Lock()
 
     @property
@@ -153,7 +156,7 @@ class ModelRuntime:
         async with self._opening:
             if self._reader is None:
                 # The provider libraries take most of a second to import: not on the event loop.
-                self._reader = await asyncio.to_thread(open_reader, self.spec, self._patience)
+                self._reader = await asyncio.to_thread(open_reader, self.spec, self._patience, self._clock)
             return self._reader
 
     def _wait_for(self, error: Exception) -> bool | float:
@@ -190,15 +193,15 @@ def _except_ours(hook: RetryHook) -> RetryHook:
     return lambda details: None if isinstance(details.caused_by, ProviderError) else hook(details)
 
 
-def open_reader(spec: ModelSpec, patience: Patience) -> Reader:
+def open_reader(spec: ModelSpec, patience: Patience, clock: Clock | None = None) -> Reader:
     """The reader for a spec: the lean one wherever it does all that the other would."""
     if is_plain(spec):
         from antiphon.runtimes.completions_reader import CompletionsReader  # noqa: PLC0415
 
-        return CompletionsReader(spec, patience)
+        return CompletionsReader(spec, patience, clock=clock)
     from antiphon.runtimes.pydantic_reader import PydanticReader  # noqa: PLC0415
 
-    return PydanticReader(spec, patience)
+    return PydanticReader(spec, patience, clock=clock)
 
 
 _FAMILIES_WITH_HABITS = ("anthropic/", "deepseek/", "moonshotai/", "qwen/")

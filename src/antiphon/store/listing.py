@@ -89,7 +89,10 @@ async def last_said(tx: Tx, session: int, limit: int, room: int) -> list[Row]:
 def statement(wish: Wish, *, prefix: bool = False) -> tuple[Query, dict[str, Param]]:
     params: dict[str, Param] = {"limit": wish.limit}
     filters = _filters(wish, params)
-    streams = [text.replace("{filters}", filters) for text in _streams(wish, params, prefix=prefix)]
+    streams = [
+        SQL.stream.text.replace("{rows}", text.replace("{filters}", filters))
+        for text in _streams(wish, params, prefix=prefix)
+    ]
     return Query("listing.page", SQL.page.text.replace("{streams}", "\nUNION ALL\n".join(streams))), params
 
 

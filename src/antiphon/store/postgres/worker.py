@@ -39,7 +39,8 @@ RESOLVE = 2.0 * IDLE_SECONDS  # seconds to find out whether a commit took place
 _SETTINGS = (
     f"SET LOCAL statement_timeout = '{STATEMENT_SECONDS}s'; "
     f"SET LOCAL idle_in_transaction_session_timeout = '{IDLE_SECONDS}s'; "
-    "SET LOCAL lock_timeout = '1s'; SET LOCAL jit = off; SET LOCAL enable_seqscan = off"
+    "SET LOCAL lock_timeout = '1s'; SET LOCAL jit = off; SET LOCAL enable_seqscan = off; "
+    "SET LOCAL max_parallel_workers_per_gather = 0"
 )
 WRITE = f"BEGIN ISOLATION LEVEL REPEATABLE READ; {_SETTINGS}"
 _BATCH = "; SET LOCAL lock_timeout = '100ms'"  # two batches often have the same rows in another order

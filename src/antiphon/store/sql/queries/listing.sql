@@ -9,6 +9,10 @@ SELECT s.id, s.key, s.kind, s.channel, s.agent_id, s.session_id, s.updated_at, s
 FROM ({streams} ORDER BY updated_at DESC, key LIMIT :limit) AS p
 JOIN sessions s ON s.id = p.id;
 
+-- name: stream
+-- SQLite merges the streams as they are; PostgreSQL may gather them first, unless each of them ends by itself.
+/*pg: ( */ {rows} /*pg: ORDER BY s.updated_at DESC, s.key LIMIT :limit) */
+
 -- name: of_kind
 SELECT s.id, s.updated_at, s.key FROM sessions s WHERE s.archived = :archived_{i} AND s.kind = :kind_{i} AND {filters}
 
