@@ -34,10 +34,10 @@ REST = 0.05  # of a core is left to a replica that hears more than it can
 class Times:
     """Milliseconds, each with where it comes from. `--measured` replaces those it names.
 
-    "Measured": with the shipped code on the reference machine (2 shared cores, load about 10, PostgreSQL 18, NATS 2.15). The
-    parts per transaction and per script are a fit to the CPU time per run of two closed loops, of 10 and of 100 sessions,
-    without NATS; one session alone costs half as much again to twice as much, which is left out. "Prototype": measured
-    on the same machine with the prototype that came before this code.
+    "Measured": with the shipped code on the reference machine (2 shared cores, load about 10, PostgreSQL 18, NATS
+    2.15). The parts per transaction and per script are a fit to the CPU time per run of two closed loops, of 10
+    and of 100 sessions, without NATS; one session alone costs half as much again to twice as much, which is left
+    out. "Prototype": measured on the same machine with the prototype that came before this code.
     """
 
     gateway_transaction: float = 0.43

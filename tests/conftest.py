@@ -33,7 +33,7 @@ BOTH = (
 
 EXAMPLES = "_hypothesis_internal_use_settings"  # where Hypothesis keeps what `@settings` said
 
-NEITHER = ("engine/test_attachments.py",)
+NEITHER = ("engine/test_attachments.py", "gateway/test_auth.py", "gateway/test_tokens.py")
 """Of those, the ones that have a directory and no store in it."""
 
 SHARE = 5
@@ -76,21 +76,23 @@ def _on_postgres(item: pytest.Item) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def base(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def base(request: pytest.FixtureRequest) -> Iterator[str]:
     """The database of this test; see `bases`."""
     kind: str = getattr(request, "param", "sqlite")
     if kind != "postgres":
         yield kind
         return
     server: Postgres = request.getfixturevalue("postgres")
-    own = getattr(request.function, EXAMPLES, None)
-    if isinstance(own, settings):
-        fewer = settings(own, max_examples=-(-own.max_examples // SHARE))
-        monkeypatch.setattr(request.function, EXAMPLES, fewer)
-    monkeypatch.setattr(bases.chosen, "postgres", server)
-    monkeypatch.setattr(host, "open_store", bases.open_store)
-    monkeypatch.setattr(visits, "open_store", bases.open_store)
-    yield kind
+    # Not the patches of the test: it may undo those at any time.
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(bases.chosen, "postgres", server)
+        patches.setattr(host, "open_store", bases.open_store)
+        patches.setattr(visits, "open_store", bases.open_store)
+        own = getattr(request.function, EXAMPLES, None)
+        if isinstance(own, settings):
+            fewer = settings(own, max_examples=-(-own.max_examples // SHARE))
+            patches.setattr(request.function, EXAMPLES, fewer)
+        yield kind
     used = server.used
     server.drop_all()
     assert used, "This test has no store: mark it `sqlite_only`, or name its module in NEITHER."

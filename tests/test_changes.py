@@ -490,7 +490,7 @@ async def test_a_deleted_session_is_gone_and_what_it_spawned_stays(tmp_path: Pat
         for reading in (stage.operations.describe(OPERATOR, SIDE), stage.transcript(SIDE)):
             with pytest.raises(NotFound):
                 await reading
-        assert stage.rows("SELECT id FROM messages UNION ALL SELECT id FROM runs") == []
+        assert stage.rows("SELECT transcript FROM messages UNION ALL SELECT n FROM runs") == []
         assert await found(stage, "side") == []
         assert (await stage.operations.describe(OPERATOR, MAIN)).child_count == 0
         assert (await stage.operations.describe(OPERATOR, child)).parent_key == SIDE

@@ -63,6 +63,15 @@ class Book:
     def key_of(self, session: int) -> str:
         return next(row["key"] for row in self.sessions if row["id"] == session)
 
+    def lane(self, session: Row) -> list[Row]:
+        """The runs of a session, first come, first served.
+
+        Two that are queued by two connections in the same moment have their numbers before either is there: then it
+        is only known in which order they were played.
+        """
+        runs = [run for run in self.runs if run["session"] == session["id"]]
+        return sorted(runs, key=lambda run: run["first_seq"]) if chosen.postgres else runs
+
     def run(self, id: str) -> Row | None:
         return next((run for run in self.runs if run["id"] == id), None)
 

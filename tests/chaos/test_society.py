@@ -81,9 +81,10 @@ def suffer(home: Path, seed: int) -> Book:
             assert code == KILLED, f"seed {seed}: a life ended with {code} after {died} kills"
             died += 1
         assert live(None) == 0, f"seed {seed}: the last life did not end well"
-    found = verify.always(state_dir, [planned.key for planned in society.plan(seed)])
+    sent = [planned.key for planned in society.plan(seed)]
+    found = verify.always(state_dir, sent)
     book = Book(state_dir)
-    wrong = [*found, *lost(book), *twice(book), *order(book), *held(book)]
+    wrong = [*found, *lost(book), *twice(book), *order(book), *held(book), *verify.out_of_turn(book, sent)]
     assert not wrong, f"seed {seed}:\n" + "\n".join(wrong)
     return book
 
@@ -203,8 +204,8 @@ def _counted(book: Book) -> Iterable[tuple[str, int]]:
 
 
 def lanes(book: Book) -> list[list[Row]]:
-    """The runs of each session, in the order in which they were accepted."""
-    return [[run for run in book.runs if run["session"] == session["id"]] for session in book.sessions]
+    """The runs of each session, one after the other."""
+    return [book.lane(session) for session in book.sessions]
 
 
 def order(book: Book) -> list[str]:

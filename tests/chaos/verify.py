@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from bases import chosen
 from chaos import laws, outcomes
 from chaos.book import Book, Call, Row
 from chaos.scenario import NOTE, TELL, Planned
@@ -132,6 +131,7 @@ def finally_(state_dir: Path, plan: Sequence[Planned]) -> list[str]:
     noted = {call.key for run in book.runs for call in book.calls(run) if call.name == NOTE}
     wrong += [f"{line} was noted, and no transcript knows of it" for line in book.notes if line not in noted]
     wrong += _order(book)
+    wrong += out_of_turn(book, [planned.key for planned in plan])
     return wrong
 
 
@@ -207,14 +207,22 @@ def _charged(book: Book, run: Row) -> list[str]:
     return [] if said == ledger else [f"{run['id']} used {said} and was charged {ledger}"]
 
 
+def out_of_turn(book: Book, sent: Sequence[str]) -> list[str]:
+    """What one sender sent after the other has been answered in that order, whoever else was heard in between."""
+    places = {key: place for place, key in enumerate(sent)}
+    wrong: list[str] = []
+    for session in book.sessions:
+        played = [run["id"] for run in book.lane(session) if run["id"] in places]
+        if played != sorted(played, key=lambda id: places[id]):
+            wrong.append(f"{session['key']} answered {played}")
+    return wrong
+
+
 def _order(book: Book) -> list[str]:
     """First come, first served, one after the other: the entries of a lane's runs do not interleave."""
     wrong: list[str] = []
     for session in book.sessions:
-        lane = [run for run in book.runs if run["session"] == session["id"]]
-        if chosen.postgres:
-            # Two that are queued by two connections in the same moment have their numbers before either is there.
-            lane.sort(key=lambda run: run["first_seq"])
+        lane = book.lane(session)
         for run in lane:
             seqs = [entry["seq"] for entry in book.entries(run)]
             if seqs != list(range(run["first_seq"], run["last_seq"] + 1)):

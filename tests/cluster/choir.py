@@ -296,7 +296,7 @@ class Choir:
         self.tally["fenced"] = said.count("was taken over")
 
 
-def settings_of(url: str, secret: Path, bus: str, **more: Any) -> Facts:
+def settings_of(url: str, secret: Path, bus: str, more: Facts) -> Facts:
     settings: Facts = {
         **SETTINGS,
         "store": {"url": url, "password": {"file": str(secret)}, "connections": 4},
@@ -315,11 +315,12 @@ async def choir(
     *,
     size: int = 3,
     seed: int = 0,
-    bus: str | None = None,
-    started: bool = True,
     **more: Any,
 ) -> AsyncGenerator[Choir]:
-    """All of them singing; killed when the context is left, if they have not left before."""
+    """All of them singing; killed when the context is left, if they have not left before.
+
+    `more` are sections of the configuration, and `patience`, which is the engine's.
+    """
     async with AsyncExitStack() as stack:
         stack.callback(postgres.drop_all)
         stack.callback(setattr, bases.chosen, "postgres", bases.chosen.postgres)
@@ -330,13 +331,12 @@ async def choir(
         bus_proxy = await stack.enter_async_context(Proxy(nats.port))
         made = Choir(home, postgres, nats, [], store_proxy, bus_proxy, random.Random(seed))
         for number in range(size):
-            url, bus_url = database, bus or nats.url
+            url, bus_url = database, nats.url
             if number == size - 1:
                 url = url.replace(f":{postgres.port}/", f":{store_proxy.port}/")
-                bus_url = bus or f"nats://127.0.0.1:{bus_proxy.port}"
-            settings = settings_of(url, postgres.secret, bus_url, **more)
+                bus_url = f"nats://127.0.0.1:{bus_proxy.port}"
+            settings = settings_of(url, postgres.secret, bus_url, more)
             made.voices.append(Voice(f"r{number}", home, settings, made.heard))
             stack.push_async_callback(made.voices[-1].kill)
-        if started:
-            await asyncio.gather(*(voice.start() for voice in made.voices))
+        await asyncio.gather(*(voice.start() for voice in made.voices))
         yield made

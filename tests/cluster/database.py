@@ -18,12 +18,13 @@ import tempfile
 import threading
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
 
 from antiphon.store.postgres import PgStore
-from antiphon.store.postgres.connection import Connection, Server
+from antiphon.store.postgres.connection import LOST, Connection, Server
 
 T = TypeVar("T")
 
@@ -260,7 +261,8 @@ class Postgres:
     async def _leave(self, databases: set[str]) -> None:
         async with self._turn:
             for database in databases & self._open.keys():
-                await self._open.pop(database).close(timeout=BOUND)
+                with suppress(*LOST):  # the server may have been killed
+                    await self._open.pop(database).close(timeout=BOUND)
 
 
 def _plain(rows: Iterable[Any]) -> list[dict[str, Any]]:

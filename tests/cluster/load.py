@@ -23,6 +23,7 @@ from cluster.choir import Choir, Facts, Gone, Refused, Voice
 
 WATCHED = 4  # sessions
 AT_ONCE = 6  # messages whose ends are waited for, before there is another one
+DATED = 15_000  # milliseconds between an answer and its commit, at most
 ENDING = 90.0  # seconds in which everything must have come to its end when the weather is good again
 WAITING = '"timeoutSeconds": 20', '"timeoutSeconds": 100'  # of a send; how long an outage lasts is the weather's
 
@@ -143,7 +144,17 @@ class Load:
         wrong = finally_(self.choir.home, accepted)
         wrong += [f"nobody was told of the end of {p.key}" for p in accepted if p.key not in self.answered]
         wrong += [line for watcher in self.watchers for line in watcher.wrong(book)]
-        return wrong + order(book, accepted)
+        return wrong + order(book, accepted) + misdated(book)
+
+
+def misdated(book: Book) -> list[str]:
+    """Whatever the clock of the machine says that it was answered on, an answer is dated by that of all."""
+    return [
+        f"entry {message['entry']} of {message['created_at']} is dated {message['json']['timestamp']}"
+        for message in book.messages
+        if message["role"] == "assistant"
+        and abs(message["created_at"] - message["json"]["timestamp"]) > DATED
+    ]
 
 
 def order(book: Book, accepted: Iterable[Planned]) -> list[str]:

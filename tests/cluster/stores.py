@@ -20,7 +20,7 @@ from cluster.proxy import Proxy
 T = TypeVar("T")
 
 BOUND = 60.0
-COMMIT = b"Q\0\0\0\x0bCOMMIT\0"
+COMMIT = b"; COMMIT\0"  # as it ends a transaction that changed something
 LEASE = Query("test.lease", "SELECT lease_until FROM owners WHERE id = :id")
 OWNERS = Query("test.owners", "SELECT id FROM owners ORDER BY id")
 

@@ -74,8 +74,12 @@ async def test_what_a_killed_replica_was_doing_is_carried_on_soon(tmp_path: Path
 
 
 @pytest.mark.requirement("G1", "G3", "G13")
-async def test_who_slept_longer_than_its_lease_changes_nothing(tmp_path: Path, postgres: Postgres) -> None:
-    async with choir(tmp_path, postgres) as singing:
+@pytest.mark.parametrize("sweep", [0.5, 600.0], ids=["finds out", "is fenced"])
+async def test_who_slept_longer_than_its_lease_changes_nothing(
+    tmp_path: Path, postgres: Postgres, sweep: float
+) -> None:
+    """It looks at what it has and lets go of what it lost; if it never looks, its commit is refused."""
+    async with choir(tmp_path, postgres, patience={"sweep": sweep}) as singing:
         owner = await begin(singing, 2.0)
         owner.pause()
         await taken_from(singing, owner, BOUND)

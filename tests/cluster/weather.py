@@ -25,17 +25,20 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = get_args(Kind)
 SKEW = 30.0  # seconds
 LANES = "antiphon-lanes"
-PROXIED = 2  # the only replica that is behind proxies
+TOGETHER = 0.4  # how many of the faults go on while the next one comes
+SERVERS = {"bus gone": "bus", "bus empty": "bus", "purge": "bus", "drop stream": "bus", "store gone": "store"}
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     after: float
-    """Seconds since the one before was over."""
+    """Seconds since the one before was over, or has begun."""
     kind: Kind
     who: int
     """Which replica, where it is about one."""
     lasting: float
+    together: bool = False
+    """Whether the next one need not wait until this one is over."""
 
     def __str__(self) -> str:
         return f"{self.kind} r{self.who} for {self.lasting:.1f} s"
@@ -53,7 +56,7 @@ def forecast(seed: int, count: int) -> list[Fault]:
 def _fault(dice: random.Random, kind: Kind) -> Fault:
     # A pause is longer than the lease: whoever wakes up from it has been replaced.
     lasting = dice.uniform(1.2, 2.0) * ACK_WAIT if kind in {"pause", "stall store"} else dice.uniform(0.2, 1.5)
-    return Fault(dice.uniform(0.2, 1.0), kind, dice.randrange(3), lasting)
+    return Fault(dice.uniform(0.2, 1.0), kind, dice.randrange(3), lasting, dice.random() < TOGETHER)
 
 
 @dataclass
@@ -64,18 +67,30 @@ class Wind:
     over: asyncio.Event = field(default_factory=asyncio.Event)
     done: list[Fault] = field(default_factory=list[Fault])
     _returning: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
+    _busy: dict[str, asyncio.Lock] = field(default_factory=dict[str, asyncio.Lock])
 
     async def blow(self, faults: Sequence[Fault]) -> None:
         for fault in faults:
             if await self._over_in(fault.after):
                 break
-            await self._happen(fault)
-            self.done.append(fault)
+            happening = asyncio.create_task(self._in_turn(fault))
+            self._returning.append(happening)
+            if not fault.together:
+                await happening
+        while any(not task.done() for task in self._returning):
+            await asyncio.gather(*self._returning)
         await asyncio.gather(*self._returning)
 
     def report(self) -> str:
         counted = Counter(fault.kind for fault in self.done)
         return ", ".join(f"{kind} {times}" for kind, times in sorted(counted.items()))
+
+    async def _in_turn(self, fault: Fault) -> None:
+        """Nothing has two faults at once: a server that is away cannot be taken away."""
+        what = SERVERS.get(fault.kind, fault.kind.partition(" ")[2] or f"r{fault.who}")
+        async with self._busy.setdefault(what, asyncio.Lock()):
+            await self._happen(fault)
+        self.done.append(fault)
 
     async def _over_in(self, seconds: float) -> bool:
         with suppress(TimeoutError):
@@ -84,7 +99,9 @@ class Wind:
         return self.over.is_set()
 
     async def _happen(self, fault: Fault) -> None:
-        voice = self.choir.voices[fault.who]
+        # One that is still on its way back has its fault already.
+        voices = [*self.choir.voices[fault.who :], *self.choir.voices[: fault.who]]
+        voice = next((voice for voice in voices if voice.alive), voices[0])
         match fault.kind:
             case "kill" | "leave" | "skew" | "pause":
                 await self._to_replica(fault, voice)

@@ -205,14 +205,14 @@ async def test_an_agent_acts_as_nobody_else(tmp_path: Path) -> None:
 async def test_a_tool_may_wait_as_long_as_it_is_told_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(invocations, "TIME", 0.1)
+    monkeypatch.setattr(invocations, "TIME", 1)
     settings = {
         "gateway": {"tools": {"allow": ["sessions_send"]}},
         "tools": {"sessions": {"visibility": "all"}},
     }
     async with served(tmp_path, _never, settings=settings) as site:
         await site.house.operations.open(OPERATOR, "agent:main:dashboard:other")
-        args = {"sessionKey": "agent:main:dashboard:other", "message": "hello", "timeoutSeconds": 0.5}
+        args = {"sessionKey": "agent:main:dashboard:other", "message": "hello", "timeoutSeconds": 1.5}
         status, body = await invoke(site, {"tool": "sessions_send", "args": args})
         assert (status, body["result"]["details"]["status"]) == (200, "timeout")
         assert body["result"]["details"]["delivery"]["status"] == "started"

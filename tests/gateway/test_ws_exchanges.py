@@ -52,6 +52,11 @@ async def test_a_wait_for_a_reply_holds_up_nothing_else(tmp_path: Path) -> None:
             await gate.operations.open(OPERATOR, key)
         asked = {"key": HELPER, "message": "slow 60 a b c d", "fromSessionKey": MAIN, "announce": "none"}
         waiting = await client.start("sessions.send", {**asked, "timeoutSeconds": 600})
+
+        async def accepted() -> bool:
+            return len(await gate.operations.unfinished(OPERATOR, HELPER)) == 1
+
+        await until(accepted)
         late = await client.call("sessions.send", **asked, timeoutSeconds=0.2, replyBack=0)
         assert (late["status"], late["delivery"]["status"]) == ("timeout", "queued")
         assert late["delivery"]["position"] == 1

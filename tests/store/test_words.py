@@ -93,6 +93,7 @@ never = settings(deadline=None, suppress_health_check=[HealthCheck.function_scop
 @example(entries=[("x", ["nothing"])], wish=Match("words", ["-"], beginning=True))
 @example(entries=[("x", ["said"])], wish=Match("words", ["~said"]))
 @example(entries=[("a", [])], wish=Match("words", [], either=["a"], beginning=True))
+@example(entries=[("a", [])], wish=Match("words", ["-", "a"]))
 @example(entries=[("ΟΔΟΣ", [])], wish=Match("words", ["οδοσ"]))
 def test_postgres_finds_what_is_there(
     postgres: Postgres, entries: list[tuple[str, list[str]]], wish: Match
@@ -104,6 +105,7 @@ def test_postgres_finds_what_is_there(
 
 @never
 @given(entries=entries, wish=wishes)
+@example(entries=[("a", [])], wish=Match("words", ["-", "a"]))
 @example(entries=[("a", [])], wish=Match("words", [], either=["a"], beginning=True))
 @example(entries=[("ΟΔΟΣ", [])], wish=Match("words", ["οδοσ"]))
 def test_sqlite_finds_what_is_there(lite: Lite, entries: list[tuple[str, list[str]]], wish: Match) -> None:

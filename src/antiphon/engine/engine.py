@@ -298,6 +298,7 @@ class Engine:
                 await self._lanes.activate(lane)
         for run_id, play in playing.items():
             if run_id not in held and self._playing.get(run_id) is play:
+                log.info("Run %r was taken over", run_id, extra={"run_id": run_id})
                 await self._lanes.abandon(play.lane)
                 await self._lanes.activate(play.lane)
 

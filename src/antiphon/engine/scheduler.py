@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LONGEST = 30.0  # seconds of sleep; the wall clock may be set meanwhile
+LOOK_AGAIN = 2.0  # the same, where others share the store: one may have added a job, and died
 AGAIN = 1.0  # seconds until jobs are looked at again that are due and could not be fired
 
 
@@ -37,6 +38,7 @@ class Scheduler:
         self._bus = bus
         self._clock = clock
         self._engine = engine
+        self._longest = LOOK_AGAIN if store.shared else LONGEST
         self._changed = asyncio.Event()
 
     @property
@@ -105,7 +107,7 @@ class Scheduler:
             log.exception("The scheduler failed; it looks again in %.1f s", AGAIN)
             return AGAIN
         if next_at is None or not self.enabled:
-            return LONGEST
+            return self._longest
         if next_at <= now:
             return AGAIN  # It is due and has not been fired: there was no room.
-        return min(LONGEST, max(0, next_at - self._clock.now()) / 1000)
+        return min(self._longest, max(0, next_at - self._clock.now()) / 1000)

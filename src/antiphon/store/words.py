@@ -69,7 +69,7 @@ class Match:
         phrases = [_string(phrase) for phrase in self.phrases] or ['""']
         if self.beginning and self.phrases:
             phrases[-1] += "*"
-        said = " ".join(phrases)
+        said = " AND ".join(phrases)  # without it, phrases without a word would count as found
         if self.either:
             either = " OR ".join(map(_string, self.either))
             said = f"({said}) AND ({either})" if self.phrases else either

@@ -13,11 +13,11 @@ from uuid import uuid4
 from antiphon.store.postgres.connection import Link
 
 _SECOND = "CAST(extract(epoch FROM clock_timestamp()) AS BIGINT)"
-_LEAVE = f"""
+# One round trip for both, written out: only what is prepared can have parameters, and that is one statement each.
+_CLOSE = f"""
 INSERT INTO commits (connection, number, at)
-SELECT CAST($1 AS TEXT), CAST($2 AS BIGINT), {_SECOND} WHERE pg_current_xact_id_if_assigned() IS NOT NULL
-ON CONFLICT (connection) DO UPDATE SET number = excluded.number, at = excluded.at
-"""
+SELECT '{{connection}}', {{number}}, {_SECOND} WHERE pg_current_xact_id_if_assigned() IS NOT NULL
+ON CONFLICT (connection) DO UPDATE SET number = excluded.number, at = excluded.at; COMMIT"""
 _PATIENTLY = "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL lock_timeout = '1s'"
 _ASK = f"""
 INSERT INTO commits (connection, number, at) VALUES ($1, 0, {_SECOND})
@@ -37,11 +37,10 @@ class Marks:
         self._connection = uuid4().hex
         self._number = 0
 
-    async def leave(self, link: Link) -> int | None:
-        """The number of the open transaction; None if it has changed nothing."""
+    def close(self) -> tuple[str, int]:
+        """What commits the open transaction with its mark, if it has changed anything, and that mark."""
         self._number += 1
-        status = await link.execute(_LEAVE, self._connection, self._number)
-        return self._number if status == "INSERT 0 1" else None
+        return _CLOSE.format(connection=self._connection, number=self._number), self._number
 
     async def kept(self, other: Link, number: int) -> bool:
         """Whether that transaction took place, asked on another connection; afterwards it cannot any more.

@@ -162,16 +162,13 @@ class Worker:
 
     async def _transact(self, scripts: Sequence[Bound[Any]], until: float) -> list[Any]:
         link = await self._connected(until)
-        mark: int | None = None
         try:
             await link.execute(self._begin + (_BATCH if len(scripts) > 1 else ""), timeout=PATIENCE)
             results = await self._results(scripts, PgTx(link, writes=self._writes))
-            if self._writes:
-                mark = await self._marks.leave(link)
         except BaseException as error:
             await self._undo(link, error)
             raise
-        await self._commit(link, mark)
+        await self._commit(link)
         return results
 
     async def _results(self, scripts: Sequence[Bound[Any]], tx: PgTx) -> list[Any]:
@@ -180,14 +177,15 @@ class Worker:
             results.append(await Strictly(script(tx), tx))
         return results
 
-    async def _commit(self, link: Link, mark: int | None) -> None:
+    async def _commit(self, link: Link) -> None:
         """Returns if it took place, or if there was nothing to keep."""
         self._signal("before")
+        commit, mark = self._marks.close() if self._writes else ("COMMIT", 0)
         try:
-            status = await link.execute("COMMIT")
+            status = await link.execute(commit)
         except Lost:
             self.drop()
-            if self._writes and (mark is None or not await self._took_place(self._marks, mark)):
+            if self._writes and not await self._took_place(self._marks, mark):
                 raise  # known not to have happened: run again
         except BaseException as error:
             await self._undo(link, error)

@@ -11,7 +11,7 @@ JOIN sessions s ON s.id = p.id;
 
 -- name: stream
 -- SQLite merges the streams as they are; PostgreSQL may gather them first, unless each of them ends by itself.
-/*pg: ( */ {rows} /*pg: ORDER BY s.updated_at DESC, s.key LIMIT :limit) */
+/*pg: SELECT * FROM ( */ {rows} /*pg: ORDER BY s.updated_at DESC, s.key LIMIT :limit) AS stream */
 
 -- name: of_kind
 SELECT s.id, s.updated_at, s.key FROM sessions s WHERE s.archived = :archived_{i} AND s.kind = :kind_{i} AND {filters}
