@@ -172,11 +172,17 @@ class ConfigError(AntiphonError):
 
 
 class StoreError(AntiphonError):
-    """The store cannot do its work now. What was asked for has not happened."""
+    """The store cannot do its work now. What was asked for has not happened, unless it is a `StoreUnsure`."""
 
     code = "store_unavailable"
     http = 503
     exit_code = 7
+
+
+class StoreUnsure(StoreError):
+    """Whether what was asked for has happened could not be found out: ask again with the same key."""
+
+    code = "store_unsure"
 
 
 class StoreLocked(StoreError):

@@ -95,7 +95,9 @@ async def house(config: Config, state_dir: Path, **options: Unpack[Options]) -> 
         async with (
             _opened(config, home, options.get("on_commit")) as store,
             linked(config) as links,
-            aclosing(Catalog(config, options.get("functions"), options.get("clock") or store.clock)) as catalog,
+            aclosing(
+                Catalog(config, options.get("functions"), options.get("clock") or store.clock)
+            ) as catalog,
         ):
             clock = options.get("clock") or store.clock
             toolbox = Toolbox()

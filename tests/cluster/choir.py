@@ -255,9 +255,7 @@ class Choir:
 
     async def owner_of(self, run: str, seconds: float = BOUND) -> Voice:
         """Who plays it."""
-        sql = (
-            "SELECT o.name FROM runs r JOIN owners o ON o.id = r.owner WHERE r.id = $1 AND r.state = 'running'"
-        )
+        sql = "SELECT o.name FROM runs r JOIN owners o ON o.id = r.owner WHERE r.id = $1 AND r.state = 'running'"
         (row,) = await self.until_rows(sql, run, seconds=seconds)
         return next(voice for voice in self.voices if row["name"].endswith(f":{voice.pid}"))
 

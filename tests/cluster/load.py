@@ -25,7 +25,10 @@ WATCHED = 4  # sessions
 AT_ONCE = 6  # messages whose ends are waited for, before there is another one
 DATED = 15_000  # milliseconds between an answer and its commit, at most
 ENDING = 90.0  # seconds in which everything must have come to its end when the weather is good again
-WAITING = '"timeoutSeconds": 20', '"timeoutSeconds": 100'  # of a send; how long an outage lasts is the weather's
+WAITING = (
+    '"timeoutSeconds": 20',
+    '"timeoutSeconds": 100',
+)  # of a send; how long an outage lasts is the weather's
 
 
 def plan(seed: int, messages: int) -> list[Planned]:
@@ -116,7 +119,11 @@ class Load:
             writing.create_task(self._say(planned, earlier, before[planned.session], room))
 
     async def _say(
-        self, planned: Planned, earlier: asyncio.Event | None, accepted: asyncio.Event, room: asyncio.Semaphore
+        self,
+        planned: Planned,
+        earlier: asyncio.Event | None,
+        accepted: asyncio.Event,
+        room: asyncio.Semaphore,
     ) -> None:
         if earlier is not None:
             await earlier.wait()

@@ -143,8 +143,7 @@ async def live(settings: Given, own: Path, common: Path) -> None:
     patience: Given = settings.pop("patience", {})
     config = Config.model_validate(settings)
     channels = {
-        name: Outside(common / f"{name}.txt", keyed)
-        for name, keyed in {KEYED: True, UNKEYED: False}.items()
+        name: Outside(common / f"{name}.txt", keyed) for name, keyed in {KEYED: True, UNKEYED: False}.items()
     }
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
@@ -181,7 +180,10 @@ def main() -> None:
     logging.basicConfig(
         level=logging.INFO, stream=sys.stderr, format="%(relativeCreated)d %(name)s %(levelname)s %(message)s"
     )
-    run(live(json.loads(Path(settings).read_text()), Path(own), Path(common)))
+    try:
+        run(live(json.loads(Path(settings).read_text()), Path(own), Path(common)))
+    except AntiphonError as error:  # as the command line tells it: in one sentence
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,9 @@ async def suffer(home: Path, postgres: Postgres, seed: int, faults: int) -> tupl
 
 async def _leave(singing: Choir) -> None:
     """When those that are gone have been forgotten, the others leave in good order."""
-    await singing.until(lambda: len(singing.rows("SELECT id FROM owners")) == 3, what="the dead are forgotten")
+    await singing.until(
+        lambda: len(singing.rows("SELECT id FROM owners")) == 3, what="the dead are forgotten"
+    )
     assert [await voice.leave() for voice in singing.voices] == [0, 0, 0]
     for voice in singing.voices:
         assert "Traceback" not in voice.said(), voice.said()

@@ -43,9 +43,7 @@ async def begin(singing: Choir, seconds: float, key: str = "run") -> Voice:
 
 async def taken_from(singing: Choir, owner: Voice, seconds: float, key: str = "run") -> float:
     """When another one has it."""
-    sql = (
-        "SELECT 1 FROM runs r JOIN owners o ON o.id = r.owner WHERE r.id = $1 AND right(o.name, length($2)) <> $2"
-    )
+    sql = "SELECT 1 FROM runs r JOIN owners o ON o.id = r.owner WHERE r.id = $1 AND right(o.name, length($2)) <> $2"
     await singing.until_rows(sql, key, f":{owner.pid}", seconds=seconds)
     return monotonic()
 
@@ -174,5 +172,3 @@ async def test_waits_and_stops_work_wherever_they_are_asked_for(tmp_path: Path, 
 
 def _others(singing: Choir, owner: Voice) -> list[Voice]:
     return [voice for voice in singing.voices if voice is not owner]
-
-

@@ -55,7 +55,9 @@ def forecast(seed: int, count: int) -> list[Fault]:
 
 def _fault(dice: random.Random, kind: Kind) -> Fault:
     # A pause is longer than the lease: whoever wakes up from it has been replaced.
-    lasting = dice.uniform(1.2, 2.0) * ACK_WAIT if kind in {"pause", "stall store"} else dice.uniform(0.2, 1.5)
+    lasting = (
+        dice.uniform(1.2, 2.0) * ACK_WAIT if kind in {"pause", "stall store"} else dice.uniform(0.2, 1.5)
+    )
     return Fault(dice.uniform(0.2, 1.0), kind, dice.randrange(3), lasting, dice.random() < TOGETHER)
 
 
@@ -156,8 +158,6 @@ class Wind:
         try:
             manager = client.jsm(timeout=BOUND)
             with suppress(JetStreamError):  # one that another fault has just taken away
-                await (
-                    manager.purge_stream(LANES) if kind == "purge" else manager.delete_stream(LANES)
-                )
+                await (manager.purge_stream(LANES) if kind == "purge" else manager.delete_stream(LANES))
         finally:
             await client.close()

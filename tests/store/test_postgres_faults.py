@@ -9,10 +9,10 @@ from typing import cast
 
 import pytest
 
-from antiphon.errors import StoreError
+from antiphon.errors import StoreError, StoreUnsure
 from antiphon.store import Tx
 from antiphon.store.postgres import PgStore, connection, worker
-from antiphon.store.postgres.connection import Server, Unsure
+from antiphon.store.postgres.connection import Server
 from cluster.database import Postgres
 from cluster.proxy import Proxy, Side
 from cluster.stores import (
@@ -124,7 +124,7 @@ async def test_a_commit_whose_outcome_cannot_be_found_out_is_said_to_be_so(
         outcomes = await within(
             asyncio.gather(*(store.tx(counted) for _ in range(3)), return_exceptions=True)
         )
-        assert [type(outcome) for outcome in outcomes] == [Unsure] * 3
+        assert [type(outcome) for outcome in outcomes] == [StoreUnsure] * 3
         assert all("not known" in cast("StoreError", outcome).hint for outcome in outcomes)
         assert runs == 3
         proxy.refuse(refusing=False)
@@ -174,7 +174,7 @@ async def test_a_server_killed_under_load_keeps_what_it_acknowledged(
             for turn in range(12):
                 try:
                     kept.append(await store.tx(noted, f"{n}-{turn}"))
-                except Unsure:
+                except StoreUnsure:
                     continue
                 if turn == 3:
                     done.set()
@@ -225,7 +225,7 @@ async def test_a_connection_on_which_nothing_comes_is_given_up(server: Server) -
         )
         assert monotonic() - began < 10
         assert all(
-            isinstance(outcome, StoreError) and not isinstance(outcome, Unsure) for outcome in outcomes
+            isinstance(outcome, StoreError) and not isinstance(outcome, StoreUnsure) for outcome in outcomes
         )
         proxy.flow()
         assert await within(store.tx(put, "c")) == "c"

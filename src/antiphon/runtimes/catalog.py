@@ -35,9 +35,7 @@ class Catalog:
         settings = self._config.agent(agent_id).runtime
         if settings.type == "function" and settings.target:
             function: Agent = await asyncio.to_thread(load, settings.target)
-            self._by_agent[agent_id] = FunctionRuntime(
-                function, history=settings.history, clock=self._clock
-            )
+            self._by_agent[agent_id] = FunctionRuntime(function, history=settings.history, clock=self._clock)
             return self._by_agent[agent_id]
         ref = model or self._config.model_ref(agent_id)
         if ref not in self._by_model:

@@ -64,10 +64,6 @@ class Lost(Exception):
         self.cause = cause
 
 
-class Unsure(StoreError):
-    """Whether what was asked for has happened could not be found out."""
-
-
 class Connection(Protocol):
     """What is used of asyncpg's, which does not say its types."""
 

@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TypeVar
 
-from antiphon.errors import StoreError
-from antiphon.store.postgres.connection import Unsure
+from antiphon.errors import StoreError, StoreUnsure
 from antiphon.store.postgres.worker import Bound, Job, Worker
 
 log = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class Crew:
             worker.drop()
             for job in jobs:
                 job.fail(
-                    Unsure(
+                    StoreUnsure(
                         "The store was closed in the middle of this request.",
                         "Whether it took place is not known.",
                     )

@@ -9,7 +9,7 @@ from itertools import count
 from time import monotonic
 from typing import Any, Literal, TypeAlias, TypeVar
 
-from antiphon.errors import StoreError
+from antiphon.errors import StoreError, StoreUnsure
 from antiphon.store import Tx
 from antiphon.store.postgres.commits import Marks, tidy
 from antiphon.store.postgres.connection import (
@@ -20,7 +20,6 @@ from antiphon.store.postgres.connection import (
     Link,
     Lost,
     Server,
-    Unsure,
     pg,
     told,
 )
@@ -122,7 +121,7 @@ class Worker:
                 break
             except MET:
                 await _pause(attempt)
-            except Unsure as error:
+            except StoreUnsure as error:
                 for job in jobs:
                     job.fail(error)
                 return aside
@@ -202,7 +201,7 @@ class Worker:
         """Whether a transaction was committed, asked on another connection.
 
         Raises:
-            Unsure: that could not be found out in time.
+            StoreUnsure: that could not be found out in time.
         """
         until = monotonic() + RESOLVE
         while monotonic() < until:
@@ -211,7 +210,7 @@ class Worker:
             except (pg.PostgresError, Lost):
                 self.drop()
             await asyncio.sleep(0.1)
-        raise Unsure(
+        raise StoreUnsure(
             f"The connection to the database {self._server.named} broke in the middle of a commit.",
             "Whether it took place is not known: ask again with the same idempotency key.",
         )
