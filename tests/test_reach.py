@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import tempfile
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -302,7 +301,7 @@ async def desk(config: Config, path: Path) -> AsyncGenerator[Desk]:
 @settings(UNSHRUNK, max_examples=40)
 @given(configurations, stores)
 def test_a_key_is_listed_if_and_only_if_its_history_is_read_and_each_action_is_decided_by_its_own_grant(
-    configuration: Settings, wanted: list[Born]
+    tmp_path_factory: pytest.TempPathFactory, configuration: Settings, wanted: list[Born]
 ) -> None:
     async def check(path: Path) -> None:
         async with desk(with_settings(configuration), path) as office:
@@ -310,8 +309,7 @@ def test_a_key_is_listed_if_and_only_if_its_history_is_read_and_each_action_is_d
             for me in facts[:3]:
                 await _check_reach(office, configuration, me, facts)
 
-    with tempfile.TemporaryDirectory() as directory:
-        asyncio.run(check(Path(directory)))
+    asyncio.run(check(tmp_path_factory.mktemp("reach")))
 
 
 async def _check_reach(office: Desk, configuration: Settings, me: Fact, facts: list[Fact]) -> None:
@@ -543,15 +541,14 @@ async def _housing(configuration: Settings, path: Path) -> AsyncGenerator[House]
 @settings(UNSHRUNK, max_examples=30)
 @given(spawnings, st.sampled_from(("agent:main:main", "agent:ann:direct:1")), chains_of_agents)
 def test_a_child_reaches_no_more_than_its_parent_down_any_line(
-    configuration: Settings, root: str, agents: list[str]
+    tmp_path_factory: pytest.TempPathFactory, configuration: Settings, root: str, agents: list[str]
 ) -> None:
     async def check(path: Path) -> None:
         async with _housing(configuration, path) as opened:
             await _spawn_on(opened, path, root, agents)
             await _check_line(opened, path)
 
-    with tempfile.TemporaryDirectory() as directory:
-        asyncio.run(check(Path(directory)))
+    asyncio.run(check(tmp_path_factory.mktemp("reach")))
 
 
 BOXED: Settings = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import stat
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -152,7 +151,9 @@ async def _fill(tx: Tx, key: str, everything: list[tuple[int, Message]]) -> Row:
 @pytest.mark.requirement("L4", "R", "G45")
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(times, said), max_size=8))
-def test_what_is_exported_comes_back_and_goes_out_the_same(everything: list[tuple[int, Message]]) -> None:
+def test_what_is_exported_comes_back_and_goes_out_the_same(
+    tmp_path_factory: pytest.TempPathFactory, everything: list[tuple[int, Message]]
+) -> None:
     async def scenario(root: Path) -> None:
         async with keeping(Config(), root / "one") as store:
             await store.tx(_fill, MAIN, everything)
@@ -161,8 +162,7 @@ def test_what_is_exported_comes_back_and_goes_out_the_same(everything: list[tupl
         assert (report.imported, report.messages, report.damaged_lines) == (1, len(everything), 0)
         assert await export_everything(root / "two", root / "second") == exported_lines(root / "first")
 
-    with tempfile.TemporaryDirectory() as root:
-        asyncio.run(scenario(Path(root)))
+    asyncio.run(scenario(tmp_path_factory.mktemp("there-and-back")))
 
 
 @pytest.mark.anyio

@@ -11,7 +11,6 @@ import platform
 import shutil
 import sqlite3
 import stat
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -204,7 +203,7 @@ def _readable(body: str) -> bool:
 
 
 async def _runs(store: Store, *, running: bool) -> list[Finding]:
-    now = time.time_ns() // 1_000_000 if running else NEVER  # nobody is alive where nobody holds the lock
+    now = store.clock.now() if running else NEVER  # nobody is alive where nobody holds the lock
     interrupted, orphaned = await store.read(_run_rows, now)
     findings: list[Finding] = []
     if interrupted:

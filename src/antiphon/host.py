@@ -94,7 +94,7 @@ async def house(config: Config, state_dir: Path, **options: Unpack[Options]) -> 
     with await asyncio.to_thread(StateDir.own, state_dir) as home:
         async with (
             _opened(config, home, options.get("on_commit")) as store,
-            linked(config) as links,
+            linked(config, store) as links,
             aclosing(
                 Catalog(config, options.get("functions"), options.get("clock") or store.clock)
             ) as catalog,

@@ -14,6 +14,7 @@ from antiphon.config import Config
 from antiphon.engine.engine import Pace
 from antiphon.lanes import LaneEngine
 from antiphon.lanes.local import LocalLanes
+from antiphon.store import Store
 
 if TYPE_CHECKING:
     from antiphon.natslink import Servers
@@ -34,8 +35,11 @@ class Links:
 
 
 @asynccontextmanager
-async def linked(config: Config) -> AsyncGenerator[Links]:
-    """Connected when the context is entered; raises `BusError` where that is not to be had."""
+async def linked(config: Config, store: Store) -> AsyncGenerator[Links]:
+    """Connected when the context is entered; raises `BusError` where that is not to be had.
+
+    Lanes and sessions go by the numbers of their rows, so that only gateways on the same store may hear of each other.
+    """
     if config.bus.url is None or config.store.url is None:
         yield Links(LocalLanes(), LocalBus(), Pace())
         return
@@ -43,10 +47,11 @@ async def linked(config: Config) -> AsyncGenerator[Links]:
     from antiphon.lanes.nats import NatsLanes  # noqa: PLC0415 - an extra
 
     settings = config.bus
-    bus = NatsBus(servers_of(config), namespace=settings.namespace)
+    namespace = f"{settings.namespace}-{store.identity}"
+    bus = NatsBus(servers_of(config), namespace=namespace)
     lanes = NatsLanes(
         servers_of(config),
-        namespace=settings.namespace,
+        namespace=namespace,
         slots=settings.lanes,
         ack_wait=settings.ack_wait_seconds,
         replicas=settings.replicas,

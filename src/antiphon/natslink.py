@@ -323,7 +323,7 @@ def _client(*, encrypted: bool) -> Client:
             """Also when the last words cannot be written any more; else tasks and the socket would be left behind."""
             try:
                 await super()._close(status, do_cbs)
-            except OSError:
+            except (OSError, RuntimeError):  # the latter is what uvloop says of a transport that is closed
                 self._pending, self._pending_data_size = [], 0
                 self._status = Client.DISCONNECTED
                 await super()._close(status, do_cbs)
@@ -334,7 +334,7 @@ def _client(*, encrypted: bool) -> Client:
 async def _flushed(client: Client) -> bool:
     try:
         await client.flush(timeout=PING * 4)
-    except failures():
+    except (*failures(), RuntimeError):  # the latter is uvloop's, of a transport that is closed
         return False
     return True
 

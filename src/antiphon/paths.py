@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CONFIG, DATABASE, LOG = "config.json5", "antiphon.db", "antiphon.log"  # in the state directory
+JOINED = "replicas"  # directories in it, of gateways that share a store with others on the same machine
 
 
 @dataclass(frozen=True, slots=True)

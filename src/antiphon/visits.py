@@ -12,9 +12,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from antiphon.access import Caller
 from antiphon.bus.local import LocalBus
 from antiphon.clock import Clock
 from antiphon.engine.door import Door
+from antiphon.errors import Unavailable
 from antiphon.operations import Operations
 from antiphon.store.opening import open_store
 from antiphon.store.statedir import StateDir
@@ -53,6 +55,25 @@ async def keeping(config: Config, state_dir: Path) -> AsyncGenerator[Store]:
             yield store
         finally:
             await store.close()
+
+
+async def check_alone(config: Config, state_dir: Path) -> None:
+    """Before a command hosts a store by itself: not one that gateways are hosting, whose work it would take.
+
+    Raises:
+        Unavailable: some are.
+    """
+    if config.store.url is None:
+        return
+    async with looking(config, state_dir) as operations:
+        others = [found for found in await operations.replicas(Caller.operator()) if found.alive]
+    if others:
+        address = next((found.address for found in others if found.address), None)
+        raise Unavailable(
+            f"{len(others)} gateways host this store, such as {others[0].name!r}.",
+            f"Talk with one of them: --url {address or 'ADDRESS'} and --token-file FILE.",
+            url=address,
+        )
 
 
 def operations_on(

@@ -319,6 +319,7 @@ async def choir(
 
     `more` are sections of the configuration, and `patience`, which is the engine's.
     """
+    await asyncio.to_thread(home.mkdir, exist_ok=True)
     async with AsyncExitStack() as stack:
         stack.callback(postgres.drop_all)
         stack.callback(setattr, bases.chosen, "postgres", bases.chosen.postgres)

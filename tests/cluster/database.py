@@ -20,7 +20,7 @@ from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time
 from typing import Any, TypeVar
 
 from antiphon.store.postgres import PgStore
@@ -29,6 +29,8 @@ from antiphon.store.postgres.connection import LOST, Connection, Server
 T = TypeVar("T")
 
 BOUND = 30.0
+PREFIX = "antiphon-pg-"
+ABANDONED = 7200.0  # seconds after which a directory without a server is nobody's
 NOBODY = 65534
 USER = "antiphon"
 TEMPLATE = "template"
@@ -41,9 +43,28 @@ ROOM = 2 << 30  # bytes that must be free there
 
 def _home() -> Path:
     roomy = MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM
-    home = Path(tempfile.mkdtemp(prefix="antiphon-pg-", dir=MEMORY if roomy else None))
+    place = MEMORY if roomy else Path(tempfile.gettempdir())
+    _clear(place)
+    home = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
     home.chmod(0o755)
     return home
+
+
+def _clear(place: Path) -> None:
+    """What earlier test runs left that were killed."""
+    for left in place.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if time() - left.stat().st_mtime > ABANDONED and not _lives(left / "data" / "postmaster.pid"):
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _lives(note: Path) -> bool:
+    """Whether the server is there whose number this file has."""
+    try:
+        os.kill(int(note.read_text().split()[0]), 0)
+    except (FileNotFoundError, ProcessLookupError, ValueError, IndexError):
+        return False
+    return True
 
 
 def _programs(home: Path) -> Path:

@@ -49,7 +49,7 @@ def say(**facts: Any) -> None:
     os.write(1, f"{json.dumps(facts)}\n".encode())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outside:
     """A channel to people that every replica shares. One that is keyed takes the same key as the same message."""
 
@@ -112,6 +112,9 @@ class Desk:
 
     async def do_stop(self, session: str) -> object:
         return await self._operations.stop(OPERATOR, session)
+
+    async def do_delete(self, session: str) -> object:
+        return await self._operations.delete(OPERATOR, session)
 
     async def do_replicas(self) -> object:
         return await self._operations.replicas(OPERATOR)

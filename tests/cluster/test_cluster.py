@@ -14,6 +14,7 @@ from time import monotonic
 
 import pytest
 
+from chaos.scenario import Planned
 from cluster.choir import Choir, choir
 from cluster.database import Postgres
 from cluster.load import Load, plan
@@ -28,7 +29,6 @@ Record = Callable[[str, object], None]
 
 async def suffer(home: Path, postgres: Postgres, seed: int, faults: int) -> tuple[Load, Wind]:
     """A load under a forecast; what came of it has been checked."""
-    home.mkdir()
     async with choir(home, postgres, seed=seed) as singing:
         load, wind = Load(singing, plan(seed, MESSAGES)), Wind(singing)
         blowing = asyncio.create_task(wind.blow(forecast(seed, faults)))
@@ -80,11 +80,50 @@ async def test_all_weathers(tmp_path: Path, postgres: Postgres, record_property:
     record_property("report", report(load, wind, 1, monotonic() - began))
 
 
+TAMPERED = {
+    "came before": (
+        "UPDATE runs SET first_seq = first_seq + {}, last_seq = last_seq + {} WHERE id = 'm0'",
+        90,
+        -90,
+    ),
+    "is dated": (
+        "UPDATE messages SET created_at = created_at + {} WHERE role = 'assistant'",
+        30_000,
+        -30_000,
+    ),
+    "was seen": ("UPDATE messages SET entry = {} WHERE seq = 2", "'x' || entry", "substr(entry, 2)"),
+    "is not in the store": ("UPDATE runs SET id = {} WHERE first_seq = 3", "'other'", "'m1'"),
+    "is still running": ("UPDATE runs SET state = {} WHERE id = 'm1'", "'running'", "'ok'"),
+}
+"""What is then found, what is changed, and how it is undone."""
+
+
+async def test_what_is_checked_can_fail(tmp_path: Path, postgres: Postgres) -> None:
+    """A database in which one thing is wrong does not pass."""
+    session = "agent:main:direct:s0"
+    texts = [Planned(f"m{number}", session, f"say {number}", "ok", 1) for number in range(2)]
+    async with choir(tmp_path, postgres, size=1) as singing:
+        load = Load(singing, texts)
+        await load.run()
+        await singing.voices[0].leave()
+        assert load.wrong() == []
+        for found, (sql, done, undone) in TAMPERED.items():
+            singing.rows(sql.format(done, done))
+            assert any(found in line for line in load.wrong()), (found, load.wrong())
+            singing.rows(sql.format(undone, undone))
+        assert load.wrong() == []
+
+
+def test_a_forecast_is_the_same_for_the_same_seed() -> None:
+    assert forecast(3, 40) == forecast(3, 40) != forecast(4, 40)
+    assert {fault.kind for fault in forecast(3, len(KINDS))} == set(KINDS)
+
+
 @pytest.mark.requirement("G1", "G2", "G3", "G5", "G9", "G13", "G38", "S4", "S5", "S6", "S9", "P4", "P5")
 @pytest.mark.timeout(0)
 async def test_a_storm(tmp_path: Path, postgres: Postgres, request: pytest.FixtureRequest) -> None:
     """Round after round, each with a house of its own, so that what is wrong can still be looked through."""
-    seconds: float = request.config.getoption("--storm")
+    seconds = float(request.config.getoption("--storm") or 0)
     if not seconds:
         pytest.skip("only with --storm SECONDS")
     told = request.config.pluginmanager.get_plugin("terminalreporter")

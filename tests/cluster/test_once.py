@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.choir import ACK_WAIT, Voice, choir
+from cluster.choir import ACK_WAIT, Facts, Voice, choir
 from cluster.database import Postgres
 
 pytestmark = pytest.mark.anyio
@@ -16,14 +16,14 @@ SLOTS = 6
 OLD = 90 * 86_400_000  # milliseconds
 SESSIONS = 60  # more than one batch of retention
 FIRINGS = "SELECT id, state FROM runs WHERE origin = 'cron' ORDER BY n"
-JOB = {
+JOB: Facts = {
     "name": "tick",
     "schedule": {"kind": "every", "everyMs": 1000},
     "payload": {"kind": "agentTurn", "message": "say tick"},
 }
 
 
-@pytest.mark.requirement("C1")
+@pytest.mark.requirement("W5")
 async def test_a_job_fires_once_per_slot_and_goes_on_without_who_added_it(
     tmp_path: Path, postgres: Postgres
 ) -> None:

@@ -11,22 +11,29 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from time import time
 from typing import Any, Literal, get_args
 
-from nats import connect
+from nats.aio.client import Client
 from nats.js.errors import Error as JetStreamError
 
+from chaos.worker import append
 from cluster.choir import ACK_WAIT, BOUND, Choir, Voice
 
 Kind = Literal[
-    "kill", "pause", "leave", "skew", "bus gone", "bus empty", "store gone", "purge", "drop stream",
+    "kill", "kill all", "pause", "leave", "skew",
+    "bus gone", "bus empty", "bus frozen", "purge", "drop stream", "store gone",
     "cut store", "cut bus", "stall store", "stall bus",
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
 SKEW = 30.0  # seconds
-LANES = "antiphon-lanes"
+LANES = "-lanes"  # how the name of their stream ends
 TOGETHER = 0.4  # how many of the faults go on while the next one comes
-SERVERS = {"bus gone": "bus", "bus empty": "bus", "purge": "bus", "drop stream": "bus", "store gone": "store"}
+PLACES = {
+    "bus gone": "bus", "bus empty": "bus", "bus frozen": "bus", "purge": "bus", "drop stream": "bus", "cut bus": "bus",
+    "stall bus": "bus", "store gone": "store", "cut store": "store", "stall store": "store",
+}  # fmt: skip
+"""Where a fault is, if not in a replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +96,10 @@ class Wind:
 
     async def _in_turn(self, fault: Fault) -> None:
         """Nothing has two faults at once: a server that is away cannot be taken away."""
-        what = SERVERS.get(fault.kind, fault.kind.partition(" ")[2] or f"r{fault.who}")
-        async with self._busy.setdefault(what, asyncio.Lock()):
+        async with self._busy.setdefault(PLACES.get(fault.kind, "replicas"), asyncio.Lock()):
+            began = time()
             await self._happen(fault)
+            append(self.choir.home / "weather.txt", f"{began:.3f} {time():.3f} {fault}")
         self.done.append(fault)
 
     async def _over_in(self, seconds: float) -> bool:
@@ -107,7 +115,9 @@ class Wind:
         match fault.kind:
             case "kill" | "leave" | "skew" | "pause":
                 await self._to_replica(fault, voice)
-            case "bus gone" | "bus empty" | "store gone":
+            case "kill all":
+                await asyncio.gather(*(self._to_replica(fault, voice) for voice in voices))
+            case "bus gone" | "bus empty" | "bus frozen" | "store gone":
                 await self._to_server(fault)
             case "purge" | "drop stream":
                 await self._to_stream(fault.kind)
@@ -148,16 +158,25 @@ class Wind:
         if fault.kind == "bus empty":
             await asyncio.to_thread(nats.lose_everything)
             return
+        if fault.kind == "bus frozen":
+            nats.pause()
+            await self._over_in(fault.lasting)
+            nats.resume()
+            return
         server = postgres if fault.kind == "store gone" else nats
         await asyncio.to_thread(server.kill)
         await self._over_in(fault.lasting)
         await asyncio.to_thread(server.start)
 
     async def _to_stream(self, kind: str) -> None:
-        client: Any = await connect(self.choir.nats.url, connect_timeout=int(BOUND))
+        client = Client()
+        await client.connect(self.choir.nats.url, connect_timeout=int(BOUND))
         try:
-            manager = client.jsm(timeout=BOUND)
+            manager: Any = client.jsm(timeout=BOUND)  # pyright: ignore[reportUnknownMemberType]
+            change = manager.purge_stream if kind == "purge" else manager.delete_stream
             with suppress(JetStreamError):  # one that another fault has just taken away
-                await (manager.purge_stream(LANES) if kind == "purge" else manager.delete_stream(LANES))
+                for stream in await manager.streams_info():
+                    if stream.config.name.endswith(LANES):
+                        await change(stream.config.name)
         finally:
             await client.close()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import tempfile
 import unicodedata
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -25,8 +24,8 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 from antiphon.access import Caller
-from antiphon.bus import EVERY_SESSION, Delivered, Delta, Event, RunChanged, SessionChanged
-from antiphon.bus.local import BUFFER, LocalBus
+from antiphon.bus import EVERY_SESSION, Delivered, Delta, Event, EventBus, RunChanged, SessionChanged
+from antiphon.bus.local import BUFFER
 from antiphon.engine import deltas
 from antiphon.gateway.server import serving
 from antiphon.gateway.tokens import Tokens
@@ -152,7 +151,7 @@ class Street:
     delivered: list[Delivered] = field(default_factory=list[Delivered])
     pieces: list[Delta] = field(default_factory=list[Delta])
 
-    async def listen(self, bus: LocalBus, ready: asyncio.Event) -> None:
+    async def listen(self, bus: EventBus, ready: asyncio.Event) -> None:
         async with bus.listen(EVERY_SESSION) as events:
             ready.set()
             while True:
@@ -312,7 +311,7 @@ scripts = st.fixed_dictionaries({step: texts for step in ("request", "turn", "an
     [1],
 )
 def test_nothing_that_is_not_meant_for_people_leaves_whatever_agents_say(
-    main: Lines, helper: Lines, sizes: list[int]
+    tmp_path_factory: pytest.TempPathFactory, main: Lines, helper: Lines, sizes: list[int]
 ) -> None:
     async def check(path: Path) -> None:
         agents = {"main": streaming(main, tuple(sizes)), "helper": streaming(helper, tuple(sizes))}
@@ -320,8 +319,7 @@ def test_nothing_that_is_not_meant_for_people_leaves_whatever_agents_say(
             await converse(place)
             place.check()
 
-    with tempfile.TemporaryDirectory() as directory:
-        asyncio.run(check(Path(directory)))
+    asyncio.run(check(tmp_path_factory.mktemp("street")))
 
 
 @pytest.mark.requirement("G7", "S5")

@@ -159,8 +159,10 @@ async def talking(
         return
     from antiphon.cli.journal import keep_journal
     from antiphon.host import hosting
+    from antiphon.visits import check_alone
 
     loaded = settings.load()
+    await check_alone(loaded.config, settings.paths.state_dir)
     keep_journal(settings.paths.state_dir, debug=settings.debug)
     async with hosting(loaded.config, settings.paths.state_dir) as operations:
         yield Own(operations), None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from antiphon.errors import ConfigError, Unavailable
+from antiphon.paths import JOINED
 
 if TYPE_CHECKING:
     from antiphon.config import Loaded
@@ -35,12 +36,14 @@ class Place:
                     path=f"{name}.url",
                 )
         wanted = loaded.config.gateway.port if port is None else port
-        return cls(_free_directory(state_dir / "replicas"), wanted if _is_free(wanted) else 0)
+        return cls(_free_directory(state_dir / JOINED), wanted if _is_free(wanted) else 0)
 
 
 def _free_directory(parent: Path) -> Path:
     from antiphon.store.statedir import StateDir
 
+    for private in (parent.parent, parent):
+        private.mkdir(mode=0o700, parents=True, exist_ok=True)
     for number in range(1, MOST + 1):
         place = parent / str(number)
         if StateDir.look(place).holder is None:

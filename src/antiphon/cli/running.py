@@ -15,6 +15,7 @@ from antiphon.cli.settings import Settings
 from antiphon.errors import InvalidInput, Unauthorized
 from antiphon.gateway import note
 from antiphon.gateway.note import Note
+from antiphon.paths import JOINED
 from antiphon.store.statedir import StateDir
 
 if TYPE_CHECKING:
@@ -43,8 +44,14 @@ def find(settings: Settings) -> Site | None:
     """The gateway that a command is to talk to; None when there is none and the store itself is to be used."""
     if named := settings.named_gateway:
         return _site(_web_socket(named), _given_token(settings))
-    found = running(settings.paths.state_dir)
+    found = running(settings.paths.state_dir) or _joined(settings.paths.state_dir)
     return _site(found.url, _given_token(settings) or _own_token(settings)) if found else None
+
+
+def _joined(state_dir: Path) -> Note | None:
+    """A replica on this machine that was started with `up --join`."""
+    places = sorted((state_dir / JOINED).glob("*"))
+    return next((found for place in places if (found := running(place))), None)
 
 
 def _site(url: str, secret: str | None) -> Site:

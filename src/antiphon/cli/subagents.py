@@ -156,9 +156,12 @@ async def _steer_alone(settings: Settings, target: str, message: str, requester:
     from antiphon.cli.journal import keep_journal
     from antiphon.host import hosting
     from antiphon.operations import Message
+    from antiphon.visits import check_alone
 
+    config = settings.load().config
+    await check_alone(config, settings.paths.state_dir)
     keep_journal(settings.paths.state_dir, debug=settings.debug)
-    async with hosting(settings.load().config, settings.paths.state_dir) as operations:
+    async with hosting(config, settings.paths.state_dir) as operations:
         desk = Own(operations)
         task = _at_work(_chosen(target, await desk.tasks(requester)))
         said = Message(session=task.child_session_key, content=message)

@@ -94,8 +94,10 @@ async def fired(settings: Settings, job_id: str) -> FiredView:
             return msgspec.convert(done, FiredView)
     from antiphon.cli.journal import keep_journal
     from antiphon.host import house
+    from antiphon.visits import check_alone
 
     config = settings.load().config
+    await check_alone(config, settings.paths.state_dir)
     keep_journal(settings.paths.state_dir, debug=settings.debug)
     async with house(config, settings.paths.state_dir) as opened:
         view = await opened.schedules.run(Caller.operator(), job_id)

@@ -95,7 +95,7 @@ async def wait(
     Raises:
         WaitCycle: that session waits, directly or through others, for this one.
     """
-    await tx.alone("waits")  # two that begin at once would not see each other
+    await tx.alone(f"waits:{session}")
     path = await _path(tx, target, session, now)
     if path is not None:
         path = await _shown(tx, path, shown)
@@ -124,6 +124,7 @@ async def _path(tx: Tx, start: int, goal: int, now: int) -> list[str] | None:
     ways: dict[int, list[str]] = {start: [first["key"]] if first else []}
     queue = [start]
     for at in queue:
+        await tx.alone(f"waits:{at}")  # two that close a circle together would not see each other
         for row in await tx.all(SQL.waits_of, session=at, now=now):
             way = [*ways[at], row["key"]]
             if row["target"] == goal:

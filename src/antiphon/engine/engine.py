@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from antiphon.bus import (
     EventBus,
+    Gap,
     MessageAppended,
     RunChanged,
     SessionChanged,
@@ -96,12 +97,14 @@ class Engine:
         self._replica = replica or Replica(id=uuid.uuid4().hex, started_at=clock.now())
         self._owner = self._replica.id
         self._watching = alone
+        self._stopping = False
         self._playing: dict[str, _Play] = {}
         self._chores: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Take the lease, then look for work that an earlier process left."""
         await self._renew(alone=self._alone)
+        self._watching = self._alone or await self._keep_watch()  # retention asks for it at once
         await self._lanes.start(self._drain, self._has_work)
         await self._wake_idle_lanes(older_than=0)
         chores = [
@@ -116,6 +119,7 @@ class Engine:
 
     async def stop(self, grace: float = 0.0) -> None:
         """Let go. Runs that do not end in time stay `running` in the store; others or the next start carry them on."""
+        self._stopping = True
         await self._lanes.stop(grace)
         for task in self._chores:
             task.cancel()
@@ -135,6 +139,19 @@ class Engine:
         if accepted.new and not accepted.note:
             self._publish_phase(accepted.session, accepted.session_key, accepted.run_id, "queued")
         await self._lanes.activate(accepted.session)
+
+    @contextmanager
+    def resting(self, run_id: str | None) -> Generator[None]:
+        """While a run that is played here waits for another session's, it keeps no third one from running."""
+        play = self._playing.get(run_id or "")
+        if play is None:
+            yield
+            return
+        self._lanes.rest(play.lane, resting=True)
+        try:
+            yield
+        finally:
+            self._lanes.rest(play.lane, resting=False)
 
     def deliver(self) -> None:
         """Something was put into the outbox."""
@@ -162,12 +179,11 @@ class Engine:
         for left in reversed(range(IN_A_ROW)):
             if claim is None:
                 return False
-            claim = await self._play(claim, going_on=left > 0)
+            claim = await self._play(claim, going_on=left > 0 and not self._stopping)
         return True
 
     async def _has_work(self, lane: int) -> bool:
-        now = self._clock.now()
-        return lane in await self._store.read(runs.idle_lanes, lane - 1, now, now, 1)
+        return await self._store.read(runs.has_work, lane, self._clock.now())
 
     async def _play(self, claim: Claim, *, going_on: bool) -> Claim | None:
         """Play a run to its end; going on, the claim of the next one comes with the commit that ends this."""
@@ -323,7 +339,9 @@ class Engine:
         await self.stopping(await self._store.tx(runs.expire, now))
         await self._force(now - round(self._pace.stop_grace * 1000), now)
         await self._wake_idle_lanes(older_than=self._pace.sweep)
-        await self._store.tx(replicas.drop_expired, now)
+        if await self._store.tx(replicas.drop_expired, now):
+            # It may have committed what it did not live to tell: whoever follows a session looks for it.
+            self._bus.publish(session_topic(0), Gap())
         if await self._store.read(sequels.astray):
             log.error("Some exchanges or tasks had nothing left that could move them; they are settled")
             await self._follow(await self._store.tx(sequels.mend, now))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -34,6 +34,7 @@ AT_ONCE = 32
 LOOK_AGAIN = 5.0  # seconds after which the outbox is looked into though nobody said so
 PATIENCE = 30.0  # seconds a channel may take for one delivery
 ATTEMPTS = 8
+LEAVING = 5.0  # seconds that what is being sent has to end when the process stops
 LONGEST = 120.0  # seconds between two attempts
 RECORD_AGAIN = 1.0  # seconds until a store that could not be written to is tried again
 
@@ -89,10 +90,16 @@ class Outbox:
                     log.exception("The outbox failed; it is looked into again in %.0f s", pause)
                 await self._rest(pause)
         finally:
-            under_way = list(self._under_way.values())
-            for task in under_way:
-                task.cancel()
-            await asyncio.gather(*under_way, return_exceptions=True)
+            await self._leave()
+
+    async def _leave(self) -> None:
+        """What is being sent gets a moment to end: nobody else can tell whether it has."""
+        under_way = list(self._under_way.values())
+        if under_way:
+            await asyncio.wait(under_way, timeout=LEAVING)
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
 
     async def _rest(self, seconds: float) -> None:
         # Not `wait_for`: until Python 3.12 it loses a cancellation that comes with what it waits for.
@@ -102,8 +109,9 @@ class Outbox:
 
     async def _work(self, owner: str) -> float:
         """Begin with everything that is due, a place at a time; seconds until the next is."""
-        if await self.store.read(_left_sending, self.clock.now()):
-            await self.store.tx(self._doubt, self.clock.now())
+        sending = frozenset(self._under_way)
+        if await self.store.read(_left_sending, owner, sending, self.clock.now()):
+            await self.store.tx(self._doubt, owner, sending, self.clock.now())
         for row in await self.store.read(_due, self.clock.now()):
             if row["place"] not in self._under_way and len(self._under_way) < AT_ONCE:
                 self._begin(row, owner)
@@ -133,6 +141,8 @@ class Outbox:
         if where.channel == WEBCHAT:
             if await self.store.tx(self._show, row, text, self.clock.now()):
                 self._tell(row, text)
+        elif channel is None and self.store.shared:
+            return  # another process may have it; whoever looks into the outbox sees that it waits
         elif channel is None:
             error = f"There is no channel {where.channel!r} here. Set it up, then deliver again."
             await self._settled(row, "dead", error=error, sent=False)
@@ -221,9 +231,9 @@ class Outbox:
                 log.error("What became of delivery %r cannot be put on record yet: %s", row["key"], error)
                 await asyncio.sleep(RECORD_AGAIN)
 
-    async def _doubt(self, tx: Tx, now: int) -> None:
-        """What an owner that is gone had in hand."""
-        for row in await _left_sending(tx, now):
+    async def _doubt(self, tx: Tx, owner: str, sending: Set[str], now: int) -> None:
+        """What an owner that is gone had in hand, or we ourselves without knowing."""
+        for row in await _left_sending(tx, owner, sending, now):
             channel = self.channels.get(deliveries.read(row["destination"]).channel)
             if channel is not None and channel.keyed:
                 await _settle(tx, row, _Outcome("pending", next_at=now, doubtful=True), now)
@@ -244,8 +254,10 @@ class Outbox:
         self.bus.publish(session_topic(row["session"]), event)
 
 
-async def _left_sending(tx: Tx, now: int) -> list[Row]:
-    return await tx.all(SQL.left_sending, now=now)
+async def _left_sending(tx: Tx, owner: str, sending: Set[str], now: int) -> list[Row]:
+    """Of others by their lease; of our own by what is in our hands."""
+    rows = await tx.all(SQL.left_sending, owner=owner, now=now)
+    return [row for row in rows if row["owner"] != owner or row["place"] not in sending]
 
 
 async def _due(tx: Tx, now: int) -> list[Row]:

@@ -41,10 +41,12 @@ async def renew_lease(tx: Tx, replica: Replica, until: int, now: int, *, alone: 
     )
 
 
-async def drop_expired(tx: Tx, now: int) -> None:
-    """Those that are gone and whose runs have all been taken over."""
-    for row in await tx.all(SQL.expired, now=now):
+async def drop_expired(tx: Tx, now: int) -> int:
+    """Those that are gone and whose runs have all been taken over; how many they were."""
+    gone = await tx.all(SQL.expired, now=now)
+    for row in gone:
         await tx.do(SQL.drop, id=row["id"])
+    return len(gone)
 
 
 async def drop_lease(tx: Tx, owner: str) -> None:

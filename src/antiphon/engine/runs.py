@@ -477,6 +477,11 @@ async def idle_lanes(tx: Tx, after: int, before: int, now: int, limit: int) -> l
     return [row["session"] for row in rows]
 
 
+async def has_work(tx: Tx, lane: int, now: int) -> bool:
+    """Whether there is something in a lane that nobody alive is doing."""
+    return await tx.one(SQL.has_work, lane=lane, now=now) is not None
+
+
 async def held_by(tx: Tx, owner: str) -> dict[str, int]:
     return {row["id"]: row["session"] for row in await tx.all(SQL.held_by, owner=owner)}
 

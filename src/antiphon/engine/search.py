@@ -96,7 +96,8 @@ async def catch_up(store: Store) -> None:
         if last >= head:
             return
         began = monotonic()
-        await store.tx(index, BATCH)
+        if await store.tx(index, BATCH) <= last:
+            return  # what was missing is gone
         await asyncio.sleep(_REST * (monotonic() - began))
 
 

@@ -30,6 +30,10 @@ class LaneEngine(Protocol):
         """The lane's drain, wherever it is, is stuck in a run that has been ended: let others have the lane."""
         ...
 
+    def rest(self, lane: int, *, resting: bool) -> None:
+        """What runs in the lane waits for another lane, or does so no longer: meanwhile it takes nobody's place."""
+        ...
+
     async def stop(self, grace: float) -> None:
         """Take no new lane; give the active ones `grace` seconds, then cancel them, and wait for none for ever."""
         ...

@@ -48,6 +48,9 @@ class LocalLanes:
             task.add_done_callback(self._stuck.discard)
             task.cancel()
 
+    def rest(self, lane: int, *, resting: bool) -> None:
+        """There are places for all."""
+
     async def stop(self, grace: float) -> None:
         self._drain = None
         tasks = [*self._tasks.values(), *self._stuck]

@@ -62,6 +62,7 @@ class NatsLanes:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._leases: dict[int, _Lease] = {}
         self._again: set[int] = set()
+        self._resting: set[int] = set()
         self._stuck: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
         self._hints: dict[int, None] = {}
@@ -103,6 +104,13 @@ class NatsLanes:
             with suppress(*failures()):
                 async with asyncio.timeout(ANSWER):
                     await self._queue.abandon(client, lane)
+
+    def rest(self, lane: int, *, resting: bool) -> None:
+        if not resting:
+            self._resting.discard(lane)
+        elif lane in self._tasks:
+            self._resting.add(lane)
+            self._room.set()
 
     async def stop(self, grace: float) -> None:
         """As any engine. What is not finished stays ours until `close`."""
@@ -162,6 +170,7 @@ class NatsLanes:
                     self._again.discard(lane)
                     self._hint(lane)
                 del self._tasks[lane]
+                self._resting.discard(lane)
                 self._room.set()
 
     async def _work(self, lane: int, drain: Drain) -> bool | None:
@@ -195,6 +204,7 @@ class NatsLanes:
 
     async def _let_go(self, lane: int) -> None:
         self._again.discard(lane)
+        self._resting.discard(lane)
         if task := self._tasks.pop(lane, None):
             self._stuck.add(task)
             task.add_done_callback(self._stuck.discard)
@@ -245,7 +255,7 @@ class NatsLanes:
     async def _pull(self) -> None:
         while True:
             client = await self._link.present()
-            free = self._slots - len(self._tasks)
+            free = self._slots - len(self._tasks) + len(self._resting)
             if free <= 0:
                 self._room.clear()
                 await self._room.wait()

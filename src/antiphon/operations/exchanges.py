@@ -68,7 +68,8 @@ class Exchanges(Runs, Links):
         await engine.accepted(accepted)
         if wanted.timeout_seconds <= 0:
             return await self._sent(caller, run_id, "accepted")
-        return await self._answered(caller, run_id, min(wanted.timeout_seconds, LONGEST))
+        with engine.resting(origin.run_id):
+            return await self._answered(caller, run_id, min(wanted.timeout_seconds, LONGEST))
 
     async def _send(
         self,

@@ -278,7 +278,6 @@ class Rules:
             )
 
     async def _check_children(self, tx: Tx, requester: Row, own: AgentConfig) -> None:
-        await tx.alone(f"spawns:{requester['id']}")
         row = await tx.one(tasks.SQL.under_way, requester=requester["id"])
         most = own.subagents.max_children_per_agent
         if row and row["under_way"] >= most:

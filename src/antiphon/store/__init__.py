@@ -74,6 +74,11 @@ class Store(Protocol):
         """Whether other processes may be writing to it, too."""
         ...
 
+    @property
+    def identity(self) -> str:
+        """The same for everybody who shares it, and for no other store."""
+        ...
+
     async def tx(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Run atomically; durable when it returns. If it raises, nothing happened."""
         ...

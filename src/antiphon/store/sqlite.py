@@ -189,6 +189,7 @@ class SqliteStore:
     """See the module. Open with `SqliteStore.open`, from a running event loop."""
 
     shared = False
+    identity = "file"
     clock: Clock = SystemClock()
 
     def __init__(

@@ -21,7 +21,7 @@ from antiphon.clock import Clock
 from antiphon.errors import StoreError
 from antiphon.store import Script, Tx
 from antiphon.store.postgres.clock import SharedClock
-from antiphon.store.postgres.connection import Lost, Server, pg, told
+from antiphon.store.postgres.connection import Link, Lost, Server, pg, told
 from antiphon.store.postgres.crew import Crew
 from antiphon.store.postgres.schema import prepare
 from antiphon.store.postgres.transaction import PgTx
@@ -43,11 +43,13 @@ class PgStore:
     def __init__(
         self,
         server: Server,
+        identity: str,
         clock: SharedClock,
         writers: int,
         readers: int,
         on_commit: Callable[[Phase], None] | None,
     ) -> None:
+        self.identity = identity
         self._clock = clock
         again = asyncio.Lock()
         self._writers = Crew([Worker(server, WRITE, again, on_commit) for _ in range(writers)])
@@ -70,12 +72,13 @@ class PgStore:
             link = await server.link()
             try:
                 await prepare(link, migrate=migrate)
+                identity = await _identity(link)
                 await clock.look(PgTx(link))
             finally:
                 await link.close()
         except (pg.PostgresError, pg.InterfaceError, ValueError, Lost) as error:
             raise told(error, server) from error
-        return cls(server, clock, writers, readers, on_commit)
+        return cls(server, identity, clock, writers, readers, on_commit)
 
     @property
     def clock(self) -> Clock:
@@ -101,6 +104,16 @@ class PgStore:
                 await self.read(self._clock.look)
             except StoreError as error:
                 log.debug("The database's clock could not be read; it is looked at again (%s)", error)
+
+
+async def _identity(link: Link) -> str:
+    """Of the database, not of what is in it: a copy of the rows elsewhere is another store."""
+    place: int = await link.fetchval("SELECT oid::bigint FROM pg_database WHERE datname = current_database()")
+    try:
+        cluster: int = await link.fetchval("SELECT system_identifier FROM pg_control_system()")
+    except pg.InsufficientPrivilegeError:
+        return f"{place}"  # some hosts keep that to themselves; then `bus.namespace` has to tell houses apart
+    return f"{cluster}-{place}"
 
 
 def _bound(script: Callable[..., Awaitable[T]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound[T]:

@@ -1,9 +1,10 @@
 """Whether a commit whose answer was lost took place.
 
 Every connection has a row with the number of its last transaction that changed anything, written in that transaction.
-Asking for it waits for a transaction that is still open, and so is final. The transaction's own id would not do: after
-a crash, and on a standby that took over, ids of what was lost are given out again, and somebody else's commit would
-be taken for ours.
+Asking for it writes the row as well, and so is final: a transaction that is still open, and comes with its mark later,
+finds the row changed since it began and fails (repeatable read). The transaction's own id would not do: after a crash,
+and on a standby that took over, ids of what was lost are given out again, and somebody else's commit would be taken
+for ours.
 """
 
 from __future__ import annotations

@@ -28,9 +28,9 @@ UPDATE deliveries SET state = :state, error = :error, message_id = :message_id, 
 WHERE n = :n AND state IN ('pending', 'sending') AND attempts = :attempts;
 
 -- name: left_sending
--- Of owners that are gone: nobody knows whether they were sent.
+-- Of owners that are gone: nobody knows whether they were sent. Its own are for the caller to judge.
 SELECT d.* FROM deliveries d LEFT JOIN owners o ON o.id = d.owner
-WHERE d.state = 'sending' AND coalesce(o.lease_until, 0) <= :now ORDER BY d.n LIMIT 500;
+WHERE d.state = 'sending' AND (d.owner = :owner OR coalesce(o.lease_until, 0) <= :now) ORDER BY d.n LIMIT 500;
 
 -- name: by_key
 SELECT * FROM deliveries WHERE key = :key;

@@ -119,6 +119,14 @@ SELECT r.session FROM runs r LEFT JOIN owners o ON o.id = r.owner
 WHERE r.session > :after AND r.state = 'running' AND coalesce(o.lease_until, 0) <= :now
 ORDER BY session LIMIT :limit;
 
+-- name: has_work
+SELECT 1 AS waiting FROM runs r LEFT JOIN owners o ON o.id = r.owner
+WHERE r.session = :lane AND r.state = 'running' AND coalesce(o.lease_until, 0) <= :now
+UNION ALL
+SELECT 1 FROM runs q WHERE q.session = :lane AND q.state = 'queued'
+  AND NOT EXISTS (SELECT 1 FROM runs a WHERE a.session = :lane AND a.state = 'running')
+LIMIT 1;
+
 -- name: held_by
 SELECT session, id FROM runs WHERE owner = :owner AND state = 'running' AND session > 0 LIMIT 20000;
 

@@ -22,6 +22,9 @@ INSERT INTO message_words (rowid, words, /*lite*/ scope /*pg: vector */) VALUES 
 /*pg: DELETE FROM unindexed WHERE message <= :message */;
 
 -- name: forget
+-- On PostgreSQL with the notes of what is yet to be indexed: whoever is indexing them right now begins again.
+/*pg: WITH notes AS (DELETE FROM unindexed WHERE message IN
+  (SELECT m.id FROM transcripts t JOIN messages m ON m.transcript = t.id WHERE t.key = :key)) */
 DELETE FROM message_words
 WHERE rowid IN (SELECT m.id FROM transcripts t JOIN messages m ON m.transcript = t.id WHERE t.key = :key);
 
