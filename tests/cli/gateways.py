@@ -33,9 +33,9 @@ class Gateway:
 
 
 @contextmanager
-def up(program: Program, port: int = 0) -> Generator[Gateway]:
+def up(program: Program, port: int = 0, *, join: bool = False) -> Generator[Gateway]:
     """A gateway that takes connections."""
-    process = program.start("up", "--port", str(port), "--json")
+    process = program.start("up", "--port", str(port), "--json", *(["--join"] if join else []))
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -56,16 +56,17 @@ class Watcher:
 
     async def watch(self) -> None:
         while True:
-            voice = self.at or self.choir.anybody()
-            with suppress(Gone, Refused):
-                if voice is None:
-                    raise Gone
-                feed = voice.follow(self.session, self.seen[-1]["seq"] if self.seen else 0)
-                async with aclosing(feed):
-                    async for fact in feed:
-                        self.seen.append(fact)
-            self.moves += 1
+            if voice := self.at or self.choir.anybody():
+                with suppress(Gone, Refused):
+                    await self._follow(voice)
+                self.moves += 1
             await self.choir.breath()
+
+    async def _follow(self, voice: Voice) -> None:
+        feed = voice.follow(self.session, self.seen[-1]["seq"] if self.seen else 0)
+        async with aclosing(feed):
+            async for fact in feed:
+                self.seen.append(fact)
 
     def up_to_date(self) -> bool:
         (row,) = self.choir.rows("SELECT last_seq FROM sessions WHERE key = $1", self.session)
@@ -156,11 +157,18 @@ class Load:
 
 def misdated(book: Book) -> list[str]:
     """Whatever the clock of the machine says that it was answered on, an answer is dated by that of all."""
+    # The words of a note have waited for their turn.
+    answers = [
+        entry
+        for run in book.runs
+        if run["origin"] != "note"
+        for entry in book.entries(run)
+        if entry["role"] == "assistant"
+    ]
     return [
-        f"entry {message['entry']} of {message['created_at']} is dated {message['json']['timestamp']}"
-        for message in book.messages
-        if message["role"] == "assistant"
-        and abs(message["created_at"] - message["json"]["timestamp"]) > DATED
+        f"entry {answer['entry']} of {answer['created_at']} is dated {answer['json']['timestamp']}"
+        for answer in answers
+        if abs(answer["created_at"] - answer["json"]["timestamp"]) > DATED
     ]
 
 

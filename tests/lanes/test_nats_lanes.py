@@ -165,6 +165,29 @@ async def test_a_replica_takes_no_more_than_it_has_room_for(make: Make) -> None:
     assert work.most == 3
 
 
+@pytest.mark.requirement("G12")
+async def test_a_lane_that_waits_for_another_takes_nobodys_place(make: Make) -> None:
+    """One slot: the first lane waits for the second, which can only run if the first does not count."""
+    a, second = make(slots=1), asyncio.Event()
+    first = asyncio.Event()
+
+    async def drain(lane: int) -> bool:
+        if lane == 2:
+            second.set()
+            return False
+        a.rest(lane, resting=True)
+        await second.wait()
+        a.rest(lane, resting=False)
+        first.set()
+        return False
+
+    await a.start(drain)
+    await a.activate(1)
+    await a.activate(2)
+    await asyncio.wait_for(first.wait(), BOUND)
+    assert a._resting == set()  # pyright: ignore[reportPrivateUsage]
+
+
 async def test_a_hot_lane_lets_the_others_through(make: Make) -> None:
     """One slot, one lane that always has more: it goes to the end of the queue each time it is given back."""
     a = make(slots=1)

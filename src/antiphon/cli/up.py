@@ -69,7 +69,7 @@ async def _up(settings: Settings, loaded: Loaded, place: Place) -> None:
         async with serving(
             loaded.config, place.state_dir, port=place.port, tokens_dir=settings.paths.state_dir
         ) as served:
-            _announce(settings, loaded, served.url)
+            _announce(settings, loaded, place.state_dir, served.url)
             told = asyncio.create_task(stopping.wait())
             await asyncio.wait({told, served.ended}, return_when=asyncio.FIRST_COMPLETED)
             told.cancel()
@@ -102,25 +102,24 @@ def _told_to_stop() -> Generator[asyncio.Event]:
     yield stopping
 
 
-def _announce(settings: Settings, loaded: Loaded, url: str) -> None:
+def _announce(settings: Settings, loaded: Loaded, state_dir: Path, url: str) -> None:
     from antiphon.gateway.tokens import NAME
 
-    state_dir = settings.paths.state_dir
     if settings.json:
         facts = {
             "url": url,
             "pid": os.getpid(),
             "stateDir": str(state_dir),
-            "tokenFile": str(state_dir / NAME),
+            "tokenFile": str(settings.paths.state_dir / NAME),
         }
         output.emit(facts, compact=True)
         return
     for warning in loaded.warnings:
         click.echo(output.dim(f"warning: {output.clean(warning)}"))
-    _tell(settings, loaded, url)
+    _tell(settings, loaded, state_dir, url)
 
 
-def _tell(settings: Settings, loaded: Loaded, url: str) -> None:
+def _tell(settings: Settings, loaded: Loaded, state_dir: Path, url: str) -> None:
     from antiphon import __version__
     from antiphon.cli.config import answerer
     from antiphon.config import REHEARSAL_REF
@@ -130,7 +129,7 @@ def _tell(settings: Settings, loaded: Loaded, url: str) -> None:
         ("address", f"{url} and {url.replace('ws', 'http', 1)}"),
         ("answers", _answers(loaded)),
         ("secret", _secret(settings, loaded)),
-        ("state", str(settings.paths.state_dir)),
+        ("state", str(state_dir)),
     ):
         click.echo(f"  {name:<8} {output.line(fact)}")
     if answerer(loaded, loaded.config.default_agent_id) == REHEARSAL_REF:
