@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bases import dump, open_base, raw
-
 from antiphon import keys
 from antiphon.access import Caller
 from antiphon.bus.local import LocalBus
@@ -36,6 +34,7 @@ from antiphon.runtimes.function import Agent, FunctionRuntime
 from antiphon.store import Row, Store, Tx
 from antiphon.store.opening import Phase
 from antiphon.views import RunView
+from bases import dump, open_base, raw
 
 __all__ = ["dump", "raw"]
 
