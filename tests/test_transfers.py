@@ -329,7 +329,7 @@ class _Broken:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.clock = store.clock
-        self.shared = store.shared
+        self.shared, self.identity = store.shared, store.identity
         self.tx, self.close = store.tx, store.close
 
     async def read(self, script: Any, /, *args: Any, **kwargs: Any) -> Any:

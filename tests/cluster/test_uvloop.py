@@ -26,19 +26,23 @@ async def lose(url: str) -> set[str]:
         again.set()
         await subscribe(client, "x", hear)
 
+    def troubled(error: Exception) -> None:
+        """Somebody says something in the moment between the loss and its being noticed."""
+        clients[0]._pending, clients[0]._pending_data_size = [b"PUB x 1\r\n1\r\n"], 10
+
     again = asyncio.Event()
-    link = Link(Servers(url=url), name="lost", joined=joined, left=lambda: None)
+    link = Link(Servers(url=url), name="lost", joined=joined, left=lambda: None, troubled=troubled)
     before = asyncio.all_tasks()
     await link.start()
     (lost,) = clients
     ours = asyncio.all_tasks() - before
     again.clear()
-    lost._pending, lost._pending_data_size = [b"PUB x 1\r\n1\r\n"], 10
+    await lost.publish("x", b"1")
     lost._transport._io_writer.transport.abort()
     async with asyncio.timeout(BOUND):
         await again.wait()
         assert await link.settled(await link.present())
-    left = {task.get_coro().__qualname__ for task in ours if not task.done()}
+    left = {str(task.get_coro()).split()[2] for task in ours if not task.done()}
     await link.stop()
     assert await link.settled(lost) is False
     return left

@@ -30,7 +30,8 @@ def files() -> int:
 
 
 def listeners(gate: Gate) -> int:
-    return sum(map(len, gate.house.bus._listeners.values()))  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(gate.house.bus, LocalBus)
+    return sum(gate.house.bus.listeners().values())
 
 
 def held(gate: Gate) -> dict[str, int]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sockets import ADMIN, READ, Client, Gate, opened
 
-from antiphon.bus import Event, Gap, RunChanged, SessionChanged
+from antiphon.bus import Event, EventBus, Gap, RunChanged, SessionChanged
 from antiphon.bus.local import BUFFER, LocalBus
 from antiphon.engine import transcripts
 from antiphon.engine.toolbox import Call, Result
@@ -304,8 +304,9 @@ async def test_nobody_is_followed_for_nobody(gate: Gate) -> None:
 
 
 async def _followed(gate: Gate, number: int) -> bool:
-    listeners: dict[str, Any] = gate.house.bus._listeners  # pyright: ignore
-    return sum(topic.startswith("session.") and topic != "session.*" for topic in listeners) == number
+    assert isinstance(gate.house.bus, LocalBus)
+    heard = gate.house.bus.listeners()
+    return sum(topic.startswith("session.") and topic != "session.*" for topic in heard) == number
 
 
 # --- all sessions ---
@@ -509,7 +510,7 @@ def _unrelated(publish: Publish) -> None:
         publish("session.0", SessionChanged(session_key=f"agent:main:dashboard:{n}", reason="message"))
 
 
-def _losing(bus: LocalBus, which: Callable[[Event], bool], *, after: bool) -> Publish:
+def _losing(bus: EventBus, which: Callable[[Event], bool], *, after: bool) -> Publish:
     """The bus, overflowing right after (or before) the events in question."""
     publish = bus.publish
 

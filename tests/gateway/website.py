@@ -15,6 +15,7 @@ import msgspec
 import uvicorn
 from starlette.applications import Starlette
 
+from antiphon.bus.local import LocalBus
 from antiphon.clock import Clock
 from antiphon.config import Config
 from antiphon.engine.toolbox import Tool
@@ -72,10 +73,11 @@ class Site:
 
     def listeners(self) -> int:
         """Open listeners on single sessions and runs."""
-        topics: dict[str, set[object]] = self.house.bus._listeners  # pyright: ignore
+        assert isinstance(self.house.bus, LocalBus)
+        heard = self.house.bus.listeners()
         return sum(
-            len(heard) for topic, heard in topics.items() if topic.startswith(("session.", "run."))
-        ) - len(topics.get("session.*", ()))
+            number for topic, number in heard.items() if topic.startswith(("session.", "run."))
+        ) - heard.get("session.*", 0)
 
 
 @dataclass(slots=True)

@@ -61,6 +61,10 @@ class LocalBus:
         for listener in self._listeners.get(topic, ()):
             listener.put(event)
 
+    def listeners(self) -> dict[str, int]:
+        """How many there are, by what they listen to."""
+        return {topic: len(found) for topic, found in self._listeners.items()}
+
     def tell_of_gap(self, topics: str = "") -> None:
         """Events have been missed: of one topic, of a family with all that belong to it, or of any."""
         for topic in self._listeners:
