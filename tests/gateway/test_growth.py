@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from sockets import Client, Gate
 
+from antiphon.bus.local import LocalBus
 from stage import OPERATOR, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W2")]

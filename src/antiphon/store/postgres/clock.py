@@ -7,6 +7,7 @@ from time import monotonic
 from antiphon.store import Tx
 from antiphon.store.queries import Query
 
+LOOKS = 3
 BLUR = 0.5  # seconds that an answer may take: what the time was when it was given is half as uncertain
 _NOW = Query("clock.now", "SELECT CAST(extract(epoch FROM clock_timestamp()) AS DOUBLE PRECISION) AS seconds")
 
@@ -23,9 +24,16 @@ class SharedClock:
         return self._last
 
     async def look(self, tx: Tx) -> None:
-        began = monotonic()
-        row = await tx.one(_NOW)
-        ended = monotonic()
-        assert row is not None
-        if self._ahead is None or ended - began < BLUR:
-            self._ahead = row["seconds"] - (began + ended) / 2
+        """Of several looks the quickest counts: one of them may meet with a network that stands still."""
+        took, ahead = min([await _look(tx) for _ in range(LOOKS)])
+        if self._ahead is None or took < BLUR:
+            self._ahead = ahead
+
+
+async def _look(tx: Tx) -> tuple[float, float]:
+    """How long the answer took, and how far the database's clock is ahead of the steady one."""
+    began = monotonic()
+    row = await tx.one(_NOW)
+    ended = monotonic()
+    assert row is not None
+    return ended - began, row["seconds"] - (began + ended) / 2
