@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from bases import chosen
 from chaos import laws, outcomes
 from chaos.book import Book, Call, Row
 from chaos.scenario import NOTE, TELL, Planned

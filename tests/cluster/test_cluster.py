@@ -121,7 +121,9 @@ def test_a_forecast_is_the_same_for_the_same_seed() -> None:
 
 @pytest.mark.requirement("G1", "G2", "G3", "G5", "G9", "G13", "G38", "S4", "S5", "S6", "S9", "P4", "P5")
 @pytest.mark.timeout(0)
-async def test_a_storm(tmp_path: Path, postgres: Postgres, request: pytest.FixtureRequest) -> None:
+async def test_a_storm(
+    tmp_path: Path, postgres: Postgres, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Round after round, each with a house of its own, so that what is wrong can still be looked through."""
     seconds = float(request.config.getoption("--storm") or 0)
     if not seconds:
@@ -132,6 +134,7 @@ async def test_a_storm(tmp_path: Path, postgres: Postgres, request: pytest.Fixtu
         began = monotonic()
         load, wind = await suffer(tmp_path / f"storm-{seed}", postgres, seed, 2 * len(KINDS))
         if told is not None:
-            told.write_line(report(load, wind, seed, monotonic() - began))
+            with capfd.disabled():
+                told.write_line(report(load, wind, seed, monotonic() - began))
         if monotonic() >= until:
             break
