@@ -141,8 +141,6 @@ class Outbox:
         if where.channel == WEBCHAT:
             if await self.store.tx(self._show, row, text, self.clock.now()):
                 self._tell(row, text)
-        elif channel is None and self.store.shared:
-            return  # another process may have it; whoever looks into the outbox sees that it waits
         elif channel is None:
             error = f"There is no channel {where.channel!r} here. Set it up, then deliver again."
             await self._settled(row, "dead", error=error, sent=False)

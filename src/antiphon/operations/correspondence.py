@@ -49,12 +49,11 @@ class Correspondence(Core):
     async def _exchanges(
         self, tx: Tx, caller: Caller, session: str | None, unsettled: bool, before: int, limit: int
     ) -> list[Row]:
-        sql = exchanges.SQL
         if session is None:
-            query = sql.page_unsettled if unsettled else sql.page
+            query = exchanges.SQL.page_unsettled if unsettled else exchanges.SQL.page
             return await tx.all(query, before=before, limit=limit, chars=SEEN)
         row = await self._door.open(tx, caller, "read", session)
-        query = sql.page_of_unsettled if unsettled else sql.page_of
+        query = exchanges.SQL.page_of_unsettled if unsettled else exchanges.SQL.page_of
         return await tx.all(query, session=row["id"], before=before, limit=limit, chars=SEEN)
 
 
