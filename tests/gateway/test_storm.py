@@ -84,6 +84,8 @@ class Subscriber:
                     ws.transport.abort()
 
     def _hear(self, frame: dict[str, Any]) -> None:
+        if frame.get("ok") is False and frame["error"]["code"] == "UNAVAILABLE":
+            raise ConnectionResetError("it is stopping, and says so")  # as any client does: connect again
         assert frame.get("ok", True), frame
         assert frame.get("event") != "session.gap", frame
         if frame.get("event") == "session.message":
