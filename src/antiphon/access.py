@@ -188,6 +188,19 @@ def require_scope(caller: Caller, action: Action) -> None:
         )
 
 
+def require_operator(
+    caller: Caller, action: Action, what: str = "the whole", instead: str = "List sessions instead."
+) -> None:
+    """Refuse whoever is no operator, or one whose token lacks the scope: what is asked for is of all sessions.
+
+    Raises:
+        Forbidden: it is.
+    """
+    require_scope(caller, action)
+    if not caller.is_operator:
+        raise Forbidden(f"Only operators see {what}.", instead, action=action)
+
+
 def authorize(
     caller: Caller,
     action: Action,

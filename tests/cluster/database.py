@@ -12,7 +12,6 @@ import importlib.util
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -25,6 +24,8 @@ from typing import Any, TypeVar
 
 from antiphon.store.postgres import PgStore
 from antiphon.store.postgres.connection import LOST, Connection, Server
+
+from .servers import free_ports  # noqa: TID252 - tests and benchmarks know this folder by two names
 
 T = TypeVar("T")
 
@@ -85,12 +86,6 @@ def _programs(home: Path) -> Path:
     return home / package.name / "pginstall18" / "bin"
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 class Desk:
     """A thread with an event loop, for what is asked of the server from any thread and any loop."""
 
@@ -114,7 +109,7 @@ class Postgres:
     def __init__(self, **settings: object) -> None:
         self.home = _home()
         self._settings = settings
-        self.port = free_port()
+        (self.port,) = free_ports(1)
         self.secret = self.home / "password"
         """A file with the password, as a configuration may name it."""
         self.desk = Desk()

@@ -20,6 +20,7 @@ import pytest
 from antiphon.engine.engine import Pace
 from antiphon.gateway import health, server
 from antiphon.lanes import nats as lanes
+from antiphon.lanes.local import LAST_WAIT
 from deploy.manifests import DEPLOY, KUBERNETES, compose, documents, one, resources
 
 GATEWAY = ("Deployment", "gateway")
@@ -30,7 +31,7 @@ USER = 10001
 
 def leaving(drain: float = 5.0) -> float:
     """Seconds that a gateway may take from SIGTERM to its end, by its own bounds."""
-    return server.GRACE + drain + lanes.LAST_WAIT + 2 * lanes.ANSWER
+    return server.GRACE + drain + LAST_WAIT + 2 * lanes.ANSWER
 
 
 def seconds(text: str) -> float:

@@ -21,8 +21,9 @@ from antiphon.store.opening import open_store, server_of
 from antiphon.store.postgres import PgStore, worker
 from antiphon.store.postgres.connection import Server, pg, told
 from cluster.certificates import authority, issued
-from cluster.database import PASSWORD, Postgres, free_port
+from cluster.database import PASSWORD, Postgres
 from cluster.proxy import Proxy
+from cluster.servers import free_ports
 from cluster.stores import (
     altered,
     ask,
@@ -76,7 +77,7 @@ async def test_what_cannot_be_opened_is_said_in_a_sentence(postgres: Postgres, t
         "postgresql://[::1/x": "cannot be read",
         f"postgresql://antiphon:{PASSWORD}/half@{here}/x": "cannot be read",
         "postgresql://antiphon@127.0.0.1:port/x": "cannot be read",
-        f"postgresql://antiphon@127.0.0.1:{free_port()}/x": "cannot be reached",
+        f"postgresql://antiphon@127.0.0.1:{free_ports(1)[0]}/x": "cannot be reached",
         "postgresql://antiphon@no-such-host.invalid/x": "cannot be reached",
         f"postgresql://nobody@{here}/x": "does not let us in",
         f"postgresql://antiphon@{here}/nowhere": "There is no database",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+from collections.abc import Collection
 
 from antiphon.errors import AntiphonError
 from antiphon.lanes import Drain, Waiting
@@ -12,6 +13,16 @@ from antiphon.lanes import Drain, Waiting
 log = logging.getLogger(__name__)
 
 LAST_WAIT = 5.0  # seconds a cancelled drain may take to end; something in it may not know how to stop
+
+
+async def wind_down(drains: Collection[asyncio.Task[None]], grace: float) -> None:
+    """Let them end by themselves for so many seconds, then cancel them, and wait for none for ever."""
+    if drains and grace > 0:
+        await asyncio.wait(drains, timeout=grace)
+    for drain in drains:
+        drain.cancel()
+    if drains:
+        await asyncio.wait(drains, timeout=LAST_WAIT)
 
 
 class LocalLanes:
@@ -53,13 +64,7 @@ class LocalLanes:
 
     async def stop(self, grace: float) -> None:
         self._drain = None
-        tasks = [*self._tasks.values(), *self._stuck]
-        if tasks and grace > 0:
-            await asyncio.wait(tasks, timeout=grace)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=LAST_WAIT)
+        await wind_down([*self._tasks.values(), *self._stuck], grace)
 
     async def close(self) -> None:
         """There is nobody else."""

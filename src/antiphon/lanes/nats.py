@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from antiphon.errors import AntiphonError
 from antiphon.lanes import Drain, Waiting
+from antiphon.lanes.local import wind_down
 from antiphon.lanes.queue import LaneQueue
 from antiphon.natslink import ANSWER, Link, Servers, end, failures
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HINTS = 100_000  # lanes that may wait to be activated; those beyond are found by the sweeper
-LAST_WAIT = 5.0  # seconds a cancelled drain may take to end; something in it may not know how to stop
 OURS = 0.8  # the part of `ack_wait` we count on: the server's clock for a lease starts before its message is here
 BREATH = 256  # messages written before others have their turn
 
@@ -119,13 +119,7 @@ class NatsLanes:
         closing = asyncio.create_task(self._queue.close())
         await asyncio.wait([closing], timeout=ANSWER)
         await end(closing)
-        tasks = [*self._tasks.values(), *self._stuck]
-        if tasks and grace > 0:
-            await asyncio.wait(tasks, timeout=grace)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=LAST_WAIT)
+        await wind_down([*self._tasks.values(), *self._stuck], grace)
 
     async def close(self) -> None:
         """Everything that is left goes to another replica at once."""

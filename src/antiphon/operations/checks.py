@@ -52,3 +52,16 @@ def one_of(value: str, choices: Sequence[str], field: str) -> str:
         listed = "|".join(f'"{choice}"' for choice in choices)
         raise InvalidInput(f"invalid {field} (use {listed}).", "Pass one of these.", field=field)
     return value
+
+
+def before_row(cursor: str | None) -> int:
+    """The number of the row that the next page, which goes backwards, begins before."""
+    if cursor is None:
+        return 2**62
+    if not (cursor.isdecimal() and len(cursor) < 19):
+        raise InvalidInput(
+            f"The cursor {cursor[:80]!r} is not one of ours.",
+            "Pass nextCursor as it was given.",
+            field="cursor",
+        )
+    return int(cursor)

@@ -8,14 +8,12 @@ from antiphon import access, keys
 from antiphon.access import Caller
 from antiphon.engine import exchanges
 from antiphon.engine.redaction import redact
-from antiphon.errors import Forbidden, InvalidInput
-from antiphon.operations.checks import between
+from antiphon.operations.checks import before_row, between
 from antiphon.operations.core import Core
 from antiphon.store import Row, Tx
 from antiphon.views import ExchangePage, ExchangeView
 
 LIMIT, MOST = 50, 500
-END = 2**62
 SHOWN = 300  # characters of a text
 SEEN, EDGE = 600, 200  # characters that are searched for secrets, and at their end too few to recognise one
 
@@ -31,14 +29,9 @@ class Correspondence(Core):
         cursor: str | None = None,
     ) -> ExchangePage:
         """For whoever may read every session. `session` is either side; `unsettled` leaves out what is over."""
-        access.require_scope(caller, "read")
-        if not caller.is_operator:
-            raise Forbidden(
-                "Only operators see what goes on between all sessions.",
-                "Read your own with sessions_history.",
-                action="read",
-            )
-        most, before = between(limit, 1, MOST, "limit"), _before(cursor)
+        what, instead = "what goes on between all sessions", "Read your own with sessions_history."
+        access.require_operator(caller, "read", what, instead)
+        most, before = between(limit, 1, MOST, "limit"), before_row(cursor)
         rows = await self._store.read(self._exchanges, caller, session, unsettled, before, most + 1)
         shown = rows[:most]
         return ExchangePage(
@@ -55,18 +48,6 @@ class Correspondence(Core):
         row = await self._door.open(tx, caller, "read", session)
         query = exchanges.SQL.page_of_unsettled if unsettled else exchanges.SQL.page_of
         return await tx.all(query, session=row["id"], before=before, limit=limit, chars=SEEN)
-
-
-def _before(cursor: str | None) -> int:
-    if cursor is None:
-        return END
-    if not (cursor.isdecimal() and len(cursor) < 19):
-        raise InvalidInput(
-            f"The cursor {cursor[:80]!r} is not one of ours.",
-            "Pass nextCursor as it was given.",
-            field="cursor",
-        )
-    return int(cursor)
 
 
 def _view(row: Row) -> ExchangeView:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from antiphon import access
-from antiphon.access import Action, Caller
+from antiphon.access import Caller
 from antiphon.engine import deliveries, gate
-from antiphon.errors import Conflict, Forbidden, InvalidInput, NotFound
-from antiphon.operations.checks import between, one_of
+from antiphon.errors import Conflict, NotFound
+from antiphon.operations.checks import before_row, between, one_of
 from antiphon.operations.core import Core
 from antiphon.store import Row, Tx
 from antiphon.views import DeliveryPage, DeliveryView
@@ -16,7 +16,7 @@ from antiphon.views import DeliveryPage, DeliveryView
 STATES = ("pending", "sending", "delivered", "blocked", "ambiguous", "dead")
 LIMIT, MOST = 50, 500
 COUNTED = 10_000  # of those that were delivered; the others are all counted
-END = 2**62
+OUTBOX = "the outbox", "Ask one of them."
 SEEN, EDGE = 2000, 200  # characters that are cleared, and at their end too few to recognise what is cut apart
 
 
@@ -25,10 +25,10 @@ class Deliveries(Core):
         self, caller: Caller, state: str | None = None, limit: int = LIMIT, cursor: str | None = None
     ) -> DeliveryPage:
         """For whoever may read every session."""
-        _for_operators(caller, "read")
+        access.require_operator(caller, "read", *OUTBOX)
         if state is not None:
             one_of(state, STATES, "state")
-        before = _before(cursor)
+        before = before_row(cursor)
         rows, standing = await self._store.read(_page, state, before, between(limit, 1, MOST, "limit") + 1)
         shown = rows[: min(limit, MOST)]
         counts = {row["state"]: row["deliveries"] for row in standing}
@@ -41,29 +41,11 @@ class Deliveries(Core):
 
     async def deliver_again(self, caller: Caller, key: str) -> DeliveryView:
         """Send once more what is dead, in doubt or was blocked. For what is in doubt, that may be a second time."""
-        _for_operators(caller, "manage")
+        access.require_operator(caller, "manage", *OUTBOX)
         engine = self._running()
         row = await self._store.tx(_again, key, self._clock.now())
         engine.deliver()
         return _view(row)
-
-
-def _for_operators(caller: Caller, action: Action) -> None:
-    access.require_scope(caller, action)
-    if not caller.is_operator:
-        raise Forbidden("Only operators see the outbox.", "Ask one of them.", action=action)
-
-
-def _before(cursor: str | None) -> int:
-    if cursor is None:
-        return END
-    if not (cursor.isdecimal() and len(cursor) < 19):
-        raise InvalidInput(
-            f"The cursor {cursor[:80]!r} is not one of ours.",
-            "Pass nextCursor as it was given.",
-            field="cursor",
-        )
-    return int(cursor)
 
 
 async def _page(tx: Tx, state: str | None, before: int, limit: int) -> tuple[list[Row], list[Row]]:

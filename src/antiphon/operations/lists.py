@@ -10,7 +10,7 @@ from antiphon import access, keys
 from antiphon.access import Caller
 from antiphon.engine import runs
 from antiphon.engine.transcripts import Entry
-from antiphon.errors import Forbidden, InvalidInput
+from antiphon.errors import InvalidInput
 from antiphon.filters import LIST_MOST, ListFilter
 from antiphon.operations.checks import between
 from antiphon.operations.core import Core
@@ -110,9 +110,7 @@ class Lists(Core):
 
     async def summary(self, caller: Caller) -> Summary:
         """For whoever may read every session."""
-        access.require_scope(caller, "list")
-        if not caller.is_operator:
-            raise Forbidden("Only operators see the whole.", "List sessions instead.", action="list")
+        access.require_operator(caller, "list")
         return await self._store.read(_summary)
 
     async def describe(self, caller: Caller, session: str) -> SessionView:

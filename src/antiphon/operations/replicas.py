@@ -5,7 +5,6 @@ from __future__ import annotations
 from antiphon import access
 from antiphon.access import Caller
 from antiphon.engine import replicas
-from antiphon.errors import Forbidden
 from antiphon.operations.core import Core
 from antiphon.store import Row
 from antiphon.views import ReplicaView
@@ -14,9 +13,7 @@ from antiphon.views import ReplicaView
 class Replicas(Core):
     async def replicas(self, caller: Caller) -> list[ReplicaView]:
         """For operators, the one that started first first."""
-        access.require_scope(caller, "list")
-        if not caller.is_operator:
-            raise Forbidden("Only operators see the whole.", "List sessions instead.", action="list")
+        access.require_operator(caller, "list")
         now = self._clock.now()
         return [_view(row, now) for row in await self._store.read(replicas.listed, now)]
 

@@ -9,7 +9,6 @@ import msgspec
 
 from antiphon import access
 from antiphon.access import Caller
-from antiphon.errors import Forbidden
 from antiphon.operations.core import Core
 from antiphon.store import Tx
 from antiphon.store.queries import Queries
@@ -36,9 +35,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
 class Standings(Core):
     async def standing(self, caller: Caller) -> Standing:
         """For whoever may read every session."""
-        access.require_scope(caller, "list")
-        if not caller.is_operator:
-            raise Forbidden("Only operators see the whole.", "List sessions instead.", action="list")
+        access.require_operator(caller, "list")
         return await self._store.read(_standing, self._clock.now())
 
 
