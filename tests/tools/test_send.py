@@ -588,10 +588,7 @@ async def test_in_a_web_chat_it_is_one_event_and_one_entry(tmp_path: Path) -> No
         await troupe.found(HELPER)
         async with troupe.house.bus.listen("session.*") as events:
             await troupe.does("sessions_send", sessionKey=HELPER, message="say yes\nannounce It is done.")
-            await troupe.quiet()
-            told: list[Delivered] = []
-            while (event := await events.get(0)) is not None:
-                told += [event] if isinstance(event, Delivered) else []
+            told = [event for event in await troupe.told(events) if isinstance(event, Delivered)]
         assert [(event.session_key, event.text) for event in told] == [(HELPER, "It is done.")]
         entries = [row for row in await troupe.transcript(HELPER) if "It is done." in str(row["content"])]
         assert [row["role"] for row in entries] == ["user", "user", "assistant"], "asked twice, said once"

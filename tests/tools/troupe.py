@@ -17,7 +17,7 @@ from typing import Any
 import stage
 from antiphon import keys
 from antiphon.access import Caller
-from antiphon.bus import SessionChanged
+from antiphon.bus import Event, Listener, SessionChanged
 from antiphon.clock import Clock, SystemClock
 from antiphon.config import Config
 from antiphon.engine.deliveries import Destination
@@ -212,6 +212,15 @@ class Troupe:
 
         await self.until(over)
 
+    async def told(self, events: Listener) -> list[Event]:
+        """Everything up to the quiet. The last row is there before its event: that one comes before our own commit."""
+        await self.quiet()
+        await self.found(f"agent:main:dashboard:after-{next(_numbers)}")
+        told: list[Event] = []
+        while (event := await events.get(0)) is not None:
+            told.append(event)
+        return told
+
     def played(self) -> list[str]:
         """The steps of all exchanges and tasks in the order in which they were queued, as `agent:phase`."""
         sql = (
@@ -254,8 +263,7 @@ async def warnings_of(troupe: Troupe, reason: str, cause: Callable[[], Awaitable
     told: list[str] = []
     async with troupe.house.bus.listen("sessions") as events:
         await cause()
-        await troupe.quiet()
-        while (event := await events.get(0)) is not None:
+        for event in await troupe.told(events):
             if isinstance(event, SessionChanged) and event.reason == reason:
                 told.append(event.session_key)
     return told

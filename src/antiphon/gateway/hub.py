@@ -400,22 +400,26 @@ class Hub:
             self._changed.set()
 
     async def _tell_changes(self) -> None:
-        """With the row as it is now, read once for whatever happened to a session meanwhile."""
         while True:
             await self._changed.wait()
             await asyncio.sleep(GATHER)
             self._changed.clear()
             changes, self._changes = self._changes, []
-            keys = list(dict.fromkeys(change.session_key for change in changes))[:TOGETHER]
-            found = dict(zip(keys, await asyncio.gather(*map(self._row, keys)), strict=True))
-            listeners = [connection for connection in self.connections if connection.every_session]
-            for change in changes:
-                row = found.get(change.session_key)
-                given = {**row, "session": row} if row else {}
-                payload = {**given, "sessionKey": rows.shown(change.session_key), **change.facts}
-                text = frames.event("sessions.changed", payload)
-                for connection in listeners:
-                    connection.event(text)
+            await self._tell_of(changes)
+            del changes  # nothing of them is kept until the next ones come
+
+    async def _tell_of(self, changes: list[_Change]) -> None:
+        """With the row as it is now, read once for whatever happened to a session meanwhile."""
+        keys = list(dict.fromkeys(change.session_key for change in changes))[:TOGETHER]
+        found = dict(zip(keys, await asyncio.gather(*map(self._row, keys)), strict=True))
+        listeners = [connection for connection in self.connections if connection.every_session]
+        for change in changes:
+            row = found.get(change.session_key)
+            given = {**row, "session": row} if row else {}
+            payload = {**given, "sessionKey": rows.shown(change.session_key), **change.facts}
+            text = frames.event("sessions.changed", payload)
+            for connection in listeners:
+                connection.event(text)
 
     async def _row(self, key: str) -> dict[str, Any] | None:
         try:
