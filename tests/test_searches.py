@@ -183,7 +183,8 @@ async def _alone(
 async def test_few_visible_hits_are_found_behind_many_newer_ones_that_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "WINDOW", 10)
+    monkeypatch.setattr(search, "BLOCK", 10)
+    monkeypatch.setattr(search, "REGION", 40)
 
     async def build(tx: Tx) -> None:
         own = await sessions.create(tx, keys.parse(MAIN), 1)
@@ -298,6 +299,7 @@ async def test_a_search_indexes_a_little_and_says_when_there_is_more(
 
 @pytest.mark.anyio
 async def test_what_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "BLOCK", 2)
     async with staged(tmp_path, echo) as stage:
         await stage.ask("hello")
         ask = stage.operations.search
@@ -317,7 +319,6 @@ async def test_what_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert shown(await ask(OPERATOR, "hello", sessions=["::", "nobody"])) == []
         assert shown(await ask(OPERATOR, "hello", sessions=[])) == []
         assert shown(await ask(Caller.operator([WRITE]), "— !")) == []
-        monkeypatch.setattr(search, "WINDOW", 1)
         monkeypatch.setattr(search, "BUDGET", -1)
         page = await ask(OPERATOR, "hello")
         assert (shown(page), page.truncated) == ([], True)

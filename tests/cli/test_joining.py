@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 from cli.gateways import up
 from cli.terminal import Program
 from cluster.database import Postgres
-from cluster.servers import nats_server
+from cluster.servers import free_ports, nats_server
 
 pytestmark = pytest.mark.requirement("R", "G2")
 
@@ -49,6 +50,25 @@ def test_replicas_join_beside_each_other_and_commands_find_them(
         assert program.run("status").out.count("replica ") == 2
         assert first.stop() == 0
         assert program.say("say still here") == "still here\n"
+
+
+def test_replicas_that_start_at_once_take_different_places(program: Program, shared: dict[str, Any]) -> None:
+    (port,) = free_ports(1)
+    processes = [program.start("up", "--join", "--json", "--port", str(port)) for _ in range(3)]
+    try:
+        facts: list[dict[str, Any]] = []
+        for process in processes:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line, process.communicate(timeout=60)[1]
+            facts.append(json.loads(line))
+        assert {Path(fact["stateDir"]).name for fact in facts} == {"1", "2", "3"}
+        assert len({fact["url"] for fact in facts}) == 3
+        assert f"ws://127.0.0.1:{port}" in {fact["url"] for fact in facts}
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate(timeout=60)
 
 
 def test_a_command_elsewhere_does_not_become_a_replica(

@@ -350,17 +350,18 @@ def test_finding_equals_the_reference(
     assert asyncio.run(run(tmp_path_factory.mktemp("find"))) == expected
 
 
-async def test_a_search_looks_through_everything_window_by_window_while_there_is_time(
+async def test_a_search_looks_through_everything_block_by_block_while_there_is_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(search, "BLOCK", 5)
+    monkeypatch.setattr(search, "REGION", 20)
     store = await with_texts(tmp_path, *(f"{'rare ' if n % 100 == 0 else ''}common {n}" for n in range(400)))
-    monkeypatch.setattr(search, "WINDOW", 5)
     assert await store.read(found, "rare") == [f"rare common {n}" for n in (300, 200, 100, 0)]
     monkeypatch.setattr(search, "BUDGET", -1)
     rows, in_time, _ = await store.read(search.find, Wish(query="rare", limit=2))
     assert (rows, in_time) == ([], False)
-    rows, in_time, _ = await store.read(search.find, Wish(query="common", limit=2))
-    assert (len(rows), in_time) == (2, True)
+    rows, in_time, _ = await store.read(search.find, Wish(query="common", limit=1))
+    assert (len(rows), in_time) == (1, True)
     await store.close()
 
 

@@ -16,6 +16,7 @@ from antiphon.messages import User
 from antiphon.runtimes import Prompt
 from antiphon.store import Row, Store, Tx
 from antiphon.store.queries import Query
+from antiphon.store.words import Match
 from bases import open_base
 from stage import DATABASE, MAIN, OPERATOR, staged
 
@@ -28,9 +29,10 @@ QUICK, SLOW = search.BUDGET * 0.4, search.BUDGET * 1.01  # seconds of a pass
 class Watched:
     """A transaction in which a pass over the index takes as long as it is told to, by a clock that stands otherwise."""
 
-    def __init__(self, tx: Tx, seconds: float) -> None:
+    def __init__(self, tx: Tx, seconds: float, asked: list[Match] | None = None) -> None:
         self._tx = tx
         self._seconds = seconds
+        self._asked = asked
         self.now = 0.0
         self.passes = 0
 
@@ -41,6 +43,8 @@ class Watched:
         if query.name == search.SQL.find.name:
             self.passes += 1
             self.now += self._seconds
+            if self._asked is not None:
+                self._asked.append(params["match"])
         return await self._tx.all(query, **params)
 
 
@@ -74,13 +78,47 @@ async def searched(
     return await store.read(find)
 
 
-async def test_words_that_never_meet_cost_one_pass_over_a_million_entries(
+async def test_blocks_are_looked_through_only_while_there_is_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert search.WINDOW >= 1_000_000
-    async with indexed(tmp_path, *APART[:-1]) as store:
-        found, passes = await searched(store, monkeypatch, "even odd", SLOW)
-        assert (found.rows, found.complete, passes) == ([], True, 1)
+    monkeypatch.setattr(search, "BLOCK", 4)
+    async with indexed(tmp_path, *APART[:-1]) as store:  # 20 entries, from 1 on: 6 blocks
+        found, passes = await searched(store, monkeypatch, '"even" "odd"', SLOW)
+        assert (found.rows, found.complete, passes) == ([], False, 1)
+        found, passes = await searched(store, monkeypatch, '"even" "odd"', QUICK)
+        assert (found.rows, found.complete, passes) == ([], False, 3)
+        found, passes = await searched(store, monkeypatch, '"even" "odd"', 0.0)
+        assert (found.rows, found.complete, passes) == ([], True, 6)
+
+
+async def test_a_region_is_looked_through_at_once_where_blocks_took_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "BLOCK", 2)
+    monkeypatch.setattr(search, "REGION", 8)
+    texts = [
+        f"said {n}" for n in range(1, 20)
+    ]  # 16 to 19 in two blocks, 8 to 15 and up to 7 in a region each
+    async with indexed(tmp_path, *texts) as store:
+        found, passes = await searched(store, monkeypatch, '"said"', 0.0, limit=50)
+        assert ([row["words"] for row in found.rows], passes) == (texts[::-1], 4)
+        found, passes = await searched(store, monkeypatch, '"said"', search.BUDGET / 4.5, limit=50)
+        assert (len(found.rows), found.complete, passes) == (10, False, 5), (
+            "a region would have been too much"
+        )
+
+
+async def test_a_block_of_words_that_never_meet_is_not_looked_for_in_the_others(tmp_path: Path) -> None:
+    """What makes a block cheap: the index is asked for the block itself, not for a range of what it has found."""
+    async with indexed(tmp_path, *APART) as store:
+        asked: list[Match] = []
+
+        async def find(tx: Tx) -> Found:
+            watched: Any = Watched(tx, 0.0, asked)
+            return await search.find(watched, Wish(query="even", limit=5))
+
+        assert len((await store.read(find)).rows) == 5
+        assert [match.scopes[-1] for match in asked] == [["w0"]]
 
 
 async def test_beginnings_are_only_looked_for_while_there_is_time(
@@ -93,18 +131,6 @@ async def test_beginnings_are_only_looked_for_while_there_is_time(
         assert (len(found.rows), found.complete, passes) == (1, True, 2)
         found, passes = await searched(store, monkeypatch, '"even" "odd"', SLOW)
         assert (found.rows, found.complete, passes) == ([], True, 1)  # no beginning is meant
-
-
-async def test_all_passes_share_one_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Widening windows and beginnings together: none is begun when the time is up."""
-    monkeypatch.setattr(search, "WINDOW", 1)
-    async with indexed(tmp_path, *APART) as store:
-        slow, passes = await searched(store, monkeypatch, "even odd", SLOW)
-        assert (slow.rows, slow.complete, passes) == ([], False, 1)
-        quick, passes = await searched(store, monkeypatch, "even odd", QUICK)
-        assert (quick.rows, quick.complete, passes) == ([], False, 3)
-        every, passes = await searched(store, monkeypatch, "even odd", 0.0)
-        assert (len(every.rows), every.complete) == (1, True)
 
 
 async def test_a_page_that_is_full_is_complete_however_long_it_took(
@@ -129,8 +155,3 @@ async def test_who_searched_is_told_that_the_time_was_up(
         monkeypatch.setattr(search, "BUDGET", -1)
         page = await stage.operations.search(OPERATOR, "even odd")
         assert (page.results, page.truncated) == ([], True)
-
-
-def test_the_time_leaves_room_for_one_more_pass_below_the_target() -> None:
-    """A pass that is begun at the last moment was preceded by none that took longer than the time itself."""
-    assert 2 * search.BUDGET < 0.1

@@ -613,6 +613,28 @@ async def test_what_was_said_before_schema_3_can_be_searched_after(tmp_path: Pat
     assert_carried_over(tmp_path, kept)
 
 
+@pytest.mark.anyio
+@pytest.mark.requirement("G45", "W2")
+async def test_what_schema_7_had_indexed_is_indexed_again_and_found_once(tmp_path: Path) -> None:
+    with schema(7):
+        async with opened(tmp_path):
+            pass
+        plant(tmp_path)
+        for statement in (
+            "INSERT INTO messages (transcript, seq, entry, role, body, created_at)"
+            """ VALUES (1, 1, 'e', 'user', '{"role":"user","content":"found","timestamp":1}', 1)""",
+            "INSERT INTO message_words (rowid, words, scope) VALUES (1, 'found', 's1 a6D61696E said')",
+            "UPDATE search_cursor SET message = 1",
+        ):
+            raw(tmp_path / NAME, statement)
+    async with opened(tmp_path) as store:
+        assert await store.read(search.place) == (0, 1)
+        await search.catch_up(store)
+        rows, complete, _ = await store.read(search.find, search.Wish(query="found", limit=5))
+        assert ([row["seq"] for row in rows], complete) == ([1], True)
+    check_file(tmp_path / NAME)
+
+
 @pytest.mark.requirement("G45")
 def test_a_migration_that_fails_leaves_the_version_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from antiphon.errors import ConfigError, Unavailable
+from antiphon.errors import ConfigError, StoreLocked, Unavailable
 from antiphon.paths import JOINED
 
 if TYPE_CHECKING:
     from antiphon.config import Loaded
+    from antiphon.store.statedir import StateDir
 
 MOST = 100  # replicas of one configuration on one machine
+PATIENCE = 60.0  # seconds for those that started before to take their places
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     state_dir: Path
     port: int | None
+    turn: StateDir | None = None
+    """Until the place is taken nobody else looks for one, who would find the same."""
 
     @classmethod
     def joining(cls, loaded: Loaded, state_dir: Path, port: int | None) -> Place:
@@ -36,14 +41,33 @@ class Place:
                     path=f"{name}.url",
                 )
         wanted = loaded.config.gateway.port if port is None else port
-        return cls(_free_directory(state_dir / JOINED), wanted if _is_free(wanted) else 0)
+        parent = state_dir / JOINED
+        turn = _turn(parent)
+        return cls(_free_directory(parent), wanted if _is_free(wanted) else 0, turn)
+
+    def taken(self) -> None:
+        """The gateway is there."""
+        if self.turn is not None:
+            self.turn.close()
+
+
+def _turn(parent: Path) -> StateDir:
+    from antiphon.store.statedir import StateDir
+
+    parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return StateDir.own(parent)
+        except StoreLocked:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.05)
 
 
 def _free_directory(parent: Path) -> Path:
     from antiphon.store.statedir import StateDir
 
-    for private in (parent.parent, parent):
-        private.mkdir(mode=0o700, parents=True, exist_ok=True)
     for number in range(1, MOST + 1):
         place = parent / str(number)
         if StateDir.look(place).holder is None:

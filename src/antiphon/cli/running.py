@@ -50,7 +50,7 @@ def find(settings: Settings) -> Site | None:
 
 def _joined(state_dir: Path) -> Note | None:
     """A replica on this machine that was started with `up --join`."""
-    places = sorted((state_dir / JOINED).glob("*"))
+    places = sorted((state_dir / JOINED).glob("[0-9]*"))
     return next((found for place in places if (found := running(place))), None)
 
 

@@ -69,6 +69,7 @@ async def _up(settings: Settings, loaded: Loaded, place: Place) -> None:
         async with serving(
             loaded.config, place.state_dir, port=place.port, tokens_dir=settings.paths.state_dir
         ) as served:
+            place.taken()
             _announce(settings, loaded, place.state_dir, served.url)
             told = asyncio.create_task(stopping.wait())
             await asyncio.wait({told, served.ended}, return_when=asyncio.FIRST_COMPLETED)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import NamedTuple
 
@@ -27,11 +27,13 @@ BATCH = 100  # entries in one transaction; some ten milliseconds, for which othe
 LITTLE = 2 * BATCH  # entries that a search indexes itself
 ENTRY_BYTES = 64 * 1024  # of one entry's text that are indexed
 BATCH_CHARS = 512 * 1024  # after which a batch is full, however few its entries
-# SQLite goes through all entries of words that never meet, whichever window it is asked about: a narrow window is not
-# cheaper, and a second one costs as much again. So the first is as wide as what can be gone through in the time, and
-# another pass only follows one that was quick.
-WINDOW = 1_000_000  # entries a search looks through before it asks whether there is time for more
-BUDGET = 0.04  # seconds after which no other pass is begun
+# An index goes through all entries of words that never meet, unless one of the words ends: so every entry has a word
+# for the block that it is in, and a search looks through one block after the other.
+BLOCK, REGION = (
+    65_536,
+    1_048_576,
+)  # entries; a region is looked through at once where blocks are quickly done with
+BUDGET = 0.06  # seconds after which no other block is begun
 QUERY_CHARS, QUERY_WORDS = 4096, 32
 SHORTEST_BEGINNING = 3  # letters; those are in the index as such, fewer would begin too many words
 COMPLETIONS = 100  # words that are looked for one by one where a beginning stands for them
@@ -74,7 +76,8 @@ async def index(tx: Tx, most: int) -> int:
     cursor, _ = await place(tx)
     room = BATCH_CHARS
     while most > 0 and room > 0:
-        rows = await tx.all(SQL.unindexed, after=cursor, limit=min(_STEP, most))
+        limit = min(_STEP, most)
+        rows = await tx.all(SQL.unindexed, after=cursor, limit=limit, block=BLOCK, region=REGION)
         if not rows:
             break
         for row in rows:
@@ -178,19 +181,23 @@ async def find(tx: Tx, wish: Wish) -> Found:
 
 
 async def _walk(tx: Tx, match: Match, wish: Wish, until: float) -> Found:
-    """Backwards in widening windows, until the page is full, everything was seen or the time is up."""
+    """Backwards block by block, until the page is full, everything was seen or the time is up."""
     upto, _ = await place(tx)
-    width = WINDOW
     rows: list[Row] = []
-    while True:
-        after = max(0, upto - width)
-        left = wish.limit - len(rows)
-        rows += await tx.all(SQL.find, match=match, after=after, upto=upto, limit=left, viewer=wish.viewer)
-        if after == 0 or len(rows) == wish.limit:
-            return Found(rows, True, match)
-        if monotonic() > until:
+    slowest = 0.0  # seconds for a block
+    while upto > 0 and len(rows) < wish.limit:
+        began = monotonic()
+        if began > until and slowest:
             return Found(rows, False, match)
-        upto, width = after, 8 * width
+        wide = (upto + 1) % REGION == 0 and began + slowest * REGION / BLOCK < until
+        name, width = ("x", REGION) if wide else ("w", BLOCK)
+        here = replace(match, scopes=[*match.scopes, [f"{name}{upto // width}"]])
+        after = upto // width * width - 1
+        left = wish.limit - len(rows)
+        rows += await tx.all(SQL.find, match=here, after=after, upto=upto, limit=left, viewer=wish.viewer)
+        slowest = max(slowest, (monotonic() - began) * BLOCK / width)
+        upto = after
+    return Found(rows, True, match)
 
 
 class _Piece(NamedTuple):

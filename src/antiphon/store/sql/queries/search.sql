@@ -5,10 +5,11 @@ SELECT /*lite*/ message AS last /*pg: coalesce((SELECT min(message) - 1 FROM uni
 FROM search_cursor WHERE id = 1;
 
 -- name: unindexed
--- The next entries, with the words for who may find them.
+-- The next entries, with the words for who may find them, and where they stand.
 SELECT m.id, m.role, m.body,
        's' || s.id || ' a' || /*lite*/ hex(s.agent_id) /*pg: encode(convert_to(s.agent_id, 'UTF8'), 'hex') */ || CASE m.role WHEN 'toolResult' THEN ' tool' ELSE ' said' END
        || coalesce((SELECT ' ' || /*lite*/ group_concat /*pg: string_agg */ ('b' || l.ancestor, ' ') FROM lineage l WHERE l.descendant = s.id), '')
+       || ' w' || (m.id / CAST(:block AS BIGINT)) || ' x' || (m.id / CAST(:region AS BIGINT))
        AS scope
 FROM messages m /*pg: JOIN unindexed u ON u.message = m.id */
 LEFT JOIN transcripts t ON t.id = m.transcript LEFT JOIN sessions s ON s.key = t.key
