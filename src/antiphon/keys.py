@@ -199,6 +199,7 @@ def checked_agent_id(text: str) -> str:
     return text.lower()
 
 
+@lru_cache(maxsize=4096)  # the same few sessions are spoken of again and again
 def parse(text: str) -> SessionKey:
     """Read a stored key. Only the canonical spelling is accepted, so that a session has one key.
 
@@ -211,6 +212,7 @@ def parse(text: str) -> SessionKey:
     return key
 
 
+@lru_cache(maxsize=4096)
 def canonicalise(
     reference: str,
     *,

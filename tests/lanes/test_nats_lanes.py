@@ -115,13 +115,17 @@ async def test_a_lane_is_with_one_replica_while_that_lives(make: Make) -> None:
 async def test_replicas_share_the_work_and_lose_none(make: Make) -> None:
     """Every hint is given by another replica than before, at any moment of a drain."""
     work = Work()
-    replicas = [make(slots=4), make(slots=4), make(slots=4)]
+    work.hold = asyncio.Event()  # until every lane is in somebody's hands: one more than two of them have places for
+    replicas = [make(slots=3), make(slots=3), make(slots=3)]
     for name, replica in zip("abc", replicas, strict=True):
         await replica.start(work.drain(name), work.waiting)
     for number in range(600):
         lane = number % 7
         work.jobs[lane] += 1
         await replicas[number % 3].activate(lane)
+        if number == 6:
+            await work.until(lambda: work.active.total() == 7)
+            work.hold.set()
         if number % 5 == 0:
             await asyncio.sleep(0)
     await work.until(lambda: work.done.total() == 600)

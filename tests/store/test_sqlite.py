@@ -666,7 +666,7 @@ def test_a_migration_that_fails_leaves_the_version_before(
 
 ELSEWHERE = {"doctor", "listing"}  # a person asked and can wait; put together from parts, see test_listing.py
 WALK = re.compile(r"SCAN (runs|sessions|messages|usage|r|s)\b(?!.*INDEX)")
-QUEUES = {"runs.full", "runs.head", "runs.queued_in", "sessions.stale", "sessions.expired"}
+QUEUES = {"runs.insert", "runs.head", "runs.queued_in", "sessions.stale", "sessions.expired"}
 
 
 @pytest.mark.requirement("G22", "G24")

@@ -48,9 +48,10 @@ class LocalBus:
     def __init__(self, buffer: int = BUFFER) -> None:
         self._buffer = buffer
         self._listeners: dict[str, set[_Listener]] = {}
+        self._families = 0  # how many listen to a whole one; asked for every event, often by nobody
 
     def wanted(self, topic: str) -> bool:
-        return topic in self._listeners or family(topic) in self._listeners
+        return topic in self._listeners or (self._families > 0 and family(topic) in self._listeners)
 
     def publish(self, topic: str, event: Event) -> None:
         self.tell(topic, event)
@@ -75,9 +76,11 @@ class LocalBus:
     async def listen(self, topic: str) -> AsyncGenerator[_Listener]:
         listener = _Listener(self._buffer)
         self._listeners.setdefault(topic, set()).add(listener)
+        self._families += topic.endswith(".*")
         try:
             yield listener
         finally:
+            self._families -= topic.endswith(".*")
             listeners = self._listeners[topic]
             listeners.discard(listener)
             if not listeners:

@@ -7,6 +7,7 @@ from the session's row and the configuration as it is now; a spawned session sta
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from antiphon import keys
@@ -30,8 +31,9 @@ class Actors:
         self._door = door
         self._toolbox = toolbox
         self._rules: dict[str, ToolRules] = {}
+        self.of = lru_cache(maxsize=1024)(self._of)
 
-    def of(self, agent_id: str, session_key: str, *, sandboxed: bool, envelope: str | None) -> Actor:
+    def _of(self, agent_id: str, session_key: str, *, sandboxed: bool, envelope: str | None) -> Actor:
         """`sandboxed` and `envelope` are what stands in the row; the configuration may since have a sandbox for it."""
         within = envelopes.read(envelope)
         inside = sandboxed or self._door.sandboxes(agent_id, keys.parse(session_key))

@@ -8,6 +8,7 @@ accepted before it. What becomes of a queued run is in `engine.runs`.
 from __future__ import annotations
 
 import hashlib
+import random
 
 import msgspec
 
@@ -61,11 +62,14 @@ class Accepted(msgspec.Struct, frozen=True):
     """There is nothing to play, and so nothing to tell of."""
 
 
+def new_id(now: int) -> str:
+    """For a run that its caller gives no name. Unique and no secret; beginning with the time, it is quickly indexed."""
+    return f"{now:012x}{random.getrandbits(80):020x}"
+
+
 async def submit(tx: Tx, submission: Submission, now: int) -> Accepted:
     """Queue a run, or return the one that this id already stands for."""
-    if await tx.one(SQL.full, session=submission.session, others=submission.max_queued - 1):
-        return await _accepted_before(tx, submission)
-    if await _insert(tx, submission, now):
+    if await _insert(tx, submission, now, others=submission.max_queued - 1):
         return Accepted(submission.run_id, submission.session, submission.session_key, "queued", new=True)
     return await _accepted_before(tx, submission)
 
@@ -79,7 +83,8 @@ async def follow(tx: Tx, submission: Submission, now: int) -> Accepted | None:
     return Accepted(submission.run_id, submission.session, submission.session_key, "queued", new, note)
 
 
-async def _insert(tx: Tx, submission: Submission, now: int) -> int:
+async def _insert(tx: Tx, submission: Submission, now: int, others: int | None = None) -> int:
+    """Whether it is new; with `others` also whether there was room beside as many in its lane."""
     new = await tx.do(
         SQL.insert,
         id=submission.run_id,
@@ -96,6 +101,7 @@ async def _insert(tx: Tx, submission: Submission, now: int) -> int:
         task=submission.task,
         chain=submission.chain,
         hop=submission.hop,
+        others=others,
         now=now,
     )
     if new and submission.chain is not None:

@@ -191,9 +191,10 @@ def _verdict(row: Row, worker: Worker) -> Ending | None:
     return None
 
 
-async def _start(tx: Tx, row: Row, worker: Worker) -> Claim:
+async def _start(tx: Tx, row: Row, worker: Worker, lane: Row | None = None) -> Claim:
+    """Begin a run, or take it up again, in a lane that was taken for it."""
     fresh = row["first_seq"] is None
-    lane = await tx.one(SESSIONS.take_lane, id=row["session"], count=int(fresh), now=worker.now)
+    lane = lane or await tx.one(SESSIONS.take_lane, id=row["session"], count=int(fresh), now=worker.now)
     if lane is None:
         raise StoreError(f"Run {row['id']!r} has no session.", "Run `antiphon doctor`.")
     first_seq = lane["last_seq"] if fresh else row["first_seq"]
@@ -269,13 +270,18 @@ async def finish(
         calls = await transcripts.open_calls(tx, claim.transcript, claim.first_seq)
         messages = [*(interrupted(call, worker.now) for call in calls), *messages]
     head = await tx.one(SQL.head, session=claim.session) if going_on else None
-    row = await _leave(tx, claim, ending, len(messages), worker.now, passing=head is not None)
-    entries = await transcripts.append(tx, claim.transcript, row["last_seq"], claim.n, messages, worker.now)
+    plain = head is not None and head["origin"] != NOTE and _verdict(head, worker) is None
+    lane = await _leave(tx, claim, ending, len(messages), worker.now, passing=plain)
+    last_seq = lane["last_seq"] - int(plain)
+    entries = await transcripts.append(tx, claim.transcript, last_seq, claim.n, messages, worker.now)
     await _ledger(tx, claim, messages, worker.now)
-    sequel = await _end(tx, claim.part, ending, row["last_seq"], worker.now)
-    following, skipped = await _claim_next(tx, claim.session, worker, head) if head else (None, [])
-    if head and following is None:
-        await tx.do(SESSIONS.rest_lane, id=claim.session, now=worker.now)
+    sequel = await _end(tx, claim.part, ending, last_seq, worker.now)
+    following: Claim | None = None
+    skipped: list[Ended] = []
+    if head and plain:
+        following = await _start(tx, head, worker, lane)
+    elif head:
+        following, skipped = await _claim_next(tx, claim.session, worker, head)
     spent = await tx.one(SQL.spent, id=claim.run_id) if ending.used else None
     ended = Ended(
         claim.run_id,
@@ -293,13 +299,10 @@ async def finish(
 
 
 async def _leave(tx: Tx, claim: Claim, ending: Ending, count: int, now: int, *, passing: bool) -> Row:
-    """Reserve the last numbers of a run that ends; what the next run sets anyway is not set twice."""
+    """Reserve the last numbers of a run that ends; passing the lane on, also the first of the run that follows."""
+    leave = SESSIONS.pass_lane if passing else SESSIONS.leave_lane
     aborted = int(ending.state in {"cancelled", "timeout"})
-    given = {"id": claim.session, "epoch": claim.epoch, "count": count, "aborted": aborted}
-    if passing:
-        row = await tx.one(SESSIONS.pass_lane, **given)
-    else:
-        row = await tx.one(SESSIONS.leave_lane, **given, now=now)
+    row = await tx.one(leave, id=claim.session, epoch=claim.epoch, count=count, aborted=aborted, now=now)
     if row is None:
         raise Fenced(claim.run_id)
     return row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import NamedTuple
 
 import msgspec
@@ -47,10 +46,9 @@ class Submissions(Links):
         """Put words into a session. They are durable when this returns; their run starts by itself."""
         self._check(message)
         engine = self._running()
-        run_id = message.idempotency_key or uuid.uuid4().hex
-        accepted, row, founded = await self._store.tx(
-            self._submit, caller, message, run_id, self._clock.now()
-        )
+        now = self._clock.now()
+        run_id = message.idempotency_key or admissions.new_id(now)
+        accepted, row, founded = await self._store.tx(self._submit, caller, message, run_id, now)
         if founded:
             self._tell(row, "create")
         await engine.accepted(accepted)
@@ -65,9 +63,10 @@ class Submissions(Links):
         """
         self._check(message)
         engine = self._running()
-        run_id = message.idempotency_key or uuid.uuid4().hex
+        now = self._clock.now()
+        run_id = message.idempotency_key or admissions.new_id(now)
         stopped, accepted, row = await self._store.tx(
-            self._steer, caller, message, run_id, origin or Origin(), self._clock.now()
+            self._steer, caller, message, run_id, origin or Origin(), now
         )
         await engine.stopping(stopped)
         await engine.accepted(accepted)

@@ -1,14 +1,13 @@
--- name: full
--- Whether a lane already holds as many queued runs as it may.
-SELECT 1 AS full FROM runs WHERE session = :session AND state = 'queued' ORDER BY n LIMIT 1 OFFSET :others;
-
 -- name: insert
+-- Unless the id was used before, or the lane already holds as many queued runs as it may.
 INSERT INTO runs (id, session, origin, digest, input, instructions, model, thinking, target, deadline_at, exchange, task,
                   chain, hop, created_at)
 SELECT :id, CAST(:session AS BIGINT), :origin, :digest, :input, :instructions, :model, :thinking, :target,
        CAST(:deadline_at AS BIGINT), CAST(:exchange AS BIGINT), CAST(:task AS BIGINT), :chain, CAST(:hop AS INTEGER),
        CAST(:now AS BIGINT)
 WHERE NOT EXISTS (SELECT 1 FROM commands WHERE id = :id)
+  AND (CAST(:others AS BIGINT) IS NULL
+       OR NOT EXISTS (SELECT 1 FROM runs q WHERE q.session = :session AND q.state = 'queued' ORDER BY q.n LIMIT 1 OFFSET :others))
 ON CONFLICT (id) DO NOTHING;
 
 -- name: record_command

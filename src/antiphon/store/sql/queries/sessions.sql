@@ -117,12 +117,12 @@ UPDATE sessions SET last_seq = last_seq + :count, updated_at = :now, state = 'id
 WHERE id = :id AND lane_epoch = :epoch RETURNING last_seq;
 
 -- name: pass_lane
--- As `leave_lane`, when the next run of the lane begins in the same commit and touches the rest of the row.
-UPDATE sessions SET last_seq = last_seq + :count, aborted_last_run = :aborted
-WHERE id = :id AND lane_epoch = :epoch RETURNING last_seq;
-
--- name: rest_lane
-UPDATE sessions SET state = 'idle', updated_at = :now WHERE id = :id;
+-- As `leave_lane`, and then `take_lane` for a run that has not begun yet.
+UPDATE sessions SET lane_epoch = lane_epoch + 1, last_seq = last_seq + :count + 1, updated_at = :now,
+       aborted_last_run = :aborted
+WHERE id = :id AND lane_epoch = :epoch
+RETURNING lane_epoch, last_seq, transcript, key, session_id, coalesce(root_key, key) AS root_key, agent_id, sandboxed,
+          model, thinking, envelope;
 
 -- name: seize_lane
 -- Somebody else ends the run: the number goes up, so whatever its owner still tries is refused.
