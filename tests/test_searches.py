@@ -184,7 +184,6 @@ async def test_few_visible_hits_are_found_behind_many_newer_ones_that_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "BLOCK", 10)
-    monkeypatch.setattr(search, "REGION", 40)
 
     async def build(tx: Tx) -> None:
         own = await sessions.create(tx, keys.parse(MAIN), 1)

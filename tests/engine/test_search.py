@@ -354,7 +354,6 @@ async def test_a_search_looks_through_everything_block_by_block_while_there_is_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "BLOCK", 5)
-    monkeypatch.setattr(search, "REGION", 20)
     store = await with_texts(tmp_path, *(f"{'rare ' if n % 100 == 0 else ''}common {n}" for n in range(400)))
     assert await store.read(found, "rare") == [f"rare common {n}" for n in (300, 200, 100, 0)]
     monkeypatch.setattr(search, "BUDGET", -1)

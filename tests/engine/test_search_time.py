@@ -88,24 +88,27 @@ async def test_blocks_are_looked_through_only_while_there_is_time(
         found, passes = await searched(store, monkeypatch, '"even" "odd"', QUICK)
         assert (found.rows, found.complete, passes) == ([], False, 3)
         found, passes = await searched(store, monkeypatch, '"even" "odd"', 0.0)
-        assert (found.rows, found.complete, passes) == ([], True, 6)
+        assert (found.rows, found.complete, passes) == ([], True, 3), "of one, two and three blocks"
 
 
-async def test_a_region_is_looked_through_at_once_where_blocks_took_no_time(
+async def test_each_window_has_what_the_one_before_it_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "BLOCK", 2)
-    monkeypatch.setattr(search, "REGION", 8)
-    texts = [
-        f"said {n}" for n in range(1, 20)
-    ]  # 16 to 19 in two blocks, 8 to 15 and up to 7 in a region each
+    texts = [f"said {n}" for n in range(1, 20)]
     async with indexed(tmp_path, *texts) as store:
-        found, passes = await searched(store, monkeypatch, '"said"', 0.0, limit=50)
-        assert ([row["words"] for row in found.rows], passes) == (texts[::-1], 4)
-        found, passes = await searched(store, monkeypatch, '"said"', search.BUDGET / 4.5, limit=50)
-        assert (len(found.rows), found.complete, passes) == (10, False, 5), (
-            "a region would have been too much"
-        )
+        for most in (1, 2, 3, 64):
+            monkeypatch.setattr(search, "BLOCKS", most)
+            found, _ = await searched(store, monkeypatch, '"said"', 0.0, limit=50)
+            assert [row["words"] for row in found.rows] == texts[::-1]
+
+
+def test_a_window_is_as_wide_as_there_is_time_for() -> None:
+    assert search._wider(1, 0.0, 1.0) == 2  # pyright: ignore[reportPrivateUsage]
+    assert search._wider(8, 0.01, 1.0) == 16  # pyright: ignore[reportPrivateUsage]
+    assert search._wider(8, 0.1, 1.0) == 5, "each may take twice as long"  # pyright: ignore[reportPrivateUsage]
+    assert search._wider(8, 5.0, 1.0) == 1  # pyright: ignore[reportPrivateUsage]
+    assert search._wider(64, 0.0, 1.0) == search.BLOCKS  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_a_block_of_words_that_never_meet_is_not_looked_for_in_the_others(tmp_path: Path) -> None:

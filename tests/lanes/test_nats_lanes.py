@@ -115,7 +115,9 @@ async def test_a_lane_is_with_one_replica_while_that_lives(make: Make) -> None:
 async def test_replicas_share_the_work_and_lose_none(make: Make) -> None:
     """Every hint is given by another replica than before, at any moment of a drain."""
     work = Work()
-    work.hold = asyncio.Event()  # until every lane is in somebody's hands: one more than two of them have places for
+    work.hold = (
+        asyncio.Event()
+    )  # until every lane is in somebody's hands: one more than two of them have places for
     replicas = [make(slots=3), make(slots=3), make(slots=3)]
     for name, replica in zip("abc", replicas, strict=True):
         await replica.start(work.drain(name), work.waiting)

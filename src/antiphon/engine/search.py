@@ -28,12 +28,10 @@ LITTLE = 2 * BATCH  # entries that a search indexes itself
 ENTRY_BYTES = 64 * 1024  # of one entry's text that are indexed
 BATCH_CHARS = 512 * 1024  # after which a batch is full, however few its entries
 # An index goes through all entries of words that never meet, unless one of the words ends: so every entry has a word
-# for the block that it is in, and a search looks through one block after the other.
-BLOCK, REGION = (
-    65_536,
-    1_048_576,
-)  # entries; a region is looked through at once where blocks are quickly done with
-BUDGET = 0.06  # seconds after which no other block is begun
+# for the block that it is in, and a search looks through some blocks after the others, as many as there is time for.
+BLOCK = 65_536  # entries
+BLOCKS = 64  # that are looked through at once, at most
+BUDGET = 0.05  # seconds after which no other block is begun
 QUERY_CHARS, QUERY_WORDS = 4096, 32
 SHORTEST_BEGINNING = 3  # letters; those are in the index as such, fewer would begin too many words
 COMPLETIONS = 100  # words that are looked for one by one where a beginning stands for them
@@ -76,8 +74,7 @@ async def index(tx: Tx, most: int) -> int:
     cursor, _ = await place(tx)
     room = BATCH_CHARS
     while most > 0 and room > 0:
-        limit = min(_STEP, most)
-        rows = await tx.all(SQL.unindexed, after=cursor, limit=limit, block=BLOCK, region=REGION)
+        rows = await tx.all(SQL.unindexed, after=cursor, limit=min(_STEP, most), block=BLOCK)
         if not rows:
             break
         for row in rows:
@@ -145,6 +142,10 @@ def below_session(session: int) -> str:
     return f"b{session}"
 
 
+def of_block(block: int) -> str:
+    return f"w{block}"
+
+
 def of_agent(agent_id: str) -> str:
     return f"a{agent_id.encode().hex()}"
 
@@ -181,23 +182,31 @@ async def find(tx: Tx, wish: Wish) -> Found:
 
 
 async def _walk(tx: Tx, match: Match, wish: Wish, until: float) -> Found:
-    """Backwards block by block, until the page is full, everything was seen or the time is up."""
+    """Backwards in widening windows, until the page is full, everything was seen or the time is up."""
     upto, _ = await place(tx)
     rows: list[Row] = []
-    slowest = 0.0  # seconds for a block
-    while upto > 0 and len(rows) < wish.limit:
+    wide = 1  # blocks
+    while True:
         began = monotonic()
-        if began > until and slowest:
-            return Found(rows, False, match)
-        wide = (upto + 1) % REGION == 0 and began + slowest * REGION / BLOCK < until
-        name, width = ("x", REGION) if wide else ("w", BLOCK)
-        here = replace(match, scopes=[*match.scopes, [f"{name}{upto // width}"]])
-        after = upto // width * width - 1
+        newest = upto // BLOCK
+        oldest = max(0, newest + 1 - wide)
+        here = replace(match, scopes=[*match.scopes, [of_block(n) for n in range(newest, oldest - 1, -1)]])
+        after = oldest * BLOCK - 1
         left = wish.limit - len(rows)
         rows += await tx.all(SQL.find, match=here, after=after, upto=upto, limit=left, viewer=wish.viewer)
-        slowest = max(slowest, (monotonic() - began) * BLOCK / width)
+        if len(rows) == wish.limit or oldest == 0:
+            return Found(rows, True, match)
+        now = monotonic()
+        if now > until:
+            return Found(rows, False, match)
+        wide = _wider(wide, (now - began) * BLOCK / (upto - after), until - now)
         upto = after
-    return Found(rows, True, match)
+
+
+def _wider(wide: int, each: float, left: float) -> int:
+    """Twice as many blocks, if they end in time though each of them should take twice as long."""
+    fitting = int(left / (2 * each)) if each else BLOCKS
+    return max(1, min(2 * wide, fitting, BLOCKS))
 
 
 class _Piece(NamedTuple):

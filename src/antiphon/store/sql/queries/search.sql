@@ -9,7 +9,7 @@ FROM search_cursor WHERE id = 1;
 SELECT m.id, m.role, m.body,
        's' || s.id || ' a' || /*lite*/ hex(s.agent_id) /*pg: encode(convert_to(s.agent_id, 'UTF8'), 'hex') */ || CASE m.role WHEN 'toolResult' THEN ' tool' ELSE ' said' END
        || coalesce((SELECT ' ' || /*lite*/ group_concat /*pg: string_agg */ ('b' || l.ancestor, ' ') FROM lineage l WHERE l.descendant = s.id), '')
-       || ' w' || (m.id / CAST(:block AS BIGINT)) || ' x' || (m.id / CAST(:region AS BIGINT))
+       || ' w' || (m.id / CAST(:block AS BIGINT))
        AS scope
 FROM messages m /*pg: JOIN unindexed u ON u.message = m.id */
 LEFT JOIN transcripts t ON t.id = m.transcript LEFT JOIN sessions s ON s.key = t.key
