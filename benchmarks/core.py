@@ -225,6 +225,7 @@ async def lists(counts: dict[str, int]) -> list[Figure]:
             path = Path(folder) / "antiphon.db"
             await (await SqliteStore.open(path)).close()
             fill_sessions(path, size)
+            os.sync()  # what filling it has left to write is not what is measured
             async with looking(Config(), Path(folder)) as operations:
                 for name, wanted in FILTERS.items():
                     figures.append(await timed_list(operations, f"list {name}, {size:,}", wanted, most))
