@@ -163,7 +163,7 @@ def test_who_stops_waiting_hears_what_becomes_of_it(program: Program, command: l
         until_running(program, "k1")
         terminal.interrupt()
         assert terminal.ended() == 130
-        assert terminal.text.count("The work goes on. Look later: antiphon sessions history agent:") == 1
+        assert terminal.text.count("The work goes on. Look later: antiphon sessions history ") == 1
 
 
 def until_running(program: Program, run_id: str) -> None:

@@ -95,8 +95,8 @@ async def _send(settings: Settings, message: Message, seconds: float | None) -> 
     from antiphon.cli.staying import leaving, to_the_end
 
     async with talking(settings) as (desk, gateway):
-        accepted = await desk.submit(message)
-        with leaving(accepted.session_key, hosted=gateway is None):
+        with leaving(message.session, hosted=gateway is None):  # it may be accepted before we hear so
+            accepted = await desk.submit(message)
             if (
                 seconds is None and gateway is None
             ):  # nobody else answers: this process stays until it is done

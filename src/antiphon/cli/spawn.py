@@ -169,10 +169,11 @@ async def _spawn(
 
     async with talking(settings) as (desk, gateway):
         await present(desk, requester)
-        spawned = await desk.spawn(wanted, requester)
+        silent, hosted = settings.json or seconds is None, gateway is None
+        with leaving(requester, hosted=hosted):  # it may be accepted before we hear so
+            spawned = await desk.spawn(wanted, requester)
         if seconds is None and gateway:
             return spawned, None
-        silent, hosted = settings.json or seconds is None, gateway is None
         if not silent:
             _attached(spawned, err=True)
         with leaving(spawned.child_session_key, hosted=hosted):
