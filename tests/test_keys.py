@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from antiphon import keys as grammar
 from antiphon.errors import InvalidKey
 from antiphon.keys import (
     GLOBAL,
@@ -534,3 +535,12 @@ def test_an_invalid_agent_id_is_never_guessed(text: str) -> None:
         main_session(text)
     with pytest.raises(InvalidKey, match="Agent id"):
         canonicalise("main", agent_id=text)
+
+
+def test_references_that_were_read_are_remembered_without_what_stood_around_them() -> None:
+    """Whoever writes a million blanks behind a name has them kept by nobody."""
+    kept = grammar._canonical.cache_info  # pyright: ignore[reportPrivateUsage]
+    before = kept().currsize
+    for blanks in range(0, 1_000_000, 50_000):
+        assert canonicalise(f"main{' ' * blanks}", agent_id="padded") == SessionKey("padded", "main")
+    assert kept().currsize - before <= 1

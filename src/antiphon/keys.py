@@ -212,7 +212,6 @@ def parse(text: str) -> SessionKey:
     return key
 
 
-@lru_cache(maxsize=4096)
 def canonicalise(
     reference: str,
     *,
@@ -229,7 +228,13 @@ def canonicalise(
     Raises:
         InvalidKey: the reference is empty, malformed, or names a session that no caller may name.
     """
-    text = _trimmed(reference)
+    return _canonical(_trimmed(reference), agent_id, main_key, scope, current)
+
+
+@lru_cache(maxsize=4096)  # of texts that are not longer than a key may be
+def _canonical(
+    text: str, agent_id: str, main_key: str, scope: Scope, current: SessionKey | None
+) -> SessionKey | SessionIdRef:
     if text.lower() == "current":
         return _scoped(_required(current), scope)
     if _UUID.fullmatch(text):

@@ -136,6 +136,28 @@ async def test_beginnings_are_only_looked_for_while_there_is_time(
         assert (found.rows, found.complete, passes) == ([], True, 1)  # no beginning is meant
 
 
+async def test_what_whole_words_have_found_stays_when_there_is_no_time_for_beginnings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search, "BLOCK", 2)
+    monkeypatch.setattr(search, "BLOCKS", 8)
+    texts = ["report alpha", *(f"reports {n}" for n in range(30))]
+    async with indexed(tmp_path, *texts) as store:
+        found, _ = await searched(store, monkeypatch, '"report"', search.BUDGET * 0.15)
+        assert ([row["words"] for row in found.rows], found.complete) == (["report alpha"], True)
+        found, _ = await searched(store, monkeypatch, "report", search.BUDGET * 0.15, limit=50)
+        said = [row["words"] for row in found.rows]
+        assert (said[0], said[-1], found.complete) == ("reports 29", "report alpha", False)
+        assert len(said) == len(set(said)) < len(texts)
+        found, _ = await searched(store, monkeypatch, "report", 0.0, limit=50)
+        assert ([row["words"] for row in found.rows], found.complete) == (texts[::-1], True)
+
+
+def test_the_time_leaves_room_for_a_last_window_below_the_target() -> None:
+    """One that is begun at the last moment is as wide as fits twice into what is left."""
+    assert 2 * search.BUDGET <= 0.1
+
+
 async def test_a_page_that_is_full_is_complete_however_long_it_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

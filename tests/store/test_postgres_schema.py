@@ -14,6 +14,7 @@ import pytest
 
 from antiphon.access import Caller
 from antiphon.config import Config
+from antiphon.engine import search
 from antiphon.errors import StoreError, StoreNewer
 from antiphon.host import hosting
 from antiphon.operations import Message
@@ -166,6 +167,24 @@ async def test_each_version_takes_over_what_the_ones_before_it_left(
             view = await operations.wait(OPERATOR, run, BOUND)
             assert (view.state, view.reply) == ("ok", "hello")
     await converses(empty, tmp_path)
+
+
+@pytest.mark.requirement("G45", "W2")
+async def test_what_schema_7_has_indexed_and_still_indexes_is_found_once(empty: Server) -> None:
+    """Before the migration, and after it by a replica that has not been replaced yet."""
+    await migrated(empty, KNOWN[:7])
+    indexed = "INSERT INTO message_words (rowid, words, vector) VALUES ({n}, 'said {n}', $$'said':1 '~s1' '~said'$$)"
+    message = (
+        "INSERT INTO messages (transcript, seq, entry, role, body, created_at)"
+        """ VALUES (1, {n}, 'e', 'user', '{{"role":"user","content":"said {n}","timestamp":1}}', 1)"""
+    )
+    await told(empty, *HOUSE[:2], message.format(n=1), indexed.format(n=1))
+    async with opened(empty) as store:
+        assert await store.read(search.place) == (0, 1)
+        await search.catch_up(store)
+        await told(empty, message.format(n=2), indexed.format(n=2))
+        rows, complete, _ = await store.read(search.find, search.Wish(query="said", limit=5, scopes=[["s1"]]))
+        assert ([row["words"] for row in rows], complete) == (["said 2", "said 1"], True)
 
 
 @pytest.mark.requirement("G45")

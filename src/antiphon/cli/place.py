@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from antiphon.store.statedir import StateDir
 
 MOST = 100  # replicas of one configuration on one machine
-PATIENCE = 60.0  # seconds for those that started before to take their places
+PATIENCE = 3600.0  # seconds for one that started before to take its place, perhaps after a migration
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,12 @@ def _turn(parent: Path) -> StateDir:
     while True:
         try:
             return StateDir.own(parent)
-        except StoreLocked:
+        except StoreLocked as error:
             if time.monotonic() > until:
-                raise
+                raise Unavailable(
+                    f"Another replica on this machine (process {error.data['pid']}) has not finished starting.",
+                    "Wait until it is up, then start this one.",
+                ) from error
         time.sleep(0.05)
 
 

@@ -178,14 +178,24 @@ async def find(tx: Tx, wish: Wish) -> Found:
     wider = await _beginning(tx, pieces, wish)
     if wider is None:
         return found
-    return found._replace(complete=False) if monotonic() > until else await _walk(tx, wider, wish, until)
+    if monotonic() > until:
+        return found._replace(complete=False)
+    # Most of the cost of many words is to begin: few wide windows are the cheapest.
+    begun = await _walk(tx, wider, wish, until, wide=BLOCKS // 4)
+    return begun if begun.complete else _merged(found, begun, wish.limit)
 
 
-async def _walk(tx: Tx, match: Match, wish: Wish, until: float) -> Found:
-    """Backwards in widening windows, until the page is full, everything was seen or the time is up."""
+def _merged(found: Found, begun: Found, limit: int) -> Found:
+    """Whole words were looked for everywhere, beginnings only as far as there was time."""
+    rows = {row["id"]: row for row in (*found.rows, *begun.rows)}
+    newest = sorted(rows.values(), key=lambda row: -row["id"])
+    return Found(newest[:limit], False, begun.match)
+
+
+async def _walk(tx: Tx, match: Match, wish: Wish, until: float, wide: int = 1) -> Found:
+    """Backwards in widening windows, the first so many blocks, until the page is full, all was seen or time is up."""
     upto, _ = await place(tx)
     rows: list[Row] = []
-    wide = 1  # blocks
     while True:
         began = monotonic()
         newest = upto // BLOCK

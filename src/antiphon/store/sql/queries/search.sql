@@ -31,7 +31,7 @@ WHERE rowid IN (SELECT m.id FROM transcripts t JOIN messages m ON m.transcript =
 
 -- name: find
 -- Newest first, straight from the index, which stops at the limit; only what is returned is looked up.
-SELECT m.entry, m.seq, m.role, m.created_at, t.session_id, s.key, s.agent_id, f.words,
+SELECT m.id, m.entry, m.seq, m.role, m.created_at, t.session_id, s.key, s.agent_id, f.words,
        CAST(:viewer AS TEXT) IS NOT NULL AND EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
                                        WHERE l.descendant = s.id AND a.key = :viewer) AS descendant
 FROM (SELECT rowid AS id, words FROM message_words
