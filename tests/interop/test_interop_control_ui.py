@@ -71,16 +71,16 @@ def test_the_control_ui_holds_a_conversation(gateway: Gateway, control_ui: str, 
         answered(page, ["good evening"])
         expect(users).to_have_text(["say good evening"])
 
-        say(page, "slow 2 one two three")
+        say(page, "slow 10 one two three")
         expect(page.get_by_label("Stop generating")).to_be_visible()
         answered(page, ["good evening", "one two three"])
-        expect(users).to_have_text(["say good evening", "slow 2 one two three"])
+        expect(users).to_have_text(["say good evening", "slow 10 one two three"])
     assert picture.stat().st_size > 0
 
     # Another browser knows only what the gateway keeps.
     with browsing(control_ui, gateway, tmp_path / "another.png") as page:
         answered(page, ["good evening", "one two three"])
-        expect(page.locator(USERS)).to_have_text(["say good evening", "slow 2 one two three"])
+        expect(page.locator(USERS)).to_have_text(["say good evening", "slow 10 one two three"])
 
 
 def test_the_control_ui_stops_an_answer(gateway: Gateway, control_ui: str, tmp_path: Path) -> None:
