@@ -39,16 +39,26 @@ class Settings:
         return self.url or os.environ.get("ANTIPHON_URL") or None
 
     def config_when_needed(self) -> Config:
-        """The configuration, read when something first asks it; a list of sessions in a file never does."""
-        known = {} if self._says_where() else {"store": _File()}
+        """The configuration, read when something first asks for more of it than is known without.
+
+        Reading it takes longer than most commands, and a file that does not have a section's name says nothing in it.
+        """
+        from antiphon.keys import DEFAULT_AGENT_ID
+
+        said = self._written()
+        known: dict[str, object] = {}
+        if b"store" not in said:
+            known["store"] = _File()
+        if b"session" not in said and b"agents" not in said:
+            known["default_agent_id"] = DEFAULT_AGENT_ID
+            known["session"] = _Later(lambda: self.load().config.session, NAMES)
         return cast("Config", _Later(lambda: self.load().config, known))
 
-    def _says_where(self) -> bool:
-        """Whether the configuration may name another store; reading it takes longer than most commands."""
+    def _written(self) -> bytes:
         try:
-            return b"store" in self.paths.config.read_bytes()
+            return self.paths.config.read_bytes()
         except OSError:
-            return False
+            return b""
 
     def load(self) -> Loaded:
         """The configuration; a file that nobody named need not exist."""
@@ -56,6 +66,10 @@ class Settings:
 
         paths = self.paths
         return load(paths.config, required=paths.config_explicit)
+
+
+NAMES = {"main_key": "main", "scope": "per-sender"}
+"""What says which session a name means, where the section `session` does not."""
 
 
 class _File(NamedTuple):

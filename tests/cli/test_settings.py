@@ -1,0 +1,47 @@
+"""What a command takes for granted of a configuration that it has not read yet."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from antiphon.cli.settings import Settings
+from antiphon.config import Config
+
+
+def config(path: Path, written: dict[str, Any] | None) -> Config:
+    if written is not None:
+        (path / "config.json5").write_text(json.dumps(written))
+    return Settings(state_dir=str(path)).config_when_needed()
+
+
+@pytest.mark.parametrize("written", [None, {}, {"gateway": {"port": 1}}])
+def test_what_is_not_written_is_as_by_default(
+    tmp_path: Path, written: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, default = config(tmp_path, written), Config()
+    with monkeypatch.context() as unread:
+        unread.setattr(Settings, "load", None)  # it would fail
+        assert found.default_agent_id == default.default_agent_id
+        assert (found.session.main_key, found.session.scope) == (
+            default.session.main_key,
+            default.session.scope,
+        )
+        assert (found.store.url, found.store.synchronous) == (default.store.url, default.store.synchronous)
+    assert found.session.retention == default.session.retention
+    assert found.agent_ids == default.agent_ids
+
+
+@pytest.mark.parametrize(
+    ("written", "agent", "main_key"),
+    [
+        ({"session": {"mainKey": "home"}}, "main", "home"),
+        ({"agents": {"list": [{"id": "other", "default": True}]}}, "other", "main"),
+    ],
+)
+def test_what_is_written_is_read(tmp_path: Path, written: dict[str, Any], agent: str, main_key: str) -> None:
+    found = config(tmp_path, written)
+    assert (found.default_agent_id, found.session.main_key) == (agent, main_key)
