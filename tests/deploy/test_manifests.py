@@ -17,6 +17,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 
+from antiphon.engine import outbox
 from antiphon.engine.engine import Pace
 from antiphon.gateway import health, server
 from antiphon.lanes import nats as lanes
@@ -31,7 +32,7 @@ USER = 10001
 
 def leaving(drain: float = 5.0) -> float:
     """Seconds that a gateway may take from SIGTERM to its end, by its own bounds."""
-    return server.GRACE + drain + LAST_WAIT + 2 * lanes.ANSWER
+    return server.GRACE + drain + outbox.LEAVING + LAST_WAIT + 2 * lanes.ANSWER
 
 
 def seconds(text: str) -> float:
