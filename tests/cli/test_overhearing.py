@@ -146,3 +146,17 @@ def test_what_was_posted_is_no_run() -> None:
     assert (event.run_id, event.text) == ("note:1", "posted")
     assert not place.waiting
     assert isinstance(place.event("chat", {**posted, "seq": 1}), RunChanged)
+
+
+def test_who_stops_an_answer_leaves_what_others_have_waiting(program: Program) -> None:
+    with up(program), program.terminal("chat") as terminal:
+        terminal.expect("you> ")
+        for words in ("slow 60 it is being said", "say this was kept"):
+            assert program.run("send", "main", words).code == 0
+        terminal.expect("somebody> slow 60 it is being said\n")
+        terminal.type("/stop")
+        terminal.expect("somebody> say this was kept\n")
+        terminal.expect("main> this was kept\n")
+        terminal.type("/quit")
+        assert terminal.ended() == 0
+        assert "(The run was stopped.)" in terminal.text

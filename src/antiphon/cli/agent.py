@@ -40,8 +40,9 @@ def command(settings: Settings, text: str, agent: str | None, key: str | None, t
 
 async def _ask(settings: Settings, message: Message) -> RunView:
     from antiphon.cli.desk import talking
-    from antiphon.cli.staying import to_the_end
+    from antiphon.cli.staying import leaving, to_the_end
 
-    async with talking(settings) as (desk, _):
-        accepted = await desk.submit(message)
-        return await to_the_end(desk, accepted.run_id)
+    async with talking(settings) as (desk, gateway):
+        with leaving(message.session, hosted=gateway is None):
+            accepted = await desk.submit(message)
+            return await to_the_end(desk, accepted.run_id)

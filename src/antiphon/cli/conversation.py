@@ -236,8 +236,9 @@ class Conversation:
         self._screen.tell(f"A new conversation. The old one: antiphon sessions history {old.session_id}")
 
     async def _stop(self, _: str) -> None:
-        stopped = await self._desk.stop(self._session, self._waiting[0] if self._waiting else None)
-        if not stopped.run_ids:
+        # Only what is being answered: what waits behind it may be somebody else's.
+        running = self._waiting or await self._desk.unfinished(self._session)
+        if not running or not (await self._desk.stop(self._session, running[0])).run_ids:
             self._screen.tell("Nothing runs.")
 
     async def _history(self, wanted: str) -> None:

@@ -161,8 +161,9 @@ class Screen:
             self._said[event.run_id or ""] = text
         elif body.get("role") == "assistant":
             self._overheard(voices.speaker(body, self.labels) or line(self.speaker), _text(body))
-        elif body.get("role") == "user" and voices.provenance(body) and not voices.is_step(body):
-            self.note(f"{voices.speaker(body, self.labels)}> {_text(body)}")
+        elif body.get("role") == "user" and event.run_id not in self._mine and not voices.is_step(body):
+            # Without a name it was typed elsewhere, into the same session.
+            self.note(f"{voices.speaker(body, self.labels) or 'somebody'}> {_text(body)}")
 
     def _overheard(self, name: str, text: str) -> None:
         """An entry that answers nothing the reader has asked."""

@@ -47,7 +47,7 @@ def command() -> None: ...
 @click.option("--agent", metavar="ID", help="Only this agent's.")
 @click.option(
     "--active",
-    type=Minutes(min=0, max=MOST_MINUTES),
+    type=Minutes(min=0, min_open=True, max=MOST_MINUTES),
     metavar="MIN",
     help="Only those active in the last MIN minutes.",
 )

@@ -405,7 +405,8 @@ async def cancel(tx: Tx, session: int, run_id: str | None, now: int) -> Stopped:
     active = await tx.one(SQL.active_in, session=session)
     if run_id is not None and not (active and active["id"] == run_id):
         waiting = await tx.all(SQL.queued_in, session=session)
-        return Stopped([await _drop(tx, row, now) for row in waiting if row["id"] == run_id], [])
+        chosen = [row for row in waiting if row["id"] == run_id and row["origin"] != NOTE]
+        return Stopped([await _drop(tx, row, now) for row in chosen], [])
     ended: list[Ended] = []
     asked: list[str] = []
     sequel = NOTHING
