@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -139,3 +140,33 @@ def test_the_log_is_json_lines_that_can_be_searched_by_run(tmp_path: Path) -> No
     assert "ZeroDivisionError" in second["exception"]
     assert "s3cret" not in text + done.stderr
     assert "WARNING antiphon.test: Run 'r1' \ufffd[31mfailed" in done.stderr
+
+
+def test_it_goes_on_though_nobody_listens_to_what_it_says(program: Program) -> None:
+    process = program.start("up", "--port", "0")
+    assert process.stdout is not None
+    process.stdout.close()
+    try:
+        until = time.monotonic() + BOUND
+        while not (program.state / "gateway.json").exists() and time.monotonic() < until:
+            assert process.poll() is None
+        assert program.say("say hello") == "hello\n"
+        assert process.poll() is None
+    finally:
+        process.terminate()
+        process.wait(BOUND)
+        assert process.stdin is not None and process.stderr is not None
+        process.stdin.close()
+        process.stderr.close()
+
+
+def test_it_says_that_other_machines_can_reach_it(program: Program) -> None:
+    program.configure({"gateway": {"bind": "lan", "auth": {"mode": "token", "token": "of sixteen or more"}}})
+    process = program.start("up", "--port", "0")
+    assert process.stdout is not None
+    try:
+        lines = [process.stdout.readline() for _ in range(2)]
+        assert "to other machines (gateway.bind is 'lan')" in lines[1]
+    finally:
+        process.terminate()
+        process.communicate(timeout=BOUND)

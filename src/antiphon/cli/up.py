@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,7 +70,8 @@ async def _up(settings: Settings, loaded: Loaded, place: Place) -> None:
             loaded.config, place.state_dir, port=place.port, tokens_dir=settings.paths.state_dir
         ) as served:
             place.taken()
-            _announce(settings, loaded, place.state_dir, served.url)
+            with suppress(OSError):  # whoever started it need not be listening
+                _announce(settings, loaded, place.state_dir, served.url)
             told = asyncio.create_task(stopping.wait())
             await asyncio.wait({told, served.ended}, return_when=asyncio.FIRST_COMPLETED)
             told.cancel()
@@ -127,7 +128,7 @@ def _tell(settings: Settings, loaded: Loaded, state_dir: Path, url: str) -> None
 
     click.echo(f"{output.bold('antiphon')} {__version__} is up (process {os.getpid()}).")
     for name, fact in (
-        ("address", f"{url} and {url.replace('ws', 'http', 1)}"),
+        ("address", f"{url} and {url.replace('ws', 'http', 1)}{_reach(loaded)}"),
         ("answers", _answers(loaded)),
         ("secret", _secret(settings, loaded)),
         ("state", str(state_dir)),
@@ -138,6 +139,10 @@ def _tell(settings: Settings, loaded: Loaded, state_dir: Path, url: str) -> None
     click.echo(
         "Talk with it from another terminal: `antiphon chat`. How it is: `antiphon status`. Ctrl-C stops it."
     )
+
+
+def _reach(loaded: Loaded) -> str:
+    return ", and to other machines (gateway.bind is 'lan')" if loaded.config.gateway.bind == "lan" else ""
 
 
 def _answers(loaded: Loaded) -> str:
