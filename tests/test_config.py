@@ -144,7 +144,7 @@ FULL = """
            allowedSessionKeyPrefixes: ["hook:"], allowedAgentIds: ["b"] },
   cron: { enabled: false, maxConcurrentRuns: 2 },
   store: { url: "postgresql://u:pw@db/x", synchronous: "normal", messageMaxBytes: 2048, laneMaxQueued: 5 },
-  bus: { url: "redis://localhost" },
+  bus: { url: "nats://localhost" },
 }
 """
 
@@ -265,10 +265,130 @@ def test_settings_without_effect_are_told() -> None:
 
 
 def test_parts_that_are_not_there_yet_refuse_nothing() -> None:
-    _, warnings = parse({"hooks": {"enabled": True}})
-
-    assert any("'hooks.token' is not set" in text for text in warnings)
     assert parse({"store": {"synchronous": "full"}, "bus": {}})[1] == ()
+
+
+@pytest.mark.requirement("W7")
+def test_hooks_without_a_secret_are_refused() -> None:
+    error = refused({"hooks": {"enabled": True}})
+
+    assert error.data["path"] == "hooks.token"
+    assert str(error) == (
+        "'hooks.enabled' is true but 'hooks.token' is not set."
+        " Set a token that only the senders of hooks know."
+    )
+    parse({"hooks": {"enabled": True, "token": {"env": "HOOKS"}}})
+
+
+@pytest.mark.parametrize(
+    ("section", "url", "what", "allowed"),
+    [
+        ("store", "mysql://x", "begins with 'mysql://'", "postgresql://user@host/database or postgres://"),
+        ("store", "host/database", "has no beginning", "leave it out to use a file"),
+        ("bus", "http://a:4222", "names 'http://…'", "nats://host:4222 or tls://host:4222"),
+        ("bus", "nats://a:4222, b:4222", "names something without nats:// or tls://", "separated by commas"),
+        ("bus", "nats://a:99999", "names 'nats://…' without a usable host or port", "nats://host:4222"),
+    ],
+)
+def test_an_address_of_another_kind_is_refused(section: str, url: str, what: str, allowed: str) -> None:
+    error = refused({section: {"url": url}})
+
+    assert error.data["path"] == f"{section}.url"
+    assert error.what.startswith(f"'{section}.url' {what}")
+    assert allowed in error.hint
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"store": {"url": "postgres://antiphon@db/antiphon"}},
+        {"store": {"url": "postgresql:///antiphon"}, "bus": {"url": "nats://a,tls://b:4223, nats://[::1]:1"}},
+        {"store": {"url": {"env": "NOT_SET"}}, "bus": {"url": {"exec": ["false"]}}},
+        {"store": {"url": "${NOT_SET}"}, "bus": {"url": {"file": "/nowhere"}}},
+    ],
+)
+def test_addresses_that_may_be_right_are_accepted(raw: object) -> None:
+    assert parse(raw)[1] == ()
+
+
+@given(
+    password=st.text(st.characters(min_codepoint=32, max_codepoint=126)),
+    beginning=st.sampled_from(["mysql://u:", "u:", "//u:", "nats://u:", "postgres//", ""]),
+    section=st.sampled_from(["store", "bus"]),
+)
+def test_no_refusal_of_an_address_shows_a_part_of_its_password(
+    password: str, beginning: str, section: str
+) -> None:
+    try:
+        parse({section: {"url": f"{beginning}{SENTINEL}{password}{SENTINEL}@host:x/y"}})
+    except ConfigError as error:  # some are addresses after all
+        assert SENTINEL not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("missing", "raw", "told"),
+    [
+        ("asyncpg", {"store": {"url": "postgres://db"}}, ("'store.url'", "--extra cluster.")),
+        (
+            "nats",
+            {"store": {"url": "postgres://db"}, "bus": {"url": "nats://a"}},
+            ("'bus.url'", "--extra cluster."),
+        ),
+        (
+            "google.genai",
+            {"models": {"providers": {"google": {"models": [{"id": "m"}]}}}},
+            ("'models.providers.google'", "--extra google."),
+        ),
+        (
+            "absent_package",
+            {
+                "agents": {
+                    "list": [{"id": "f", "runtime": {"type": "function", "target": "absent_package.a:b"}}]
+                }
+            },
+            ("'agents.list[0].runtime.target'", "PYTHONPATH."),
+        ),
+    ],
+)
+def test_what_is_not_installed_is_told(
+    missing: str, raw: object, told: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    [warning] = parse(raw)[1]
+
+    assert warning.startswith(told[0]) and warning.endswith(told[1])
+
+
+def test_a_function_that_can_be_found_is_not_imported() -> None:
+    function = {"type": "function", "target": "this:run"}  # it would print a poem
+    main = {"type": "function", "target": "__main__:run"}
+    agents = {"list": [{"id": "f", "runtime": function}, {"id": "g", "runtime": main}]}
+
+    assert parse({"agents": agents})[1] == ()
+    assert "this" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("gateway", "warned"),
+    [
+        ({"bind": "lan", "auth": {"token": "x" * 15}}, "token"),
+        ({"bind": "lan", "auth": {"mode": "password", "password": "short"}}, "password"),
+        ({"bind": "custom", "customBindHost": "10.0.0.1", "auth": {"token": "short"}}, "token"),
+        ({"bind": "custom", "customBindHost": "127.0.0.1", "auth": {"token": "short"}}, None),
+        ({"bind": "lan", "auth": {"token": "x" * 16}}, None),
+        ({"bind": "lan", "auth": {"token": "x" * 16, "password": "unused"}}, None),
+        ({"bind": "lan", "auth": {"token": {"env": "X"}}}, None),
+        ({"bind": "lan"}, None),
+        ({"bind": "auto", "auth": {"token": "short"}}, None),
+        ({"auth": {"token": "short"}}, None),
+    ],
+)
+def test_a_short_secret_that_others_can_guess_is_told(gateway: dict[str, Any], warned: str | None) -> None:
+    warnings = parse({"gateway": gateway})[1]
+
+    expected = [f"'gateway.auth.{warned}' has fewer than 16 characters"] if warned else []
+    assert [text.partition(",")[0] for text in warnings] == expected
+    assert all("'gateway.bind'" in text and "Set a longer one" in text for text in warnings)
 
 
 def test_a_provider_without_models_is_told() -> None:
@@ -781,8 +901,8 @@ SECRET_PLACES: list[Callable[[object], dict[str, Any]]] = [
     lambda secret: {"hooks": {"token": secret}},
     lambda secret: {"models": {"providers": {"openai": {"apiKey": secret}}}},
     lambda secret: {"models": {"providers": {"openai": {"headers": {"authorization": secret}}}}},
-    lambda secret: {"store": {"url": secret}},
-    lambda secret: {"bus": {"url": secret}},
+    lambda secret: {"store": {"password": secret}},
+    lambda secret: {"bus": {"token": secret}},
     lambda secret: {"channels": {"telegram": {"botToken": secret}}},
 ]
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pyjson5
 import pytest
@@ -25,7 +26,8 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 @pytest.mark.requirement("C")
 @pytest.mark.parametrize(("page", "text"), blocks("json5"))
-def test_configurations_in_the_documents_load(page: str, text: str) -> None:
+def test_configurations_in_the_documents_load(page: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "my_agents", ModuleType("my_agents"))  # the reader's own
     config, warnings = parse(pyjson5.decode(text))
     assert config.agent_ids, page
     assert not warnings, page

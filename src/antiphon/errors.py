@@ -12,6 +12,11 @@ from typing import Any, ClassVar, Literal
 Who = Literal["caller", "operator", "model", "engine"]
 
 
+def install(extra: str) -> str:
+    """The next step where what an extra brings is missing."""
+    return f"Install antiphon[{extra}]; in a checkout: uv sync --inexact --extra {extra}."
+
+
 class AntiphonError(Exception):
     """Base of every deliberate error. `hint` is the next step and is never empty."""
 

@@ -16,9 +16,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-from antiphon.errors import BusError, ConfigError
+from antiphon.config.addresses import bus_addresses
+from antiphon.errors import BusError, ConfigError, install
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -57,20 +57,7 @@ class Servers:
     """The certificate authority that signed the servers' certificates, if not one the system knows."""
 
     def addresses(self) -> list[str]:
-        urls = [url.strip() for url in self.url.split(",") if url.strip()]
-        for url in urls or [""]:
-            try:
-                parts = urlsplit(url)
-                good = parts.scheme in ("nats", "tls") and parts.hostname and parts.port is not False
-            except ValueError:
-                good = False
-            if not good:
-                raise ConfigError(
-                    f"{_shown(url)!r} is not the address of a NATS server.",
-                    "Write bus.url as nats://host:4222 or tls://host:4222, several separated by commas.",
-                    path="bus.url",
-                )
-        return urls
+        return bus_addresses(self.url)
 
     def shown(self) -> str:
         """The addresses without what is secret in them."""
@@ -147,8 +134,8 @@ class Link:
 
     async def start(self, patience: float = 10.0) -> None:
         """Connect, or say in one sentence why not. Wrong credentials are not tried twice."""
-        _require()
         addresses, options = self._servers.addresses(), self._servers.options()
+        _require()
         until = asyncio.get_running_loop().time() + patience
         pauses = _Pauses()
         while True:
@@ -361,7 +348,7 @@ def _require() -> None:
     except ImportError as error:
         raise ConfigError(
             "bus.url is set, but nothing that could speak to NATS is installed.",
-            "Install antiphon[cluster].",
+            install("cluster"),
             path="bus.url",
         ) from error
 

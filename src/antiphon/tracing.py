@@ -13,7 +13,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from antiphon.errors import ConfigError
+from antiphon.errors import ConfigError, install
 
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _tracer = trace.get_tracer("antiphon")
@@ -46,7 +46,7 @@ def export(environ: Mapping[str, str]) -> bool:
     except ImportError as error:
         raise ConfigError(
             f"{ENDPOINT} is set, but nothing that could send spans is installed.",
-            "Install antiphon[otel], or unset it.",
+            install("otel"),
             path=ENDPOINT,
         ) from error
     provider = TracerProvider(resource=Resource.create({"service.name": "antiphon"}))

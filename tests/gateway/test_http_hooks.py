@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from website import HOOK_TOKEN, Site, served
 
-from antiphon.config import Config
-from antiphon.errors import ConfigError
-from antiphon.gateway.web import Web
 from antiphon.operations import HistoryFilter
 from stage import BOUND, MAIN, OPERATOR
 
@@ -157,17 +153,6 @@ async def test_the_session_of_the_configuration_has_to_be_of_an_agent_that_hooks
 ) -> None:
     async with opened(tmp_path, defaultSessionKey=key, allowedAgentIds=["work"]) as site:
         assert (await agent(site))[0] == status
-
-
-@pytest.mark.requirement("W7")
-async def test_hooks_without_a_secret_do_not_open(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"hooks": {"enabled": True}}
-    async with served(tmp_path, settings={}) as site:
-        house = replace(site.house, config=Config.model_validate(settings))
-        web = Web(replace(site.gateway, house=house))
-        with pytest.raises(ConfigError, match=r"hooks\.token"):
-            async with web.open():
-                pass
 
 
 async def test_the_secret_is_read_once_and_from_where_the_configuration_says(tmp_path: Path) -> None:

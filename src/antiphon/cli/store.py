@@ -89,12 +89,12 @@ def _server(config: Config, goal: str | None, password_file: Path | None) -> Ser
 def _url(goal: str) -> str:
     from urllib.parse import urlsplit
 
-    from antiphon.store.opening import SCHEMES
+    from antiphon.config.addresses import STORES
 
     url = next(
-        (goal.removeprefix("postgres:") for scheme in SCHEMES if goal.startswith(f"postgres:{scheme}:")), goal
+        (goal.removeprefix("postgres:") for scheme in STORES if goal.startswith(f"postgres:{scheme}:")), goal
     )
-    if not any(url.startswith(f"{scheme}://") for scheme in SCHEMES):
+    if not any(url.startswith(f"{scheme}://") for scheme in STORES):
         raise click.UsageError("It can only be moved to PostgreSQL: --to postgres://user@host/database.")
     if urlsplit(url).password:
         raise click.UsageError("Others can see the password in --to: leave it out and use --password-file.")

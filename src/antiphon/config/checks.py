@@ -5,13 +5,16 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from typing import Any, cast
 
+from antiphon.config.addresses import bus_addresses, check_store
 from antiphon.config.agents import ModelChoice
 from antiphon.config.base import nearest, suggestion
 from antiphon.config.model import REHEARSAL, Config
 from antiphon.config.problems import Problem
-from antiphon.errors import UnknownModel
+from antiphon.config.sections import OWN_APIS, Gateway
+from antiphon.errors import ConfigError, UnknownModel, install
 
 PUBLIC = ("openai", "anthropic", "google")
 """Providers whose address is known without being told."""
@@ -32,6 +35,8 @@ SESSION_TOOLS = (
 )
 """Tools that are always there. Others may come from anywhere: of a name that is like none of these nothing is said."""
 
+GOOGLE = "google-generative-ai"  # the one way to speak to models whose packages are an extra
+LEAST_SECRET = 16  # characters of what others than this machine may try to guess
 ALIKE = 0.8  # of 1; `memory_search` is no misspelt `sessions_search`
 
 
@@ -42,6 +47,8 @@ def contradictions(config: Config) -> list[Problem]:
         *_providers(config),
         *_models(config),
         *_gateway(config),
+        *_hooks(config),
+        *_addresses(config),
         *_send_rules(config),
     ]
 
@@ -53,6 +60,8 @@ def concerns(config: Config) -> Iterator[str]:
     if config.session.maintenance is not None:
         yield "'session.maintenance' has no effect: nothing is pruned by itself. Use 'session.retention'."
     yield from _absent_parts(config)
+    yield from _not_installed(config)
+    yield from _easily_guessed(config)
     yield from _nobody(config)
     yield from _no_tools(config)
     yield from _out_of_sight(config)
@@ -72,8 +81,54 @@ def _absent_parts(config: Config) -> Iterator[str]:
         yield f"{path!r} is accepted and has no effect in this release."
     if config.bus.url is not None and config.store.url is None:
         yield "'bus.url' has no effect without 'store.url': a file is used by one gateway. Set 'store.url', too."
-    if config.hooks.enabled and config.hooks.token is None:
-        yield "'hooks.enabled' is true but 'hooks.token' is not set. Set a token that only the senders of hooks know."
+
+
+def _not_installed(config: Config) -> Iterator[str]:
+    """What `up`, or the first message to an agent, would not find."""
+    if config.store.url is not None and not _found("asyncpg"):
+        yield f"'store.url' needs packages that are not installed. {install('cluster')}"
+    elif config.store.url is not None and config.bus.url is not None and not _found("nats"):
+        yield f"'bus.url' needs packages that are not installed. {install('cluster')}"
+    for name, provider in config.models.providers.items():
+        apis = {model.api or provider.api or OWN_APIS.get(name) for model in provider.models}
+        if GOOGLE in apis and not _found("google.genai"):
+            yield f"'models.providers.{name}' needs the Google SDK, which is not installed. {install('google')}"
+    for index, agent in enumerate(config.agents.list):
+        package = (agent.runtime.target or "").partition(":")[0].partition(".")[0]
+        if package and not _found(package):
+            yield (
+                f"'agents.list[{index}].runtime.target' names the module {package!r}, which cannot be found."
+                " Check the name and PYTHONPATH."
+            )
+
+
+def _found(module: str) -> bool:
+    """Whether it could be imported. It is not: what it would do then is no part of reading a config."""
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # of what it is in
+        return False
+    except ValueError:  # it is there already, and did not come from a file
+        return True
+
+
+def _easily_guessed(config: Config) -> Iterator[str]:
+    gateway, mode = config.gateway, config.gateway.auth.mode
+    secret = gateway.auth.password if mode == "password" else gateway.auth.token
+    if gateway.bind in ("loopback", "auto") or (gateway.bind == "custom" and _is_here(gateway)):
+        return
+    # What a reference leads to is only looked at by who needs it.
+    if secret is not None and secret.kind == "text" and len(secret.reveal()) < LEAST_SECRET:
+        yield (
+            f"'gateway.auth.{mode}' has fewer than {LEAST_SECRET} characters, and others than this machine can try"
+            f" to guess it, because 'gateway.bind' is {gateway.bind!r}. Set a longer one, such as"
+            " `openssl rand -hex 24` prints."
+        )
+
+
+def _is_here(gateway: Gateway) -> bool:
+    host = gateway.custom_bind_host or ""
+    return host.startswith("127.") or host in ("localhost", "::1")
 
 
 def _nobody(config: Config) -> Iterator[str]:
@@ -212,6 +267,22 @@ def _gateway(config: Config) -> Iterator[Problem]:
     if gateway.auth.mode == "password" and gateway.auth.password is None:
         what = "'gateway.auth.mode' is 'password' but 'gateway.auth.password' is not set."
         yield Problem("gateway.auth.password", what, "Set it, or use the mode 'token'.")
+
+
+def _hooks(config: Config) -> Iterator[Problem]:
+    if config.hooks.enabled and config.hooks.token is None:
+        what = "'hooks.enabled' is true but 'hooks.token' is not set."
+        yield Problem("hooks.token", what, "Set a token that only the senders of hooks know.")
+
+
+def _addresses(config: Config) -> Iterator[Problem]:
+    """Those that are written out; what a reference leads to is checked when it is opened."""
+    for secret, check in ((config.store.url, check_store), (config.bus.url, bus_addresses)):
+        if secret is not None and secret.kind == "text":
+            try:
+                check(secret.reveal())
+            except ConfigError as error:
+                yield Problem(error.data["path"], error.what, error.hint)
 
 
 def _send_rules(config: Config) -> Iterator[Problem]:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from antiphon import keys
 from antiphon.access import WRITE, Caller
-from antiphon.errors import ConfigError, Forbidden, InvalidInput
+from antiphon.errors import Forbidden, InvalidInput
 from antiphon.gateway.gateway import Gateway
 from antiphon.gateway.replies import json_reply, read_json
 from antiphon.messages import Provenance
@@ -62,10 +62,7 @@ class Hooks:
 
     async def open(self) -> None:
         """Read the secret, once and in a thread: it may be a file or the output of a command."""
-        if self._settings.token is None:
-            raise ConfigError(
-                "'hooks.enabled' is true but 'hooks.token' is not set.", "Set it.", path="hooks.token"
-            )
+        assert self._settings.token is not None  # no config is loaded that enables them without
         self._token = await asyncio.to_thread(self._settings.token.reveal)
 
     async def check(self, address: str, request: Request) -> None:

@@ -30,7 +30,7 @@ from pydantic_ai.profiles.openai import OpenAIModelProfile
 from pydantic_ai.settings import ModelSettings
 from pydantic_ai.tools import ToolDefinition
 
-from antiphon.errors import ConfigError, ProviderError
+from antiphon.errors import ConfigError, ProviderError, install
 from antiphon.messages import Assistant, Usage
 from antiphon.runtimes import Deltas, Prompt
 from antiphon.runtimes.http_reader import OPENAI_URL, PLACEHOLDER_KEY, HttpReader
@@ -242,7 +242,7 @@ def _google_generative_ai(spec: ModelSpec, http: httpx2.AsyncClient) -> Model[An
     except ImportError:
         raise ConfigError(
             f"Provider {spec.provider!r} needs the Google SDK, which is not installed.",
-            "Install it with `pip install 'antiphon[google]'`.",
+            install("google"),
             path=f"models.providers.{spec.provider}.api",
         ) from None
     provider = providers.GoogleProvider(

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from antiphon.store.postgres.connection import Server
 
 Phase = Literal["before", "after"]
-SCHEMES = ("postgresql", "postgres")
 
 
 async def open_store(
@@ -34,12 +33,13 @@ async def open_store(
         return await SqliteStore.open(
             database, synchronous=synchronous, readers=readers, read_only=read_only, on_commit=on_commit
         )
+    server = server_of(config)
     from antiphon.store.postgres import PgStore  # noqa: PLC0415 - an extra
 
     most = 2 if read_only else config.store.connections
     readers = max(1, most // 3)
     return await PgStore.open(
-        server_of(config), writers=most - readers, readers=readers, migrate=not read_only, on_commit=on_commit
+        server, writers=most - readers, readers=readers, migrate=not read_only, on_commit=on_commit
     )
 
 
@@ -47,32 +47,23 @@ def server_of(config: Config) -> Server:
     """The PostgreSQL server that `store.url` names.
 
     Raises:
-        StoreError: it names none, or what is needed to reach it cannot be read.
+        ConfigError: it names none.
+        StoreError: what is needed to reach it cannot be read, or is not installed.
     """
-    from antiphon.store.postgres.connection import Server  # noqa: PLC0415 - an extra
+    from antiphon.config.addresses import check_store  # noqa: PLC0415 - a file is opened without any of `config`
 
     settings = config.store
     assert settings.url is not None
     url = settings.url.reveal()
-    scheme = _scheme(url)
-    if scheme not in SCHEMES:
-        begins = f"begins with {scheme + '://'!r}, which" if scheme else "has no beginning, so that it"
-        raise StoreError(
-            f"'store.url' {begins} is no database that is known here.",
-            "Write postgresql://user@host/database, or leave it out to use a file.",
-        )
+    check_store(url)  # first: for another database it would be of no use to install anything
+    from antiphon.store.postgres.connection import Server  # noqa: PLC0415 - an extra
+
     return Server(
         url,
         password=settings.password.reveal() if settings.password else None,
         tls=_tls(settings.tls_ca),
         prepared=settings.prepared_statements,
     )
-
-
-def _scheme(url: str) -> str:
-    """How it begins; nothing where that cannot be told from what may be a user or a password."""
-    scheme, separator, _ = url.partition("://")
-    return scheme if separator and scheme.isascii() and scheme.isalnum() else ""
 
 
 def _tls(authority: str | None) -> ssl.SSLContext | None:

@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
 
-from antiphon.errors import AntiphonError, StoreError, StoreFull, StoreReadOnly
+from antiphon.errors import AntiphonError, StoreError, StoreFull, StoreReadOnly, install
 from antiphon.store import Row
 
 try:
     import asyncpg
     from asyncpg import exceptions as pg
 except ImportError as error:
-    raise StoreError(
-        "PostgreSQL needs packages that are not installed.", "Install them: pip install 'antiphon[cluster]'."
-    ) from error
+    raise StoreError("PostgreSQL needs packages that are not installed.", install("cluster")) from error
 
 T = TypeVar("T")
 

@@ -1,0 +1,67 @@
+"""Which addresses `store.url` and `bus.url` may be: asked when the config is read, and when a reference is opened.
+
+Of one that is refused only its beginning is shown, for any other part may be of a password.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from antiphon.errors import ConfigError
+
+STORES = ("postgresql", "postgres")
+BUSES = ("nats", "tls")
+
+
+def check_store(url: str) -> None:
+    """Whether it begins like a database that is known; the rest is for whoever connects to say.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    scheme = _scheme(url)
+    if scheme not in STORES:
+        begins = f"begins with {scheme + '://'!r}, which" if scheme else "has no beginning, so that it"
+        raise ConfigError(
+            f"'store.url' {begins} is no database that is known here.",
+            "Write postgresql://user@host/database or postgres://user@host/database, or leave it out to use a file.",
+            path="store.url",
+        )
+
+
+def bus_addresses(url: str) -> list[str]:
+    """One or, with commas between them, several.
+
+    Raises:
+        ConfigError: there is none, or one of them is not the address of a NATS server.
+    """
+    addresses = [part.strip() for part in url.split(",") if part.strip()]
+    for address in addresses or [""]:
+        if not _has_server(address):
+            raise ConfigError(
+                f"'bus.url' names {_shown(address)}, which is not the address of a NATS server.",
+                "Write bus.url as nats://host:4222 or tls://host:4222, several separated by commas.",
+                path="bus.url",
+            )
+    return addresses
+
+
+def _has_server(address: str) -> bool:
+    try:
+        parts = urlsplit(address)
+        return parts.scheme in BUSES and bool(parts.hostname) and parts.port is not False  # it may raise
+    except ValueError:
+        return False
+
+
+def _shown(address: str) -> str:
+    scheme = _scheme(address)
+    if not scheme:
+        return "something without nats:// or tls://"
+    return f"{scheme + '://…'!r}{' without a usable host or port' if scheme in BUSES else ''}"
+
+
+def _scheme(url: str) -> str:
+    """How it begins; nothing where that cannot be told from what may be a user or a password."""
+    scheme, separator, _ = url.partition("://")
+    return scheme if separator and scheme.isascii() and scheme.isalnum() else ""
