@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -301,6 +302,24 @@ def test_the_configuration_is_checked(program: Program) -> None:
     assert broken.code == 6
     assert "'session.scoop'" in broken.err
     assert "gateway.port" in broken.err
+
+
+@pytest.mark.requirement("C")
+@pytest.mark.parametrize(
+    ("config", "path"),
+    [
+        ({"hooks": {"enabled": True}}, "hooks.token"),
+        ({"store": {"url": "mysql://x"}}, "store.url"),
+        ({"store": {"url": "postgres://x"}, "bus": {"url": "http://x"}}, "bus.url"),
+    ],
+)
+def test_the_check_refuses_what_up_refuses(program: Program, config: dict[str, Any], path: str) -> None:
+    program.configure(config)
+    before = sorted(program.state.iterdir())
+    checked, started = program.run("config", "check"), program.run("up")
+    assert (checked.code, checked.err) == (started.code, started.err)
+    assert checked.code == 6 and f"'{path}'" in checked.err and checked.out == ""
+    assert sorted(program.state.iterdir()) == before
 
 
 @pytest.mark.requirement("C")

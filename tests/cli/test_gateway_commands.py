@@ -197,7 +197,12 @@ def test_the_status(program: Program) -> None:
         assert (facts["running"], facts["url"], facts["pid"]) == (True, gateway.url, gateway.process.pid)
         assert facts["runs"] == {"queued": 0, "running": 0}
         assert {"version", "uptimeMs", "sessions", "connections", "rssBytes", "cron"} <= set(facts)
-        assert token(program) not in program.run("status").out
+        assert (facts["failing"], facts["degraded"], facts["shared"]) == ([], [], False)
+        program.run("cron", "add", "--name", "n", "--message", "say tick", "--every", "6h")
+        shown = program.run("status").out
+        assert "cron         1 job\n" in shown
+        assert "replica " not in shown
+        assert token(program) not in shown
 
 
 def test_tokens(program: Program) -> None:

@@ -8,31 +8,52 @@ from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
 
+from antiphon.store.postgres.worker import WAIT
 from cli.gateways import up
-from cli.terminal import Program
+from cli.terminal import BOUND, Program
 from cluster.database import Postgres
-from cluster.servers import free_ports, nats_server
+from cluster.servers import NatsServer, free_ports, nats_server
 
 pytestmark = pytest.mark.requirement("R", "G2")
 
 
 @pytest.fixture
-def shared(program: Program, postgres: Postgres, tmp_path: Path) -> Generator[dict[str, Any]]:
+def nats() -> Generator[NatsServer]:
+    with nats_server() as server:
+        yield server
+
+
+@pytest.fixture
+def shared(
+    program: Program, postgres: Postgres, nats: NatsServer, tmp_path: Path
+) -> Generator[dict[str, Any]]:
     """A configuration on real servers, which the program has."""
     server = asyncio.run(postgres.database(tmp_path))
-    with nats_server() as nats:
-        config = {
-            "store": {"url": server.url, "password": {"file": str(postgres.secret)}},
-            "bus": {"url": nats.url, "drainSeconds": 0},
-            "gateway": {"auth": {"mode": "token", "token": "a token of sixteen or more"}},
-        }
-        program.configure(config)
-        yield config
+    config = {
+        "store": {"url": server.url, "password": {"file": str(postgres.secret)}},
+        "bus": {"url": nats.url, "drainSeconds": 0},
+        "gateway": {
+            "port": free_ports(1)[0],
+            "auth": {"mode": "token", "token": "a token of sixteen or more"},
+        },
+    }
+    program.configure(config)
+    yield config
     postgres.drop_all()
+
+
+def findings(program: Program, *arguments: str) -> tuple[int, dict[str, list[dict[str, Any]]]]:
+    """The doctor's exit code, and what it found of each check."""
+    done = program.run("doctor", "--json", *arguments)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for finding in done.json["findings"]:
+        found.setdefault(finding["check"], []).append(finding)
+    return done.code, found
 
 
 def test_replicas_join_beside_each_other_and_commands_find_them(
@@ -50,6 +71,10 @@ def test_replicas_join_beside_each_other_and_commands_find_them(
         assert program.run("status").out.count("replica ") == 2
         assert first.stop() == 0
         assert program.say("say still here") == "still here\n"
+        alone = program.run("status").out
+        assert alone.count("replica ") == 1
+        assert second.url in alone
+        assert "1 lanes" not in alone
 
 
 def test_replicas_that_start_at_once_take_different_places(program: Program, shared: dict[str, Any]) -> None:
@@ -90,3 +115,65 @@ def test_there_must_be_something_to_join(program: Program) -> None:
     refused = program.run("up", "--join")
     assert refused.code != 0
     assert "'bus.url' is not set" in refused.err
+
+
+def test_the_doctor_finds_replicas_and_knows_their_port(program: Program, shared: dict[str, Any]) -> None:
+    with ExitStack() as stack:
+        gateways = [
+            stack.enter_context(up(program, port, join=True)) for port in (shared["gateway"]["port"], 0)
+        ]
+        code, found = findings(program)
+        assert code == 0
+        assert [finding["what"] for finding in found["gateway"]] == [
+            f"running at {gateway.url}, process {gateway.process.pid}" for gateway in gateways
+        ]
+        assert "port" not in found
+        assert [finding["level"] for finding in found["bus"]] == ["ok"]
+
+
+def test_a_bus_that_is_away_is_told(program: Program, shared: dict[str, Any], nats: NatsServer) -> None:
+    with up(program, join=True) as gateway:
+        assert program.run("status", "--json").json["degraded"] == []
+        nats.kill()
+        until = monotonic() + BOUND
+        while program.run("status", "--json").json["degraded"] != ["bus"]:
+            assert monotonic() < until, "the gateway did not notice"
+        told = program.run("status")
+        assert told.code == 0
+        assert gateway.url in told.out
+        assert "NATS is away" in told.out
+        for arguments in ([], ["--online"]):
+            code, found = findings(program, *arguments)
+            (bus,) = found["bus"]
+            assert (code, bus["level"]) == (1, "fail")
+            assert nats.url in bus["what"]
+            assert "\n" not in bus["what"]
+
+
+def test_the_doctor_does_not_wait_for_a_bus_that_says_nothing(
+    program: Program, shared: dict[str, Any], nats: NatsServer
+) -> None:
+    nats.pause()
+    code, found = findings(program)
+    (bus,) = found["bus"]
+    assert (code, bus["level"]) == (1, "fail")
+    assert nats.url in bus["what"]
+
+
+def test_a_database_that_is_away_does_not_silence_the_status(
+    program: Program, shared: dict[str, Any], postgres: Postgres
+) -> None:
+    with up(program, join=True) as gateway:
+        postgres.kill()
+        try:
+            begun = monotonic()
+            told = program.run("status")
+            took = monotonic() - begun
+            facts = program.run("status", "--json").json
+        finally:
+            postgres.start()
+        assert told.code == 0, told.err
+        assert f"running at {gateway.url} (process {gateway.process.pid})" in told.out
+        assert "database     cannot be used now" in told.out
+        assert took < WAIT
+        assert (facts["running"], facts["failing"], facts["sessions"]) == (True, ["store"], None)

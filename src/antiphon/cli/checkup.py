@@ -1,26 +1,65 @@
-"""What `antiphon doctor` looks at beside the store: the gateway, its token file and its port."""
+"""What `antiphon doctor` looks at beside the store: the bus, the gateways here, their token file and their port."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from antiphon.cli.running import running
+from antiphon.cli.running import here
 from antiphon.config import Config
 from antiphon.doctor import Finding, fail, ok, warn
+from antiphon.errors import AntiphonError, BusError, ConfigError
 from antiphon.gateway import note
 from antiphon.gateway.note import Note
 
+if TYPE_CHECKING:
+    from antiphon.natslink import Servers
+
 SOON = 2.0  # seconds in which a gateway on this machine takes a connection
+BUS_SOON = 3.0  # seconds in which one of the NATS servers does
+
+
+async def bus(config: Config) -> list[Finding]:
+    """Whether a NATS server takes us, where gateways would go there."""
+    if config.bus.url is None or config.store.url is None:
+        return []
+    from antiphon.links import servers_of
+
+    try:
+        servers = servers_of(config)
+        await _enter(servers)
+    except AntiphonError as error:
+        return [fail("bus", error.what, error.hint)]
+    return [ok("bus", f"reached at {servers.shown()}")]
+
+
+async def _enter(servers: Servers) -> None:
+    from antiphon.natslink import Link
+
+    async def joined(_: object) -> None: ...
+
+    link = Link(servers, name="antiphon doctor", joined=joined, left=lambda: None)
+    try:
+        async with asyncio.timeout(BUS_SOON):
+            await link.start(patience=0)
+    except TimeoutError as error:
+        where = servers.shown()
+        raise BusError(
+            f"No NATS server at {where} answers in {BUS_SOON:.0f} s.", "Check bus.url, and that it runs."
+        ) from error
+    finally:
+        await link.stop()
 
 
 def look(state_dir: Path, config: Config | None) -> Iterator[Finding]:
-    found = running(state_dir)
+    found = [*here(state_dir)]
     if found:
-        yield _answers(found)
+        yield from map(_answers, found)
     elif left := note.read(state_dir):
         yield warn(
             "gateway",
@@ -48,7 +87,6 @@ def _answers(found: Note) -> Finding:
 
 
 def _port(config: Config) -> Iterator[Finding]:
-    from antiphon.errors import ConfigError
     from antiphon.gateway.server import address
 
     port = config.gateway.port

@@ -13,6 +13,7 @@ from antiphon.errors import AntiphonError
 
 if TYPE_CHECKING:
     from antiphon.config import Config
+    from antiphon.doctor import Finding
 
 MARKS = {"ok": "ok  ", "warn": "warn", "fail": "fail"}
 
@@ -22,11 +23,7 @@ MARKS = {"ok": "ok  ", "warn": "warn", "fail": "fail"}
 @common
 @click.pass_obj
 def command(settings: Settings, online: bool) -> int:
-    from antiphon.cli.checkup import look
-    from antiphon.doctor import examine
-
-    findings = asyncio.run(examine(settings.paths, online=online))
-    findings += look(settings.paths.state_dir, _config(settings))
+    findings = asyncio.run(_findings(settings, online=online))
     failed = any(finding.level == "fail" for finding in findings)
     if settings.json:
         output.emit({"ok": not failed, "findings": findings})
@@ -36,6 +33,16 @@ def command(settings: Settings, online: bool) -> int:
         hint = f" {finding.next_step}" if finding.next_step else ""
         click.echo(f"{mark}  {finding.check:<12} {output.clean(finding.what + hint)}")
     return int(failed)
+
+
+async def _findings(settings: Settings, *, online: bool) -> list[Finding]:
+    from antiphon.cli.checkup import bus, look
+    from antiphon.doctor import examine
+
+    config = _config(settings)
+    findings = await examine(settings.paths, online=online)
+    findings += await bus(config) if config else []
+    return [*findings, *look(settings.paths.state_dir, config)]
 
 
 def _config(settings: Settings) -> Config | None:

@@ -7,6 +7,7 @@ directory; one that a killed process has left behind says nothing.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -44,14 +45,15 @@ def find(settings: Settings) -> Site | None:
     """The gateway that a command is to talk to; None when there is none and the store itself is to be used."""
     if named := settings.named_gateway:
         return _site(_web_socket(named), _given_token(settings))
-    found = running(settings.paths.state_dir) or _joined(settings.paths.state_dir)
+    found = next(here(settings.paths.state_dir), None)
     return _site(found.url, _given_token(settings) or _own_token(settings)) if found else None
 
 
-def _joined(state_dir: Path) -> Note | None:
-    """A replica on this machine that was started with `up --join`."""
-    places = sorted((state_dir / JOINED).glob("[0-9]*"))
-    return next((found for place in places if (found := running(place))), None)
+def here(state_dir: Path) -> Iterator[Note]:
+    """The gateways on this machine: the one that owns the directory, and replicas started with `up --join`."""
+    for place in (state_dir, *sorted((state_dir / JOINED).glob("[0-9]*"))):
+        if found := running(place):
+            yield found
 
 
 def _site(url: str, secret: str | None) -> Site:

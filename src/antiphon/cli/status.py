@@ -4,16 +4,37 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import click
+import msgspec
 
 from antiphon.cli import output
 from antiphon.cli.settings import Settings, common, reaching
 
+if TYPE_CHECKING:
+    from antiphon.client import Client
+
+SOON = 5.0  # seconds in which a gateway says whether it can work; it gives its store two
 SHOWN = (
     "version", "pid", "uptimeMs", "stateDir", "connections", "rssBytes", "runs", "cron", "deliveries", "replicas",
 )  # fmt: skip
+LACKING = {
+    "closing": ("stopping", "it takes nothing any more, and is gone soon"),
+    "store": ("database", "cannot be used now, so nothing is accepted; why: antiphon doctor"),
+    "bus": (
+        "bus",
+        "NATS is away: what is said is kept, and new runs wait until it is back; why: antiphon doctor",
+    ),
+}
+
+
+class Readiness(msgspec.Struct, frozen=True):
+    """What a gateway says of itself at `/readyz`."""
+
+    failing: list[str] = []
+    degraded: list[str] = []
 
 
 @click.command(help="How the gateway is, or what is kept while none runs.")
@@ -36,14 +57,49 @@ async def _facts(settings: Settings) -> dict[str, Any]:
     if client is None:
         return await _without(settings)
     async with client:
-        told = await client.call("status")
+        ready = await asyncio.to_thread(_readiness, client.site.url)
+        # Without its store it would answer after a long wait, and then only that.
+        told = _known(settings) if "store" in ready.failing else await _told(client)
         return {
             "running": True,
             "url": client.site.url,
-            **{name: told.get(name) for name in SHOWN},
-            "sessions": told["sessions"]["count"],
+            "failing": ready.failing,
+            "degraded": ready.degraded,
+            **told,
             **({"tokenFile": _token_file(settings)} if settings.named_gateway is None else {}),
         }
+
+
+async def _told(client: Client) -> dict[str, Any]:
+    told = await client.call("status")
+    config = (await client.call("config.get"))["config"]
+    shared = all(config.get(part, {}).get("url") for part in ("store", "bus"))
+    facts = {name: told.get(name) for name in SHOWN}
+    return {**facts, "shared": shared, "sessions": told["sessions"]["count"]}
+
+
+def _known(settings: Settings) -> dict[str, Any]:
+    """What is known of a gateway that cannot say how it is."""
+    from antiphon.cli.running import here
+
+    found = None if settings.named_gateway else next(here(settings.paths.state_dir), None)
+    return {**dict.fromkeys((*SHOWN, "shared", "sessions")), "pid": found.pid if found else None}
+
+
+def _readiness(url: str) -> Readiness:
+    """Asked without a token; nothing is lacking where this way does not lead to the gateway, as behind some proxies."""
+    from http.client import HTTPConnection, HTTPException, HTTPSConnection
+
+    parts = urlsplit(url)
+    kind = HTTPSConnection if parts.scheme == "wss" else HTTPConnection
+    connection = kind(parts.hostname or "", parts.port, timeout=SOON)
+    try:
+        connection.request("GET", f"{parts.path.rstrip('/')}/readyz")
+        return msgspec.json.decode(connection.getresponse().read(), type=Readiness)
+    except (OSError, HTTPException, msgspec.MsgspecError):
+        return Readiness()
+    finally:
+        connection.close()
 
 
 async def _without(settings: Settings) -> dict[str, Any]:
@@ -71,20 +127,26 @@ def _token_file(settings: Settings) -> str:
 
 
 def _running(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "gateway", f"running at {facts['url']}" + (f" (process {facts['pid']})" if facts["pid"] else "")
+    yield from (LACKING[part] for part in facts["failing"] + facts["degraded"] if part in LACKING)
+    if "store" not in facts["failing"]:
+        yield from _working(facts)
+    if facts.get("tokenFile"):
+        yield "token", f"the owner's is in {facts['tokenFile']}"
+
+
+def _working(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     runs, cron = facts["runs"], facts["cron"]
-    yield "gateway", f"running at {facts['url']} (process {facts['pid']})"
     yield "version", facts["version"]
     yield "up for", output.lasting(facts["uptimeMs"])
     yield "sessions", str(facts["sessions"])
     yield "runs", f"{runs['running']} running, {runs['queued']} queued"
     yield "connections", str(facts["connections"])
     yield "memory", f"{facts['rssBytes'] // 2**20} MiB at most"
-    yield "cron", f"{cron['jobs']} jobs" + ("" if cron["enabled"] else ", switched off")
+    yield "cron", _many(cron["jobs"], "job") + ("" if cron["enabled"] else ", switched off")
     yield from _deliveries(facts)
     yield from _replicas(facts)
     yield "state", facts["stateDir"]
-    if facts.get("tokenFile"):
-        yield "token", f"the owner's is in {facts['tokenFile']}"
 
 
 def _stopped(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -99,15 +161,14 @@ def _stopped(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _replicas(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """A line for each, where there are several."""
+    """A line for each, where there are or could be several."""
     replicas: list[dict[str, Any]] = facts["replicas"] or []
-    for replica in replicas if len(replicas) > 1 else ():
-        lanes = f"{replica['lanes']} lanes"
+    for replica in replicas if facts["shared"] or len(replicas) > 1 else ():
         heard = f"heard of {output.lasting(replica.get('lagMs') or 0)} ago"
         parts = [
             replica.get("address") or "no address",
             replica.get("version") or "unknown version",
-            lanes,
+            _many(replica["lanes"], "lane"),
             heard,
         ]
         parts += [] if replica["alive"] else ["silent: its lanes pass to others"]
@@ -121,3 +182,7 @@ def _deliveries(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     stuck = [f"{standing[state]} {state}" for state in ("dead", "ambiguous") if standing.get(state)]
     if stuck:
         yield "deliveries", f"{', '.join(stuck)}; see: antiphon deliveries"
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" + ("" if count == 1 else "s")
