@@ -6,11 +6,13 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from antiphon.access import Caller
+from antiphon.cli.journal import keep_journal
 from antiphon.clock import ManualClock
 from antiphon.engine import context
 from antiphon.engine.engine import Pace
@@ -30,9 +32,12 @@ from antiphon.messages import Assistant, ToolCall, ToolResult, User
 from antiphon.operations import Message
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import FunctionRuntime
+from antiphon.runtimes.model import ModelRuntime, ModelSpec, Patience
+from antiphon.runtimes.rehearsal import RehearsalRuntime
 from antiphon.store import Tx
 from antiphon.store.queries import Query
 from bases import REFUSED
+from providers import Failure, Provider
 from stage import (
     BOUND,
     DATABASE,
@@ -54,6 +59,7 @@ pytestmark = pytest.mark.anyio
 
 SLOW = Pace(lease=3600, sweep=3600)  # nothing happens by itself
 BRISK = Pace(lease=3600, sweep=0.01, stop_grace=0.05)
+API_KEY = "sk-s3cr3t-Qx7"
 
 
 async def echo(prompt: Prompt) -> str:
@@ -84,6 +90,22 @@ class Held:
         self.begun.set()
         await self.released.wait()
         return f"heard {last(prompt)}"
+
+
+@asynccontextmanager
+async def failing(failure: Failure) -> AsyncGenerator[ModelRuntime]:
+    """A model of a provider that always fails like this, and is hardly waited for."""
+    hurried = Patience(first_wait=0.001, longest_wait=0.002, jitter=0.0)
+    async with Provider(default=failure).running() as provider:
+        url = f"{provider.url}/v1"
+        spec = ModelSpec(
+            provider="test", model="gpt-5", api="openai-completions", base_url=url, api_key=API_KEY
+        )
+        runtime = ModelRuntime(spec, patience=hurried)
+        try:
+            yield runtime
+        finally:
+            await runtime.close()
 
 
 # --- accepting ---
@@ -856,6 +878,92 @@ async def test_a_failure_is_one_sentence_and_the_session_goes_on(tmp_path: Path)
         end = (await stage.transcript())[-1]
         assert (end["stopReason"], end["errorMessage"]) == ("error", view.error)
         assert (await stage.ask("again")).reply == "fine"
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str | None, str | None, str]]:
+    """What the program logs of runs: level, run, session, words."""
+    return [
+        (record.levelname, about.get("run_id"), about.get("session_key"), record.getMessage())
+        for record in caplog.records
+        if record.name.startswith("antiphon") and (about := vars(record))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        (Failure(status=401, body={"error": {"message": f"bad key {API_KEY}"}}), "refused the credentials"),
+        (Failure(status=404, body={"error": {"message": "no such model"}}), "does not know the model"),
+        (Failure(status=413, body="prompt is too long"), "longer than the context window"),
+        (Failure(status=400, body={"error": {"message": f"odd {API_KEY}"}}), "rejected the request"),
+    ],
+    ids=["credentials", "model", "overflow", "rejected"],
+)
+async def test_a_run_that_a_provider_fails_is_one_line_of_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, failure: Failure, words: str
+) -> None:
+    async with failing(failure) as runtime, staged(tmp_path, runtime) as stage:
+        view = await stage.ask("my diary")
+    assert view.state == "error"
+    [(level, run_id, session_key, line)] = told(caplog)
+    assert (level, run_id, session_key) == ("WARNING", view.run_id, MAIN)
+    assert line.startswith(f"Run {view.run_id!r} failed: Provider 'test' ") and words in line
+    assert API_KEY not in line and "diary" not in line
+
+
+async def test_every_attempt_of_a_run_is_in_the_log_as_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging, "root", logging.RootLogger(logging.WARNING))
+    monkeypatch.setattr(logging.getLogger("antiphon"), "parent", logging.root)
+    keep_journal(tmp_path, debug=False)
+    failure = Failure(status=500, body={"error": {"message": f"oh no, {API_KEY}"}})
+    async with failing(failure) as runtime, staged(tmp_path, runtime) as stage:
+        view = await stage.ask("my diary")
+    for handler in logging.root.handlers:
+        handler.close()
+    written = (tmp_path / "antiphon.log").read_text()
+    lines = [json.loads(line) for line in written.splitlines()]
+    assert [line["logger"] for line in lines] == ["antiphon.runtimes.model"] * 3 + ["antiphon.engine.engine"]
+    for line in lines:
+        assert list(line) == ["time", "level", "logger", "event", "run_id", "session_key"]
+        assert (line["level"], line["run_id"], line["session_key"]) == ("warning", view.run_id, MAIN)
+        assert "could not answer for 'gpt-5' (500: oh no, ***)" in line["event"]
+    assert API_KEY not in written and "diary" not in written
+
+
+async def test_what_a_rehearsal_is_told_to_say_is_not_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with staged(tmp_path, RehearsalRuntime()) as stage:
+        view = await stage.ask("fail my diary")
+    assert view.error and "my diary" in view.error
+    [(level, run_id, session_key, line)] = told(caplog)
+    assert (level, run_id, session_key) == ("WARNING", view.run_id, MAIN)
+    assert "diary" not in line
+
+
+async def test_a_run_that_is_stopped_late_or_somebody_elses_fault_is_not_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun = asyncio.Event()
+
+    async def agent(prompt: Prompt) -> str:
+        if last(prompt) == "refuse":
+            raise InvalidInput("That is no number.", "Send a number.")
+        begun.set()
+        await asyncio.Event().wait()
+        return ""
+
+    async with staged(tmp_path, agent) as stage:
+        assert (await stage.ask("refuse")).error_code == "invalid_input"
+        assert (await stage.ask("late", timeout_seconds=0.05)).state == "timeout"
+        begun.clear()
+        run_id = await stage.say("stop")
+        await soon(begun)
+        await stage.operations.stop(OPERATOR, MAIN)
+        assert (await stage.ended(run_id)).state == "cancelled"
+    assert told(caplog) == []
 
 
 @pytest.mark.requirement("G10")

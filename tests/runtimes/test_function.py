@@ -119,6 +119,7 @@ async def test_what_it_raises_is_told_with_its_place_and_logged(caplog: pytest.L
     assert (record.levelno, record.name) == (logging.ERROR, "antiphon.runtimes.function")
     assert record.exc_info
     assert isinstance(record.exc_info[1], json.JSONDecodeError)
+    assert (vars(record)["run_id"], vars(record)["session_key"]) == (PROMPT.run_id, PROMPT.session_key)
 
 
 async def test_a_function_that_cannot_be_called_is_told_what_one_is() -> None:

@@ -363,6 +363,27 @@ async def test_each_retry_is_logged_in_our_words(
     assert "s3cr3t" not in caplog.text
 
 
+@readers
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        Failure(status=429, body="slow down"),
+        Failure(status=500, body="oh no"),
+        Answer(text=("a", "b"), cut_after=2),
+    ],
+    ids=["limited", "broken", "cut"],
+)
+async def test_a_retry_is_found_in_the_log_by_run_and_session(
+    provider: Provider, caplog: pytest.LogCaptureFixture, trouble: Answer | Failure
+) -> None:
+    provider.script(trouble)
+    await step(
+        spec_for("openai-completions", provider.url), prompt_of(run_id="r1", session_key="agent:main:x")
+    )
+    [told] = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert (vars(told)["run_id"], vars(told)["session_key"]) == ("r1", "agent:main:x")
+
+
 async def test_retries_of_others_are_logged_as_before(provider: Provider) -> None:
     heard: list[BaseException] = []
     set_on_retry_hooks([lambda details: heard.append(details.caused_by)])
@@ -510,6 +531,14 @@ async def test_a_key_quoted_by_the_provider_is_masked(provider: Provider, api: A
     error = await failing(spec_for(api, provider.url))
     assert "do not send *** here" in str(error)
     assert len(provider.received) == 1
+
+
+@both
+async def test_a_token_in_a_header_is_masked_without_its_scheme(provider: Provider, api: Api) -> None:
+    headers = {"Authorization": "Bearer s3cr3t-Qx7"}
+    provider.default = Failure(status=400, body={"error": {"message": "cannot read s3cr3t-Qx7"}})
+    error = await failing(spec_for(api, provider.url, headers=headers))
+    assert "cannot read ***" in error.what
 
 
 @pytest.mark.requirement("G29")

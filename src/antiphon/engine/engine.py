@@ -36,7 +36,7 @@ from antiphon.engine.runs import Claim, Ended, Ending, Stopped, Worker
 from antiphon.engine.steps import GATED, QUIET, Outcome, Sequel
 from antiphon.engine.transcripts import Entry
 from antiphon.engine.turns import Setting, Turn
-from antiphon.errors import AntiphonError, Fenced, RunFailed, StoreError
+from antiphon.errors import AntiphonError, Fenced, ProviderError, RunFailed, StoreError
 from antiphon.lanes import LaneEngine
 from antiphon.messages import ToolCall, ToolResult
 from antiphon.store import Store
@@ -225,6 +225,8 @@ class Engine:
         except (Fenced, StoreError):
             raise  # Nothing can be committed now; the run is taken up again from its transcript.
         except AntiphonError as error:
+            if isinstance(error, ProviderError):  # of the others, whoever asked is told
+                log.warning("Run %r failed: %s", claim.run_id, error.what, extra=_about(claim))
             return _failed(turn, error)
         except Exception:
             log.exception("Run %r failed", claim.run_id, extra=_about(claim))

@@ -38,6 +38,11 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     thinking: str | None = None
     """One of `off minimal low medium high xhigh`, or None for the model's default."""
 
+    @property
+    def about(self) -> dict[str, str]:
+        """For the log, which can be searched by either."""
+        return {"run_id": self.run_id, "session_key": self.session_key}
+
 
 class Deltas(Protocol):
     """Where a step streams what it has so far. Calls are cheap and never block."""

@@ -54,7 +54,7 @@ class FunctionRuntime:
         except AntiphonError:
             raise
         except Exception as error:
-            raise self._raised(error) from error
+            raise self._raised(error, prompt) from error
 
     async def close(self) -> None:
         """There is nothing to close."""
@@ -88,8 +88,8 @@ class FunctionRuntime:
             model=answer.model or self._name,
         )
 
-    def _raised(self, error: Exception) -> ProviderError:
-        log.exception("Function agent %r failed", self._name)
+    def _raised(self, error: Exception, prompt: Prompt) -> ProviderError:
+        log.exception("Function agent %r failed", self._name, extra=prompt.about)
         what = f"failed with {type(error).__name__}: {error}"
         place = _place(error)
         # Nowhere in the function: it could not be called, or what it gave could not be used.

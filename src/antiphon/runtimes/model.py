@@ -142,9 +142,16 @@ class ModelRuntime:
             with attempt:
                 if attempt.num > 1:
                     deltas.restart()
-                async with self._slots:
-                    return await reader.read(prompt, deltas)
+                return await self._attempt(reader, prompt, deltas)
         raise AssertionError("The last attempt returns or raises.")
+
+    async def _attempt(self, reader: Reader, prompt: Prompt, deltas: Deltas) -> Assistant:
+        try:
+            async with self._slots:
+                return await reader.read(prompt, deltas)
+        except ProviderError as error:
+            error.data |= prompt.about  # who logs the retry is given nothing but the error
+            raise
 
     async def close(self) -> None:
         async with self._opening:
@@ -186,6 +193,7 @@ def _tell(details: RetryDetails) -> None:
             error.data.get("model"),
             details.wait_for,
             error.what,
+            extra={name: error.data.get(name) for name in ("run_id", "session_key")},
         )
 
 
@@ -320,7 +328,11 @@ def failure(
 
 def _without_secrets(spec: ModelSpec, reason: str) -> str:
     said = " ".join(reason.split())
-    for secret in (spec.api_key, *spec.headers.values()):
+    # Of `Bearer abc` the second word alone is as secret.
+    tokens = [
+        v.partition(" ")[2] for name, v in spec.headers.items() if name.lower().endswith("authorization")
+    ]
+    for secret in (spec.api_key, *spec.headers.values(), *tokens):
         if secret:
             said = said.replace(secret, "***")
     return said if len(said) <= 300 else f"{said[:299]}…"

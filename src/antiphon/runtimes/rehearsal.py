@@ -270,8 +270,9 @@ def _last_results(script: _Script, results: Sequence[ToolResult]) -> str:
 
 def _failed(text: str) -> ProviderError:
     return ProviderError(
-        f"Provider 'rehearsal' failed as it was told to: {text}.",
-        "Leave the `fail` line out to let it answer.",
+        "Provider 'rehearsal' failed as it was told to.",
+        # Here and not above, because what happened is logged, and these are somebody's words.
+        f"Leave the line `fail {text}` out to let it answer.",
         status=None,
         provider="rehearsal",
         model="rehearsal",
