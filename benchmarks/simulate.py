@@ -34,35 +34,35 @@ REST = 0.05  # of a core is left to a replica that hears more than it can
 class Times:
     """Milliseconds, each with where it comes from. `--measured` replaces those it names.
 
-    "Measured": with the shipped code on the reference machine (2 shared cores, load about 10, PostgreSQL 18, NATS
-    2.15). The parts per transaction and per script are a fit to the CPU time per run of two closed loops, of 10
-    and of 100 sessions, without NATS; one session alone costs half as much again to twice as much, which is left
-    out. "Prototype": measured on the same machine with the prototype that came before this code.
+    "Measured": by `benchmarks/service.py` on the reference machine (2 shared cores, load about 1, PostgreSQL 18, NATS
+    2.15), a fit to the CPU time per run of two closed loops, of 10 and of 100 sessions; one session alone costs half
+    as much again to twice as much, which is left out. "Apart": measured with the shipped code by itself, at a load of
+    about 10. "Prototype": measured on the same machine with the prototype that came before this code.
     """
 
-    gateway_transaction: float = 0.43
+    gateway_transaction: float = 0.36
     """CPU of a replica for a transaction. Measured."""
-    gateway_script: float = 0.34
+    gateway_script: float = 0.51
     """CPU of a replica for a script, with everything around it. Measured."""
     gateway_activation: float = 0.07
     """CPU of a replica to activate, take and acknowledge a lane. Prototype: a work queue alone."""
     gateway_tell: float = 0.014
-    """CPU to publish one event. Measured."""
+    """CPU to publish one event. Apart."""
     gateway_hear: float = 0.016
-    """CPU to receive one event of another replica. Measured: one that nobody connected waits for."""
-    database_transaction: float = 0.37
+    """CPU to receive one event of another replica. Apart: one that nobody connected waits for."""
+    database_transaction: float = 0.44
     """CPU of PostgreSQL for a transaction. Measured."""
-    database_script: float = 0.40
+    database_script: float = 0.62
     """CPU of PostgreSQL for a script. Measured."""
-    database_chores: float = 2.5
+    database_chores: float = 2.8
     """CPU of PostgreSQL per second for a replica that does nothing: 2.6 transactions (lease, sweep, outbox) and a look
     at the clock every 10 s. Computed from the two above."""
     flush: float = 0.5
     """One flush of the log, however many commits share it. Prototype: 0.15 to 1.3, on a disk with a write cache."""
-    nats_lane: float = 0.09
-    """CPU of NATS for a lane: published (20,000/s), fetched (30,000/s). Prototype."""
+    nats_lane: float = 0.22
+    """CPU of NATS for a lane: published, fetched, renewed, acknowledged. Measured."""
     nats_message: float = 0.0035
-    """CPU of NATS for one event in or out. Measured: 0.007 for one in and one out."""
+    """CPU of NATS for one event in or out. Apart: 0.007 for one in and one out."""
     network: float = 0.2
     """A round trip between machines. Assumed: nothing was measured over a real network."""
 

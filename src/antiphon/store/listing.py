@@ -43,9 +43,12 @@ class Wish:
 
 async def page(tx: Tx, wish: Wish) -> list[Row]:
     """At most `limit` rows, newest first by `updated_at`, then by key."""
-    overlap = 2 if wish.own_key is not None else 1  # a session of the own tree may be in another stream too
     prefix = wish.search is not None and not await _common(tx, wish.search)
-    query, params = statement(replace(wish, limit=overlap * wish.limit), prefix=prefix)
+    if wish.own_key is None:
+        query, params = statement(wish, prefix=prefix)
+        return sorted(await tx.all(query, **params), key=_place)
+    # A session of the own tree may be in another stream, too.
+    query, params = statement(replace(wish, limit=2 * wish.limit), prefix=prefix)
     rows = {row["id"]: row for row in await tx.all(query, **params)}
     return sorted(rows.values(), key=_place)[: wish.limit]
 
