@@ -44,7 +44,13 @@ def run(program: Path, *arguments: str, cwd: Path) -> subprocess.CompletedProces
 def installing(checkout: Path) -> str:
     made = checkout / ".venv" / "bin" / "antiphon"
     script = 'echo "$PWD: $*"'
-    lines = f"mkdir -p {made.parent}", f"echo {script!r} > {made}", f"{shutil.which('chmod')} +x {made}"
+    asked = f'echo "$*" > {checkout}/asked'
+    lines = (
+        asked,
+        f"mkdir -p {made.parent}",
+        f"echo {script!r} > {made}",
+        f"{shutil.which('chmod')} +x {made}",
+    )
     return "\n".join(lines)
 
 
@@ -55,6 +61,7 @@ def test_it_runs_through_a_link_and_says_once_that_it_sets_up(checkout: Path, tm
     assert first.stdout == second.stdout == f"{tmp_path}: chat --json\n"
     assert (first.returncode, first.stderr) == (0, "Setting up (once) …\n")
     assert (second.returncode, second.stderr) == (0, "")
+    assert "--inexact" in (checkout / "asked").read_text(), "extras that were added stay"
 
 
 @pytest.mark.parametrize("python", [None, "exit 1"])

@@ -476,6 +476,13 @@ def test_each_version_is_reached_from_the_one_before(tmp_path: Path, monkeypatch
     connection.close()
 
 
+async def planted(path: Path) -> None:
+    """A new file with a session in it."""
+    async with opened(path):
+        pass
+    plant(path)
+
+
 @contextmanager
 def schema(version: int) -> Generator[None]:
     """What is opened meanwhile becomes a file as that version of Antiphon leaves it."""
@@ -591,9 +598,7 @@ async def test_runs_of_schema_4_are_carried_on_and_lead_to_nothing(tmp_path: Pat
 @pytest.mark.requirement("G45", "W2")
 async def test_what_was_said_before_schema_3_can_be_searched_after(tmp_path: Path) -> None:
     with schema(2):
-        async with opened(tmp_path):
-            pass
-        plant(tmp_path)
+        await planted(tmp_path)
         for seq, word in enumerate(("lost", "found", "{damaged")):
             raw(
                 tmp_path / NAME,
@@ -617,9 +622,7 @@ async def test_what_was_said_before_schema_3_can_be_searched_after(tmp_path: Pat
 @pytest.mark.requirement("G45", "W2")
 async def test_what_schema_7_had_indexed_is_indexed_again_and_found_once(tmp_path: Path) -> None:
     with schema(7):
-        async with opened(tmp_path):
-            pass
-        plant(tmp_path)
+        await planted(tmp_path)
         for statement in (
             "INSERT INTO messages (transcript, seq, entry, role, body, created_at)"
             """ VALUES (1, 1, 'e', 'user', '{"role":"user","content":"found","timestamp":1}', 1)""",
