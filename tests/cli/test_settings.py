@@ -10,6 +10,7 @@ import pytest
 
 from antiphon.cli.settings import Settings
 from antiphon.config import Config
+from antiphon.errors import ConfigError
 
 
 def config(path: Path, written: dict[str, Any] | None) -> Config:
@@ -45,3 +46,9 @@ def test_what_is_not_written_is_as_by_default(
 def test_what_is_written_is_read(tmp_path: Path, written: dict[str, Any], agent: str, main_key: str) -> None:
     found = config(tmp_path, written)
     assert (found.default_agent_id, found.session.main_key) == (agent, main_key)
+
+
+def test_a_file_that_was_named_must_be_there(tmp_path: Path) -> None:
+    missing = Settings(config=str(tmp_path / "nowhere.json5"), state_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"nowhere\.json5"):
+        missing.config_when_needed()

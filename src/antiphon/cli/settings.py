@@ -45,8 +45,9 @@ class Settings:
         """
         from antiphon.keys import DEFAULT_AGENT_ID
 
-        said = self._written()
         known: dict[str, object] = {}
+        if (said := self._written()) is None:
+            return self.load().config  # which says what is wrong with it
         if b"store" not in said:
             known["store"] = _File()
         if b"session" not in said and b"agents" not in said:
@@ -54,11 +55,13 @@ class Settings:
             known["session"] = _Later(lambda: self.load().config.session, NAMES)
         return cast("Config", _Later(lambda: self.load().config, known))
 
-    def _written(self) -> bytes:
+    def _written(self) -> bytes | None:
+        """What the file says: nothing where there need not be one, and None where one was named that cannot be read."""
+        paths = self.paths
         try:
-            return self.paths.config.read_bytes()
+            return paths.config.read_bytes()
         except OSError:
-            return b""
+            return None if paths.config_explicit else b""
 
     def load(self) -> Loaded:
         """The configuration; a file that nobody named need not exist."""
