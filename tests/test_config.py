@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args, get_origin
 from unittest.mock import Mock
 
 import pyjson5
@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import antiphon
 from antiphon.config import (
     REHEARSAL_REF,
     Config,
@@ -30,12 +31,17 @@ from antiphon.config import (
     locate,
     parse,
     secrets,
+    secrets_in,
 )
+from antiphon.config.base import Section
 from antiphon.config.checks import SESSION_TOOLS
 from antiphon.config.foreign import FOREIGN
+from antiphon.config.repeats import repeated
+from antiphon.config.unused import WITHOUT_EFFECT
 from antiphon.errors import ConfigError, NotFound, UnknownModel
 from antiphon.operations import Operations
 from antiphon.tools import session_tools
+from nobody import unprivileged
 
 pytestmark = pytest.mark.requirement("C")
 
@@ -191,6 +197,109 @@ def written(directory: Path, text: str, mode: int = 0o600) -> Path:
 # Loading
 
 
+@pytest.mark.parametrize(
+    ("text", "key", "place"),
+    [
+        ("{ gateway: { port: 1 },\n  gateway: { port: 2 } }", "gateway", "line 2, column 3"),
+        ("{ agents: { list: [{ id: 'a', 'id': 'b' }] } }", "id", "line 1, column 31"),
+        ('{ session: {}, /* { */ "sessi\\u006fn": {} }', "session", "line 1, column 24"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path, text: str, key: str, place: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key!r} a second time at {place}"):
+        load(written(tmp_path, text))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_no_example_has_a_key_twice(name: str) -> None:
+    assert list(repeated(EXAMPLES[name])) == []
+
+
+JSON = st.recursive(
+    st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+)
+
+
+@given(st.dictionaries(st.text(), JSON, min_size=1), st.booleans())
+def test_a_repeated_key_is_found_wherever_texts_look_like_keys(document: dict[str, Any], ascii: bool) -> None:
+    text = json.dumps(document, ensure_ascii=ascii, indent=1)
+    assert list(repeated(text)) == []
+    key = next(iter(document))
+    again = f"{text[:-1]}, {json.dumps(key)}: {{}}}}"
+    assert list(repeated(again)) == [(key, len(text) + 1)]
+
+
+SPACES = st.lists(
+    st.sampled_from([*" \t\v\f\n\r\ufeff\xa0\u2028\u2029\u3000", "/* a: } */", "/**/", '// "{\r', "//\u2029"])
+).map("".join)
+KEYS = st.sampled_from(
+    [
+        (written, name)
+        for name, spellings in {
+            "a": ["a", "'a'", '"a"', r"\u0061", r"'\x61'", r'"\u0061"', "'a\\\n'"],
+            "ä$_": ["ä$_", '"ä$_"'],
+            "}:,": ["'}:,'"],
+            "it's": [r"'it\'s'", '"it\'s"'],
+            "//": ['"//"', r"'\/\/'"],
+            "null": ["null"],
+        }.items()
+        for written in spellings
+    ]
+)
+LEAVES = st.sampled_from(["0xF", "+.5e1", "-Infinity", "NaN", "null", "'a: {'", '"\\\\"', "'\\\r\n/*'"])
+Document = tuple[str, list[str]]  # the text, and the keys that stand again in it
+
+
+@st.composite
+def documents(draw: st.DrawFn, depth: int = 2) -> Document:
+    space, again = (lambda: draw(SPACES)), list[str]()
+    if depth == 0 or draw(st.booleans()):
+        return draw(LEAVES), []
+    if draw(st.booleans()):
+        items = draw(st.lists(documents(depth=depth - 1), max_size=3))
+        again = [name for _, names in items for name in names]
+        return f"[{','.join(space() + text + space() for text, _ in items) or space()}]", again
+    seen, parts = set[str](), list[str]()
+    for (written, name), (text, names) in draw(
+        st.lists(st.tuples(KEYS, documents(depth=depth - 1)), max_size=3)
+    ):
+        again += [*([name] if name in seen else []), *names]
+        seen.add(name)
+        parts.append(f"{space()}{written}{space()}:{space()}{text}{space()}")
+    return f"{{{','.join(parts) or space()}}}", again
+
+
+@given(SPACES, documents(), SPACES)
+def test_every_key_that_stands_again_is_found_in_whatever_the_parser_takes(
+    before: str, document: Document, after: str
+) -> None:
+    text = f"{before}{document[0]}{after}"
+    pyjson5.decode(text)
+    assert [name for name, _ in repeated(text)] == document[1]
+
+
+def test_an_address_without_a_password_is_no_secret(tmp_path: Path) -> None:
+    warned = {
+        url: "holds secrets"
+        in " ".join(load(written(tmp_path, f"{{store: {{url: '{url}'}}}}", 0o644)).warnings)
+        for url in (
+            "postgresql://host/db",
+            "postgresql://me:pass@host/db",
+            "postgresql:///db?host=here&user=me&password=pass",
+        )
+    }
+    assert list(warned.values()) == [False, True, True]
+
+
+def test_every_secret_is_found_by_its_path() -> None:
+    provider = {"apiKey": "k", "models": [{"id": "m"}]}
+    config, _ = parse(
+        {"models": {"providers": {"openai": provider}}, "gateway": {"auth": {"token": {"env": "X"}}}}
+    )
+    found = {path: secret.kind for path, secret in secrets_in(config)}
+    assert found == {"models.providers.openai.apiKey": "text", "gateway.auth.token": "env"}
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_documented_examples_load(name: str, tmp_path: Path) -> None:
     loaded = load(written(tmp_path, EXAMPLES[name]))
@@ -262,6 +371,109 @@ def test_settings_without_effect_are_told() -> None:
     assert "'bus.url' has no effect" not in warnings
     (warning,) = parse({"bus": {"url": "nats://localhost"}})[1]
     assert warning.startswith("'bus.url' has no effect without 'store.url'")
+
+
+P = {"models": {"providers": {"p": {"baseUrl": "http://h", "models": [{"id": "m"}]}}}}
+
+
+def within(place: str, value: object) -> Any:
+    """A document that has this at a place of the table."""
+    step, _, rest = place.partition(".")
+    inner: Any = within(rest, value) if rest else value
+    if step == "[]":
+        return [{"id": "m", **inner}]
+    return {"p": {"baseUrl": "http://h", **inner}} if step == "*" else {step: inner}
+
+
+@pytest.mark.parametrize("place", WITHOUT_EFFECT)
+def test_each_key_without_effect_is_told_with_what_to_do_instead(place: str) -> None:
+    values: dict[str, tuple[object, object]] = {  # one to be told of, and one that asks for nothing
+        "fallbacks": (["p/m"], []),
+        "resetTriggers": (["/fresh"], ["/new", "/reset"]),
+        "identityLinks": ({"ann": ["telegram:1"]}, {}),
+        "threadBindings": ({"enabled": True}, {}),
+        "maintenance": ({"mode": "warn"}, None),
+        "dmScope": ("per-peer", "main"),
+        "delegationMode": ("prefer", None),
+        "input": (["text", "image"], ["text"]),
+        "reasoning": (True, False),
+        "enabled": (True, False),
+    }
+    parent, _, key = place.rpartition(".")
+    told, silent = values.get(key, ("x", None if key != "basePath" else ""))
+    for value, heard in ((told, True), (silent, False)):
+        said = {key: value, **({"primary": "p/m"} if key == "fallbacks" else {})}
+        _, warnings = parse({**P, **within(parent, said)})
+        path = place.replace(".[]", "[0]").replace("*", "p")
+        expected = [f"{path!r} has no effect: {WITHOUT_EFFECT[place]}"] if heard else []
+        assert [text for text in warnings if "no effect" in text] == expected
+
+
+def fields(section: type[Section], path: str = "") -> Iterator[tuple[str, str]]:
+    """Every key that holds a value: its place, and what it is called in the code."""
+    for name, field in section.model_fields.items():
+        place = f"{path}.{field.alias}" if path else str(field.alias)
+        found = list(sections(field.annotation))
+        if not found:
+            yield place, name
+        for step, inner in found:
+            yield from fields(inner, place + step)
+
+
+def sections(kind: object, step: str = "") -> Iterator[tuple[str, type[Section]]]:
+    if isinstance(kind, type) and issubclass(kind, Section):
+        yield step, kind
+    step = {dict: ".*", tuple: ".[]"}.get(cast("Any", get_origin(kind)), step)
+    for inner in get_args(kind):
+        yield from sections(inner, step)
+
+
+READ_WITHIN = {
+    "$schema": "for editors",
+    "session.sendPolicy.rules.[].match.surface": "as channel_name",
+    "models.mode": "there is nothing that could be merged or replaced",
+}
+
+
+def test_every_key_is_read_somewhere_or_known_to_have_no_effect() -> None:
+    """By its name: one that other things are called by, too, can hide. New keys seldom do."""
+    source = Path(antiphon.__file__).parent
+    texts = [path.read_text() for path in source.rglob("*.py") if path.parent.name != "config"]
+    read = set(re.findall(r"\.([a-z_]+)\b", "\n".join(texts)))
+    places = dict(fields(Config))
+    dead = {place for place, name in places.items() if name not in read} - READ_WITHIN.keys()
+
+    assert not {place for place in dead if not any(f"{place}.".startswith(f"{it}.") for it in WITHOUT_EFFECT)}
+    for place in (*WITHOUT_EFFECT, *READ_WITHIN):
+        assert any(f"{known}.".startswith(f"{place}.") for known in places), place
+
+
+@pytest.mark.parametrize("host", ["localhost", "192.168.1.2", "::1", "fe80::1%eth0"])
+def test_an_address_to_listen_on_is_accepted(host: str) -> None:
+    token = {"token": "of sixteen or more"}
+    assert parse({"gateway": {"bind": "custom", "customBindHost": host, "auth": token}})[1] == ()
+    assert parse({"gateway": {"customBindHost": "of no use"}})[1] == ()
+
+
+@pytest.mark.requirement("G25")
+def test_a_reset_that_never_comes_is_told() -> None:
+    idle = {"mode": "idle"}
+    for session, path in (
+        ({"reset": idle}, "session.reset"),
+        ({"resetByType": {"group": idle}}, "session.resetByType.group"),
+        ({"idleMinutes": 5, "resetByChannel": {"x": idle}}, "session.resetByChannel.x"),
+    ):
+        (warning,) = parse({"session": session})[1]
+        assert warning == (
+            f"{path!r} has the mode 'idle' and no 'idleMinutes', so nothing begins anew. Set it."
+        )
+    assert parse({"session": {"idleMinutes": 5, "reset": idle, "resetByType": {"dm": idle}}})[1] == ()
+
+
+def test_a_bind_that_only_others_know_is_read_and_told() -> None:
+    (warning,) = parse({"gateway": {"bind": "tailnet"}})[1]
+    assert warning.startswith("'gateway.bind' is 'tailnet'")
+    assert warning.endswith("Use 'custom' and put the address into gateway.customBindHost.")
 
 
 def test_parts_that_are_not_there_yet_refuse_nothing() -> None:
@@ -646,6 +858,16 @@ def test_wrong_value_names_path_allowed_and_given(raw: object, path: str, says: 
         ({"models": {"providers": {"ollama": {}}}}, "models.providers.ollama.baseUrl", "needs an address"),
         ({"gateway": {"bind": "lan", "auth": {"mode": "none"}}}, "gateway.auth.mode", "loopback"),
         ({"gateway": {"bind": "custom"}}, "gateway.customBindHost", "not set"),
+        (
+            {"gateway": {"bind": "custom", "customBindHost": "no host"}},
+            "gateway.customBindHost",
+            "an IP address or",
+        ),
+        (
+            {"gateway": {"bind": "custom", "customBindHost": "[::1]"}},
+            "gateway.customBindHost",
+            "'[::1]' was given",
+        ),
         ({"gateway": {"auth": {"mode": "password"}}}, "gateway.auth.password", "not set"),
         (
             {
@@ -888,7 +1110,7 @@ def test_one_session_for_several_senders_is_warned_of(
 ) -> None:
     _, warnings = parse({"channels": channels, "session": session})
 
-    told = [text for text in warnings if "no effect in this release" not in text]
+    told = [text for text in warnings if "no effect" not in text]
     assert [text for text in told if "'session.dmScope' is 'main'" in text] == told
     assert bool(told) is warned
 
@@ -1048,6 +1270,31 @@ def test_secret_file_has_to_be_a_small_text(tmp_path: Path) -> None:
     assert "larger than 65536" in reason(SENTINEL.encode() * 10_000)
     assert "empty or not UTF-8" in reason(SENTINEL.encode() + b"\xff")
     assert "empty or not UTF-8" in reason(b"\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("none", "No such file"),
+        ("~no such user/token", "No such file"),
+        ("x" * 300, "File name too long"),
+        ("locked/token", "Permission denied"),
+    ],
+)
+def test_a_secret_file_that_is_not_there_is_missed_without_being_opened(
+    name: str, why: str, open_path: Path
+) -> None:
+    (open_path / "locked").mkdir()
+    (open_path / "locked" / "token").touch(0o600)
+    (open_path / "locked").chmod(0)
+    secret = Secret.parse({"file": name}, open_path)
+    with unprivileged():
+        missed = secret.lacks
+        with pytest.raises(ConfigError) as caught:
+            secret.reveal()
+    assert missed is not None
+    assert str(missed) == str(caught.value)
+    assert why in missed.what and missed.hint == "Correct the path, or create the file."
 
 
 def test_secret_file_has_to_be_a_file(tmp_path: Path) -> None:

@@ -240,6 +240,10 @@ class ProviderError(AntiphonError):
         self.retryable = retryable
 
 
+class CredentialsRefused(ProviderError):
+    """The provider does not take our key; it may have been replaced since it was read."""
+
+
 class ContextOverflow(ProviderError):
     """The conversation is longer than the model's window; the engine compacts and tries again."""
 
@@ -271,6 +275,16 @@ class RunFailed(AntiphonError):
             "See the log for the details, then try again.",
             run_id=run_id,
         )
+
+
+class Suspected(AntiphonError):
+    """A run that its process may have died of: it is to be played when no other such run is."""
+
+    code = "suspected"
+    who = "engine"
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__(f"Run {run_id!r} was interrupted before.", "Wait for its turn.", run_id=run_id)
 
 
 class Fenced(AntiphonError):

@@ -6,8 +6,11 @@ By itself, because a command that asks a running gateway is over before `operati
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import msgspec
+
+Role: TypeAlias = Literal["user", "assistant", "toolResult", "compaction"]
 
 LIST_LIMIT, LIST_MOST = 50, 200
 HISTORY_LIMIT, HISTORY_MOST = 50, 1000
@@ -28,5 +31,16 @@ class ListFilter(msgspec.Struct, frozen=True, kw_only=True):
 class HistoryFilter(msgspec.Struct, frozen=True, kw_only=True):
     limit: int = HISTORY_LIMIT
     include_tools: bool = False
+    """What tools returned, too. Without a meaning beside `roles` and `errors`, which say it themselves."""
     before: int | None = None
     after: int | None = None
+    roles: tuple[str, ...] | None = None
+    since: int | None = None
+    """Only what was written then or later, in milliseconds."""
+    errors: bool = False
+    """Only what failed: answers that ended in an error or were aborted, errors of tools."""
+
+    @property
+    def narrow(self) -> bool:
+        """Whether most of a transcript may be left out, so that looking for the rest has to be bounded."""
+        return self.roles is not None or self.since is not None or self.errors

@@ -10,6 +10,7 @@ This module knows nothing of storage, prompts or providers.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -140,6 +141,36 @@ Message: TypeAlias = User | Assistant | ToolResult | Compaction
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
+
+
+def call_ids(messages: Iterable[Message]) -> set[str]:
+    """Of the tool calls in them."""
+    return {call.id for message in messages if isinstance(message, Assistant) for call in message.tool_calls}
+
+
+class _Outcome(msgspec.Struct, rename="camel", frozen=True):
+    """What says whether an entry failed, also in one of another writer that is no `Message`."""
+
+    stop_reason: Any = None
+    error_message: Any = None
+    is_error: Any = None
+
+
+_outcome = msgspec.json.Decoder(_Outcome)
+_TELLING = ("isError", "errorMessage", '"error"', '"aborted"')
+
+
+def failed(role: str, body: str) -> bool:
+    """An answer that ended in an error or was aborted, or a tool's error. Most are not decoded to know."""
+    if role not in ("assistant", "toolResult") or not any(word in body for word in _TELLING):
+        return False
+    try:
+        found = _outcome.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        return False
+    if role == "toolResult":
+        return found.is_error is True
+    return found.stop_reason in ("error", "aborted") or bool(found.error_message)
 
 
 def encode(message: Message) -> str:

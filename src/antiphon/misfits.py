@@ -5,9 +5,14 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+LONGEST = 240  # characters of what is said of it; what was sent may be megabytes, and stand in the middle
+
 _PLACE = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
+_HIGH, _LOW = "[89abAB][0-9a-fA-F]{2}", "[c-fC-F][0-9a-fA-F]{2}"
+_HALF = re.compile(rf"\\u[dD](?:{_HIGH}(?!\\u[dD]{_LOW})|(?<!\\u[dD]{_HIGH}\\u[dD]){_LOW})")
+"""A high half that no low one follows, or a low one that follows no high one."""
 
 
 class Misfit(NamedTuple):
@@ -16,6 +21,8 @@ class Misfit(NamedTuple):
     what: str
     name: str | None = None
     """The property at that path that is missing, or should not be there."""
+
+    missing: bool = False
 
     @property
     def field(self) -> str:
@@ -30,12 +37,34 @@ class Misfit(NamedTuple):
 
 def read(error: Exception) -> Misfit:
     """What msgspec says of it, in the words of JSON Schema."""
-    text = str(error)
+    text = brief(error)
     place = _PLACE.search(text)
     path, what = (place[1], text[: place.start()]) if place else ("", text)
     if unknown := _UNKNOWN.fullmatch(what):
         return Misfit(path, f"unexpected property '{unknown[1]}'", unknown[1])
     if missing := _MISSING.fullmatch(what):
-        return Misfit(path, f"must have required property '{missing[1]}'", missing[1])
+        return Misfit(path, f"must have required property '{missing[1]}'", missing[1], missing=True)
     what = re.sub(r"Expected `(int|float)` (>=|<=|>|<) (\S+)", r"must be \2 \3", what)
     return Misfit(path, re.sub(r"^Expected `(.+?)`, got `(.+?)`$", r"must be \1, not \2", what))
+
+
+def brief(error: Exception) -> str:
+    """What an error says, without the middle of what it quotes at length."""
+    text = str(error)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]}…{text[-LONGEST // 2 :]}"
+
+
+def mended(raw: str | bytes) -> bytes:
+    """The same JSON, with U+FFFD for each half of a surrogate pair: cutting a text in UTF-16 leaves them behind.
+
+    It is not parsed for that: megabytes of it have to be quick.
+
+    Raises:
+        ValueError: it can be no JSON. What is returned may be none either.
+    """
+    text = raw if isinstance(raw, str) else raw.decode("utf-8-sig", "surrogatepass")
+    if "\0" in text:
+        raise ValueError("JSON has no NUL in it.")
+    # An escaped backslash is put out of the way, so that every other one begins an escape.
+    text = _HALF.sub(r"\\ufffd", text.replace(r"\\", "\0")).replace("\0", r"\\")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()

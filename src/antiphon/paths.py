@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,11 @@ def locate(config: str | None, state_dir: str | None, environ: Mapping[str, str]
     state = _path(state_dir or environ.get("ANTIPHON_STATE_DIR"), home) or home / ".antiphon"
     chosen = _path(config or environ.get("ANTIPHON_CONFIG"), home)
     return Paths(chosen or state / CONFIG, chosen is not None, state)
+
+
+def at_home(text: str) -> Path:
+    """A path in which `~` may stand for a home. That of nobody stays as it is, and is then not found."""
+    return Path(os.path.expanduser(text))  # noqa: PTH111 - Path.expanduser raises there
 
 
 def _path(value: str | None, home: Path) -> Path | None:

@@ -6,7 +6,7 @@ This package decides nothing about sessions, and importing it starts nothing.
 
 from antiphon.config.agents import AgentConfig, ModelChoice, Runtime, Sandbox, Subagents, ToolRules
 from antiphon.config.base import Thinking, Visibility
-from antiphon.config.load import Loaded, load, parse
+from antiphon.config.load import Loaded, load, parse, secrets_in
 from antiphon.config.model import REHEARSAL, REHEARSAL_REF, Config, FoundModel, json_schema
 from antiphon.config.secrets import Secret
 from antiphon.config.sections import (
@@ -47,4 +47,5 @@ __all__ = [
     "load",
     "locate",
     "parse",
+    "secrets_in",
 ]

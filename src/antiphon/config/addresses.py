@@ -1,10 +1,12 @@
-"""Which addresses `store.url` and `bus.url` may be: asked when the config is read, and when a reference is opened.
+"""Which addresses may stand where: `store.url` and `bus.url`, asked when the config is read and when a reference is
+opened, and those that a gateway listens on.
 
-Of one that is refused only its beginning is shown, for any other part may be of a password.
+Of a URL that is refused only its beginning is shown, for any other part may be of a password.
 """
 
 from __future__ import annotations
 
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from antiphon.errors import ConfigError
@@ -44,6 +46,19 @@ def bus_addresses(url: str) -> list[str]:
                 path="bus.url",
             )
     return addresses
+
+
+def is_ip(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine is reached there; a name says nothing of it."""
+    return is_ip(host) and ip_address(host).is_loopback
 
 
 def _has_server(address: str) -> bool:

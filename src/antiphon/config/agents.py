@@ -56,7 +56,10 @@ class Compaction(Section):
     """When a long conversation is summarised."""
 
     reserve_tokens: Amount = Field(default=16384, description="Kept free for the answer.")
-    keep_recent_tokens: Amount = Field(default=20000, description="Kept word for word.")
+    keep_recent_tokens: Amount = Field(
+        default=20000,
+        description="Kept word for word at most; and never more than a quarter of the conversation.",
+    )
 
 
 class Subagents(Section):
@@ -156,7 +159,7 @@ class AgentDefaults(Section):
     instructions: str | None = Field(default=None, description="The system prompt.")
     workspace: Text | None = None
     timeout_seconds: Count = Field(default=172_800, description="Longest run.")
-    max_concurrent: Count = Field(default=8, description="Runs at the same time.")
+    max_concurrent: Count = Field(default=256, description="Model steps at the same time in one process.")
     max_steps: Count = Field(default=100, description="Model steps in one run.")
     thinking_default: Thinking | None = None
     compaction: Compaction = Field(default_factory=Compaction)
@@ -225,7 +228,7 @@ def merge(entry: AgentEntry, defaults: AgentDefaults, tools: Tools) -> AgentConf
     """The agent as it is to be run."""
     return AgentConfig(
         id=entry.id,
-        name=entry.name,
+        name=entry.name or (entry.identity and entry.identity.name),
         instructions=entry.instructions if entry.instructions is not None else defaults.instructions,
         model=entry.model or defaults.model,
         workspace=entry.workspace or defaults.workspace,

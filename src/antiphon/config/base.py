@@ -18,6 +18,9 @@ from pydantic_core import PydanticCustomError
 LARGEST = 1_000_000_000
 """Upper bound of every count and duration: far beyond use, and small enough for any clock or file size."""
 
+LONGEST_NAME = 64
+"""Characters of a name that others are compared with: megabytes would take seconds, and be like nothing."""
+
 FEW = 12
 """As many valid names as an error lists although it already suggests one."""
 
@@ -82,10 +85,12 @@ Action = Literal["allow", "deny"]
 Thinking = Literal["off", "minimal", "low", "medium", "high", "xhigh", "adaptive", "max"]
 
 
-def nearest(word: str, options: Iterable[str]) -> str | None:
-    """The option most like `word`, ignoring case; None when nothing is close."""
+def nearest(word: str, options: Iterable[str], *, alike: float = 0.6) -> str | None:
+    """The option most like `word`, ignoring case; None when nothing is close. `alike` is how close, of 1."""
+    if len(word) > LONGEST_NAME:
+        return None
     by_lower = {option.lower(): option for option in options}
-    found = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=alike)
     return by_lower[found[0]] if found else None
 
 

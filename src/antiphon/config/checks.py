@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import Any, cast
 
-from antiphon.config.addresses import bus_addresses, check_store
+from antiphon.config.addresses import bus_addresses, check_store, is_ip, is_loopback
 from antiphon.config.agents import ModelChoice
 from antiphon.config.base import nearest, suggestion
 from antiphon.config.model import REHEARSAL, Config
 from antiphon.config.problems import Problem
-from antiphon.config.sections import OWN_APIS, Gateway
+from antiphon.config.sections import OWN_APIS
+from antiphon.config.unused import without_effect
 from antiphon.errors import ConfigError, UnknownModel, install
 
 PUBLIC = ("openai", "anthropic", "google")
@@ -36,7 +36,12 @@ SESSION_TOOLS = (
 """Tools that are always there. Others may come from anywhere: of a name that is like none of these nothing is said."""
 
 GOOGLE = "google-generative-ai"  # the one way to speak to models whose packages are an extra
+TAILNET = (
+    "'gateway.bind' is 'tailnet', and which address that is cannot be told here, so that `up` refuses it.",
+    "Use 'custom' and put the address into gateway.customBindHost.",
+)
 LEAST_SECRET = 16  # characters of what others than this machine may try to guess
+LOCAL = "localhost"
 ALIKE = 0.8  # of 1; `memory_search` is no misspelt `sessions_search`
 
 
@@ -55,16 +60,16 @@ def contradictions(config: Config) -> list[Problem]:
 
 def concerns(config: Config) -> Iterator[str]:
     """Sentences for settings that are accepted but should be known of."""
-    if config.session.store is not None:
-        yield "'session.store' has no effect: sessions are kept in one store. Use '--state-dir' to move it."
-    if config.session.maintenance is not None:
-        yield "'session.maintenance' has no effect: nothing is pruned by itself. Use 'session.retention'."
+    yield from without_effect(config)
+    if config.gateway.bind == "tailnet":
+        yield f"{TAILNET[0]} {TAILNET[1]}"
     yield from _absent_parts(config)
     yield from _not_installed(config)
     yield from _easily_guessed(config)
     yield from _nobody(config)
     yield from _no_tools(config)
     yield from _out_of_sight(config)
+    yield from _never_idle(config)
     for name, provider in config.models.providers.items():
         if not provider.models:
             yield f"'models.providers.{name}.models' is empty, so none of its models can be used. List them there."
@@ -115,7 +120,10 @@ def _found(module: str) -> bool:
 def _easily_guessed(config: Config) -> Iterator[str]:
     gateway, mode = config.gateway, config.gateway.auth.mode
     secret = gateway.auth.password if mode == "password" else gateway.auth.token
-    if gateway.bind in ("loopback", "auto") or (gateway.bind == "custom" and _is_here(gateway)):
+    host = gateway.custom_bind_host or ""
+    if gateway.bind in ("loopback", "auto") or (
+        gateway.bind == "custom" and (host == LOCAL or is_loopback(host))
+    ):
         return
     # What a reference leads to is only looked at by who needs it.
     if secret is not None and secret.kind == "text" and len(secret.reveal()) < LEAST_SECRET:
@@ -124,11 +132,6 @@ def _easily_guessed(config: Config) -> Iterator[str]:
             f" to guess it, because 'gateway.bind' is {gateway.bind!r}. Set a longer one, such as"
             " `openssl rand -hex 24` prints."
         )
-
-
-def _is_here(gateway: Gateway) -> bool:
-    host = gateway.custom_bind_host or ""
-    return host.startswith("127.") or host in ("localhost", "::1")
 
 
 def _nobody(config: Config) -> Iterator[str]:
@@ -172,9 +175,7 @@ def _tool_lists(config: Config) -> Iterator[tuple[str, Sequence[str] | None]]:
 
 def _meant_for_ours(name: str) -> bool:
     said = name.lower()
-    return said.startswith(("session", "subagent")) or bool(
-        difflib.get_close_matches(said, SESSION_TOOLS, n=1, cutoff=ALIKE)
-    )
+    return said.startswith(("session", "subagent")) or nearest(said, SESSION_TOOLS, alike=ALIKE) is not None
 
 
 def _instead(name: str) -> str:
@@ -196,6 +197,17 @@ def _out_of_sight(config: Config) -> Iterator[str]:
                 f"'{path}tools.sessions.visibility' is 'all', but sessions of other agents stay invisible while"
                 " 'tools.agentToAgent.enabled' is false. Set it to true if agents are to reach each other."
             )
+
+
+def _never_idle(config: Config) -> Iterator[str]:
+    session = config.session
+    general = session.idle_minutes or (session.reset and session.reset.idle_minutes)
+    types = {f"session.resetByType.{kind}": reset for kind, reset in session.reset_by_type}
+    channels = {f"session.resetByChannel.{name}": reset for name, reset in session.reset_by_channel.items()}
+    inheriting = {} if general else {"session.reset": session.reset, **types}
+    for path, reset in {**inheriting, **channels}.items():
+        if reset and reset.mode == "idle" and reset.idle_minutes is None:
+            yield f"{path!r} has the mode 'idle' and no 'idleMinutes', so nothing begins anew. Set it."
 
 
 def _agents(config: Config) -> Iterator[Problem]:
@@ -261,6 +273,14 @@ def _gateway(config: Config) -> Iterator[Problem]:
     if gateway.bind == "custom" and gateway.custom_bind_host is None:
         what = "'gateway.bind' is 'custom' but 'gateway.customBindHost' is not set."
         yield Problem("gateway.customBindHost", what, "Set the address to listen on.")
+    host = gateway.custom_bind_host
+    if gateway.bind == "custom" and host is not None and host != LOCAL and not is_ip(host):
+        what = (
+            f"Value of 'gateway.customBindHost' must be an IP address or {LOCAL!r}; {host[:80]!r} was given."
+        )
+        yield Problem(
+            "gateway.customBindHost", what, "Set an address of this machine, such as '192.168.1.2'."
+        )
     if gateway.auth.mode == "none" and gateway.bind != "loopback":
         what = "'gateway.auth.mode' may be 'none' only while 'gateway.bind' is 'loopback'."
         yield Problem("gateway.auth.mode", what, "Use 'token' or 'password'.")

@@ -75,14 +75,14 @@ def drop_foreign(raw: dict[str, Any]) -> list[tuple[str | int, ...]]:
     """Removes the keys of the table from `raw` and returns their paths."""
     dropped: list[tuple[str | int, ...]] = []
     for place, keys in FOREIGN.items():
-        for path, node in _nodes(raw, place.split(".") if place else [], ()):
+        for path, node in nodes(raw, place.split(".") if place else [], ()):
             for key in sorted(keys & node.keys()):
                 del node[key]
                 dropped.append((*path, key))
     return dropped
 
 
-def _nodes(
+def nodes(
     node: object, place: list[str], path: tuple[str | int, ...]
 ) -> Iterator[tuple[tuple[str | int, ...], dict[str, Any]]]:
     """The objects at a place of the table: `*` is every value of an object, `[]` every item of a list."""
@@ -92,7 +92,7 @@ def _nodes(
         return
     step, *rest = place
     for key, child in _children(node, step):
-        yield from _nodes(child, rest, (*path, key))
+        yield from nodes(child, rest, (*path, key))
 
 
 def _children(node: object, step: str) -> list[tuple[str | int, object]]:

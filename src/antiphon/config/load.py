@@ -13,12 +13,14 @@ from typing import Any, cast
 
 import pyjson5
 from pydantic import ValidationError
+from pydantic.alias_generators import to_camel
 
 from antiphon.config.base import Section
 from antiphon.config.checks import concerns, contradictions
 from antiphon.config.foreign import drop_foreign
 from antiphon.config.model import Config
 from antiphon.config.problems import Location, Problem, combined, dotted, from_errors
+from antiphon.config.repeats import repeated
 from antiphon.config.secrets import Secret
 from antiphon.errors import ConfigError
 from antiphon.paths import locate
@@ -53,7 +55,7 @@ def load(path: Path | None = None, *, required: bool = True) -> Loaded:
         return Loaded(Config(), None, ())
     content, mode = found
     config, warnings = parse(_decode(content, path), base=path.parent, file=str(path))
-    if mode & 0o077 and any(secret.kind == "text" for secret in _secrets(config)):
+    if mode & 0o077 and any(secret.is_written for _, secret in secrets_in(config)):
         readable = f"{str(path)!r} holds secrets and is not only for its owner (mode {mode:04o})."
         warnings = (*warnings, f"{readable} Run: chmod 600 {str(path)!r}")
     return Loaded(config, path, warnings)
@@ -137,14 +139,28 @@ def _read(path: Path, *, required: bool) -> tuple[str, int] | None:
 
 def _decode(content: str, path: Path) -> object:
     try:
-        return pyjson5.decode(content)
+        read = pyjson5.decode(content)
     except (pyjson5.Json5Exception, ValueError, RecursionError) as error:
         why = _syntax(error, content)
+    else:
+        _check_once(content, path)
+        return read
     raise ConfigError(
         f"The config file {str(path)!r} is not JSON5: {why}.",
         "Look there for a missing comma, quote or bracket.",
         file=str(path),
     )
+
+
+def _check_once(content: str, path: Path) -> None:
+    """Of two sections of one name the first would be gone without a word."""
+    for name, offset in repeated(content):
+        raise ConfigError(
+            f"The config file {str(path)!r} has the key {name!r} a second time at {_place(content, offset)}.",
+            "Put what stands there into one.",
+            path=name,
+            file=str(path),
+        )
 
 
 def _syntax(error: Exception, content: str) -> str:
@@ -161,16 +177,22 @@ def _syntax(error: Exception, content: str) -> str:
         what = "it is nested too deeply"
     else:
         what = "this is not expected here"
-    line, column = content.count("\n", 0, offset) + 1, offset - content.rfind("\n", 0, offset)
-    return f"line {line}, column {column}: {what}"
+    return f"{_place(content, offset)}: {what}"
 
 
-def _secrets(value: object) -> Iterator[Secret]:
+def _place(content: str, offset: int) -> str:
+    return (
+        f"line {content.count(chr(10), 0, offset) + 1}, column {offset - content.rfind(chr(10), 0, offset)}"
+    )
+
+
+def secrets_in(value: object, location: Location = ()) -> Iterator[tuple[str, Secret]]:
+    """Every secret there is in a config, with its path."""
     if isinstance(value, Secret):
-        yield value
+        yield dotted(location), value
     elif isinstance(value, Section):
-        for _, item in value:
-            yield from _secrets(item)
+        for name, item in value:
+            yield from secrets_in(item, (*location, to_camel(name)))
     elif isinstance(value, dict):
-        for item in cast("dict[str, object]", value).values():
-            yield from _secrets(item)
+        for name, item in cast("dict[str, object]", value).items():
+            yield from secrets_in(item, (*location, name))

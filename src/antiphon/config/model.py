@@ -29,6 +29,8 @@ REHEARSAL = "rehearsal"
 
 REHEARSAL_REF = f"{REHEARSAL}/{REHEARSAL}"
 
+SHOWN = 100  # characters of a name that nothing has
+
 
 class FoundModel(NamedTuple):
     """A model reference, resolved. For the rehearsal model the provider has no address and no key."""
@@ -83,7 +85,7 @@ class Config(Section):
         entry = self._entries.get(agent_id)
         if entry is None:
             hint = suggestion(agent_id, self.agent_ids, noun="agent ids")
-            raise NotFound(f"There is no agent {agent_id!r}.", hint, agent_id=agent_id)
+            raise NotFound(f"There is no agent {agent_id[:SHOWN]!r}.", hint, agent_id=agent_id[:SHOWN])
         self._merged[agent_id] = merge(entry, self.agents.defaults, self.tools)
         return self._merged[agent_id]
 
@@ -111,7 +113,7 @@ class Config(Section):
         if provider and model:
             return FoundModel(name, provider, model)
         hint = suggestion(ref, self.model_refs, noun="models")
-        raise UnknownModel(f"Model {ref!r} is not configured.", hint, model=ref)
+        raise UnknownModel(f"Model {ref[:SHOWN]!r} is not configured.", hint, model=ref[:SHOWN])
 
     @cached_property
     def _entries(self) -> dict[str, AgentEntry]:

@@ -23,6 +23,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from antiphon.errors import ConfigError
+from antiphon.paths import at_home
 
 MAX_BYTES = 64 * 1024
 EXEC_TIMEOUT = 10.0  # seconds
@@ -63,6 +64,27 @@ class Secret:
     def kind(self) -> Kind:
         return self._kind
 
+    @property
+    def is_written(self) -> bool:
+        """Whether it stands in the config itself; an address that has no place for a password is no secret."""
+        text = self._value[0]
+        return self._kind == "text" and ("://" not in text or "@" in text or "?" in text)
+
+    @property
+    def lacks(self) -> ConfigError | None:
+        """Why it cannot be had, as far as that can be told without opening or running anything."""
+        try:
+            if self._kind == "env":
+                _from_env(self._value[0])
+            elif self._kind == "file":
+                _found(self._path())
+        except ConfigError as error:
+            return error
+        return None
+
+    def _path(self) -> Path:
+        return (self._base or Path()) / at_home(self._value[0])
+
     def reveal(self) -> str:
         """The secret itself. A file or a command may block for seconds: call it in a thread.
 
@@ -75,7 +97,7 @@ class Secret:
             case "env":
                 return _from_env(self._value[0])
             case "file":
-                return _from_file((self._base or Path()) / Path(self._value[0]).expanduser())
+                return _from_file(self._path())
             case "exec":
                 return _from_command(self._value, self._base)
 
@@ -172,20 +194,32 @@ class _Unsafe(Exception):
 
 
 def _from_file(path: Path) -> str:
-    def refused(why: str, hint: str) -> ConfigError:
-        return ConfigError(f"The secret file {str(path)!r} {why}.", hint, file=str(path))
-
     try:
         content = _read_private(path)
     except _Unsafe as error:
         hint = f"Make it a regular file of this user and run: chmod 600 {str(path)!r}"
-        raise refused(str(error), hint) from None
+        raise _refused(path, str(error), hint) from None
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or "its name is not usable"
-        raise refused(f"cannot be read: {why}", "Correct the path, or create the file.") from None
+        raise _absent(path, error) from None
     if len(content) > MAX_BYTES:
-        raise refused(f"is larger than {MAX_BYTES} bytes", "Keep only the secret in it.")
+        raise _refused(path, f"is larger than {MAX_BYTES} bytes", "Keep only the secret in it.")
     return _text(content, f"The secret file {str(path)!r}").rstrip("\r\n")
+
+
+def _found(path: Path) -> None:
+    try:
+        path.stat()
+    except (OSError, ValueError) as error:
+        raise _absent(path, error) from None
+
+
+def _absent(path: Path, error: OSError | ValueError) -> ConfigError:
+    why = getattr(error, "strerror", None) or "its name is not usable"
+    return _refused(path, f"cannot be read: {why}", "Correct the path, or create the file.")
+
+
+def _refused(path: Path, why: str, hint: str) -> ConfigError:
+    return ConfigError(f"The secret file {str(path)!r} {why}.", hint, file=str(path))
 
 
 def _read_private(path: Path) -> bytes:

@@ -319,7 +319,9 @@ class Gateway(Section):
     """Where the gateway listens and whom it lets in."""
 
     port: int = Field(default=18789, ge=0, le=65535, description="0 takes any free port.")
-    bind: Literal["loopback", "lan", "auto", "tailnet", "custom"] = "loopback"
+    bind: Literal["loopback", "lan", "auto", "tailnet", "custom"] = Field(
+        default="loopback", description="`tailnet` is only read: `up` asks for `custom` instead."
+    )
     custom_bind_host: Text | None = Field(default=None, description="The address for `bind: 'custom'`.")
     auth: GatewayAuth = Field(default_factory=GatewayAuth)
     tools: GatewayTools = Field(default_factory=GatewayTools)
