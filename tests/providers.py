@@ -444,6 +444,14 @@ class _Refused(Exception):
     """What a strict provider would say to a request."""
 
 
+def _check_id(call_id: str, *, more: str = "") -> None:
+    """The shortest limit there is, and the characters that every server of a kind takes."""
+    _demand(len(call_id) <= 40, f"Invalid id: string too long. Expected at most 40, got {len(call_id)}.")
+    _demand(
+        re.fullmatch(rf"[a-zA-Z0-9_{more}-]+", call_id), f"the id {call_id!r} of a tool call is malformed"
+    )
+
+
 def _objects(value: Any) -> list[Json]:
     return list(value or ())
 
@@ -484,7 +492,8 @@ def _check_chat(body: Json) -> None:
         _demand(message.get("content") or message.get("tool_calls"), f"a {role} message without content")
         for call in _objects(message.get("tool_calls")):
             _demand(_is_object(call["function"]["arguments"]), "tool call arguments must be a JSON object")
-            _demand(call["id"] and call["id"] not in open_calls, "tool call ids must be unique")
+            _check_id(call["id"], more=".:")
+            _demand(call["id"] not in open_calls, "tool call ids must be unique")
             open_calls.append(call["id"])
     _demand(not open_calls, f"tool_calls must be followed by tool messages: {open_calls} have no response")
     _demand(messages[-1]["role"] != "assistant", "the last message must not come from the assistant")
@@ -546,9 +555,7 @@ def _check_answer(content: list[Json], where: str) -> set[str]:
             _demand(block.get("signature"), f"{where}: thinking blocks must be signed")
     calls = [block for block in content if block["type"] == "tool_use"]
     for call in calls:
-        _demand(
-            re.fullmatch(r"[a-zA-Z0-9_-]+", call["id"]), f"{where}: tool_use.id {call['id']!r} is malformed"
-        )
+        _check_id(call["id"])
         _demand(isinstance(call["input"], dict), f"{where}: tool_use.input must be an object")
     ids = {call["id"] for call in calls}
     _demand(len(ids) == len(calls), f"{where}: tool_use ids must be unique")
@@ -573,6 +580,8 @@ def _check_responses(body: Json) -> None:
         kind = item.get("type", "message")
         if kind == "function_call":
             _demand(_is_object(item["arguments"]), "function call arguments must be a JSON object")
+            _check_id(item["call_id"])
+            _demand(item["call_id"] not in open_calls, "call_ids must be unique")
             open_calls.add(item["call_id"])
         elif kind == "function_call_output":
             _demand(item["call_id"] in open_calls, f"No tool call found for call_id {item['call_id']!r}")

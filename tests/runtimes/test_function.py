@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import sys
 import time
 from collections.abc import AsyncGenerator
@@ -15,8 +16,9 @@ import pytest
 
 from antiphon.clock import ManualClock
 from antiphon.errors import ConfigError, ContextOverflow, ProviderError
-from antiphon.messages import Assistant, Text, ToolCall, User
+from antiphon.messages import Assistant, Text, ToolCall, User, encode
 from antiphon.runtimes import Prompt, Runtime
+from antiphon.runtimes.answers import sound
 from antiphon.runtimes.function import Agent, FunctionRuntime, load
 
 pytestmark = pytest.mark.anyio
@@ -27,6 +29,16 @@ PROMPT = Prompt(
     instructions="",
     messages=[User(content="hi", timestamp=1)],
 )
+
+
+@pytest.mark.requirement("G2", "G21")
+def test_an_answer_is_made_sound_whatever_else_is_odd_about_it() -> None:
+    call = ToolCall(id="c", name="n", arguments={"half \ud83d": [float("nan"), "\ud83d\ude00"]})
+    answer = sound(Assistant(content=[Text(text="\ude00"), call], timestamp=1))
+    assert answer.text == "\ufffd"
+    (name, (number, face)), *_ = answer.tool_calls[0].arguments.items()
+    assert (name, face, math.isnan(number)) == ("half \ufffd", "\N{GRINNING FACE}", True)
+    encode(answer)
 
 
 class Pieces(list[str]):
@@ -192,3 +204,13 @@ def test_load_says_what_is_wrong(
         load(target)
     assert said in str(caught.value)
     assert caught.value.hint
+
+
+@pytest.mark.requirement("G24")
+@pytest.mark.parametrize("ending", [SystemExit(3), KeyboardInterrupt()])
+async def test_a_function_that_would_end_the_process_fails_its_step(ending: BaseException) -> None:
+    async def agent(prompt: Prompt) -> str:
+        raise ending
+
+    with pytest.raises(ProviderError, match=f"failed with {type(ending).__name__}"):
+        await FunctionRuntime(agent).step(PROMPT, Pieces())

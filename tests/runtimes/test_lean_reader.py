@@ -27,9 +27,13 @@ from antiphon.messages import (
     Thinking,
     ToolCall,
     ToolResult,
+    Usage,
     User,
+    decode,
+    encode,
 )
 from antiphon.runtimes import Prompt, completions_errors, completions_reader, event_stream
+from antiphon.runtimes.answers import MOST_TOKENS
 from antiphon.runtimes.completions_reader import CompletionsReader
 from antiphon.runtimes.event_stream import Events
 from antiphon.runtimes.model import INVALID_ARGUMENTS, ModelSpec, Patience, Price, is_plain
@@ -239,6 +243,19 @@ ANSWERS: dict[str, bytes] = {
     "comments": b": hello\n\nevent: x\nid: 3\n" + stream(chunk({"content": "a"}), STOP) + b": bye\n\n",
     "lines": b'data: {"id": "x", "choices":\ndata: []}\n\n' + stream(chunk({"content": "a"}), STOP),
     "after the end": stream(chunk({"content": "a"}), STOP) + stream(chunk({"content": "b"})),
+    "halves": stream(*(chunk({"content": it}) for it in ("a\ud83d", "\ude00b", "\ud83d")), STOP),
+    "half thoughts": stream(*(chunk({"reasoning": it}) for it in ("\ud83d", "\ude00")), STOP),
+    "half arguments": stream(
+        chunk({"tool_calls": [call(0, name="add", arguments='{"a": "\ud83d')]}),
+        chunk({"tool_calls": [{"index": 0, "function": {"arguments": '\ude00 \ude00"}'}}]}),
+        STOP,
+    ),
+    "half in an object": stream(
+        chunk({"tool_calls": [call(0, name="add", arguments={"a": "\ud83d", "b": 1.5})]}), STOP
+    ),
+    "far too many": stream(
+        chunk({"content": "a"}, "stop"), usage(prompt_tokens=2**63, completion_tokens=10**400)
+    ),
 }
 
 
@@ -251,6 +268,31 @@ async def test_both_make_the_same_of_an_answer(name: str, changes: dict[str, Any
         deltas = Recorder()
         heard.append((await reader.read(prompt_of(), deltas), deltas.said, deltas.thought))
     assert heard[0] == heard[1]
+
+
+@pytest.mark.requirement("G2", "G21")
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("halves", [Text(text="a\N{GRINNING FACE}b\ufffd")]),
+        ("half thoughts", [Thinking(thinking="\N{GRINNING FACE}", native={"id": "reasoning"})]),
+        ("half in an object", [ToolCall(id="c0", name="add", arguments={"a": "\ufffd", "b": 1.5})]),
+        ("half arguments", [ToolCall(id="c0", name="add", arguments={"a": "\N{GRINNING FACE} \ufffd"})]),
+    ],
+)
+async def test_characters_that_come_in_halves_are_put_together(name: str, content: list[Any]) -> None:
+    for reader in readers(answering(ANSWERS[name]), spec_of()):
+        answer = await reader.read(prompt_of(), Recorder())
+        assert answer.content == content
+        assert decode(encode(answer)) == answer
+
+
+@pytest.mark.requirement("G2", "G21")
+async def test_counts_that_no_call_can_have_are_bounded_and_have_no_price() -> None:
+    spec = spec_of(price=Price(input=1, output=2))
+    for reader in readers(answering(ANSWERS["far too many"]), spec):
+        counted = (await reader.read(prompt_of(), Recorder())).usage
+        assert counted == Usage(input=MOST_TOKENS, output=MOST_TOKENS, total_tokens=MOST_TOKENS)
 
 
 async def error_of(reader: CompletionsReader | PydanticReader) -> ProviderError:

@@ -42,6 +42,7 @@ from antiphon.runtimes import Prompt, ToolSpec, model
 from antiphon.runtimes.model import INVALID_ARGUMENTS, Api, ModelRuntime, ModelSpec, Patience, Price, Reader
 from antiphon.runtimes.pydantic_reader import PydanticReader
 from antiphon.runtimes.pydantic_transcript import Dialect, blocks, conversation
+from antiphon.runtimes.tool_calls import sendable_id
 from providers import Answer, Call, Failure, Provider, Tokens
 
 APIS: tuple[Api, ...] = ("openai-completions", "openai-responses", "anthropic-messages")
@@ -740,7 +741,12 @@ def test_secrets_stay_out_of_the_repr() -> None:
 
 
 TEXTS = st.text(max_size=12)
-IDS = st.sampled_from(["c1", "call_2", "functions.add:0", "call|fc_1", "ü"])
+LONG_ID = f"call_{'a' * 24}|fc_{'b' * 50}"  # as transcripts of others have them
+IDS = st.one_of(
+    st.sampled_from(["c1", "call_2", "functions.add:0", "call|fc_1", "ü", "", "x\n", LONG_ID, LONG_ID + "c"]),
+    st.text(max_size=100),
+    st.text("aZ09_-", min_size=38, max_size=42),
+)
 PROVIDERS = st.sampled_from(["openai", "anthropic", "elsewhere", None])
 
 
@@ -850,3 +856,38 @@ def test_any_transcript_is_a_valid_request(
     answer = asyncio.run(reader.read(prompt_of(*messages, messages=messages), Recorder()))
     assert answer.text == "Hello there."
     assert len(provider.received) == 1
+
+
+@pytest.mark.requirement("G26")
+@pytest.mark.parametrize("api", APIS)
+@given(ids=st.lists(IDS, unique=True))
+def test_ids_stay_apart_whatever_they_are_sent_as(api: Api, ids: list[str]) -> None:
+    sent = [sendable_id(call_id, api) for call_id in ids]
+    assert len({*sent}) == len(sent)
+    again = [sendable_id(call_id, api) for call_id in {*sent, *ids}]
+    assert len({*again}) == len({*sent, *ids})  # nor can one be made that is what another is sent as
+
+
+@pytest.mark.requirement("G26")
+@every
+async def test_an_id_that_cannot_be_sent_is_replaced_for_the_call_and_its_result(
+    provider: Provider, api: Api
+) -> None:
+    call = ToolCall(id=LONG_ID, name="add", arguments={"a": 1}, native={"id": "fc_item"})
+    asked = Assistant(content=[call], timestamp=1, stop_reason="toolUse", provider=spec_for(api, "").provider)
+    history = (User(content="hi", timestamp=1), asked, result_of(call))
+    assert (await step(spec_for(api, provider.url), prompt_of(*history))).text == "Hello there."
+    sent = str(provider.bodies[0])
+    assert sent.count(sendable_id(LONG_ID, api)) == 2
+    assert LONG_ID not in sent
+    assert ("'id': 'fc_item'" in sent) == (api == "openai-responses")  # what an item is called stays its own
+    assert asked.tool_calls[0].id == LONG_ID
+
+
+@readers
+async def test_an_id_that_names_its_function_goes_back_as_it_came(provider: Provider) -> None:
+    provider.script(Answer(calls=(Call("add", "{}", "functions.add:0"),)))
+    spec = spec_for("openai-completions", provider.url)
+    asked = await step(spec)
+    await step(spec, prompt_of(User(content="hi", timestamp=1), asked, result_of(asked.tool_calls[0])))
+    assert str(provider.bodies[1]).count("functions.add:0") == 2

@@ -10,6 +10,7 @@ import asyncio
 
 from antiphon.bus import Delta, EventBus
 from antiphon.engine import gate
+from antiphon.runtimes.answers import Whole
 
 INTERVAL = 0.05  # seconds
 
@@ -33,6 +34,7 @@ class DeltaStream:
         self._text: list[str] = []
         self._thinking: list[str] = []
         self._said: list[str] = []
+        self._whole_text, self._whole_thinking = Whole(), Whole()
 
     @property
     def said(self) -> str:
@@ -40,16 +42,18 @@ class DeltaStream:
         return "".join(self._said)
 
     def text(self, piece: str) -> None:
-        self._said.append(piece)
-        self._text.append(piece)
-        self._plan()
+        if complete := self._whole_text.feed(piece):
+            self._said.append(complete)
+            self._text.append(complete)
+            self._plan()
 
     def thinking(self, piece: str) -> None:
-        self._thinking.append(piece)
-        self._plan()
+        if complete := self._whole_thinking.feed(piece):
+            self._thinking.append(complete)
+            self._plan()
 
     def restart(self) -> None:
-        self._said.clear()
+        self._begin()
         self._text.clear()
         self._thinking.clear()
         if self._gate:
@@ -61,7 +65,13 @@ class DeltaStream:
         self.flush()
         if self._gate and (held := self._gate.finish()):
             self._send(held)
+        self._begin()
+
+    def _begin(self) -> None:
+        """The next step, or the same one again."""
         self._said.clear()
+        self._whole_text.reset()
+        self._whole_thinking.reset()
 
     def flush(self) -> None:
         if self._timer is not None:

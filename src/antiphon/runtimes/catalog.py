@@ -1,15 +1,21 @@
-"""Which runtime answers for an agent and a model: built once from the configuration, then reused."""
+"""Which runtime answers for an agent and a model: built once from the configuration, then reused.
+
+Secrets are read when a runtime is built, because that may take seconds. A provider that refuses them is how a rotated
+one is noticed: the next run has a runtime with those of then.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from antiphon.clock import Clock
 from antiphon.config import OWN_APIS, REHEARSAL, Config, FoundModel
-from antiphon.runtimes import Runtime
+from antiphon.errors import CredentialsRefused
+from antiphon.messages import Assistant
+from antiphon.runtimes import Deltas, Prompt, Runtime
 from antiphon.runtimes.function import Agent, FunctionRuntime, load
-from antiphon.runtimes.model import ModelRuntime, ModelSpec, Price
+from antiphon.runtimes.model import ModelRuntime, ModelSpec, Price, Reader
 from antiphon.runtimes.rehearsal import RehearsalRuntime
 
 
@@ -26,6 +32,7 @@ class Catalog:
         self._clock = clock
         self._by_agent: dict[str, Runtime] = dict(functions or {})
         self._by_model: dict[str, Runtime] = {}
+        self._building: dict[str, asyncio.Lock] = {}
         self._slots = asyncio.Semaphore(config.agents.defaults.max_concurrent)
 
     async def runtime(self, agent_id: str, model: str | None) -> Runtime:
@@ -38,19 +45,69 @@ class Catalog:
             self._by_agent[agent_id] = FunctionRuntime(function, history=settings.history, clock=self._clock)
             return self._by_agent[agent_id]
         ref = model or self._config.model_ref(agent_id)
-        if ref not in self._by_model:
-            built = await self._build(self._config.find_model(ref))
-            self._by_model.setdefault(ref, built)
-        return self._by_model[ref]
+        if ref in self._by_model:
+            return self._by_model[ref]
+        found = self._config.find_model(ref)
+        async with self._building.setdefault(ref, asyncio.Lock()):  # many runs may begin at once
+            if ref not in self._by_model:
+                self._by_model[ref] = await self._build(ref, found)
+            return self._by_model[ref]
 
     async def aclose(self) -> None:
         for runtime in [*self._by_agent.values(), *self._by_model.values()]:
             await runtime.close()
 
-    async def _build(self, found: FoundModel) -> Runtime:
+    async def _build(self, ref: str, found: FoundModel) -> Runtime:
         if found.provider_name == REHEARSAL:
             return RehearsalRuntime(clock=self._clock)
-        return ModelRuntime(await asyncio.to_thread(_spec, found), slots=self._slots, clock=self._clock)
+
+        def give_up(runtime: Runtime) -> None:
+            if self._by_model.get(ref) is runtime:
+                del self._by_model[ref]
+
+        spec = await asyncio.to_thread(_spec, found)
+        return _Keyed(spec, give_up, slots=self._slots, clock=self._clock)
+
+
+class _Keyed(ModelRuntime):
+    """A `ModelRuntime` that is given up when its provider refuses its credentials.
+
+    Runs that have it go on with it, and it is open only as long as one of them is at a step.
+    """
+
+    _reader: Reader | None
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        give_up: Callable[[Runtime], None],
+        *,
+        slots: asyncio.Semaphore,
+        clock: Clock | None,
+    ) -> None:
+        super().__init__(spec, slots=slots, clock=clock)
+        self._give_up = give_up
+        self._given_up = False
+        self._steps = 0
+
+    async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+        self._steps += 1
+        try:
+            return await super().step(prompt, deltas)
+        except CredentialsRefused:
+            self._given_up = True
+            self._give_up(self)
+            raise
+        finally:
+            self._steps -= 1
+            if self._given_up and not self._steps:
+                await self._let_go()
+
+    async def _let_go(self) -> None:
+        # Taken away first: a step that begins meanwhile opens another, and not this one while it closes.
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            await reader.close()
 
 
 def _spec(found: FoundModel) -> ModelSpec:

@@ -6,6 +6,7 @@ for the reader to judge, and what its tokens cost is not known here.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import msgspec
 
 from antiphon.messages import Text, Thinking, ToolCall
 from antiphon.runtimes import Deltas
+from antiphon.runtimes.answers import whole
 from antiphon.runtimes.event_stream import Unreadable
 from antiphon.runtimes.tool_calls import tool_call
 
@@ -65,6 +67,14 @@ def chunk_in(data: bytes) -> Chunk:
     try:
         return _CHUNKS.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError):
+        return _halved_chunk_in(data)
+
+
+def _halved_chunk_in(data: bytes) -> Chunk:
+    """A character may be cut in two by the end of a chunk, which the decoder above does not take for text."""
+    try:
+        return msgspec.convert(json.loads(data), Chunk)
+    except (ValueError, RecursionError):
         raise Unreadable("a piece of the stream cannot be read") from None
 
 
@@ -74,13 +84,15 @@ class _Part:
 
     source: str
     pieces: list[str] = field(default_factory=list[str])
+    arguments: _Json | None = None
+    """Of a call whose server sends them as an object, and not as text."""
     name: str = ""
     id: str = ""
     extra: Any = None
 
     @property
     def text(self) -> str:
-        return "".join(self.pieces)
+        return whole("".join(self.pieces))
 
 
 class Answer:
@@ -139,7 +151,8 @@ class Answer:
                 content.append(Thinking(thinking=part.text, native={"id": origin}))
             elif part.name:
                 native = {"details": {"extra_content": part.extra}} if part.extra else None
-                content.append(tool_call(part.id, part.name, part.text, native=native, taken=taken))
+                written = part.text if part.arguments is None else part.arguments
+                content.append(tool_call(part.id, part.name, written, native=native, taken=taken))
         return content
 
     def _growing(self, source: str) -> _Part:
@@ -178,11 +191,10 @@ class Answer:
         part.name += function.name or ""
         part.id = str(delta.id or part.id)
         part.extra = delta.extra_content or part.extra
-        arguments = function.arguments
-        if arguments:
-            part.pieces.append(
-                arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
-            )
+        if isinstance(function.arguments, str):
+            part.pieces.append(function.arguments)
+        elif function.arguments:
+            part.arguments = function.arguments
 
     def _call_part(self, index: int | None, name: str | None) -> _Part:
         """Some servers do not number calls: there a name begins the next one."""

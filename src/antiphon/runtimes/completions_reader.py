@@ -15,7 +15,7 @@ from contextlib import aclosing
 import httpx2
 
 from antiphon import __version__
-from antiphon.messages import Assistant, Usage
+from antiphon.messages import Assistant, Usage, call_ids
 from antiphon.runtimes import Deltas, Prompt
 from antiphon.runtimes.completions_answer import Answer, chunk_in
 from antiphon.runtimes.completions_efforts import reasoning_efforts
@@ -26,7 +26,6 @@ from antiphon.runtimes.event_stream import Events, Unreadable
 from antiphon.runtimes.http_reader import OPENAI_URL, PLACEHOLDER_KEY, HttpReader
 from antiphon.runtimes.model import failure
 from antiphon.runtimes.prices import Prices
-from antiphon.runtimes.tool_calls import call_ids
 
 GOODBYE = 0.5
 """Seconds a server has to end its response after `[DONE]`; a connection read to its end is used again."""

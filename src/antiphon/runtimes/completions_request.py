@@ -31,7 +31,7 @@ from antiphon.runtimes import Prompt, ToolSpec
 from antiphon.runtimes.completions_answer import TAGS, THINKING_FIELDS
 from antiphon.runtimes.model import INVALID_ARGUMENTS, ModelSpec
 from antiphon.runtimes.phrases import BLANK, CONTINUE, OPENING, SUMMARY, UNREADABLE_IMAGE, result_text
-from antiphon.runtimes.tool_calls import arguments_in
+from antiphon.runtimes.tool_calls import arguments_in, sendable_id
 
 _Json = dict[str, Any]
 
@@ -122,10 +122,15 @@ def _called(call: ToolCall, own: bool) -> _Json:
     arguments = msgspec.json.encode(
         _arguments_to_send(native.get(INVALID_ARGUMENTS, call.arguments))
     ).decode()
-    sent: _Json = {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+    function = {"name": call.name, "arguments": arguments}
+    sent: _Json = {"id": _id(call.id), "type": "function", "function": function}
     details: _Json = native.get("details") or {}
     extra = details.get("extra_content")
     return sent | ({"extra_content": extra} if extra and own else {})
+
+
+def _id(call_id: str) -> str:
+    return sendable_id(call_id, "openai-completions")
 
 
 def _arguments_to_send(written: str | _Json) -> _Json:
@@ -211,12 +216,12 @@ def _returned(result: ToolResult, shown: list[_Json]) -> _Json:
         names.append(parts[-1])
         shown.extend((_text(_frame(result, name)), _picture(data, image.mime_type), _text("</tool_result>")))
     content = _whole_text(parts, names, failed=result.is_error)
-    return {"role": "tool", "tool_call_id": result.tool_call_id, "content": content}
+    return {"role": "tool", "tool_call_id": _id(result.tool_call_id), "content": content}
 
 
 def _frame(result: ToolResult, name: str) -> str:
     """Says that what follows came from a tool: it must not pass for something the user sent."""
-    marks = {"tool_name": result.tool_name, "tool_call_id": result.tool_call_id, "file_id": name}
+    marks = {"tool_name": result.tool_name, "tool_call_id": _id(result.tool_call_id), "file_id": name}
     written = (f'{key}="{html.escape(value)}"' for key, value in marks.items())
     return f"<tool_result {' '.join(written)}>"
 

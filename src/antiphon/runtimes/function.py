@@ -22,11 +22,15 @@ from antiphon.clock import Clock, SystemClock
 from antiphon.errors import AntiphonError, ConfigError, ProviderError
 from antiphon.messages import Assistant, Text
 from antiphon.runtimes import Deltas, Prompt
+from antiphon.runtimes.answers import sound
 
 log = logging.getLogger(__name__)
 
 _CONTRACT = "Mend the function: it takes a prompt and answers with a text, an Assistant, or pieces of text."
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+ENDINGS = (SystemExit, KeyboardInterrupt)
+"""What ends a process, and would end it again whenever the run is taken up. Code of others may end its run."""
 
 Agent: TypeAlias = (
     Callable[[Prompt], Awaitable[str]]
@@ -53,7 +57,7 @@ class FunctionRuntime:
             return await self._answer(prompt, deltas)
         except AntiphonError:
             raise
-        except Exception as error:
+        except (Exception, *ENDINGS) as error:
             raise self._raised(error, prompt) from error
 
     async def close(self) -> None:
@@ -80,15 +84,17 @@ class FunctionRuntime:
 
     def _completed(self, answer: Assistant) -> Assistant:
         """The answer with what the function need not say."""
-        return msgspec.structs.replace(
-            answer,
-            stop_reason=answer.stop_reason or ("toolUse" if answer.tool_calls else "stop"),
-            api=answer.api or "function",
-            provider=answer.provider or "function",
-            model=answer.model or self._name,
+        return sound(
+            msgspec.structs.replace(
+                answer,
+                stop_reason=answer.stop_reason or ("toolUse" if answer.tool_calls else "stop"),
+                api=answer.api or "function",
+                provider=answer.provider or "function",
+                model=answer.model or self._name,
+            )
         )
 
-    def _raised(self, error: Exception, prompt: Prompt) -> ProviderError:
+    def _raised(self, error: BaseException, prompt: Prompt) -> ProviderError:
         log.exception("Function agent %r failed", self._name, extra=prompt.about)
         what = f"failed with {type(error).__name__}: {error}"
         place = _place(error)
@@ -109,7 +115,7 @@ class FunctionRuntime:
         )
 
 
-def _place(error: Exception) -> str | None:
+def _place(error: BaseException) -> str | None:
     """`file:line` of the innermost frame that the function's author wrote, else of the innermost one."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [frame for frame in frames if not _is_library(frame.filename)] or frames
@@ -153,7 +159,7 @@ def load(target: str) -> Agent:
         raise _unusable(
             target, f"finds no {name!r} in {module!r}", "Check the name after the colon."
         ) from error
-    except Exception as error:
+    except (Exception, *ENDINGS) as error:
         raise _unusable(
             target, f"could not be imported ({type(error).__name__}: {error})", f"Mend {module!r} first."
         ) from error

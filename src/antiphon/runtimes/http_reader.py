@@ -12,6 +12,7 @@ import httpx2
 
 from antiphon.clock import Clock, SystemClock
 from antiphon.messages import Assistant, StopReason, Text, Thinking, ToolCall, Usage
+from antiphon.runtimes.answers import sound
 from antiphon.runtimes.model import ModelSpec, Patience
 
 PLACEHOLDER_KEY = "not-needed"
@@ -52,15 +53,17 @@ class HttpReader(ABC):
         usage: Usage | None,
         native: dict[str, Any] | None,
     ) -> Assistant:
-        return Assistant(
-            content=content,
-            timestamp=self._clock.now(),
-            stop_reason=_stop_reason(finish, content),
-            api=self._spec.api,
-            provider=self._spec.provider,
-            model=model,
-            usage=usage,
-            native=native,
+        return sound(
+            Assistant(
+                content=content,
+                timestamp=self._clock.now(),
+                stop_reason=_stop_reason(finish, content),
+                api=self._spec.api,
+                provider=self._spec.provider,
+                model=model,
+                usage=usage,
+                native=native,
+            )
         )
 
 

@@ -26,7 +26,7 @@ import stamina
 from stamina.instrumentation import RetryDetails, RetryHook, get_on_retry_hooks, set_on_retry_hooks
 
 from antiphon.clock import Clock
-from antiphon.errors import ContextOverflow, ProviderError
+from antiphon.errors import ContextOverflow, CredentialsRefused, ProviderError
 from antiphon.messages import Assistant
 from antiphon.runtimes import Deltas, Prompt
 
@@ -242,6 +242,7 @@ Kind = Literal[
     "withheld",
 ]
 
+_ERRORS: dict[Kind, type[ProviderError]] = {"overflow": ContextOverflow, "credentials": CredentialsRefused}
 _SENTENCES: dict[Kind, tuple[str, str]] = {
     "overflow": (
         "says the conversation is longer than the context window of {model!r}",
@@ -322,8 +323,7 @@ def failure(
     if retry_after is not None:
         data["retryAfter"] = retry_after
         hint = f"Try again in {math.ceil(retry_after)} seconds, at {_clock_time(retry_after)}."
-    made = ContextOverflow if kind == "overflow" else ProviderError
-    return made(what, hint.format(**names), retryable=kind in _RETRYABLE, **data)
+    return _ERRORS.get(kind, ProviderError)(what, hint.format(**names), retryable=kind in _RETRYABLE, **data)
 
 
 def _without_secrets(spec: ModelSpec, reason: str) -> str:

@@ -13,6 +13,7 @@ from genai_prices import calc_price
 from genai_prices.data_snapshot import get_snapshot
 
 from antiphon.messages import Cost, Usage
+from antiphon.runtimes.answers import bounded
 from antiphon.runtimes.model import ModelSpec, Price
 
 
@@ -27,13 +28,16 @@ class Prices:
         """What was `counted`, and its cost; `details` is what else was said of the answer: some prices depend on it."""
         read, written = counted.cache_read_tokens or 0, counted.cache_write_tokens or 0
         input_, output = counted.input_tokens or 0, counted.output_tokens or 0
-        usage = Usage(
+        said = Usage(
             input=max(input_ - read - written, 0),
             output=output,
             cache_read=read,
             cache_write=written,
             total_tokens=max(input_, read + written) + output,
         )
+        usage = bounded(said)
+        if usage != said:
+            return usage  # a count that cannot be has no price
         if self._own is not None:
             cost = _own_cost(self._own, usage)
         else:

@@ -31,13 +31,12 @@ from pydantic_ai.settings import ModelSettings
 from pydantic_ai.tools import ToolDefinition
 
 from antiphon.errors import ConfigError, ProviderError, install
-from antiphon.messages import Assistant, Usage
+from antiphon.messages import Assistant, Usage, call_ids
 from antiphon.runtimes import Deltas, Prompt
 from antiphon.runtimes.http_reader import OPENAI_URL, PLACEHOLDER_KEY, HttpReader
 from antiphon.runtimes.model import Api, Kind, ModelSpec, failure, kind_of, reason_in
 from antiphon.runtimes.prices import Prices
 from antiphon.runtimes.pydantic_transcript import Dialect, blocks, conversation, message_native
-from antiphon.runtimes.tool_calls import call_ids
 
 
 class PydanticReader(HttpReader):

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 import base64
 import binascii
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2s
 from itertools import chain, groupby
 from typing import Any
 
@@ -46,9 +44,10 @@ from antiphon.messages import (
     ToolResult,
     User,
 )
+from antiphon.runtimes.answers import whole
 from antiphon.runtimes.model import INVALID_ARGUMENTS, Api
 from antiphon.runtimes.phrases import BLANK, CONTINUE, OPENING, SUMMARY, UNREADABLE_IMAGE, result_text
-from antiphon.runtimes.tool_calls import tool_call
+from antiphon.runtimes.tool_calls import sendable_id, tool_call
 
 _RequestPart = UserPromptPart | ToolReturnPart
 
@@ -159,7 +158,7 @@ def _tool_return(result: ToolResult, dialect: Dialect) -> ToolReturnPart:
     return ToolReturnPart(
         tool_name=result.tool_name,
         content=[text, *images] if images else text,
-        tool_call_id=_sendable_id(result.tool_call_id, dialect),
+        tool_call_id=sendable_id(result.tool_call_id, dialect.api),
         outcome="failed" if result.is_error else "interrupted" if result.interrupted else "success",
     )
 
@@ -184,7 +183,7 @@ def _response_parts(message: Assistant, dialect: Dialect) -> list[ModelResponseP
                     parts.append(TextPart(block.text, **kept))
             case ToolCall():
                 arguments = native.get(INVALID_ARGUMENTS, block.arguments)
-                call_id = _sendable_id(block.id, dialect)
+                call_id = sendable_id(block.id, dialect.api)
                 parts.append(ToolCallPart(block.name, arguments, call_id, **kept))
             case Thinking():
                 if kept and not broken and (block.thinking_signature or dialect.api != "anthropic-messages"):
@@ -197,16 +196,10 @@ def _known_as(provider: str | None, dialect: Dialect) -> str | None:
     return dialect.system if provider == dialect.provider else provider
 
 
-def _sendable_id(call_id: str, dialect: Dialect) -> str:
-    """Anthropic takes only some characters in ids, and a transcript may have been begun elsewhere."""
-    if dialect.api != "anthropic-messages" or re.fullmatch(r"[A-Za-z0-9_-]{1,64}", call_id):
-        return call_id
-    return f"call_{blake2s(call_id.encode(), digest_size=12).hexdigest()}"
-
-
 def _tool_call(part: ToolCallPart, dialect: Dialect, taken: set[str]) -> ToolCall:
     native = _native(part, dialect)
-    return tool_call(part.tool_call_id, part.tool_name, part.args, native=native, taken=taken)
+    written = whole(part.args) if isinstance(part.args, str) else part.args
+    return tool_call(part.tool_call_id, part.tool_name, written, native=native, taken=taken)
 
 
 def _native(part: TextPart | ThinkingPart | ToolCallPart, dialect: Dialect) -> dict[str, Any] | None:

@@ -1,22 +1,23 @@
 """The tool calls of an answer as the transcript keeps them: an id of their own, and an object for arguments.
 
-How a call comes over the wire is a reader's business, and running it the engine's.
+The id they are sent under again may be another one: the next server need not take what the last one gave. How a call
+comes over the wire is a reader's business, and running it the engine's.
 """
 
 from __future__ import annotations
 
+import re
 import uuid
-from collections.abc import Iterable
+from hashlib import blake2s
 from typing import Any
 
 import msgspec
 
-from antiphon.messages import Assistant, Message, ToolCall
-from antiphon.runtimes.model import INVALID_ARGUMENTS
+from antiphon.messages import ToolCall
+from antiphon.runtimes.model import INVALID_ARGUMENTS, Api
 
-
-def call_ids(messages: Iterable[Message]) -> set[str]:
-    return {call.id for message in messages if isinstance(message, Assistant) for call in message.tool_calls}
+_SENDABLE = re.compile(r"(?!sent_)[A-Za-z0-9_-]{1,40}")
+_SENDABLE_IN_CHAT = re.compile(r"(?!sent_)[A-Za-z0-9_.:-]{1,40}")
 
 
 def tool_call(
@@ -49,3 +50,15 @@ def arguments_in(written: str | dict[str, Any] | None) -> dict[str, Any] | None:
         return msgspec.json.decode(written, type=dict[str, Any])
     except msgspec.MsgspecError:
         return None
+
+
+def sendable_id(call_id: str, api: Api) -> str:
+    """The id to send for a call and its result, short and plain enough for every server of that kind.
+
+    Two ids never become one: what looks like a replacement is replaced as well. Chat completions keep the dot and the
+    colon, for there are models that expect their `functions.name:0` back.
+    """
+    fitting = _SENDABLE_IN_CHAT if api == "openai-completions" else _SENDABLE
+    if fitting.fullmatch(call_id):
+        return call_id
+    return f"sent_{blake2s(call_id.encode(), digest_size=12).hexdigest()}"
