@@ -227,6 +227,8 @@ async def lists(counts: dict[str, int]) -> list[Figure]:
             fill_sessions(path, size)
             os.sync()  # what filling it has left to write is not what is measured
             async with looking(Config(), Path(folder)) as operations:
+                nothing = await typical_p95(lambda: operations.describe(OPERATOR, "agent:a1:dashboard:1"))
+                figures.append(at_most(f"one session, {size:,}, p95: the machine's unrest", nothing, "ms", 1))
                 for name, wanted in FILTERS.items():
                     figures.append(await timed_list(operations, f"list {name}, {size:,}", wanted, most))
                 page = await operations.list(OPERATOR, FILTERS["newest"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import stat
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture
+def open_path(tmp_path: Path) -> Generator[Path]:
+    """A directory that another user can reach; pytest's own are private."""
+    changed = [parent for parent in (tmp_path, *tmp_path.parents) if not parent.stat().st_mode & stat.S_IXOTH]
+    modes = {parent: parent.stat().st_mode for parent in changed}
+    for parent in changed:
+        parent.chmod(0o755)
+    yield tmp_path
+    for parent, mode in modes.items():
+        parent.chmod(mode)
 
 
 @pytest.fixture(scope="session")

@@ -148,7 +148,8 @@ GUARANTEES: dict[str, tuple[Part, str]] = {
     "G24": ("core", "Memory is flat; a run that kills its process is quarantined."),
     "G25": (
         "core",
-        "A key's session id changes only by explicit reset, on record, and the old one stays readable.",
+        "A key's session id changes only by a reset that was asked for or configured, on record, and the old one"
+        " stays readable.",
     ),
     "G26": ("core", "Any prefix of a transcript makes a valid provider request."),
     "G27": ("core", "Archiving hides and keeps; only idle sessions are touched."),

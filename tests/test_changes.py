@@ -463,7 +463,8 @@ async def test_resets_tell_followers_and_lists_what_each_needs(tmp_path: Path) -
                 assert reasons(await heard(stage, change)) == [(MAIN, reason)]
                 assert await events.get(0) == SessionChanged(session_key=MAIN, reason="renewed")
         ended = (await stage.operations.conversations(OPERATOR, MAIN))[0].session_id
-        for change in (stage.operations.reset, stage.operations.delete, stage.operations.compact):
+        operations = stage.operations
+        for change in (operations.reset, operations.renew, operations.delete, operations.compact):
             with pytest.raises(Conflict, match="has ended"):
                 await change(OPERATOR, ended)
 

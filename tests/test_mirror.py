@@ -13,9 +13,10 @@ import pytest
 from antiphon.access import Caller
 from antiphon.bus import Event, EventBus, Gap, SessionChanged
 from antiphon.bus.local import LocalBus
-from antiphon.clock import Clock, ManualClock
+from antiphon.clock import Clock, ManualClock, SystemClock
 from antiphon.config import Config, parse
 from antiphon.engine import sessions
+from antiphon.engine.sessions import Birth
 from antiphon.host import hosting
 from antiphon.keys import parse as parse_key
 from antiphon.operations import Message, Operations
@@ -28,6 +29,7 @@ from antiphon.visits import keeping, reading
 pytestmark = pytest.mark.anyio
 OPERATOR = Caller.operator()
 MAIN = "agent:main:main"
+GROUP = "agent:main:telegram:group:1"
 BOUND = 10.0
 
 
@@ -41,8 +43,11 @@ async def talked(state: Path, *keys: str, clock: Clock | None = None) -> list[Pa
     async with hosting(Config(), state, clock=clock) as operations:
         for key in keys:
             await say(operations, "say hello", key)
-        rows = [await operations.describe(OPERATOR, key) for key in keys]
-    return [Path(row.transcript_path or "") for row in rows]
+        return [await file_of(operations, key) for key in keys]
+
+
+async def file_of(operations: Operations, key: str) -> Path:
+    return Path((await operations.describe(OPERATOR, key)).transcript_path or "")
 
 
 def changed(key: str) -> SessionChanged:
@@ -139,22 +144,130 @@ async def test_after_a_gap_whatever_may_have_changed_is_written(
         assert not old.exists()
 
 
-async def forget(store: Store, key: str) -> None:
+async def forget(store: Store, key: str, clock: Clock | None = None) -> None:
     row = await store.read(sessions.find, parse_key(key), None)
     assert row is not None
-    await store.tx(sessions.forget, row["id"], key)
+    await store.tx(sessions.forget, row["id"], key, (clock or SystemClock()).now())
 
 
-@pytest.mark.parametrize("event", [changed(MAIN), Gap()])
-async def test_the_file_of_a_deleted_session_goes_too(tmp_path: Path, event: Event) -> None:
-    (file,) = await talked(tmp_path, MAIN)
+@pytest.mark.parametrize(
+    "events",
+    [
+        [SessionChanged(session_key=GROUP, reason="delete")],
+        [SessionChanged(session_key=GROUP, reason="retention")],
+        [Gap()],
+        [],  # it was deleted while nobody listened
+    ],
+)
+async def test_the_files_of_a_deleted_session_go_whoever_wrote_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[Event]
+) -> None:
+    monkeypatch.setattr(mirrors, "PAGE", 2)
+    files: list[Path] = []
+    async with hosting(Config(), tmp_path) as operations:
+        await operations.open(OPERATOR, GROUP)
+        for _ in range(3):
+            await say(operations, "say a secret", GROUP)
+            files.append(await file_of(operations, GROUP))
+            await operations.renew(OPERATOR, GROUP)
+    (kept,) = await talked(tmp_path, MAIN)
+    foreign = kept.with_name("11111111-1111-4111-8111-111111111111.jsonl")
+    async with keeping(Config(), tmp_path) as store:
+        await export_all(store, kept.parent)
+        foreign.write_bytes(kept.read_bytes())
+        bus = LocalBus()
+        await mirrored(Mirror(store, bus, kept.parent), bus)
+        await forget(store, GROUP)
+        await mirrored(Mirror(store, bus, kept.parent), bus, *events)
+    assert [file.exists() for file in files] == [False] * 3
+    assert kept.exists() and foreign.exists()
+
+
+async def test_a_file_stays_whose_conversation_has_come_back(tmp_path: Path) -> None:
+    (file,) = await talked(tmp_path, GROUP)
+    async with keeping(Config(), tmp_path) as store:
+        await export_all(store, file.parent)
+        bus = LocalBus()
+        await mirrored(Mirror(store, bus, file.parent), bus)
+        await forget(store, GROUP)
+        await store.tx(sessions.create, parse_key(GROUP), 1, Birth(session_id=file.stem))
+        await mirrored(
+            Mirror(store, bus, file.parent), bus, SessionChanged(session_key=GROUP, reason="delete")
+        )
+        assert file.exists()
+        await forget(store, GROUP)
+        await mirrored(Mirror(store, bus, file.parent), bus)
+        assert not file.exists()
+
+
+async def test_what_was_deleted_without_a_mirror_keeps_its_exports(tmp_path: Path) -> None:
+    config, _ = parse({"session": {"transcripts": {"mirror": True}}})
+    keys = [f"{GROUP}{n}" for n in range(2)]
+    exports: list[Path] = []
+    clock = ManualClock()
+    for key in keys:  # before there was one, and while it was switched off again
+        (file,) = await talked(tmp_path, key, clock=clock)
+        async with keeping(Config(), tmp_path) as store:
+            await export_all(store, file.parent)
+            await forget(store, key, clock)
+        exports.append(file)
+        clock.advance(seconds=1)
+        for _ in range(2):
+            async with hosting(config, tmp_path, clock=clock):
+                clock.advance(seconds=1)
+            assert [file.exists() for file in exports] == [True] * len(exports)
+
+
+async def test_a_deletion_is_followed_once_and_one_after_an_import_again(tmp_path: Path) -> None:
+    clock = ManualClock()
+    (file,) = await talked(tmp_path, GROUP, clock=clock)
     async with keeping(Config(), tmp_path) as store:
         bus = LocalBus()
-        mirror = Mirror(store, bus, file.parent)
-        await mirrored(mirror, bus, changed(MAIN))
+        mirror = Mirror(store, bus, file.parent, clock)
+        await mirrored(mirror, bus, changed(GROUP))
         assert file.exists()
-        await forget(store, MAIN)
-        await mirrored(mirror, bus, event)
+        await forget(store, GROUP, clock)
+        for _ in range(3):
+            clock.advance(seconds=60)
+            await mirrored(mirror, bus, Gap())
+        assert not file.exists()
+        file.touch()  # put back, to be imported
+        await mirrored(mirror, bus, Gap(), changed(GROUP))
+        await mirrored(Mirror(store, bus, file.parent, clock), bus)
+        assert file.exists()
+        await store.tx(sessions.create, parse_key(GROUP), clock.now(), Birth(session_id=file.stem))
+        await forget(store, GROUP, clock)
+        await mirrored(mirror, bus, Gap())
+        assert not file.exists()
+
+
+async def test_a_file_that_could_not_be_removed_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    clock = ManualClock()
+    (file,) = await talked(tmp_path, GROUP, clock=clock)
+    async with keeping(Config(), tmp_path) as store:
+        bus = LocalBus()
+        await mirrored(Mirror(store, bus, file.parent, clock), bus)
+        await forget(store, GROUP, clock)
+        file.unlink(missing_ok=True)
+        file.mkdir()
+        for _ in range(3):
+            clock.advance(seconds=60)
+            await mirrored(Mirror(store, bus, file.parent, clock), bus)
+        file.rmdir()
+        file.touch()
+        await mirrored(Mirror(store, bus, file.parent, clock), bus)
+    assert not file.exists()
+
+
+async def test_what_is_deleted_after_a_restart_leaves_no_file(tmp_path: Path) -> None:
+    config, _ = parse({"session": {"transcripts": {"mirror": True}}})
+    async with hosting(config, tmp_path) as operations:
+        await operations.open(OPERATOR, GROUP)
+        await say(operations, "say a secret", GROUP)
+        file = await file_of(operations, GROUP)
+    assert file.exists()
+    async with hosting(config, tmp_path) as operations:
+        assert await operations.delete(OPERATOR, GROUP)
     assert not file.exists()
 
 

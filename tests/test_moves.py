@@ -341,11 +341,14 @@ async def test_what_postgresql_cannot_store_is_replaced_and_counted(database: Pa
     change(
         database,
         "UPDATE sessions SET display_name = 'be' || char(0) || 'fore' WHERE label = 'The Choir'",
-        "UPDATE commands SET id = 'k' || char(0) || 'ey', answer = '{\"a\":' || char(0) || '}'",
+        "UPDATE commands SET id = 'k' || char(0) || 'ey', answer = '{\"a\":' || char(0) || '}'"
+        " WHERE digest <> ''",
     )
     assert (await migrate(database, target, ignore)).replaced == 3 + 1
     assert ask(target, "SELECT display_name FROM sessions WHERE label = 'The Choir'") == [("be\ufffdfore",)]
-    assert ask(target, "SELECT id, answer FROM commands") == [("k\ufffdey", '{"a":\ufffd}')]
+    assert ask(target, "SELECT id, answer FROM commands WHERE digest <> ''") == [
+        ("k\ufffdey", '{"a":\ufffd}')
+    ]
 
 
 async def test_what_a_killed_process_left_in_the_log_comes_along(
@@ -475,7 +478,8 @@ async def test_two_that_do_the_same_at_once_do_it_once(
     copies = [Path(shutil.copy(database, tmp_path / f"{name}.db")) for name in ("one", "two")]
     done = await asyncio.gather(*(migrate(copy, target, ignore) for copy in copies), return_exceptions=True)
     assert any(isinstance(each, Moved) for each in done), done
-    assert all(isinstance(each, Moved | StoreError) for each in done), done
+    # One that looks when the other has just come to its end sees what is not its own, and leaves it alone.
+    assert all(isinstance(each, Moved | StoreError | Conflict) for each in done), done
     after = everything(target)
     assert {name: after[name] for name in before} == before
     assert (await migrate(database, target, ignore)).already

@@ -29,7 +29,7 @@ from antiphon.engine.door import Door
 from antiphon.engine.engine import Pace
 from antiphon.engine.jobs import AgentTurn, Announce, SystemEvent, Terms
 from antiphon.engine.retention import Keep
-from antiphon.engine.scheduler import Scheduler
+from antiphon.engine.scheduler import AGAIN, Scheduler
 from antiphon.engine.slots import At, Cron, Every, Schedule
 from antiphon.errors import AntiphonError, Conflict, Forbidden, InvalidInput, NotFound, TooLarge
 from antiphon.host import house
@@ -369,6 +369,39 @@ async def test_a_full_lane_keeps_the_slot_until_there_is_room(tmp_path: Path) ->
         await at.pass_(0)
         await at.settle()
         assert (await at.get(job)).state.last_status == "ok"
+
+
+@pytest.mark.requirement("G12")
+async def test_a_full_lane_holds_up_no_other_job(tmp_path: Path) -> None:
+    release = asyncio.Event()
+    group = "agent:main:telegram:group:1"
+
+    async def agent(prompt: Prompt) -> str:
+        if prompt.session_key == group:
+            await release.wait()
+        return "ok"
+
+    async with desk(tmp_path, agent, store={"laneMaxQueued": 1}) as at:
+        await at.stage.create(group)
+        active = await at.stage.say("one", group)
+        await until(lambda: _state(at, active, "running"))
+        waiting = await at.stage.say("two", group)
+        stuck = await at.add(session_target=f"session:{group}")
+        fine = await at.add()
+        for hour in (1, 2):
+            await at.pass_(3600)
+            await at.stage.ended(f"cron:{fine.id}:{START + hour * HOUR}")
+        assert (await at.schedules.run(OPERATOR, stuck.id, "due")).reason == "lane-full"
+        assert (await at.get(stuck)).state.last_run_id is None
+        # Nobody tells the scheduler when there is room: it looks again, and not at once.
+        assert await at.scheduler._look() == AGAIN  # pyright: ignore[reportPrivateUsage]
+        release.set()
+        for run in (active, waiting):
+            await at.stage.ended(run)
+        for _ in range(2):
+            await at.pass_(1)
+        await at.settle()
+        assert [run for run in at.runs() if stuck.id in run] == [f"cron:{stuck.id}:{START + 2 * HOUR}"]
 
 
 async def _state(at: Desk, run_id: str, state: str) -> bool:

@@ -24,7 +24,7 @@ from antiphon.errors import InvalidInput, NotFound
 from antiphon.messages import Assistant, Image, Message, Text, Thinking, ToolCall, ToolResult, User
 from antiphon.operations import HistoryFilter, ListFilter
 from antiphon.store import Row, Store, Tx
-from antiphon.transfers import jsonl
+from antiphon.transfers import index, jsonl
 from antiphon.transfers.exports import export_all, export_named
 from antiphon.transfers.imports import Imported, bring
 from antiphon.transfers.jsonl import Reading, iso, moment
@@ -219,6 +219,35 @@ async def test_exporting_one_more_session_keeps_the_others_in_the_index(tmp_path
 
 
 @pytest.mark.anyio
+@pytest.mark.requirement("L4")
+async def test_exporting_everything_keeps_what_others_have_in_the_index(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    theirs = {"agent:main:telegram:direct:9": {"sessionId": SECOND, "updatedAt": 3, "odd": [1]}}
+    out.joinpath("sessions.json").write_text(json.dumps({**theirs, MAIN: {"sessionId": FIRST}}))
+    async with keeping(Config(), tmp_path) as store:
+        row = await store.tx(_fill, MAIN, [])
+        await export_all(store, out)
+        index = json.loads(out.joinpath("sessions.json").read_text())
+        assert index.pop(MAIN)["sessionId"] == row["session_id"]
+        assert index == theirs
+        await export_all(store, out, ours=True)
+        assert set(json.loads(out.joinpath("sessions.json").read_text())) == {MAIN}
+
+
+@pytest.mark.anyio
+async def test_an_index_that_cannot_be_read_is_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    out.joinpath("sessions.json").write_text("[torn")
+    async with keeping(Config(), tmp_path) as store:
+        await store.tx(_fill, MAIN, [])
+        with pytest.raises(InvalidInput, match="cannot be read"):
+            await export_all(store, out)
+    assert exported_lines(out) == {"sessions.json": ["[torn"]}
+
+
+@pytest.mark.anyio
 async def test_a_key_that_leads_nowhere_is_told_before_anything_is_written(tmp_path: Path) -> None:
     async with keeping(Config(), tmp_path) as store:
         await store.tx(_fill, MAIN, [])
@@ -329,7 +358,7 @@ class _Broken:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.clock = store.clock
-        self.shared, self.identity = store.shared, store.identity
+        self.shared, self.identity, self.trouble = store.shared, store.identity, store.trouble
         self.tx, self.close = store.tx, store.close
 
     async def read(self, script: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -388,7 +417,8 @@ async def test_a_first_generation_directory(tmp_path: Path) -> None:
     folder(tmp_path / "old", index, files)
     report = await brought(tmp_path / "new", tmp_path / "old")
     assert (report.imported, report.messages, report.missing_transcripts) == (3, 2, 1)
-    assert (report.archived_files, report.unlisted_files, report.failed_count) == (1, 1, 2)
+    assert (report.archived_files, report.unlisted_files) == (1, 1)
+    assert (report.failed_count, report.passed_over) == (1, 1)
     first, second = await transcript(tmp_path / "new")
     assert (first["role"], first["content"], first["timestamp"]) == ("user", "hi", NOW)
     assert second["content"] == [{"type": "text", "text": "yo"}], "what a model cannot read is mended"
@@ -397,6 +427,44 @@ async def test_a_first_generation_directory(tmp_path: Path) -> None:
     assert (main["thinkingLevel"], main["systemSent"], main["totalTokens"]) == ("high", True, 77)
     assert (await described(tmp_path / "new", "discord:group:Room-7"))["displayName"] == "Room"
     assert (await described(tmp_path / "new", "s-dm"))["key"] == "agent:main:telegram:direct:Bob"
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("K3")
+@pytest.mark.parametrize("main", ["main", MAIN])
+async def test_the_main_session_is_the_one_called_so_and_global_only_where_there_is_none(
+    tmp_path: Path, main: str
+) -> None:
+    both = {
+        "global": {"sessionId": SECOND, "updatedAt": NOW + 9},
+        main: {"sessionId": FIRST, "updatedAt": NOW},
+    }
+    files = {f"{FIRST}.jsonl": [header(FIRST), entry_line("a", None, user("really"))]}
+    folder(tmp_path / "both", both, files)
+    report = await brought(tmp_path / "new", tmp_path / "both")
+    assert (report.imported, report.beside, report.failed_count) == (2, 1, 0)
+    assert [entry["content"] for entry in await transcript(tmp_path / "new")] == ["really"]
+    folder(tmp_path / "one", {"global": both["global"]}, {f"{SECOND}.jsonl": [header(SECOND)]})
+    assert (await brought(tmp_path / "other", tmp_path / "one")).imported == 1
+    assert (await described(tmp_path / "other", MAIN))["sessionId"] == SECOND
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("K3")
+@pytest.mark.parametrize(("has_transcript", "wins"), [(True, SECOND), (False, FIRST)])
+async def test_where_all_mains_are_one_global_is_its_own_name(
+    tmp_path: Path, has_transcript: bool, wins: str
+) -> None:
+    config, _ = parse({"session": {"scope": "global"}})
+    index = {
+        "global": {"sessionId": SECOND, "updatedAt": NOW + 9},
+        MAIN: {"sessionId": FIRST, "updatedAt": NOW},
+    }
+    named = [FIRST, SECOND] if has_transcript else [FIRST]
+    folder(tmp_path / "old", index, {f"{name}.jsonl": [header(name)] for name in named})
+    assert (await brought(tmp_path / "new", tmp_path / "old", config)).beside == 1
+    async with looking(config, tmp_path / "new") as operations:
+        assert (await operations.describe(OPERATOR, "main")).session_id == wins
 
 
 @pytest.mark.anyio
@@ -493,6 +561,123 @@ async def test_a_key_in_use_keeps_its_conversation(tmp_path: Path) -> None:
     assert [entry["content"] for entry in await transcript(tmp_path / "new", FIRST)] == ["theirs"]
 
 
+THEIRS = {
+    "sessionId": FIRST,
+    "updatedAt": NOW,
+    "sendPolicy": "deny",
+    "label": "home",
+    "displayName": "Home",
+    "thinkingLevel": "high",
+    "verboseLevel": "on",
+    "lastChannel": "whatsapp",
+    "lastTo": "+4912",
+    "deliveryContext": {"channel": "whatsapp", "to": "+4912"},
+    "groupActivation": "mention",
+    "inputTokens": 70,
+    "totalTokens": 77,
+}
+SAID = {f"{FIRST}.jsonl": [header(FIRST), entry_line("a", None, user("theirs"))]}
+
+
+async def _set(tx: Tx, key: str, settings: dict[str, str], route: str | None = None) -> None:
+    """As somebody here has set it."""
+    row = await sessions.find(tx, keys.parse(key), None) or await sessions.create(tx, keys.parse(key), NOW)
+    await sessions.patch(tx, row["id"], settings, NOW)
+    if route:
+        whole = await tx.one(sessions.SQL.by_id, id=row["id"])
+        assert whole is not None
+        columns = index.columns({"lastChannel": "signal", "lastTo": route}, keys.parse(key), lambda _: True)
+        await tx.do(sessions.SQL.adopt, id=row["id"], updated_at=NOW, **index.merged(whole, columns))
+
+
+async def in_use(state: Path, settings: dict[str, str] | None = None, route: str | None = None) -> None:
+    async with keeping(Config(), state) as store:
+        await store.tx(_fill, MAIN, [(NOW, User(content="mine", timestamp=NOW))])
+        await store.tx(_set, MAIN, settings or {}, route)
+
+
+async def exported_entry(state: Path, out: Path) -> dict[str, Any]:
+    return json.loads("".join((await export_everything(state, out))["sessions.json"]))[MAIN]
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G25", "D1")
+async def test_a_key_in_use_takes_over_what_it_has_nothing_of(tmp_path: Path) -> None:
+    """As after trying it out before importing. In an export it comes back, whichever conversation is current."""
+    await in_use(tmp_path / "new")
+    folder(tmp_path / "old", {MAIN: THEIRS}, SAID)
+    dry = await brought(tmp_path / "new", tmp_path / "old", dry_run=True)
+    report = await brought(tmp_path / "new", tmp_path / "old")
+    assert report.merged == dry.merged
+    [merged] = report.merged
+    assert merged.key == MAIN
+    counters = {"inputTokens", "totalTokens"}
+    assert set(merged.left_behind) == counters
+    assert set(merged.taken_over) == THEIRS.keys() - counters - {"sessionId", "updatedAt"} | {"cwd"}
+    here = await described(tmp_path / "new", "home")
+    assert (here["key"], here["sendPolicy"], here["lastTo"]) == (MAIN, "deny", "+4912")
+    async with looking(Config(), tmp_path / "new") as operations:
+        assert (await operations.list(OPERATOR, ListFilter(search="home"))).count == 1
+    async with keeping(Config(), tmp_path / "new") as store:
+        await store.tx(_go_back_to, FIRST, NOW + 30)
+    entry = await exported_entry(tmp_path / "new", tmp_path / "out")
+    assert {name: entry[name] for name in THEIRS if name not in {*counters, "updatedAt"}} == {
+        name: value for name, value in THEIRS.items() if name not in {*counters, "updatedAt"}
+    }
+    again = await brought(tmp_path / "new", tmp_path / "old")
+    assert (again.skipped, again.merged) == (1, [])
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G25")
+async def test_what_was_decided_here_stays_and_the_report_says_so(tmp_path: Path) -> None:
+    mine = {"label": "mine", "thinking": "low"}
+    await in_use(tmp_path / "new", mine, "+1")
+    folder(tmp_path / "old", {MAIN: THEIRS}, SAID)
+    [merged] = (await brought(tmp_path / "new", tmp_path / "old")).merged
+    assert {"sendPolicy", "displayName", "verboseLevel", "groupActivation"} <= set(merged.taken_over)
+    route = {"lastChannel", "lastTo", "deliveryContext"}
+    assert set(merged.left_behind) == {"label", "thinkingLevel", "inputTokens", "totalTokens", *route}
+    entry = await exported_entry(tmp_path / "new", tmp_path / "out")
+    assert (entry["label"], entry["thinkingLevel"], entry["lastTo"]) == ("mine", "low", "+1")
+    assert entry["lastChannel"] == "signal" and "deliveryContext" not in entry
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("D1")
+@pytest.mark.parametrize(
+    ("mine", "theirs", "holds"),
+    [
+        (None, "deny", "deny"),
+        ("allow", "deny", "deny"),
+        ("deny", "allow", "deny"),
+        (None, "allow", None),
+        ("allow", None, "allow"),
+    ],
+)
+async def test_of_two_send_policies_the_stricter_one_holds(
+    tmp_path: Path, mine: str | None, theirs: str | None, holds: str | None
+) -> None:
+    await in_use(tmp_path / "new", {"send_policy": mine} if mine else None)
+    entry = {"sessionId": FIRST, **({"sendPolicy": theirs} if theirs else {})}
+    folder(tmp_path / "old", {MAIN: entry}, SAID)
+    [merged] = (await brought(tmp_path / "new", tmp_path / "old")).merged
+    assert (await described(tmp_path / "new", MAIN)).get("sendPolicy") == holds
+    assert ("sendPolicy" in merged.taken_over) == (holds != mine)
+    assert ("sendPolicy" in merged.left_behind) == (theirs not in {None, holds})
+
+
+@pytest.mark.anyio
+async def test_a_label_that_is_taken_is_left_behind(tmp_path: Path) -> None:
+    await in_use(tmp_path / "new")
+    async with keeping(Config(), tmp_path / "new") as store:
+        await store.tx(_set, "agent:main:direct:x", {"label": "home"})
+    folder(tmp_path / "old", {MAIN: THEIRS}, SAID)
+    [merged] = (await brought(tmp_path / "new", tmp_path / "old")).merged
+    assert "label" in merged.left_behind
+    assert "label" not in await described(tmp_path / "new", MAIN)
+
+
 @pytest.mark.anyio
 async def test_a_dry_run_says_the_same_and_does_nothing(tmp_path: Path) -> None:
     files = {f"{FIRST}.jsonl": [header(FIRST), entry_line("a", None, user("hello"))]}
@@ -573,6 +758,18 @@ async def test_a_directory_without_sessions_says_what_to_pass(tmp_path: Path) ->
         await brought(tmp_path / "new", tmp_path / "torn")
 
 
+@pytest.mark.anyio
+@pytest.mark.requirement("G21")
+async def test_half_a_character_in_the_index_costs_nothing_but_itself(tmp_path: Path) -> None:
+    index = {
+        MAIN: {"sessionId": "s1", "displayName": "cut \ud83d"},
+        "agent:main:direct:x": {"sessionId": "s2"},
+    }
+    folder(tmp_path / "cut", index, {"s1.jsonl": [header("s1")], "s2.jsonl": [header("s2")]})
+    done = await brought(tmp_path / "new", tmp_path / "cut")
+    assert (done.imported, done.failed_count) == (2, 0)
+
+
 # --- the format by itself ---
 
 
@@ -581,7 +778,9 @@ def test_a_moment_survives_being_written(ms: int) -> None:
     assert moment(iso(ms)) == ms
 
 
-@pytest.mark.parametrize("value", [None, True, -1, "yesterday", [], float("nan")])
+@pytest.mark.parametrize(
+    "value", [None, True, -1, "yesterday", "1959-12-31T00:00:00Z", [], float("nan"), 253_402_300_800_000]
+)
 def test_what_is_no_moment(value: object) -> None:
     assert moment(value) is None
 

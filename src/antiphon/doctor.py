@@ -7,6 +7,7 @@ a finding too, so one broken part never hides the others.
 from __future__ import annotations
 
 import asyncio
+import os
 import platform
 import shutil
 import sqlite3
@@ -24,12 +25,11 @@ from antiphon.runtimes.model import shown_url
 from antiphon.store import Row, Store, Tx
 from antiphon.store.migrations import migrations
 from antiphon.store.queries import Queries
-from antiphon.store.sqlite import check_file
+from antiphon.store.sqlite import check_file, check_library
 from antiphon.store.statedir import StateDir
 from antiphon.visits import reading
 
 SQL = Queries("doctor")
-LEAST_SQLITE = (3, 35, 0)  # RETURNING
 LEAST_FREE, LITTLE_FREE = 64 * 2**20, 1024 * 2**20  # bytes
 ENTRIES = 100_000  # newest transcript entries that are read
 PAGE = 500
@@ -70,7 +70,7 @@ async def examine(paths: Paths, *, online: bool = False) -> list[Finding]:
     findings += [*_directory(home), *_disk(home.path)]
     if loaded is not None and loaded.config.store.url is not None:
         findings += await _server(loaded.config, home)
-    elif home.database.exists():
+    elif is_there(home.database):
         findings += await _file(home)
     if loaded is not None:
         findings += await _models(loaded.config, online=online)
@@ -79,11 +79,12 @@ async def examine(paths: Paths, *, online: bool = False) -> list[Finding]:
 
 def _machine() -> Iterator[Finding]:
     yield ok("python", f"Python {platform.python_version()}")
-    text = f"SQLite {sqlite3.sqlite_version}"
-    if sqlite3.sqlite_version_info < LEAST_SQLITE:
-        yield fail("sqlite", f"{text} is too old.", "Use a Python that comes with SQLite 3.35 or newer.")
+    try:
+        check_library()
+    except AntiphonError as error:
+        yield _failed("sqlite", error)
     else:
-        yield ok("sqlite", text)
+        yield ok("sqlite", f"SQLite {sqlite3.sqlite_version}")
 
 
 def _configuration(paths: Paths, findings: list[Finding]) -> Loaded | None:
@@ -103,9 +104,26 @@ def _configuration(paths: Paths, findings: list[Finding]) -> Loaded | None:
 # --- the directory ---
 
 
+def is_there(path: Path) -> bool:
+    """As far as can be told; what cannot be told is a finding of the state directory."""
+    return os.path.exists(path)  # noqa: PTH110 - Path.exists raises where a directory may not be entered
+
+
 def _directory(home: StateDir) -> Iterator[Finding]:
-    if not home.path.is_dir():
+    try:
+        home.check()
+    except AntiphonError as error:
+        yield _failed("state", error)
+        return
+    if not home.path.exists():
         yield ok("state", f"{str(home.path)!r} does not exist yet; it is made at the first start")
+        return
+    if not (home.path.is_dir() and os.access(home.path, os.W_OK | os.X_OK)):
+        yield fail(
+            "state",
+            f"{str(home.path)!r} is no directory that can be written to.",
+            "Give this user write access, or choose another with --state-dir.",
+        )
         return
     open_to_others = [path for path in _private(home) if stat.S_IMODE(path.stat().st_mode) & 0o077]
     for path in open_to_others:
@@ -123,7 +141,7 @@ def _private(home: StateDir) -> Iterable[Path]:
 
 
 def _disk(path: Path) -> Iterator[Finding]:
-    existing = next((place for place in (path, *path.parents) if place.exists()), None)
+    existing = next((place for place in (path, *path.parents) if is_there(place)), None)
     if existing is None:
         return
     free = shutil.disk_usage(existing).free
@@ -253,7 +271,7 @@ async def _models(config: Config, *, online: bool) -> list[Finding]:
     findings: list[Finding] = []
     for name, provider in config.models.providers.items():
         where = shown_url(provider.base_url)
-        if (secret := provider.api_key) and (trouble := await asyncio.to_thread(_unreadable, secret)):
+        if (secret := provider.api_key) and (trouble := await asyncio.to_thread(unreadable, secret)):
             findings.append(fail("models", f"{name!r} cannot be asked: {trouble.what}", trouble.hint))
         elif online and provider.base_url:
             findings.append(await _reach(name, where))
@@ -262,7 +280,7 @@ async def _models(config: Config, *, online: bool) -> list[Finding]:
     return findings
 
 
-def _unreadable(secret: Secret) -> ConfigError | None:
+def unreadable(secret: Secret) -> ConfigError | None:
     """Why a secret cannot be had. A command that gives it out is not run for this."""
     if secret.kind == "exec":
         return None

@@ -32,7 +32,7 @@ from antiphon.engine.runs import Claim
 from antiphon.engine.scheduler import Scheduler
 from antiphon.engine.toolbox import Tool, Toolbox
 from antiphon.engine.turns import Setting
-from antiphon.errors import NotFound
+from antiphon.errors import NotFound, StoreError
 from antiphon.links import Links, linked
 from antiphon.operations import Operations
 from antiphon.runtimes import Runtime
@@ -43,7 +43,7 @@ from antiphon.store import Store
 from antiphon.store.opening import Phase, open_store
 from antiphon.store.statedir import StateDir
 from antiphon.tools import session_tools
-from antiphon.transfers.mirror import Mirror
+from antiphon.transfers.mirror import Mirror, leave
 from antiphon.visits import looking, operations_on
 
 __all__ = ["RESULT_CHARS", "House", "hosting", "house", "looking"]
@@ -73,6 +73,8 @@ class House:
     links: Links
     config: Config
     clock: Clock
+    trouble: Callable[[], StoreError | None]
+    """Why the store can keep nothing now, as far as it knows."""
     introduce: Callable[[str], Awaitable[None]]
     """Tell the other replicas where this one can be reached."""
 
@@ -129,7 +131,16 @@ async def house(config: Config, state_dir: Path, **options: Unpack[Options]) -> 
                 _mirroring(config, store, links.bus, home, clock),
                 _playing(engine, scheduler, links.grace),
             ):
-                yield House(operations, schedules, toolbox, links, config, clock, engine.introduce)
+                yield House(
+                    operations,
+                    schedules,
+                    toolbox,
+                    links,
+                    config,
+                    clock,
+                    lambda: store.trouble,
+                    engine.introduce,
+                )
 
 
 @asynccontextmanager
@@ -170,6 +181,7 @@ async def _mirroring(
 ) -> AsyncGenerator[None]:
     """Transcript files beside the store, if they are wanted; up to date when the context is left."""
     if not config.session.transcripts.mirror:
+        await asyncio.to_thread(leave, home.transcripts)
         yield
         return
     mirror = Mirror(store, bus, home.transcripts, clock)
@@ -230,6 +242,7 @@ class _Settings:
             reserve_tokens=agent.compaction.reserve_tokens,
             keep_tokens=agent.compaction.keep_recent_tokens,
             max_result_chars=RESULT_CHARS,
+            thinking=agent.thinking_default,
         )
 
 

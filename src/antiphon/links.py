@@ -14,6 +14,7 @@ from antiphon.config import Config
 from antiphon.engine.engine import Pace
 from antiphon.lanes import LaneEngine
 from antiphon.lanes.local import LocalLanes
+from antiphon.paths import at_home
 from antiphon.store import Store
 
 if TYPE_CHECKING:
@@ -83,4 +84,4 @@ def servers_of(config: Config) -> Servers:
 
 
 def _path(text: str | None) -> Path | None:
-    return Path(text).expanduser() if text else None
+    return at_home(text) if text else None

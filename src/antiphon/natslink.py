@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
 import ssl
 from collections.abc import Awaitable, Callable
@@ -66,8 +67,8 @@ class Servers:
     def options(self) -> dict[str, Any]:
         """For nats-py's `connect`."""
         for file in (self.credentials, self.authority):
-            if file is not None and not file.is_file():
-                raise ConfigError(f"{file} does not exist.", "Correct the path in `bus`.", path="bus")
+            if file is not None:
+                _check_readable(file)
         given: dict[str, Any] = {"user": self.user, "password": self.password, "token": self.token}
         if self.credentials is not None:
             if not all(mark in self.credentials.read_bytes() for mark in CREDENTIALS):
@@ -92,6 +93,18 @@ class Servers:
             raise ConfigError(
                 f"{self.authority} holds no certificate.", "Name a file in PEM format.", path="bus"
             ) from error
+
+
+def _check_readable(file: Path) -> None:
+    """Whoever opens a pipe without a writer waits for ever."""
+    try:
+        os.close(os.open(file, os.O_RDONLY | os.O_NONBLOCK))
+        regular = file.is_file()
+    except OSError as error:
+        why = f"{file} cannot be read ({error.strerror})."
+        raise ConfigError(why, "Correct the path in `bus`.", path="bus") from error
+    if not regular:
+        raise ConfigError(f"{file} is no file.", "Correct the path in `bus`.", path="bus")
 
 
 class Link:

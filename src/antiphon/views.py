@@ -18,6 +18,7 @@ from antiphon.engine.transcripts import Entry
 from antiphon.errors import InvalidInput
 from antiphon.messages import Assistant, Text, User, decode
 from antiphon.store import Row
+from antiphon.store.listing import Listed
 
 
 class _View(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
@@ -449,8 +450,7 @@ def ended_view(view: RunView, event: RunChanged) -> RunView:
     )
 
 
-def session_view(row: Row, viewer_agent_id: str | None, transcripts: str) -> SessionView:
-    """From the columns of `listing.page`, in their order: by name, each would be searched for again in every row."""
+def session_view(row: Listed, viewer_agent_id: str | None, transcripts: str) -> SessionView:
     # fmt: off
     (
         _, key, kind, channel, agent_id, session_id, updated_at, state, display_name, label, model, last_model,

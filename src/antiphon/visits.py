@@ -69,8 +69,9 @@ async def check_alone(config: Config, state_dir: Path) -> None:
         others = [found for found in await operations.replicas(Caller.operator()) if found.alive]
     if others:
         address = next((found.address for found in others if found.address), None)
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise Unavailable(
-            f"{len(others)} gateways host this store, such as {others[0].name!r}.",
+            f"This store is hosted by the gateway {others[0].name!r}{more}.",
             f"Talk with one of them: --url {address or 'ADDRESS'} and --token-file FILE.",
             url=address,
         )

@@ -318,9 +318,9 @@ async def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
     empty = tmp_path / "empty.pem"
     empty.touch()
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"authority": tmp_path / "none.pem"}, "none.pem does not exist"),
+        ({"authority": tmp_path / "none.pem"}, "none.pem cannot be read .No such file"),
         ({"authority": empty}, "empty.pem holds no certificate"),
-        ({"credentials": tmp_path / "none.creds"}, "none.creds does not exist"),
+        ({"credentials": tmp_path / "none.creds"}, "none.creds cannot be read .No such file"),
         ({"credentials": empty}, "empty.pem holds no credentials"),
     ]
     for given, told in cases:

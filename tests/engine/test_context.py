@@ -6,19 +6,23 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from antiphon.config.agents import Compaction as Compacting
 from antiphon.engine import compaction, context, transcripts
 from antiphon.engine.context import Context
+from antiphon.engine.toolbox import Call, Result
 from antiphon.engine.transcripts import Entry
 from antiphon.errors import ContextOverflow
 from antiphon.messages import (
     Assistant,
     Compaction,
+    Image,
     Message,
     Text,
     Thinking,
@@ -34,7 +38,7 @@ from antiphon.runtimes.model import Api, ModelSpec, Patience
 from antiphon.runtimes.pydantic_reader import PydanticReader
 from antiphon.store import Tx
 from providers import Provider
-from stage import MAIN, OPERATOR, opened, raw, staged, text
+from stage import MAIN, OPERATOR, calls, opened, raw, staged, text, tool
 
 # --- any transcript ---
 
@@ -70,11 +74,12 @@ ANYTHING = st.lists(ENTRIES, max_size=14)
 def played(draw: st.DrawFn) -> list[Message]:
     """What an engine writes that is killed anywhere, any number of times: turns, each cut off at some entry."""
     written: list[Message] = []
+    named = draw(st.sampled_from(["{}", "functions.add:{}", "call_" + 24 * "a" + "|fc_" + 50 * "b" + "{}"]))
     for turn in range(draw(st.integers(1, 4))):
         entries: list[Message] = [User(content=f"question {turn}", timestamp=1)]
         for step in range(draw(st.integers(0, 3))):
             made = [
-                ToolCall(id=f"{turn}_{step}_{i}", name="add", arguments={})
+                ToolCall(id=named.format(f"{turn}_{step}_{i}"), name="add", arguments={})
                 for i in range(draw(st.integers(1, 3)))
             ]
             entries.append(
@@ -258,8 +263,68 @@ def test_a_cut_keeps_about_what_it_is_told_to() -> None:
     whole = Context(list(range(1, 21)), messages)
     each = context.weigh(messages[0])
     assert context.cut(whole, 5 * each) == 15
-    assert context.cut(whole, 1000 * each) == 1
+    assert context.cut(whole, 1000 * each) == 15, "a quarter of the whole at most"
     assert context.cut(Context([1], messages[:1]), 0) == 0
+
+
+LENGTHS = st.sampled_from([0, 10, 300, 4_000, 400_000])
+
+
+@st.composite
+def weighty(draw: st.DrawFn) -> list[Message]:
+    """A conversation of short and of huge entries, after a summary or not."""
+    earlier = Compaction(summary="s" * draw(LENGTHS), first_kept_seq=1, tokens_before=1, timestamp=1)
+    written: list[Message] = [earlier] if draw(st.booleans()) else []
+    for number in range(draw(st.integers(1, 12))):
+        words = "w" * draw(LENGTHS)
+        if draw(st.booleans()):
+            written.append(User(content=words, timestamp=1))
+        else:
+            call = ToolCall(id=f"{number}", name="add", arguments={})
+            written.append(Assistant(content=[call], timestamp=2, stop_reason="toolUse"))
+            result = ToolResult(
+                tool_call_id=call.id, tool_name="add", content=[Text(text=words)], timestamp=3
+            )
+            written.append(result)
+    return written
+
+
+@pytest.mark.requirement("G26")
+@settings(max_examples=300, deadline=None)
+@given(messages=weighty(), keep=st.sampled_from([0, 50, 20_000]), length=LENGTHS)
+def test_compaction_makes_room_or_says_that_it_cannot(
+    messages: list[Message], keep: int, length: int
+) -> None:
+    before = sum(map(context.weigh, messages))
+    index = context.cut(Context(list(range(1, len(messages) + 1)), messages), keep)
+    newest = max(place for place, message in enumerate(messages) if not isinstance(message, ToolResult))
+    last = sum(map(context.weigh, messages[newest:]))
+    if index == 0:
+        assert before - last < max(32, before // 8), "there was something to cut off"
+        return
+    kept = sum(map(context.weigh, messages[index:]))
+    assert kept <= max(last, min(keep, before // 4))
+    words = context.brief("s" * length, messages[:index])
+    summary = Compaction(summary=words, first_kept_seq=1, tokens_before=1, timestamp=1)
+    assert bool(words) == bool(length)
+    assert context.weigh(summary) + kept <= before - max(16, before // 16)
+
+
+@pytest.mark.requirement("G26")
+def test_what_an_earlier_summary_says_is_not_crowded_out() -> None:
+    """However much was said after it: otherwise every summary would forget what the one before it kept."""
+    earlier = Compaction(summary=f"{'s' * 3000} summit", first_kept_seq=1, tokens_before=1, timestamp=1)
+    later: list[Message] = [User(content=f"{number} {'w' * 500}", timestamp=1) for number in range(100)]
+    shown = context.as_text([earlier, *later], 8000)
+    assert "summit\n" in shown and "\nuser: 99 w" in shown
+    assert len(shown) <= 8100
+    assert len(context.as_text([earlier], 1000)) <= 1100
+
+
+def test_an_image_weighs_what_it_costs_and_is_summarised_in_a_word() -> None:
+    picture = User(content=[Text(text="look"), Image(data="aGk=", mime_type="image/png")], timestamp=1)
+    assert 1200 < context.weigh(picture) < 1300
+    assert context.as_text([picture], 8000) == "user: look [image]"
 
 
 # --- making room ---
@@ -370,3 +435,95 @@ async def test_an_empty_summary_replaces_nothing(tmp_path: Path) -> None:
             entry for entry in page.messages if entry["role"] == "compaction" and not entry["summary"].strip()
         ]
         assert blank == []
+
+
+class Small:
+    """A model with a small window and long answers, and a server that refuses what does not fit, summaries too."""
+
+    reads_history = True
+
+    def __init__(self, limit: int, *, known: bool = True, summary: int = 400) -> None:
+        self.context_window = limit if known else None
+        self.summaries = self.steps = 0
+        self._limit = limit
+        self._summary = "s" * summary
+
+    async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+        if sum(map(context.weigh, prompt.messages)) > self._limit:
+            raise ContextOverflow("Too long.", "Shorten it.")
+        if prompt.instructions == compaction.INSTRUCTIONS:
+            self.summaries += 1
+            return text(self._summary, stop_reason="stop")
+        self.steps += 1
+        return text("a" * 4000, stop_reason="stop")
+
+    async def close(self) -> None: ...
+
+
+DEFAULTS: dict[str, Any] = {
+    "keep_tokens": Compacting().keep_recent_tokens,
+    "reserve_tokens": Compacting().reserve_tokens,
+}
+
+
+@pytest.mark.requirement("G26")
+@pytest.mark.anyio
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("limit", [8_000, 32_000])
+@pytest.mark.parametrize("summary", [400, 400_000])
+async def test_a_small_window_is_enough_for_any_number_of_turns(
+    tmp_path: Path, limit: int, summary: int, *, known: bool
+) -> None:
+    """With the settings that nobody has changed; the summary may be as long as it likes."""
+    runtime = Small(limit, known=known, summary=summary)
+    async with staged(tmp_path, runtime, **DEFAULTS) as stage:
+        for _ in range(40):
+            assert (await stage.ask("q" * 4000)).state == "ok"
+    said = 40 * 2 * 1008
+    full = limit // 2 if known else limit
+    # A summary is written when about half of that has been said anew.
+    assert runtime.summaries <= said // (full // 2 if summary == 400 else full // 4)
+
+
+@pytest.mark.requirement("G26")
+@pytest.mark.anyio
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_message_that_no_window_holds_is_refused_and_forgiven(tmp_path: Path, *, known: bool) -> None:
+    runtime = Small(4_000, known=known)
+    async with staged(tmp_path, runtime, **DEFAULTS) as stage:
+        assert (await stage.ask("q" * 4000)).state == "ok"
+        view = await stage.ask("huge " * 100_000)
+        assert (view.state, view.error_code) == ("error", "context_overflow")
+        for _ in range(3):
+            assert (await stage.ask("q" * 4000)).state == "ok"
+
+
+@pytest.mark.requirement("G26")
+@pytest.mark.anyio
+async def test_a_long_run_may_be_summarised_as_often_as_it_takes(tmp_path: Path) -> None:
+    """As long as that helps: what cannot be shortened is not tried at every step."""
+    steps = 0
+
+    async def work(call: Call) -> Result:
+        return Result(text="r" * 1000)
+
+    class Working(Windowed):
+        async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+            nonlocal steps
+            answer = await super().step(prompt, deltas)
+            if prompt.instructions == compaction.INSTRUCTIONS or steps == 20:
+                return answer
+            steps += 1
+            return calls("work")
+
+    def full(prompt: Prompt) -> bool:
+        return sum(map(context.weigh, prompt.messages)) > 1000
+
+    async with staged(tmp_path, Working(1000, full), tools=[tool("work", work)], max_steps=30) as stage:
+        assert (await stage.ask("go")).state == "ok"
+        assert steps == 20
+    mute = Working(600, lambda _: False)
+    mute.summary, steps = " ", 0
+    async with staged(tmp_path, mute, tools=[tool("work", work)], max_steps=30) as stage:
+        assert (await stage.ask("go", "agent:main:direct:other")).state == "ok"
+        assert (steps, len(mute.summaries)) == (20, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -11,12 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from antiphon.access import Visibility, narrower
+from antiphon.config import Config
 from antiphon.engine import envelopes
 from antiphon.engine.envelopes import Envelope
 from antiphon.engine.toolbox import Call, Result, Tool
 from antiphon.messages import Assistant
 from antiphon.operations import Operations, Spawn
 from antiphon.runtimes import Prompt
+from antiphon.transfers.imports import bring
+from antiphon.visits import keeping
 from stage import calls, tool
 from tools.troupe import HELPER, MAIN, OPERATOR, Player, Troupe, cast_of, heard, house, phase_of, result_in
 
@@ -208,3 +212,42 @@ async def test_an_operators_child_is_within_its_requesters_envelope_too(tmp_path
         await troupe.quiet()
         envelope = envelope_of(troupe, spawned.child_session_key)
         assert envelope.tools == ("read", "write") and envelope.depth == 0
+
+
+ORPHAN = "agent:main:subagent:1d9f7e0c-0000-4000-8000-000000000003"
+
+
+async def _imported(path: Path, config: Config) -> None:
+    """As another program left it; whoever spawned it there is not here."""
+    source = path / "old"
+    source.mkdir()
+    entry = {"sessionId": "s", "subagentRole": "orchestrator", "spawnedBy": "agent:gone:main"}
+    source.joinpath("sessions.json").write_text(json.dumps({ORPHAN: entry}))
+    async with keeping(config, path) as store:
+        assert (await bring(store, config, source, 1)).imported == 1
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("P3", "SEC6", "003-spawn-tools", "003-spawn-tools-config")
+@pytest.mark.parametrize("imported", [True, False])
+@pytest.mark.parametrize("also", [[], ["sessions_spawn", "agents_list"]])
+async def test_a_sub_agent_that_nobody_spawned_here_has_what_a_leaf_has(
+    tmp_path: Path, imported: bool, also: list[str]
+) -> None:
+    main = Player(".")
+    config = cast_of(
+        "helper",
+        agents={"defaults": {"subagents": {"maxSpawnDepth": 3, "allowAgents": ["*"]}}},
+        tools={"subagents": {"tools": {"alsoAllow": also, "deny": ["write"]}}},
+    )
+    if imported:
+        await _imported(tmp_path, config)
+    async with house(config, tmp_path, functions={"main": main}, tools=tools) as troupe:
+        await troupe.ask("hello", ORPHAN)
+        has = {"read", "shell", *also} - {"sessions_spawn"}
+        assert {spec.name for spec in main.prompts[0].tools} == has
+        assert set((await troupe.operations.tools_of(OPERATOR, ORPHAN)).actor.tools) == has
+        assert (await troupe.use("agents_list", ORPHAN))["agents"] == []
+        assert (await troupe.use("sessions_spawn", ORPHAN, task="more"))["reason"] == "depth"
+        (row,) = troupe.rows("SELECT depth, role FROM sessions WHERE key = ?", ORPHAN)
+        assert (row["depth"], row["role"]) == (1, "orchestrator" if imported else "leaf")

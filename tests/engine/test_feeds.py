@@ -257,9 +257,8 @@ async def pages(stage: Stage, limit: int, *, backwards: bool, tools: bool) -> li
     found: list[dict[str, Any]] = []
     at: int | None = None if backwards else 0
     while True:
-        wanted = HistoryFilter(
-            limit=limit, include_tools=tools, **({"before": at} if backwards else {"after": at})
-        )
+        before, after = (at, None) if backwards else (None, at)
+        wanted = HistoryFilter(limit=limit, include_tools=tools, before=before, after=after)
         page = await stage.operations.history(OPERATOR, MAIN, wanted)
         found = [*page.messages, *found] if backwards else [*found, *page.messages]
         assert len(page.messages) <= limit

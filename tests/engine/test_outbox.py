@@ -165,7 +165,7 @@ async def test_what_is_not_for_people_is_taken_out_and_if_nothing_is_left_nothin
 async def test_a_session_that_is_gone_has_no_page_but_a_channel_still_has_its_place(tmp_path: Path) -> None:
     discord = Pigeon()
     async with post_office(tmp_path, {"discord": discord}) as post:
-        await post.store.tx(sessions.forget, post.session["id"], GROUP)
+        await post.store.tx(sessions.forget, post.session["id"], GROUP, 1)
         await post.put("page", channel="webchat", to=GROUP)
         assert "gone" in (await post.state("page", "dead"))["error"]
         await post.put("channel")

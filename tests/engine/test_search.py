@@ -191,7 +191,7 @@ async def _cursor(path: Path, steps: list[tuple[str, int, int]]) -> None:
             await store.close()
             store = await open_base(path / DATABASE, synchronous="normal")
         elif number in ids:
-            await store.tx(sessions.forget, ids.pop(number), f"agent:main:direct:{number}")
+            await store.tx(sessions.forget, ids.pop(number), f"agent:main:direct:{number}", 1)
         last, _ = await store.read(search.place)
         assert indexed(path) == raw(path / DATABASE, "SELECT id FROM messages WHERE id <= ? ORDER BY 1", last)
     await search.catch_up(store)

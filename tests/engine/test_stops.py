@@ -7,18 +7,24 @@ from pathlib import Path
 
 import pytest
 
+from antiphon import keys
 from antiphon.bus import StopAsked
 from antiphon.bus.local import LocalBus
-from antiphon.engine import runs
+from antiphon.engine import runs, sessions
 from antiphon.engine.engine import STOPS, Pace
+from antiphon.engine.sessions import Birth
 from antiphon.engine.toolbox import Call, Result
-from antiphon.messages import Assistant, Text, ToolCall
+from antiphon.messages import Assistant, Text, ToolCall, User, encode
 from antiphon.runtimes import Deltas, Prompt
-from stage import MAIN, OPERATOR, calls, raw, soon, staged, text, tool, until
+from antiphon.store import Param, Row, Tx
+from antiphon.store.queries import Query
+from bases import open_base
+from stage import DATABASE, MAIN, OPERATOR, calls, raw, soon, staged, text, tool, until
 
 pytestmark = pytest.mark.anyio
 
 CHILD = "agent:main:subagent:11111111-1111-1111-1111-111111111111"
+GRANDCHILD = "agent:main:subagent:22222222-2222-2222-2222-222222222222"
 QUICK = Pace(sweep=0.05, stop_grace=0.2)
 
 
@@ -40,6 +46,21 @@ class Waiting:
             self.cancelled += 1
             raise
         return "never"
+
+
+@pytest.mark.requirement("G16", "G13")
+async def test_what_somebody_plays_in_a_shared_store_is_not_taken_for_abandoned(tmp_path: Path) -> None:
+    agent = Waiting()
+    async with staged(tmp_path, agent) as stage:
+        run_id = await stage.say("one")
+        await soon(agent.started(MAIN))
+        [row] = stage.rows("SELECT session FROM runs")
+        now = stage.clock.now()
+        assert await stage.store.tx(runs.end_abandoned, row["session"], now, shared=True) == runs.UNTOUCHED
+        later = now + 86_400_000  # when the lease would be over
+        stopped = await stage.store.tx(runs.end_abandoned, row["session"], later, shared=True)
+        assert [ended.run_id for ended in stopped.ended] == [run_id]
+        assert (await stage.operations.run(OPERATOR, run_id)).state == "cancelled"
 
 
 @pytest.mark.requirement("G16")
@@ -94,6 +115,83 @@ async def test_a_thousand_stops_at_once_all_arrive(tmp_path: Path) -> None:
             stage.bus.publish(STOPS, StopAsked(run_id=run_id))
         for run_id in ids:
             assert (await stage.ended(run_id)).state == "cancelled"
+
+
+class Counting:
+    """A transaction that counts what is asked of it."""
+
+    def __init__(self, tx: Tx) -> None:
+        self._tx = tx
+        self.statements = 0
+
+    async def one(self, query: Query, /, **params: Param) -> Row | None:
+        self.statements += 1
+        return await self._tx.one(query, **params)
+
+    async def all(self, query: Query, /, **params: Param) -> list[Row]:
+        self.statements += 1
+        return await self._tx.all(query, **params)
+
+    async def do(self, query: Query, /, **params: Param) -> int:
+        self.statements += 1
+        return await self._tx.do(query, **params)
+
+    async def alone(self, name: str) -> None:
+        await self._tx.alone(name)
+
+
+async def _stop_counted(tx: Tx, session: int, now: int) -> tuple[runs.Stopped, int]:
+    counting = Counting(tx)
+    stopped = await runs.cancel(counting, session, None, now)
+    return stopped, counting.statements
+
+
+@pytest.mark.requirement("G16", "G22")
+async def test_a_stop_costs_the_same_however_many_have_finished_below(tmp_path: Path) -> None:
+    agent = Waiting()
+    async with staged(tmp_path, agent) as stage:
+        main = await stage.create(MAIN)
+        await stage.create(CHILD, MAIN)
+        below = await stage.create(GRANDCHILD, CHILD)
+        costs: list[int] = []
+        for finished in (0, 40):
+            for number in range(finished):
+                await stage.create(f"agent:main:subagent:{number:08d}-1111-1111-1111-111111111111", CHILD)
+            run_id = await stage.say("below", GRANDCHILD)
+            await soon(agent.started(GRANDCHILD))
+            agent.begun.clear()
+            stopped, statements = await stage.store.tx(_stop_counted, main["id"], stage.clock.now())
+            assert stopped.asked == [run_id]
+            costs.append(statements)
+            await stage.engine.stopping(stopped)
+            assert (await stage.ended(run_id)).state == "cancelled"
+        assert costs[0] == costs[1]
+        assert stage.rows("SELECT yielded FROM sessions WHERE id = ?", below["id"]) == [{"yielded": None}]
+
+
+UNDER_WAY = {
+    "queued": "INSERT INTO runs (id, session, origin, digest, input, created_at, deadline_at)"
+    " VALUES ('q', ?, 'operator', '', '{}', 1, 9000000000000)",
+    "yielded": "UPDATE sessions SET yielded = 'all', yield_run = 'y' WHERE id = ?",
+    "asked others": "INSERT INTO tasks (id, digest, requester, requester_key, child, child_key, child_session_id,"
+    " agent_id, signature, task, phase, current, options, destination, chain, hop, created_at)"
+    " VALUES ('t', '', ?, 'k', 0, 'gone', 'g', 'main', '', 'work', 'running', 't', '{}', '{}', 'c', 1, 1)",
+}
+
+
+@pytest.mark.requirement("G16")
+@pytest.mark.parametrize("how", UNDER_WAY)
+async def test_a_stop_reaches_what_is_under_way_in_any_sense(tmp_path: Path, how: str) -> None:
+    async with staged(tmp_path, Waiting(), pace=Pace(lease=3600, sweep=3600)) as stage:
+        main = await stage.create(MAIN)
+        await stage.create(CHILD, MAIN)
+        below = await stage.create(GRANDCHILD, CHILD)
+        raw(stage.path, UNDER_WAY[how], below["id"])
+        stopped = await stage.store.tx(runs.cancel, main["id"], None, stage.clock.now())
+        assert [ended.run_id for ended in stopped.ended] == (["q"] if how == "queued" else [])
+        left = "SELECT yielded, yield_run FROM sessions WHERE yielded IS NOT NULL OR yield_run IS NOT NULL"
+        assert stage.rows(left) == []
+        assert stage.rows("SELECT id FROM tasks WHERE wakes = 1") == []
 
 
 @pytest.mark.requirement("G21")
@@ -190,12 +288,81 @@ async def test_calls_of_a_run_never_share_a_key(tmp_path: Path) -> None:
         assert all("details" not in entry for entry in results)  # too much to keep
 
 
+@pytest.mark.requirement("G24")
+async def test_a_tool_that_would_end_the_process_fails_and_no_more(tmp_path: Path) -> None:
+    async def leaving(call: Call) -> Result:
+        raise SystemExit(3)
+
+    async def agent(prompt: Prompt) -> Assistant:
+        return calls("leaving") if len(prompt.messages) == 1 else text("fine")
+
+    async with staged(tmp_path, agent, tools=[tool("leaving", leaving)]) as stage:
+        assert (await stage.ask("go")).reply == "fine"
+        assert "tried to end the process" in (await stage.transcript())[2]["content"][0]["text"]
+
+
 async def test_a_tool_that_returns_half_a_character_is_understood(tmp_path: Path) -> None:
     async def odd(call: Call) -> Result:
-        return Result(text="half \ud83d")
+        return Result(text="half \ud83d and \ud83d\ude00")
 
     async def agent(prompt: Prompt) -> Assistant:
         return calls("odd") if len(prompt.messages) == 1 else text("fine")
 
     async with staged(tmp_path, agent, tools=[tool("odd", odd)]) as stage:
         assert (await stage.ask("go")).reply == "fine"
+        result = (await stage.transcript())[2]
+        assert result["content"] == [{"type": "text", "text": "half \ufffd and \N{GRINNING FACE}"}]
+
+
+TASK = Query(
+    "test.task",
+    "INSERT INTO tasks (id, digest, requester, requester_key, child, child_key, child_session_id, agent_id, signature,"
+    " task, phase, current, options, destination, chain, hop, created_at) VALUES (:id, 'd', :requester, :requester_key,"
+    " :child, :child_key, :child_session_id, 'main', 'g', 't', 'running', :current, :options, '{}', 'c', 1, 1)"
+    " RETURNING n",
+)
+RUN = Query(
+    "test.run",
+    "INSERT INTO runs (id, session, origin, digest, input, deadline_at, created_at, task)"
+    " VALUES (:id, :session, :origin, 'd', :input, :deadline, 1, :task)",
+)
+
+
+@pytest.mark.requirement("G17", "P6")
+async def test_what_ends_with_its_parent_does_not_end_again_by_its_own_deadline(tmp_path: Path) -> None:
+    """Both are queued, and the time of both is over."""
+    store = await open_base(tmp_path / DATABASE, synchronous="normal")
+
+    async def queued(tx: Tx, above: Row, name: str, run_id: str, deadline: int) -> Row:
+        child = await sessions.create(
+            tx, keys.parse(f"agent:main:subagent:{name}"), 1, Birth(parent=above["id"])
+        )
+        task = await tx.one(
+            TASK,
+            id=f"task {name}",
+            requester=above["id"],
+            requester_key=above["key"],
+            child=child["id"],
+            child_key=child["key"],
+            child_session_id=child["session_id"],
+            current=run_id,
+            options='{"announce":"parent"}',
+        )
+        assert task is not None
+        said = encode(User(content="x", timestamp=1))
+        origin = "sessions_spawn"
+        await tx.do(
+            RUN, id=run_id, session=child["id"], origin=origin, input=said, deadline=deadline, task=task["n"]
+        )
+        return child
+
+    async def family(tx: Tx) -> None:
+        top = await sessions.create(tx, keys.parse("agent:main:main"), 1, Birth())
+        await queued(tx, await queued(tx, top, "parent", "first", 1000), "child", "second", 1500)
+
+    await store.tx(family)
+    expired = await store.tx(runs.expire, 2000)
+    assert [(ended.run_id, ended.ending.state) for ended in expired.ended] == [("first", "timeout")]
+    [below] = expired.ended[0].after.ended
+    assert (below.run_id, below.ending.state) == ("second", "cancelled")
+    await store.close()

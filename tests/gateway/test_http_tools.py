@@ -119,6 +119,14 @@ async def test_a_tool_that_acts_is_lifted_by_its_name_alone(tmp_path: Path) -> N
         assert (await invoke(site, {"tool": "exec"}))[0] == 404
 
 
+async def test_a_field_that_is_not_known_is_named_shortly(tmp_path: Path) -> None:
+    async with opened(tmp_path, Box()) as site:
+        status, body = await invoke(site, {"tool": "look", "x" * 1_000_000: 1})
+        assert (status, body["error"]["type"]) == (400, "invalid_request")
+        assert "unknown field `xxx" in body["error"]["message"]
+        assert len(body["error"]["message"]) < 1000
+
+
 async def test_an_idempotency_key_becomes_the_key_of_the_call(tmp_path: Path) -> None:
     box = Box()
     async with opened(tmp_path, box) as site:

@@ -146,6 +146,19 @@ async def test_agents_models_commands_and_channels(tmp_path: Path) -> None:
             assert (await client.refused("agent.identity.get", **params))["code"] == "INVALID_REQUEST"
 
 
+@pytest.mark.requirement("C")
+async def test_an_agent_looks_as_its_identity_says(tmp_path: Path) -> None:
+    identity = {"name": "Owl", "emoji": "🦉", "theme": "night"}
+    settings = {"agents": {"list": [{"id": "main", "identity": identity}, {"id": "plain"}]}}
+    async with opened(tmp_path, settings=settings) as gate, gate.client() as client:
+        owl, plain = (await client.call("agents.list"))["agents"]
+        assert (owl["name"], owl["identity"]) == ("Owl", identity)
+        assert (plain["name"], plain["identity"]) == ("plain", {"name": "plain"})
+        shown = await client.call("agent.identity.get")
+        assert (shown["name"], shown["emoji"]) == ("Owl", "🦉")
+        assert "emoji" not in await client.call("agent.identity.get", agentId="plain")
+
+
 async def test_there_is_no_channel_to_send_to(gate: Gate) -> None:
     async with gate.client() as client:
         error = await client.refused("send", to="+1", message="x", channel="pigeon", idempotencyKey="k")
@@ -491,6 +504,16 @@ async def test_the_history_of_a_session_that_is_not_there_is_empty(gate: Gate) -
         assert (await client.refused("chat.history", sessionKey="agent::x"))["code"] == "INVALID_REQUEST"
 
 
+@pytest.mark.requirement("C")
+async def test_the_history_tells_how_much_is_thought_unless_a_message_says_otherwise(tmp_path: Path) -> None:
+    settings = {"agents": {"list": [{"id": "main", "thinkingDefault": "high"}]}}
+    async with opened(tmp_path, settings=settings) as gate, gate.client() as client:
+        await gate.operations.open(OPERATOR, MAIN)
+        assert (await client.call("chat.history", sessionKey=MAIN))["thinkingLevel"] == "high"
+        await client.call("sessions.patch", key=MAIN, thinkingLevel="off")
+        assert (await client.call("chat.history", sessionKey=MAIN))["thinkingLevel"] == "off"
+
+
 @pytest.mark.requirement("H4", "G23")
 @pytest.mark.parametrize("way", ["cursor", "offset"])
 async def test_walking_back_gives_every_message_once(gate: Gate, way: str) -> None:
@@ -548,6 +571,24 @@ async def test_startup_is_history_with_what_a_page_needs(gate: Gate) -> None:
         got = await client.call("sessions.get", key="main", limit=1)
         assert (got["messages"], got["hasMore"]) == ([startup["messages"][1]], True)
         assert (await client.refused("sessions.get", key=OTHER))["details"]["type"] == "not_found"
+
+
+@pytest.mark.requirement("H1", "G23")
+async def test_a_history_is_narrowed_by_role_time_and_failure(gate: Gate) -> None:
+    async with gate.client() as client:
+        for words in ("one", "two"):
+            await say(client, words)
+
+        async def seqs(**asked: Any) -> list[int]:
+            page = await client.call("sessions.history", key=MAIN, **asked)
+            return [item["seq"] for item in page["messages"]]
+
+        assert await seqs(roles=["user"]) == [1, 3]
+        assert await seqs(roles=["assistant", "compaction"], since=0) == [2, 4]
+        assert await seqs(since=2**53) == await seqs(errors=True) == []
+        for name, wrong in (("roles", []), ("roles", ["nobody"]), ("since", -1), ("errors", "yes")):
+            refused = await client.refused("sessions.history", key=MAIN, **{name: wrong})
+            assert refused["code"] == "INVALID_REQUEST"
 
 
 @pytest.mark.requirement("G25")
@@ -845,6 +886,28 @@ async def test_resetting_stops_what_runs_and_begins_anew(tmp_path: Path) -> None
         assert (await client.refused("sessions.reset", key="agent:main:dashboard:none"))["details"][
             "type"
         ] == "not_found"
+
+
+@pytest.mark.requirement("G16")
+async def test_what_is_reset_only_if_idle_stops_nothing(tmp_path: Path) -> None:
+    held = Held()
+    async with opened(tmp_path, held) as gate, gate.client() as client:
+        for key in ("k1", "k2"):
+            await client.call("chat.send", sessionKey=OTHER, message="x", idempotencyKey=key)
+        await soon(held.going)
+        asked = {"key": OTHER, "ifIdle": True, "idempotencyKey": "k3"}
+        error = await client.refused("sessions.reset", **asked)
+        assert error["message"] == f"Session '{OTHER}' is still answering. Stop it first, then try again."
+        assert error["details"]["type"] == "conflict"
+        held.go.set()
+        for key in ("k1", "k2"):
+            assert (await client.call("agent.wait", runId=key, timeoutMs=10_000))["status"] == "ok"
+        before = (await client.call("sessions.describe", key=OTHER))["session"]["sessionId"]
+        reset = await client.call("sessions.reset", **asked)
+        assert reset["entry"]["sessionId"] != before
+        assert (await client.call("sessions.reset", **asked))["entry"]["sessionId"] == reset["entry"][
+            "sessionId"
+        ]
 
 
 async def test_deleting_is_final_and_the_main_session_stays(tmp_path: Path) -> None:

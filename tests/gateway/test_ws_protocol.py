@@ -20,6 +20,7 @@ from websockets.exceptions import InvalidStatus
 from antiphon import __version__
 from antiphon.access import Caller
 from antiphon.clock import ManualClock
+from antiphon.config.addresses import is_loopback
 from antiphon.gateway import connection, devices, frames, handshake, hub, socket
 from antiphon.gateway.methods import METHODS
 from stage import BOUND, MAIN, OPERATOR, soon, until
@@ -479,7 +480,7 @@ async def test_a_signature_of_another_time_is_not_taken(tmp_path: Path, seconds:
 async def test_only_this_machine_may_leave_the_challenge_unsigned(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "is_local", lambda _: False)  # pyright: ignore
+    monkeypatch.setattr(handshake, "is_loopback", lambda _: False)  # pyright: ignore
     async with gate.stranger() as client:
         challenge = await client.event("connect.challenge")
         answer = await client.ask("connect", PAIR.signs("v1", gate.owner, challenge))
@@ -492,7 +493,7 @@ async def test_only_this_machine_may_leave_the_challenge_unsigned(
     [("127.0.0.1", True), ("127.8.9.1", True), ("::1", True), ("127.evil.com", False), ("10.0.0.1", False)],
 )
 def test_what_is_local_is_an_address_and_not_a_prefix(address: str, local: bool) -> None:
-    assert handshake.is_local(address) is local
+    assert is_loopback(address) is local
 
 
 # --- requests ---
@@ -506,6 +507,25 @@ async def test_an_unknown_parameter_is_named_whatever_the_method(gate: Gate) -> 
             assert error["message"].startswith(f"invalid {name} params: at root: unexpected property 'x'"), (
                 name
             )
+
+
+async def test_a_misspelt_parameter_is_answered_with_the_one_that_was_meant(gate: Gate) -> None:
+    async with gate.client() as client:
+        wrong = await client.refused("chat.send", sessionKey="main", mesage="x")
+        assert "Did you mean 'message'?" in wrong["message"]
+        lacking = await client.refused("chat.send", sessionKey="main")
+        assert "Valid parameters: 'sessionKey', 'message'" in lacking["message"]
+
+
+async def test_half_a_character_spoils_neither_its_message_nor_the_connection(gate: Gate) -> None:
+    """As a client that cuts texts in UTF-16 sends it."""
+    async with gate.client() as client:
+        await client.call("sessions.create", key="main")
+        params = r'{"sessionKey": "main", "message": "cut \ud83d off"}'
+        await client.send(f'{{"type": "req", "id": "1", "method": "chat.inject", "params": {params}}}')
+        assert (await client.answer("1")).ok
+        (said,) = (await client.call("chat.history", sessionKey="main"))["messages"]
+        assert said["content"] == [{"type": "text", "text": "cut \ufffd off"}]
 
 
 async def test_a_value_of_the_wrong_type_is_named_by_its_path_whatever_the_method(gate: Gate) -> None:

@@ -80,7 +80,7 @@ async def test_words_of_a_deleted_session_are_not_indexed_beside_its_deletion(
         outcomes = await asyncio.wait_for(
             asyncio.gather(
                 one.tx(search.index, 100),
-                other.tx(sessions.forget, session["id"], session["key"]),
+                other.tx(sessions.forget, session["id"], session["key"], 1),
                 return_exceptions=True,
             ),
             BOUND,

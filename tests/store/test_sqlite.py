@@ -11,6 +11,7 @@ import stat
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,13 @@ from antiphon.engine import jobs, replicas, search
 from antiphon.engine.replicas import Replica
 from antiphon.errors import StoreDamaged, StoreError, StoreFull, StoreLocked, StoreNewer, StoreReadOnly
 from antiphon.host import hosting
-from antiphon.store import Row, Tx, listing, migrations
+from antiphon.store import Row, Tx, listing, migrations, sqlite
 from antiphon.store.migrations import Migration
+from antiphon.store.opening import open_store
 from antiphon.store.queries import Queries, Query
 from antiphon.store.sqlite import SqliteStore, check_file
 from antiphon.store.statedir import StateDir
+from nobody import unprivileged
 from stage import BOUND, dump, opened, raw
 
 NAME = "antiphon.db"
@@ -152,6 +155,27 @@ async def test_closing_finishes_what_was_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.requirement("G21")
+async def test_a_reader_that_could_not_be_opened_is_opened_when_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect = sqlite._connect_reader  # pyright: ignore[reportPrivateUsage]
+
+    def connect_elsewhere(path: Path) -> sqlite3.Connection:
+        return connect(path.with_name("missing"))
+
+    monkeypatch.setattr(sqlite, "_connect_reader", connect_elsewhere)
+    store = await SqliteStore.open(tmp_path / NAME)
+    for _ in range(10):
+        with pytest.raises(StoreError, match=r"cannot be opened for reading .* limit of open files"):
+            await asyncio.wait_for(store.read(owners), BOUND)
+    monkeypatch.undo()
+    for _ in range(20):
+        assert await asyncio.wait_for(store.read(owners), BOUND) == []
+    await store.close()
+
+
+@pytest.mark.anyio
 async def test_a_store_for_reading_refuses_to_write(tmp_path: Path) -> None:
     writer = await SqliteStore.open(tmp_path / NAME)
     await writer.tx(put, "a")
@@ -165,6 +189,22 @@ async def test_a_store_for_reading_refuses_to_write(tmp_path: Path) -> None:
     assert await reader.read(owners) == ["a", "c"]
     await reader.close()
     await writer.close()
+
+
+SYNCHRONOUS = Query("test.synchronous", "PRAGMA synchronous")
+JOURNAL = Query("test.journal", "PRAGMA journal_mode")
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G2", "G21")
+@pytest.mark.parametrize(("settings", "synchronous"), [({}, 2), ({"store": {"synchronous": "normal"}}, 1)])
+async def test_a_commit_is_on_the_disk_unless_it_is_configured_otherwise(
+    tmp_path: Path, settings: dict[str, Any], synchronous: int
+) -> None:
+    store = await open_store(Config.model_validate(settings), tmp_path / NAME)  # as a host does
+    found = [await store.tx(ask, query) for query in (SYNCHRONOUS, JOURNAL)]
+    await store.close()
+    assert [tuple(row) for row in found if row] == [(synchronous,), ("wal",)]
 
 
 # --- disks ---
@@ -200,31 +240,6 @@ async def test_a_full_disk_changes_nothing_and_is_survived(tmp_path: Path) -> No
     assert len(raw(tmp_path / NAME, "SELECT 1 FROM usage WHERE input = 3")) == 1
     await store.close()
     check_file(tmp_path / NAME)
-
-
-@contextmanager
-def unprivileged() -> Generator[None]:
-    """Root may write everywhere, so a test run as root becomes nobody for a while."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-
-
-@pytest.fixture
-def open_path(tmp_path: Path) -> Generator[Path]:
-    """A directory that another user can reach; pytest's own are private."""
-    changed = [parent for parent in (tmp_path, *tmp_path.parents) if not parent.stat().st_mode & stat.S_IXOTH]
-    modes = {parent: parent.stat().st_mode for parent in changed}
-    for parent in changed:
-        parent.chmod(0o755)
-    yield tmp_path
-    for parent, mode in modes.items():
-        parent.chmod(mode)
 
 
 @pytest.mark.anyio
@@ -433,6 +448,8 @@ def test_a_missing_query_is_named() -> None:
         listing.Wish(limit=50),
         listing.Wish(limit=50, kinds=("main", "cron")),
         listing.Wish(limit=50, agents=["main", "other"], own_key="k", descendants=True),
+        listing.Wish(limit=50, agents=["main"] * 99, own_key="k", descendants=True, archived=True),
+        listing.Wish(limit=50, agents=["main"] * 99, own_key="k", search="words"),
         listing.Wish(limit=50, label="l"),
         listing.Wish(limit=50, parent="p"),
         listing.Wish(limit=50, search="words"),
@@ -669,7 +686,7 @@ def test_a_migration_that_fails_leaves_the_version_before(
 
 ELSEWHERE = {"doctor", "listing"}  # a person asked and can wait; put together from parts, see test_listing.py
 WALK = re.compile(r"SCAN (runs|sessions|messages|usage|r|s)\b(?!.*INDEX)")
-QUEUES = {"runs.insert", "runs.head", "runs.queued_in", "sessions.stale", "sessions.expired"}
+QUEUES = {"runs.insert", "runs.head", "runs.queued_in", "runs.family", "sessions.stale", "sessions.expired"}
 
 
 @pytest.mark.requirement("G22", "G24")
@@ -687,3 +704,22 @@ async def test_no_statement_walks_through_a_table_or_through_what_a_session_ever
                 if query.name in QUEUES:
                     assert any("runs_queued" in step for step in plan), (query.name, plan)
         connection.close()
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G32")
+@pytest.mark.parametrize("version", [(3, 36, 0), (2**31, 0, 0)])
+async def test_a_library_that_cannot_do_enough_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int]
+) -> None:
+    """One that is too old, and one without the functions for JSON."""
+
+    class Less(sqlite3.Connection):
+        def executescript(self, sql_script: str, /) -> sqlite3.Cursor:
+            return super().executescript(sql_script.replace("json_array", "no_such_function"))
+
+    monkeypatch.setattr(sqlite3, "sqlite_version_info", version)
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Less))
+    with pytest.raises(StoreError, match=r"SQLite .* (too old|without what is needed)"):
+        await SqliteStore.open(tmp_path / NAME)
+    assert not (tmp_path / NAME).exists()

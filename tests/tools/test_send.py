@@ -11,7 +11,11 @@ from troupe import HELPER, MAIN, OPERATOR, Pigeon, Player, Troupe, cast_of, hear
 
 from antiphon.bus import Delivered
 from antiphon.clock import ManualClock
+from antiphon.engine import compaction
+from antiphon.engine.context import weigh
 from antiphon.engine.framing import MARKER
+from antiphon.errors import ContextOverflow
+from antiphon.messages import Assistant, Text, ToolCall
 from antiphon.operations import Patch, Send
 from antiphon.runtimes import Prompt
 from stage import DATABASE, calls, dump, soon
@@ -342,6 +346,33 @@ async def test_a_tool_call_that_is_replayed_after_a_crash_is_one_exchange(tmp_pa
             assert len(troupe.rows("SELECT * FROM exchanges")) == 1
             said = [row["content"] for row in await troupe.transcript(HELPER) if row["role"] == "user"]
             assert said.count("?") == 1
+
+
+@pytest.mark.requirement("S9", "G3")
+async def test_a_send_after_a_compaction_is_not_taken_for_an_earlier_one(tmp_path: Path) -> None:
+    """Of a model whose server numbers the calls of every answer from nought."""
+    steps = summaries = 0
+
+    def sender(prompt: Prompt) -> Any:
+        nonlocal steps, summaries
+        if prompt.instructions == compaction.INSTRUCTIONS:
+            summaries += 1
+            return "They are sending ticks."
+        if sum(map(weigh, prompt.messages)) > 900:
+            raise ContextOverflow("Too long.", "Shorten it.")
+        if steps == 5:
+            return "sent"
+        steps += 1
+        given = {"agentId": "helper", "message": "tick", "timeoutSeconds": 0, **CALM}
+        call = ToolCall(id="call_0", name="sessions_send", arguments=given)
+        return Assistant(content=[Text(text="z" * 900), call], timestamp=1)
+
+    async with house(cast_of("helper"), tmp_path, functions={"main": Player(sender)}) as troupe:
+        assert (await troupe.ask("send five ticks")).reply == "sent"
+        assert summaries
+        await troupe.quiet()
+        said = [row["content"] for row in await troupe.transcript(HELPER) if row["role"] == "user"]
+        assert said.count("tick") == 5
 
 
 # --- what the other side sees ---

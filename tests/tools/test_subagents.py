@@ -15,8 +15,11 @@ import pytest
 from troupe import HELPER, MAIN, OPERATOR, Player, Troupe, cast_of, heard, house, phase_of, result_in
 
 from antiphon.access import Caller
-from antiphon.clock import ManualClock
+from antiphon.bus import Event, RunChanged, StopAsked
+from antiphon.bus.local import LocalBus
+from antiphon.clock import ManualClock, SystemClock
 from antiphon.engine import gate
+from antiphon.engine.engine import Pace
 from antiphon.engine.tasks import SQL as tasks_sql
 from antiphon.engine.toolbox import Call
 from antiphon.engine.words import RESERVED
@@ -24,10 +27,11 @@ from antiphon.errors import NotFound
 from antiphon.messages import Assistant
 from antiphon.runtimes import Prompt
 from antiphon.tools.bounds import LIST_BYTES
-from stage import calls, soon, text
+from stage import DATABASE, calls, raw, soon, text
 
 pytestmark = pytest.mark.anyio
 
+LASTING = Pace(lease=3600, sweep=0.02)
 NESTED = {"defaults": {"subagents": {"maxSpawnDepth": 2}}}
 
 
@@ -296,6 +300,8 @@ async def test_a_child_that_is_steered_keeps_its_task_and_reports_once(tmp_path:
 class Tree:
     """`main` spawns a manager, the manager a worker; the worker works until it is let go."""
 
+    announce = "channel"
+
     def __init__(self) -> None:
         self.free, self.begun = asyncio.Event(), asyncio.Event()
         self.prompts: list[Prompt] = []
@@ -310,7 +316,8 @@ class Tree:
             self.begun.set()
             await soon(self.free)
             return text("worked")
-        return text("I have asked somebody") if result_in(prompt) else calls("sessions_spawn", task="work")
+        asked = {"task": "work", "announce": self.announce}
+        return text("I have asked somebody") if result_in(prompt) else calls("sessions_spawn", **asked)
 
 
 async def under_way(tree: Tree, troupe: Troupe, **options: Any) -> str:
@@ -388,6 +395,119 @@ async def test_the_time_of_a_manager_runs_while_it_waits(tmp_path: Path) -> None
         await troupe.quiet()
         assert tasks(troupe)["manage"]["outcome"] == "timeout"
         assert [prompt for prompt in tree.prompts if phase_of(prompt) == "wake"] == []
+
+
+class Busy(Tree):
+    """A manager that goes on working after it has spawned its worker, whose report would wake it."""
+
+    announce = "parent"
+
+    async def __call__(self, prompt: Prompt) -> Assistant:
+        if prompt.session_key != MAIN and phase_of(prompt) == "request" and result_in(prompt):
+            await asyncio.Event().wait()
+        return await super().__call__(prompt)
+
+
+@pytest.mark.requirement("P6", "G1", "G16", "G17")
+@pytest.mark.parametrize("noticed", ["while it works", "by the sweeper", "after a restart"])
+async def test_the_time_of_a_manager_is_that_of_its_workers_whoever_notices_that_it_is_over(
+    tmp_path: Path, noticed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end and their stop are one commit: there is no moment for a crash between the two."""
+    stops: list[list[dict[str, Any]]] = []
+    asked: list[str] = []
+    publish = LocalBus.publish
+
+    def watched(bus: LocalBus, topic: str, event: Event) -> None:
+        if isinstance(event, RunChanged) and event.state == "timeout":
+            sql = "SELECT cancel_at FROM runs r JOIN tasks t ON t.id = r.id WHERE t.task = 'work'"
+            stops.append(raw(tmp_path / DATABASE, sql))
+        if isinstance(event, StopAsked):
+            asked.append(event.run_id)
+        publish(bus, topic, event)
+
+    monkeypatch.setattr(LocalBus, "publish", watched)
+    played = noticed == "while it works"
+    clock = SystemClock() if played else ManualClock()
+    busy = Busy()
+    agents = {"main": busy}
+    async with house(cast_of(agents=NESTED), tmp_path, functions=agents, clock=clock, pace=LASTING) as troupe:
+        await troupe.found(MAIN)
+        seconds = 1 if played else 60
+        said = await troupe.use("sessions_spawn", task="manage", announce="parent", runTimeoutSeconds=seconds)
+        await soon(busy.begun)
+        if isinstance(clock, ManualClock):
+            clock.advance(seconds=90 if noticed == "by the sweeper" else 0)
+        if noticed != "after a restart":
+            assert (await troupe.ended(said["runId"])).state == "timeout"
+            await troupe.quiet()
+    if isinstance(clock, ManualClock):
+        clock.advance(seconds=90)
+    async with house(cast_of(agents=NESTED), tmp_path, functions=agents, clock=clock, pace=LASTING) as troupe:
+        assert (await troupe.ended(said["runId"])).state == "timeout"
+        await troupe.quiet()
+        outcomes = {task: row["outcome"] for task, row in tasks(troupe).items()}
+        assert outcomes == {"manage": "timeout", "work": "cancelled"}
+        assert all(row["cancel_at"] for rows in stops for row in rows)
+        assert asked == [tasks(troupe)["work"]["id"]]
+        manager = said["childSessionKey"]
+        assert marks(await troupe.transcript(manager)) == ["subagent_result"]
+        woken = [prompt for prompt in busy.prompts if prompt.run_id.startswith(("wake:", "note:"))]
+        assert [prompt for prompt in woken if prompt.session_key == manager] == []
+
+
+@pytest.mark.requirement("P4", "P5", "G16")
+async def test_an_announcement_whose_time_is_over_stops_nothing(tmp_path: Path) -> None:
+    """It may have waited behind other work of the sub-agent, which has nothing to do with it."""
+    clock = ManualClock()
+    managed, begun, working, free = (asyncio.Event() for _ in range(4))
+
+    async def agent(prompt: Prompt) -> Assistant:
+        match heard(prompt):
+            case "manage":
+                begun.set()
+                await soon(managed)
+            case "a second job" if result_in(prompt) is None:
+                return calls("sessions_spawn", task="work", announce="parent")
+            case "a second job" | "work":
+                working.set()
+                await soon(free)
+            case _:
+                pass
+        return text("done")
+
+    functions = {"main": agent}
+    async with house(
+        cast_of(agents=NESTED), tmp_path, functions=functions, clock=clock, pace=LASTING
+    ) as troupe:
+        await troupe.found(MAIN)
+        manager = (await troupe.use("sessions_spawn", task="manage"))["childSessionKey"]
+        await soon(begun)
+        await troupe.say("a second job", manager)
+        managed.set()
+        await soon(working)
+        clock.advance(seconds=91)
+
+        async def over() -> bool:
+            return bool(troupe.rows("SELECT 1 FROM runs WHERE origin = 'announce' AND state = 'timeout'"))
+
+        await troupe.until(over)
+        assert troupe.rows("SELECT 1 FROM runs WHERE cancel_at IS NOT NULL") == []
+        free.set()
+        await troupe.quiet()
+        assert tasks(troupe)["work"]["outcome"] == "ok"
+
+
+@pytest.mark.requirement("G16", "P2")
+async def test_a_run_that_was_stopped_spawns_nothing_more(tmp_path: Path) -> None:
+    """Its call may be on the way when the stop has already taken what it had spawned before."""
+    async with house(cast_of(), tmp_path) as troupe:
+        run_id = (await troupe.ask("say hello")).run_id
+        caller = Caller.agent("main", MAIN)
+        call = Call(caller=caller, run_id=run_id, call_id="late", arguments={"task": "work"})
+        result = await troupe.house.toolbox.allowed((), ())["sessions_spawn"].invoke(call)
+        assert "has ended or was stopped" in result.text
+        assert troupe.rows("SELECT 1 FROM tasks") == []
 
 
 @pytest.mark.requirement("P6", "A2")
@@ -686,3 +806,20 @@ async def test_what_has_reported_while_a_turn_went_on_counts_for_its_wait(tmp_pa
         await troupe.quiet()
         assert len(woken) == 1
         assert marks(await troupe.transcript()) == ["subagent_result", "wake"]
+
+
+@pytest.mark.requirement("G25", "G18")
+async def test_who_waits_for_what_it_has_spawned_does_not_begin_anew(tmp_path: Path) -> None:
+    """The report would come to a conversation that never asked for it."""
+    clock = ManualClock()
+    nursery = Nursery("dig deep")
+    config = cast_of(session={"idleMinutes": 30})
+    async with house(config, tmp_path, functions={"main": nursery}, clock=clock, pace=LASTING) as troupe:
+        await troupe.ask("find out for me")
+        await soon(nursery.begun["dig deep"])
+        clock.advance(seconds=31 * 60)
+        nursery.jobs = ()
+        await troupe.ask("are you still at it?")
+        nursery.free["dig deep"].set()
+        await troupe.quiet()
+        assert "find out for me" in [entry.get("content") for entry in await troupe.transcript()]

@@ -31,6 +31,7 @@ from antiphon.views import (
     ExchangePage,
     HistoryPage,
     RunView,
+    SearchPage,
     Sent,
     SessionPage,
     SessionView,
@@ -48,6 +49,7 @@ __all__ = ["Client", "Lost", "Site"]
 PATIENCE = 60.0  # seconds in which a lost gateway may come back
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0  # seconds between two attempts
 BEHIND = 2.0  # seconds that the messages of a run may come after its end
+LATEST = 8  # entries in which the last one of a run that has just ended is looked for
 SPOKEN = ("chat", "agent")  # origins of what a person says, which to a gateway are one
 
 
@@ -65,6 +67,7 @@ class Client:
         self._tell = on_change
         self._link: Link | None = None
         self._linking = asyncio.Lock()
+        self._until: float | None = None
 
     async def __aenter__(self) -> Self:
         self._link = await Link.open(await self._find())
@@ -80,6 +83,11 @@ class Client:
     def site(self) -> Site:
         assert self._link is not None
         return self._link.site
+
+    @property
+    def away(self) -> float | None:
+        """Until when a lost connection is being made again, by the loop's clock; None while there is one."""
+        return self._until
 
     async def call(
         self, method: str, params: Json | None = None, *, seconds: float = ANSWER, again: bool = True
@@ -101,15 +109,17 @@ class Client:
         async with self._linking:
             assert self._link is not None
             if self._link.lost.is_set():
-                self._tell("The gateway went away; connecting again…")
+                if self._until is None:  # for all who ask meanwhile: patience is not begun anew by each
+                    self._until = asyncio.get_running_loop().time() + PATIENCE
+                    self._tell("The gateway went away; connecting again…")
                 await self._link.close()
-                self._link = await self._again()
+                self._link = await self._again(self._until)
+                self._until = None
                 self._tell("Connected again.")
             return self._link
 
-    async def _again(self) -> Link:
+    async def _again(self, until: float) -> Link:
         loop = asyncio.get_running_loop()
-        until = loop.time() + PATIENCE
         pause = FIRST_PAUSE
         while True:
             try:
@@ -157,7 +167,8 @@ class Client:
         from antiphon.operations import StopView  # noqa: PLC0415 - see above
 
         params: Json = {"sessionKey": session, **({"runId": run_id} if run_id else {})}
-        return StopView((await self.call("chat.abort", params, again=False))["runIds"])
+        done = await self.call("chat.abort", params, again=run_id is not None)
+        return StopView(done["runIds"])
 
     # --- sessions among themselves ---
 
@@ -245,9 +256,15 @@ class Client:
         """The session, founded if it is not there yet."""
         return shapes.session_view((await self.call("sessions.create", {"key": session}))["entry"])
 
-    async def renew(self, session: str) -> SessionView:
-        params: Json = {"key": session, "reason": "new", "idempotencyKey": uuid.uuid4().hex}
-        done = await self.call("sessions.reset", params)
+    async def renew(self, session: str, expected: str | None = None) -> SessionView:
+        given: Json = {
+            "key": session,
+            "reason": "new",
+            "ifIdle": True,
+            "expectedSessionId": expected,
+            "idempotencyKey": uuid.uuid4().hex,
+        }
+        done = await self.call("sessions.reset", _given(given))
         return shapes.session_view(done["entry"])
 
     async def history(self, session: str, wanted: HistoryFilter) -> HistoryPage:
@@ -257,6 +274,9 @@ class Client:
             "includeTools": wanted.include_tools,
             "before": wanted.before,
             "after": wanted.after,
+            "roles": wanted.roles,
+            "since": wanted.since,
+            "errors": wanted.errors or None,
         }
         page = await self.call("sessions.history", _given(given))
         return msgspec.convert(page, HistoryPage)
@@ -264,6 +284,33 @@ class Client:
     async def conversations(self, session: str) -> list[Conversation]:
         found = await self.call("sessions.conversations", {"key": session})
         return msgspec.convert(found["conversations"], list[Conversation])
+
+    async def search(
+        self, query: str, *, session: str | None, agent_id: str | None, limit: int
+    ) -> SearchPage:
+        given: Json = {
+            "query": query,
+            "limit": limit,
+            "agentId": agent_id,
+            "sessionKeys": None if session is None else [session],
+        }
+        page = await self.call("sessions.search", _given(given))
+        for hit in page["results"]:
+            hit["seq"] = hit.pop("messageSeq")
+        return msgspec.convert(page, SearchPage)
+
+    async def label(self, session: str, text: str | None) -> SessionView:
+        done = await self.call("sessions.patch", {"key": session, "label": text})
+        return shapes.session_view(done["entry"])
+
+    async def delete(self, session: str, expected: str) -> bool:
+        params: Json = {
+            "key": session,
+            "expectedSessionId": expected,
+            "idempotencyKey": uuid.uuid4().hex,
+        }
+        done = await self.call("sessions.delete", params)
+        return done["deleted"]
 
     async def restore(self, session_id: str) -> SessionView:
         done = await self.call("sessions.restore", {"sessionId": session_id}, again=False)
@@ -325,8 +372,11 @@ class Client:
         """A run has ended, and its messages come by another way: its end is told after them."""
         if end.state != "ok":  # an event says little of an end that was not good
             end = end_of(place.key, await self.run(end.run_id))
-        page = await self.call("sessions.history", {"key": place.key, "limit": 1})
-        place.end(end, page["total"] if page["sessionId"] == place.session_id else 0)
+        page = await self.call("sessions.history", {"key": place.key, "limit": LATEST, "includeTools": True})
+        # The next run may be at work by now: what that says is not waited for.
+        own = [entry["seq"] for entry in page["messages"] if entry.get("runId") == end.run_id]
+        last = max(own, default=page["total"])
+        place.end(end, last if page["sessionId"] == place.session_id else 0)
 
 
 def _key(given: str | None) -> str:

@@ -21,6 +21,7 @@ from antiphon.errors import AntiphonError, TooLarge, Unavailable
 PROTOCOLS = (3, 4)
 ANSWER = 30.0  # seconds in which a request is answered, beside what it waits for
 OPEN = 10.0  # seconds in which a connection is made
+FAREWELL = 0.5  # seconds in which the end of a connection is answered
 LARGEST_REQUEST = 8 * 2**20  # bytes of a frame to a gateway that does not say what it takes
 LARGEST = 32 * 2**20  # bytes of a frame from it: a page of some MiB, or one entry that is larger by itself
 MOST_HEARD = 20_000  # events that a listener may lag behind; a gateway keeps no more of them for a client
@@ -166,8 +167,10 @@ class Link:
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
         with suppress(OSError, WebSocketException, TimeoutError):
-            async with asyncio.timeout(1):
+            async with asyncio.timeout(FAREWELL):
                 await self._socket.close()
+        self._socket.transport.abort()  # a gateway that hangs takes no leave, and its connection would keep the loop
+        await self._socket.wait_closed()
 
     async def _read(self) -> None:
         try:

@@ -1,7 +1,7 @@
 """Who a session is when it acts: the caller it makes, and the tools it has.
 
 A run and whoever invokes a tool in a session's name ask here, so that they cannot disagree. What is decided comes
-from the session's row and the configuration as it is now; a spawned session stays within its envelope.
+from the session's row and the configuration as it is now; a sub-agent's session stays within its envelope.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from antiphon import keys
 from antiphon.access import Caller
-from antiphon.engine import envelopes
 from antiphon.engine.door import Door
+from antiphon.engine.envelopes import Envelopes
 from antiphon.engine.toolbox import Tool, Toolbox
 
 if TYPE_CHECKING:  # a command that only reads is over before this would be imported
@@ -30,12 +30,13 @@ class Actors:
         self._config = config
         self._door = door
         self._toolbox = toolbox
+        self._envelopes = Envelopes(config, toolbox)
         self._rules: dict[str, ToolRules] = {}
         self.of = lru_cache(maxsize=1024)(self._of)
 
     def _of(self, agent_id: str, session_key: str, *, sandboxed: bool, envelope: str | None) -> Actor:
         """`sandboxed` and `envelope` are what stands in the row; the configuration may since have a sandbox for it."""
-        within = envelopes.read(envelope)
+        within = self._envelopes.of(agent_id, session_key, envelope)
         inside = sandboxed or self._door.sandboxes(agent_id, keys.parse(session_key))
         cap = within.cap if within else None
         caller = Caller.agent(agent_id, session_key, sandboxed=inside, cap=cap)

@@ -47,7 +47,7 @@ async def _put_away(tx: Tx, task: Row, now: int) -> bool:
     if tasks.read_options(task).cleanup == "keep":
         await tx.do(sessions.SQL.archive, id=task["child"], now=now)
     elif child := await tx.one(sessions.SQL.by_id, id=task["child"]):
-        await sessions.forget(tx, child["id"], child["key"])
+        await sessions.forget(tx, child["id"], child["key"], now)
     return True
 
 

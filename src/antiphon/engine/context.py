@@ -16,17 +16,22 @@ from antiphon.engine.transcripts import END, SQL, readable
 from antiphon.messages import (
     Assistant,
     Compaction,
+    Image,
     Message,
     Text,
     Thinking,
     ToolCall,
     ToolResult,
     User,
+    call_ids,
 )
 from antiphon.store import Row, Tx
 
 PAGE = 200
 CHARACTERS_PER_TOKEN = 4  # a rule of thumb that errs on the long side for text in Latin script
+OVERHEAD = 8  # tokens of a message besides its words
+IMAGE = 1200  # tokens, whatever its bytes
+LEAST_CUT = 32  # tokens; a summary of less could not be shorter
 UNBOUNDED_BYTES = 2**20  # what a runtime without a window is shown
 
 INTERRUPTED = "This call was interrupted: it may or may not have taken effect. Check before repeating it."
@@ -72,6 +77,16 @@ async def load(tx: Tx, transcript: int, question: int, window: int | None) -> Co
         if (message := readable(row)) is not None:
             context.add(row["seq"], message)
     return context
+
+
+async def calls_since(tx: Tx, transcript: int, question: int) -> set[str]:
+    """The ids of the tool calls after an entry, also of those that a prompt no longer contains."""
+    ids: set[str] = set()
+    seq = question
+    while rows := await tx.all(SQL.after_without_tools, transcript=transcript, seq=seq, limit=PAGE):
+        ids |= call_ids(message for row in rows if (message := readable(row)) is not None)
+        seq = rows[-1]["seq"]
+    return ids
 
 
 async def latest_compaction(tx: Tx, transcript: int) -> tuple[int, Compaction] | None:
@@ -153,7 +168,8 @@ def interrupted(call: ToolCall, now: int) -> ToolResult:
 
 def weigh(message: Message) -> int:
     """Tokens, roughly."""
-    return sum(map(len, _pieces(message))) // CHARACTERS_PER_TOKEN + 8
+    images = _images(message) * IMAGE
+    return sum(map(len, _pieces(message))) // CHARACTERS_PER_TOKEN + images + OVERHEAD
 
 
 def _speaker(message: Message) -> str:
@@ -171,6 +187,12 @@ def _pieces(message: Message) -> Iterable[str]:
     return [_piece(block) for block in message.content]
 
 
+def _images(message: Message) -> int:
+    if isinstance(message, Compaction) or isinstance(message.content, str):
+        return 0
+    return sum(isinstance(block, Image) for block in message.content)
+
+
 def _piece(block: object) -> str:
     match block:
         case Text(text=text):
@@ -180,32 +202,61 @@ def _piece(block: object) -> str:
         case ToolCall(name=name, arguments=arguments):
             return f"{name}{arguments}"
         case _:
-            return "x" * 4800  # an image weighs about 1,200 tokens, whatever its bytes
+            return "[image]"
 
 
 def cut(context: Context, keep_tokens: int) -> int:
-    """Where to cut: what stands before the index is summarised. 0 when nothing can be cut off.
+    """Where to cut: what stands before the index is summarised. 0 when that would make no room worth speaking of.
 
-    Only a question or an answer may come first afterwards, never a tool's result, so no call loses its pair.
+    What stays weighs at most `keep_tokens` and at most a quarter of the whole, since a setting knows no window; or
+    else it is the last question or answer. Only one of these may come first afterwards, never a tool's result, so no
+    call loses its pair.
     """
-    kept = 0
-    best = 0
+    whole = context.tokens
+    most = min(keep_tokens, whole // 4)
+    weight = kept = best = 0
     for index in range(len(context.messages) - 1, 0, -1):
         message = context.messages[index]
-        kept += weigh(message)
+        weight += weigh(message)
+        if best and weight > most:
+            break
         if not isinstance(message, ToolResult):
-            best = index
-            if kept >= keep_tokens:
-                break
-    return best
+            best, kept = index, weight
+    return best if whole - kept >= max(LEAST_CUT, whole // 8) else 0
+
+
+def brief(summary: str, messages: Sequence[Message]) -> str:
+    """A summary of these messages, cut off where it would weigh more than half of them: it is to make room."""
+    most = (sum(map(weigh, messages)) // 2 - OVERHEAD) * CHARACTERS_PER_TOKEN
+    return summary if len(summary) <= most else summary[: most - 1] + "…"
+
+
+def clipped(messages: Sequence[Message], tokens: int) -> list[Message]:
+    """Messages that weigh about that much together: of each only as many words as it has a share in that."""
+    share = tokens * CHARACTERS_PER_TOKEN // len(messages)
+    return [_clip(message, share) for message in messages]
+
+
+def _clip(message: Message, characters: int) -> Message:
+    words = " ".join(_pieces(message))[:characters]
+    if isinstance(message, Compaction):
+        return msgspec.structs.replace(message, summary=words)
+    return msgspec.structs.replace(message, content=[Text(text=words)])
 
 
 def as_text(messages: Sequence[Message], limit: int) -> str:
-    """Messages as plain text for a summary, oldest first, each and all of them cut to fit `limit` characters."""
+    """Messages as plain text for a summary, oldest first, each and all of them cut to fit `limit` characters.
+
+    An earlier summary may have half of them: what was said after it must not crowd it out.
+    """
+    if messages and isinstance(messages[0], Compaction):
+        earlier = _line(messages[0], limit // 2)
+        return f"{earlier}\n{as_text(messages[1:], limit - len(earlier))}"
     each = max(400, limit // max(1, len(messages)))
-    # On one line each: a text of several could pass for what somebody else has said.
-    lines = [
-        f"{_speaker(message)}: {' '.join(' '.join(_pieces(message)).split())[:each]}" for message in messages
-    ]
-    text = "\n".join(lines)
+    text = "\n".join(_line(message, each) for message in messages)
     return text if len(text) <= limit else "[…]\n" + text[-limit:]
+
+
+def _line(message: Message, most: int) -> str:
+    """On one line: a text of several could pass for what somebody else has said."""
+    return f"{_speaker(message)}: {' '.join(' '.join(_pieces(message)).split())[:most]}"

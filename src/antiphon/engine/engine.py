@@ -31,14 +31,17 @@ from antiphon.engine import archive, chains, replicas, retention, runs, search, 
 from antiphon.engine.admissions import NOTE, Accepted
 from antiphon.engine.deltas import DeltaStream
 from antiphon.engine.outbox import Outbox
+from antiphon.engine.patience import until_there_is_room
 from antiphon.engine.replicas import Replica
 from antiphon.engine.runs import Claim, Ended, Ending, Stopped, Worker
 from antiphon.engine.steps import GATED, QUIET, Outcome, Sequel
 from antiphon.engine.transcripts import Entry
+from antiphon.engine.trial import Trial
 from antiphon.engine.turns import Setting, Turn
-from antiphon.errors import AntiphonError, Fenced, ProviderError, RunFailed, StoreError
+from antiphon.errors import AntiphonError, Fenced, ProviderError, RunFailed, StoreError, Suspected
 from antiphon.lanes import LaneEngine
-from antiphon.messages import ToolCall, ToolResult
+from antiphon.messages import Assistant, ToolCall, ToolResult
+from antiphon.runtimes.answers import whole
 from antiphon.store import Store
 from antiphon.tracing import span
 
@@ -54,6 +57,7 @@ class Pace:
 
     lease: float = 10.0
     sweep: float = 2.0
+    deadlines: float = 0.5
     stop_grace: float = 2.0
     retention: float = 600.0
     max_attempts: int = 5
@@ -99,6 +103,8 @@ class Engine:
         self._watching = alone
         self._stopping = False
         self._playing: dict[str, _Play] = {}
+        self._ending_now: set[str] = set()
+        self._trial = Trial()
         self._chores: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -110,6 +116,7 @@ class Engine:
         chores = [
             self._every(self._pace.lease / 3, self._renew),
             self._every(self._pace.sweep, self._sweep),
+            self._every(self._pace.deadlines, self._watched(self._expire)),
             self._every(self._pace.retention, self._watched(self._retain), at_once=True),
             self._every(search.EVERY, self._watched(self._index)),
             self._hear_stops(),
@@ -126,6 +133,8 @@ class Engine:
         await asyncio.gather(*self._chores, return_exceptions=True)
         try:
             await self._store.tx(replicas.drop_lease, self._owner)
+        except StoreError as error:
+            log.error("The lease could not be given back, and runs out by itself: %s", error)
         finally:
             await self._lanes.close()
 
@@ -147,18 +156,24 @@ class Engine:
         if play is None:
             yield
             return
-        self._lanes.rest(play.lane, resting=True)
+        self._trial.leave(play.lane)  # what it waits for may be waiting for that place
+        with self._rest(play.lane):
+            yield
+
+    @contextmanager
+    def _rest(self, lane: int) -> Generator[None]:
+        self._lanes.rest(lane, resting=True)
         try:
             yield
         finally:
-            self._lanes.rest(play.lane, resting=False)
+            self._lanes.rest(lane, resting=False)
 
     def deliver(self) -> None:
         """Something was put into the outbox."""
         self._outbox.wake()
 
     async def stopping(self, stopped: Stopped) -> None:
-        """After the commit of a request to stop: end what ended, tell the owners of the rest."""
+        """After a commit that stopped runs: end what ended, tell the owners of the rest."""
         await self._tell_all(stopped.ended)
         await self._follow(stopped.sequel)
         for run_id in stopped.asked:
@@ -166,17 +181,28 @@ class Engine:
 
     # --- lanes ---
 
-    def _worker(self) -> Worker:
-        return Worker(self._owner, self._clock.now(), self._pace.max_attempts, self._longest_ms)
+    def _worker(self, *, trying: bool = False) -> Worker:
+        return Worker(self._owner, self._clock.now(), self._pace.max_attempts, self._longest_ms, trying)
 
     async def _drain(self, lane: int) -> bool:
         """Play what is in a lane; True if there may be more, and it is the turn of other lanes."""
         try:
-            claim, skipped = await self._store.tx(runs.claim, lane, self._worker())
+            return await self._play_some(lane, IN_A_ROW)
+        except Suspected:
+            with self._rest(lane):
+                await self._trial.enter(lane)
+            try:
+                return not self._stopping and await self._play_some(lane, 1, trying=True)
+            finally:
+                self._trial.leave(lane)
+
+    async def _play_some(self, lane: int, most: int, *, trying: bool = False) -> bool:
+        try:
+            claim, skipped = await self._store.tx(runs.claim, lane, self._worker(trying=trying))
         except Fenced:
             return False
         await self._tell_all(skipped)
-        for left in reversed(range(IN_A_ROW)):
+        for left in reversed(range(most)):
             if claim is None:
                 return False
             claim = await self._play(claim, going_on=left > 0 and not self._stopping)
@@ -194,18 +220,38 @@ class Engine:
         try:
             with span("run", run_id=claim.run_id, session_key=claim.session_key, agent_id=claim.agent_id):
                 ending = await self._ending(claim)
-            ended, following, skipped = await self._store.tx(
-                runs.finish, claim, ending, self._worker(), going_on=going_on
-            )
+            ended, following, skipped = await self._finish(claim, ending, going_on=going_on)
         except Fenced:
             log.info("Run %r was taken over", claim.run_id, extra=_about(claim))
             return None
         await self._tell_ended(ended, claim)
         await self._tell_all(skipped)
-        if ending.state == "timeout" and claim.task is not None:
-            # Its time was for all of it: what it has spawned has none left, either.
-            await self.stopping(await self._store.tx(runs.cancel_below, claim.session, self._clock.now()))
         return following
+
+    async def _finish(
+        self, claim: Claim, ending: Ending, *, going_on: bool
+    ) -> tuple[Ended, Claim | None, list[Ended]]:
+        for on in (going_on, False):  # it may be what follows that cannot be had
+            try:
+                return await self._commit_end(claim, ending, going_on=on)
+            except (Fenced, StoreError):
+                raise
+            except Exception:
+                log.exception("The end of run %r could not be kept", claim.run_id, extra=_about(claim))
+            await self._lanes.activate(claim.session)  # the lane goes on by itself
+        # Played again, it would come to the same: it ends here, with nothing of what could not be kept.
+        return await self._commit_end(claim, _unkept(ending, self._clock.now()), going_on=False)
+
+    async def _commit_end(
+        self, claim: Claim, ending: Ending, *, going_on: bool
+    ) -> tuple[Ended, Claim | None, list[Ended]]:
+        self._ending_now.add(claim.run_id)
+        try:
+            return await until_there_is_room(
+                lambda: self._store.tx(runs.finish, claim, ending, self._worker(), going_on=going_on)
+            )
+        finally:
+            self._ending_now.discard(claim.run_id)
 
     async def _ending(self, claim: Claim) -> Ending:
         turn: Turn | None = None
@@ -226,7 +272,7 @@ class Engine:
             raise  # Nothing can be committed now; the run is taken up again from its transcript.
         except AntiphonError as error:
             if isinstance(error, ProviderError):  # of the others, whoever asked is told
-                log.warning("Run %r failed: %s", claim.run_id, error.what, extra=_about(claim))
+                log.warning("Run %r failed: %s", claim.run_id, whole(error.what), extra=_about(claim))
             return _failed(turn, error)
         except Exception:
             log.exception("Run %r failed", claim.run_id, extra=_about(claim))
@@ -338,7 +384,6 @@ class Engine:
 
     async def _look_after_all(self, now: int) -> None:
         """What is nobody's in particular, done by one of all replicas."""
-        await self.stopping(await self._store.tx(runs.expire, now))
         await self._force(now - round(self._pace.stop_grace * 1000), now)
         await self._wake_idle_lanes(older_than=self._pace.sweep)
         if await self._store.tx(replicas.drop_expired, now):
@@ -351,9 +396,17 @@ class Engine:
             self._bus.publish("sessions", SessionChanged(session_key=key, reason="retention"))
         await self._store.tx(chains.forget_waits, now)
 
+    async def _expire(self) -> None:
+        """What waits has its time as well, by the second; looking is cheaper than a commit of nothing."""
+        now = self._clock.now()
+        if await self._store.read(runs.overdue, now):
+            await self.stopping(await self._store.tx(runs.expire, now))
+
     async def _force(self, before: int, now: int) -> None:
         """End runs that should have ended, each by itself: one that cannot be ended must not save the others."""
         for run_id in await self._store.read(runs.not_stopping, before):
+            if run_id in self._ending_now:
+                continue  # it has come to its end, which waits for room
             try:
                 ended = await self._store.tx(runs.force, run_id, before, now)
             except Exception:
@@ -386,6 +439,8 @@ class Engine:
     # --- events, always after the commit they tell of ---
 
     def _on_entries(self, claim: Claim, entries: Sequence[Entry]) -> None:
+        if entries:
+            self._trial.leave(claim.session)  # it gets on
         self._publish_entries(claim.session, claim.session_key, claim.session_id, claim.run_id, entries)
 
     def _publish_entries(
@@ -433,7 +488,7 @@ class Engine:
             event = _end_event(ended, claim)
             for topic in topics:
                 self._bus.publish(topic, event)
-        await self._follow(ended.sequel)
+        await self.stopping(ended.after)
 
     async def _follow(self, sequel: Sequel) -> None:
         for accepted in sequel.runs:
@@ -480,6 +535,13 @@ def _end_event(ended: Ended, claim: Claim | None) -> RunChanged:
 def _stopped(turn: Turn | None, outcome: Outcome) -> Ending:
     reason = _REASONS[outcome]
     return turn.stopped(outcome, reason) if turn else Ending(state=outcome, error_code=outcome, error=reason)
+
+
+def _unkept(ending: Ending, now: int) -> Ending:
+    error = "What the run came to could not be kept. See the log for the reason, then try again."
+    usage = next((said.usage for said in ending.messages if isinstance(said, Assistant)), None)
+    notice = Assistant(content=[], timestamp=now, stop_reason="error", error_message=error, usage=usage)
+    return Ending(state="error", error_code=RunFailed.code, error=error, messages=[notice])
 
 
 def _failed(turn: Turn | None, error: AntiphonError) -> Ending:

@@ -24,7 +24,7 @@ from antiphon.messages import Provenance, User
 from antiphon.store import Row, Tx
 
 ORIGIN = "cron"  # as the partial index of unfinished runs has it
-NOT_DUE, BUSY = "not-due", "busy"
+NOT_DUE, BUSY, LANE_FULL = "not-due", "busy", "lane-full"
 OPERATOR = Caller.operator()  # jobs are the operators' own: whoever added one was admin
 
 
@@ -56,7 +56,7 @@ async def fire(tx: Tx, terms: Terms, job_id: str, now: int) -> Fired:
         await _record(tx, job, fired, job.next_at, None, now)
         return fired
     fired = await _submit(tx, terms, job, f"cron:{job.id}:{slot}", now)
-    if fired.reason == BUSY:
+    if fired.reason == LANE_FULL:
         return fired  # its session has no room for another message now: the slot is kept
     if following is None and job.spec.delete_after_run and fired.accepted:
         await jobs.remove(tx, job.id)
@@ -127,7 +127,7 @@ async def _submit(tx: Tx, terms: Terms, job: Job, run_id: str, now: int) -> Fire
             submission = msgspec.structs.replace(submission, target=addressee.text)
         return Fired(accepted=await admissions.submit(tx, submission, now))
     except LaneFull:
-        return Fired(reason=BUSY)
+        return Fired(reason=LANE_FULL)
     except AntiphonError as error:
         return Fired(reason=str(error))
 

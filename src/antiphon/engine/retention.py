@@ -69,7 +69,7 @@ async def _archive(tx: Tx, kind: str, before: int, now: int) -> list[str]:
 async def _delete(tx: Tx, kind: str, before: int, now: int) -> list[str]:
     rows = await tx.all(sessions.SQL.expired, kind=kind, before=before, limit=BATCH)
     for row in rows:
-        await sessions.forget(tx, row["id"], row["key"])
+        await sessions.forget(tx, row["id"], row["key"], now)
     return [row["key"] for row in rows]
 
 

@@ -21,9 +21,10 @@ import msgspec
 from antiphon.engine import sequels, tasks, transcripts
 from antiphon.engine.admissions import NOTE
 from antiphon.engine.context import interrupted
-from antiphon.engine.steps import NOTHING, Outcome, Sequel, Step
+from antiphon.engine.steps import ANNOUNCE, NOTHING, Outcome, Sequel, Step
 from antiphon.engine.transcripts import Entry
-from antiphon.errors import Fenced, StoreError
+from antiphon.engine.trial import SUSPECTED
+from antiphon.errors import Fenced, InvalidInput, StoreError, Suspected
 from antiphon.messages import Assistant, Message, Usage, decode
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
@@ -89,6 +90,23 @@ class Ending(msgspec.Struct, frozen=True, kw_only=True):
     """False when it is known that no step of the run reported usage."""
 
 
+STOPPED = Ending(state="cancelled", error_code="cancelled", error="The run was stopped.")
+
+
+class Stopped(msgspec.Struct, frozen=True):
+    """What a stop did: runs that ended at once, runs whose owner has been asked, and what follows."""
+
+    ended: list[Ended]
+    asked: list[str]
+    sequel: Sequel = NOTHING
+
+    def __add__(self, other: Stopped) -> Stopped:
+        return Stopped(self.ended + other.ended, self.asked + other.asked, self.sequel + other.sequel)
+
+
+UNTOUCHED = Stopped([], [])
+
+
 class Ended(msgspec.Struct, frozen=True):
     """A run that reached its end in this commit, and the entries that came with it."""
 
@@ -100,7 +118,8 @@ class Ended(msgspec.Struct, frozen=True):
     ending: Ending
     entries: list[Entry]
     at: int
-    sequel: Sequel = NOTHING
+    after: Stopped = UNTOUCHED
+    """What its end led to, and what had to stop with it."""
     spent: Row | None = None
 
 
@@ -112,10 +131,16 @@ class Worker(msgspec.Struct, frozen=True):
     max_attempts: int
     longest_ms: int
     """The deadline of runs that were accepted without one of their own."""
+    trying: bool = False
+    """Whether it is the turn of a run that its process may have died of."""
 
 
 async def claim(tx: Tx, session: int, worker: Worker) -> tuple[Claim | None, list[Ended]]:
-    """Take up the active run of a lane if its owner is gone, else begin the next one."""
+    """Take up the active run of a lane if its owner is gone, else begin the next one.
+
+    Raises:
+        Suspected: it is one that must wait for its turn (`engine.trial`).
+    """
     row = await tx.one(SQL.active, session=session)
     if row is None:
         return await _claim_next(tx, session, worker)
@@ -123,6 +148,8 @@ async def claim(tx: Tx, session: int, worker: Worker) -> tuple[Claim | None, lis
         return None, []
     verdict = _verdict(row, worker)
     if verdict is None:
+        if row["attempts"] >= SUSPECTED and row["owner"] != worker.owner and not worker.trying:
+            raise Suspected(row["id"])
         return await _start(tx, row, worker), []
     ended = await end_unplayed(tx, row, verdict, worker.now)
     following, skipped = await _claim_next(tx, session, worker)
@@ -151,10 +178,13 @@ async def _claim_next(
 
 async def _put(tx: Tx, row: Row, now: int) -> Ended:
     """A note's turn has come."""
+    try:
+        role = str(decode(row["input"]).__struct_config__.tag)
+    except InvalidInput as error:
+        return await _leave_out(tx, row, str(error), now)
     place = await tx.one(SESSIONS.advance_unfenced, id=row["session"], count=1, now=now)
     session = await tx.one(SESSIONS.key_of, id=row["session"])
     assert place is not None and session is not None
-    role = str(decode(row["input"]).__struct_config__.tag)
     entry = transcripts.new_entry(place["last_seq"], role, row["input"], now)
     await transcripts.append_raw(tx, place["transcript"], row["n"], entry)
     await tx.do(SQL.put_note, n=row["n"], transcript=place["transcript"], seq=entry.seq, now=now)
@@ -167,8 +197,21 @@ async def _put(tx: Tx, row: Row, now: int) -> Ended:
         Ending(state="ok"),
         [entry],
         now,
-        Sequel(posted=True),  # words that were waiting to stand in the transcript can go out now
+        Stopped(
+            [], [], Sequel(posted=True)
+        ),  # words that were waiting to stand in the transcript can go out now
     )
+
+
+async def _leave_out(tx: Tx, row: Row, reason: str, now: int) -> Ended:
+    """A damaged note holds up nobody."""
+    session = await tx.one(SESSIONS.key_of, id=row["session"])
+    assert session is not None
+    ending = Ending(state="error", error_code=InvalidInput.code, error=reason)
+    leads_to_nothing = None, None, None
+    part = row["n"], row["id"], row["session"], session["key"], NOTE, *leads_to_nothing
+    await _end(tx, part, ending, None, now)
+    return Ended(row["id"], row["session"], session["key"], session["session_id"], NOTE, ending, [], now)
 
 
 def _deadline(row: Row, worker: Worker) -> int:
@@ -275,7 +318,7 @@ async def finish(
     last_seq = lane["last_seq"] - int(plain)
     entries = await transcripts.append(tx, claim.transcript, last_seq, claim.n, messages, worker.now)
     await _ledger(tx, claim, messages, worker.now)
-    sequel = await _end(tx, claim.part, ending, last_seq, worker.now)
+    after = await _end(tx, claim.part, ending, last_seq, worker.now)
     following: Claim | None = None
     skipped: list[Ended] = []
     if head and plain:
@@ -292,7 +335,7 @@ async def finish(
         ending,
         entries,
         worker.now,
-        sequel,
+        after,
         spent,
     )
     return ended, following, skipped
@@ -313,7 +356,7 @@ def _part_of(row: Row, key: str) -> Part:
     return row["n"], row["id"], row["session"], key, row["origin"], *larger
 
 
-async def _end(tx: Tx, part: Part, ending: Ending, last_seq: int | None, now: int) -> Sequel:
+async def _end(tx: Tx, part: Part, ending: Ending, last_seq: int | None, now: int) -> Stopped:
     """The one way out of `queued` and `running`."""
     came_to = ending.state, ending.reply, ending.error, ending.model_answered, ending.yielded
     step = Step(*part, *came_to)
@@ -330,8 +373,12 @@ async def _end(tx: Tx, part: Part, ending: Ending, last_seq: int | None, now: in
         now=now,
     )
     if step.exchange is None and step.task is None and step.target is None:
-        return NOTHING
-    return await sequels.after(tx, step, now)
+        return UNTOUCHED
+    after = Stopped([], [], await sequels.after(tx, step, now))
+    if ending.state == "timeout" and step.task is not None and step.origin != ANNOUNCE:
+        # Its time was for all of it: what it has spawned has none left, either. Saying how it went spawns nothing.
+        after += await _cancel_below(tx, step.session, now)
+    return after
 
 
 async def end_unplayed(tx: Tx, row: Row, ending: Ending, now: int) -> Ended:
@@ -348,8 +395,8 @@ async def end_unplayed(tx: Tx, row: Row, ending: Ending, now: int) -> Ended:
         at = seized["last_seq"] if seized else 0
         last_seq = at
         entries = await transcripts.append(tx, row["transcript"], at, row["n"], messages, now)
-    sequel = await _end(tx, _part_of(row, key), ending, last_seq, now)
-    return Ended(row["id"], row["session"], key, session_id, row["origin"], ending, entries, now, sequel)
+    after = await _end(tx, _part_of(row, key), ending, last_seq, now)
+    return Ended(row["id"], row["session"], key, session_id, row["origin"], ending, entries, now, after)
 
 
 async def _ledger(tx: Tx, claim: Claim, messages: Sequence[Message], now: int) -> None:
@@ -389,17 +436,6 @@ async def record_usage(
     )
 
 
-class Stopped(msgspec.Struct, frozen=True):
-    """What a request to stop did: runs that ended at once, runs whose owner has been asked, and what follows."""
-
-    ended: list[Ended]
-    asked: list[str]
-    sequel: Sequel = NOTHING
-
-    def __add__(self, other: Stopped) -> Stopped:
-        return Stopped(self.ended + other.ended, self.asked + other.asked, self.sequel + other.sequel)
-
-
 async def cancel(tx: Tx, session: int, run_id: str | None, now: int) -> Stopped:
     """Stop a session's runs, or one of them. What is stopped in the middle stops everything below it, too."""
     active = await tx.one(SQL.active_in, session=session)
@@ -411,8 +447,7 @@ async def cancel(tx: Tx, session: int, run_id: str | None, now: int) -> Stopped:
     asked: list[str] = []
     sequel = NOTHING
     for member in await tx.all(SQL.family, session=session):
-        await tx.do(TASKS.hush, requester=member["id"])
-        await tx.do(TASKS.yield_to, session=member["id"], how=None, run_id=None)
+        await _hush(tx, member["id"])
         if member["id"] != session or run_id is None:
             # A note is no work that could be stopped: it says what has already happened.
             waiting = await tx.all(SQL.queued_in, session=member["id"])
@@ -424,9 +459,16 @@ async def cancel(tx: Tx, session: int, run_id: str | None, now: int) -> Stopped:
     return Stopped(ended, asked, sequel)
 
 
-async def cancel_below(tx: Tx, session: int, now: int) -> Stopped:
+async def _hush(tx: Tx, session: int) -> None:
+    """Nothing that a session has spawned wakes it any more."""
+    await tx.do(TASKS.hush, requester=session)
+    await tx.do(TASKS.yield_to, session=session, how=None, run_id=None)
+
+
+async def _cancel_below(tx: Tx, session: int, now: int) -> Stopped:
     """Stop everything that a session has spawned, and not the session."""
-    stopped = Stopped([], [])
+    await _hush(tx, session)
+    stopped = UNTOUCHED
     for child in await tx.all(SQL.children, session=session):
         stopped += await cancel(tx, child["id"], None, now)
     return stopped
@@ -437,13 +479,22 @@ async def _drop(tx: Tx, row: Row, now: int) -> Ended:
     return await _end_queued(tx, row, ending, now)
 
 
+async def overdue(tx: Tx, now: int) -> bool:
+    """Whether `expire` has anything to do."""
+    return bool(await tx.one(SQL.overdue, now=now) or await tx.one(TASKS.overdue, now=now))
+
+
 async def expire(tx: Tx, now: int) -> Stopped:
     """End queued runs, and tasks between two of their runs, whose time is over; a bounded number a call."""
     ending = Ending(
         state="timeout", error_code="timeout", error="The run's time was over before it could begin."
     )
-    ended = [await _end_queued(tx, row, ending, now) for row in await tx.all(SQL.overdue, now=now)]
-    expired = Stopped(ended, [])
+    expired, stopped = UNTOUCHED, set[str]()
+    for row in await tx.all(SQL.overdue, now=now):
+        if row["id"] not in stopped:  # by the end of what had spawned it
+            ended = await _end_queued(tx, row, ending, now)
+            stopped.update(below.run_id for below in ended.after.ended)
+            expired += Stopped([ended], [])
     for task in await tx.all(TASKS.overdue, now=now):
         sequel = await tasks.abandon(tx, task["child_key"], now, "timeout", "The run's time was over.")
         expired += Stopped([], [], sequel) + await cancel(tx, task["child"], None, now)
@@ -451,8 +502,8 @@ async def expire(tx: Tx, now: int) -> Stopped:
 
 
 async def _end_queued(tx: Tx, row: Row, ending: Ending, now: int) -> Ended:
-    sequel = await _end(tx, _part_of(row, row["key"]), ending, None, now)
-    return Ended(row["id"], row["session"], row["key"], "", row["origin"], ending, [], now, sequel)
+    after = await _end(tx, _part_of(row, row["key"]), ending, None, now)
+    return Ended(row["id"], row["session"], row["key"], "", row["origin"], ending, [], now, after)
 
 
 async def not_stopping(tx: Tx, before: int) -> list[str]:
@@ -465,9 +516,16 @@ async def force(tx: Tx, run_id: str, before: int, now: int) -> Ended | None:
     row = next((row for row in await tx.all(SQL.not_stopping, before=before) if row["id"] == run_id), None)
     if row is None:
         return None
-    stopped = Ending(state="cancelled", error_code="cancelled", error="The run was stopped.")
     late = Ending(state="timeout", error_code="timeout", error="The run's time was over.")
-    return await end_unplayed(tx, row, stopped if row["cancel_at"] else late, now)
+    return await end_unplayed(tx, row, STOPPED if row["cancel_at"] else late, now)
+
+
+async def end_abandoned(tx: Tx, session: int, now: int, *, shared: bool) -> Stopped:
+    """Where nobody hosts: stop what somebody was in the middle of; in a shared store, once the lease is over."""
+    row = await tx.one(SQL.active, session=session)
+    if row is None or (shared and row["lease_until"] > now):
+        return UNTOUCHED
+    return Stopped([await end_unplayed(tx, row, STOPPED, now)], [])
 
 
 async def asked_to_stop(tx: Tx, owner: str) -> list[str]:

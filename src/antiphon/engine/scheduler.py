@@ -59,7 +59,10 @@ class Scheduler:
         self._changed.set()
 
     async def tick(self) -> None:
-        """Fire everything that is due now, as far as there is room for its runs."""
+        """Fire everything that is due now, as far as there is room for its runs.
+
+        A job whose session has no room holds up no other; only when no job may run, the rest need not be tried.
+        """
         if not self.enabled:
             return
         for job_id in await self._store.read(firings.due, self._clock.now()):
@@ -109,5 +112,5 @@ class Scheduler:
         if next_at is None or not self.enabled:
             return self._longest
         if next_at <= now:
-            return AGAIN  # It is due and has not been fired: there was no room.
+            return AGAIN  # It is due and has not been fired: there was no room, here or in its session.
         return min(self._longest, max(0, next_at - self._clock.now()) / 1000)

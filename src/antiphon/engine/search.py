@@ -101,6 +101,16 @@ async def catch_up(store: Store) -> None:
         await asyncio.sleep(_REST * (monotonic() - began))
 
 
+async def hurry(store: Store, seconds: float) -> bool:
+    """Index what is missing for about so long, leaving no time to others; whether there may be more."""
+    until = monotonic() + seconds
+    while monotonic() < until:
+        last, head = await store.read(place)
+        if last >= head or await store.tx(index, BATCH) <= last:
+            return False
+    return True
+
+
 async def forget(tx: Tx, key: str) -> None:
     """Before the messages of a key are removed: their words."""
     await tx.do(SQL.forget, key=key)

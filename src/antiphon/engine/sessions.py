@@ -67,6 +67,8 @@ async def create(tx: Tx, key: SessionKey, now: int, birth: Birth | None = None) 
     birth = birth or Birth()
     session_id = birth.session_id or str(uuid.uuid4())
     parent = await tx.one(SQL.by_id, id=birth.parent) if birth.parent is not None else None
+    # Also where nobody spawned it: it was imported, or somebody wrote to it.
+    subagent = key.shape == "subagent"
     transcript = await _begin(tx, session_id, str(key), birth.reason, now)
     row = await tx.one(
         SQL.insert,
@@ -82,8 +84,8 @@ async def create(tx: Tx, key: SessionKey, now: int, birth: Birth | None = None) 
         spawned_by=parent["id"] if parent else None,
         parent_key=parent["key"] if parent else None,
         root_key=(parent["root_key"] or parent["key"]) if parent else None,
-        depth=parent["depth"] + 1 if parent else 0,
-        role=birth.role,
+        depth=parent["depth"] + 1 if parent else int(subagent),
+        role=birth.role or ("leaf" if subagent else None),
         sandboxed=int(birth.sandboxed),
         envelope=birth.envelope,
         model=birth.model,
@@ -148,10 +150,13 @@ async def patch(tx: Tx, session: int, settings: Mapping[str, str | int | None], 
         )
 
 
-async def _check_label(tx: Tx, session: Row, label: Param) -> None:
+async def label_is_free(tx: Tx, session: Row, label: Param) -> bool:
     await tx.alone(f"label:{session['agent_id']}:{label}")
-    taken = await tx.one(SQL.label_taken, label=label, agent_id=session["agent_id"], besides=session["id"])
-    if taken:
+    return not await tx.one(SQL.label_taken, label=label, agent_id=session["agent_id"], besides=session["id"])
+
+
+async def _check_label(tx: Tx, session: Row, label: Param) -> None:
+    if not await label_is_free(tx, session, label):
         # Whose it is stays unsaid: the caller may not know of that session.
         raise Conflict(f"label already in use: {label}.", "Choose another one.", field="label")
 
@@ -198,17 +203,19 @@ async def conversations(tx: Tx, session: Row) -> list[Row]:
     return await tx.all(SQL.transcripts_of, key=session["key"])
 
 
-async def forget(tx: Tx, session: int, key: str) -> None:
+async def forget(tx: Tx, session: int, key: str, now: int) -> None:
     """Remove a session in which nothing runs or waits, and everything said in it, to it and by it.
 
     The usage ledger stays, and so does what came of the tasks it was spawned for: see `forget_tasks`. Of exchanges
-    and deliveries that are over, everything but the words stays.
+    and deliveries that are over, everything but the words stays. That its conversations were deleted is on record,
+    for whoever keeps copies of them.
     """
     row = await tx.one(SQL.by_id, id=session)
     if row and row["spawned_by"] is not None:
         await tx.do(SQL.count_child, parent=row["spawned_by"], change=-1)
     await search.forget(tx, key)  # by the numbers of the messages, which must still be there
     await tx.do(SQL.forget_messages, key=key)
+    await tx.do(SQL.record_forgotten, key=key, now=now)
     await tx.do(SQL.forget_transcripts, key=key)
     await tx.do(SQL.forget_runs, id=session)
     await tx.do(SQL.forget_notes, id=session)

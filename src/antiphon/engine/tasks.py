@@ -20,7 +20,7 @@ from antiphon.engine import admissions, deliveries, gate, sessions, wording
 from antiphon.engine.admissions import NOTE, Accepted, Submission
 from antiphon.engine.chains import Link
 from antiphon.engine.deliveries import Destination, Parcel
-from antiphon.engine.envelopes import Envelope
+from antiphon.engine.envelopes import SPAWN, Envelope
 from antiphon.engine.sessions import Birth
 from antiphon.engine.steps import ANNOUNCE, NOTHING, Outcome, Sequel, Step, queued
 from antiphon.engine.wording import Report, Stats
@@ -33,7 +33,6 @@ SQL = Queries("tasks")
 SESSIONS = Queries("sessions")
 RUNS = Queries("runs")
 EXCHANGES = Queries("exchanges")
-SPAWN = "sessions_spawn"
 KIND = "subagent_result"
 WAKE = "wake"
 MINUTE = 60_000  # milliseconds

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import msgspec
 
 from antiphon.errors import InvalidInput
-from antiphon.messages import Assistant, Message, ToolCall, ToolResult, decode, encode
+from antiphon.filters import HistoryFilter
+from antiphon.messages import Assistant, Message, ToolCall, ToolResult, decode, encode, failed
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries, Query
 
@@ -21,6 +22,7 @@ SQL = Queries("transcripts")
 END = 2**62  # a sequence number after every other
 PAGE_BYTES = 4 * 2**20  # of the bodies of a page; a larger entry is a page by itself
 SLICE = 64  # rows that are fetched at once: so many large ones may be in memory beside the page
+SCANNED = 5000  # entries that a page of few among many looks through
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -36,10 +38,14 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Page(NamedTuple):
-    """Entries, oldest first, and whether there are more in the direction they were read in."""
+    """Entries, oldest first, and the number to go on from if there is more in the direction they were read in."""
 
     entries: list[Entry]
-    more: bool
+    cursor: int | None
+
+    @property
+    def more(self) -> bool:
+        return self.cursor is not None
 
 
 async def append(
@@ -94,11 +100,48 @@ async def _page(tx: Tx, query: Query, transcript: int, seq: int, limit: int) -> 
             entry = Entry(*row)
             size += _size(entry.body)
             if found and (size > PAGE_BYTES or len(found) == limit):
-                return Page(found, True)
+                return Page(found, found[-1].seq)
             found.append(entry)
         if len(rows) < wanted:
-            return Page(found, False)
+            return Page(found, None)
         seq = found[-1].seq
+
+
+async def page_narrowed(tx: Tx, transcript: int, wanted: HistoryFilter, limit: int) -> Page:
+    """A page of what `wanted` leaves. One may be empty and not the last: looking is bounded, too."""
+    end = await last_seq(tx, transcript)
+    if wanted.after is not None:
+        edge = min(wanted.after + SCANNED, end)
+        page = await _sift(tx, SQL.after_narrowed, transcript, wanted, wanted.after, edge, limit)
+        return page if page.more or edge >= end else Page(page.entries, edge)
+    seq = end + 1 if wanted.before is None else min(wanted.before, end + 1)
+    edge = max(seq - SCANNED, 1)
+    page = await _sift(tx, SQL.before_narrowed, transcript, wanted, seq, edge, limit)
+    page.entries.reverse()
+    return page if page.more or edge == 1 else Page(page.entries, edge)
+
+
+async def _sift(
+    tx: Tx, query: Query, transcript: int, wanted: HistoryFilter, start: int, edge: int, limit: int
+) -> Page:
+    """From `start` to `edge`, in the order of the query. The bytes that are counted are those looked through."""
+    narrowing = {
+        "hidden": "" if wanted.roles is not None or wanted.errors or wanted.include_tools else "toolResult",
+        "roles": None if wanted.roles is None else msgspec.json.encode(wanted.roles).decode(),
+        "since": -END if wanted.since is None else wanted.since,
+    }
+    found: list[Entry] = []
+    seq, size = start, 0
+    while rows := await tx.all(query, transcript=transcript, seq=seq, edge=edge, limit=SLICE, **narrowing):
+        for row in rows:
+            entry = Entry(*row)
+            size += _size(entry.body)
+            if seq != start and (size > PAGE_BYTES or len(found) == limit):
+                return Page(found, seq)
+            if not wanted.errors or failed(entry.role, entry.body):
+                found.append(entry)
+            seq = entry.seq
+    return Page(found, None)
 
 
 def _size(body: str) -> int:

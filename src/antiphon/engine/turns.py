@@ -19,13 +19,16 @@ from antiphon.clock import Clock
 from antiphon.engine import compaction, context, framing, runs, transcripts
 from antiphon.engine.context import Context
 from antiphon.engine.deltas import DeltaStream
+from antiphon.engine.patience import until_there_is_room
 from antiphon.engine.runs import Claim, Ending
 from antiphon.engine.steps import Outcome
 from antiphon.engine.toolbox import Call, Result, Tool
 from antiphon.engine.transcripts import Entry
-from antiphon.errors import AntiphonError, ContextOverflow, Fenced, StoreError
+from antiphon.errors import AntiphonError, ContextOverflow, Fenced, StoreError, ToolFailed
 from antiphon.messages import INJECTED, Assistant, Message, Text, Thinking, ToolCall, ToolResult, decode
 from antiphon.runtimes import Prompt, Runtime
+from antiphon.runtimes.answers import whole
+from antiphon.runtimes.function import ENDINGS
 from antiphon.runtimes.model import INVALID_ARGUMENTS
 from antiphon.store import Store
 from antiphon.tracing import span
@@ -34,7 +37,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TOOL_GRACE = 1.0  # seconds
-COMPACTIONS = 3  # per run; a conversation that is still too long after that will not get shorter
+COMPACTIONS = 3  # without room for an answer; a conversation that is still too long then will not get shorter
+LEAST_SUMMARISED = 64  # tokens; a model that finds these too long will not be asked for less
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +53,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     reserve_tokens: int
     keep_tokens: int
     max_result_chars: int
+    thinking: str | None = None
+    """What holds where neither the run nor its session says how much to think."""
 
 
 class Turn:
@@ -72,6 +78,7 @@ class Turn:
         self._on_entries = on_entries
         self._on_tool = on_tool
         self._context = Context()
+        self._call_ids: set[str] = set()  # of the whole run, which the context may have lost the beginning of
         self._compactions = 0
         self._used = claim.resumed
 
@@ -132,10 +139,9 @@ class Turn:
 
     def failed(self, error: AntiphonError) -> Ending:
         self._deltas.flush()
-        notice = Assistant(
-            content=[], timestamp=self._clock.now(), stop_reason="error", error_message=str(error)
-        )
-        return Ending(state="error", error_code=error.code, error=str(error), messages=[notice])
+        told = whole(str(error))
+        notice = Assistant(content=[], timestamp=self._clock.now(), stop_reason="error", error_message=told)
+        return Ending(state="error", error_code=error.code, error=told, messages=[notice])
 
     # --- what the model is shown ---
 
@@ -150,6 +156,8 @@ class Turn:
         for seq, message in zip(loaded.seqs, loaded.messages, strict=True):
             if runtime.reads_history or seq >= claim.first_seq:
                 self._context.add(seq, message)
+        if claim.resumed:
+            self._call_ids = await self._store.read(context.calls_since, claim.transcript, claim.first_seq)
 
     async def _step(self) -> Assistant:
         """One answer of the runtime, after making room for it if need be."""
@@ -158,28 +166,24 @@ class Turn:
                 await self._compact()
             try:
                 with span("model_step", run_id=self._claim.run_id, model=self._claim.model):
-                    return self._distinct(await self._setting.runtime.step(self._prompt(), self._deltas))
+                    answer = await self._setting.runtime.step(self._prompt(), self._deltas)
             except ContextOverflow:
                 if not await self._compact():
                     raise
+            else:
+                if not self._too_long():
+                    self._compactions = 0
+                return self._distinct(answer)
 
     def _distinct(self, answer: Assistant) -> Assistant:
         """The answer with call ids that no other call of this run has: they are what makes an effect happen once."""
-        if not answer.tool_calls:
-            return answer
-        taken = {
-            call.id
-            for message in self._context.since(self._claim.first_seq)
-            if isinstance(message, Assistant)
-            for call in message.tool_calls
-        }
         content: list[Text | Thinking | ToolCall] = []
         for block in answer.content:
             if isinstance(block, ToolCall):
                 number, call = 1, block
-                while call.id in taken:
+                while call.id in self._call_ids:
                     number, call = number + 1, msgspec.structs.replace(block, id=f"{block.id}-{number + 1}")
-                taken.add(call.id)
+                self._call_ids.add(call.id)
                 content.append(call)
             else:
                 content.append(block)
@@ -194,7 +198,7 @@ class Turn:
             instructions=setting.instructions,
             messages=framing.framed(context.mend(self._context.messages)),
             tools=[tool.spec for tool in setting.tools.values()],
-            thinking=claim.thinking,
+            thinking=claim.thinking or setting.thinking,
         )
 
     def _too_long(self) -> bool:
@@ -204,17 +208,18 @@ class Turn:
         )
 
     async def _compact(self) -> bool:
-        """Put a summary in the place of the older half. False when there is nothing to put, or to put it for."""
+        """Put a summary in the place of the older part. False when there is nothing to put, or to put it for."""
         cut = context.cut(self._context, self._setting.keep_tokens)
         if cut == 0 or self._compactions >= COMPACTIONS:
             return False
         self._compactions += 1
-        summary = await compaction.summarise(
-            self._setting.runtime, self._prompt(), self._context.messages[:cut]
-        )
+        older = self._context.messages[:cut]
+        summary = await self._summary(older)
         now = self._clock.now()
         # A model with nothing to say must not cost the conversation: it is charged for, and that is all.
-        entry = compaction.entry(self._context, cut, summary, now) if summary.text.strip() else None
+        words = context.brief(summary.text.strip(), older)
+        short = msgspec.structs.replace(summary, content=[Text(text=words)])
+        entry = compaction.entry(self._context, cut, short, now) if words else None
 
         def committed(entries: list[Entry]) -> None:
             if entry is not None:
@@ -223,6 +228,18 @@ class Turn:
 
         await self._write(committed, runs.commit_summary, self._claim, entry, summary, now)
         return entry is not None
+
+    async def _summary(self, messages: Sequence[Message]) -> Assistant:
+        """Of messages that may be too long for the model themselves: then of as much of each as it takes."""
+        tokens = sum(map(context.weigh, messages))
+        while True:
+            try:
+                return await compaction.summarise(self._setting.runtime, self._prompt(), messages)
+            except ContextOverflow:
+                tokens //= 4
+                if tokens < LEAST_SUMMARISED:
+                    raise
+                messages = context.clipped(messages, tokens)
 
     # --- tools ---
 
@@ -262,7 +279,9 @@ class Turn:
                 caller=self._setting.caller, run_id=claim.run_id, call_id=call.id, arguments=call.arguments
             )
             with span("tool", run_id=claim.run_id, tool=call.name, call_id=call.id):
-                return await obedient(tool.invoke(given))
+                if tool.after_crash == "report":
+                    return await obedient(tool.invoke(given))
+                return await until_there_is_room(lambda: obedient(tool.invoke(given)))
         except (Fenced, StoreError):
             raise
         except AntiphonError as error:
@@ -276,9 +295,9 @@ class Turn:
 
     def _result(self, call: ToolCall, result: Result) -> ToolResult:
         most = self._setting.max_result_chars
-        text = result.text.encode(errors="replace").decode()  # half a surrogate pair cannot be stored
+        text = whole(result.text)
         if len(text) > most:
-            text = f"{text[:most]}\n[{len(result.text) - most} of {len(result.text)} characters left out]"
+            text = f"{text[:most]}\n[{len(text) - most} of {len(text)} characters left out]"
         return ToolResult(
             tool_call_id=call.id,
             tool_name=call.name,
@@ -303,8 +322,17 @@ class Turn:
         script: Callable[..., Awaitable[list[Entry]]],
         *args: object,
     ) -> None:
-        """Await a commit to its end even when the run is stopped meanwhile: memory has to agree with the store."""
+        """Commit, and take over what was committed."""
         self._used = True
+        await until_there_is_room(lambda: self._try_to_write(committed, script, *args))
+
+    async def _try_to_write(
+        self,
+        committed: Callable[[list[Entry]], None],
+        script: Callable[..., Awaitable[list[Entry]]],
+        *args: object,
+    ) -> None:
+        """Await a commit to its end even when the run is stopped meanwhile: memory has to agree with the store."""
         task = asyncio.ensure_future(self._store.tx(script, *args))
         try:
             await asyncio.shield(task)
@@ -358,7 +386,7 @@ async def obedient(work: Awaitable[T]) -> T:
 
     A tool that does not let itself be cancelled must not hold its session's lane.
     """
-    task = asyncio.ensure_future(work)
+    task = asyncio.ensure_future(_tamed(work))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
@@ -367,3 +395,11 @@ async def obedient(work: Awaitable[T]) -> T:
         if running:
             log.warning("A tool ignored being cancelled and was left behind")
         raise
+
+
+async def _tamed(work: Awaitable[T]) -> T:
+    """A tool that wants to end the process has failed, and no more."""
+    try:
+        return await work
+    except ENDINGS as error:
+        raise ToolFailed(f"The tool tried to end the process ({error!r}).", "Mend the tool.") from error

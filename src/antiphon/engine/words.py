@@ -10,7 +10,7 @@ from antiphon.messages import Image, Text
 
 Thinking = Literal["off", "minimal", "low", "medium", "high", "xhigh"]
 THINKING: tuple[str, ...] = get_args(Thinking)
-RESERVED = ("cron:", "http:", "turn:", "announce:", "note:", "wake:")
+RESERVED = ("cron:", "http:", "turn:", "announce:", "note:", "wake:", "forgotten:")
 
 Content: TypeAlias = str | Sequence[Text | Image]
 

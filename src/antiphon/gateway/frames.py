@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 import msgspec
 
 from antiphon import misfits
+from antiphon.config.base import suggestion
 from antiphon.errors import (
     AntiphonError,
     Forbidden,
@@ -21,6 +22,7 @@ from antiphon.errors import (
     TooManyFailures,
     Unavailable,
 )
+from antiphon.misfits import Misfit
 
 PROTOCOLS = (3, 4)
 FIRST_BYTES = 64 * 1024  # of a frame from somebody who has not said who they are
@@ -28,7 +30,7 @@ MAX_BYTES = 8 * 2**20  # of any frame
 MAX_BUFFERED = 50 * 2**20  # that may wait for a client before it is dropped
 TICK = 30_000  # ms
 
-T = TypeVar("T")
+T = TypeVar("T", bound=msgspec.Struct)
 AGAIN = (StoreError, LaneFull, Unavailable, TooManyFailures)
 """Errors after which nothing has happened and the same request may work later."""
 
@@ -123,6 +125,13 @@ def read_params(method: str, raw: msgspec.Raw, decoder: msgspec.json.Decoder[T])
         misfit = misfits.read(error)
         raise InvalidInput(
             f"invalid {method} params: at {misfit.pointer}: {misfit.what}.",
-            "See docs/protocol.md for what is allowed.",
+            _allowed(misfit, decoder.type),
             field=misfit.pointer.strip("/"),
         ) from error
+
+
+def _allowed(misfit: Misfit, params: type[msgspec.Struct]) -> str:
+    if misfit.path:
+        return "See docs/protocol.md for what is allowed."
+    word = misfit.name if misfit.name and not misfit.missing else ""
+    return suggestion(word, params.__struct_encode_fields__, noun="parameters")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import MutableMapping
 from typing import Any, Literal
 
@@ -10,6 +9,7 @@ import msgspec
 
 from antiphon import __version__, keys
 from antiphon.access import READ, Caller
+from antiphon.config.addresses import is_loopback
 from antiphon.errors import InvalidInput
 from antiphon.gateway import devices, frames
 from antiphon.gateway.auth import Identity
@@ -120,15 +120,8 @@ def _check_device(gateway: Gateway, params: ConnectParams, device: Device, nonce
         token=auth.token or auth.device_token or "",
         platform=client.platform,
         family=client.device_family or "",
-        local=is_local(address),
+        local=is_loopback(address),
     )
-
-
-def is_local(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
 
 
 def _client(params: ConnectParams, address: str, scopes: list[str]) -> Client:

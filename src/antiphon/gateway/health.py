@@ -38,6 +38,8 @@ async def get_ready(gateway: Gateway, request: Request) -> Response:
 
 
 async def _store_answers(gateway: Gateway) -> bool:
+    if gateway.house.trouble():
+        return False  # The store has said so itself. What is kept can be read, but nothing can be added.
     try:
         async with asyncio.timeout(PROBE_TIME):
             await gateway.house.operations.list(_PROBE, ListFilter(limit=1))

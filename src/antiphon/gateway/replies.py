@@ -20,6 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from antiphon import misfits
 from antiphon.errors import AntiphonError, InvalidInput, TooLarge, TooManyFailures, Unauthorized, Unavailable
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,9 @@ async def read_json(request: Request, shape: type[T], most: int = BODY) -> T:
     try:
         return msgspec.json.decode(body, type=shape)
     except msgspec.ValidationError as error:
-        raise InvalidInput(f"The body cannot be accepted: {error}.", "Mend that field.") from error
+        raise InvalidInput(
+            f"The body cannot be accepted: {misfits.brief(error)}.", "Mend that field."
+        ) from error
     except (ValueError, RecursionError) as error:
         raise InvalidInput("The body is not valid JSON.", "Send a JSON object in UTF-8.") from error
 

@@ -7,6 +7,7 @@ ends streams, and leaves runs in flight for the next start, which takes them up.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 from collections.abc import AsyncGenerator, Generator
@@ -18,6 +19,7 @@ from typing import Unpack
 import uvicorn
 
 from antiphon.config import Config
+from antiphon.config.checks import TAILNET
 from antiphon.errors import ConfigError, Unavailable
 from antiphon.gateway import frames, note
 from antiphon.gateway.app import App
@@ -65,7 +67,7 @@ async def serving(
     host = address(config)
     most = most_connections()
     async with house(config, state_dir, **options) as opened:
-        listener = _listen(host, config.gateway.port if port is None else port)
+        listener = listen(host, config.gateway.port if port is None else port)
         number = listener.getsockname()[1]
         try:
             guard = await asyncio.to_thread(_guard, config, opened, tokens_dir or state_dir, host, number)
@@ -151,7 +153,11 @@ def _guard(config: Config, opened: House, tokens_dir: Path, host: str, port: int
 
 
 def address(config: Config) -> str:
-    """Where to listen: on this machine only, unless the configuration says otherwise."""
+    """Where to listen: on this machine only, unless the configuration says otherwise.
+
+    Raises:
+        ConfigError: which address is meant cannot be told.
+    """
     gateway = config.gateway
     match gateway.bind:
         case "loopback" | "auto":
@@ -161,14 +167,15 @@ def address(config: Config) -> str:
         case "custom":
             return gateway.custom_bind_host or "127.0.0.1"
         case "tailnet":
-            raise ConfigError(
-                "'gateway.bind' is 'tailnet', and which address that is cannot be told here.",
-                "Use 'custom' and put the address into gateway.customBindHost.",
-                path="gateway.bind",
-            )
+            raise ConfigError(*TAILNET, path="gateway.bind")
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """
+    Raises:
+        ConfigError: this machine has no such address, so that no port would do.
+        Unavailable: the port cannot be had.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # With the protocol named, asyncio sends small answers at once; without it, it leaves them to Nagle.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -179,11 +186,12 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise Unavailable(
-            f"Cannot listen on {host}:{port} ({os.strerror(error.errno or 0)}).",
-            "Stop what uses that port, or choose another with --port (0 takes any free one).",
-            port=port,
-        ) from error
+        what = f"Cannot listen on {host}:{port} ({error.strerror})."
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            hint = "Put an address of this machine into gateway.customBindHost."
+            raise ConfigError(what, hint, path="gateway.customBindHost") from error
+        hint = "Stop what uses that port, or choose another with --port (0 takes any free one)."
+        raise Unavailable(what, hint, port=port) from error
     return listener
 
 

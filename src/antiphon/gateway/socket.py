@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import msgspec
 
+from antiphon import misfits
 from antiphon.errors import AntiphonError, Forbidden, InvalidInput, Unauthorized, Unavailable
 from antiphon.gateway import auth, frames, handshake, line
 from antiphon.gateway.connection import Connection
@@ -215,13 +216,22 @@ def _unknown(name: str) -> InvalidInput:
 
 def _request(text: str | bytes) -> frames.Request:
     try:
-        return frames.decode(text)
+        return _decoded(text)
     except msgspec.ValidationError as error:
         raise Hangup(1008, f"invalid request frame: {error}") from None
     except RecursionError:
         raise Hangup(1008, "invalid request frame: nested too deeply") from None
-    except (msgspec.DecodeError, UnicodeError):
+    except ValueError:
         raise Hangup(1000, "a frame was not JSON") from None
+
+
+def _decoded(text: str | bytes) -> frames.Request:
+    try:
+        return frames.decode(text)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        return frames.decode(misfits.mended(text))
 
 
 def _size(text: str | bytes) -> int:

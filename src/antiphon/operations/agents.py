@@ -9,7 +9,6 @@ from antiphon.access import Caller, Target
 from antiphon.engine import sessions
 from antiphon.engine.door import Door
 from antiphon.engine.envelopes import Envelope
-from antiphon.engine.envelopes import read as read_envelope
 from antiphon.errors import Forbidden
 from antiphon.operations.core import Core
 from antiphon.store import Tx
@@ -28,7 +27,7 @@ class Agents(Core):
         requester = caller.agent_id or self.config.default_agent_id
         patterns = self._door.grants(caller).spawn_agents
         roster = Roster(self.config, self._door)
-        envelope = await self._store.read(_envelope, caller.session_key) if caller.session_key else None
+        envelope = await self._store.read(self._within, caller.session_key) if caller.session_key else None
         anybody = envelope is None and ANY in (pattern.strip() for pattern in patterns)
         return AgentsView(
             requester=requester,
@@ -36,9 +35,13 @@ class Agents(Core):
             agents=[
                 roster.line(agent)
                 for agent in roster.spawnable_by(caller, requester)
-                if _within(envelope, agent) and self._stays_in_sandbox(caller, agent)
+                if _may_spawn(envelope, agent) and self._stays_in_sandbox(caller, agent)
             ],
         )
+
+    async def _within(self, tx: Tx, session_key: str) -> Envelope | None:
+        row = await tx.one(sessions.SQL.whole_by_key, key=session_key)
+        return self._rules.within(row) if row else None
 
     def _stays_in_sandbox(self, caller: Caller, agent_id: str) -> bool:
         return not caller.sandboxed or self._door.sandboxes(agent_id, keys.subagent_key(agent_id, "new"))
@@ -85,12 +88,11 @@ class Roster:
 
     def line(self, agent_id: str) -> AgentLine:
         agent = self._config.agent(agent_id)
-        own_name = agent.identity.name if agent.identity else None
         runtime = agent.runtime.type
         return AgentLine(
             id=agent_id,
             configured=True,
-            name=agent.name or own_name,
+            name=agent.name,
             model=self._config.model_ref(agent_id) if runtime == "model" else None,
             runtime=runtime,
         )
@@ -107,10 +109,5 @@ class Roster:
         )
 
 
-async def _envelope(tx: Tx, session_key: str) -> Envelope | None:
-    row = await tx.one(sessions.SQL.whole_by_key, key=session_key)
-    return read_envelope(row["envelope"]) if row else None
-
-
-def _within(envelope: Envelope | None, agent_id: str) -> bool:
+def _may_spawn(envelope: Envelope | None, agent_id: str) -> bool:
     return envelope is None or (envelope.depth > 0 and agent_id in envelope.agents)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from antiphon import keys
 from antiphon.errors import Conflict, InvalidInput
 from antiphon.store import Row
 
@@ -18,14 +19,27 @@ def current(row: Row, reference: str, expected: str | None = None) -> None:
     `expected` is the id of the conversation that the caller has looked at.
     """
     if row["named_transcript"] != row["transcript"]:
-        raise Conflict(
-            f"The conversation {reference!r} has ended.", "Restore it first, or name its session by the key."
-        )
+        raise ended(reference)
     if expected is not None and row["session_id"] != expected:
         raise Conflict(
             f"Session {reference!r} has moved on to another conversation.",
             "Look at it again first.",
             key=reference,
+        )
+
+
+def ended(reference: str) -> Conflict:
+    return Conflict(
+        f"The conversation {reference!r} has ended.", "Restore it first, or name its session by the key."
+    )
+
+
+def deletable(key: str) -> None:
+    if keys.parse(key).kind == "main":
+        raise Conflict(
+            f"Cannot delete the main session ({key}).",
+            f"Reset it instead, as `antiphon sessions reset {key}` does.",
+            key=key,
         )
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from antiphon import access, keys
+from antiphon import access
 from antiphon.access import READ, Caller
 from antiphon.engine import admissions, commands, compaction, runs, sessions, transcripts, words
 from antiphon.engine.commands import Command
@@ -56,16 +56,38 @@ class Conversations(Runs):
     # --- another transcript ---
 
     async def renew(
-        self, caller: Caller, session: str, reason: Literal["new", "reset"] = "new"
+        self,
+        caller: Caller,
+        session: str,
+        reason: Literal["new", "reset"] = "new",
+        *,
+        key: str | None = None,
+        expected: str | None = None,
     ) -> SessionView:
-        """Begin a new conversation under the same key. The old one stays readable, and can be restored."""
-        row = await self._store.tx(self._renew, caller, session, reason, self._clock.now())
-        return self._renewed(caller, row, reason)
+        """Begin a new conversation under the same key. The old one stays readable, and can be restored.
 
-    async def _renew(self, tx: Tx, caller: Caller, session: str, reason: str, now: int) -> Row:
+        With `expected`, only that conversation is ended. Asked again with the same key, nothing is done again.
+
+        Raises:
+            Conflict: it is answering.
+        """
+        words.check_key(key)
+        plan = self._renewal(caller, session, reason, key, expected)
+        row = await self._store.tx(self._renew, caller, session, plan, self._clock.now())
+        return await self._goes_on(caller, session, row, reason)
+
+    async def _renew(self, tx: Tx, caller: Caller, session: str, plan: _Plan, now: int) -> Row | None:
+        if await plan.done(tx, now):
+            return None
         row = await self._door.open(tx, caller, "manage", session)
-        await sessions.renew(tx, row, reason, now)
-        return await self._described(tx, row["id"])
+        plan.check(row)
+        return await plan.change(tx, row, now)
+
+    async def _goes_on(self, caller: Caller, session: str, row: Row | None, reason: str) -> SessionView:
+        """The session with its new conversation; without a row it was begun before."""
+        if row is not None:
+            return self._renewed(caller, row, reason)
+        return self._session_view(caller, await self._store.read(self._managed, caller, session))
 
     async def restore(self, caller: Caller, session_id: str) -> SessionView:
         """Make an older conversation of a key its current one again."""
@@ -99,9 +121,7 @@ class Conversations(Runs):
         words.check_key(key)
         plan = self._renewal(caller, session, reason, key, expected)
         row = await self._when_idle(caller, session, plan, timeout)
-        if row is not None:
-            return self._renewed(caller, row, reason)
-        return self._session_view(caller, await self._store.read(self._managed, caller, session))
+        return await self._goes_on(caller, session, row, reason)
 
     def _renewal(
         self, caller: Caller, session: str, reason: str, key: str | None, expected: str | None
@@ -157,14 +177,14 @@ class Conversations(Runs):
 
         None when that was done before.
         """
-        engine = self._running()
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
         while True:
             row, stopped, active = await self._store.tx(
                 self._change_idle, caller, session, plan, self._clock.now()
             )
-            await engine.stopping(stopped)
+            if self._engine is not None:  # else nobody listens, and what follows waits for the next start
+                await self._engine.stopping(stopped)
             if row is None or active is None:
                 return row
             left = until - loop.time()
@@ -183,9 +203,24 @@ class Conversations(Runs):
             return None, Stopped([], []), None
         row = await self._door.open(tx, caller, "manage", session)
         plan.check(row)
-        stopped = await _stop(tx, row["id"], now)
+        stopped = await self._stop_all(tx, row["id"], now)
         active = await tx.one(sessions.SQL.at_work, id=row["id"])
         return row if active else await plan.change(tx, row, now), stopped, active
+
+    async def _stop_all(self, tx: Tx, session: int, now: int) -> Stopped:
+        """Stop what runs in a session and drop what waits, also what is queued because something was dropped.
+
+        Who has the store without an engine has it alone, and knows that nobody plays what runs: that ends here.
+        """
+        stopped = runs.UNTOUCHED
+        for _ in range(ROUNDS):
+            stopped += await runs.cancel(tx, session, None, now)
+            if self._engine is None:
+                stopped += await runs.end_abandoned(tx, session, now, shared=self._store.shared)
+            left = await tx.one(sessions.SQL.at_work, id=session)
+            if left is None or left["running"]:  # whoever plays it was asked to stop, and it is waited for
+                break
+        return stopped
 
     # --- entries that belong to no run ---
 
@@ -261,17 +296,6 @@ class Conversations(Runs):
         return injected, row, entry
 
 
-async def _stop(tx: Tx, session: int, now: int) -> Stopped:
-    """Stop what runs in a session and drop what waits, also what is queued because something was dropped."""
-    stopped = await runs.cancel(tx, session, None, now)
-    for _ in range(ROUNDS):
-        left = await tx.one(sessions.SQL.at_work, id=session)
-        if left is None or left["running"]:  # whoever plays it was asked to stop, and it is waited for
-            break
-        stopped += await runs.cancel(tx, session, None, now)
-    return stopped
-
-
 def _compacted(kept: int, *, shorter: bool) -> CompactView:
     if shorter:
         return CompactView(compacted=True, kept=kept)
@@ -286,21 +310,16 @@ def _deletion(caller: Caller, session: str, key: str | None, expected: str | Non
 
     def check(row: Row) -> None:
         checks.current(row, session, expected)
-        _check_deletable(row)
+        checks.deletable(row["key"])
 
     async def forget(tx: Tx, row: Row, now: int) -> Row:
-        await sessions.forget(tx, row["id"], row["key"])
+        await sessions.forget(tx, row["id"], row["key"], now)
         if caller.is_operator:
             await sessions.forget_tasks(tx, row["id"], row["key"])
         await commands.record(tx, command, True, now)
         return row
 
     return _Plan(done, check, forget)
-
-
-def _check_deletable(row: Row) -> None:
-    if keys.parse(row["key"]).kind == "main":
-        raise Conflict(f"Cannot delete the main session ({row['key']}).", "Reset it instead.", key=row["key"])
 
 
 async def _check_no_call_waits(tx: Tx, row: Row) -> None:

@@ -20,6 +20,7 @@ from antiphon.engine.transcripts import Entry
 from antiphon.errors import NotFound, StoreReadOnly
 from antiphon.operations.spawns import Rules
 from antiphon.store import Row, Store, Tx
+from antiphon.store.listing import Listed
 from antiphon.views import SessionView
 
 if TYPE_CHECKING:  # a command that only reads is over before these would be imported
@@ -106,8 +107,12 @@ class Core:
     # --- views ---
 
     def _session_view(self, caller: Caller, row: Row) -> SessionView:
+        """Of a session that was `_described`."""
+        return self._listed_view(caller, Listed(*row))
+
+    def _listed_view(self, caller: Caller, row: Listed) -> SessionView:
         view = views.session_view(row, caller.agent_id, self._transcripts)
-        return view if caller.is_operator else self._discreet(caller, view, row["key"])
+        return view if caller.is_operator else self._discreet(caller, view, row.key)
 
     def _discreet(self, caller: Caller, view: SessionView, key: str) -> SessionView:
         """Without a parent that the caller may not know of, and without counting children it may not see."""

@@ -24,7 +24,8 @@ class Histories(Core):
     async def history(self, caller: Caller, session: str, wanted: HistoryFilter) -> HistoryPage:
         """A page of a transcript, oldest first: the newest entries, or those before or after a number.
 
-        It has `limit` entries at most, and fewer where they are large: `has_more` says whether to go on.
+        It has `limit` entries at most, and fewer where they are large or where few of many are wanted, even none:
+        `has_more` says whether to go on.
         """
         limit = between(wanted.limit, 1, HISTORY_MOST, "limit")
         return await self._store.read(self._history, caller, session, wanted, limit)
@@ -35,19 +36,20 @@ class Histories(Core):
         row = await self._door.open(tx, caller, "read", session)
         transcript, session_id = sessions.named(row)
         tools = wanted.include_tools
-        if wanted.after is not None:
+        if wanted.narrow:
+            page = await transcripts.page_narrowed(tx, transcript, wanted, limit)
+        elif wanted.after is not None:
             page = await transcripts.page_after(tx, transcript, wanted.after, limit, tools=tools)
         else:
             before = transcripts.END if wanted.before is None else wanted.before
             page = await transcripts.page_before(tx, transcript, before, limit, tools=tools)
-        edge = 0 if wanted.after is None else -1  # the entry that the next page begins beside
         return HistoryPage(
             session_key=row["key"] if caller.is_operator else _shown(caller, row),
             session_id=session_id,
             messages=[views.history_item(entry) for entry in page.entries],
             total=await transcripts.last_seq(tx, transcript),
             has_more=page.more,
-            next_cursor=str(page.entries[edge].seq) if page.more else None,
+            next_cursor=None if page.cursor is None else str(page.cursor),
         )
 
     async def preview(

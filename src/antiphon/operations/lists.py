@@ -15,7 +15,7 @@ from antiphon.filters import LIST_MOST, ListFilter
 from antiphon.operations.checks import between
 from antiphon.operations.core import Core
 from antiphon.store import Row, Tx, listing
-from antiphon.store.listing import KINDS, Wish
+from antiphon.store.listing import KINDS, Listed, Wish
 from antiphon.views import Overview, SessionPage, SessionView, Summary
 
 MESSAGES_MOST = 20  # of each session in an overview
@@ -32,12 +32,12 @@ class Lists(Core):
         rows = await self._store.read(self._list, caller, wanted, limit + 1)
         return self._page(caller, rows, limit)
 
-    def _page(self, caller: Caller, rows: Sequence[Row], limit: int) -> SessionPage:
+    def _page(self, caller: Caller, rows: Sequence[Listed], limit: int) -> SessionPage:
         """Of `rows`, one more than `limit` only says that there are more."""
         shown = rows[:limit]
         return SessionPage(
             count=len(shown),
-            sessions=[self._session_view(caller, row) for row in shown],
+            sessions=[self._listed_view(caller, row) for row in shown],
             scope="all" if caller.is_operator else self._door.grants(caller).read,
             next_cursor=_cursor_after(shown[-1]) if len(rows) > limit else None,
         )
@@ -57,7 +57,7 @@ class Lists(Core):
 
     async def _overview(
         self, tx: Tx, caller: Caller, wanted: ListFilter, limit: int, messages: int
-    ) -> tuple[Sequence[Row], Sequence[Sequence[Entry]], int]:
+    ) -> tuple[Sequence[Listed], Sequence[Sequence[Entry]], int]:
         rows = await self._list(tx, caller, wanted, limit)
         asked = rows[: limit - 1] if messages else ()
         return rows, await _last_said(tx, asked, messages), await self._hidden(tx, caller)
@@ -72,18 +72,14 @@ class Lists(Core):
             tx, agents, reach.own_key, descendants=reach.descendants, most=HIDDEN_MOST
         )
 
-    async def _list(self, tx: Tx, caller: Caller, wanted: ListFilter, limit: int) -> list[Row]:
+    async def _list(self, tx: Tx, caller: Caller, wanted: ListFilter, limit: int) -> list[Listed]:
         wish = await self._wish(tx, caller, wanted, limit)
         return await listing.page(tx, wish) if wish else []
 
     async def _wish(self, tx: Tx, caller: Caller, wanted: ListFilter, limit: int) -> Wish | None:
         """The caller's filters narrowed to the caller's reach; None when nothing can be left."""
         reach = access.reach(caller, self._door.grants(caller))
-        agents = None
-        if not reach.everything:
-            known = await listing.agent_ids(tx)
-            agents = [agent for agent in known if reach.admits_agent(agent)]
-            agents = None if len(agents) == len(known) else agents
+        agents = None if reach.everything else await listing.admitted(tx, reach.admits_agent)
         only = None if wanted.agent_id is None else keys.checked_agent_id(wanted.agent_id)
         if only is not None:
             agents = [only] if agents is None or only in agents else []
@@ -146,16 +142,16 @@ def _cursor(text: str | None) -> tuple[int, str] | None:
     return int(at), key
 
 
-def _cursor_after(row: Row) -> str:
-    return f"{row['updated_at']}|{row['key']}"
+def _cursor_after(row: Listed) -> str:
+    return f"{row.updated_at}|{row.key}"
 
 
-async def _last_said(tx: Tx, rows: Sequence[Row], limit: int) -> Sequence[Sequence[Entry]]:
+async def _last_said(tx: Tx, rows: Sequence[Listed], limit: int) -> Sequence[Sequence[Entry]]:
     """Oldest first. Those of the first rows have the first right to the room there is."""
     room = OVERVIEW_BYTES
     said: list[Sequence[Entry]] = []
     for row in rows:
-        found = await listing.last_said(tx, row["id"], limit, min(room, MESSAGE_BYTES))
+        found = await listing.last_said(tx, row.id, limit, min(room, MESSAGE_BYTES))
         entries = [Entry(*entry) for entry in reversed(found)]
         room -= min(room, sum(len(entry.body) for entry in entries))
         said.append(entries)

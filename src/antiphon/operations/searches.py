@@ -101,9 +101,8 @@ class Searches(Core):
     async def _reached(self, tx: Tx, caller: Caller) -> list[str] | None:
         """The caller's reach in words of the index; None where nothing is out of it."""
         reach = access.reach(caller, self._door.grants(caller))
-        known = [] if reach.everything else await listing.agent_ids(tx)
-        agents = [agent for agent in known if reach.admits_agent(agent)]
-        if len(agents) == len(known):
+        agents = None if reach.everything else await listing.admitted(tx, reach.admits_agent)
+        if agents is None:
             return None
         words = [search.of_agent(agent) for agent in agents]
         own = await tx.one(sessions.SQL.by_key, key=reach.own_key, viewer=None)

@@ -21,10 +21,9 @@ from antiphon.engine import attachments, deliveries, tasks, wording, words
 from antiphon.engine.attachments import Attachment, Limits
 from antiphon.engine.chains import Link
 from antiphon.engine.door import Door
-from antiphon.engine.envelopes import Envelope
-from antiphon.engine.envelopes import read as read_envelope
+from antiphon.engine.envelopes import SPAWN, Envelope, Envelopes
 from antiphon.engine.tasks import Options, Spawning
-from antiphon.engine.toolbox import Toolbox, named
+from antiphon.engine.toolbox import Toolbox
 from antiphon.errors import Forbidden, InvalidInput, NotFound, SpawnRefused
 from antiphon.keys import SessionKey
 from antiphon.operations import checks
@@ -40,10 +39,6 @@ FAILURES, COOLING = (
 NAMESPACE = uuid.UUID("3f1c8a5e-2a56-4f0e-8a70-6b7d1f6f9f21")
 LONGEST = 30 * 86_400  # seconds
 MOUNT_PATH_MOST = 400  # characters
-ORCHESTRATION = frozenset(
-    {"sessions_spawn", "sessions_list", "sessions_history", "sessions_yield", "subagents", "agents_list"}
-)
-"""Session tools of a sub-agent that may itself spawn."""
 
 
 class Spawn(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -103,6 +98,7 @@ class Rules:
         self._config = config
         self._door = door
         self._toolbox = toolbox
+        self._envelopes = Envelopes(config, toolbox)
         self._state_dir = state_dir
 
     # --- what can be refused without looking anything up ---
@@ -198,7 +194,7 @@ class Rules:
         target = Target(str(keys.subagent_key(agent_id, "new")), agent_id)
         configured = self._config.agent_ids
         access.authorize(caller, "spawn", target, self._door.grants(caller), configured=configured)
-        envelope = read_envelope(requester["envelope"])
+        envelope = self.within(requester)
         if agent_id not in configured or (envelope is not None and agent_id not in envelope.agents):
             allowed = [id for id in (envelope.agents if envelope else configured) if id in configured]
             raise _refused(
@@ -208,9 +204,13 @@ class Rules:
             )
         return self._config.agent(agent_id)
 
+    def within(self, session: Row) -> Envelope | None:
+        """The envelope of a session that is a sub-agent's."""
+        return self._envelopes.of(session["agent_id"], session["key"], session["envelope"])
+
     def _envelope_of(self, session: Row, agent: AgentConfig) -> Envelope:
         """What a session has now: what its agent is granted, less what its sandbox and its own envelope take away."""
-        stored = read_envelope(session["envelope"])
+        stored = self.within(session)
         grants = self._door.grants(self._caller(session, stored.cap if stored else None))
         return Envelope(
             tools=_left(self._toolbox.allowed(agent.tools.allow, agent.tools.deny), stored and stored.tools),
@@ -236,7 +236,7 @@ class Rules:
         depth = max(0, parent.depth - 1)
         grants = self._door.grants(Caller.agent(target.id, "agent:x:main"))
         return Envelope(
-            tools=tuple(self._tools(target, depth)),
+            tools=tuple(self._envelopes.tools(target, depth)),
             agents=tuple(self._spawnable(target.id, grants.spawn_agents)),
             # Of an agent whose sessions its parent does not all reach, a child reaches its own tree.
             read=grants.read
@@ -256,18 +256,6 @@ class Rules:
         except (NotFound, Forbidden):
             return False
         return True
-
-    def _tools(self, target: AgentConfig, depth: int) -> list[str]:
-        """The child's agent's tools without those for sessions, as `tools.subagents.tools` changes that."""
-        lists = self._config.tools.subagents.tools
-        chosen: list[str] = []
-        for name, tool in self._toolbox.allowed(target.tools.allow, target.tools.deny).items():
-            usual = not tool.reaches_sessions or (depth > 0 and name in ORCHESTRATION)
-            if lists.allow is not None:
-                usual = named(name, lists.allow)
-            if (usual or named(name, lists.also_allow)) and not named(name, lists.deny):
-                chosen.append(name)
-        return [name for name in chosen if depth > 0 or name != tasks.SPAWN]
 
     def _check_depth(self, requester: Row, parent: Envelope) -> None:
         if parent.depth <= 0:
@@ -309,7 +297,7 @@ class Rules:
             child_key=str(child_key),
             depth=requester["depth"] + 1,
             max_depth=requester["depth"] + 1 + envelope.depth,
-            may_spawn=tasks.SPAWN in envelope.tools,
+            may_spawn=SPAWN in envelope.tools,
             label=wanted.label,
             attachments=attachments.rel_dir(child_key.id) if wanted.attachments else None,
         )

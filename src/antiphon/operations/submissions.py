@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
 
+from antiphon import keys
 from antiphon.access import Caller
-from antiphon.engine import admissions, runs, sessions, tasks, words
+from antiphon.engine import admissions, resets, runs, sessions, tasks, words
 from antiphon.engine.admissions import Submission
 from antiphon.engine.chains import Link
 from antiphon.engine.words import THINKING
@@ -48,9 +50,12 @@ class Submissions(Links):
         engine = self._running()
         now = self._clock.now()
         run_id = message.idempotency_key or admissions.new_id(now)
-        accepted, row, founded = await self._store.tx(self._submit, caller, message, run_id, now)
-        if founded:
-            self._tell(row, "create")
+        accepted, row, news = await self._store.tx(self._submit, caller, message, run_id, now)
+        if news == "create":
+            self._tell(row, news)
+        elif news:
+            self._tell_one(row, "renewed")
+            self._tell_all(row, news)
         await engine.accepted(accepted)
         return _receipt(accepted, row)
 
@@ -102,10 +107,15 @@ class Submissions(Links):
         run_id: str,
         now: int,
         place: _Place | None = None,
-    ) -> tuple[admissions.Accepted, Row, bool]:
+    ) -> tuple[admissions.Accepted, Row, str | None]:
+        """Also what became of the session: why it began or began anew, if it did."""
         row, founded = await self._opened_or_founded(tx, caller, "send", message.session, now)
         checks.current(row, message.session)
         self._door.check_send(row)
+        news = "create" if founded else None
+        if self._resets and place is None and not founded:
+            news = await self._due(tx, caller, message, row, run_id, now)
+            row = await _renewed(tx, caller, row, news, now) if news else row
         timeout = message.timeout_seconds
         task, deadline, link = place or _Place()
         submission = Submission(
@@ -123,7 +133,32 @@ class Submissions(Links):
             chain=link.chain if link else None,
             hop=link.hop if link else 0,
         )
-        return await admissions.submit(tx, submission, now), row, founded
+        return await admissions.submit(tx, submission, now), row, news
+
+    @cached_property
+    def _resets(self) -> resets.Rules | None:
+        return resets.rules(self.config.session)
+
+    async def _due(
+        self, tx: Tx, caller: Caller, message: Message, row: Row, run_id: str, now: int
+    ) -> resets.Reason | None:
+        """Why these words begin another conversation, if they do: only a person's, and only in an idle session.
+
+        Who names the conversation itself wants that one.
+        """
+        if not caller.is_operator or message.provenance or message.session.strip() == row["session_id"]:
+            return None
+        channel = row["channel"] or row["last_channel"]
+        rule = self._resets.rule(keys.parse(row["key"]), channel) if self._resets else None
+        if rule is None:
+            return None
+        use = await tx.one(sessions.SQL.last_use, id=row["id"])
+        reason = rule.due(use["updated_at"], now) if use and use["last_seq"] else None
+        if reason is None or await tx.one(sessions.SQL.at_work, id=row["id"]):
+            return None
+        if await tx.one(sessions.SQL.awaits, id=row["id"]):
+            return None
+        return reason if await tx.one(runs.SQL.accepted_before, id=run_id) is None else None
 
     def _check(self, message: Message) -> None:
         """Everything about the words that can be refused without looking anything up."""
@@ -143,6 +178,14 @@ class Submissions(Links):
             )
         if message.model is not None:
             self.config.find_model(message.model)
+
+
+async def _renewed(tx: Tx, caller: Caller, row: Row, reason: str, now: int) -> Row:
+    """The session with another conversation, as after `/new`."""
+    await sessions.renew(tx, row, reason, now)
+    renewed = await sessions.find(tx, keys.parse(row["key"]), caller.session_key)
+    assert renewed is not None
+    return renewed
 
 
 def _receipt(accepted: admissions.Accepted, row: Row) -> Accepted:

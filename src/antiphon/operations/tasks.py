@@ -101,6 +101,7 @@ class Tasks(Exchanges, Sessions):
             raise access.missing(requester)
         if before := await tasks.known(tx, task_id, wanted.digest(above["key"])):
             return before
+        await _check_at_work(tx, origin)
         link = await self._link(tx, origin, above["id"], task_id)
         spawning = await self._rules.plan(tx, caller, above, wanted, task_id, link, now)
         addressee = await sequels.addressee_of(tx, origin.run_id)
@@ -305,6 +306,16 @@ def _chosen(target: str | None, found: Sequence[TaskView]) -> TaskView:
     if not fitting:
         raise NotFound(f"No sub-agent fits {target[:80]!r}.", "Use action 'list' to see them.")
     return fitting[0]
+
+
+async def _check_at_work(tx: Tx, origin: Origin) -> None:
+    """What a run had spawned was stopped with it; what it was about to spawn must not come after that."""
+    if await tx.one(runs.SQL.over, id=origin.run_id):
+        raise Conflict(
+            f"Run {origin.run_id!r} has ended or was stopped.",
+            "Spawn from a run that is under way.",
+            run_id=origin.run_id,
+        )
 
 
 def _report(task: Row) -> str:

@@ -17,11 +17,15 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from antiphon.clock import Clock
+from antiphon.errors import StoreError
 from antiphon.store.queries import Query
 from antiphon.store.words import Match, Vector
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+TROUBLES = "antiphon.store.troubles"
+"""The log on which a store says that it can keep nothing for now, and that it can again."""
 
 Param = str | int | float | Match | Vector | None
 
@@ -77,6 +81,11 @@ class Store(Protocol):
     @property
     def identity(self) -> str:
         """The same for everybody who shares it, and for no other store."""
+        ...
+
+    @property
+    def trouble(self) -> StoreError | None:
+        """Why nothing can be kept now, where the store knows it without being asked anything."""
         ...
 
     async def tx(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -9,10 +9,15 @@ statement and its parameters; it decides nothing about who may wish it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any, NamedTuple
 
+import msgspec
+
+from antiphon.errors import StoreDamaged
+from antiphon.keys import Kind
 from antiphon.store import Param, Row, Tx
 from antiphon.store.queries import Queries, Query
 from antiphon.store.words import Match
@@ -20,6 +25,7 @@ from antiphon.store.words import Match
 SQL = Queries("listing")
 MATCHES = 400  # of a search that are looked at, the most recently created ones
 AGENTS = 16  # that get streams of their own; SQLite merges at most 500
+MOST_AGENTS = 10_000  # that are told apart
 KINDS = ("main", "group", "cron", "hook", "node", "other")
 
 
@@ -41,20 +47,83 @@ class Wish:
     cursor: tuple[int, str] | None = None
 
 
-async def page(tx: Tx, wish: Wish) -> list[Row]:
+class Listed(NamedTuple):
+    """A session as a row of a list, in the order of the columns of `listing.page` and `sessions.described`."""
+
+    id: int
+    key: str
+    kind: Kind
+    channel: str | None
+    agent_id: str
+    session_id: str
+    updated_at: int
+    state: str
+    display_name: str | None
+    label: str | None
+    model: str | None
+    last_model: str | None
+    context_tokens: int | None
+    total_tokens: int
+    thinking: str | None
+    verbose: str | None
+    system_sent: int
+    aborted_last_run: int
+    send_policy: str | None
+    last_channel: str | None
+    last_to: str | None
+    last_account: str | None
+    last_thread: str | None
+    parent_key: str | None
+    children: int
+    chat_type: str | None
+    subject: str | None
+    input_tokens: int
+    output_tokens: int
+    created_at: int
+    archived: int
+
+
+_PAGE = msgspec.json.Decoder(list[Listed])
+_ODD_PAGE = msgspec.json.Decoder(list[list[Any]])
+
+
+async def page(tx: Tx, wish: Wish) -> list[Listed]:
     """At most `limit` rows, newest first by `updated_at`, then by key."""
     prefix = wish.search is not None and not await _common(tx, wish.search)
     if wish.own_key is None:
-        query, params = statement(wish, prefix=prefix)
-        return sorted(await tx.all(query, **params), key=_place)
+        return sorted(await _found(tx, wish, prefix=prefix), key=_place)
     # A session of the own tree may be in another stream, too.
-    query, params = statement(replace(wish, limit=2 * wish.limit), prefix=prefix)
-    rows = {row["id"]: row for row in await tx.all(query, **params)}
-    return sorted(rows.values(), key=_place)[: wish.limit]
+    found = await _found(tx, replace(wish, limit=2 * wish.limit), prefix=prefix)
+    return sorted({row.id: row for row in found}.values(), key=_place)[: wish.limit]
 
 
-def _place(row: Row) -> tuple[int, str]:
-    return -row["updated_at"], row["key"]
+async def _found(tx: Tx, wish: Wish, *, prefix: bool) -> list[Listed]:
+    query, params = statement(wish, prefix=prefix)
+    row = await tx.one(query, **params)
+    assert row is not None
+    try:
+        return _PAGE.decode(row["page"])
+    except msgspec.DecodeError:
+        return _odd(row["page"])
+
+
+def _odd(page: str) -> list[Listed]:
+    """A value of another kind is shown as it is, and costs no other row its place, unless it decides about that.
+
+    Raises:
+        StoreDamaged: where a value is none that can be read at all, or no time to be listed by.
+    """
+    try:
+        return sorted((Listed(*row) for row in _ODD_PAGE.decode(page)), key=_place)
+    except (msgspec.DecodeError, TypeError) as error:
+        raise StoreDamaged(
+            "A session of this list has a value that cannot be read.",
+            "Restore a backup of the database; the sessions that are not in this list can be read as before.",
+        ) from error
+
+
+def _place(row: Listed) -> tuple[int, str]:
+    return -row.updated_at, row.key
 
 
 async def _common(tx: Tx, search: str) -> bool:
@@ -64,7 +133,15 @@ async def _common(tx: Tx, search: str) -> bool:
 
 
 async def agent_ids(tx: Tx) -> list[str]:
-    return [row["id"] for row in await tx.all(SQL.agent_ids)]
+    """Those that have sessions, `MOST_AGENTS` at most."""
+    return [row["id"] for row in await tx.all(SQL.agent_ids, most=MOST_AGENTS)]
+
+
+async def admitted(tx: Tx, admits: Callable[[str], bool]) -> list[str] | None:
+    """The agents that pass, or None if every one does, which cannot be said where there may be more of them."""
+    known = await agent_ids(tx)
+    passed = [agent for agent in known if admits(agent)]
+    return None if len(passed) == len(known) < MOST_AGENTS else passed
 
 
 async def hidden(tx: Tx, agents: Sequence[str], own_key: str, *, descendants: bool, most: int) -> int:
@@ -157,11 +234,9 @@ def _residue(wish: Wish, params: dict[str, Param]) -> str:
 
 
 def _visible(wish: Wish, params: dict[str, Param]) -> str:
-    agents = wish.agents or ()
-    params |= {f"seen_{i}": agent for i, agent in enumerate(agents)}
+    params["seen"] = msgspec.json.encode(wish.agents or ()).decode()
     params |= {"own_key": wish.own_key, "descendants": int(wish.descendants)}
-    names = ", ".join(f":seen_{i}" for i in range(len(agents))) or "NULL"
-    return SQL.filter_visible.text.replace("{agents}", names)
+    return SQL.filter_visible.text
 
 
 def _kinds(wish: Wish, params: dict[str, Param]) -> str:

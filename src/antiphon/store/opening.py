@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from antiphon.errors import StoreError
+from antiphon.paths import at_home
 
 if TYPE_CHECKING:
     from antiphon.config import Config
@@ -70,7 +71,7 @@ def _tls(authority: str | None) -> ssl.SSLContext | None:
     if authority is None:
         return None
     try:
-        return ssl.create_default_context(cafile=Path(authority).expanduser())
+        return ssl.create_default_context(cafile=at_home(authority))
     except (OSError, ssl.SSLError) as error:
         raise StoreError(
             f"The certificates in {authority!r} cannot be read ({error}).", "Point store.tlsCa at a PEM file."

@@ -15,8 +15,8 @@ import os
 import queue
 import sqlite3
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import closing, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, cast
 
@@ -24,8 +24,9 @@ from antiphon.clock import Clock, SystemClock
 from antiphon.errors import AntiphonError, StoreDamaged, StoreError, StoreFull, StoreReadOnly
 from antiphon.store import Param, Row, Script, Tx
 from antiphon.store.migrations import is_current, migrate
+from antiphon.store.mishaps import NO_INDEX, Health, damaged, full, lasts, told
 from antiphon.store.queries import Query
-from antiphon.store.statedir import explain
+from antiphon.store.statedir import StateDir, explain
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,13 +35,10 @@ APPLICATION_ID = 0x414E5450  # "ANTP": says that the file is ours before anythin
 BATCH = 256  # scripts per commit; bounds how long the first one waits for the last
 BACKLOG = 20_000  # scripts that may wait for the writer before callers are told to come back
 READ_BATCH = 8  # reads that share a snapshot; a long one holds up no more than these
+LEAST = (3, 37, 0)  # RETURNING, pragma_table_list
 CHECKED_AT_OPEN = 32 * 2**20  # bytes; a larger file is checked by `antiphon doctor`, not at every start
+PATIENCE = 10  # seconds to wait for another process that holds the file
 Phase = Literal["before", "after"]
-
-_NO_ROOM = (
-    "There is no room left for the database; nothing of this request was kept.",
-    "Free some disk space and try again.",
-)
 
 
 class SqliteTx:
@@ -141,23 +139,24 @@ class _Crew:
             await asyncio.to_thread(thread.join)
 
     def _run(self) -> None:
-        try:
-            connection = self._open()
-        except AntiphonError as error:
-            self._refuse(error)
-            return
-        tx = SqliteTx(connection)
+        connection = self._connected([])
         while jobs := self._take():
-            self._work(connection, tx, jobs)
+            connection = connection or self._connected(jobs)
+            if connection:
+                self._work(connection, SqliteTx(connection), jobs)
             self._loop.call_soon_threadsafe(self._settle, jobs)
-        connection.close()
+            jobs = []  # an idle thread keeps no page in memory that was read long ago
+        if connection:
+            connection.close()
 
-    def _refuse(self, error: AntiphonError) -> None:
-        """Without a connection every job has this error, and none waits for ever."""
-        while jobs := self._take():
+    def _connected(self, jobs: list[_Job]) -> sqlite3.Connection | None:
+        """Without a connection these jobs have the error; what is in the way may be gone when the next ones come."""
+        try:
+            return self._open()
+        except AntiphonError as error:
             for job in jobs:
                 job.error = error
-            self._loop.call_soon_threadsafe(self._settle, jobs)
+            return None
 
     def _take(self) -> list[_Job]:
         """At least one job, and whatever else is waiting; nothing when it is time to go."""
@@ -199,6 +198,7 @@ class SqliteStore:
         readers: int,
         on_commit: Callable[[Phase], None] | None,
     ) -> None:
+        self._health = Health(path)
         self._path = path
         self._on_commit = on_commit
         self._writer = None
@@ -230,6 +230,10 @@ class SqliteStore:
             writer = await asyncio.to_thread(_open_writer, path, synchronous)
         return cls(path, writer, readers, on_commit)
 
+    @property
+    def trouble(self) -> StoreError | None:
+        return self._health.trouble
+
     async def tx(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         if self._writer is None:
             raise StoreReadOnly("This store is not open for writing.", "Open it without read_only to write.")
@@ -246,28 +250,31 @@ class SqliteStore:
             await writer.dismiss()
 
     def _commit(self, connection: sqlite3.Connection, tx: SqliteTx, jobs: list[_Job]) -> None:
-        """One transaction for the whole batch. Afterwards every job has its result or its error.
-
-        A script that raises is rare, so scripts run bare first; only when one did are all of them undone and
-        run again, each in a savepoint of its own.
-        """
+        """One transaction for the whole batch. Afterwards every job has its result or its error."""
+        kept = False
         try:
-            connection.execute("BEGIN IMMEDIATE")
-            if not all(_try(tx, job) for job in jobs):
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                connection.execute("BEGIN IMMEDIATE")
-                for job in jobs:
-                    _try_apart(connection, tx, job)
+            changed = _run(connection, tx, jobs)
             self._signal("before")
             connection.execute("COMMIT")
+            kept = changed
             self._signal("after")
         except Exception as error:  # noqa: BLE001 - the writer thread must outlive any batch
-            for job in jobs:
-                job.error = job.error or error
             with suppress(sqlite3.Error):  # SQLite may have rolled back by itself
                 connection.execute("ROLLBACK")
+            if len(jobs) > 1 and self._is_full(error):
+                # What does not fit must not keep back what does.
+                for job in jobs:
+                    self._commit(connection, tx, [job])
+                return
+            for job in jobs:
+                job.error = job.error or error
+        self._health.judge(next(filter(lasts, (job.error for job in jobs)), None), kept=kept)
         self._tell(jobs)
+        if any(isinstance(job.error, StoreFull) for job in jobs):
+            _shrink(connection)
+
+    def _is_full(self, error: Exception) -> bool:
+        return isinstance(told(error, self._path) if isinstance(error, sqlite3.Error) else error, StoreFull)
 
     def _look(self, connection: sqlite3.Connection, tx: SqliteTx, jobs: list[_Job]) -> None:
         """One snapshot for the whole batch."""
@@ -279,19 +286,36 @@ class SqliteStore:
         except sqlite3.Error as error:
             for job in jobs:
                 job.error = job.error or error
-        self._tell(jobs)
+        self._tell(jobs, reading=True)
 
-    def _tell(self, jobs: list[_Job]) -> None:
+    def _tell(self, jobs: list[_Job], *, reading: bool = False) -> None:
         for job in jobs:
             if isinstance(job.error, sqlite3.Error):
-                job.error = _told(job.error, self._path)
+                job.error = told(job.error, self._path, reading=reading)
 
     def _signal(self, phase: Phase) -> None:
         if self._on_commit:
             self._on_commit(phase)
 
 
+def _run(connection: sqlite3.Connection, tx: SqliteTx, jobs: list[_Job]) -> bool:
+    """Begin, and run every script; whether those that did not raise have changed anything.
+
+    One that raises is rare, so they run bare first; only when one did are all of them undone and run again, each in a
+    savepoint of its own. What is undone counts as a change for SQLite.
+    """
+    connection.execute("BEGIN IMMEDIATE")
+    before = connection.total_changes
+    if all(_try(tx, job) for job in jobs):
+        return connection.total_changes > before
+    if connection.in_transaction:
+        connection.execute("ROLLBACK")
+    connection.execute("BEGIN IMMEDIATE")
+    return any([_try_apart(connection, tx, job) for job in jobs])
+
+
 def _try(tx: SqliteTx, job: _Job) -> bool:
+    job.error = None
     try:
         job.result = drive(job.run(tx))
     except BaseException as error:  # noqa: BLE001 - it is the caller's, who will get it
@@ -300,16 +324,25 @@ def _try(tx: SqliteTx, job: _Job) -> bool:
     return True
 
 
-def _try_apart(connection: sqlite3.Connection, tx: SqliteTx, job: _Job) -> None:
+def _try_apart(connection: sqlite3.Connection, tx: SqliteTx, job: _Job) -> bool:
     connection.execute("SAVEPOINT script")
-    job.error = None
-    if not _try(tx, job):
+    before = connection.total_changes
+    done = _try(tx, job)
+    if not done:
         if not connection.in_transaction:
-            raise StoreFull(
-                *_NO_ROOM
-            )  # SQLite gives up a whole transaction when the disk is full: nothing is kept.
+            # SQLite gives up a whole transaction when the disk is full: nothing is kept.
+            raise job.error if isinstance(job.error, sqlite3.Error) else full()
         connection.execute("ROLLBACK TO script")
     connection.execute("RELEASE script")
+    return done and connection.total_changes > before
+
+
+def _shrink(connection: sqlite3.Connection) -> None:
+    """Give back what a commit that did not fit has taken up in the log; readers may be in the way, or the disk."""
+    with suppress(sqlite3.Error):
+        connection.execute("PRAGMA busy_timeout = 1000")
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    connection.execute(f"PRAGMA busy_timeout = {PATIENCE * 1000}")
 
 
 def _connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
@@ -318,7 +351,7 @@ def _connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
         f"file:{_quoted(path)}?mode={mode}",
         uri=True,
         isolation_level=None,
-        timeout=10.0,
+        timeout=PATIENCE,
         check_same_thread=False,
         cached_statements=512,
     )
@@ -327,57 +360,132 @@ def _connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     return connection
 
 
+def _connect_reader(path: Path) -> sqlite3.Connection:
+    """For reading, also on a full disk.
+
+    Readers share an index of the log with the writer, in a file that may have to be made. Whoever has the database to
+    itself keeps it in memory: that is how it can be read where there is no room for the file, unless somebody else is
+    there, who has made it.
+    """
+    try:
+        with _closed_on_failure(_connect(path, read_only=True)) as connection:
+            _touch(connection)
+    except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorcode", None) not in NO_INDEX:
+            raise
+        with suppress(sqlite3.Error):
+            return _connect_alone(path)
+        raise
+    return connection
+
+
+def _connect_alone(path: Path) -> sqlite3.Connection:
+    with _closed_on_failure(_connect(path)) as connection:
+        connection.execute("PRAGMA busy_timeout = 0")
+        connection.execute("PRAGMA query_only = ON")
+        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        _touch(connection)
+    return connection
+
+
+@contextmanager
+def _closed_on_failure(connection: sqlite3.Connection) -> Generator[sqlite3.Connection]:
+    """An error remembers where it came from, and would hold the file for as long as it is looked at."""
+    try:
+        yield connection
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _touch(connection: sqlite3.Connection) -> None:
+    """Have SQLite open its files; it puts that off to the first question."""
+    connection.execute("SELECT 1 FROM sqlite_schema").fetchone()
+
+
 def _quoted(path: Path) -> str:
     return str(path.absolute()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")
 
 
+def check_library() -> None:
+    """Whether the SQLite that Python was built with can do what is asked of it.
+
+    Raises:
+        StoreError: it cannot.
+    """
+    found = sqlite3.sqlite_version_info
+    if found < LEAST:
+        raise StoreError(
+            f"SQLite {sqlite3.sqlite_version} is too old.",
+            f"Use a Python that comes with SQLite {'.'.join(map(str, LEAST[:2]))} or newer.",
+        )
+    try:
+        with closing(sqlite3.connect(":memory:")) as connection:
+            connection.executescript("SELECT json_array(1); CREATE VIRTUAL TABLE words USING fts5(word);")
+    except sqlite3.OperationalError as error:
+        raise StoreError(
+            f"SQLite {sqlite3.sqlite_version} was built without what is needed ({error}).",
+            "Use another Python, such as the one of python.org or of `uv python install`.",
+        ) from error
+
+
 def _open_writer(path: Path, synchronous: str) -> sqlite3.Connection:
+    check_library()
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError as error:
         raise explain(error, path.parent) from error
     try:
-        connection = _connect(path)
-        if not _is_ours(connection, path):
-            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute(f"PRAGMA synchronous = {synchronous.upper()}")
-        connection.execute("PRAGMA wal_autocheckpoint = 4000")
-        connection.execute("PRAGMA journal_size_limit = 67108864")
-        migrate(connection)
-        if path.stat().st_size <= CHECKED_AT_OPEN:
-            check(connection, path, quick=True)
+        with _closed_on_failure(_connect(path)) as connection:
+            if not _is_ours(connection, path):
+                connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute(f"PRAGMA synchronous = {synchronous.upper()}")
+            connection.execute("PRAGMA wal_autocheckpoint = 4000")
+            connection.execute("PRAGMA journal_size_limit = 67108864")
+            migrate(connection)
+            if path.stat().st_size <= CHECKED_AT_OPEN:
+                check(connection, path, quick=True)
     except sqlite3.Error as error:
-        raise _told(error, path) from error
+        raise told(error, path) from error
     return connection
 
 
 def _open_reader(path: Path) -> sqlite3.Connection:
     try:
-        return _connect(path, read_only=True)
+        return _connect_reader(path)
     except sqlite3.Error as error:
-        raise _told(error, path) from error
+        raise told(error, path, reading=True) from error
+
+
+def check_begun(path: Path) -> None:
+    """That there is something in the file; whoever opens it to write would make it."""
+    StateDir.look(path.parent).check()
+    if not path.exists() or path.stat().st_size == 0:
+        raise _missing(path)
+
+
+def _missing(path: Path) -> StoreError:
+    return StoreError(
+        f"There is no Antiphon database at {str(path)!r} yet.",
+        "Start a conversation with `antiphon chat` first.",
+    )
 
 
 def _check_readable(path: Path) -> None:
     """That the file is ours and of this version; a reader cannot put either right."""
-    missing = StoreError(
-        f"There is no Antiphon database at {str(path)!r} yet.",
-        "Start a conversation with `antiphon chat` first.",
-    )
-    if not path.exists() or path.stat().st_size == 0:
-        raise missing
+    check_begun(path)
     try:
-        with closing(_connect(path, read_only=True)) as connection:
+        with closing(_connect_reader(path)) as connection:
             if not _is_ours(connection, path):
-                raise missing
+                raise _missing(path)
             if not is_current(connection):
                 raise StoreError(
                     f"The database {str(path)!r} was written by an older Antiphon.",
                     "Start `antiphon chat` once to bring it up to date.",
                 )
     except sqlite3.Error as error:
-        raise _told(error, path) from error
+        raise told(error, path, reading=True) from error
 
 
 def _is_ours(connection: sqlite3.Connection, path: Path) -> bool:
@@ -397,43 +505,14 @@ def check(connection: sqlite3.Connection, path: Path, *, quick: bool) -> None:
     pragma = "quick_check(1)" if quick else "integrity_check(1)"
     found: str = connection.execute(f"PRAGMA {pragma}").fetchone()[0]
     if found != "ok":
-        raise _damaged(path, found)
+        raise damaged(path, found)
 
 
 def check_file(path: Path) -> None:
     """The full check of a database nobody has to be writing to; for `antiphon doctor`."""
     _check_readable(path)
-    connection = _connect(path, read_only=True)
-    try:
-        check(connection, path, quick=False)
-    except sqlite3.Error as error:
-        raise _told(error, path) from error
-    finally:
-        connection.close()
-
-
-def _damaged(path: Path, reason: str) -> StoreDamaged:
-    return StoreDamaged(
-        f"The database {str(path)!r} is damaged ({reason}).",
-        "Restore a backup, or move the file away to start afresh; nothing was changed.",
-        path=str(path),
-    )
-
-
-def _told(error: sqlite3.Error, path: Path) -> AntiphonError:
-    """A database error, in one sentence with a next step."""
-    code = getattr(error, "sqlite_errorcode", None)
-    primary = code & 0xFF if isinstance(code, int) else None
-    if primary == sqlite3.SQLITE_FULL:
-        return StoreFull(*_NO_ROOM)
-    if primary in {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM}:
-        return StoreReadOnly(
-            f"The database {str(path)!r} cannot be opened for writing ({error}).",
-            "Give this user write access to the file and its directory.",
-        )
-    if primary in {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}:
-        return _damaged(path, str(error))
-    return StoreError(
-        f"The database {str(path)!r} refused a statement ({error}).",
-        "Run `antiphon doctor`; nothing of this request was kept.",
-    )
+    with closing(_open_reader(path)) as connection:
+        try:
+            check(connection, path, quick=False)
+        except sqlite3.Error as error:
+            raise told(error, path) from error

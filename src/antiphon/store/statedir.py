@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from antiphon.errors import StoreError, StoreLocked, StoreReadOnly
+from antiphon.errors import StoreError, StoreFull, StoreLocked, StoreReadOnly
 from antiphon.paths import CONFIG, DATABASE, LOG
 
+PATIENCE = 1.0  # seconds in which another owner may leave
 _READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 _FIRST = {CONFIG, LOG}  # written there before the first start
 
 
@@ -23,6 +26,12 @@ def explain(error: OSError, path: Path) -> StoreError:
         return StoreReadOnly(
             f"The state directory {str(path)!r} cannot be written ({reason}).",
             "Give this user write access to it, or choose another one with --state-dir.",
+            path=str(path),
+        )
+    if error.errno in _NO_ROOM:
+        return StoreFull(
+            f"There is no room left for the state directory {str(path)!r} ({reason}).",
+            "Free some disk space and try again.",
             path=str(path),
         )
     return StoreError(
@@ -62,6 +71,18 @@ def _is_lock(path: Path) -> bool:
     return not content or content.isdigit()
 
 
+def _take(lock: int) -> None:
+    """Some own it only for a moment, such as who searches: these are waited for."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(0.02)
+
+
 class StateDir:
     """An opened state directory. Use as a context manager; leaving it gives up the lock."""
 
@@ -86,7 +107,7 @@ class StateDir:
         except OSError as error:
             raise explain(error, path) from error
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(lock)
         except OSError as error:
             holder = os.read(lock, 32).decode(errors="replace").strip() or "unknown"
             os.close(lock)
@@ -106,6 +127,23 @@ class StateDir:
     def look(cls, path: Path) -> Self:
         """For readers beside a running owner: nothing is created, nothing is locked."""
         return cls(path, None)
+
+    def check(self) -> None:
+        """Before a reader takes what it does not find for what is not there.
+
+        Raises:
+            StoreError: this user cannot tell what is in the directory.
+        """
+        try:
+            self.database.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            raise StoreError(
+                f"The state directory {str(self.path)!r} cannot be looked into ({error.strerror}).",
+                "Give this user access to it, or choose another one with --state-dir.",
+                path=str(self.path),
+            ) from error
 
     @property
     def holder(self) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
+from antiphon import misfits
 from antiphon.errors import InvalidInput
 
 LARGEST = 2**53 - 1  # a whole number that every JSON reader keeps
@@ -50,7 +51,7 @@ def read(shape: type[A], given: Mapping[str, Any]) -> A:
         msgspec.json.encode(said)  # half a character would only be noticed by the store
         return msgspec.convert(said, shape, strict=False)
     except msgspec.ValidationError as error:
-        raise _refused(shape, str(error)) from None
+        raise _refused(shape, misfits.brief(error)) from None
     except UnicodeEncodeError:
         raise InvalidInput("An argument is not valid Unicode.", "Write it without lone surrogates.") from None
 

@@ -103,10 +103,14 @@ async def export_named(store: Store, door: Door, out: Path, references: Sequence
     return done
 
 
-async def export_all(store: Store, out: Path) -> Exported:
-    """Write every conversation there is, those that `/new` ended too."""
+async def export_all(store: Store, out: Path, *, ours: bool = False) -> Exported:
+    """Write every conversation there is, those that `/new` ended too, beside what is there already.
+
+    In a directory that is `ours` nobody else keeps anything: what its index says of sessions that are not here any
+    more is left over from an earlier export, and goes.
+    """
     done = Exported(directory=str(out))
-    entries: dict[str, Any] = {}
+    entries = {} if ours else _existing(out / INDEX)
     told: dict[str, list[Told]] = {}
     with Draft(out / INDEX) as draft:
         async for row in _conversations(store):

@@ -2,14 +2,16 @@
 
 Each session is one transaction: it is there with everything said in it, or not at all. Importing again changes
 nothing, because a session id that is known is left alone. A key that is taken keeps its conversation; the
-imported one is put beside it, readable by its session id, as if `/new` had ended it. Conversations that `/new`
-did end come along with the one that followed them.
+imported one is put beside it, readable by its session id, as if `/new` had ended it. What is set for its key is
+taken over where nothing is set here (see `index.merged`), at once and not when somebody goes back to it: a `deny` is
+about the chat, whatever is said in it. Conversations that `/new` did end come along with the one that followed them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
@@ -22,7 +24,8 @@ from antiphon.engine import sessions, transcripts
 from antiphon.engine.sessions import Birth
 from antiphon.errors import AntiphonError, InvalidInput, StoreError, TooLarge, UnknownModel
 from antiphon.keys import SessionIdRef, SessionKey
-from antiphon.store import Store, Tx
+from antiphon.misfits import mended
+from antiphon.store import Param, Row, Store, Tx
 from antiphon.transfers import index
 from antiphon.transfers.exports import INDEX, SESSION_ID, SQL
 from antiphon.transfers.index import Told
@@ -30,7 +33,7 @@ from antiphon.transfers.jsonl import Reading, moment
 
 MOST_INDEX = 512 * 2**20  # bytes of one sessions.json
 LONGEST_LINE = 64 * 2**20  # bytes; longer ones count as damaged
-MOST_FAILURES = 100  # told one by one
+MOST_TOLD = 100  # one by one
 LONGEST_REASON = 64  # characters
 
 _ARCHIVED = re.compile(r"\.jsonl\.(reset|deleted|bak)\.")
@@ -43,6 +46,14 @@ class Failure(msgspec.Struct, rename="camel", frozen=True):
     reason: str
 
 
+class Merged(msgspec.Struct, rename="camel", frozen=True):
+    """What became of the data of a session that was put beside another, by the names of `sessions.json`."""
+
+    key: str
+    taken_over: list[str]
+    left_behind: list[str]
+
+
 class Imported(msgspec.Struct, rename="camel", kw_only=True):
     """What an import did, or with `dryRun` would do."""
 
@@ -50,10 +61,13 @@ class Imported(msgspec.Struct, rename="camel", kw_only=True):
     imported: int = 0
     beside: int = 0
     """Of the imported ones: put beside a conversation that already had the key."""
+    merged: list[Merged] = []
     past: int = 0
     """Ended conversations that came along with the session whose key they had."""
     skipped: int = 0
     """Sessions whose session id is already here."""
+    passed_over: int = 0
+    """Entries called `unknown`, which are no sessions: other programs put there what they could not place."""
     failed: list[Failure] = []
     failed_count: int = 0
     messages: int = 0
@@ -94,6 +108,8 @@ class Found:
     parent: str | None
     file: Path | None
     reason: str = "imported"
+    stands_in: bool = False
+    """It is called `global` and is taken for the main session, unless that has an entry of its own."""
     before: Sequence[Past] = ()
     """Older than the current conversation, oldest first."""
     after: Sequence[Past] = ()
@@ -116,6 +132,7 @@ class _Done:
     messages: int = 0
     damaged: int = 0
     left_out: int = 0
+    merged: Merged | None = None
 
 
 class _DryRun(Exception):
@@ -184,6 +201,9 @@ def _nothing_in(source: Path) -> InvalidInput:
 def _read_folder(folder: Folder, config: Config, report: Imported) -> list[Found]:
     found: list[Found] = []
     for raw_key, entry in _read_index(folder.path / INDEX).items():
+        if _is(raw_key, "unknown"):
+            report.passed_over += 1
+            continue
         try:
             found.append(_found(raw_key, entry, folder, config))
         except AntiphonError as error:
@@ -201,13 +221,19 @@ def _read_index(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MOST_INDEX:
         raise TooLarge(f"{str(path)!r} is larger than {MOST_INDEX} bytes.", "Split it.", max=MOST_INDEX)
     content = path.read_bytes()
-    try:
-        read: object = msgspec.json.decode(content)
-    except (ValueError, RecursionError):
-        read = _read_json5(content, path)
+    read = _read_json(content)
+    read = _read_json5(content, path) if read is None else read
     if not isinstance(read, dict):
         raise InvalidInput(f"{str(path)!r} is not an object of sessions.", "Check that it is the right file.")
     return cast("dict[str, Any]", read)
+
+
+def _read_json(content: bytes) -> object:
+    """None where it is no JSON, or JSON's null, which is no object of sessions either."""
+    for mend in (bytes, mended):
+        with suppress(ValueError, RecursionError):
+            return msgspec.json.decode(mend(content))
+    return None
 
 
 def _read_json5(content: bytes, path: Path) -> object:
@@ -228,6 +254,7 @@ def _found(raw_key: str, entry: object, folder: Folder, config: Config) -> Found
     if not isinstance(session_id, str) or not SESSION_ID.fullmatch(session_id):
         raise InvalidInput(f"The session id {session_id!r} is not one.", f"Mend it in {INDEX!r}.")
     key = _canonical(raw_key, folder.agent_id, config)
+    file = _file(folder.path, session_id, values, key)
     spawned_by = values.get("spawnedBy")
     told = [item for item in index.told_in(values) if _sound(item)]
     place = next((at for at, item in enumerate(told) if item.session_id == session_id), len(told))
@@ -237,8 +264,9 @@ def _found(raw_key: str, entry: object, folder: Folder, config: Config) -> Found
         session_id=session_id,
         entry=values,
         parent=_parent(spawned_by, folder.agent_id, config) if isinstance(spawned_by, str) else None,
-        file=_file(folder.path, session_id, values, key),
+        file=file,
         reason=told[place].reason if place < len(told) else "imported",
+        stands_in=_is(raw_key, "global") and (file is None or config.session.scope != "global"),
         before=_past(folder.path, told[:place]),
         after=_past(folder.path, told[place + 1 :]),
     )
@@ -254,9 +282,13 @@ def _sound(told: Told) -> bool:
     return bool(SESSION_ID.fullmatch(told.session_id)) and 0 < len(told.reason) <= LONGEST_REASON
 
 
+def _is(raw_key: str, name: str) -> bool:
+    return raw_key.strip().lower() == name
+
+
 def _canonical(raw_key: str, agent_id: str, config: Config) -> SessionKey:
     """The key that is stored, from any spelling that was ever used."""
-    if raw_key.strip().lower() == "global":
+    if _is(raw_key, "global"):
         return keys.main_session(agent_id, scope=config.session.scope)
     session = config.session
     found = keys.canonicalise(raw_key, agent_id=agent_id, main_key=session.main_key, scope=session.scope)
@@ -287,8 +319,11 @@ def _file(folder: Path, session_id: str, entry: Mapping[str, Any], key: SessionK
 
 
 def _parents_first(everything: Sequence[Found]) -> Iterator[Found]:
-    """Newest first, but nobody before whoever spawned it: lineage is recorded when a session is created."""
-    newest = sorted(everything, key=lambda found: -found.updated_at)
+    """Newest first, but nobody before whoever spawned it: lineage is recorded when a session is created.
+
+    What stands in comes last, however new it is: if the key has a conversation of its own, that one has it by then.
+    """
+    newest = sorted(everything, key=lambda found: (found.stands_in, -found.updated_at))
     by_key = {str(found.key): found for found in reversed(newest)}
     placed: set[int] = set()
     for found in newest:
@@ -319,7 +354,7 @@ async def _write(tx: Tx, found: Found, config: Config, now: int, dry_run: bool) 
     for past in found.before:
         await _write_past(tx, found, past, now, done)
     if not known:
-        await _write_current(tx, found, config, now, done, beside=present is not None)
+        await _write_current(tx, found, config, now, done, present)
     for past in found.after:
         await _write_past(tx, found, past, now, done)
     if dry_run:
@@ -328,17 +363,20 @@ async def _write(tx: Tx, found: Found, config: Config, now: int, dry_run: bool) 
 
 
 async def _write_current(
-    tx: Tx, found: Found, config: Config, now: int, done: _Done, *, beside: bool
+    tx: Tx, found: Found, config: Config, now: int, done: _Done, present: Row | None
 ) -> None:
     reading = Reading(lambda: _lines(found.file))
     began = reading.started_at or found.updated_at or now
-    if beside:
+    entry = {**found.entry, **({"cwd": reading.cwd} if reading.cwd else {})}
+    columns = index.columns(entry, found.key, lambda ref: _known(config, ref))
+    if present is not None:
         done.outcome = "beside"
         told = Told(found.session_id, found.reason)
         done.messages += await _write_beside(tx, str(found.key), told, reading, began)
+        done.merged = await _merge(tx, found.key, present["id"], columns)
     else:
         done.outcome = "imported"
-        done.messages += await _write_session(tx, found, config, reading, began)
+        done.messages += await _write_session(tx, found, columns, reading, began)
     done.damaged += reading.damaged
     done.left_out += reading.left_out
 
@@ -354,11 +392,11 @@ async def _write_past(tx: Tx, found: Found, past: Past, now: int, done: _Done) -
     done.left_out += reading.left_out
 
 
-async def _write_session(tx: Tx, found: Found, config: Config, reading: Reading, began: int) -> int:
+async def _write_session(
+    tx: Tx, found: Found, columns: Mapping[str, Param], reading: Reading, began: int
+) -> int:
     parent = await sessions.find(tx, keys.parse(found.parent), None) if found.parent else None
     role = found.entry.get("subagentRole")
-    entry = {**found.entry, **({"cwd": reading.cwd} if reading.cwd else {})}
-    columns = index.columns(entry, found.key, lambda ref: _known(config, ref))
     birth = Birth(
         agent_id=found.agent_id,
         session_id=found.session_id,
@@ -376,6 +414,17 @@ async def _write_session(tx: Tx, found: Found, config: Config, reading: Reading,
     if archived_at := moment(found.entry.get("archivedAt")):
         await tx.do(sessions.SQL.archive, id=row["id"], now=archived_at)
     return count
+
+
+async def _merge(tx: Tx, key: SessionKey, session: int, told: Mapping[str, Param]) -> Merged:
+    row = await tx.one(sessions.SQL.by_id, id=session)
+    assert row is not None
+    free = told["label"] is None or await sessions.label_is_free(tx, row, told["label"])
+    after = index.merged(row, told if free else {**told, "label": None})
+    await tx.do(sessions.SQL.adopt, id=session, updated_at=row["updated_at"], **after)
+    names = cast("list[str | None]", [after["label"], after["display_name"]])
+    await sessions.name(tx, session, key.id, key.thread and key.thread.id, *names)
+    return Merged(str(key), taken_over=index.unlike(row, after), left_behind=index.unlike(after, told))
 
 
 async def _write_beside(tx: Tx, key: str, told: Told, reading: Reading, began: int) -> int:
@@ -428,6 +477,8 @@ def _count(report: Imported, found: Found, done: _Done, config: Config) -> None:
     report.skipped += done.outcome == "skipped"
     report.imported += done.outcome != "skipped"
     report.beside += done.outcome == "beside"
+    if done.merged and (done.merged.taken_over or done.merged.left_behind):
+        report.merged += [done.merged][: MOST_TOLD - len(report.merged)]
     report.past += done.past
     report.messages += done.messages
     report.damaged_lines += done.damaged
@@ -438,5 +489,5 @@ def _count(report: Imported, found: Found, done: _Done, config: Config) -> None:
 
 def _fail(report: Imported, key: str, error: Exception) -> None:
     report.failed_count += 1
-    if len(report.failed) < MOST_FAILURES:
+    if len(report.failed) < MOST_TOLD:
         report.failed.append(Failure(key[:200], str(error)))

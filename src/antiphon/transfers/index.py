@@ -42,7 +42,10 @@ _COUNTS = {
     "total_tokens": "totalTokens",
     "context_tokens": "contextTokens",
 }
+_NOTHING_BY_DEFAULT = {*_FLAGS.values(), *_COUNTS.values()}
 _ROUTE = {"last_channel": "channel", "last_to": "to", "last_account": "accountId", "last_thread": "threadId"}
+_PLACE = (*_ROUTE, "channel", "chat_type")
+_SETTINGS = ("label", "display_name", "subject", "model", "thinking", "verbose")
 _OLD_CHAT_TYPES = {"dm": "direct", "room": "channel"}
 CONVERSATIONS = "conversations"
 """Every conversation of a key whose file is there, oldest first and with the current one among them.
@@ -97,16 +100,54 @@ def columns(
     return {**found, "extra": _extra(rest)}
 
 
+def merged(row: Row, told: Mapping[str, Param]) -> dict[str, Param]:
+    """The columns of a session that is here, with what an entry of the same key told and it has nothing of.
+
+    They belong to the key and not to one conversation, so they are there whichever of them is current. What was
+    decided here stays, with one exception: of two send policies the stricter one holds, so an imported `allow` is
+    not taken even where nothing was said. A route is taken as a whole or not at all: half of one leads elsewhere.
+    Counters are those of a conversation, and the ledger here knows nothing of theirs.
+    """
+    after: dict[str, Param] = {column: row[column] for column in told}
+    after |= {column: told[column] for column in _SETTINGS if row[column] is None}
+    routed = any(row[column] for column in _ROUTE)
+    if not routed:
+        after |= {column: row[column] or told[column] for column in _PLACE}
+    if told["send_policy"] == "deny":
+        after["send_policy"] = "deny"
+    theirs = extra_of(told)
+    if routed:
+        theirs.pop("deliveryContext", None)
+    return {**after, "extra": _extra({**theirs, **extra_of(row)}) or row["extra"]}
+
+
+def unlike(one: Row, other: Row) -> list[str]:
+    """The names under which the columns of `other` say something else than those of `one`, or something more."""
+    before, after = _told(one), _told(other)
+    said = {name: value for name, value in after.items() if value or name not in _NOTHING_BY_DEFAULT}
+    return [name for name, value in said.items() if before.get(name) != value]
+
+
 def entry_of(row: Row) -> dict[str, Any]:
     """A session as an entry: what we know, and what an import left with us."""
-    known: dict[str, Any] = {"sessionId": row["session_id"], "updatedAt": row["updated_at"]}
-    known |= {name: row[column] for column, name in (_TEXTS | _COUNTS).items()}
+    known = {
+        "sessionId": row["session_id"],
+        "updatedAt": row["updated_at"],
+        "spawnedBy": row["parent_key"],
+        "subagentRole": row["role"],
+        "archivedAt": row["archived_at"],
+    }
+    return _told(row) | {name: value for name, value in known.items() if value is not None}
+
+
+def _told(row: Row) -> dict[str, Any]:
+    """What `columns` makes columns of, as it was."""
+    known = {name: row[column] for column, name in (_TEXTS | _COUNTS).items()}
     known |= {name: row[column] for column, (name, _) in _CHOICES.items()}
     known |= {name: bool(row[column]) for column, name in _FLAGS.items()}
-    known |= {"spawnedBy": row["parent_key"], "subagentRole": row["role"], "archivedAt": row["archived_at"]}
     if row["model"]:
         known["providerOverride"], _, known["modelOverride"] = row["model"].partition("/")
-    return {**extra_of(row), **{name: value for name, value in known.items() if value is not None}}
+    return extra_of(row) | {name: value for name, value in known.items() if value is not None}
 
 
 def extra_of(row: Row) -> dict[str, Any]:

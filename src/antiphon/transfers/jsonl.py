@@ -7,7 +7,6 @@ is kept word for word. This module opens no file and knows no store.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeAlias, cast
@@ -17,6 +16,7 @@ import msgspec
 from antiphon import messages
 from antiphon.engine.transcripts import Entry
 from antiphon.errors import InvalidInput
+from antiphon.misfits import mended
 
 VERSION = 3
 COMPACTION = "compaction"
@@ -41,15 +41,15 @@ def moment(value: object) -> int | None:
     """Milliseconds since the epoch from either spelling, or None."""
     if isinstance(value, bool):
         return None
-    if isinstance(value, int | float):
-        return int(value) if 0 <= value <= _LAST else None
-    if not isinstance(value, str):
+    if isinstance(value, str):
+        try:
+            read = datetime.fromisoformat(value)
+        except ValueError:
+            return None
+        value = (read.replace(tzinfo=read.tzinfo or UTC) - _EPOCH) // timedelta(milliseconds=1)
+    if not isinstance(value, int | float):
         return None
-    try:
-        read = datetime.fromisoformat(value)
-    except ValueError:
-        return None
-    return (read.replace(tzinfo=read.tzinfo or UTC) - _EPOCH) // timedelta(milliseconds=1)
+    return int(value) if 0 <= value <= _LAST else None
 
 
 def header(session_id: str, started_at: int, cwd: str) -> bytes:
@@ -195,8 +195,7 @@ def _sound(raw: bytes) -> tuple[_Line, bytes]:
     except msgspec.ValidationError:
         raise
     except msgspec.DecodeError:
-        text = json.dumps(json.loads(raw), ensure_ascii=False)
-        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+        whole = mended(raw)
         return _decoder.decode(whole), whole
 
 

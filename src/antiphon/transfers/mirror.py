@@ -3,6 +3,11 @@
 A derived copy, written a moment after the commits it shows and never read back: a file that a crash left behind
 is written anew the next time its session changes. Files are appended to in a thread, so a slow disk delays
 nobody but the mirror. Where events were dropped, the rows say what may have changed meanwhile.
+
+What is deleted from the store is deleted here, whoever wrote the file, an export too: the words of a deleted session
+stay in no file of this folder. It goes by the record of what was deleted and not by what the store does not know, so
+that the files of others, and of a store that was lost or set back to a backup, are left alone. How far that record has
+been gone by stands in a file of the folder: what was deleted before there was a mirror keeps the exports made of it.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,13 +30,15 @@ from antiphon.keys import parse
 from antiphon.store import Row, Store, Tx
 from antiphon.store.listing import Wish, page
 from antiphon.transfers import jsonl
-from antiphon.transfers.exports import SESSION_ID, SQL, entry_at
+from antiphon.transfers.exports import SESSION_ID, SQL, Draft, entry_at
 
 log = logging.getLogger(__name__)
 
 DELAY = 0.25  # seconds that a change may wait for others to be written with it
 MARGIN = 10_000  # milliseconds that a row's time may be behind its event
 PAGE = 200
+FORGOTTEN = "forgotten:"  # with a key and a blank, how the record of what was deleted of it begins
+MARK = ".mirrored"  # the file that says since when, in milliseconds
 FILES = 4096  # whose place is remembered, the most recently changed ones
 
 
@@ -38,7 +46,6 @@ FILES = 4096  # whose place is remembered, the most recently changed ones
 class _Place:
     """How far a file has got: the last number in it, and that entry's id. At 0 it is begun anew."""
 
-    key: str
     seq: int = 0
     entry: str | None = None
 
@@ -52,16 +59,17 @@ class Mirror:
         self._folder = folder
         self._clock = clock or SystemClock()
         self._changed: set[str] = set()
-        self._deleted: set[str] = set()
         self._places: dict[str, _Place] = {}
-        self._missed = False
+        self._missed = True  # whatever happened before it listened
         self._due: float | None = None
-        now = self._clock.now()
+        self._since = now = self._clock.now()
+        """What was deleted before then has been looked at, or was when nothing was mirrored."""
         # The two latest: what was not yet heard when one began is no older than the one before it.
         self._begun = deque([now, now], maxlen=2)
 
     async def run(self) -> None:
         async with self._bus.listen("sessions") as events:
+            self._due = asyncio.get_running_loop().time()
             try:
                 while True:
                     self._hear(await events.get(self._left()))
@@ -74,8 +82,6 @@ class Mirror:
     def _hear(self, event: Event | None) -> None:
         if isinstance(event, SessionChanged):
             self._changed.add(event.session_key)
-            if event.reason == "delete":
-                self._deleted.add(event.session_key)
         elif isinstance(event, Gap):
             self._missed = True
         else:
@@ -111,15 +117,18 @@ class Mirror:
                 )
 
     async def _rescan(self) -> None:
-        """Events were dropped: whatever was active since then may have changed, whatever is known may be gone."""
+        """Events were dropped: whatever was active since then may have changed, and any session may be gone."""
         try:
-            self._changed |= await self._active_since(self._begun[0] - MARGIN)
-        except AntiphonError:
-            log.exception(
-                "Sessions that changed unheard could not be listed; that is tried at the next change"
-            )
+            since = self._begun[0] - MARGIN
+            self._changed |= await self._active_since(since)
+            mark = await asyncio.to_thread(_marked, self._folder)
+            self._since = self._since if mark is None else min(mark, self._clock.now())
+            if await self._remove(FORGOTTEN):
+                self._since = max(self._since, since)
+                await asyncio.to_thread(_mark, self._folder, self._since)
+        except (AntiphonError, OSError):
+            log.exception("What changed unheard could not be found out; that is tried at the next change")
             return
-        self._changed.update(place.key for place in self._places.values())
         self._missed = False
 
     async def _active_since(self, time: int) -> set[str]:
@@ -128,32 +137,35 @@ class Mirror:
         while True:
             wish = Wish(limit=PAGE, active_since=time, archived=True, cursor=cursor)
             rows = await self._store.read(page, wish)
-            keys.update(row["key"] for row in rows)
+            keys.update(row.key for row in rows)
             if len(rows) < PAGE:
                 return keys
-            cursor = rows[-1]["updated_at"], rows[-1]["key"]
+            cursor = rows[-1].updated_at, rows[-1].key
 
     async def _update(self, key: str) -> None:
-        rows = await self._store.read(_recent, key)
-        if rows is None or key in self._deleted:
-            await self._remove(key)
-            self._deleted.discard(key)
-        if rows is None:
-            return
-        for row in rows:
+        await self._remove(f"{FORGOTTEN}{key} ")  # also where the key stands for another session now
+        for row in await self._store.read(_recent, key):
             if SESSION_ID.fullmatch(row["named_session_id"]):
-                await self._write(key, row["named_session_id"], row["named_transcript"], row["started_at"])
+                await self._write(row["named_session_id"], row["named_transcript"], row["started_at"])
 
-    async def _remove(self, key: str) -> None:
-        """The session was deleted, whatever its key stands for now; so are the files that this process has written."""
-        gone = [session_id for session_id, place in self._places.items() if place.key == key]
-        await asyncio.to_thread(_unlink, self._folder, gone)
-        for session_id in gone:
-            del self._places[session_id]
+    async def _remove(self, prefix: str) -> bool:
+        """Remove the files of what was deleted, as far as the record of it begins like that; whether all are gone."""
+        after, until = prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        clean = True
+        while True:
+            rows = await self._store.read(_forgotten, after, until, self._since)
+            gone = [row["session_id"] for row in rows if SESSION_ID.fullmatch(row["session_id"])]
+            if gone:
+                clean &= await asyncio.to_thread(_unlink, self._folder, gone)
+            for session_id in gone:
+                self._places.pop(session_id, None)
+            if len(rows) < PAGE:
+                return clean
+            after = rows[-1]["id"]
 
-    async def _write(self, key: str, session_id: str, transcript: int, started_at: int) -> None:
-        place = self._places.pop(session_id, None) or _Place(key)
-        self._places[session_id] = _Place(key)  # for the case that it cannot be written completely
+    async def _write(self, session_id: str, transcript: int, started_at: int) -> None:
+        place = self._places.pop(session_id, None) or _Place()
+        self._places[session_id] = _Place()  # for the case that it cannot be written completely
         while True:
             fresh = place.seq == 0
             entries = await self._store.read(transcripts.after, transcript, place.seq, PAGE, tools=True)
@@ -178,17 +190,18 @@ class Mirror:
         return line
 
 
-async def _recent(tx: Tx, key: str) -> list[Row] | None:
-    """The current conversation, and the one before it: `/new` may have ended it before it was written out.
-
-    None where there is no such session.
-    """
+async def _recent(tx: Tx, key: str) -> list[Row]:
+    """The current conversation, and the one before it: `/new` may have ended it before it was written out."""
     found = await sessions.find(tx, parse(key), None)
     if found is None:
-        return None
+        return []
     newest = [row["id"] for row in (await sessions.conversations(tx, found))[:2]]
     rows = [await tx.one(SQL.conversation, transcript=id_) for id_ in {found["transcript"], *newest}]
     return [row for row in rows if row is not None]
+
+
+async def _forgotten(tx: Tx, after: str, until: str, since: int) -> list[Row]:
+    return await tx.all(SQL.forgotten, after=after, until=until, since=since, limit=PAGE)
 
 
 def _append(folder: Path, session_id: str, content: bytes, fresh: bool) -> None:
@@ -199,6 +212,33 @@ def _append(folder: Path, session_id: str, content: bytes, fresh: bool) -> None:
         opened.write(content)
 
 
-def _unlink(folder: Path, session_ids: Sequence[str]) -> None:
+def _unlink(folder: Path, session_ids: Sequence[str]) -> bool:
+    clean = True
     for session_id in session_ids:
-        (folder / f"{session_id}.jsonl").unlink(missing_ok=True)
+        try:
+            (folder / f"{session_id}.jsonl").unlink(missing_ok=True)
+        except OSError:
+            clean = False
+            log.exception(
+                "The transcript file of the deleted %r could not be removed; that is tried at the next start",
+                session_id,
+            )
+    return clean
+
+
+def _marked(folder: Path) -> int | None:
+    try:
+        return int((folder / MARK).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _mark(folder: Path, since: int) -> None:
+    with Draft(folder / MARK) as draft:
+        draft.write(b"%d\n" % since)
+
+
+def leave(folder: Path) -> None:
+    """It is not mirrored now: what is deleted meanwhile keeps its files, also when it is mirrored again."""
+    with suppress(OSError):  # there is none, most of the time
+        (folder / MARK).unlink()

@@ -123,12 +123,15 @@ class Reset(Params, frozen=True):
     agent_id: str | None = None
     expected_session_id: str | None = None
     reason: Literal["new", "reset"] = "reset"
+    if_idle: bool = False
+    """Refuse, instead of stopping what runs and dropping what waits."""
     idempotency_key: IdempotencyKey | None = None
 
 
 @method("sessions.reset", ADMIN, Reset, waits=True)
 async def reset(call: Call, params: Reset) -> dict[str, Any]:
-    view = await call.operations.reset(
+    begin_anew = call.operations.renew if params.if_idle else call.operations.reset
+    view = await begin_anew(
         call.caller,
         named(params.key, params.agent_id),
         params.reason,

@@ -58,13 +58,20 @@ async def history(call: Call, params: History) -> dict[str, Any]:
         "hasMore": more,
         "totalMessages": page.total,
         **({"nextCursor": str(first), "nextOffset": page.total - first + 1} if more and first else {}),
-        "thinkingLevel": (info or {}).get("thinkingLevel", "off"),
+        "thinkingLevel": _thinking(call, info or {}),
         "defaults": defaults(call),
         **({"sessionInfo": info} if info else {}),
     }
 
 
 method("chat.startup", READ, History)(history)
+
+
+def _thinking(call: Call, row: dict[str, Any]) -> str:
+    """How much a message is thought about that says nothing of it itself."""
+    agent_id = row.get("agentId", call.config.default_agent_id)
+    default = call.config.agent(agent_id).thinking_default if agent_id in call.config.agent_ids else None
+    return row.get("thinkingLevel") or default or "off"
 
 
 async def _wanted(call: Call, reference: str, params: History) -> HistoryFilter:

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from antiphon.access import READ, WRITE
 from antiphon.errors import Ambiguous, InvalidInput, NotFound
+from antiphon.filters import Role
 from antiphon.gateway import rows
 from antiphon.gateway.frames import Key, Params
 from antiphon.gateway.methods import chat
@@ -267,13 +268,22 @@ class History(Params, frozen=True):
     include_tools: bool = False
     before: Annotated[int, Meta(ge=0, le=2**53)] | None = None
     after: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+    roles: Annotated[tuple[Role, ...], Meta(min_length=1, max_length=10)] | None = None
+    since: Annotated[int, Meta(ge=0, le=2**53)] | None = None
+    errors: bool = False
 
 
 @method("sessions.history", READ, History)
 async def history(call: Call, params: History) -> HistoryPage:
     """Raw entries by their numbers, as they are stored; `key` may be the id of an earlier conversation."""
     wanted = HistoryFilter(
-        limit=params.limit, include_tools=params.include_tools, before=params.before, after=params.after
+        limit=params.limit,
+        include_tools=params.include_tools,
+        before=params.before,
+        after=params.after,
+        roles=params.roles,
+        since=params.since,
+        errors=params.errors,
     )
     return await call.operations.history(call.caller, named(params.key, params.agent_id), wanted)
 

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from antiphon import __version__
 from antiphon.access import READ
+from antiphon.config import AgentConfig
 from antiphon.errors import InvalidInput
 from antiphon.gateway import logs
 from antiphon.gateway.frames import Params
@@ -84,10 +85,16 @@ def _agent(call: Call, agent_id: str) -> dict[str, Any]:
         "id": agent.id,
         "kind": "agent",
         "name": name,
-        "identity": {"name": name},
+        "identity": {"name": name, **_looks(agent)},
         "model": {"primary": call.config.model_ref(agent.id), "fallbacks": []},
         "defaultPermissionMode": "full",
     }
+
+
+def _looks(agent: AgentConfig) -> dict[str, str]:
+    own = agent.identity
+    said = {"emoji": own.emoji, "theme": own.theme} if own else {}
+    return {name: value for name, value in said.items() if value}
 
 
 class Identity(Params, frozen=True):
@@ -101,11 +108,13 @@ async def identity(call: Call, params: Identity) -> dict[str, Any]:
     if agent_id is None and params.session_key:
         agent_id = (await call.operations.describe(call.caller, params.session_key)).agent_id
     agent = call.config.agent(agent_id or call.config.default_agent_id)
+    looks = _looks(agent)
     return {
         "agentId": agent.id,
         "name": agent.name or agent.id,
         "nameSource": "config",
         "avatarStatus": "none",
+        **({"emoji": looks["emoji"]} if "emoji" in looks else {}),
     }
 
 

@@ -39,6 +39,7 @@ class PgStore:
     """See the module. Open with `PgStore.open`, from a running event loop."""
 
     shared = True
+    trouble = None  # It is the server that knows; whoever asks it anything hears of it.
 
     def __init__(
         self,

@@ -207,10 +207,16 @@ _TOLD: list[tuple[tuple[type[BaseException], ...], type[StoreError], str, str]] 
         "Point store.url at the primary: add target_session_attrs=read-write.",
     ),
     (
-        (pg.DiskFullError, pg.OutOfMemoryError),
+        (pg.DiskFullError,),
         StoreFull,
         "The database {server} has no room left ({said}); " + _UNDONE + ".",
         "Make room on its server and try again.",
+    ),
+    (
+        (pg.OutOfMemoryError,),
+        StoreError,
+        "The database {server} has no memory left ({said}); " + _UNDONE + ".",
+        "Try again in a moment; if it stays so, give its server more.",
     ),
     (
         (pg.QueryCanceledError,),

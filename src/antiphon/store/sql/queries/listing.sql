@@ -1,11 +1,14 @@
 -- name: page
 -- The streams below are joined by UNION ALL: the database merges them in order and stops at the limit, so a page
 -- costs the same however many sessions there are. They are read from their indexes alone; only the rows of the
--- page itself are fetched. The caller puts them in order: sorting them here would copy every column.
-SELECT s.id, s.key, s.kind, s.channel, s.agent_id, s.session_id, s.updated_at, s.state, s.display_name, s.label,
-       s.model, s.last_model, s.context_tokens, s.total_tokens, s.thinking, s.verbose, s.system_sent,
-       s.aborted_last_run, s.send_policy, s.last_channel, s.last_to, s.last_account, s.last_thread,
-       s.parent_key, s.children, s.chat_type, s.subject, s.input_tokens, s.output_tokens, s.created_at, s.archived
+-- page itself are fetched, and they come as one value: taken over one by one, their columns cost more than finding
+-- them. The caller puts them in order: sorting them here would copy every column.
+SELECT coalesce(CAST(/*lite*/ json_group_array(json_array( /*pg: json_agg(json_build_array( */
+         s.id, s.key, s.kind, s.channel, s.agent_id, s.session_id, s.updated_at, s.state, s.display_name, s.label,
+         s.model, s.last_model, s.context_tokens, s.total_tokens, s.thinking, s.verbose, s.system_sent,
+         s.aborted_last_run, s.send_policy, s.last_channel, s.last_to, s.last_account, s.last_thread,
+         s.parent_key, s.children, s.chat_type, s.subject, s.input_tokens, s.output_tokens, s.created_at, s.archived
+       )) AS TEXT), '[]') AS page
 FROM ({streams} ORDER BY updated_at DESC, key LIMIT :limit) AS p
 JOIN sessions s ON s.id = p.id;
 
@@ -64,8 +67,10 @@ s.spawned_by = (SELECT id FROM sessions WHERE key = :parent)
 s.id IN (SELECT rowid FROM session_names WHERE /*lite*/ session_names MATCH :words /*pg: names @@ :words */)
 
 -- name: filter_visible
--- For streams that a filter chose; the others are visible by what they are.
-(s.agent_id IN ({agents}) OR s.key = :own_key
+-- For streams that a filter chose; the others are visible by what they are. The agents come as one value: the statement
+-- holds this once for each stream, and there may be thousands of them.
+(s.agent_id IN (SELECT /*lite*/ value FROM json_each(:seen) /*pg: json_array_elements_text(CAST(:seen AS json)) */)
+ OR s.key = :own_key
  OR (:descendants = 1 AND s.id IN (SELECT l.descendant FROM lineage l JOIN sessions a ON a.id = l.ancestor
                                    WHERE a.key = :own_key)))
 
@@ -76,7 +81,7 @@ WITH RECURSIVE agents (id) AS (
   UNION ALL
   SELECT (SELECT min(agent_id) FROM sessions WHERE agent_id > agents.id) FROM agents WHERE agents.id IS NOT NULL
 )
-SELECT id FROM agents WHERE id IS NOT NULL LIMIT 1000;
+SELECT id FROM agents WHERE id IS NOT NULL LIMIT :most;
 
 -- name: hidden_of_agent
 -- Sessions of an agent outside the caller's tree, as many as it pays to count: straight from the index, with one

@@ -22,6 +22,10 @@ SELECT n, id, session, digest, state FROM runs WHERE id = :id
 UNION ALL
 SELECT NULL, id, NULL, digest, 'ok' FROM commands WHERE id = :id;
 
+-- name: over
+-- A run that has ended, or was told to.
+SELECT 1 AS over FROM runs WHERE id = :id AND (cancel_at IS NOT NULL OR state NOT IN ('queued', 'running'));
+
 -- name: by_id
 SELECT r.n, r.id, r.origin, r.yielded, r.state, r.created_at, r.started_at, r.ended_at, r.reply, r.error_code, r.error, r.model_answered,
        s.key, s.agent_id,
@@ -89,10 +93,16 @@ SELECT n, id, cancel_at, transcript, first_seq FROM runs WHERE session = :sessio
 UPDATE runs SET cancel_at = coalesce(cancel_at, :now) WHERE n = :n AND state = 'running';
 
 -- name: family
--- The session and everything spawned below it.
+-- The session, and of everything spawned below it what a stop can change: what has finished stays as it is.
 SELECT s.id, s.key FROM sessions s WHERE s.id = :session
 UNION ALL
-SELECT s.id, s.key FROM lineage l JOIN sessions s ON s.id = l.descendant WHERE l.ancestor = :session
+SELECT s.id, s.key FROM lineage l JOIN sessions s ON s.id = l.descendant
+WHERE l.ancestor = :session
+  AND (s.yielded IS NOT NULL OR s.yield_run IS NOT NULL
+       OR EXISTS (SELECT 1 FROM runs q WHERE q.session = s.id AND q.state = 'queued')
+       OR EXISTS (SELECT 1 FROM runs a WHERE a.session = s.id AND a.state = 'running')
+       OR EXISTS (SELECT 1 FROM tasks t WHERE t.requester = s.id AND t.phase <> 'settled')
+       OR EXISTS (SELECT 1 FROM tasks w WHERE w.child_key = s.key AND w.phase = 'waiting'))
 LIMIT 10000;
 
 -- name: children

@@ -32,6 +32,18 @@ SELECT * FROM sessions WHERE key = :key;
 -- name: key_of
 SELECT key, session_id FROM sessions WHERE id = :id;
 
+-- name: last_use
+SELECT updated_at, last_seq FROM sessions WHERE id = :id;
+
+-- name: awaits
+-- Something that was begun here, or is to be answered here, is not over, although nothing runs.
+SELECT 1 AS awaits FROM tasks WHERE requester = :id AND phase <> 'settled'
+UNION ALL
+SELECT 1 FROM exchanges WHERE requester = :id AND settled_at IS NULL
+UNION ALL
+SELECT 1 FROM exchanges WHERE target = :id AND settled_at IS NULL
+LIMIT 1;
+
 -- name: described
 -- As in a list.
 SELECT s.id, s.key, s.kind, s.channel, s.agent_id, s.session_id, s.updated_at, s.state, s.display_name, s.label,
@@ -185,6 +197,12 @@ ORDER BY running DESC LIMIT 1;
 
 -- name: forget_messages
 DELETE FROM messages WHERE transcript IN (SELECT id FROM transcripts WHERE key = :key);
+
+-- name: record_forgotten
+-- Among the commands, whose keys outlive what they were about. None of those has an empty digest.
+INSERT INTO commands (id, digest, answer, created_at)
+SELECT 'forgotten:' || key || ' ' || session_id, '', session_id, :now FROM transcripts WHERE key = :key
+ON CONFLICT (id) DO UPDATE SET digest = excluded.digest, answer = excluded.answer, created_at = excluded.created_at;
 
 -- name: forget_transcripts
 DELETE FROM transcripts WHERE key = :key;

@@ -21,6 +21,21 @@ WHERE m.transcript = :transcript AND m.seq > :seq ORDER BY m.seq LIMIT :limit;
 SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id FROM messages m LEFT JOIN runs r ON r.n = m.run
 WHERE m.transcript = :transcript AND m.seq > :seq AND m.role <> 'toolResult' ORDER BY m.seq LIMIT :limit;
 
+-- name: before_narrowed
+-- Down to :edge, however little is found: a page may not read a whole transcript.
+SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id FROM messages m LEFT JOIN runs r ON r.n = m.run
+WHERE m.transcript = :transcript AND m.seq < :seq AND m.seq >= :edge AND m.created_at >= :since AND m.role <> :hidden
+  AND (CAST(:roles AS TEXT) IS NULL OR m.role IN
+       (SELECT /*lite*/ value FROM json_each(:roles) /*pg: json_array_elements_text(CAST(CAST(:roles AS TEXT) AS json)) */))
+ORDER BY m.seq DESC LIMIT :limit;
+
+-- name: after_narrowed
+SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id FROM messages m LEFT JOIN runs r ON r.n = m.run
+WHERE m.transcript = :transcript AND m.seq > :seq AND m.seq <= :edge AND m.created_at >= :since AND m.role <> :hidden
+  AND (CAST(:roles AS TEXT) IS NULL OR m.role IN
+       (SELECT /*lite*/ value FROM json_each(:roles) /*pg: json_array_elements_text(CAST(CAST(:roles AS TEXT) AS json)) */))
+ORDER BY m.seq LIMIT :limit;
+
 -- name: latest_compaction
 SELECT seq, body FROM messages WHERE transcript = :transcript AND role = 'compaction' ORDER BY seq DESC LIMIT 1;
 

@@ -14,3 +14,10 @@ SELECT entry FROM messages WHERE transcript = :transcript AND seq = :seq;
 
 -- name: has_session_id
 SELECT 1 AS present FROM transcripts WHERE session_id = :session_id;
+
+-- name: forgotten
+-- Conversations that were deleted since then and have not been imported again.
+SELECT c.id, c.answer AS session_id FROM commands c
+WHERE c.id > :after AND c.id < :until AND c.digest = '' AND c.created_at >= :since
+  AND NOT EXISTS (SELECT 1 FROM transcripts t WHERE t.session_id = c.answer)
+ORDER BY c.id LIMIT :limit;

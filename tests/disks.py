@@ -1,0 +1,47 @@
+"""A disk that is small enough to be filled, where the machine lets a test mount one."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SIZE = 3 * 2**20
+
+
+@dataclass(frozen=True)
+class Disk:
+    path: Path
+
+    def fill(self) -> None:
+        """Not a byte is left."""
+        with (self.path / "filling").open("wb", buffering=0) as file:
+            try:
+                while file.write(bytes(4096)):
+                    pass
+            except OSError:
+                return
+
+    def clear(self) -> None:
+        (self.path / "filling").unlink()
+
+
+@contextmanager
+def small_disk(path: Path, files: int = 0) -> Generator[Disk]:
+    """With room for so many files and directories, itself among them; for any number with 0."""
+    path.mkdir(mode=0o700)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE},nr_inodes={files},mode=700", "tmpfs", str(path)]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False, timeout=10)
+    except FileNotFoundError:
+        pytest.skip("there is no mount here")
+    if done.returncode:
+        pytest.skip("this user may not mount anything")
+    try:
+        yield Disk(path)
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True, timeout=10)

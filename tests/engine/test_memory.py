@@ -1,0 +1,119 @@
+"""A core that has played many runs is as it was before: what is in memory belongs to what plays now."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import tracemalloc
+from collections.abc import Iterable
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import antiphon
+from antiphon.engine.toolbox import Call, Result
+from antiphon.errors import InvalidInput
+from antiphon.messages import Assistant
+from antiphon.operations import Message
+from antiphon.runtimes import Prompt
+from antiphon.store import Tx
+from stage import OPERATOR, Stage, calls, staged, text, tool, until
+
+pytestmark = [pytest.mark.anyio, pytest.mark.sqlite_only]  # what is measured is the engine, not the database
+
+SESSIONS = [f"agent:main:dashboard:{number}" for number in range(6)]
+ROUNDS = 10
+KINDS = ("plain", "tool", "fail", "stop", "late")
+RUNS = ROUNDS * len(SESSIONS) * len(KINDS)
+PADDING = "x" * 120  # in every id, word and answer, so that whatever is kept of a run weighs
+LEAST = 150 * RUNS  # bytes; little more than half of what keeping one id of each run would take
+
+
+async def agent(prompt: Prompt) -> Assistant:
+    said = str(prompt.messages[-1])
+    if "fail" in said:
+        raise InvalidInput("no", "no")
+    if "stop" in said or "late" in said:
+        await asyncio.Event().wait()
+    return calls("work") if "tool" in said else text(f"answer {PADDING}")
+
+
+async def work(call: Call) -> Result:
+    return Result(text=f"done {PADDING}")
+
+
+async def play(stage: Stage, session: str, kind: str, number: int) -> None:
+    """One run of a kind, watched by somebody who then goes away."""
+    run_id = f"{session}-{number}-{kind}-{PADDING}"
+    words = Message(
+        session=session,
+        content=f"{kind} {PADDING}",
+        idempotency_key=run_id,
+        timeout_seconds=0.05 if kind == "late" else 60,
+    )
+    await stage.operations.submit(OPERATOR, words)
+    async with aclosing(stage.operations.follow(OPERATOR, session, 0)) as feed:
+        await anext(feed)
+    if kind == "stop":
+        await stage.operations.stop(OPERATOR, session)
+    await stage.ended(run_id)
+
+
+async def play_round(stage: Stage, number: int) -> None:
+    async def turns(session: str) -> None:
+        for kind in KINDS:
+            await play(stage, session, kind, number)
+        await stage.operations.renew(OPERATOR, session)  # a conversation that grows is held while it is read
+
+    await asyncio.gather(*map(turns, SESSIONS))
+
+
+def held(stage: Stage) -> dict[str, int]:
+    """What lives as long as something plays, or somebody listens."""
+    lanes = stage.engine._lanes  # pyright: ignore[reportPrivateUsage]
+    parts: dict[str, Iterable[object]] = {
+        "playing": stage.engine._playing,  # pyright: ignore[reportPrivateUsage]
+        **{name: part for name, part in vars(lanes).items() if isinstance(part, dict | set)},
+        "topics": stage.bus.listeners(),
+    }
+    return {name: len([*part]) for name, part in parts.items()}
+
+
+async def is_idle(stage: Stage) -> bool:
+    """But for the engine itself, which listens for stops."""
+    return sum(held(stage).values()) == 1
+
+
+async def nothing(tx: Tx) -> None: ...
+
+
+async def weight(stage: Stage) -> int:
+    """Bytes that our own code has taken and not given back."""
+    for _ in range(8):  # a thread of the store holds what it did last until there is something else to do
+        await asyncio.gather(stage.store.tx(nothing), *(stage.store.read(nothing) for _ in range(32)))
+    gc.collect()
+    ours = tracemalloc.Filter(inclusive=True, filename_pattern=f"{Path(antiphon.__file__).parent}/*")
+    return sum(
+        found.size for found in tracemalloc.take_snapshot().filter_traces([ours]).statistics("filename")
+    )
+
+
+@pytest.mark.requirement("G24")
+async def test_nothing_is_left_of_runs_that_have_ended(tmp_path: Path) -> None:
+    async with staged(tmp_path, agent, tools=[tool("work", work)]) as stage:
+        await play_round(stage, 0)  # whatever is made once is made now
+        await until(partial(is_idle, stage))
+        idle = held(stage)
+        tracemalloc.start()
+        try:
+            await play_round(stage, 1)
+            before = await weight(stage)
+            for number in range(2, ROUNDS + 2):
+                await play_round(stage, number)
+            await until(partial(is_idle, stage))
+            assert await weight(stage) - before < LEAST
+        finally:
+            tracemalloc.stop()
+        assert held(stage) == idle

@@ -1,0 +1,282 @@
+"""Sessions that begin anew by themselves: which rule holds, when it is due, and what a message then does."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from antiphon import keys
+from antiphon.bus import SessionChanged, session_topic
+from antiphon.clock import ManualClock
+from antiphon.config import Config, parse
+from antiphon.engine.resets import MINUTE, Rule, last_hour, rules
+from antiphon.gateway.telling import tell
+from antiphon.messages import Provenance
+from antiphon.operations import Message
+from antiphon.runtimes import Prompt
+from antiphon.views import Accepted, RunView
+from stage import BOUND, MAIN, OPERATOR, Stage, staged
+
+pytestmark = [pytest.mark.anyio, pytest.mark.requirement("G25")]
+
+HOUR = 60 * MINUTE
+DIRECT = "agent:main:telegram:direct:7"
+GROUP = "agent:main:discord:group:1"
+ZONES = [UTC, *map(ZoneInfo, ("Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "Pacific/Apia"))]
+MOMENTS = st.integers(1_000_000_000_000, 2_000_000_000_000)  # 2001 to 2033: Apia left out 30 December 2011
+
+
+def configured(**session: Any) -> Config:
+    return parse({"session": session})[0]
+
+
+async def echo(prompt: Prompt) -> str:
+    return f"said {len(prompt.messages)}"
+
+
+def held(key: str, channel: str | None = None, **session: Any) -> Rule | None:
+    found = rules(configured(**session).session)
+    return found and found.rule(keys.parse(key), channel)
+
+
+# --- the last time it was that hour ---
+
+
+@given(MOMENTS, st.integers(0, 23), st.sampled_from(ZONES))
+def test_the_last_hour_is_past_and_the_clocks_showed_it(now: int, hour: int, zone: Any) -> None:
+    at = last_hour(hour, now, zone)
+
+    assert at <= now < at + 50 * HOUR
+    assert last_hour(hour, at, zone) == at
+    shown = datetime.fromtimestamp(at / 1000, zone)
+    left_out = datetime.fromtimestamp(at / 1000 - 1, zone).utcoffset() != shown.utcoffset()
+    assert (shown.hour == hour and shown.minute == 0) or left_out
+
+
+@given(MOMENTS, st.integers(0, 48 * 60), st.integers(0, 23), st.sampled_from(ZONES))
+def test_the_last_hour_never_goes_back(now: int, minutes: int, hour: int, zone: Any) -> None:
+    later = now + minutes * MINUTE
+    assert last_hour(hour, now, zone) <= last_hour(hour, later, zone)
+
+
+@pytest.mark.parametrize(
+    ("now", "hour", "at"),
+    [
+        ("2026-03-29T05:00+02:00", 4, "2026-03-29T04:00+02:00"),
+        ("2026-03-29T03:59+02:00", 4, "2026-03-28T04:00+01:00"),
+        ("2026-03-29T03:00+02:00", 2, "2026-03-29T03:00+02:00"),  # there is no 02:00 that day
+        ("2026-10-25T02:30+01:00", 2, "2026-10-25T02:00+02:00"),  # and here there are two
+        ("2026-10-25T04:00+01:00", 4, "2026-10-25T04:00+01:00"),
+    ],
+)
+def test_days_on_which_the_clocks_are_changed(now: str, hour: int, at: str) -> None:
+    def milliseconds(text: str) -> int:
+        return round(datetime.fromisoformat(text).timestamp() * 1000)
+
+    assert last_hour(hour, milliseconds(now), ZoneInfo("Europe/Berlin")) == milliseconds(at)
+
+
+def test_without_a_zone_the_hour_is_the_machines() -> None:
+    now = 1_700_000_000_000
+    local = datetime.fromtimestamp(now / 1000, UTC).astimezone()
+    today = local.replace(hour=4, minute=0, second=0, microsecond=0)
+    expected = today if today <= local else today - timedelta(days=1)
+    assert last_hour(4, now) == round(expected.timestamp() * 1000)
+
+
+# --- whether it is due ---
+
+
+@given(
+    MOMENTS, st.integers(0, 100 * HOUR), st.integers(0, 23) | st.none(), st.integers(1, 10_000) | st.none()
+)
+def test_what_is_due_stays_due_and_has_a_reason(
+    last_use: int, pause: int, hour: int | None, minutes: int | None
+) -> None:
+    rule, now = Rule(hour, minutes), last_use + pause
+    reason = rule.due(last_use, now, UTC)
+
+    daily = hour is not None and last_use < last_hour(hour, now, UTC)
+    idle = minutes is not None and pause > minutes * MINUTE
+    assert reason == ("daily" if daily else "idle" if idle else None)
+    assert reason is None or rule.due(last_use, now + HOUR, UTC) is not None
+    assert rule.due(now, now, UTC) is None
+
+
+# --- which rule holds ---
+
+
+@pytest.mark.parametrize(
+    ("key", "channel", "session", "rule"),
+    [
+        (MAIN, None, {}, None),
+        (MAIN, None, {"reset": {}}, Rule(4)),
+        ("global", None, {"reset": {}}, Rule(4)),
+        (MAIN, None, {"reset": {"atHour": 5, "idleMinutes": 9}}, Rule(5, 9)),
+        (MAIN, None, {"reset": {"mode": "idle", "atHour": 5, "idleMinutes": 9}}, Rule(None, 9)),
+        (MAIN, None, {"idleMinutes": 9}, Rule(None, 9)),
+        (MAIN, None, {"idleMinutes": 9, "reset": {}}, Rule(4, 9)),
+        (MAIN, None, {"resetByType": {"group": {}}}, None),
+        (GROUP, None, {"resetByType": {"group": {}}}, Rule(4)),
+        ("agent:main:discord:channel:1", None, {"resetByType": {"group": {}}}, Rule(4)),
+        (f"{GROUP}:thread:2", None, {"resetByType": {"group": {}}}, None),
+        (f"{GROUP}:thread:2", None, {"resetByType": {"thread": {"atHour": 0}}}, Rule(0)),
+        (DIRECT, None, {"resetByType": {"dm": {}}}, Rule(4)),
+        (DIRECT, None, {"resetByType": {"dm": {}, "direct": {"atHour": 1}}}, Rule(1)),
+        (
+            DIRECT,
+            None,
+            {"reset": {"atHour": 2, "idleMinutes": 9}, "resetByType": {"direct": {"mode": "idle"}}},
+            Rule(None, 9),
+        ),
+        (
+            DIRECT,
+            "telegram",
+            {"reset": {"idleMinutes": 9}, "resetByChannel": {"Telegram": {"atHour": 1}}},
+            Rule(1),
+        ),
+        (DIRECT, "discord", {"resetByChannel": {"telegram": {}}}, None),
+    ],
+)
+def test_the_nearest_rule_holds(
+    key: str, channel: str | None, session: dict[str, Any], rule: Rule | None
+) -> None:
+    assert held(key, channel, **session) == rule
+
+
+@pytest.mark.parametrize(
+    "rest",
+    ["subagent:1", "cron:1", "hook:1", "node-1", "dashboard:1", "openai:1", "openai-user:1", "acp:1", "mine"],
+)
+def test_only_chats_begin_anew(rest: str) -> None:
+    everything: dict[str, Any] = {"reset": {}, "resetByChannel": {"x": {}}, "idleMinutes": 1}
+    assert held(f"agent:main:{rest}", "x", **everything) is None
+
+
+# --- what a message does ---
+
+
+async def reasons(stage: Stage, session: str = MAIN) -> list[str]:
+    return [conversation.reason for conversation in await stage.operations.conversations(OPERATOR, session)]
+
+
+@pytest.mark.parametrize(
+    ("session", "pause", "reason"),
+    [
+        ({"reset": {"mode": "daily"}}, timedelta(days=1, minutes=1), "daily"),
+        ({"reset": {"mode": "idle", "idleMinutes": 30}}, timedelta(minutes=31), "idle"),
+        ({"idleMinutes": 30}, timedelta(minutes=31), "idle"),
+    ],
+)
+async def test_a_message_after_the_time_begins_another_conversation(
+    tmp_path: Path, session: dict[str, Any], pause: timedelta, reason: str
+) -> None:
+    clock = ManualClock()
+    async with staged(tmp_path, echo, config=configured(**session), clock=clock) as stage:
+        await stage.ask("first")
+        await stage.ask("second")
+        old = (await stage.operations.describe(OPERATOR, MAIN)).session_id
+        topic = session_topic(stage.rows("SELECT id FROM sessions")[0]["id"])
+        clock.advance(seconds=pause.total_seconds())
+        async with stage.bus.listen("sessions") as lists, stage.bus.listen(topic) as follower:
+            accepted = await stage.operations.submit(OPERATOR, Message(session="main", content="third"))
+            assert await lists.get(0) == SessionChanged(session_key=MAIN, reason=reason)
+            assert await follower.get(0) == SessionChanged(session_key=MAIN, reason="renewed")
+        assert (await stage.ended(accepted.run_id)).state == "ok"
+        await stage.ask("fourth")
+        assert await reasons(stage) == [reason, "created"]
+        assert accepted.session_id == (await stage.operations.describe(OPERATOR, MAIN)).session_id != old
+        said = [entry["content"] for entry in await stage.transcript() if entry["role"] == "user"]
+        assert said == ["third", "fourth"]
+        await stage.operations.restore(OPERATOR, old)
+        await stage.ask("fifth")
+        assert [entry["role"] for entry in await stage.transcript()] == ["user", "assistant"] * 3
+
+
+async def test_nothing_begins_anew_unless_it_is_configured(tmp_path: Path) -> None:
+    clock = ManualClock()
+    async with staged(tmp_path, echo, clock=clock) as stage:
+        await stage.ask("first")
+        clock.advance(days=400)
+        await stage.ask("second")
+        assert await reasons(stage) == ["created"]
+
+
+async def test_only_a_persons_new_words_to_the_key_begin_another_conversation(tmp_path: Path) -> None:
+    clock = ManualClock()
+    async with staged(tmp_path, echo, config=configured(reset={}), clock=clock) as stage:
+        await stage.ask("first", idempotency_key="known")
+        session_id = (await stage.operations.describe(OPERATOR, MAIN)).session_id
+        clock.advance(days=2)
+        again = await stage.operations.submit(
+            OPERATOR, Message(session=MAIN, content="first", idempotency_key="known")
+        )
+        assert (again.new, again.session_id) == (False, session_id)
+        await stage.ask("from a program", provenance=Provenance(kind="hook", source_tool="wake"))
+        clock.advance(days=2)
+        await stage.ask("to this very conversation", session_id)
+        clock.advance(days=2)
+        steered, _ = await stage.operations.steer(OPERATOR, Message(session=MAIN, content="steered"))
+        await stage.ended(steered.run_id)
+        assert await reasons(stage) == ["created"]
+
+
+async def test_a_session_in_which_nothing_was_said_does_not_begin_anew(tmp_path: Path) -> None:
+    clock = ManualClock()
+    async with staged(tmp_path, echo, config=configured(reset={}), clock=clock) as stage:
+        await stage.create(GROUP)
+        clock.advance(days=2)
+        await stage.ask("first", GROUP)
+        assert await reasons(stage, GROUP) == ["created"]
+
+
+async def test_a_session_at_work_does_not_begin_anew(tmp_path: Path) -> None:
+    clock, begun, release = ManualClock(), asyncio.Event(), asyncio.Event()
+
+    async def slow(prompt: Prompt) -> str:
+        begun.set()
+        await release.wait()
+        return "done"
+
+    async with staged(tmp_path, slow, config=configured(idleMinutes=1), clock=clock) as stage:
+        first = await stage.say("first")
+        await asyncio.wait_for(begun.wait(), BOUND)
+        clock.advance(seconds=120)
+        second = await stage.say("second")
+        release.set()
+        for run_id in (first, second):
+            assert (await stage.ended(run_id)).state == "ok"
+        assert await reasons(stage) == ["created"]
+        clock.advance(seconds=120)
+        await stage.ask("third")
+        assert await reasons(stage) == ["idle", "created"]
+
+
+async def test_of_two_at_once_one_begins_the_conversation_that_both_are_in(tmp_path: Path) -> None:
+    clock = ManualClock()
+    async with staged(tmp_path, echo, config=configured(reset={}), clock=clock) as stage:
+        await stage.ask("first")
+        clock.advance(days=2)
+        for run_id in await asyncio.gather(stage.say("second"), stage.say("third")):
+            await stage.ended(run_id)
+        assert await reasons(stage) == ["daily", "created"]
+        assert len(await stage.transcript()) == 4
+
+
+async def test_who_listens_for_an_answer_hears_it_in_the_conversation_that_it_begins(tmp_path: Path) -> None:
+    clock = ManualClock()
+    async with staged(tmp_path, echo, config=configured(reset={}), clock=clock) as stage:
+        await stage.ask("first")
+        clock.advance(days=2)
+        told = tell(stage.operations, OPERATOR, Message(session=MAIN, content="second"), BOUND)
+        accepted, *words, view = [piece async for piece in told]
+        assert isinstance(accepted, Accepted) and isinstance(view, RunView)
+        assert (words, view.reply) == (["said 1"], "said 1")
+        assert await reasons(stage) == ["daily", "created"]

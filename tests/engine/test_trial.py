@@ -1,0 +1,142 @@
+"""Runs that a process may have died of: begun one at a time, and nobody waits for them who need not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+import stage as stages
+from antiphon.engine import trial
+from antiphon.engine.engine import Pace
+from antiphon.engine.toolbox import Call, Result
+from antiphon.lanes.nats import NatsLanes
+from antiphon.messages import Assistant
+from antiphon.runtimes import Prompt
+from cluster.servers import nats_server
+from stage import DATABASE, calls, raw, soon, staged, text, tool
+
+pytestmark = [pytest.mark.anyio, pytest.mark.requirement("G12", "G24")]
+
+SLOW = Pace(lease=3600, sweep=3600)
+
+
+def session(name: str) -> str:
+    return f"agent:main:dashboard:{name}"
+
+
+async def suspects(path: Path, names: Sequence[str], asking: str | None = None) -> None:
+    """These runs, as several crashes have left them: before their first answer, or in a call to `ask`."""
+    left = list(names)
+    begun = asyncio.Event()
+
+    async def hang(run_id: str) -> Result:
+        left.remove(run_id)
+        if not left:
+            begun.set()
+        await asyncio.Event().wait()
+        return Result(text="never")
+
+    async def agent(prompt: Prompt) -> Assistant:
+        return calls("ask") if prompt.run_id == asking else text((await hang(prompt.run_id)).text)
+
+    ask = tool("ask", lambda call: hang(call.run_id), settle=True)
+    async with staged(path, agent, pace=SLOW, tools=[ask]) as stage:
+        for name in names:
+            await stage.say(name, session(name), idempotency_key=name)
+        await soon(begun)
+    raw(path / DATABASE, "UPDATE runs SET attempts = ?", trial.SUSPECTED)
+
+
+async def test_one_that_gets_on_makes_room_for_the_next(tmp_path: Path) -> None:
+    await suspects(tmp_path, ["a", "b"])
+    working, free, other = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    seen: list[str] = []
+
+    async def work(call: Call) -> Result:
+        working.set()
+        await soon(free)
+        return Result(text="x")
+
+    async def agent(prompt: Prompt) -> Assistant:
+        seen.append(prompt.run_id)
+        if prompt.run_id != seen[0]:
+            other.set()
+        first = prompt.run_id == seen[0] and not working.is_set()
+        return calls("work") if first else text("done", stop_reason="stop")
+
+    async with staged(tmp_path, agent, pace=SLOW, tools=[tool("work", work)]) as stage:
+        await soon(working)
+        await soon(other)
+        free.set()
+        assert {(await stage.ended(name)).state for name in ("a", "b")} == {"ok"}
+
+
+async def test_one_that_waits_for_another_makes_room_for_it(tmp_path: Path) -> None:
+    """A run that was cut off while it waited has nothing to commit before the other one, suspected too, has ended."""
+    await suspects(tmp_path, ["a", "b"], asking="a")
+
+    async def ask(call: Call) -> Result:
+        with stage.engine.resting(call.run_id):
+            return Result(text=(await stage.ended("b")).reply or "")
+
+    async def agent(prompt: Prompt) -> str:
+        return "b's answer" if prompt.run_id == "b" else "done"
+
+    async with staged(tmp_path, agent, pace=SLOW, tools=[tool("ask", ask, settle=True)]) as stage:
+        assert (await stage.ended("a")).reply == "done"
+        result = (await stage.transcript(session("a")))[2]
+        assert (result["role"], result["content"][0]["text"]) == ("toolResult", "b's answer")
+
+
+async def test_none_begins_while_the_process_stops(tmp_path: Path) -> None:
+    await suspects(tmp_path, ["a", "b"])
+    first, free = asyncio.Event(), asyncio.Event()
+    seen: list[str] = []
+
+    async def agent(prompt: Prompt) -> str:
+        seen.append(prompt.run_id)
+        first.set()
+        await soon(free)
+        return "ok"
+
+    async with staged(tmp_path, agent, pace=SLOW) as stage:
+        await soon(first)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(stage.engine.stop(stages.BOUND))
+            group.create_task(_soon_after(free))
+    assert len(seen) == 1
+
+
+async def _soon_after(free: asyncio.Event) -> None:
+    for _ in range(100):  # until the stop is under way
+        await asyncio.sleep(0)
+    free.set()
+
+
+@pytest.mark.sqlite_only  # it is about lanes
+async def test_those_that_wait_take_no_place_from_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["a", "b", "c"]
+    await suspects(tmp_path, names)
+    first, free = asyncio.Event(), asyncio.Event()
+
+    async def agent(prompt: Prompt) -> str:
+        if prompt.run_id == "fresh":
+            return "hello"
+        first.set()
+        await soon(free)
+        return "ok"
+
+    with nats_server() as server:
+        monkeypatch.setattr(stages, "LocalLanes", lambda: NatsLanes(server.servers(), slots=len(names)))
+        async with staged(tmp_path, agent, pace=SLOW) as stage:
+            await soon(first)
+            await stage.say("hi", session("fresh"), idempotency_key="fresh")
+            assert (await stage.ended("fresh")).reply == "hello"
+            free.set()
+            for name in names:
+                assert (await stage.ended(name)).state == "ok"

@@ -1,0 +1,58 @@
+"""Whether the gateway says that it is ready where its store can be read, and nothing can be kept in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from website import served
+
+from antiphon import host
+from antiphon.engine import replicas
+from antiphon.engine.replicas import Replica
+from antiphon.errors import StoreFull
+from antiphon.store import Store, Tx
+from antiphon.store.queries import Query
+
+HISTORY = "/sessions/agent:main:main/history"
+LIMIT = Query("test.limit", "PRAGMA max_page_count = 1")  # SQLite takes the present size: not a page more
+UNLIMIT = Query("test.unlimit", "PRAGMA max_page_count = 1073741823")
+
+
+async def ask(tx: Tx, query: Query) -> None:
+    await tx.one(query)
+
+
+async def put(tx: Tx, name: str) -> None:
+    await replicas.renew_lease(tx, Replica(id="test", name=name), 1, 1)
+
+
+@pytest.mark.anyio
+@pytest.mark.sqlite_only
+@pytest.mark.requirement("W5", "G21")
+async def test_it_is_not_ready_while_nothing_can_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores: list[Store] = []
+    open_store = host.open_store
+
+    async def opened(*args: Any, **options: Any) -> Store:
+        stores.append(await open_store(*args, **options))
+        return stores[-1]
+
+    monkeypatch.setattr(host, "open_store", opened)
+    async with served(tmp_path) as site:
+        await site.ask("hello")
+        assert (await site.stranger.get("/readyz")).json() == {"ready": True}
+        monkeypatch.setattr("antiphon.store.mishaps.LEAST_ROOM", 2**62)  # no disk has that
+        await stores[0].tx(ask, LIMIT)
+        with pytest.raises(StoreFull):
+            await stores[0].tx(put, "x" * 500_000)
+        reply = await site.stranger.get("/readyz")
+        assert (reply.status_code, reply.json()) == (503, {"ready": False, "failing": ["store"]})
+        assert (await site.http.get(HISTORY)).status_code == 200  # what is there can be read
+        monkeypatch.undo()
+        await stores[0].tx(ask, UNLIMIT)
+        await stores[0].tx(put, "x" * 500_000)
+        assert (await site.stranger.get("/readyz")).json() == {"ready": True}
