@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -47,6 +47,7 @@ class Program:
     home: Path
     bytecode: Path
     extra: Mapping[str, str] = field(default_factory=dict[str, str])
+    command: Sequence[str] = tuple(COMMAND)
 
     @property
     def state(self) -> Path:
@@ -73,7 +74,7 @@ class Program:
 
     def run(self, *arguments: str, stdin: str = "") -> Result:
         done = subprocess.run(
-            [*COMMAND, *arguments],
+            [*self.command, *arguments],
             input=stdin,
             capture_output=True,
             encoding="utf-8",
@@ -90,9 +91,18 @@ class Program:
         assert done.code == 0, done.err
         return done.out
 
+    def until_answering(self) -> None:
+        """By the list, since a script is shown no words before the answer is complete."""
+        until = time.monotonic() + BOUND
+        while time.monotonic() < until:
+            listed = self.run("sessions", "list", "--json")
+            if listed.code == 0 and any(row["state"] == "running" for row in listed.json["sessions"]):
+                return
+        raise AssertionError("no answer has begun")
+
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [*COMMAND, *arguments],
+            [*self.command, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -113,7 +123,7 @@ class Terminal:
     def __init__(self, program: Program, arguments: tuple[str, ...]) -> None:
         self._master, slave = pty.openpty()
         self.process = subprocess.Popen(
-            [*COMMAND, *arguments],
+            [*program.command, *arguments],
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -159,10 +169,11 @@ class Terminal:
         self._seen = found.end()
         return found
 
-    def ended(self) -> int:
+    def ended(self, seconds: float = BOUND) -> int:
         """Read to the end; the exit code."""
-        while self._more(BOUND):
-            pass
+        until = time.monotonic() + seconds
+        while self._more(max(0.0, until - time.monotonic())):
+            assert time.monotonic() < until, f"the process has not ended after:\n{self.text[self._seen :]}"
         return self.process.wait(BOUND)
 
     def _more(self, seconds: float) -> bool:

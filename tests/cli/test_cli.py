@@ -16,9 +16,15 @@ import pytest
 
 from antiphon import __version__
 from antiphon.cli import COMMANDS
+from antiphon.cli.checkup import look
 from antiphon.cli.failures import report
-from antiphon.errors import AntiphonError, LaneFull, ProviderError, StoreLocked
+from antiphon.cli.running import here
+from antiphon.config import Config, Paths
+from antiphon.doctor import examine
+from antiphon.errors import AntiphonError, LaneFull, ProviderError, StoreError, StoreLocked
+from antiphon.visits import reading
 from cli.terminal import BOUND, COMMAND, Program
+from nobody import unprivileged
 
 MAIN = "agent:main:main"
 COUNTING = " ".join(f"word{number}" for number in range(100))
@@ -135,6 +141,22 @@ def test_lines_of_a_pipe_are_messages(program: Program) -> None:
     assert "\x1b" not in done.out
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_line_of_a_pipe_that_is_no_command_and_no_message_is_an_error(
+    program: Program, options: list[str]
+) -> None:
+    done = program.run("chat", *options, stdin="/usr is full\nsay never\n")
+    assert (done.code, done.out) == (2, "")
+    assert "There is no command '/usr'." in done.err
+    assert program.run("chat", stdin="say /usr is full").out == "/usr is full\n"
+
+
+def test_lines_may_end_as_on_another_system(program: Program) -> None:
+    assert program.run("chat", stdin="say one\r\nsay two\r\n").out == "one\ntwo\n"
+    said = program.run("sessions", "history", "main", "--json").json["messages"]
+    assert said[0]["content"] == "say one"
+
+
 def test_a_failed_run_is_an_exit_code(program: Program) -> None:
     done = program.run("chat", stdin="fail badly\nsay still here\n")
     assert (done.code, done.out) == (8, "still here\n")
@@ -153,12 +175,12 @@ def test_another_agent_and_another_session(program: Program) -> None:
 
 
 def test_an_interrupted_script_stops_its_run(program: Program) -> None:
+    program.say("say hello")
     process = program.start("chat", "--message", f"say {COUNTING}\nslow 60")
-    assert process.stdout is not None
-    first = process.stdout.read(4)
+    program.until_answering()
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=BOUND)
-    assert (first, process.returncode) == ("word", 130)
+    assert process.returncode == 130
     last = program.run("sessions", "history", "main", "--json").json["messages"][-1]
     assert last["stopReason"] == "aborted"
 
@@ -182,6 +204,26 @@ def test_lists_and_histories_page(program: Program) -> None:
     assert "two" in newest.out
     assert "--before 4" in newest.out
     assert "one" in program.run("sessions", "history", "main", "--before", "4").out
+
+
+@pytest.mark.requirement("G23", "H1")
+def test_a_history_of_a_role_of_a_time_or_of_what_failed(program: Program) -> None:
+    program.run("chat", stdin="say one\nfail badly\nsay two\n")
+
+    def seqs(*arguments: str) -> list[int]:
+        page = program.run("sessions", "history", "main", "--json", *arguments).json
+        return [item["seq"] for item in page["messages"]]
+
+    assert seqs() == [1, 2, 3, 4, 5, 6]
+    assert seqs("--role", "user") == [1, 3, 5]
+    assert seqs("--role", "user", "--role", "assistant", "--after", "4") == [5, 6]
+    assert seqs("--errors") == [4]
+    assert seqs("--errors", "--role", "user") == []
+    assert seqs("--since", "2h") == seqs("--since", "2024-01-31T09:00+02:00") == [1, 2, 3, 4, 5, 6]
+    assert seqs("--since", "9990-01-01") == []
+    more = program.run("sessions", "history", "main", "--role", "user", "--limit", "1").out
+    assert "say two" in more
+    assert "There may be more: --before 5" in more
 
 
 def test_reading_works_beside_an_owner_and_owning_does_not(program: Program) -> None:
@@ -242,6 +284,11 @@ def test_a_reader_that_leaves_is_no_error(program: Program) -> None:
         (["sessions", "lst"], 2, "usage"),
         (["chat", "--agent", "a", "--session", "b"], 2, "usage"),
         (["sessions", "export"], 2, "usage"),
+        (["chat", "--session", "", "--message", "say x"], 2, "invalid_key"),
+        (["chat", "--agent", "", "--message", "say x"], 2, "invalid_key"),
+        (["agent", "--session", "", "--message", "say x"], 2, "invalid_key"),
+        (["agent", "--agent", "", "--message", "say x"], 2, "invalid_key"),
+        (["status", "--state-dir", ""], 2, "usage"),
         (["sessions", "list", "--cursor", "nonsense"], 2, "invalid_input"),
         (["sessions", "history", "agent::"], 2, "invalid_key"),
         (["sessions", "history", "cron:never"], 3, "not_found"),
@@ -348,14 +395,63 @@ def test_an_export_can_be_imported_elsewhere(program: Program, tmp_path: Path) -
     assert other.say("say and on it goes") == "and on it goes\n"
 
 
+@pytest.mark.requirement("L4")
+def test_only_the_export_in_the_state_directory_forgets_what_is_not_here(
+    program: Program, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    program.say("say hello")
+    ours = Path(program.run("sessions", "export", "--all", "--json").json["directory"])
+    for directory in (out, ours):
+        directory.joinpath("sessions.json").write_text('{"agent:main:gone": {"sessionId": "x"}}')
+    program.run("sessions", "export", "--all")
+    program.run("sessions", "export", "--all", "--out", str(out))
+    gone = ["agent:main:gone" in path.joinpath("sessions.json").read_text() for path in (ours, out)]
+    assert gone == [False, True]
+
+
 def test_an_import_that_loses_something_is_an_exit_code(program: Program, tmp_path: Path) -> None:
     folder = tmp_path / "sessions"
     folder.mkdir()
-    folder.joinpath("sessions.json").write_text('{"unknown": {"sessionId": "x"}, "main": {"sessionId": "y"}}')
+    folder.joinpath("sessions.json").write_text('{"torn": {"sessionId": "/"}, "main": {"sessionId": "y"}}')
     done = program.run("sessions", "import", str(folder))
     assert done.code == 1
-    assert "failed unknown" in done.out
+    assert "failed torn" in done.out
     assert "Imported 1" in done.out
+
+
+@pytest.mark.requirement("D1")
+def test_an_import_beside_a_conversation_says_what_became_of_its_settings(
+    program: Program, tmp_path: Path
+) -> None:
+    program.say("say hello")
+    folder = tmp_path / "sessions"
+    folder.mkdir()
+    entry = {"sessionId": "theirs", "sendPolicy": "deny", "totalTokens": 5, "odd\x1b\n": "x"}
+    folder.joinpath("sessions.json").write_text(json.dumps({"agent:main:main": entry}))
+    done = program.run("sessions", "import", str(folder))
+    assert done.code == 0
+    [said] = [line for line in done.out.splitlines() if "agent:main:main" in line]
+    assert "taken over: odd\ufffd , sendPolicy; left behind: totalTokens" in said
+    program.run("sessions", "restore", "theirs")
+    program.run("sessions", "export", "--all", "--out", str(tmp_path / "out"))
+    index = json.loads((tmp_path / "out" / "sessions.json").read_text())
+    assert (index["agent:main:main"]["sessionId"], index["agent:main:main"]["sendPolicy"]) == (
+        "theirs",
+        "deny",
+    )
+
+
+@pytest.mark.requirement("K3")
+def test_what_is_no_session_does_not_make_an_import_fail(program: Program, tmp_path: Path) -> None:
+    folder = tmp_path / "sessions"
+    folder.mkdir()
+    folder.joinpath("sessions.json").write_text('{"Unknown": {"sessionId": "x"}, "main": {"sessionId": "y"}}')
+    done = program.run("sessions", "import", str(folder))
+    assert done.code == 0
+    assert "1 entries are called 'unknown'" in done.out
+    assert program.run("sessions", "list", "--json").json["count"] == 1
 
 
 # --- the doctor ---
@@ -403,6 +499,70 @@ def test_the_doctor_misses_a_secret_before_a_run_does(program: Program) -> None:
     program.configure({"models": {"providers": {"openai": provider}}})
     assert findings(program) == (1, {**findings(program)[1], "models": "fail"})
     assert "ANTIPHON_TEST_UNSET" in program.run("doctor").out
+
+
+def test_the_doctor_and_the_check_miss_what_up_would(program: Program) -> None:
+    program.say("say hello")
+    program.configure(
+        {
+            "gateway": {"auth": {"token": {"file": "~nobody here/no.token"}}},
+            "hooks": {"enabled": True, "token": {"env": "ANTIPHON_TEST_UNSET"}},
+        }
+    )
+    assert findings(program) == (1, {**findings(program)[1], "secrets": "fail"})
+    checked = program.run("config", "check")
+    assert checked.code == 0
+    for shown in (program.run("doctor").out, checked.out):
+        assert "'gateway.auth.token'" in shown and "no.token" in shown and "Correct the path" in shown
+        assert "'hooks.token'" in shown and "ANTIPHON_TEST_UNSET" in shown and "Set it for this" in shown
+    assert program.run("up", "--port", "0").code == 6
+
+
+@pytest.mark.anyio
+async def test_a_directory_that_may_not_be_entered_is_a_finding_among_others(open_path: Path) -> None:
+    paths = Paths(open_path / "config.json5", False, open_path / "locked" / "state")
+    paths.state_dir.mkdir(parents=True)
+    paths.config.write_text("{}")
+    # What is imported on the way is not for everybody to read.
+    assert await examine(paths) and list(look(paths.state_dir, Config()))
+    (open_path / "locked").chmod(0)
+    with unprivileged():
+        found = {finding.check: finding for finding in await examine(paths)}
+        beside = {finding.check: finding for finding in look(paths.state_dir, Config())}
+        with pytest.raises(StoreError, match="cannot be looked into"):
+            list(here(paths.state_dir))
+        with pytest.raises(StoreError, match="cannot be looked into"):
+            async with reading(Config(), paths.state_dir):
+                pass
+    assert found["state"].level == "fail"
+    assert "cannot be looked into (Permission denied)" in found["state"].what
+    assert (found["config"].level, found["disk"].check, found["models"].level) == ("ok", "disk", "warn")
+    assert beside["gateway"].level == "warn"
+    assert "port" in beside
+
+
+def test_the_doctor_knows_a_directory_that_is_none(program: Program, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    code, levels = findings(program, "--state-dir", str(tmp_path / "file"))
+    assert (code, levels["state"]) == (1, "fail")
+
+
+def test_a_number_that_is_no_number_is_refused_before_anything_is_said(program: Program) -> None:
+    program.say("say hello")
+    for arguments in (
+        ("send", "main", "say x", "--wait", "nan"),
+        ("agent", "--message", "say x", "--timeout", "nan"),
+        ("agent", "--message", "say x", "--timeout", "inf"),
+        ("spawn", "say x", "--wait=nan"),
+        ("spawn", "say x", "--timeout", "nan"),
+        ("sessions", "list", "--active", "nan"),
+        ("sessions", "history", "main", "--after", str(10**30)),
+        ("sessions", "history", "main", "--before", str(10**30)),
+        ("sessions", "history", "main", "--since", "yesterday"),
+        ("sessions", "history", "main", "--since", "9999-99-99"),
+    ):
+        assert program.run(*arguments).code == 2, arguments
+    assert len(program.run("sessions", "history", "main", "--json").json["messages"]) == 2
 
 
 @pytest.mark.requirement("G21")
@@ -466,6 +626,23 @@ def test_an_answer_streams_and_can_be_stopped(program: Program) -> None:
         terminal.expect(r"The run was stopped\.\)\n")
         terminal.expect(r"you> ")
         terminal.interrupt()
+        assert terminal.ended() == 0
+
+
+@pytest.mark.requirement("G16")
+def test_each_answer_is_stopped_by_an_interrupt_of_its_own(program: Program) -> None:
+    with program.terminal("chat") as terminal:
+        terminal.expect(r"you> ")
+        terminal.type("slow 60 one two")
+        terminal.expect(r"main> one")
+        terminal.type("slow 60 three four")
+        terminal.expect(r"waits until this answer is complete")
+        terminal.interrupt()
+        terminal.expect(r"The run was stopped\.\)\n")
+        terminal.expect(r"main> three")
+        terminal.interrupt()
+        terminal.expect(r"The run was stopped\.\)\nyou> ")
+        terminal.press(b"\x04")
         assert terminal.ended() == 0
 
 

@@ -87,6 +87,9 @@ async def test_histories_page_both_ways(program: Program) -> None:
             later = await desk.history("main", HistoryFilter(limit=4, after=1))
             assert ([item["seq"] for item in later.messages], later.next_cursor) == ([2, 3, 4, 5], "5")
             assert "__openclaw" not in newest.messages[0]
+            asked = await desk.history("main", HistoryFilter(roles=("user",), since=1))
+            assert [item["seq"] for item in asked.messages] == [1, 3, 5]
+            assert (await desk.history("main", HistoryFilter(errors=True))).messages == []
 
 
 @pytest.mark.requirement("G43")

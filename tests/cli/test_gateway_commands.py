@@ -38,6 +38,8 @@ READING = [
     ["sessions", "list", "--search", "other", "--json"],
     ["sessions", "history", "main"],
     ["sessions", "history", "main", "--json"],
+    ["sessions", "history", "main", "--role", "user", "--since", "2h", "--json"],
+    ["sessions", "history", "main", "--errors", "--since", "2026-01-01", "--json"],
     ["sessions", "history", "main", "--limit", "1", "--json"],
     ["sessions", "history", "main", "--limit", "2", "--before", "4", "--json"],
     ["sessions", "history", "main", "--limit", "2", "--after", "1", "--tools", "--json"],
@@ -187,6 +189,16 @@ def test_an_earlier_conversation_comes_back_beside_a_gateway(program: Program) -
 # --- one by one ---
 
 
+def test_what_a_chat_is_answering_is_not_called_interrupted(program: Program) -> None:
+    with program.terminal("chat") as terminal:
+        terminal.expect(r"you> ")
+        terminal.type("slow 20 a b")
+        terminal.expect(r"main> ")
+        told = program.run("status").out
+        assert f"by process {terminal.process.pid}" in told
+        assert "runs         1 running, 0 queued\n" in told
+
+
 def test_the_status(program: Program) -> None:
     before = program.run("status", "--json").json
     assert (before["running"], before["sessions"]) == (False, 0)
@@ -252,10 +264,12 @@ def test_the_doctor_looks_at_the_gateway(program: Program) -> None:
         findings = {finding["check"]: finding for finding in program.run("doctor", "--json").json["findings"]}
         assert gateway.url in findings["gateway"]["what"]
         assert findings["tokens"]["level"] == "ok"
-        (program.state / "tokens.json").chmod(0o644)
-        done = program.run("doctor", "--json")
-        assert done.code == 1
-        assert [f["check"] for f in done.json["findings"] if f["level"] == "fail"] == ["tokens"]
+        tokens = program.state / "tokens.json"
+        for wrong in (lambda: tokens.chmod(0o644), lambda: (tokens.chmod(0o600), tokens.write_text("{}"))):
+            wrong()
+            done = program.run("doctor", "--json")
+            assert done.code == 1
+            assert [f["check"] for f in done.json["findings"] if f["level"] == "fail"] == ["tokens"]
 
 
 def test_the_doctor_knows_a_port_that_is_taken(program: Program, tmp_path: Path) -> None:

@@ -106,7 +106,11 @@ def test_a_command_elsewhere_does_not_become_a_replica(
         assert refused.code != 0
         assert f"--url {gateway.url}" in refused.err
         assert elsewhere.run("sessions", "list").code == 0  # looking takes nothing from anybody
+        assert gateway.url in elsewhere.run("status").out
+        assert program.say("say hello") == "hello\n"
         assert gateway.stop() == 0
+    told = elsewhere.run("status", "--json").json
+    assert (told["running"], told["sessions"], told["replicas"]) == (False, 1, [])
     assert elsewhere.say("say alone") == "alone\n"
 
 

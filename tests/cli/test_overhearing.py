@@ -128,6 +128,16 @@ def test_an_answer_that_is_shown_is_not_repeated_by_a_late_end(capsys: pytest.Ca
     assert capsys.readouterr().out == "main> once\n"
 
 
+def test_a_script_gets_no_words_that_were_taken_back(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen("answers", "main")
+    screen.expect("mine")
+    screen.show(Delta(session_key="k", run_id="mine", number=1, text="half an ans"))
+    screen.show(Delta(session_key="k", run_id="mine", number=2, text="Hello", restart=True))
+    screen.show(entry("mine", "assistant", "Hello there."))
+    screen.show(ends("mine", "Hello there."))
+    assert capsys.readouterr().out == "Hello there.\n"
+
+
 @pytest.mark.parametrize("token", ["ANNOUNCE_SKIP", "NO_REPLY"])
 def test_silence_is_silent(token: str, capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen("conversation", "main")

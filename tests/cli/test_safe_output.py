@@ -61,12 +61,12 @@ def test_a_summary_cannot_command_a_terminal() -> None:
 
 
 def test_an_imported_agent_cannot_command_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    from antiphon.cli import sessions
+    from antiphon.cli import transfers
     from antiphon.transfers.imports import Imported
 
     done = Imported(dry_run=False)
     done.unknown_agents = [ESCAPE]
-    sessions._print_import(done)  # pyright: ignore[reportPrivateUsage]
+    transfers._print_import(done)  # pyright: ignore[reportPrivateUsage]
     shown = capsys.readouterr().out
     assert "owned" in shown
     assert harmless(shown)

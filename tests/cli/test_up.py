@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from antiphon.errors import ConfigError
+from antiphon.gateway.server import listen
 from cli.gateways import token, up
 from cli.terminal import BOUND, Program
 
@@ -86,6 +88,32 @@ def test_one_gateway_for_each_directory(program: Program) -> None:
         assert second.error["data"] == {"pid": str(gateway.process.pid), "url": gateway.url}
         assert gateway.url in program.run("up", "--port", "0").err
         assert program.say("say still here") == "still here\n"
+
+
+@pytest.mark.parametrize(
+    "gateway",
+    [{"bind": "tailnet"}, {"bind": "custom", "customBindHost": "192.0.2.1"}],
+    ids=["unknown", "foreign"],
+)
+def test_an_address_that_cannot_be_listened_on_is_a_mistake_in_the_configuration(
+    program: Program, gateway: dict[str, str]
+) -> None:
+    program.configure({"gateway": gateway})
+    refused = program.run("up", "--port", "0", "--json")
+    assert (refused.code, refused.error["code"]) == (6, "config_invalid")
+    assert "into gateway.customBindHost" in refused.error["hint"]
+    assert "Unknown error" not in refused.error["message"]
+    examined = program.run("doctor", "--json")
+    [found] = [finding for finding in examined.json["findings"] if finding["level"] == "fail"]
+    assert (examined.code, found["check"], found["nextStep"]) == (1, "port", refused.error["hint"])
+    assert program.run("config", "check").code == 0
+    assert program.say("say hello") == "hello\n"
+
+
+def test_a_host_without_an_address_is_named_with_the_reason() -> None:
+    with pytest.raises(ConfigError) as refused:
+        listen("no such host", 0)
+    assert "Unknown error" not in refused.value.what
 
 
 def test_a_port_that_is_in_use(program: Program) -> None:

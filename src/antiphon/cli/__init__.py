@@ -25,7 +25,7 @@ COMMANDS = {
     "spawn": ("antiphon.cli.spawn", "Start a sub-agent for a session."),
     "subagents": ("antiphon.cli.subagents", "What a session has had sub-agents do, and stopping one."),
     "status": ("antiphon.cli.status", "How the gateway is, or what is kept while none runs."),
-    "sessions": ("antiphon.cli.sessions", "List, read, export and import conversations."),
+    "sessions": ("antiphon.cli.sessions", "List, read, find, name, delete, export and import conversations."),
     "agents": ("antiphon.cli.agents", "Who is configured, and who may spawn whom."),
     "exchanges": ("antiphon.cli.exchanges", "What sessions have said to each other, and what came of it."),
     "deliveries": ("antiphon.cli.deliveries", "What is on its way to people, and what did not get there."),

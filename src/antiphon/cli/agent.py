@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from antiphon.cli.quantities import Finite
 from antiphon.cli.send import LONGEST, tell
-from antiphon.cli.settings import Settings, common, reaching
+from antiphon.cli.settings import Settings, common, reaching, reference
 
 if TYPE_CHECKING:
     from antiphon.operations import Message
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 @click.option("--session", "key", metavar="KEY", help="In which session; default: the agent's main one.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(0, LONGEST, min_open=True),
+    type=Finite("seconds", 0, LONGEST, min_open=True),
     metavar="SECONDS",
     help="End the run after so long; default: as configured.",
 )
@@ -31,10 +32,7 @@ if TYPE_CHECKING:
 def command(settings: Settings, text: str, agent: str | None, key: str | None, timeout: float | None) -> int:
     from antiphon.operations import Message
 
-    if agent and key:
-        raise click.UsageError("--agent and --session both say where; keep one of them.")
-    session = key or (f"agent:{agent}:main" if agent else "main")
-    message = Message(session=session, content=text, origin="agent", timeout_seconds=timeout)
+    message = Message(session=reference(agent, key), content=text, origin="agent", timeout_seconds=timeout)
     return tell(settings, asyncio.run(_ask(settings, message)))
 
 

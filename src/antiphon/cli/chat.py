@@ -9,7 +9,7 @@ import click
 
 from antiphon.cli import output
 from antiphon.cli.failures import INTERRUPTED
-from antiphon.cli.settings import Settings, common, reaching
+from antiphon.cli.settings import Settings, common, reaching, reference
 from antiphon.errors import ProviderError
 
 if TYPE_CHECKING:
@@ -34,16 +34,10 @@ def command(settings: Settings, agent: str | None, key: str | None, messages: Se
     from antiphon.cli.keyboard import interactive
     from antiphon.loop import run
 
-    if agent and key:
-        raise click.UsageError("--agent and --session both say where to talk; keep one of them.")
     person = interactive() and not messages
     if settings.json and person:
         raise click.UsageError("--json is for scripts: add --message, or pipe messages in.")
-    return run(_chat(settings, _reference(agent, key), messages, person=person))
-
-
-def _reference(agent: str | None, key: str | None) -> str:
-    return key or (f"agent:{agent}:main" if agent else "main")
+    return run(_chat(settings, reference(agent, key), messages, person=person))
 
 
 async def _chat(settings: Settings, reference: str, messages: Sequence[str], *, person: bool) -> int:
@@ -63,23 +57,21 @@ async def _chat(settings: Settings, reference: str, messages: Sequence[str], *, 
                 desk,
                 view.key,
                 screen,
-                hosted=gateway is None,
+                gateway=gateway,
                 keyboard=None if messages else keyboard,
                 on_end=_emit if settings.json else None,
             )
-            async with conversation.attended():
-                await _converse(conversation, messages, person=person)
+            await conversation.attend(_converse(conversation, messages, person=person))
     return 0 if person else _outcome(conversation)
 
 
 async def _converse(conversation: Conversation, messages: Sequence[str], *, person: bool) -> None:
     if person:
         await conversation.carry_on()
-    if not messages:
+    if messages:
+        await conversation.say(messages)
+    else:
         await conversation.talk()
-    for message in messages:
-        if not conversation.interrupted:
-            await conversation.say(message)
 
 
 def _outcome(conversation: Conversation) -> int:

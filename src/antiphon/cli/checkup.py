@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,8 +11,8 @@ from urllib.parse import urlsplit
 
 from antiphon.cli.running import here
 from antiphon.config import Config
-from antiphon.doctor import Finding, fail, ok, warn
-from antiphon.errors import AntiphonError, BusError, ConfigError
+from antiphon.doctor import Finding, fail, is_there, ok, unreadable, warn
+from antiphon.errors import AntiphonError, BusError, ConfigError, StoreError, Unavailable
 from antiphon.gateway import note
 from antiphon.gateway.note import Note
 
@@ -57,8 +56,10 @@ async def _enter(servers: Servers) -> None:
 
 
 def look(state_dir: Path, config: Config | None) -> Iterator[Finding]:
-    found = [*here(state_dir)]
-    if found:
+    found = _here(state_dir)
+    if found is None:
+        yield warn("gateway", "cannot be looked for, as the state directory cannot.", "Mend that first.")
+    elif found:
         yield from map(_answers, found)
     elif left := note.read(state_dir):
         yield warn(
@@ -68,9 +69,18 @@ def look(state_dir: Path, config: Config | None) -> Iterator[Finding]:
         )
     else:
         yield ok("gateway", "not running")
+    if config:
+        yield from _secrets(config)
     if not found and config:
         yield from _port(config)
     yield from _tokens(state_dir)
+
+
+def _here(state_dir: Path) -> list[Note] | None:
+    try:
+        return [*here(state_dir)]
+    except StoreError:
+        return None  # which is a finding already
 
 
 def _answers(found: Note) -> Finding:
@@ -86,41 +96,44 @@ def _answers(found: Note) -> Finding:
     return ok("gateway", f"running at {found.url}, process {found.pid}")
 
 
+def _secrets(config: Config) -> Iterator[Finding]:
+    """Those without which `up` does not start."""
+    auth, hooks = config.gateway.auth, config.hooks
+    needed = {
+        "gateway.auth.token": auth.token,
+        "gateway.auth.password": auth.password,
+        "hooks.token": hooks.token if hooks.enabled else None,
+    }
+    for path, secret in needed.items():
+        if secret and (trouble := unreadable(secret)):
+            yield fail("secrets", f"{path!r} cannot be had: {trouble.what}", trouble.hint)
+
+
 def _port(config: Config) -> Iterator[Finding]:
-    from antiphon.gateway.server import address
+    from antiphon.gateway.server import address, listen
 
     port = config.gateway.port
     try:
         host = address(config)
+        listen(host, port).close()
     except ConfigError as error:
         yield fail("port", error.what, error.hint)
-        return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            yield warn(
-                "port",
-                f"{host}:{port} cannot be listened on ({error.strerror}).",
-                "Stop what uses it, or set another gateway.port.",
-            )
-        else:
-            yield ok("port", f"{host}:{port} is free")
+    except Unavailable as error:
+        yield warn("port", error.what, error.hint)
+    else:
+        yield ok("port", f"{host}:{port} is free")
 
 
 def _tokens(state_dir: Path) -> Iterator[Finding]:
-    from antiphon.gateway.tokens import NAME as TOKENS
+    """Read as the gateway reads it."""
+    from antiphon.gateway.tokens import NAME, Tokens
 
-    path = state_dir / TOKENS
-    if not path.exists():
+    path = state_dir / NAME
+    if not is_there(path):
         return
-    if stat.S_IMODE(path.stat().st_mode) & 0o077:
-        yield fail(
-            "tokens",
-            f"{str(path)!r} can be read by others, and the gateway refuses it.",
-            f"Run: chmod 600 {str(path)!r}; replace its tokens if others may have seen them.",
-        )
+    try:
+        Tokens.read(path)
+    except StoreError as error:
+        yield fail("tokens", error.what, error.hint)
     else:
         yield ok("tokens", f"{str(path)!r} is private to its owner")

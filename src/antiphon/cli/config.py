@@ -11,7 +11,7 @@ from antiphon.cli import output
 from antiphon.cli.settings import Settings, common
 
 if TYPE_CHECKING:
-    from antiphon.config import Loaded
+    from antiphon.config import Config, Loaded
 
 
 @click.group(help="Check the configuration, or print its schema.")
@@ -59,8 +59,17 @@ def _facts(settings: Settings, loaded: Loaded) -> dict[str, Any]:
             for agent_id in config.agent_ids
         ],
         "providers": list(config.models.providers),
-        "warnings": list(loaded.warnings),
+        "warnings": [*loaded.warnings, *_lacking(config)],
     }
+
+
+def _lacking(config: Config) -> Iterator[str]:
+    """It may be there for the process that will need it, so this is not held against the configuration."""
+    from antiphon.config import secrets_in
+
+    for path, secret in secrets_in(config):
+        if trouble := secret.lacks:
+            yield f"{path!r} cannot be had: {trouble}"
 
 
 def answerer(loaded: Loaded, agent_id: str) -> str:

@@ -1,7 +1,8 @@
 """One person and one session: what is typed goes in, what happens comes out, until somebody leaves.
 
 A line is a message or a command that starts with a slash. While an answer comes, further lines are taken too:
-a message waits its turn in the session, `/stop` ends what runs.
+a message waits its turn in the session, `/stop` ends what runs. Taking a line may last as long as a gateway is away,
+so it is heard first and taken by a task of its own: whoever wants to leave is heard at any time.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ import asyncio
 import signal
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -21,14 +21,20 @@ from antiphon.cli import output, voices
 from antiphon.cli.desk import Desk
 from antiphon.cli.keyboard import PROMPT, Keyboard
 from antiphon.cli.screen import Screen
-from antiphon.errors import AntiphonError
+from antiphon.errors import AntiphonError, InvalidInput
 from antiphon.operations import HistoryFilter, Message
 from antiphon.views import RunView, end_of
 
+if TYPE_CHECKING:
+    from antiphon.client import Client
+
 LOOK = 60.0  # seconds of one wait for a run; it is repeated until the run has ended
 CATCH_UP = 0.5  # seconds that the feed may lag behind the end of a run
+LAST = 1.0  # seconds in which what was typed before leaving is still taken
+MOST_TYPED = 100  # lines that may wait to be taken; what is typed beyond them waits in the terminal
+QUIT = "/quit"
+_NO_COMMAND = "/help lists them. For a message that begins like one, put something before the slash."
 
-T = TypeVar("T")
 Action = Callable[[str], Coroutine[Any, Any, None]]
 
 
@@ -38,7 +44,7 @@ class Command(NamedTuple):
 
 
 class Conversation:
-    """`hosted` says that answers are made by this very process, and stop with it."""
+    """Without a gateway, answers are made by this very process, and stop with it."""
 
     def __init__(
         self,
@@ -46,20 +52,33 @@ class Conversation:
         session: str,
         screen: Screen,
         *,
-        hosted: bool,
+        gateway: Client | None,
         keyboard: Keyboard | None = None,
         on_end: Callable[[RunView], None] | None = None,
     ) -> None:
         self._desk = desk
-        self._hosted = hosted
+        self._gateway = gateway
         self._session = session
         self._screen = screen
         self._keyboard = keyboard
         self._on_end = on_end
-        if keyboard is not None and keyboard.interactive:
-            screen.out = keyboard.above
+        self._person = keyboard if keyboard is not None and keyboard.interactive else None
+        if self._person:
+            screen.out = self._person.above
+        self._begun = ""
+        """Lines that go on in the next one."""
+        self._typed: asyncio.Queue[str] = asyncio.Queue(MOST_TYPED)
+        self._untaken: deque[str] = deque()
+        """What was typed and is not known to be taken."""
+        self._taking = False
+        """Whether the first of these is being taken."""
+        self._unsent: float | None = None
+        """The absence of the gateway in which that was begun."""
         self._waiting: deque[str] = deque()
+        self._tasks: list[asyncio.Task[Any]] = []
         self._stopping = False
+        self._unwanted = False
+        """Whether the answer to what is being taken is to be stopped."""
         self._leaving = asyncio.Event()
         self.interrupted = False
         self.failed = False
@@ -70,21 +89,40 @@ class Conversation:
             "/history": Command(self._history, "show the last messages: /history 50"),
             "/status": Command(self._status, "say where this conversation stands"),
             "/help": Command(self._help, "show this"),
-            "/quit": Command(self._quit, "leave (so do Ctrl-D, and Ctrl-C at the prompt)"),
         }
 
-    @asynccontextmanager
-    async def attended(self) -> AsyncGenerator[None]:
-        """Show what happens in the session, and take Ctrl-C as a wish of the person."""
+    @property
+    def _away(self) -> float | None:
+        return self._gateway.away if self._gateway else None
+
+    async def attend(self, talk: Coroutine[Any, Any, None]) -> None:
+        """Talk until that is over or somebody leaves; show meanwhile what happens, and take Ctrl-C as a wish.
+
+        Raises:
+            AntiphonError: the gateway went away for good, or a script cannot go on.
+        """
         loop = asyncio.get_running_loop()
-        feed = asyncio.create_task(self._feed())
+        for work in (talk, self._take_typed(), self._feed(), self._leaving.wait()):
+            self._begin(work)
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         try:
-            yield
+            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            if self._leaving.is_set() and not self._away:
+                await self._take_last()
         finally:
             loop.remove_signal_handler(signal.SIGINT)
-            feed.cancel()
-            await asyncio.gather(feed, return_exceptions=True)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self._tell_rest()
+        if not self._leaving.is_set():
+            for task in done:
+                task.result()
+
+    def _begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.append(task)
+        return task
 
     async def carry_on(self) -> None:
         """Take up the runs that are under way in this session, or that an earlier process left in it."""
@@ -95,10 +133,10 @@ class Conversation:
         if self._waiting:
             question = await self._last_question()
             what = (
-                "Carrying on with a turn that was interrupted" if self._hosted else "This is being answered"
+                "This is being answered" if self._gateway else "Carrying on with a turn that was interrupted"
             )
             self._screen.note(f"{what}: {question}")
-            await self._answers()
+            await self._settle()
 
     async def _asked_for(self, run_id: str) -> bool:
         """Whether a person is to be answered, not another session or this one's own sub-agents."""
@@ -106,38 +144,81 @@ class Conversation:
         return not (run.gated or run.quiet)
 
     async def talk(self) -> None:
-        """Until the end of the input, or until told to leave."""
+        """Until told to leave, which the end of the input does as well."""
         assert self._keyboard is not None
-        while not self._leaving.is_set():
-            line = await self._or_leaving(self._keyboard.line(_prompt()))
-            while line is not None and line.endswith("\\"):
-                more = await self._or_leaving(self._keyboard.line(". . . "))
-                line = f"{line[:-1]}\n{more or ''}"
+        while not (self._leaving.is_set() or (self.interrupted and not self._person)):
+            line = await self._keyboard.line(". . . " if self._begun else _prompt())
             if line is None:
                 self._screen.note("")
-                return
-            await self._or_leaving(self._take(line))
-            await self._answers()
+            await self._hear(line)
+            await self._settle()
 
-    async def say(self, text: str) -> None:
-        """A message and its answer."""
-        await self._send(text)
-        await self._answers()
+    async def say(self, messages: Sequence[str]) -> None:
+        """Messages, each when the one before is answered, until one is stopped."""
+        self._untaken += messages
+        for message in messages:
+            if not self.interrupted:
+                await self._handle(message, self._send)
+                await self._settle()
 
     # --- what is typed ---
 
+    async def _hear(self, line: str | None) -> None:
+        """A line, at the prompt or during an answer, or the end of all. Who leaves waits for nothing before it."""
+        if line is None and self._begun and not self._person:
+            line = ""  # a file may end in the middle of a message
+        if line is None or f"{self._begun}{line}".split(maxsplit=1)[:1] == [QUIT]:
+            self._leaving.set()
+        elif line.endswith("\\"):
+            self._begun += f"{line[:-1]}\n"
+        else:
+            line, self._begun = f"{self._begun}{line}", ""
+            if line.strip():
+                await self._keep(line)
+
+    async def _keep(self, line: str) -> None:
+        """A line, until it is its turn to be taken. No other is heard before there is room for it."""
+        self._untaken.append(line)
+        if self._away:
+            self._screen.note("(is sent when the gateway is back)")
+        await self._typed.put(line)
+
+    async def _take_typed(self) -> None:
+        """What is typed, one line after the other."""
+        while True:
+            await self._handle(await self._typed.get(), self._take)
+            self._typed.task_done()
+
+    async def _handle(self, line: str, act: Action) -> None:
+        """The first of what is not taken."""
+        self._taking, self._unsent = True, self._away
+        try:
+            await act(line)
+        except InvalidInput:  # it was refused, and there is no doubt about that
+            self._taken()
+            raise
+        self._taken()
+
+    def _taken(self) -> None:
+        self._untaken.popleft()
+        self._taking = self._unwanted = False
+
+    async def _take_last(self) -> None:
+        """Who has typed a line and leaves at once has not called it off."""
+        await asyncio.wait([self._begin(self._typed.join())], timeout=LAST)
+
     async def _take(self, line: str) -> None:
-        """A line, at the prompt or during an answer. What is wrong with it is said and harms nothing."""
+        """A line. What is wrong with it is said and harms nothing, except to a script."""
         name, _, rest = line.strip().partition(" ")
         try:
             if name in self._commands:
                 await self._commands[name].act(rest.strip())
-            elif name.startswith("/") and "/" not in name[1:]:
-                self._screen.tell(f"There is no command {name!r}. /help lists them.")
+            elif _is_command(line):
+                raise InvalidInput(f"There is no command {name!r}.", _NO_COMMAND)
             elif name:
                 await self._send(line)
         except AntiphonError as error:
-            if self._keyboard is None or not self._keyboard.interactive:
+            if self._away or not self._person:
                 raise
             self._screen.note(str(error))
 
@@ -149,47 +230,46 @@ class Conversation:
         if self._waiting:
             self._screen.note("(waits until this answer is complete)")
         self._waiting.append(run_id)
+        if self._unwanted:
+            await self._desk.stop(self._session, run_id)
+
+    async def _settle(self) -> None:
+        """Until all that was typed is taken and every answer is there; hear what is typed meanwhile."""
+        work = self._begin(self._answers())
+        while not work.done():
+            await self._listen(work)
+        self._tasks.remove(work)
+        work.result()
+        self._stopping = False
 
     async def _answers(self) -> None:
-        """Wait for every answer that is due, and take what is typed meanwhile."""
-        while self._waiting and not self._leaving.is_set():
-            over = asyncio.create_task(self._over(self._waiting[0]))
-            try:
-                await self._listen_until(over)
-            finally:
-                over.cancel()
-            if over.done() and not over.cancelled():
-                self._waiting.popleft()
-                self._note_end(over.result())
-        self._stopping = False
+        await self._typed.join()
+        while self._waiting:
+            view = await self._over(self._waiting[0])
+            self._waiting.popleft()
+            self._stopping = False
+            self._note_end(view)
+            await self._typed.join()
+
+    async def _listen(self, work: asyncio.Task[Any]) -> None:
+        """For one line, while this is not done."""
+        if self._person is None:
+            await asyncio.wait([work])
+            return
+        line = self._begin(self._person.line())
+        await asyncio.wait({work, line}, return_when=asyncio.FIRST_COMPLETED)
+        if not line.done():
+            line.cancel()
+        self._tasks.remove(line)
+        [typed] = await asyncio.gather(line, return_exceptions=True)
+        if not isinstance(typed, BaseException):
+            await self._hear(typed)
 
     def _note_end(self, view: RunView) -> None:
         self.failed = self.failed or view.state != "ok"
         self.provider_failed = self.provider_failed or view.error_code == "provider_error"
         if self._on_end:
             self._on_end(view)
-
-    async def _listen_until(self, over: asyncio.Task[RunView]) -> None:
-        while not over.done() and not self._leaving.is_set():
-            leaving = asyncio.create_task(self._leaving.wait())
-            tasks: set[asyncio.Task[Any]] = {over, leaving}
-            typed = None
-            if self._keyboard is not None and self._keyboard.interactive:
-                typed = asyncio.create_task(self._keyboard.line())
-                tasks.add(typed)
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            leaving.cancel()
-            if typed is not None and typed.done():
-                await self._heard(typed.result())
-            elif typed is not None:
-                typed.cancel()
-                await asyncio.gather(typed, return_exceptions=True)
-
-    async def _heard(self, line: str | None) -> None:
-        if line is None:
-            await self._quit("")
-        else:
-            await self._take(line)
 
     async def _over(self, run_id: str) -> RunView:
         while True:
@@ -200,39 +280,45 @@ class Conversation:
             self._screen.end(run_id, view.state, view.reply, view.error)
         return view
 
-    async def _or_leaving(self, work: Coroutine[Any, Any, T]) -> T | None:
-        typed = asyncio.create_task(work)
-        leaving = asyncio.create_task(self._leaving.wait())
-        await asyncio.wait({typed, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        leaving.cancel()
-        if typed.done():
-            return typed.result()
-        typed.cancel()
-        await asyncio.gather(typed, return_exceptions=True)
-        return None
-
     # --- what happens ---
 
     async def _feed(self) -> None:
-        async for event in self._desk.follow(self._session):
-            if isinstance(event, MessageAppended):
-                await voices.learn(self._desk, [msgspec.json.decode(event.body)], self._screen.labels)
-            self._screen.show(event)
+        """What happens, as long as it can be followed; without that, ends are still asked for."""
+        try:
+            async for event in self._desk.follow(self._session):
+                if isinstance(event, MessageAppended):
+                    await voices.learn(self._desk, [msgspec.json.decode(event.body)], self._screen.labels)
+                self._screen.show(event)
+        except AntiphonError:
+            if self._away:
+                raise
+        await self._leaving.wait()
 
     def _interrupt(self) -> None:
-        """Ctrl-C: stop the answer; leave when there is none, or when stopping it takes too long."""
+        """Ctrl-C: stop the answer; leave when there is none, or when stopping it takes too long.
+
+        What is on its way to be answered is stopped as soon as it is accepted; a script does not wait for that.
+        """
         self.interrupted = True
-        if self._waiting and not self._stopping:
-            self._stopping = True
-            self._stop_task = asyncio.create_task(self._stop(""))
-        else:
+        if self._stopping or not (self._waiting or (self._person and self._untaken)):
             self._leaving.set()
+            return
+        self._stopping = True
+        if self._waiting:
+            self._begin(self._take("/stop"))
+        else:
+            self._unwanted = True
+        if self._away or self._unwanted:
+            when = "when the gateway is back" if self._away else "as soon as it begins"
+            answered = self._waiting or not _is_command(self._untaken[0])
+            stopped = f"The answer is stopped {when}. " if answered else ""
+            self._screen.note(f"{stopped}Ctrl-C again, or Ctrl-D, leaves.")
 
     # --- commands ---
 
     async def _new(self, _: str) -> None:
         old = await self._desk.describe(self._session)
-        await self._desk.renew(self._session)
+        await self._desk.renew(self._session, expected=old.session_id)
         self._screen.tell(f"A new conversation. The old one: antiphon sessions history {old.session_id}")
 
     async def _stop(self, _: str) -> None:
@@ -270,23 +356,51 @@ class Conversation:
     async def _help(self, _: str) -> None:
         for name, command in self._commands.items():
             self._screen.tell(f"{name:<9} {command.about}")
+        self._screen.tell(f"{QUIT:<9} leave (so do Ctrl-D, Ctrl-C at the prompt, and twice anywhere)")
         self._screen.tell(
             "A line that ends in \\ goes on in the next one. Everything else is said to the agent."
         )
 
-    async def _quit(self, _: str) -> None:
+    def _tell_rest(self) -> None:
+        """What becomes of the answers that are due, and of what was typed and not taken."""
+        told: list[str] = []
         if self._waiting:
-            when = "is carried on when Antiphon is started again" if self._hosted else "goes on without you"
-            self._screen.note(f"The answer {when}.")
-        self._leaving.set()
+            answers = "The answer goes" if len(self._waiting) == 1 else "The answers go"
+            told.append(f"{answers} on {self._when()}.")
+        lines = [*self._untaken, *([self._begun] if self._begun else [])]
+        if self._taking and (self._unsent is None or self._unsent != self._away):
+            doubtful = lines.pop(0)
+            if not _is_command(doubtful):
+                look = f"`antiphon sessions history {self._session}`"
+                told.append(f"{look} shows whether this was sent: {_brief(doubtful)}")
+        if lines:
+            more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
+            told.append(f"Not sent: {_brief(lines[0])}{more}")
+        if told:
+            self._screen.warn(" ".join(told))
+
+    def _when(self) -> str:
+        if self._gateway is None:
+            return "when Antiphon is started again"
+        return "at the gateway once it is back" if self._away else "without you"
 
     async def _last_question(self) -> str:
         page = await self._desk.history(self._session, HistoryFilter(limit=20))
         asked = [output.said(item) for item in page.messages if item.get("role") == "user"]
         if not asked:
             return "its question waits"
-        question = output.line(asked[-1])
-        return f"{question[:60]}…" if len(question) > 64 else question
+        return _brief(asked[-1])
+
+
+def _is_command(line: str) -> bool:
+    """Whether it is for the chat itself, and not a message that begins with a path."""
+    name = line.strip().partition(" ")[0]
+    return name.startswith("/") and "/" not in name[1:]
+
+
+def _brief(text: str) -> str:
+    line = output.line(text.strip())
+    return f"{line[:60]}…" if len(line) > 64 else line
 
 
 def _prompt() -> str:

@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from antiphon.cli import output
+from antiphon.cli.quantities import Interval
 from antiphon.cli.settings import Settings, common, reaching
 
 if TYPE_CHECKING:
     from antiphon.schedules import FiredView, JobView
-
-UNITS = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}  # milliseconds
-LEAST = 1000  # milliseconds between two firings
-
-
-class Interval(click.ParamType[int]):
-    """A number and its unit, such as 90s, 10m, 6h or 1d; as milliseconds."""
-
-    name = "interval"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        found = re.fullmatch(r"(\d{1,9})([smhd])", str(value).strip())
-        if not found:
-            self.fail(f"{value!r} is no interval; write one such as 90s, 10m, 6h or 1d.", param, ctx)
-        length = int(found[1]) * UNITS[found[2]]
-        if length < LEAST:
-            self.fail(f"{value!r} is too short; the least is {LEAST // 1000}s.", param, ctx)
-        return length
 
 
 @click.group(help="List, add, remove and run scheduled jobs. They fire while a gateway runs.")

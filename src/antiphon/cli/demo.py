@@ -24,6 +24,7 @@ import msgspec
 
 from antiphon.bus import EVERY_SESSION, Event, Gap, Listener, MessageAppended, RunChanged, ToolPhase
 from antiphon.cli import output
+from antiphon.cli.quantities import Finite
 from antiphon.cli.score import DRAWN, TYPED, WIDEST, Move, Narrator, score
 from antiphon.cli.settings import Settings, common
 from antiphon.errors import AntiphonError
@@ -101,7 +102,7 @@ ACTS = (
 @click.option("--fast", is_flag=True, help="Do not wait for anybody to read along.")
 @click.option(
     "--pace",
-    type=click.FloatRange(0, SLOWEST),
+    type=Finite("seconds", 0, SLOWEST),
     metavar="SECONDS",
     help=f"Wait so long after each move; default: {PACE:g} on a terminal, else 0.",
 )

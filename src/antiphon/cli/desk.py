@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
 from antiphon.cli.running import find
 from antiphon.cli.settings import Settings
+from antiphon.errors import StoreFull, StoreLocked, StoreReadOnly
 
 if TYPE_CHECKING:
     from antiphon import views
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from antiphon.client.link import Site
     from antiphon.filters import HistoryFilter, ListFilter
     from antiphon.operations import Message, Operations, Send, Spawn, StopView
+
+INDEXING = 5.0  # seconds that somebody who searches waits for the index
+TURN = 0.4  # seconds of them in one go, in which nobody else can own the directory
 
 
 class Desk(Protocol):
@@ -29,9 +34,15 @@ class Desk(Protocol):
     async def describe(self, session: str) -> views.SessionView: ...
     async def history(self, session: str, wanted: HistoryFilter) -> views.HistoryPage: ...
     async def conversations(self, session: str) -> list[views.Conversation]: ...
+    async def search(
+        self, query: str, *, session: str | None, agent_id: str | None, limit: int
+    ) -> views.SearchPage: ...
     def follow(self, session: str, after: int | None = None) -> AsyncGenerator[Event]: ...
     async def open(self, session: str) -> views.SessionView: ...
-    async def renew(self, session: str) -> views.SessionView: ...
+    async def renew(self, session: str, expected: str | None = None) -> views.SessionView: ...
+    async def restore(self, session_id: str) -> views.SessionView: ...
+    async def label(self, session: str, text: str | None) -> views.SessionView: ...
+    async def delete(self, session: str, expected: str) -> bool: ...
     async def send(self, wanted: Send, requester: str) -> views.Sent: ...
     async def spawn(self, wanted: Spawn, requester: str) -> views.Spawned: ...
     async def tasks(self, session: str) -> list[views.TaskView]: ...
@@ -78,14 +89,32 @@ class Own:
     async def conversations(self, session: str) -> list[views.Conversation]:
         return await self._operations.conversations(self._caller, session)
 
+    async def search(
+        self, query: str, *, session: str | None, agent_id: str | None, limit: int
+    ) -> views.SearchPage:
+        return await self._operations.search(
+            self._caller, query, session=session, agent_id=agent_id, limit=limit
+        )
+
     def follow(self, session: str, after: int | None = None) -> AsyncGenerator[Event]:
         return self._operations.follow(self._caller, session, after)
 
     async def open(self, session: str) -> views.SessionView:
         return await self._operations.open(self._caller, session)
 
-    async def renew(self, session: str) -> views.SessionView:
-        return await self._operations.renew(self._caller, session)
+    async def renew(self, session: str, expected: str | None = None) -> views.SessionView:
+        return await self._operations.renew(self._caller, session, expected=expected)
+
+    async def restore(self, session_id: str) -> views.SessionView:
+        return await self._operations.restore(self._caller, session_id)
+
+    async def label(self, session: str, text: str | None) -> views.SessionView:
+        from antiphon.operations import Patch
+
+        return await self._operations.patch(self._caller, session, Patch(label=text))
+
+    async def delete(self, session: str, expected: str) -> bool:
+        return await self._operations.delete(self._caller, session, expected=expected)
 
     async def send(self, wanted: Send, requester: str) -> views.Sent:
         return await self._operations.send(self._caller, wanted, requester=requester)
@@ -146,6 +175,55 @@ async def reading(settings: Settings) -> AsyncGenerator[Desk]:
 
     async with looking(settings.config_when_needed(), settings.paths.state_dir) as operations:
         yield Own(operations)
+
+
+@asynccontextmanager
+async def searching(settings: Settings) -> AsyncGenerator[Desk]:
+    """For finding what was said: where no process is there that indexes it, this one does first, if it can."""
+    if find(settings) is None:
+        with suppress(StoreFull, StoreLocked, StoreReadOnly):  # what is left is said with the answer
+            await _index(settings)
+    async with reading(settings) as desk:
+        yield desk
+
+
+async def _index(settings: Settings) -> None:
+    """A little at a time: whoever wants to own the directory meanwhile waits for one turn, not for all of it."""
+    from antiphon.engine import search
+    from antiphon.store.statedir import StateDir
+    from antiphon.visits import keeping, reading
+
+    config, home = settings.config_when_needed(), StateDir.look(settings.paths.state_dir)
+    if config.store.url is not None:
+        return
+    async with reading(config, home.path) as store:  # refuses what would have to be brought up to date first
+        last, head = await store.read(search.place)
+    left, clock = last < head, asyncio.get_running_loop().time
+    until = clock() + INDEXING
+    while left and clock() < until:
+        began = clock()
+        async with keeping(config, home.path) as store:
+            left = await search.hurry(store, TURN)
+        await asyncio.sleep(clock() - began if left else 0)
+
+
+@asynccontextmanager
+async def changing(settings: Settings) -> AsyncGenerator[Desk]:
+    """For changes that play no run: without a gateway this process has the directory to itself meanwhile."""
+    if client := calling(settings):
+        async with client:
+            yield client
+        return
+    from antiphon.store.sqlite import check_begun
+    from antiphon.store.statedir import StateDir
+    from antiphon.visits import check_alone, keeping, operations_on
+
+    config, home = settings.load().config, StateDir.look(settings.paths.state_dir)
+    if config.store.url is None:
+        check_begun(home.database)
+    await check_alone(config, home.path)
+    async with keeping(config, home.path) as store:
+        yield Own(operations_on(config, store, home))
 
 
 @asynccontextmanager

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import MutableMapping
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from antiphon.cli.output import clean
 from antiphon.paths import LOG
+from antiphon.store import TROUBLES
 
 MOST_BYTES = 2**20
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -28,17 +30,33 @@ class _Cleaned(logging.Formatter):
         return clean(super().format(record))
 
 
+class _Unwritten(logging.Handler):
+    def handleError(self, record: logging.LogRecord) -> None:
+        """The disk may be full, or nobody there to read: that is not to be told in the middle of a conversation."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+class _File(_Unwritten, RotatingFileHandler): ...
+
+
+class _Terminal(_Unwritten, logging.StreamHandler[TextIO]):
+    def __init__(self, format_: str) -> None:
+        super().__init__()
+        self.setFormatter(_Cleaned(format_))
+
+
 def keep_journal(state_dir: Path, *, debug: bool) -> None:
-    """Write what the program logs there; with `debug` also to standard error."""
-    file = RotatingFileHandler(
-        state_dir / LOG, maxBytes=MOST_BYTES, backupCount=2, delay=True, encoding="utf-8"
-    )
+    """Write what the program logs there; with `debug` also to standard error.
+
+    That nothing can be kept for now is said there in any case: else whoever waits would not know what for.
+    """
+    file = _File(state_dir / LOG, maxBytes=MOST_BYTES, backupCount=2, delay=True, encoding="utf-8")
     file.setFormatter(_lines())
-    handlers: list[logging.Handler] = [file]
-    if debug:
-        watched = logging.StreamHandler()
-        watched.setFormatter(_Cleaned(FORMAT))
-        handlers.append(watched)
+    watched = _Terminal(FORMAT if debug else "%(message)s")
+    if not debug:
+        watched.addFilter(logging.Filter(TROUBLES))
+    handlers: list[logging.Handler] = [file, watched]
     logging.basicConfig(level=logging.INFO if debug else logging.WARNING, handlers=handlers)
 
 

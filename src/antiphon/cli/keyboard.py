@@ -76,6 +76,8 @@ class Keyboard:
         try:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
+            if self._drawn is not None:
+                click.echo()  # what is said from now on is below the prompt
             self._drawn = None
             if prompt is None:
                 await self._call_off_wait(answer)
@@ -104,7 +106,9 @@ class Keyboard:
         while True:
             prompt, answer = self._wishes.get()
             try:
-                line = self._edited(prompt) if prompt and self.interactive else self._plain_line()
+                ahead = b"\n" in self._buffer  # it was typed before it was asked for
+                edits = self.interactive and not ahead
+                line = self._edited(prompt) if prompt and edits else self._plain_line()
             except _CalledOff as error:
                 self._settle(answer.set_exception, error)
             except (EOFError, OSError, ValueError):
@@ -117,7 +121,11 @@ class Keyboard:
             self._loop.call_soon_threadsafe(settle, outcome)
 
     def _edited(self, prompt: str) -> str:
+        import readline
+
         self._asked = prompt
+        begun, self._buffer = self._buffer.decode(errors="replace"), b""
+        readline.set_startup_hook(lambda: readline.insert_text(begun))
         try:
             return input(prompt)
         finally:
@@ -138,9 +146,10 @@ class Keyboard:
             if not chunk:
                 rest, self._buffer = self._buffer, b""
                 return rest.decode(errors="replace") or None
-            self._buffer += chunk
+            # What comes in while a line is edited ends with the key that was pressed, also in a paste.
+            self._buffer += chunk.replace(b"\r", b"\n") if self.interactive else chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
-        return line.decode(errors="replace")
+        return line.removesuffix(b"\r").decode(errors="replace")
 
 
 def interactive() -> bool:

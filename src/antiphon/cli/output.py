@@ -14,7 +14,7 @@ import click
 
 LONGEST = 4000  # characters of one message in a listing for people; --json has everything
 SMALLER = {"d": "h", "h": "min", "min": "s"}
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _C1 = re.compile(rb"\xc2([\x80-\x9f])")  # U+0080 to U+009F in UTF-8
 
 

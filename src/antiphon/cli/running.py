@@ -16,7 +16,7 @@ from antiphon.cli.settings import Settings
 from antiphon.errors import InvalidInput, Unauthorized
 from antiphon.gateway import note
 from antiphon.gateway.note import Note
-from antiphon.paths import JOINED
+from antiphon.paths import JOINED, at_home
 from antiphon.store.statedir import StateDir
 
 if TYPE_CHECKING:
@@ -50,7 +50,12 @@ def find(settings: Settings) -> Site | None:
 
 
 def here(state_dir: Path) -> Iterator[Note]:
-    """The gateways on this machine: the one that owns the directory, and replicas started with `up --join`."""
+    """The gateways on this machine: the one that owns the directory, and replicas started with `up --join`.
+
+    Raises:
+        StoreError: this user cannot tell what is in the directory.
+    """
+    StateDir.look(state_dir).check()
     for place in (state_dir, *sorted((state_dir / JOINED).glob("[0-9]*"))):
         if found := running(place):
             yield found
@@ -77,7 +82,7 @@ def _given_token(settings: Settings) -> str | None:
     """A token that was given for this command. It is never an argument: others can read those."""
     if settings.token_file is None:
         return os.environ.get("ANTIPHON_TOKEN") or None
-    path = Path(settings.token_file).expanduser()
+    path = at_home(settings.token_file)
     try:
         return path.read_text("utf-8").strip() or None
     except (OSError, UnicodeDecodeError) as error:

@@ -34,6 +34,8 @@ def _print(text: str) -> None:
 class Screen:
     def __init__(self, style: Style, speaker: str = "agent") -> None:
         self._style = style
+        self._streams = style == "conversation" or (style == "answers" and sys.stdout.isatty())
+        """Whether words may be shown that are taken back when an answer is cut off and begun again."""
         self.speaker = speaker
         self.labels: voices.Labels = {}
         self.out: Callable[[str], None] = _print
@@ -70,6 +72,15 @@ class Screen:
         if self._style != "silent":
             self._line(dim(clean(text)))
             self._flush()
+
+    def warn(self, text: str) -> None:
+        """Something to know, also for who reads only answers."""
+        if self._style == "answers":
+            self._fresh_line()
+            self._flush()
+            click.echo(clean(text), err=True)
+        else:
+            self.note(text)
 
     async def ended(self, run_id: str, seconds: float) -> bool:
         """Whether the end of a run has been shown, after waiting for that a while."""
@@ -132,7 +143,7 @@ class Screen:
             self.end(event.run_id, event.state, event.reply, event.error)
 
     def _delta(self, event: Delta) -> None:
-        if event.run_id not in self._mine:
+        if event.run_id not in self._mine or not self._streams:
             return
         if event.run_id != self._run:
             self._begin(event.run_id)
@@ -140,6 +151,7 @@ class Screen:
         self._number = event.number
         if event.restart:
             if self._step:
+                self._fresh_line()
                 self.note("(the answer was cut off; it starts again)")
             self._begin_step()
         if event.text and not self._lost:
@@ -177,7 +189,9 @@ class Screen:
     def _complete(self, text: str) -> None:
         """Print what is missing of a step's words."""
         if not text.startswith(self._step):
-            self.note("(the answer was)")
+            self._fresh_line()
+            if text:
+                self.note("(the answer was)")
             self._step = ""
         self._write(text[len(self._step) :])
         self._fresh_line()

@@ -9,6 +9,7 @@ import click
 
 from antiphon.cli import output
 from antiphon.cli.failures import outcome
+from antiphon.cli.quantities import Finite
 from antiphon.cli.settings import Settings, common, reaching
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ LONGEST_REPLY = 3600  # seconds that one session waits for another
 @click.option(
     "--wait",
     "seconds",
-    type=click.FloatRange(0, LONGEST),
+    type=Finite("seconds", 0, LONGEST),
     metavar="SECONDS",
     help="Wait so long for the answer, and print it.",
 )

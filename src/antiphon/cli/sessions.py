@@ -1,43 +1,34 @@
-"""`antiphon sessions`: conversations as rows, as text and as files."""
+"""`antiphon sessions`: conversations as rows and as text, and what was said in them found again."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from antiphon.cli import output, voices
+from antiphon.cli import output, transfers, upkeep, voices
+from antiphon.cli.quantities import Finite, Moment
 from antiphon.cli.settings import Settings, common, reaching
 
 if TYPE_CHECKING:
     from antiphon.filters import HistoryFilter, ListFilter
-    from antiphon.transfers.exports import Exported
-    from antiphon.transfers.imports import Imported
-    from antiphon.views import Conversation, HistoryPage, SessionPage, SessionView
+    from antiphon.views import Conversation, HistoryPage, SearchPage, SessionPage
 
 KINDS = ("main", "group", "cron", "hook", "node", "other")
+ROLES = ("user", "assistant", "toolResult", "compaction")
 MOST_MINUTES = 1e9  # two thousand years; a time before that has no number in the store
+LAST = 2**53  # a number that no entry has
 
 
-class Minutes(click.FloatRange):
-    """A number of minutes. `inf` and `nan` are numbers to Python and no time to anybody."""
-
-    name = "minutes"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = click.FLOAT.convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value!r} is not a number of minutes; give one such as 90.", param, ctx)
-        return super().convert(number, param, ctx)
-
-
-@click.group(help="List, read, export and import conversations.")
+@click.group(help="List, read, find, name, delete, export and import conversations.")
 @common
 def command() -> None: ...
+
+
+for one in (*upkeep.COMMANDS, *transfers.COMMANDS):
+    command.add_command(one)
 
 
 @command.command("list")
@@ -47,7 +38,7 @@ def command() -> None: ...
 @click.option("--agent", metavar="ID", help="Only this agent's.")
 @click.option(
     "--active",
-    type=Minutes(min=0, min_open=True, max=MOST_MINUTES),
+    type=Finite("minutes", 0, MOST_MINUTES, min_open=True),
     metavar="MIN",
     help="Only those active in the last MIN minutes.",
 )
@@ -121,18 +112,43 @@ def _print_page(page: SessionPage) -> None:
 @click.argument("key")
 @click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True)
 @click.option("--tools", is_flag=True, help="Show what tools returned, too.")
-@click.option("--before", type=click.IntRange(min=1), metavar="SEQ", help="Only entries before this number.")
-@click.option("--after", type=click.IntRange(min=0), metavar="SEQ", help="Only entries after this number.")
+@click.option(
+    "--before", type=click.IntRange(1, LAST), metavar="SEQ", help="Only entries before this number."
+)
+@click.option("--after", type=click.IntRange(0, LAST), metavar="SEQ", help="Only entries after this number.")
+@click.option(
+    "--role", "roles", multiple=True, type=click.Choice(ROLES), help="Only of this role; may be repeated."
+)
+@click.option(
+    "--since", type=Moment(), metavar="TIME", help="Only since then, such as 2h (ago) or 2026-08-01T09:00."
+)
+@click.option("--errors", is_flag=True, help="Only what failed, tools too.")
 @reaching
 @common
 @click.pass_obj
 def history(
-    settings: Settings, key: str, limit: int, tools: bool, before: int | None, after: int | None
+    settings: Settings,
+    key: str,
+    limit: int,
+    tools: bool,
+    before: int | None,
+    after: int | None,
+    roles: tuple[str, ...],
+    since: int | None,
+    errors: bool,
 ) -> None:
     """What was said in a session. KEY is its key, its session id or its label."""
     from antiphon.filters import HistoryFilter
 
-    wanted = HistoryFilter(limit=limit, include_tools=tools, before=before, after=after)
+    wanted = HistoryFilter(
+        limit=limit,
+        include_tools=tools,
+        before=before,
+        after=after,
+        roles=roles or None,
+        since=since,
+        errors=errors,
+    )
     page, labels = asyncio.run(_history(settings, key, wanted))
     if settings.json:
         output.emit(page)
@@ -142,7 +158,8 @@ def history(
         click.echo(f"{output.dim(str(item['seq']).rjust(5))} {who} {output.said(item)}")
     if page.next_cursor:
         way = "--before" if after is None else "--after"
-        click.echo(output.dim(f"There is more: {way} {output.line(str(page.next_cursor))}"))
+        sure = "may be" if wanted.narrow else "is"
+        click.echo(output.dim(f"There {sure} more: {way} {output.line(str(page.next_cursor))}"))
 
 
 async def _history(settings: Settings, key: str, wanted: HistoryFilter) -> tuple[HistoryPage, voices.Labels]:
@@ -157,7 +174,50 @@ async def _history(settings: Settings, key: str, wanted: HistoryFilter) -> tuple
 
 
 @command.command()
+@click.argument("words", nargs=-1, required=True)
+@click.option("--session", metavar="KEY", help="Only in this session, its earlier conversations too.")
+@click.option("--agent", metavar="ID", help="Only in this agent's sessions.")
+@click.option("--limit", type=click.IntRange(1, 25), default=10, show_default=True)
+@reaching
+@common
+@click.pass_obj
+def search(
+    settings: Settings, words: Sequence[str], session: str | None, agent: str | None, limit: int
+) -> None:
+    """What was said with all these WORDS in it, the latest first. Quotes within them make a phrase."""
+    page = asyncio.run(_search(settings, " ".join(words), session, agent, limit))
+    if settings.json:
+        output.emit(page)
+    else:
+        _print_found(page)
+
+
+async def _search(
+    settings: Settings, query: str, session: str | None, agent: str | None, limit: int
+) -> SearchPage:
+    from antiphon.cli.desk import searching
+
+    async with searching(settings) as desk:
+        only = None if session is None else (await desk.describe(session)).key
+        return await desk.search(query, session=only, agent_id=agent, limit=limit)
+
+
+def _print_found(page: SearchPage) -> None:
+    for hit in page.results:
+        where = f"{output.line(hit.session_key)} {hit.seq}"
+        click.echo(f"{output.bold(where)} {output.dim(f'{hit.role}, {output.ago(hit.timestamp)}')}")
+        click.echo(f"      {output.line(hit.snippet)}")
+    if not page.results:
+        click.echo("Nothing was found.")
+    if page.indexing:
+        click.echo(output.dim("What was said last cannot be found yet; try again in a moment."))
+    if page.truncated:
+        click.echo(output.dim("There may be more: give more words, or a --session."))
+
+
+@command.command()
 @click.argument("key")
+@reaching
 @common
 @click.pass_obj
 def past(settings: Settings, key: str) -> None:
@@ -179,127 +239,3 @@ async def _past(settings: Settings, key: str) -> list[Conversation]:
 
     async with reading(settings) as desk:
         return await desk.conversations(key)
-
-
-@command.command()
-@click.argument("session_id", metavar="ID")
-@common
-@click.pass_obj
-def restore(settings: Settings, session_id: str) -> None:
-    """Go back to an earlier conversation of a session; the current one is kept and can be restored in turn."""
-    session = asyncio.run(_restore(settings, session_id))
-    if settings.json:
-        output.emit(session)
-    else:
-        click.echo(
-            f"{output.clean(session.key)} goes on with conversation {output.clean(session.session_id)}."
-        )
-
-
-async def _restore(settings: Settings, session_id: str) -> SessionView:
-    from antiphon.cli.desk import calling
-
-    if client := calling(settings):
-        async with client:
-            return await client.restore(session_id)
-    from antiphon.access import Caller
-    from antiphon.store.statedir import StateDir
-    from antiphon.visits import keeping, operations_on
-
-    config = settings.load().config
-    async with keeping(config, settings.paths.state_dir) as store:
-        operations = operations_on(config, store, StateDir.look(settings.paths.state_dir))
-        return await operations.restore(Caller.operator(), session_id)
-
-
-@command.command("export")
-@click.argument("keys", nargs=-1, metavar="[KEY]...")
-@click.option("--all", "everything", is_flag=True, help="Every conversation there is.")
-@click.option(
-    "--out", type=click.Path(path_type=Path, file_okay=False), help="Default: the state's transcripts."
-)
-@common
-@click.pass_obj
-def export_sessions(settings: Settings, keys: Sequence[str], everything: bool, out: Path | None) -> None:
-    """Write conversations as JSONL. What was said is written as it was said: nothing is masked."""
-    if everything == bool(keys):
-        raise click.UsageError("Name the sessions to export, or say --all.")
-    done = asyncio.run(_export(settings, keys, out))
-    if settings.json:
-        output.emit(done)
-        return
-    click.echo(f"Wrote {done.files} conversations with {done.messages} entries to {done.directory!r}.")
-    if done.damaged:
-        click.echo(f"{done.damaged} damaged entries were left out; `antiphon doctor` names them.")
-
-
-async def _export(settings: Settings, keys: Sequence[str], out: Path | None) -> Exported:
-    from antiphon.engine.door import Door
-    from antiphon.store.statedir import StateDir
-    from antiphon.transfers.exports import export_all, export_named
-    from antiphon.visits import reading
-
-    state_dir = settings.paths.state_dir
-    directory = out or StateDir.look(state_dir).transcripts
-    config = settings.config_when_needed()
-    async with reading(config, state_dir) as store:
-        if keys:
-            return await export_named(store, Door(config), directory, keys)
-        return await export_all(store, directory)
-
-
-@command.command("import")
-@click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
-@click.option("--agent", metavar="ID", help="Only this agent's, or whose the short keys are.")
-@click.option("--dry-run", is_flag=True, help="Only say what would be imported.")
-@common
-@click.pass_obj
-def import_sessions(settings: Settings, directory: Path, agent: str | None, dry_run: bool) -> int:
-    """Bring in sessions from a state directory of the OpenClaw family, or from an export."""
-    done = asyncio.run(_import(settings, directory, agent, dry_run=dry_run))
-    if settings.json:
-        output.emit(done)
-    else:
-        _print_import(done)
-    return 1 if done.failed_count else 0
-
-
-async def _import(settings: Settings, directory: Path, agent: str | None, *, dry_run: bool) -> Imported:
-    import tempfile
-
-    from antiphon.clock import SystemClock
-    from antiphon.store.statedir import StateDir
-    from antiphon.transfers.imports import bring
-    from antiphon.visits import keeping
-
-    config, state_dir = settings.load().config, settings.paths.state_dir
-    with tempfile.TemporaryDirectory() as empty:
-        if dry_run and not StateDir.look(state_dir).database.exists():
-            state_dir = Path(empty)
-        async with keeping(config, state_dir) as store:
-            return await bring(store, config, directory, SystemClock().now(), agent_id=agent, dry_run=dry_run)
-
-
-def _print_import(done: Imported) -> None:
-    verb = "Would import" if done.dry_run else "Imported"
-    click.echo(
-        f"{verb} {done.imported} sessions with {done.messages} messages; {done.skipped} were here already."
-    )
-    notes = {
-        "had a key that is in use: readable by their session id": done.beside,
-        "had no transcript": done.missing_transcripts,
-        "lines were damaged and left out": done.damaged_lines,
-        "entries were no part of a conversation and left out": done.left_out_entries,
-        "archived files were ignored": done.archived_files,
-        "transcripts are not in sessions.json and were ignored": done.unlisted_files,
-    }
-    for note, count in notes.items():
-        if count:
-            click.echo(f"  {count} {note}")
-    if done.unknown_agents:
-        names = output.line(", ".join(done.unknown_agents[:20]))
-        click.echo(f"  Not configured here: {names}. Add them to agents.list before speaking to them.")
-    for failure in done.failed[:20]:
-        click.echo(f"  {output.red('failed')} {output.clean(failure.key)}: {output.clean(failure.reason)}")
-    if done.failed_count > 20:
-        click.echo(f"  … and {done.failed_count - 20} more failed; --json lists them.")

@@ -96,8 +96,19 @@ class _Later:
 
 def _remember(ctx: click.Context, param: click.Parameter, value: object) -> None:
     settings = ctx.ensure_object(Settings)
+    if value == "":  # a variable that is not set must not lead elsewhere
+        raise click.UsageError(f"{param.opts[0]} is empty; say what it is, or leave it out.")
     if value and param.name:
         setattr(settings, param.name, value)
+
+
+def reference(agent: str | None, key: str | None) -> str:
+    """The session that `--agent` and `--session` name; what is empty names none, and is refused where it is opened."""
+    if agent is not None and key is not None:
+        raise click.UsageError("--agent and --session both say where; keep one of them.")
+    if key is not None:
+        return key
+    return "main" if agent is None else f"agent:{agent}:main"
 
 
 def common(function: F) -> F:

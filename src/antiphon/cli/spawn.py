@@ -12,6 +12,7 @@ import click
 
 from antiphon.cli import output
 from antiphon.cli.failures import outcome
+from antiphon.cli.quantities import Finite
 from antiphon.cli.settings import Settings, common, reaching
 from antiphon.errors import InvalidInput
 
@@ -48,10 +49,8 @@ class Ended(NamedTuple):
         return self.task.status if self.task.phase == "settled" else None
 
 
-class Patience(click.FloatRange):
+class Patience(Finite):
     """Seconds to wait; the option alone is as long as it takes."""
-
-    name = "seconds"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
@@ -60,7 +59,7 @@ class Patience(click.FloatRange):
             self.fail(
                 f"{value!r} is no number of seconds; write TASK before --wait, or --wait=60.", param, ctx
             )
-        return number if number == math.inf else super().convert(number, param, ctx)
+        return number if number == math.inf else super().convert(value, param, ctx)
 
 
 @click.command(
@@ -76,7 +75,7 @@ class Patience(click.FloatRange):
 @click.option("--thinking", type=click.Choice(THINKING), help="How much it is to think.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(0, LONGEST),
+    type=Finite("seconds", 0, LONGEST),
     metavar="SECONDS",
     help="Stop it after so long; default: as configured.",
 )
@@ -105,7 +104,7 @@ class Patience(click.FloatRange):
 @click.option(
     "--wait",
     "seconds",
-    type=Patience(0),
+    type=Patience("seconds", 0, LONGEST),
     is_flag=False,
     flag_value=math.inf,
     metavar="[SECONDS]",

@@ -110,13 +110,17 @@ async def _without(settings: Settings) -> dict[str, Any]:
 
     home = StateDir.look(settings.paths.state_dir)
     facts: dict[str, Any] = {"running": False, "stateDir": str(home.path), "holder": home.holder}
-    if not home.database.exists():
+    config, operator = settings.config_when_needed(), Caller.operator()
+    elsewhere = config.store.url is not None
+    if not elsewhere and not home.database.exists():
         return {**facts, "sessions": 0, "runs": {"queued": 0, "running": 0}, "deliveries": {}}
-    async with looking(settings.config_when_needed(), home.path) as operations:
-        summary = await operations.summary(Caller.operator())
-        standing = (await operations.deliveries(Caller.operator(), limit=1)).standing
+    async with looking(config, home.path) as operations:
+        summary = await operations.summary(operator)
+        standing = (await operations.deliveries(operator, limit=1)).standing
+        replicas = await operations.replicas(operator) if elsewhere else []
     runs = {"queued": summary.queued, "running": summary.running}
     facts |= {"sessions": summary.sessions, "runs": runs, "deliveries": standing}
+    facts |= {"replicas": msgspec.to_builtins(replicas), "shared": True} if elsewhere else {}
     return {**facts, "tokenFile": _token_file(settings)}
 
 
@@ -140,7 +144,7 @@ def _working(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "version", facts["version"]
     yield "up for", output.lasting(facts["uptimeMs"])
     yield "sessions", str(facts["sessions"])
-    yield "runs", f"{runs['running']} running, {runs['queued']} queued"
+    yield "runs", _going_on(runs)
     yield "connections", str(facts["connections"])
     yield "memory", f"{facts['rssBytes'] // 2**20} MiB at most"
     yield "cron", _many(cron["jobs"], "job") + ("" if cron["enabled"] else ", switched off")
@@ -151,19 +155,28 @@ def _working(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _stopped(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     runs = facts["runs"]
-    yield "gateway", "not running; start it with: antiphon up"
+    hosted = any(replica["alive"] for replica in facts.get("replicas", ()))
+    yield "gateway", f"not running{' here, but elsewhere' * hosted}; start it with: antiphon up"
     if facts["holder"]:
         yield "in use", f"by process {facts['holder']}, which is no gateway (a chat, an import)"
     yield "sessions", str(facts["sessions"])
-    yield "runs", f"{runs['running']} interrupted, {runs['queued']} queued; they go on at the next start"
+    if hosted or facts["holder"]:
+        yield "runs", _going_on(runs)
+    else:
+        yield "runs", f"{runs['running']} interrupted, {runs['queued']} queued; they go on at the next start"
     yield from _deliveries(facts)
+    yield from _replicas(facts)
     yield "state", facts["stateDir"]
+
+
+def _going_on(runs: dict[str, int]) -> str:
+    return f"{runs['running']} running, {runs['queued']} queued"
 
 
 def _replicas(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """A line for each, where there are or could be several."""
-    replicas: list[dict[str, Any]] = facts["replicas"] or []
-    for replica in replicas if facts["shared"] or len(replicas) > 1 else ():
+    replicas: list[dict[str, Any]] = facts.get("replicas") or []
+    for replica in replicas if facts.get("shared") or len(replicas) > 1 else ():
         heard = f"heard of {output.lasting(replica.get('lagMs') or 0)} ago"
         parts = [
             replica.get("address") or "no address",

@@ -63,12 +63,12 @@ def migrate(settings: Settings, origin: str, goal: str | None, password_file: Pa
 
 
 def _source(settings: Settings, origin: str) -> Path:
-    from antiphon.paths import DATABASE
+    from antiphon.paths import DATABASE, at_home
 
     scheme, _, path = origin.partition(":")
     if scheme != "sqlite":
         raise click.UsageError("Only an SQLite database can be moved: --from sqlite:/path/antiphon.db.")
-    return Path(path).expanduser().resolve() if path else settings.paths.state_dir / DATABASE
+    return at_home(path).resolve() if path else settings.paths.state_dir / DATABASE
 
 
 def _server(config: Config, goal: str | None, password_file: Path | None) -> Server:

@@ -24,8 +24,10 @@ def command() -> None: ...
 def _tokens(settings: Settings) -> Tokens:
     from antiphon.errors import NotFound
     from antiphon.gateway.tokens import NAME, Tokens
+    from antiphon.store.statedir import StateDir
 
     path = settings.paths.state_dir / NAME
+    StateDir.look(settings.paths.state_dir).check()
     if not path.exists():
         raise NotFound(
             f"There are no tokens in {str(path.parent)!r} yet.", "The first `antiphon up` makes the owner's."

@@ -1,0 +1,82 @@
+"""A conversation inside this process, where a test can hold up what a person would have to be quick for."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from antiphon.cli.conversation import Conversation
+from antiphon.cli.desk import Own
+from antiphon.cli.keyboard import Keyboard
+from antiphon.cli.screen import Screen
+from antiphon.config import Config
+from antiphon.host import hosting
+from antiphon.operations import Message, Operations
+from antiphon.views import Accepted
+from stage import BOUND
+
+pytestmark = [pytest.mark.anyio, pytest.mark.requirement("R")]
+
+
+class Typist:
+    """A keyboard, and what is seen above it."""
+
+    interactive = True
+
+    def __init__(self) -> None:
+        self.lines: asyncio.Queue[str | None] = asyncio.Queue()
+        self.seen: asyncio.Queue[str] = asyncio.Queue()
+
+    async def line(self, prompt: str | None = None) -> str | None:
+        return await self.lines.get()
+
+    def above(self, text: str) -> None:
+        self.seen.put_nowait(text)
+
+    async def sees(self, words: str) -> None:
+        async with asyncio.timeout(BOUND):
+            while words not in await self.seen.get():
+                pass
+
+
+class Slow(Own):
+    """Takes a message when it is told to."""
+
+    sent: str | None = None
+
+    def __init__(self, operations: Operations) -> None:
+        super().__init__(operations)
+        self.asked, self.go = asyncio.Event(), asyncio.Event()
+
+    async def submit(self, message: Message) -> Accepted:
+        self.sent = message.idempotency_key
+        self.asked.set()
+        await self.go.wait()
+        return await super().submit(message)
+
+
+@pytest.mark.requirement("G16")
+async def test_what_is_stopped_before_it_is_accepted_is_not_answered(tmp_path: Path) -> None:
+    async with asyncio.timeout(2 * BOUND), hosting(Config(), tmp_path / "state") as operations:
+        desk, typist = Slow(operations), Typist()
+        key = (await desk.open("main")).key
+        conversation = Conversation(
+            desk, key, Screen("conversation"), gateway=None, keyboard=cast("Keyboard", typist)
+        )
+        attending = asyncio.create_task(conversation.attend(conversation.talk()))
+        typist.lines.put_nowait("slow 600 a b c")
+        await desk.asked.wait()
+        signal.raise_signal(signal.SIGINT)
+        await typist.sees("The answer is stopped as soon as it begins. Ctrl-C again, or Ctrl-D, leaves.")
+        desk.go.set()
+        await typist.sees("was stopped")
+        assert desk.sent is not None
+        assert (await desk.wait(desk.sent, BOUND)).state == "cancelled"
+        typist.lines.put_nowait("say wanted")
+        await typist.sees("wanted")
+        typist.lines.put_nowait(None)
+        await attending
