@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import httpx2
 import pyjson5
 import pytest
 
 from antiphon.config import parse
+from cli.gateways import token, up
+from cli.terminal import BOUND, Program
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -39,6 +43,50 @@ def test_python_in_the_documents_runs(page: str, text: str) -> None:
         [sys.executable, "-W", "error", "-c", text], check=False, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, f"{page}: {done.stderr}"
+
+
+CURLS = [text for _, text in blocks("sh") if text.startswith("curl ")]
+
+
+@pytest.mark.requirement("W5")
+def test_requests_in_the_documents_are_answered(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """As they are shown, but for the port."""
+    program = Program(tmp_path, tmp_path_factory.getbasetemp().parent / "antiphon-bytecode")
+    secret = "a secret of the hooks"
+    program.configure(
+        {
+            "gateway": {"http": {"endpoints": {"chatCompletions": {"enabled": True}}}},
+            "hooks": {"enabled": True, "token": secret},
+        }
+    )
+    with up(program) as gateway:
+        known = {"$ANTIPHON_TOKEN": token(program), "$HOOKS_TOKEN": secret}
+        completion, hook = (text.replace(":18789", f":{gateway.port}") for text in CURLS)
+        assert _asked(completion, known).json()["choices"][0]["message"]["content"] == "hello"
+        told = _asked(hook, known).json()
+        assert told["ok"]
+        assert _asked(hook, known).json() == told
+
+
+def _asked(text: str, known: dict[str, str]) -> httpx2.Response:
+    """What curl would do with these words."""
+    program, url, *words = shlex.split(text.replace("\\\n", " "))
+    assert program == "curl"
+    options = list(zip(words[::2], words[1::2], strict=True))
+    headers = dict(_header(value, known) for option, value in options if option == "-H")
+    (body,) = (value for option, value in options if option == "-d")
+    answer = httpx2.post(url, headers=headers, content=body, timeout=BOUND)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def _header(text: str, known: dict[str, str]) -> tuple[str, str]:
+    for name, value in known.items():
+        text = text.replace(name, value)
+    name, value = text.split(": ", 1)
+    return name, value
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
