@@ -327,6 +327,49 @@ def test_an_image_weighs_what_it_costs_and_is_summarised_in_a_word() -> None:
     assert context.as_text([picture], 8000) == "user: look [image]"
 
 
+# --- how much is read ---
+
+
+async def _load(path: Path, messages: Sequence[Message], window: int | None) -> Context:
+    bodies = [(str(message.__struct_config__.tag), encode(message)) for message in messages]
+    async with opened(path) as store:
+        await store.tx(_write, bodies)
+        return await store.read(context.load, 7, len(bodies), window)
+
+
+@pytest.mark.requirement("G26")
+@pytest.mark.anyio
+async def test_what_is_read_goes_by_weight_not_by_bytes(tmp_path: Path) -> None:
+    picture = Image(data="A" * 2**18, mime_type="image/png")
+    said: list[Message] = [User(content=f"turn {n}", timestamp=1) for n in range(3 * context.PAGE)]
+    said[-1] = User(content=[picture], timestamp=1)
+    assert (await _load(tmp_path, said, window=16_000)).messages == said
+
+
+@pytest.mark.requirement("G26")
+@pytest.mark.anyio
+async def test_without_a_known_window_everything_is_shown_that_a_model_might_take(tmp_path: Path) -> None:
+    said: list[Message] = [User(content="word " * 2000, timestamp=1) for _ in range(3 * context.PAGE)]
+    assert (await _load(tmp_path, said, window=None)).messages == said
+
+
+@pytest.mark.requirement("G23", "G26")
+@pytest.mark.anyio
+@pytest.mark.parametrize("cause", ["tokens", "bytes"])
+async def test_what_is_left_out_without_a_summary_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
+    said: list[Message] = [User(content=f"{n:<999}", timestamp=1) for n in range(1, 4 * context.PAGE)]
+    said.insert(3, Compaction(summary="It began.", first_kept_seq=3, tokens_before=9, timestamp=1))
+    if cause == "bytes":
+        monkeypatch.setattr(context, "MOST_BYTES", 100_000)
+    found = await _load(tmp_path, said, window=10_000 if cause == "tokens" else None)
+    notice, *kept = found.messages
+    assert isinstance(notice, Compaction) and kept == said[-2 * context.PAGE :]
+    left = len(said) - len(kept) - 2
+    assert notice.summary == f"It began.\n\n[Earlier messages left out here: {left}]"
+
+
 # --- making room ---
 
 

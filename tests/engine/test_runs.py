@@ -29,7 +29,7 @@ from antiphon.errors import (
     UnknownModel,
 )
 from antiphon.lanes import local
-from antiphon.messages import Assistant, ToolCall, ToolResult, User
+from antiphon.messages import Assistant, Compaction, ToolCall, ToolResult, User
 from antiphon.operations import Message
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import FunctionRuntime
@@ -1103,7 +1103,7 @@ async def test_a_long_run_that_is_taken_up_still_knows_its_question(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However much its tools have returned since."""
-    monkeypatch.setattr(context, "UNBOUNDED_BYTES", 1)
+    monkeypatch.setattr(context, "UNBOUNDED", 1)
     steps = context.PAGE
     held = asyncio.Event()
 
@@ -1117,9 +1117,9 @@ async def test_a_long_run_that_is_taken_up_still_knows_its_question(
         return Assistant(content=calls("work").content, timestamp=len(results(prompt)))
 
     async def after(prompt: Prompt) -> str:
-        first = prompt.messages[0]
-        assert isinstance(first, User)
-        return f"answering {first.content}"
+        notice, asked = prompt.messages[:2]
+        assert isinstance(notice, Compaction) and isinstance(asked, User)
+        return f"answering {asked.content}"
 
     tools = [tool("work", work)]
     async with staged(tmp_path, before, tools=tools, pace=SLOW, max_steps=2 * steps) as stage:

@@ -7,6 +7,7 @@ that guarantee whatever a crash, an import or another program left behind; the s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -27,13 +28,17 @@ from antiphon.messages import (
 )
 from antiphon.store import Row, Tx
 
-PAGE = 200
+PAGE = 64  # entries that are fetched at once: so many large ones may be in memory beside the rest
 CHARACTERS_PER_TOKEN = 4  # a rule of thumb that errs on the long side for text in Latin script
 OVERHEAD = 8  # tokens of a message besides its words
 IMAGE = 1200  # tokens, whatever its bytes
 LEAST_CUT = 32  # tokens; a summary of less could not be shorter
-UNBOUNDED_BYTES = 2**20  # what a runtime without a window is shown
+UNBOUNDED = 2**20  # tokens that a runtime without a window is shown; one that cannot take them says so
+MOST_BYTES = (
+    32 * 2**20
+)  # of entries, whatever they weigh: images are large, and no provider takes more at once
 
+_NOTICE = re.compile(r"\[Earlier messages left out here: \d+\]")
 INTERRUPTED = "This call was interrupted: it may or may not have taken effect. Check before repeating it."
 
 
@@ -59,23 +64,23 @@ class Context:
 async def load(tx: Tx, transcript: int, question: int, window: int | None) -> Context:
     """From the latest compaction to the end, and no more than could matter for a window of that many tokens.
 
-    The entry with the number `question`, which the run is about, is there however long its answer already is.
+    The entry with the number `question`, which the run is about, is there however long its answer already is. What
+    else is left out is said in its place.
     """
-    budget = UNBOUNDED_BYTES if window is None else 2 * window * CHARACTERS_PER_TOKEN
     head = await latest_compaction(tx, transcript)
-    since = head[1].first_kept_seq if head else 0
-    rows = await _tail(tx, transcript, since, budget)
-    if rows and rows[0]["seq"] > question >= since:
-        rows = [
-            *await tx.all(SQL.tail, transcript=transcript, since=question, before=question + 1, limit=1),
-            *rows,
-        ]
+    since = head[1].first_kept_seq if head else 1
+    found, first = await _tail(tx, transcript, since, UNBOUNDED if window is None else 2 * window)
     context = Context()
-    if head:
+    if first > since:
+        earlier = head[1] if head else None
+        context.add(head[0] if head else 0, left_out(first - since, earlier, first, now=0))
+    elif head:
         context.add(*head)
-    for row in rows:
-        if (message := readable(row)) is not None:
-            context.add(row["seq"], message)
+    if first > question >= since:
+        asked = await tx.all(SQL.tail, transcript=transcript, since=question, before=question + 1, limit=1)
+        found = _readable(asked) + found
+    for seq, message in found:
+        context.add(seq, message)
     return context
 
 
@@ -97,17 +102,35 @@ async def latest_compaction(tx: Tx, transcript: int) -> tuple[int, Compaction] |
     return None
 
 
-async def _tail(tx: Tx, transcript: int, since: int, budget: int) -> list[Row]:
-    rows: list[Row] = []
-    before = END
-    while budget > 0:
+async def _tail(tx: Tx, transcript: int, since: int, tokens: int) -> tuple[list[tuple[int, Message]], int]:
+    """The last entries that weigh about so much, and the number that they begin with."""
+    found: list[tuple[int, Message]] = []
+    before, size = END, 0
+    while tokens > 0 and size < MOST_BYTES:
         page = await tx.all(SQL.tail, transcript=transcript, since=since, before=before, limit=PAGE)
-        rows += page
-        budget -= sum(len(row["body"]) for row in page)
+        messages = _readable(page)
+        found += messages
+        tokens -= sum(weigh(message) for _, message in messages)
+        size += sum(len(row["body"]) for row in page)
         if len(page) < PAGE:
-            break
+            return found[::-1], since
         before = page[-1]["seq"]
-    return rows[::-1]
+    return found[::-1], before
+
+
+def _readable(rows: Iterable[Row]) -> list[tuple[int, Message]]:
+    return [(row["seq"], message) for row in rows if (message := readable(row)) is not None]
+
+
+def left_out(count: int, earlier: Compaction | None, first: int, now: int, tokens: int = 0) -> Compaction:
+    """What stands for messages that nobody has summarised. What an earlier summary says is carried on."""
+    carried = _NOTICE.sub("", earlier.summary).strip() if earlier else ""
+    return Compaction(
+        summary=f"{carried}\n\n[Earlier messages left out here: {count}]".strip(),
+        first_kept_seq=first,
+        tokens_before=tokens,
+        timestamp=now,
+    )
 
 
 def mend(messages: Iterable[Message]) -> list[Message]:
