@@ -91,6 +91,14 @@ async def test_one_that_waits_for_another_makes_room_for_it(tmp_path: Path) -> N
         assert (result["role"], result["content"][0]["text"]) == ("toolResult", "b's answer")
 
 
+async def test_many_have_all_begun_before_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though none of them gets on: most have done nothing but be there when another one crashed."""
+    monkeypatch.setattr(trial, "ALL", 0.1)
+    place = trial.Trial()
+    async with asyncio.timeout(stages.BOUND):
+        await asyncio.gather(*(place.enter(lane) for lane in range(20)))
+
+
 async def test_none_begins_while_the_process_stops(tmp_path: Path) -> None:
     await suspects(tmp_path, ["a", "b"])
     first, free = asyncio.Event(), asyncio.Event()
