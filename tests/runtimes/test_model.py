@@ -23,6 +23,7 @@ from msgspec import structs
 from pydantic_ai.messages import ModelResponse
 from stamina.instrumentation import set_on_retry_hooks
 
+from antiphon.engine.words import THINKING
 from antiphon.errors import ContextOverflow, ProviderError
 from antiphon.messages import (
     Assistant,
@@ -268,6 +269,12 @@ async def test_thinking_of_another_provider_stays_here(provider: Provider, api: 
 async def test_thinking_level_is_sent(provider: Provider, level: str | None, expected: str | None) -> None:
     await step(spec_for("openai-completions", provider.url), prompt_of(thinking=level))
     assert provider.bodies[0].get("reasoning_effort") == expected
+
+
+@pytest.mark.parametrize("level", THINKING)
+@every
+async def test_every_level_of_thinking_can_be_asked_for(provider: Provider, api: Api, level: str) -> None:
+    assert (await step(spec_for(api, provider.url), prompt_of(thinking=level))).text
 
 
 @readers

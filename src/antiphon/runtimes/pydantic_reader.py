@@ -38,6 +38,9 @@ from antiphon.runtimes.model import Api, Kind, ModelSpec, failure, kind_of, reas
 from antiphon.runtimes.prices import Prices
 from antiphon.runtimes.pydantic_transcript import Dialect, blocks, conversation, message_native
 
+_THINKING = {"off": False, "adaptive": True}
+"""What the library has other words for; `adaptive` leaves it to the model how much."""
+
 
 class PydanticReader(HttpReader):
     """One model object, reused by every step of a spec."""
@@ -76,7 +79,7 @@ class PydanticReader(HttpReader):
         if self._spec.max_tokens is not None:
             settings["max_tokens"] = self._spec.max_tokens
         if prompt.thinking is not None:
-            settings["thinking"] = False if prompt.thinking == "off" else prompt.thinking
+            settings["thinking"] = _THINKING.get(prompt.thinking, prompt.thinking)
         if self._spec.api == "openai-responses":
             # The transcript is ours to keep: nothing is stored there, and reasoning comes back encrypted.
             settings["openai_store"] = False
