@@ -228,6 +228,21 @@ async def test_a_commit_that_is_too_large_does_not_keep_the_disk_full(tmp_path: 
         await store.close()
 
 
+async def test_a_reader_does_not_make_everybody_wait_where_there_is_no_room(tmp_path: Path) -> None:
+    """It keeps the log from being made smaller; a backup may last for as long as the disk is full."""
+    with small_disk(tmp_path / "disk") as disk:
+        store = await SqliteStore.open(disk.path / NAME)
+        await store.tx(put, "a")
+        with closing(sqlite3.connect(disk.path / NAME, isolation_level=None)) as reader:
+            reader.execute("BEGIN").execute("SELECT * FROM owners").fetchall()
+            await store.tx(put, "b")
+            async with asyncio.timeout(BOUND):
+                large = (store.tx(append, 4_000_000) for _ in range(20))
+                *errors, fits = await asyncio.gather(*large, store.tx(put, "c"), return_exceptions=True)
+        assert {type(error) for error in errors} == {StoreFull} and fits is None
+        await store.close()
+
+
 async def test_a_directory_for_which_there_is_no_room_is_said_to_be_so(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", files=1) as disk:
         with pytest.raises(StoreFull, match="no room left"):

@@ -38,7 +38,7 @@ from antiphon.engine.steps import GATED, QUIET, Outcome, Sequel
 from antiphon.engine.transcripts import Entry
 from antiphon.engine.trial import Trial
 from antiphon.engine.turns import Setting, Turn
-from antiphon.errors import AntiphonError, Fenced, ProviderError, RunFailed, StoreError, Suspected
+from antiphon.errors import AntiphonError, Fenced, ProviderError, RunFailed, StoreError, StoreFull, Suspected
 from antiphon.lanes import LaneEngine
 from antiphon.messages import Assistant, ToolCall, ToolResult
 from antiphon.runtimes.answers import whole
@@ -231,7 +231,7 @@ class Engine:
     async def _finish(
         self, claim: Claim, ending: Ending, *, going_on: bool
     ) -> tuple[Ended, Claim | None, list[Ended]]:
-        for on in (going_on, False):  # it may be what follows that cannot be had
+        for on in dict.fromkeys((going_on, False)):  # it may be what follows that cannot be had
             try:
                 return await self._commit_end(claim, ending, going_on=on)
             except (Fenced, StoreError):
@@ -335,6 +335,8 @@ class Engine:
             at_once = False
             try:
                 await chore()
+            except StoreFull:
+                pass  # which the store has said once, for all
             except AntiphonError as error:
                 log.error("%s", error)
             except Exception:
@@ -409,6 +411,8 @@ class Engine:
                 continue  # it has come to its end, which waits for room
             try:
                 ended = await self._store.tx(runs.force, run_id, before, now)
+            except StoreFull:
+                raise  # there is no room for any of them
             except Exception:
                 log.exception("Run %r could not be ended", run_id, extra={"run_id": run_id})
                 continue

@@ -11,10 +11,12 @@ A script is driven by a single `send(None)`: its awaits are answered on the spot
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -37,6 +39,7 @@ BACKLOG = 20_000  # scripts that may wait for the writer before callers are told
 READ_BATCH = 8  # reads that share a snapshot; a long one holds up no more than these
 LEAST = (3, 37, 0)  # RETURNING, pragma_table_list
 CHECKED_AT_OPEN = 32 * 2**20  # bytes; a larger file is checked by `antiphon doctor`, not at every start
+ROOM = 1.0  # seconds to wait for readers, where the log could be made smaller without them
 PATIENCE = 10  # seconds to wait for another process that holds the file
 Phase = Literal["before", "after"]
 
@@ -199,6 +202,7 @@ class SqliteStore:
         on_commit: Callable[[Phase], None] | None,
     ) -> None:
         self._health = Health(path)
+        self._waited = -math.inf
         self._path = path
         self._on_commit = on_commit
         self._writer = None
@@ -271,7 +275,20 @@ class SqliteStore:
         self._health.judge(next(filter(lasts, (job.error for job in jobs)), None), kept=kept)
         self._tell(jobs)
         if any(isinstance(job.error, StoreFull) for job in jobs):
-            _shrink(connection)
+            self._shrink(connection)
+
+    def _shrink(self, connection: sqlite3.Connection) -> None:
+        """Give back what a commit that did not fit has taken up in the log.
+
+        The disk may be in the way, or readers: these are waited for only now and then, since everybody waits with it.
+        """
+        now = time.monotonic()
+        patient = now - self._waited >= 10 * ROOM
+        self._waited = now if patient else self._waited
+        with suppress(sqlite3.Error):
+            connection.execute(f"PRAGMA busy_timeout = {round(ROOM * 1000) if patient else 0}")
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        connection.execute(f"PRAGMA busy_timeout = {PATIENCE * 1000}")
 
     def _is_full(self, error: Exception) -> bool:
         return isinstance(told(error, self._path) if isinstance(error, sqlite3.Error) else error, StoreFull)
@@ -335,14 +352,6 @@ def _try_apart(connection: sqlite3.Connection, tx: SqliteTx, job: _Job) -> bool:
         connection.execute("ROLLBACK TO script")
     connection.execute("RELEASE script")
     return done and connection.total_changes > before
-
-
-def _shrink(connection: sqlite3.Connection) -> None:
-    """Give back what a commit that did not fit has taken up in the log; readers may be in the way, or the disk."""
-    with suppress(sqlite3.Error):
-        connection.execute("PRAGMA busy_timeout = 1000")
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-    connection.execute(f"PRAGMA busy_timeout = {PATIENCE * 1000}")
 
 
 def _connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
