@@ -36,6 +36,7 @@ from stage import BOUND, dump, opened, raw
 
 NAME = "antiphon.db"
 OWNERS = Query("test.owners", "SELECT id FROM owners ORDER BY id")
+COUNT = Query("test.count", "SELECT count(*) AS n FROM usage")
 LIMIT = Query("test.limit", "PRAGMA max_page_count = 1")
 UNLIMIT = Query("test.unlimit", "PRAGMA max_page_count = 1073741823")
 
@@ -264,8 +265,26 @@ async def test_a_file_that_cannot_be_written_is_said_to_be_so(open_path: Path) -
     store = await SqliteStore.open(open_path / NAME)
     await store.close()
     (open_path / NAME).chmod(0o444)
-    with unprivileged(), pytest.raises(StoreReadOnly):
+    with unprivileged(), pytest.raises(StoreReadOnly, match=rf"{NAME}' cannot be opened for writing"):
         await SqliteStore.open(open_path / NAME)
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G21")
+async def test_what_may_only_be_read_can_be_read(open_path: Path) -> None:
+    path = open_path / "state" / NAME
+    path.parent.mkdir()
+    await filled(path)
+    path.chmod(0o444)
+    path.parent.chmod(0o555)
+    with unprivileged():
+        store = await SqliteStore.open(path, read_only=True)
+        try:
+            counted = await store.read(ask, COUNT)
+            assert counted and counted["n"] == 40
+        finally:
+            await store.close()
+    assert [file.name for file in path.parent.iterdir()] == [NAME]
 
 
 @pytest.mark.requirement("G21")
@@ -328,6 +347,7 @@ async def test_what_is_not_ours_or_broken_is_refused_untouched(
     with pytest.raises(StoreDamaged) as refused:
         await SqliteStore.open(path)
     assert str(path) in str(refused.value) and refused.value.hint
+    assert "\n" not in str(refused.value)
     assert path.read_bytes() == before
     with pytest.raises(StoreDamaged):
         check_file(path)
@@ -527,6 +547,22 @@ def assert_carried_over(path: Path, kept: dict[str, list[tuple[Any, ...]]]) -> N
     assert_kept(path, kept)
     assert raw(path / NAME, "PRAGMA user_version") == [{"user_version": len(migrations.migrations())}]
     check_file(path / NAME)
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G21", "G45")
+async def test_a_broken_file_of_an_older_schema_is_refused_untouched(tmp_path: Path) -> None:
+    path = tmp_path / NAME
+    with schema(len(migrations.migrations()) - 1):
+        await filled(path)
+    end = path.stat().st_size
+    with path.open("r+b") as file:  # what no migration looks at
+        file.seek(end - 4096)
+        file.write(random.Random(1).randbytes(4096))
+    before = path.read_bytes()
+    with pytest.raises(StoreDamaged):
+        await SqliteStore.open(path)
+    assert path.read_bytes() == before
 
 
 @pytest.mark.anyio

@@ -26,6 +26,7 @@ _LASTING = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, *_NO_WRITING, *_DAMAGED}
 
 
 def damaged(path: Path, reason: str) -> StoreDamaged:
+    reason = reason.splitlines()[-1]  # SQLite's check has headings
     return StoreDamaged(
         f"The database {str(path)!r} is damaged ({reason}).",
         "Restore a backup, or move the file away to start afresh; nothing was changed.",
@@ -39,7 +40,8 @@ def told(error: sqlite3.Error, path: Path, *, reading: bool = False) -> StoreErr
     if primary == sqlite3.SQLITE_FULL or (primary == sqlite3.SQLITE_IOERR and is_full(path)):
         return full()
     if primary in _NO_WRITING:
-        return _unopened(error, path, reading=reading and primary == sqlite3.SQLITE_CANTOPEN)
+        wrote = error.sqlite_errorcode == sqlite3.SQLITE_READONLY
+        return unopened(str(error), path, reading=reading and not wrote)
     if primary in _DAMAGED:
         return damaged(path, str(error))
     if str(error).startswith(_UNREADABLE):
@@ -55,14 +57,14 @@ def told(error: sqlite3.Error, path: Path, *, reading: bool = False) -> StoreErr
     )
 
 
-def _unopened(error: sqlite3.Error, path: Path, *, reading: bool) -> StoreError:
+def unopened(reason: str, path: Path, *, reading: bool = False) -> StoreError:
     if reading:
         return StoreError(
-            f"The database {str(path)!r} cannot be opened for reading ({error}).",
+            f"The database {str(path)!r} cannot be opened for reading ({reason}).",
             "Give this user access to the file and its directory, look at the limit of open files, and try again.",
         )
     return StoreReadOnly(
-        f"The database {str(path)!r} cannot be opened for writing ({error}).",
+        f"The database {str(path)!r} cannot be opened for writing ({reason}).",
         "Give this user write access to the file and its directory.",
     )
 

@@ -26,7 +26,7 @@ from antiphon.clock import Clock, SystemClock
 from antiphon.errors import AntiphonError, StoreDamaged, StoreError, StoreFull, StoreReadOnly
 from antiphon.store import Param, Row, Script, Tx
 from antiphon.store.migrations import is_current, migrate
-from antiphon.store.mishaps import NO_INDEX, Health, damaged, full, lasts, told
+from antiphon.store.mishaps import NO_INDEX, Health, damaged, full, lasts, told, unopened
 from antiphon.store.queries import Query
 from antiphon.store.statedir import StateDir, explain
 
@@ -354,8 +354,7 @@ def _try_apart(connection: sqlite3.Connection, tx: SqliteTx, job: _Job) -> bool:
     return done and connection.total_changes > before
 
 
-def _connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
-    mode = "ro" if read_only else "rw"
+def _connect(path: Path, mode: str = "rw") -> sqlite3.Connection:
     connection = sqlite3.connect(
         f"file:{_quoted(path)}?mode={mode}",
         uri=True,
@@ -370,17 +369,20 @@ def _connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
 
 
 def _connect_reader(path: Path) -> sqlite3.Connection:
-    """For reading, also on a full disk.
+    """For reading, also on a full disk, and where this user may write nothing.
 
     Readers share an index of the log with the writer, in a file that may have to be made. Whoever has the database to
     itself keeps it in memory: that is how it can be read where there is no room for the file, unless somebody else is
-    there, who has made it.
+    there, who has made it. Where there is no log, nothing of it has to be known.
     """
     try:
-        with _closed_on_failure(_connect(path, read_only=True)) as connection:
+        with _closed_on_failure(_connect(path, "ro")) as connection:
             _touch(connection)
     except sqlite3.Error as error:
-        if getattr(error, "sqlite_errorcode", None) not in NO_INDEX:
+        code = getattr(error, "sqlite_errorcode", None)
+        if code == sqlite3.SQLITE_READONLY_DIRECTORY and not path.with_name(f"{path.name}-wal").exists():
+            return _connect(path, "ro&immutable=1")
+        if code not in NO_INDEX:
             raise
         with suppress(sqlite3.Error):
             return _connect_alone(path)
@@ -443,18 +445,19 @@ def _open_writer(path: Path, synchronous: str) -> sqlite3.Connection:
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError as error:
-        raise explain(error, path.parent) from error
+        raise unopened(str(error.strerror), path) if path.exists() else explain(error, path.parent) from error
     try:
         with _closed_on_failure(_connect(path)) as connection:
-            if not _is_ours(connection, path):
+            ours = _is_ours(connection, path)
+            if path.stat().st_size <= CHECKED_AT_OPEN:
+                check(connection, path, quick=True)
+            if not ours:
                 connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute(f"PRAGMA synchronous = {synchronous.upper()}")
             connection.execute("PRAGMA wal_autocheckpoint = 4000")
             connection.execute("PRAGMA journal_size_limit = 67108864")
             migrate(connection)
-            if path.stat().st_size <= CHECKED_AT_OPEN:
-                check(connection, path, quick=True)
     except sqlite3.Error as error:
         raise told(error, path) from error
     return connection
