@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -72,3 +73,22 @@ def test_it_says_which_python_is_needed(checkout: Path, tmp_path: Path, python: 
     assert (done.returncode, done.stdout) == (1, "")
     assert NEEDED in done.stderr
     assert not (checkout / ".uv").exists()
+
+
+BARE = """
+case "$*" in
+  "-m ensurepip --version") exit 1 ;;
+  -c*) exit 0 ;;
+  "-m venv --without-pip .uv") mkdir -p .uv/bin ;;
+  "-m pip --python .uv/bin/python install "*" uv") echo "$INSTALLING" > .uv/bin/uv; {chmod} +x .uv/bin/uv ;;
+  *) exit 2 ;;
+esac
+"""
+
+
+def test_a_python_that_cannot_put_pip_anywhere_is_enough(checkout: Path, tmp_path: Path) -> None:
+    """As Debian's, which has `ensurepip` in another package."""
+    python = BARE.format(chmod=shutil.which("chmod"))
+    command(tmp_path / "bin" / "python3", f"INSTALLING={shlex.quote(installing(checkout))}\n{python}")
+    done = run(checkout / "antiphon", "chat", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}: chat\n")
