@@ -320,6 +320,16 @@ async def test_own_price_comes_first(provider: Provider, api: Api) -> None:
 
 
 @pytest.mark.requirement("G28")
+@pytest.mark.parametrize("price", [Price(input=2.0, output=8.0), Price(input=2.0, cache_read=1.0), Price()])
+@both
+async def test_a_price_that_is_left_out_is_unknown(provider: Provider, api: Api, price: Price) -> None:
+    provider.script(Answer(text=("x",), tokens=Tokens(1000, 500, cache_read=100)))
+    usage = (await step(spec_for(api, provider.url, price=price))).usage
+    assert usage is not None and usage.cache_read == 100
+    assert usage.cost is None
+
+
+@pytest.mark.requirement("G28")
 @readers
 async def test_unknown_price_is_unknown(provider: Provider) -> None:
     spec = spec_for("openai-completions", provider.url, provider="my-openai", model="gpt-5")

@@ -114,7 +114,6 @@ def _spec(found: FoundModel) -> ModelSpec:
     """Reveals secrets, which may read a file or start a program: not for the event loop."""
     name, provider, model = found
     cost = model.cost
-    priced = cost is not None and cost.input is not None and cost.output is not None
     return ModelSpec(
         provider=name,
         model=model.id,
@@ -124,12 +123,5 @@ def _spec(found: FoundModel) -> ModelSpec:
         headers={header: secret.reveal() for header, secret in provider.headers.items()},
         context_window=model.context_window,
         max_tokens=model.max_tokens,
-        price=Price(
-            input=cost.input or 0.0,
-            output=cost.output or 0.0,
-            cache_read=cost.cache_read,
-            cache_write=cost.cache_write,
-        )
-        if cost is not None and priced
-        else None,
+        price=Price(**cost.model_dump()) if cost else None,
     )

@@ -44,10 +44,10 @@ instead of running the tool. The text goes back to the model as it was written.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """US dollars per million tokens. Cached tokens without a price of their own cost what input costs."""
+    """US dollars per million tokens; what has no price here is unknown, not free."""
 
-    input: float
-    output: float
+    input: float | None = None
+    output: float | None = None
     cache_read: float | None = None
     cache_write: float | None = None
 

@@ -45,15 +45,14 @@ class Prices:
         return msgspec.structs.replace(usage, cost=cost)
 
 
-def _own_cost(price: Price, usage: Usage) -> Cost:
-    per_read = price.input if price.cache_read is None else price.cache_read
-    per_write = price.input if price.cache_write is None else price.cache_write
-    parts = {
-        "input": usage.input * price.input / 1e6,
-        "output": usage.output * price.output / 1e6,
-        "cache_read": usage.cache_read * per_read / 1e6,
-        "cache_write": usage.cache_write * per_write / 1e6,
-    }
+def _own_cost(price: Price, usage: Usage) -> Cost | None:
+    """None when tokens were used that have no price."""
+    parts: dict[str, float] = {}
+    for kind in ("input", "output", "cache_read", "cache_write"):
+        count, each = getattr(usage, kind), getattr(price, kind)
+        if count and each is None:
+            return None
+        parts[kind] = count * (each or 0.0) / 1e6
     return Cost(total=sum(parts.values()), **parts)
 
 
