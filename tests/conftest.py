@@ -42,7 +42,7 @@ SHARE = 5
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kills", type=int, default=180, help="seeded kills of the crash suite")
+    parser.addoption("--kills", type=int, default=240, help="seeded kills of the crash suite")
     parser.addoption("--storm", type=float, default=0, help="seconds of bad weather for three replicas")
 
 
