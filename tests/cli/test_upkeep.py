@@ -249,6 +249,20 @@ def test_deleting_plays_nothing(program: Program) -> None:
     assert standing(program) == before
 
 
+@pytest.mark.requirement("G16", "G2")
+def test_what_nobody_answers_any_more_is_in_nobodys_way(program: Program) -> None:
+    """A gateway was killed, and there is none that could be told to stop."""
+    program.say("say hello")
+    old = program.run("sessions", "list", "--json").json["sessions"][0]["sessionId"]
+    abandoned(program, "agent:main:main")
+    assert program.run("sessions", "reset", "main").code == 0
+    assert [state for _, state, _ in standing(program)] == ["ok", "cancelled"]
+    abandoned(program, "agent:main:main")
+    assert program.run("sessions", "restore", old).code == 0
+    assert [state for _, state, _ in standing(program)] == ["ok", "cancelled", "cancelled"]
+    assert program.say("say again") == "again\n"
+
+
 @pytest.mark.requirement("G1")
 def test_what_follows_from_a_deleted_run_waits_for_the_next_start(program: Program) -> None:
     program.say("say hello")

@@ -81,6 +81,7 @@ class Conversations(Runs):
             return None
         row = await self._door.open(tx, caller, "manage", session)
         plan.check(row)
+        await self._end_abandoned(tx, row["id"], now)
         return await plan.change(tx, row, now)
 
     async def _goes_on(self, caller: Caller, session: str, row: Row | None, reason: str) -> SessionView:
@@ -96,6 +97,7 @@ class Conversations(Runs):
 
     async def _restore(self, tx: Tx, caller: Caller, session_id: str, now: int) -> Row:
         row = await self._door.open(tx, caller, "manage", session_id)
+        await self._end_abandoned(tx, row["id"], now)
         await sessions.restore(tx, row, now)
         return await self._described(tx, row["id"])
 
@@ -208,19 +210,21 @@ class Conversations(Runs):
         return row if active else await plan.change(tx, row, now), stopped, active
 
     async def _stop_all(self, tx: Tx, session: int, now: int) -> Stopped:
-        """Stop what runs in a session and drop what waits, also what is queued because something was dropped.
-
-        Who has the store without an engine has it alone, and knows that nobody plays what runs: that ends here.
-        """
+        """Stop what runs in a session and drop what waits, also what is queued because something was dropped."""
         stopped = runs.UNTOUCHED
         for _ in range(ROUNDS):
             stopped += await runs.cancel(tx, session, None, now)
-            if self._engine is None:
-                stopped += await runs.end_abandoned(tx, session, now, shared=self._store.shared)
+            stopped += await self._end_abandoned(tx, session, now)
             left = await tx.one(sessions.SQL.at_work, id=session)
             if left is None or left["running"]:  # whoever plays it was asked to stop, and it is waited for
                 break
         return stopped
+
+    async def _end_abandoned(self, tx: Tx, session: int, now: int) -> Stopped:
+        """Who has the store without an engine has it alone, and knows that nobody plays what runs: that ends here."""
+        if self._engine is not None:
+            return runs.UNTOUCHED
+        return await runs.end_abandoned(tx, session, now, shared=self._store.shared)
 
     # --- entries that belong to no run ---
 
