@@ -26,7 +26,7 @@ from antiphon.operations import HistoryFilter, ListFilter
 from antiphon.store import Row, Store, Tx
 from antiphon.transfers import index, jsonl
 from antiphon.transfers.exports import export_all, export_named
-from antiphon.transfers.imports import Imported, bring
+from antiphon.transfers.imports import Imported, look, take
 from antiphon.transfers.jsonl import Reading, iso, moment
 from antiphon.views import Conversation
 from antiphon.visits import keeping, looking
@@ -70,10 +70,18 @@ def header(session_id: str, **more: Any) -> str:
     )
 
 
-async def brought(state: Path, source: Path, config: Config | None = None, **options: Any) -> Imported:
+async def brought(
+    state: Path,
+    source: Path,
+    config: Config | None = None,
+    *,
+    agent_id: str | None = None,
+    dry_run: bool = False,
+) -> Imported:
     config = config or Config()
+    found = look(source, config, agent_id)
     async with keeping(config, state) as store:
-        return await bring(store, config, source, NOW, **options)
+        return await take(store, config, found, NOW, dry_run=dry_run)
 
 
 async def transcript(state: Path, reference: str = MAIN) -> list[dict[str, Any]]:
@@ -688,6 +696,58 @@ async def test_a_dry_run_says_the_same_and_does_nothing(tmp_path: Path) -> None:
         assert (await operations.list(OPERATOR, ListFilter())).count == 0
 
 
+def entries(**sessions: Mapping[str, Any]) -> dict[str, Any]:
+    """An index in which the first session is the newest, with a key in each name and `_` for `:`."""
+    return {
+        name.replace("_", ":"): {"sessionId": name, "updatedAt": NOW - number, **entry}
+        for number, (name, entry) in enumerate(sessions.items())
+    }
+
+
+DENIED, HOME, HUT = {"sendPolicy": "deny"}, {"label": "home"}, {"label": "hut"}
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G25")
+@pytest.mark.parametrize(
+    ("index", "told"),
+    [
+        (entries(telegram_direct_42={}, telegram_dm_42=DENIED), {"beside": 1}),
+        (entries(main=DENIED, **{"global": HOME}), {"beside": 1}),
+        (entries(main={}, cron_x={"sessionId": "main"}), {"skipped": 1}),
+        (entries(cron_x=HOME, cron_y=HOME, cron_z=HOME), {"left_out_labels": 2}),
+        (entries(cron_x=HOME | {"archivedAt": NOW}, cron_y=HOME, cron_z=HOME), {"left_out_labels": 1}),
+        (
+            entries(cron_x=HOME, telegram_direct_4=HOME, telegram_dm_4=HUT, cron_y=HUT),
+            {"beside": 1, "left_out_labels": 2},
+        ),
+    ],
+)
+async def test_a_dry_run_tells_of_sessions_that_want_the_same(
+    tmp_path: Path, index: dict[str, Any], told: dict[str, int]
+) -> None:
+    folder(tmp_path / "old", index, {"cron_x.jsonl": [header("cron_x"), entry_line("a", None, user("hi"))]})
+    dry = await brought(tmp_path / "new", tmp_path / "old", dry_run=True)
+    report = await brought(tmp_path / "new", tmp_path / "old")
+    assert msgspec.structs.replace(dry, dry_run=False) == report
+    assert {name: getattr(report, name) for name in told} == told
+
+
+@pytest.mark.anyio
+async def test_a_label_is_given_to_one_session_of_an_agent(tmp_path: Path) -> None:
+    """To the newest, and what is archived keeps its own, as when somebody labels them here."""
+    archived = HOME | {"archivedAt": NOW, "updatedAt": 5}
+    folder(tmp_path / "old", entries(cron_x=HOME, cron_y=HOME | {"displayName": "Y"}, cron_z=archived), {})
+    folder(tmp_path / "old", entries(cron_a=HOME), {}, "helper")
+    report = await brought(tmp_path / "new", tmp_path / "old")
+    assert (report.imported, report.left_out_labels) == (4, 1)
+    labels = [(await described(tmp_path / "new", f"cron_{name}")).get("label") for name in "xyza"]
+    assert labels == ["home", None, "home", "home"]
+    async with looking(Config(), tmp_path / "new") as operations:
+        found = [(await operations.list(OPERATOR, ListFilter(search=word))).count for word in ("home", "Y")]
+    assert found == [2, 1]
+
+
 @pytest.mark.anyio
 @pytest.mark.requirement("G21")
 async def test_a_session_is_there_completely_or_not_at_all(
@@ -745,17 +805,44 @@ async def test_only_one_agent_and_its_model_override(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_directory_without_sessions_says_what_to_pass(tmp_path: Path) -> None:
+@pytest.mark.requirement("K5")
+@pytest.mark.parametrize("place", [".", "agents/main", "agents/main/sessions"])
+async def test_an_agent_that_is_chosen_is_one_that_is_there(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder(tmp_path / "old", {"main": {"sessionId": FIRST}}, {})
+    monkeypatch.chdir(tmp_path / "old" / place)
+    for source in (tmp_path / "old" / place, Path()):
+        with pytest.raises(NotFound, match=r"no sessions of agent 'nosuch' in .*: 'main'"):
+            await brought(tmp_path / "new", source, agent_id="NoSuch")
+        for invalid in ("", "BAD!"):
+            with pytest.raises(InvalidInput, match="is not valid"):
+                await brought(tmp_path / "new", source, agent_id=invalid)
+        assert (await brought(tmp_path / "new", source, agent_id="Main", dry_run=True)).imported == 1
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("K5")
+async def test_short_keys_outside_of_a_state_directory_are_those_of_the_agent_that_is_named(
+    tmp_path: Path,
+) -> None:
+    tmp_path.joinpath("sessions.json").write_text(json.dumps({"main": {"sessionId": FIRST}}))
+    assert (await brought(tmp_path / "new", tmp_path, agent_id="Helper")).imported == 1
+    assert (await described(tmp_path / "new", FIRST))["key"] == "agent:helper:main"
+
+
+@pytest.mark.sqlite_only  # no store is asked
+def test_a_directory_without_sessions_says_what_to_pass(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"sessions\.json.*Pass a state directory"):
-        await brought(tmp_path / "new", tmp_path / "old")
+        look(tmp_path / "old", Config())
     newer = tmp_path / "v9" / "agents" / "main" / "agent"
     newer.mkdir(parents=True)
     newer.joinpath("openclaw-agent.sqlite").touch()
     with pytest.raises(InvalidInput, match="SQLite"):
-        await brought(tmp_path / "new", tmp_path / "v9")
+        look(tmp_path / "v9", Config())
     folder(tmp_path / "torn", "{main: {sessionId:", {})
     with pytest.raises(InvalidInput, match="cannot be read"):
-        await brought(tmp_path / "new", tmp_path / "torn")
+        look(tmp_path / "torn", Config())
 
 
 @pytest.mark.anyio
@@ -804,3 +891,15 @@ def test_a_stored_entry_of_several_lines_becomes_one() -> None:
     line = jsonl.line(Entry(1, "e", "user", '{"role":\n"user"}', 0), None)
     assert line is not None
     assert line.count(b"\n") == 1
+
+
+@pytest.mark.anyio
+async def test_a_name_that_no_file_can_have_costs_no_session(tmp_path: Path) -> None:
+    entry = {
+        "sessionId": "s",
+        "sessionFile": f"/old/{'x' * 300}.jsonl",
+        "conversations": [{"sessionId": "y" * 128}],
+    }
+    old = folder(tmp_path / "old", {"main": entry, "cron:x": {"sessionId": "t", "sessionFile": "a\0b"}}, {})
+    report = await brought(tmp_path / "state", old)
+    assert (report.imported, report.failed_count, report.missing_transcripts) == (2, 0, 2)

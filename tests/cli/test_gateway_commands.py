@@ -171,7 +171,7 @@ def test_what_owns_the_directory_says_who_does(program: Program) -> None:
     with up(program) as gateway:
         program.say("say hello")
         assert program.run("sessions", "export", "--all").code == 0
-        refused = program.run("sessions", "import", str(program.state), "--json")
+        refused = program.run("sessions", "import", str(program.state / "transcripts"), "--json")
         assert (refused.code, refused.error["code"]) == (7, "store_locked")
         assert refused.error["data"]["pid"] == str(gateway.process.pid)
 

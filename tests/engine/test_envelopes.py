@@ -19,7 +19,7 @@ from antiphon.engine.toolbox import Call, Result, Tool
 from antiphon.messages import Assistant
 from antiphon.operations import Operations, Spawn
 from antiphon.runtimes import Prompt
-from antiphon.transfers.imports import bring
+from antiphon.transfers.imports import look, take
 from antiphon.visits import keeping
 from stage import calls, tool
 from tools.troupe import HELPER, MAIN, OPERATOR, Player, Troupe, cast_of, heard, house, phase_of, result_in
@@ -224,7 +224,7 @@ async def _imported(path: Path, config: Config) -> None:
     entry = {"sessionId": "s", "subagentRole": "orchestrator", "spawnedBy": "agent:gone:main"}
     source.joinpath("sessions.json").write_text(json.dumps({ORPHAN: entry}))
     async with keeping(config, path) as store:
-        assert (await bring(store, config, source, 1)).imported == 1
+        assert (await take(store, config, look(source, config), 1)).imported == 1
 
 
 @pytest.mark.anyio

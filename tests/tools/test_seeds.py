@@ -24,7 +24,7 @@ from antiphon.errors import AntiphonError
 from antiphon.gateway.server import Served, serving
 from antiphon.gateway.tokens import Tokens
 from antiphon.operations import Patch
-from antiphon.transfers.imports import bring
+from antiphon.transfers.imports import look, take
 from commits import Commits
 from stage import BOUND, MAIN, OPERATOR, Stage, staged, with_settings
 
@@ -445,7 +445,8 @@ async def test_a_row_has_its_route_in_one_form_however_it_was_recorded(tmp_path:
     index = {key: {"sessionId": key.split(":")[-1], "updatedAt": 1, **route} for key, route in ROUTES.items()}
     source.joinpath("sessions.json").write_text(json.dumps(index))
     async with staged(tmp_path, silent, config=with_settings(WHOLE_AGENT)) as stage:
-        await bring(stage.store, stage.operations.config, tmp_path / "old", 1)
+        config = stage.operations.config
+        await take(stage.store, config, look(tmp_path / "old", config), 1)
         rows = rows_of(await ask(stage, "sessions_list"))
         old, new, part, none = (rows[key] for key in ROUTES)
         for row in (old, new):

@@ -74,17 +74,20 @@ async def _import(settings: Settings, directory: Path, agent: str | None, *, dry
 
     from antiphon.clock import SystemClock
     from antiphon.store.statedir import StateDir
-    from antiphon.transfers.imports import bring
-    from antiphon.visits import keeping
+    from antiphon.transfers.imports import look, take
+    from antiphon.visits import check_alone, keeping
 
     config, state_dir = settings.load().config, settings.paths.state_dir
+    if not dry_run:
+        await check_alone(config, state_dir)
+    source = look(directory, config, agent)  # what is refused leaves no state directory behind
     with tempfile.TemporaryDirectory() as empty:
         home = StateDir.look(state_dir)
         home.check()
         if dry_run and not home.database.exists():
             state_dir = Path(empty)
         async with keeping(config, state_dir) as store:
-            return await bring(store, config, directory, SystemClock().now(), agent_id=agent, dry_run=dry_run)
+            return await take(store, config, source, SystemClock().now(), dry_run=dry_run)
 
 
 def _print_import(done: Imported) -> None:
@@ -94,6 +97,7 @@ def _print_import(done: Imported) -> None:
     )
     notes = {
         "had a key that is in use: readable by their session id": done.beside,
+        "had a label that is in use: imported without it": done.left_out_labels,
         "entries are called 'unknown' and were passed over: they are no sessions": done.passed_over,
         "had no transcript": done.missing_transcripts,
         "lines were damaged and left out": done.damaged_lines,

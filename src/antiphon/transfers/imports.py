@@ -9,6 +9,7 @@ about the chat, whatever is said in it. Conversations that `/new` did end come a
 
 from __future__ import annotations
 
+import os.path
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,9 +21,10 @@ import msgspec
 
 from antiphon import keys
 from antiphon.config import Config
+from antiphon.config.base import suggestion
 from antiphon.engine import sessions, transcripts
 from antiphon.engine.sessions import Birth
-from antiphon.errors import AntiphonError, InvalidInput, StoreError, TooLarge, UnknownModel
+from antiphon.errors import AntiphonError, InvalidInput, NotFound, StoreError, TooLarge, UnknownModel
 from antiphon.keys import SessionIdRef, SessionKey
 from antiphon.misfits import mended
 from antiphon.store import Param, Row, Store, Tx
@@ -74,6 +76,8 @@ class Imported(msgspec.Struct, rename="camel", kw_only=True):
     damaged_lines: int = 0
     left_out_entries: int = 0
     """Entries that are no part of a conversation, such as a change of model."""
+    left_out_labels: int = 0
+    """Labels of imported sessions that another session of the agent has already."""
     missing_transcripts: int = 0
     archived_files: int = 0
     unlisted_files: int = 0
@@ -124,6 +128,29 @@ class Found:
     def updated_at(self) -> int:
         return moment(self.entry.get("updatedAt")) or 0
 
+    @property
+    def archived_at(self) -> int | None:
+        return moment(self.entry.get("archivedAt"))
+
+    @property
+    def ids(self) -> set[str]:
+        """The key and the ids of its conversations: no other session can have them."""
+        past = (past.told.session_id for past in (*self.before, *self.after))
+        return {str(self.key), self.session_id, *past}
+
+    @property
+    def label(self) -> str:
+        """As text, whatever it is; only what `_Done` calls taken is one."""
+        return str(self.entry.get("label"))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What there is to import, and the report on it as far as reading the indexes has come."""
+
+    sessions: Sequence[Found]
+    report: Imported
+
 
 @dataclass(slots=True)
 class _Done:
@@ -132,6 +159,8 @@ class _Done:
     messages: int = 0
     damaged: int = 0
     left_out: int = 0
+    label_taken: bool = False
+    label_left_out: bool = False
     merged: Merged | None = None
 
 
@@ -142,23 +171,56 @@ class _DryRun(Exception):
         self.done = done
 
 
-async def bring(
-    store: Store,
-    config: Config,
-    source: Path,
-    now: int,
-    *,
-    agent_id: str | None = None,
-    dry_run: bool = False,
-) -> Imported:
-    """Import every session under `source`. The store must be owned, and no engine need run on it."""
-    report = Imported(dry_run=dry_run)
-    everything: list[Found] = []
-    for folder in folders(source, agent_id or config.default_agent_id, only=agent_id):
-        everything += _read_folder(folder, config, report)
-    for found in _parents_first(everything):
+class _Rehearsal:
+    """A dry run. Each session is undone, so one that wants what others took is tried after them, in their order."""
+
+    def __init__(self) -> None:
+        self._tried: list[Found] = []
+        self._takers: dict[str, set[int]] = {}
+
+    async def take(self, store: Store, found: Found, config: Config, now: int) -> _Done:
+        numbers = set[int]().union(*(self._takers.get(name, ()) for name in (*found.ids, found.label)))
+        earlier = [self._tried[number] for number in sorted(numbers)]
         try:
-            done = await _take(store, found, config, now, dry_run=dry_run)
+            return await store.tx(_rehearse, earlier, found, config, now)
+        except _DryRun as rehearsed:
+            self._remember(found, rehearsed.done, numbers)
+            return rehearsed.done
+
+    def _remember(self, found: Found, done: _Done, after: set[int]) -> None:
+        if done.outcome == "skipped" and not done.past:
+            return
+        for name in (*found.ids, found.label) if done.label_taken else found.ids:
+            self._takers.setdefault(name, set()).update(after, {len(self._tried)})
+        self._tried.append(found)
+
+
+def look(source: Path, config: Config, agent_id: str | None = None) -> Source:
+    """What there is to import under `source`, of one agent or of all. Needs no store.
+
+    Raises:
+        InvalidInput: nothing there can be imported, or that is no agent id.
+        NotFound: there is nothing of that agent.
+    """
+    report = Imported()
+    found: list[Found] = []
+    only = None if agent_id is None else keys.checked_agent_id(agent_id)
+    for folder in folders(source, config.default_agent_id, only=only):
+        found += _read_folder(folder, config, report)
+    return Source(found, report)
+
+
+async def take(store: Store, config: Config, source: Source, now: int, *, dry_run: bool = False) -> Imported:
+    """Import what was found. The store must be owned, and no engine need run on it."""
+    report = source.report
+    report.dry_run = dry_run
+    rehearsal = _Rehearsal() if dry_run else None
+    for found in _parents_first(source.sessions):
+        try:
+            if rehearsal:
+                done = await rehearsal.take(store, found, config, now)
+            else:
+                done = await store.tx(_write, found, config, now)
         except StoreError:
             raise  # no other session would fare better
         except (AntiphonError, OSError) as error:
@@ -168,20 +230,34 @@ async def bring(
     return report
 
 
-def folders(source: Path, agent_id: str, *, only: str | None = None) -> list[Folder]:
-    """Where the sessions are: in `source` itself, in its `sessions`, or in `agents/<id>/sessions` below it."""
-    for single in (source, source / "sessions"):
-        if (single / INDEX).is_file():
-            within = single.parent.parent.name == "agents" and single.name == "sessions"
-            own = keys.normalize_agent_id(single.parent.name) if within else agent_id
-            return [Folder(single, own)]
-    found = [
+def folders(source: Path, default: str, *, only: str | None = None) -> list[Folder]:
+    """Where the sessions are: in `source` itself, in its `sessions`, or in `agents/<id>/sessions` below it.
+
+    The short keys of a single directory that is not in such a place belong to `only`, or else to `default`.
+    """
+    found = _single(source, only or default) or [
         Folder(path.parent, keys.normalize_agent_id(path.parent.parent.name))
         for path in sorted(source.glob(f"agents/*/sessions/{INDEX}"))
     ]
     if not found:
         raise _nothing_in(source)
-    return [folder for folder in found if only in {None, folder.agent_id}]
+    chosen = [folder for folder in found if only in {None, folder.agent_id}]
+    if only and not chosen:
+        there = sorted({folder.agent_id for folder in found})
+        raise NotFound(
+            f"There are no sessions of agent {only!r} in {str(source)!r}.",
+            suggestion(only, there, noun="agent ids"),
+            agent_id=only,
+        )
+    return chosen
+
+
+def _single(source: Path, agent_id: str) -> list[Folder]:
+    for path in (source.absolute(), source.absolute() / "sessions"):
+        if (path / INDEX).is_file():
+            within = path.parent.parent.name == "agents" and path.name == "sessions"
+            return [Folder(path, keys.normalize_agent_id(path.parent.name) if within else agent_id)]
+    return []
 
 
 def _nothing_in(source: Path) -> InvalidInput:
@@ -275,7 +351,7 @@ def _found(raw_key: str, entry: object, folder: Folder, config: Config) -> Found
 def _past(folder: Path, told: Sequence[Told]) -> list[Past]:
     """Those that have a file: without one there is nothing to remember."""
     named = [Past(told=item, file=folder / f"{item.session_id}.jsonl") for item in told]
-    return [past for past in named if past.file.is_file()]
+    return [past for past in named if _is_file(past.file)]
 
 
 def _sound(told: Told) -> bool:
@@ -314,8 +390,13 @@ def _file(folder: Path, session_id: str, entry: Mapping[str, Any], key: SessionK
         f"{session_id}-topic-{topic}.jsonl" if topic else None,
         f"{session_id}.jsonl",
     ]
-    usable = (name for name in names if name and "\0" not in name and "/" not in name)
-    return next((folder / name for name in usable if (folder / name).is_file()), None)
+    usable = (name for name in names if name and "/" not in name)
+    return next((folder / name for name in usable if _is_file(folder / name)), None)
+
+
+def _is_file(path: Path) -> bool:
+    """Also of a name that no file can have."""
+    return os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises there
 
 
 def _parents_first(everything: Sequence[Found]) -> Iterator[Found]:
@@ -336,14 +417,13 @@ def _parents_first(everything: Sequence[Found]) -> Iterator[Found]:
         yield from reversed(chain)
 
 
-async def _take(store: Store, found: Found, config: Config, now: int, *, dry_run: bool) -> _Done:
-    try:
-        return await store.tx(_write, found, config, now, dry_run)
-    except _DryRun as rehearsed:
-        return rehearsed.done
+async def _rehearse(tx: Tx, earlier: Sequence[Found], found: Found, config: Config, now: int) -> _Done:
+    for other in earlier:
+        await _write(tx, other, config, now)
+    raise _DryRun(await _write(tx, found, config, now))
 
 
-async def _write(tx: Tx, found: Found, config: Config, now: int, dry_run: bool) -> _Done:
+async def _write(tx: Tx, found: Found, config: Config, now: int) -> _Done:
     """The whole session. Reads its files in the writer's thread, entry by entry."""
     done = _Done()
     known = await tx.one(SQL.has_session_id, session_id=found.session_id)
@@ -357,8 +437,6 @@ async def _write(tx: Tx, found: Found, config: Config, now: int, dry_run: bool) 
         await _write_current(tx, found, config, now, done, present)
     for past in found.after:
         await _write_past(tx, found, past, now, done)
-    if dry_run:
-        raise _DryRun(done)
     return done
 
 
@@ -374,9 +452,10 @@ async def _write_current(
         told = Told(found.session_id, found.reason)
         done.messages += await _write_beside(tx, str(found.key), told, reading, began)
         done.merged = await _merge(tx, found.key, present["id"], columns)
+        done.label_taken = "label" in done.merged.taken_over
     else:
         done.outcome = "imported"
-        done.messages += await _write_session(tx, found, columns, reading, began)
+        await _write_session(tx, found, columns, reading, began, done)
     done.damaged += reading.damaged
     done.left_out += reading.left_out
 
@@ -393,8 +472,8 @@ async def _write_past(tx: Tx, found: Found, past: Past, now: int, done: _Done) -
 
 
 async def _write_session(
-    tx: Tx, found: Found, columns: Mapping[str, Param], reading: Reading, began: int
-) -> int:
+    tx: Tx, found: Found, columns: Mapping[str, Param], reading: Reading, began: int, done: _Done
+) -> None:
     parent = await sessions.find(tx, keys.parse(found.parent), None) if found.parent else None
     role = found.entry.get("subagentRole")
     birth = Birth(
@@ -403,28 +482,42 @@ async def _write_session(
         reason=found.reason,
         parent=parent["id"] if parent else None,
         role=role if isinstance(role, str) else None,
-        label=cast("str | None", columns["label"]),
-        display_name=cast("str | None", columns["display_name"]),
     )
     row = await sessions.create(tx, found.key, began, birth)
+    # A sub-agent is given its label without asking whose it is, here as where it was spawned.
+    unasked = found.archived_at or found.key.shape == "subagent"
+    after = columns if unasked else await _with_free_label(tx, row, columns)
+    done.label_taken = after["label"] is not None and not found.archived_at
+    done.label_left_out = after["label"] != columns["label"]
     count, last_at = await _append(tx, row["transcript"], reading)
     updated_at = found.updated_at or last_at or began
     await tx.one(sessions.SQL.advance_unfenced, id=row["id"], count=count, now=updated_at)
-    await tx.do(sessions.SQL.adopt, id=row["id"], updated_at=updated_at, **columns)
-    if archived_at := moment(found.entry.get("archivedAt")):
-        await tx.do(sessions.SQL.archive, id=row["id"], now=archived_at)
-    return count
+    await _adopt(tx, found.key, row["id"], updated_at, after)
+    if found.archived_at:
+        await tx.do(sessions.SQL.archive, id=row["id"], now=found.archived_at)
+    done.messages += count
 
 
 async def _merge(tx: Tx, key: SessionKey, session: int, told: Mapping[str, Param]) -> Merged:
     row = await tx.one(sessions.SQL.by_id, id=session)
     assert row is not None
-    free = told["label"] is None or await sessions.label_is_free(tx, row, told["label"])
-    after = index.merged(row, told if free else {**told, "label": None})
-    await tx.do(sessions.SQL.adopt, id=session, updated_at=row["updated_at"], **after)
-    names = cast("list[str | None]", [after["label"], after["display_name"]])
-    await sessions.name(tx, session, key.id, key.thread and key.thread.id, *names)
+    after = index.merged(row, await _with_free_label(tx, row, told))
+    await _adopt(tx, key, session, row["updated_at"], after)
     return Merged(str(key), taken_over=index.unlike(row, after), left_behind=index.unlike(after, told))
+
+
+async def _with_free_label(tx: Tx, session: Row, told: Mapping[str, Param]) -> Mapping[str, Param]:
+    """Without the label if another session has it."""
+    free = told["label"] is None or await sessions.label_is_free(tx, session, told["label"])
+    return told if free else {**told, "label": None}
+
+
+async def _adopt(
+    tx: Tx, key: SessionKey, session: int, updated_at: int, columns: Mapping[str, Param]
+) -> None:
+    await tx.do(sessions.SQL.adopt, id=session, updated_at=updated_at, **columns)
+    names = cast("list[str | None]", [columns["label"], columns["display_name"]])
+    await sessions.name(tx, session, key.id, key.thread and key.thread.id, *names)
 
 
 async def _write_beside(tx: Tx, key: str, told: Told, reading: Reading, began: int) -> int:
@@ -483,6 +576,7 @@ def _count(report: Imported, found: Found, done: _Done, config: Config) -> None:
     report.messages += done.messages
     report.damaged_lines += done.damaged
     report.left_out_entries += done.left_out
+    report.left_out_labels += done.label_left_out
     if done.outcome != "skipped" and found.agent_id not in {*config.agent_ids, *report.unknown_agents}:
         report.unknown_agents.append(found.agent_id)
 
