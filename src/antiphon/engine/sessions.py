@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from antiphon import keys
 from antiphon.engine import search, transcripts
 from antiphon.engine.transcripts import Entry
+from antiphon.engine.words import FORGOTTEN
 from antiphon.errors import Conflict
 from antiphon.keys import SessionIdRef, SessionKey
 from antiphon.messages import Message
@@ -215,7 +216,7 @@ async def forget(tx: Tx, session: int, key: str, now: int) -> None:
         await tx.do(SQL.count_child, parent=row["spawned_by"], change=-1)
     await search.forget(tx, key)  # by the numbers of the messages, which must still be there
     await tx.do(SQL.forget_messages, key=key)
-    await tx.do(SQL.record_forgotten, key=key, now=now)
+    await tx.do(SQL.record_forgotten, prefix=FORGOTTEN, key=key, now=now)
     await tx.do(SQL.forget_transcripts, key=key)
     await tx.do(SQL.forget_runs, id=session)
     await tx.do(SQL.forget_notes, id=session)

@@ -10,9 +10,16 @@ from antiphon.messages import Image, Text
 
 Thinking = Literal["off", "minimal", "low", "medium", "high", "xhigh"]
 THINKING: tuple[str, ...] = get_args(Thinking)
-RESERVED = ("cron:", "http:", "turn:", "announce:", "note:", "wake:", "forgotten:")
+FORGOTTEN = "forgotten:"
+"""With a key, a blank and a session id: the record of a conversation that was deleted."""
+RESERVED = ("cron:", "http:", "turn:", "announce:", "note:", "wake:", FORGOTTEN)
 
 Content: TypeAlias = str | Sequence[Text | Image]
+
+
+def beyond(prefix: str) -> str:
+    """The least text after all that begin with this."""
+    return prefix[:-1] + chr(ord(prefix[-1]) + 1)
 
 
 def check(said: Content, most: int, *, beside: str | None = None, field: str = "message") -> None:

@@ -25,6 +25,7 @@ from antiphon.bus import Event, EventBus, Gap, SessionChanged
 from antiphon.clock import Clock, SystemClock
 from antiphon.engine import sessions, transcripts
 from antiphon.engine.transcripts import Entry
+from antiphon.engine.words import FORGOTTEN, beyond
 from antiphon.errors import AntiphonError
 from antiphon.keys import parse
 from antiphon.store import Row, Store, Tx
@@ -37,7 +38,6 @@ log = logging.getLogger(__name__)
 DELAY = 0.25  # seconds that a change may wait for others to be written with it
 MARGIN = 10_000  # milliseconds that a row's time may be behind its event
 PAGE = 200
-FORGOTTEN = "forgotten:"  # with a key and a blank, how the record of what was deleted of it begins
 MARK = ".mirrored"  # the file that says since when, in milliseconds
 FILES = 4096  # whose place is remembered, the most recently changed ones
 
@@ -150,7 +150,7 @@ class Mirror:
 
     async def _remove(self, prefix: str) -> bool:
         """Remove the files of what was deleted, as far as the record of it begins like that; whether all are gone."""
-        after, until = prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        after, until = prefix, beyond(prefix)
         clean = True
         while True:
             rows = await self._store.read(_forgotten, after, until, self._since)

@@ -201,7 +201,7 @@ DELETE FROM messages WHERE transcript IN (SELECT id FROM transcripts WHERE key =
 -- name: record_forgotten
 -- Among the commands, whose keys outlive what they were about. None of those has an empty digest.
 INSERT INTO commands (id, digest, answer, created_at)
-SELECT 'forgotten:' || key || ' ' || session_id, '', session_id, :now FROM transcripts WHERE key = :key
+SELECT :prefix || key || ' ' || session_id, '', session_id, CAST(:now AS BIGINT) FROM transcripts WHERE key = :key
 ON CONFLICT (id) DO UPDATE SET digest = excluded.digest, answer = excluded.answer, created_at = excluded.created_at;
 
 -- name: forget_transcripts
