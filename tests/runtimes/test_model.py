@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
-from typing import Any
+from typing import Any, get_args
 
 import httpx2
 import pytest
@@ -23,7 +23,7 @@ from msgspec import structs
 from pydantic_ai.messages import ModelResponse
 from stamina.instrumentation import set_on_retry_hooks
 
-from antiphon.engine.words import THINKING
+from antiphon.config.base import Thinking as Level
 from antiphon.errors import ContextOverflow, ProviderError
 from antiphon.messages import (
     Assistant,
@@ -271,7 +271,7 @@ async def test_thinking_level_is_sent(provider: Provider, level: str | None, exp
     assert provider.bodies[0].get("reasoning_effort") == expected
 
 
-@pytest.mark.parametrize("level", THINKING)
+@pytest.mark.parametrize("level", get_args(Level))
 @every
 async def test_every_level_of_thinking_can_be_asked_for(provider: Provider, api: Api, level: str) -> None:
     assert (await step(spec_for(api, provider.url), prompt_of(thinking=level))).text

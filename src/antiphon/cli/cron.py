@@ -175,7 +175,15 @@ def run(settings: Settings, job_id: str) -> int:
     return 0 if done.ran else 1
 
 
+_REASONS = {
+    "busy": "as many jobs run as may (cron.maxConcurrentRuns). Try again in a moment.",
+    "lane-full": "its session has no room for another message. Try again when some are answered.",
+    "cron-disabled": "cron.enabled is false. Set it to true, then start the gateway again.",
+}
+
+
 def _told(done: FiredView) -> str:
     if done.ran:
         return f"Accepted: run {output.line(done.run_id or '')} in {output.line(done.session_key or '')}."
-    return f"It was not run: {output.line(done.reason or 'no reason was given')}."
+    reason = output.line(done.reason or "no reason was given")
+    return f"It was not run: {_REASONS.get(reason, reason)}"

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import click
 
 from antiphon.cli import output, transfers, upkeep, voices
 from antiphon.cli.quantities import Finite, Moment
 from antiphon.cli.settings import Settings, common, reaching
+from antiphon.filters import HistoryFilter, ListFilter, Role
 
 if TYPE_CHECKING:
-    from antiphon.filters import HistoryFilter, ListFilter
     from antiphon.views import Conversation, HistoryPage, SearchPage, SessionPage
 
 KINDS = ("main", "group", "cron", "hook", "node", "other")
-ROLES = ("user", "assistant", "toolResult", "compaction")
 MOST_MINUTES = 1e9  # two thousand years; a time before that has no number in the store
 LAST = 2**53  # a number that no entry has
 
@@ -62,8 +61,6 @@ def list_sessions(
     cursor: str | None,
 ) -> None:
     """Sessions, the most recent first."""
-    from antiphon.filters import ListFilter
-
     wanted = ListFilter(
         kinds=kinds or None,
         agent_id=agent,
@@ -117,7 +114,11 @@ def _print_page(page: SessionPage) -> None:
 )
 @click.option("--after", type=click.IntRange(0, LAST), metavar="SEQ", help="Only entries after this number.")
 @click.option(
-    "--role", "roles", multiple=True, type=click.Choice(ROLES), help="Only of this role; may be repeated."
+    "--role",
+    "roles",
+    multiple=True,
+    type=click.Choice(get_args(Role)),
+    help="Only of this role; may be repeated.",
 )
 @click.option(
     "--since", type=Moment(), metavar="TIME", help="Only since then, such as 2h (ago) or 2026-08-01T09:00."
@@ -138,8 +139,6 @@ def history(
     errors: bool,
 ) -> None:
     """What was said in a session. KEY is its key, its session id or its label."""
-    from antiphon.filters import HistoryFilter
-
     wanted = HistoryFilter(
         limit=limit,
         include_tools=tools,

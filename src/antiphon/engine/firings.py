@@ -71,7 +71,8 @@ async def force(tx: Tx, terms: Terms, job_id: str, run_id: str, now: int) -> Fir
     if await _busy(tx, terms):
         return Fired(reason=BUSY)
     fired = await _submit(tx, terms, job, run_id, now)
-    await _record(tx, job, fired, None, job.next_at, now)
+    if fired.reason != LANE_FULL:
+        await _record(tx, job, fired, None, job.next_at, now)
     return fired
 
 
