@@ -26,7 +26,7 @@ from antiphon.store import Row, Store, Tx
 from antiphon.store.migrations import migrations
 from antiphon.store.queries import Queries
 from antiphon.store.sqlite import check_file, check_library
-from antiphon.store.statedir import StateDir
+from antiphon.store.statedir import StateDir, exposed
 from antiphon.visits import reading
 
 SQL = Queries("doctor")
@@ -116,15 +116,21 @@ def _directory(home: StateDir) -> Iterator[Finding]:
         yield _failed("state", error)
         return
     if not home.path.exists():
-        yield ok("state", f"{str(home.path)!r} does not exist yet; it is made at the first start")
+        yield _unmade(home.path)
         return
-    if not (home.path.is_dir() and os.access(home.path, os.W_OK | os.X_OK)):
+    if not (home.path.is_dir() and _may_write(home.path)):
         yield fail(
             "state",
             f"{str(home.path)!r} is no directory that can be written to.",
             "Give this user write access, or choose another with --state-dir.",
         )
         return
+    if error := exposed(home.path):
+        yield _failed("state", error)
+        return
+    for path in _private(home):
+        if not _may_write(path):
+            yield fail("state", f"{str(path)!r} cannot be written to.", "Give this user write access to it.")
     open_to_others = [path for path in _private(home) if stat.S_IMODE(path.stat().st_mode) & 0o077]
     for path in open_to_others:
         yield warn("state", f"{str(path)!r} can be read by others.", f"Run: chmod go= {str(path)!r}")
@@ -134,6 +140,27 @@ def _directory(home: StateDir) -> Iterator[Finding]:
     yield ok("lock", f"in use by process {holder}" if holder else "free")
 
 
+def _may_write(path: Path) -> bool:
+    wanted = os.W_OK | os.X_OK if path.is_dir() else os.W_OK
+    return os.access(path, wanted, effective_ids=os.access in os.supports_effective_ids)
+
+
+def _unmade(path: Path) -> Finding:
+    parent = _nearest(path)
+    if _may_write(parent):
+        return ok("state", f"{str(path)!r} does not exist yet; it is made at the first start")
+    return fail(
+        "state",
+        f"{str(path)!r} does not exist and cannot be made in {str(parent)!r}.",
+        "Give this user write access there, or choose another with --state-dir.",
+    )
+
+
+def _nearest(path: Path) -> Path:
+    """What there is of a path."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if is_there(place))
+
+
 def _private(home: StateDir) -> Iterable[Path]:
     database = home.database
     paths = [home.path, database, *(database.with_name(database.name + end) for end in ("-wal", "-shm"))]
@@ -141,10 +168,7 @@ def _private(home: StateDir) -> Iterable[Path]:
 
 
 def _disk(path: Path) -> Iterator[Finding]:
-    existing = next((place for place in (path, *path.parents) if is_there(place)), None)
-    if existing is None:
-        return
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(_nearest(path)).free
     text = f"{free // 2**20} MiB free"
     if free < LEAST_FREE:
         yield fail("disk", f"Only {text}.", "Free some space: nothing can be accepted without it.")
@@ -271,13 +295,18 @@ async def _models(config: Config, *, online: bool) -> list[Finding]:
     findings: list[Finding] = []
     for name, provider in config.models.providers.items():
         where = shown_url(provider.base_url)
-        if (secret := provider.api_key) and (trouble := await asyncio.to_thread(unreadable, secret)):
+        secrets = [secret for secret in (provider.api_key, *provider.headers.values()) if secret]
+        if trouble := await asyncio.to_thread(_first_trouble, secrets):
             findings.append(fail("models", f"{name!r} cannot be asked: {trouble.what}", trouble.hint))
         elif online and provider.base_url:
             findings.append(await _reach(name, where))
         else:
             findings.append(ok("models", f"{name!r} at {where}, not contacted (--online does)"))
     return findings
+
+
+def _first_trouble(secrets: Iterable[Secret]) -> ConfigError | None:
+    return next(filter(None, map(unreadable, secrets)), None)
 
 
 def unreadable(secret: Secret) -> ConfigError | None:

@@ -44,16 +44,21 @@ def explain(error: OSError, path: Path) -> StoreError:
 def _make_private(path: Path) -> None:
     """Make the directory, or close it to others, but only where it holds nothing that is somebody else's."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not path.stat().st_mode & 0o077:
-        return
-    if not _ours(path):
-        raise StoreError(
-            f"The directory {str(path)!r} holds other things and is open to other users.",
-            "Choose an empty or private directory with --state-dir, "
-            f"or make this one private: chmod go= {str(path)!r}",
-            path=str(path),
-        )
-    path.chmod(0o700)
+    if error := exposed(path):
+        raise error
+    if path.stat().st_mode & 0o077:
+        path.chmod(0o700)
+
+
+def exposed(path: Path) -> StoreError | None:
+    """Why nothing can be kept in a directory: others may enter it, and it is not ours to close."""
+    if not path.stat().st_mode & 0o077 or _ours(path):
+        return None
+    return StoreError(
+        f"The directory {str(path)!r} holds other things and is open to other users.",
+        f"Choose an empty or private directory with --state-dir, or make this one private: chmod go= {str(path)!r}",
+        path=str(path),
+    )
 
 
 def _ours(path: Path) -> bool:
