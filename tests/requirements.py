@@ -144,7 +144,10 @@ GUARANTEES: dict[str, tuple[Part, str]] = {
     "G20": ("core", "Provider failures are retried with bounded, jittered patience."),
     "G21": ("core", "The store survives kills and full disks, refuses damage clearly, and retention runs."),
     "G22": ("core", "Lists cost the same however many sessions there are."),
-    "G23": ("core", "History pages are bounded, stable and complete."),
+    "G23": (
+        "core",
+        "History pages are bounded, stable and complete, and narrowed by role, tool, time and failure.",
+    ),
     "G24": ("core", "Memory is flat; a run that kills its process is quarantined."),
     "G25": (
         "core",

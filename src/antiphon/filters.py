@@ -31,7 +31,7 @@ class ListFilter(msgspec.Struct, frozen=True, kw_only=True):
 class HistoryFilter(msgspec.Struct, frozen=True, kw_only=True):
     limit: int = HISTORY_LIMIT
     include_tools: bool = False
-    """What tools returned, too. Without a meaning beside `roles` and `errors`, which say it themselves."""
+    """What tools returned, too. Without a meaning beside `roles`, `tool` and `errors`, which say it themselves."""
     before: int | None = None
     after: int | None = None
     roles: tuple[str, ...] | None = None
@@ -39,8 +39,14 @@ class HistoryFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Only what was written then or later, in milliseconds."""
     errors: bool = False
     """Only what failed: answers that ended in an error or were aborted, errors of tools."""
+    tool: str | None = None
+    """Only answers that called this tool, and what it returned."""
 
     @property
     def narrow(self) -> bool:
         """Whether most of a transcript may be left out, so that looking for the rest has to be bounded."""
-        return self.roles is not None or self.since is not None or self.errors
+        return self.roles is not None or self.since is not None or self.errors or self.tool is not None
+
+    @property
+    def hides_results(self) -> bool:
+        return not (self.include_tools or self.errors or self.roles is not None or self.tool is not None)

@@ -11,7 +11,7 @@ This module knows nothing of storage, prompts or providers.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import msgspec
 
@@ -148,15 +148,17 @@ def call_ids(messages: Iterable[Message]) -> set[str]:
     return {call.id for message in messages if isinstance(message, Assistant) for call in message.tool_calls}
 
 
-class _Outcome(msgspec.Struct, rename="camel", frozen=True):
-    """What says whether an entry failed, also in one of another writer that is no `Message`."""
+class _Outline(msgspec.Struct, rename="camel", frozen=True):
+    """What says whether an entry failed and which tool it is about, also in one of another writer."""
 
     stop_reason: Any = None
     error_message: Any = None
     is_error: Any = None
+    tool_name: Any = None
+    content: Any = None
 
 
-_outcome = msgspec.json.Decoder(_Outcome)
+_outline = msgspec.json.Decoder(_Outline)
 _TELLING = ("isError", "errorMessage", '"error"', '"aborted"')
 
 
@@ -164,13 +166,31 @@ def failed(role: str, body: str) -> bool:
     """An answer that ended in an error or was aborted, or a tool's error. Most are not decoded to know."""
     if role not in ("assistant", "toolResult") or not any(word in body for word in _TELLING):
         return False
-    try:
-        found = _outcome.decode(body)
-    except (msgspec.MsgspecError, RecursionError):
-        return False
+    found = _read_outline(body)
     if role == "toolResult":
         return found.is_error is True
     return found.stop_reason in ("error", "aborted") or bool(found.error_message)
+
+
+def used(tool: str, role: str, body: str) -> bool:
+    """An answer that called this tool, or what the tool returned."""
+    if role not in ("assistant", "toolResult") or tool not in body:
+        return False
+    found = _read_outline(body)
+    if role == "toolResult":
+        return found.tool_name == tool
+    return isinstance(found.content, list) and any(
+        isinstance(block, dict) and (block.get("type"), block.get("name")) == ("toolCall", tool)
+        for block in cast("list[Any]", found.content)
+    )
+
+
+def _read_outline(body: str) -> _Outline:
+    """Of what cannot be read, an empty one."""
+    try:
+        return _outline.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        return _Outline()
 
 
 def encode(message: Message) -> str:

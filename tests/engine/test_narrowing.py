@@ -1,4 +1,4 @@
-"""Few entries among many: by role, by time, by failure. Following the cursors gives them all and nothing else."""
+"""Few entries among many: by role, time, tool and failure. Following the cursors gives them all and nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from antiphon.engine import sessions, transcripts
 from antiphon.filters import HistoryFilter
-from antiphon.messages import failed
+from antiphon.messages import failed, used
 from antiphon.runtimes import Prompt
 from antiphon.store import Tx
 from stage import MAIN, OPERATOR, Stage, staged
@@ -33,6 +33,13 @@ BODIES: list[dict[str, Any]] = [
     {"role": "compaction", "summary": "s", "firstKeptSeq": 1, "tokensBefore": 1},
     {"role": "ofAnother", "isError": True, "stopReason": "error"},
 ]
+CALL = {"type": "toolCall", "id": "1", "name": "t", "arguments": {}}
+BODIES += [
+    {"role": "assistant", "content": [{"type": "text", "text": "t"}, CALL], "stopReason": "toolUse"},
+    {"role": "assistant", "content": [{**CALL, "name": "other"}, {"type": "text", "name": "t"}]},
+    {"role": "toolResult", "toolCallId": "1", "toolName": "other", "content": [CALL]},
+]
+OF_T = [BODIES[6], BODIES[7], BODIES[10]]
 FAILED = [BODIES[2], BODIES[3], BODIES[5], BODIES[6]]
 ROLES = ("user", "assistant", "toolResult", "compaction")
 RARE = HistoryFilter(roles=("user",))
@@ -45,6 +52,7 @@ filters = st.builds(
     roles=st.none() | st.lists(st.sampled_from(ROLES), min_size=1, max_size=2).map(tuple),
     since=st.none() | st.integers(0, 6),
     errors=st.booleans(),
+    tool=st.none() | st.just("t"),
 )
 
 
@@ -67,9 +75,10 @@ def is_wanted(wanted: HistoryFilter, said: Said) -> bool:
     by_role = (
         body["role"] in wanted.roles
         if wanted.roles is not None
-        else wanted.include_tools or wanted.errors or body["role"] != "toolResult"
+        else wanted.include_tools or wanted.errors or wanted.tool or body["role"] != "toolResult"
     )
-    return by_role and at >= (wanted.since or 0) and (not wanted.errors or body in FAILED)
+    by_body = (not wanted.errors or body in FAILED) and (not wanted.tool or body in OF_T)
+    return bool(by_role) and at >= (wanted.since or 0) and by_body
 
 
 async def walk(
@@ -153,5 +162,6 @@ async def test_a_page_looks_through_so_many_entries_and_says_where_to_go_on(
 @pytest.mark.requirement("G23")
 @pytest.mark.sqlite_only
 @pytest.mark.parametrize("body", ["{", '"isError"', '{"isError":' + "[" * 100_000, '{"isError":1}'])
-def test_what_cannot_be_read_has_not_failed(body: str) -> None:
+def test_what_cannot_be_read_has_not_failed_and_is_of_no_tool(body: str) -> None:
     assert not failed("toolResult", body)
+    assert not used("isError", "toolResult", body) and not used("isError", "assistant", body)

@@ -574,7 +574,7 @@ async def test_startup_is_history_with_what_a_page_needs(gate: Gate) -> None:
 
 
 @pytest.mark.requirement("H1", "G23")
-async def test_a_history_is_narrowed_by_role_time_and_failure(gate: Gate) -> None:
+async def test_a_history_is_narrowed_by_role_time_tool_and_failure(gate: Gate) -> None:
     async with gate.client() as client:
         for words in ("one", "two"):
             await say(client, words)
@@ -585,8 +585,14 @@ async def test_a_history_is_narrowed_by_role_time_and_failure(gate: Gate) -> Non
 
         assert await seqs(roles=["user"]) == [1, 3]
         assert await seqs(roles=["assistant", "compaction"], since=0) == [2, 4]
-        assert await seqs(since=2**53) == await seqs(errors=True) == []
-        for name, wrong in (("roles", []), ("roles", ["nobody"]), ("since", -1), ("errors", "yes")):
+        assert await seqs(since=2**53) == await seqs(errors=True) == await seqs(tool="agents_list") == []
+        for name, wrong in (
+            ("tool", ""),
+            ("roles", []),
+            ("roles", ["nobody"]),
+            ("since", -1),
+            ("errors", "yes"),
+        ):
             refused = await client.refused("sessions.history", key=MAIN, **{name: wrong})
             assert refused["code"] == "INVALID_REQUEST"
 

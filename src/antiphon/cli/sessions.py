@@ -124,6 +124,7 @@ def _print_page(page: SessionPage) -> None:
     "--since", type=Moment(), metavar="TIME", help="Only since then, such as 2h (ago) or 2026-08-01T09:00."
 )
 @click.option("--errors", is_flag=True, help="Only what failed, tools too.")
+@click.option("--tool", metavar="NAME", help="Only answers that called this tool, and what it returned.")
 @reaching
 @common
 @click.pass_obj
@@ -137,6 +138,7 @@ def history(
     roles: tuple[str, ...],
     since: int | None,
     errors: bool,
+    tool: str | None,
 ) -> None:
     """What was said in a session. KEY is its key, its session id or its label."""
     wanted = HistoryFilter(
@@ -147,6 +149,7 @@ def history(
         roles=roles or None,
         since=since,
         errors=errors,
+        tool=tool,
     )
     page, labels = asyncio.run(_history(settings, key, wanted))
     if settings.json:

@@ -277,6 +277,7 @@ class Client:
             "roles": wanted.roles,
             "since": wanted.since,
             "errors": wanted.errors or None,
+            "tool": wanted.tool,
         }
         page = await self.call("sessions.history", _given(given))
         return msgspec.convert(page, HistoryPage)

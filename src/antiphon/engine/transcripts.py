@@ -14,7 +14,7 @@ import msgspec
 
 from antiphon.errors import InvalidInput
 from antiphon.filters import HistoryFilter
-from antiphon.messages import Assistant, Message, ToolCall, ToolResult, decode, encode, failed
+from antiphon.messages import Assistant, Message, ToolCall, ToolResult, decode, encode, failed, used
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries, Query
 
@@ -126,7 +126,7 @@ async def _sift(
 ) -> Page:
     """From `start` to `edge`, in the order of the query. The bytes that are counted are those looked through."""
     narrowing = {
-        "hidden": "" if wanted.roles is not None or wanted.errors or wanted.include_tools else "toolResult",
+        "hidden": "toolResult" if wanted.hides_results else "",
         "roles": None if wanted.roles is None else msgspec.json.encode(wanted.roles).decode(),
         "since": -END if wanted.since is None else wanted.since,
     }
@@ -138,10 +138,17 @@ async def _sift(
             size += _size(entry.body)
             if seq != start and (size > PAGE_BYTES or len(found) == limit):
                 return Page(found, seq)
-            if not wanted.errors or failed(entry.role, entry.body):
+            if _fits(entry, wanted):
                 found.append(entry)
             seq = entry.seq
     return Page(found, None)
+
+
+def _fits(entry: Entry, wanted: HistoryFilter) -> bool:
+    """By what only its body says."""
+    if wanted.errors and not failed(entry.role, entry.body):
+        return False
+    return wanted.tool is None or used(wanted.tool, entry.role, entry.body)
 
 
 def _size(body: str) -> int:

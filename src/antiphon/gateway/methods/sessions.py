@@ -271,6 +271,7 @@ class History(Params, frozen=True):
     roles: Annotated[tuple[Role, ...], Meta(min_length=1, max_length=10)] | None = None
     since: Annotated[int, Meta(ge=0, le=2**53)] | None = None
     errors: bool = False
+    tool: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
 
 
 @method("sessions.history", READ, History)
@@ -284,6 +285,7 @@ async def history(call: Call, params: History) -> HistoryPage:
         roles=params.roles,
         since=params.since,
         errors=params.errors,
+        tool=params.tool,
     )
     return await call.operations.history(call.caller, named(params.key, params.agent_id), wanted)
 
