@@ -34,12 +34,13 @@ from antiphon.config import (
     secrets_in,
 )
 from antiphon.config.base import Section
-from antiphon.config.checks import SESSION_TOOLS
 from antiphon.config.foreign import FOREIGN
 from antiphon.config.repeats import repeated
+from antiphon.config.toolnames import GROUPS, SESSION_TOOLS
 from antiphon.config.unused import WITHOUT_EFFECT
 from antiphon.errors import ConfigError, NotFound, UnknownModel
 from antiphon.operations import Operations
+from antiphon.runtimes.catalog import Catalog
 from antiphon.tools import session_tools
 from nobody import unprivileged
 
@@ -659,6 +660,21 @@ def test_tools_that_may_come_from_anywhere_are_not_told() -> None:
     assert "Write out the name of each tool." in warning
 
 
+def test_a_group_stands_for_its_tools_and_one_that_has_none_is_told() -> None:
+    config, warnings = parse({"gateway": {"tools": {"deny": ["cron", "group:sessions"]}}})
+    assert config.gateway.tools.deny == ("cron", *GROUPS["group:sessions"])
+    assert warnings == ()
+    told = {name: parse({"tools": {"deny": [name]}})[1] for name in ("group:fs", "Group:Session", "group:*")}
+    has_none = "a group that has no tools here."
+    assert told["group:fs"] == (
+        f"'tools.deny' names 'group:fs', {has_none} Name each tool that is meant, or leave it out.",
+    )
+    assert told["Group:Session"] == (
+        f"'tools.deny' names 'Group:Session', {has_none} Did you mean 'group:sessions'?",
+    )
+    assert has_none in told["group:*"][0]
+
+
 def test_the_session_tools_are_those_there_are() -> None:
     assert {tool.spec.name for tool in session_tools(Mock(spec=Operations))} == set(SESSION_TOOLS)
 
@@ -838,10 +854,15 @@ def test_wrong_value_names_path_allowed_and_given(raw: object, path: str, says: 
             "agents.defaults.subagents.model",
             "'x/y'",
         ),
+        ({"agents": {"list": [{"id": "a", "model": "x/y"}]}}, "agents.list[0].model", "'x/y'"),
+        ({"agents": {"defaults": {"model": "openai/"}}}, "agents.defaults.model", "'openai/'"),
         (
-            {"agents": {"list": [{"id": "a", "model": {"primary": REHEARSAL_REF, "fallbacks": ["x/y"]}}]}},
-            "agents.list[0].model",
-            "'x/y'",
+            {
+                "models": {"providers": {"openai": {"models": [{"id": "m"}]}}},
+                "agents": {"defaults": {"model": "openai/n"}},
+            },
+            "agents.defaults.model",
+            "Did you mean 'openai/m'?",
         ),
         (
             {"agents": {"list": [{"id": "a", "runtime": {"type": "function"}}]}},
@@ -1016,7 +1037,7 @@ def test_agent_is_merged_with_the_defaults() -> None:
         "all",
         "non-main",
     )
-    assert (ann.tools.allow, ann.tools.deny) == ((("group:sessions",), ("x",)), ("z", "y"))
+    assert (ann.tools.allow, ann.tools.deny) == ((GROUPS["group:sessions"], ("x",)), ("z", "y"))
     assert (b.runtime.type, b.runtime.target, config.agent("c").runtime.type) == (
         "function",
         "pkg.mod:answer",
@@ -1082,6 +1103,38 @@ def test_models_are_found_by_reference() -> None:
         config.find_model("")
 
 
+@pytest.mark.anyio
+async def test_choosing_a_model_of_a_known_provider_implies_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {"primary": "anthropic/claude-opus-4-5", "fallbacks": ["openai/gpt-5.2"]}
+    subagents = {"model": "anthropic/claude-haiku-4-5"}
+    listed = [{"id": "a"}, {"id": "b", "model": "google/org/m"}, {"id": "c", "model": model}]
+    config, warnings = parse(
+        {"agents": {"defaults": {"model": model, "subagents": subagents}, "list": listed}}
+    )
+
+    paths = ["agents.defaults.model.fallbacks", "agents.list[2].model.fallbacks"]
+    assert [text.partition(" has no effect")[0] for text in warnings] == [repr(path) for path in paths]
+    assert config.model_refs == (
+        "anthropic/claude-opus-4-5",
+        "anthropic/claude-haiku-4-5",
+        "google/org/m",
+        REHEARSAL_REF,
+    )
+    keys = {"anthropic": "ANTHROPIC_API_KEY", "google": "GEMINI_API_KEY"}
+    implied = {name: provider.api_key for name, provider in config.models.providers.items()}
+    assert implied == {name: Secret.parse({"env": variable}) for name, variable in keys.items()}
+    monkeypatch.delenv("ANTHROPIC_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"The environment variable 'ANTHROPIC_API_KEY'.* is not set\."):
+        await Catalog(config).runtime("a", None)
+
+
+def test_a_fallback_that_nothing_has_refuses_nothing() -> None:
+    [warning] = parse({"agents": {"defaults": {"model": {"primary": REHEARSAL_REF, "fallbacks": ["x/y"]}}}})[
+        1
+    ]
+    assert warning.startswith("'agents.defaults.model.fallbacks' has no effect")
+
+
 # Several people in one session
 
 
@@ -1113,6 +1166,26 @@ def test_one_session_for_several_senders_is_warned_of(
     told = [text for text in warnings if "no effect" not in text]
     assert [text for text in told if "'session.dmScope' is 'main'" in text] == told
     assert bool(told) is warned
+
+
+@pytest.mark.parametrize(
+    ("channels", "session"),
+    [
+        ({"telegram": {"allowFrom": ["1", "2"]}}, {"dmScope": "per-channel-peer"}),
+        (
+            {"telegram": {"allowFrom": [1]}, "discord": {"allowFrom": [2]}},
+            {"identityLinks": {"ann": ["telegram:1", "discord:2"]}},
+        ),
+    ],
+)
+def test_what_parts_or_joins_senders_is_not_to_be_left_out_again(
+    channels: dict[str, Any], session: dict[str, Any]
+) -> None:
+    none, advice = parse({"channels": channels})[1]
+    assert "Set it to 'per-channel-peer'" in advice
+    assert parse({"channels": channels, "session": session})[1] == (none,)
+    [useless] = parse({"session": session})[1]
+    assert useless.endswith("Leave it out.")
 
 
 # Secrets
@@ -1162,6 +1235,7 @@ def test_no_secret_is_ever_shown(place: Callable[[object], dict[str, Any]], tail
         {"envv": SENTINEL},
         {"env": SENTINEL, "file": SENTINEL},
         {"env": [SENTINEL]},
+        {"exec": SENTINEL},
         {"exec": SENTINEL, "x": 1},
         {"exec": [SENTINEL, 5]},
         {"exec": []},
@@ -1426,6 +1500,7 @@ def test_schema_accepts_the_examples(name: str) -> None:
         {"session": {"agentToAgent": {"maxPingPongTurns": 6}}},
         {"agents": {"list": [{"name": "x"}]}},
         {"hooks": {"token": {"envv": "x"}}},
+        {"hooks": {"token": {"exec": "echo key"}}},
         {"agents": {"defaults": {"model": {"primary": 5}}}},
     ],
 )

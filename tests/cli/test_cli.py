@@ -22,6 +22,9 @@ from antiphon.cli.running import here
 from antiphon.config import Config, Paths
 from antiphon.doctor import examine
 from antiphon.errors import AntiphonError, LaneFull, ProviderError, StoreError, StoreLocked
+from antiphon.paths import DATABASE
+from antiphon.store.sqlite import SqliteStore
+from antiphon.store.statedir import StateDir
 from antiphon.visits import reading
 from cli.terminal import BOUND, COMMAND, Program
 from nobody import unprivileged
@@ -208,22 +211,24 @@ def test_lists_and_histories_page(program: Program) -> None:
 
 @pytest.mark.requirement("G23", "H1")
 def test_a_history_of_a_role_of_a_time_or_of_what_failed(program: Program) -> None:
-    program.run("chat", stdin="say one\nfail badly\nsay two\n")
+    program.run("chat", stdin="say one\nfail badly\nsay two\ncall agents_list {}\n")
 
     def seqs(*arguments: str) -> list[int]:
         page = program.run("sessions", "history", "main", "--json", *arguments).json
         return [item["seq"] for item in page["messages"]]
 
-    assert seqs() == [1, 2, 3, 4, 5, 6]
-    assert seqs("--role", "user") == [1, 3, 5]
-    assert seqs("--role", "user", "--role", "assistant", "--after", "4") == [5, 6]
+    assert seqs() == [1, 2, 3, 4, 5, 6, 7, 8, 10]
+    assert seqs("--tool", "agents_list") == [8, 9]
+    assert seqs("--tool", "agents_list", "--role", "assistant") == [8]
+    assert seqs("--role", "user") == [1, 3, 5, 7]
+    assert seqs("--role", "user", "--role", "assistant", "--after", "4") == [5, 6, 7, 8, 10]
     assert seqs("--errors") == [4]
     assert seqs("--errors", "--role", "user") == []
-    assert seqs("--since", "2h") == seqs("--since", "2024-01-31T09:00+02:00") == [1, 2, 3, 4, 5, 6]
+    assert seqs("--since", "2h") == seqs("--since", "2024-01-31T09:00+02:00") == seqs()
     assert seqs("--since", "9990-01-01") == []
     more = program.run("sessions", "history", "main", "--role", "user", "--limit", "1").out
-    assert "say two" in more
-    assert "There may be more: --before 5" in more
+    assert "call agents_list" in more
+    assert "There may be more: --before 7" in more
 
 
 def test_reading_works_beside_an_owner_and_owning_does_not(program: Program) -> None:
@@ -443,6 +448,35 @@ def test_an_import_beside_a_conversation_says_what_became_of_its_settings(
     )
 
 
+@pytest.mark.parametrize("arguments", [[], ["--dry-run"]])
+def test_an_import_that_is_refused_leaves_nothing_behind(
+    program: Program, tmp_path: Path, arguments: list[str]
+) -> None:
+    folder = tmp_path / "sessions"
+    folder.mkdir()
+    nothing = program.run("sessions", "import", str(folder), *arguments, "--json")
+    assert (nothing.code, nothing.error["code"]) == (2, "invalid_input")
+    folder.joinpath("sessions.json").write_text("{main:")
+    assert "cannot be read" in program.run("sessions", "import", str(folder), *arguments).err
+    theirs = tmp_path / "agents" / "helper" / "sessions"
+    theirs.mkdir(parents=True)
+    theirs.joinpath("sessions.json").write_text("{}")
+    missing = program.run("sessions", "import", str(theirs), "--agent", "nosuch", *arguments, "--json")
+    assert (missing.code, missing.error["code"]) == (3, "not_found")
+    assert "'helper'" in missing.error["hint"]
+    assert not program.state.exists()
+
+
+def test_an_import_says_that_a_label_was_in_use(program: Program, tmp_path: Path) -> None:
+    folder = tmp_path / "sessions"
+    folder.mkdir()
+    entries = {f"cron:{name}": {"sessionId": name, "label": "home"} for name in "ab"}
+    folder.joinpath("sessions.json").write_text(json.dumps(entries))
+    for arguments in (["--dry-run"], []):
+        done = program.run("sessions", "import", str(folder), *arguments)
+        assert "1 had a label that is in use: imported without it" in done.out
+
+
 @pytest.mark.requirement("K3")
 def test_what_is_no_session_does_not_make_an_import_fail(program: Program, tmp_path: Path) -> None:
     folder = tmp_path / "sessions"
@@ -493,12 +527,24 @@ def test_the_doctor_names_what_is_wrong(program: Program) -> None:
     assert (code, levels["models"]) == (1, "fail")
 
 
-def test_the_doctor_misses_a_secret_before_a_run_does(program: Program) -> None:
+@pytest.mark.parametrize("place", ["apiKey", "headers"])
+def test_the_doctor_misses_a_secret_before_a_run_does(program: Program, place: str) -> None:
     program.say("say hello")
-    provider = {"apiKey": {"env": "ANTIPHON_TEST_UNSET"}, "models": [{"id": "m"}]}
+    secret = {"env": "ANTIPHON_TEST_UNSET"}
+    provider = {"models": [{"id": "m"}], place: {"x-key": secret} if place == "headers" else secret}
     program.configure({"models": {"providers": {"openai": provider}}})
     assert findings(program) == (1, {**findings(program)[1], "models": "fail"})
     assert "ANTIPHON_TEST_UNSET" in program.run("doctor").out
+
+
+def test_the_check_and_the_doctor_miss_the_key_of_a_provider_that_is_only_implied(program: Program) -> None:
+    model = {"primary": "anthropic/claude-opus-4-5", "fallbacks": ["openai/gpt-5.2"]}
+    program.configure({"agents": {"defaults": {"model": model}}})
+    checked = program.run("config", "check")
+    assert checked.code == 0
+    assert "main (default), answered by anthropic/claude-opus-4-5" in checked.out
+    for shown in (checked.out, program.run("doctor").out):
+        assert "The environment variable 'ANTHROPIC_API_KEY'" in shown and "OPENAI_API_KEY" not in shown
 
 
 def test_the_doctor_and_the_check_miss_what_up_would(program: Program) -> None:
@@ -539,6 +585,29 @@ async def test_a_directory_that_may_not_be_entered_is_a_finding_among_others(ope
     assert (found["config"].level, found["disk"].check, found["models"].level) == ("ok", "disk", "warn")
     assert beside["gateway"].level == "warn"
     assert "port" in beside
+
+
+@pytest.mark.anyio
+async def test_the_doctor_knows_where_nothing_can_be_kept(open_path: Path) -> None:
+    async def state(path: Path) -> tuple[str, str]:
+        examined = await examine(Paths(open_path / "config.json5", False, path))
+        worst = [found for found in examined if found.check == "state" and found.level != "ok"]
+        return (worst[0].level, worst[0].what) if worst else ("ok", "")
+
+    kept, closed, shared = (open_path / name for name in ("kept", "closed", "shared"))
+    await (await SqliteStore.open(StateDir.own(kept).database)).close()
+    (kept / DATABASE).chmod(0o444)
+    kept.chmod(0o777)
+    closed.mkdir(mode=0o555)
+    shared.mkdir(mode=0o755)
+    (shared / "diary").touch()
+    assert await state(open_path / "new") == ("ok", "")
+    with unprivileged():
+        assert await state(kept) == ("fail", f"{str(kept / DATABASE)!r} cannot be written to.")
+        level, what = await state(closed / "a" / "b")
+        assert level == "fail" and what.endswith(f"cannot be made in {str(closed)!r}.")
+    level, what = await state(shared)
+    assert level == "fail" and "holds other things" in what
 
 
 def test_the_doctor_knows_a_directory_that_is_none(program: Program, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from antiphon.cli.settings import Settings
 from antiphon.config import Config
 from antiphon.errors import ConfigError
+from nobody import unprivileged
 
 
 def config(path: Path, written: dict[str, Any] | None) -> Config:
@@ -46,6 +47,26 @@ def test_what_is_not_written_is_as_by_default(
 def test_what_is_written_is_read(tmp_path: Path, written: dict[str, Any], agent: str, main_key: str) -> None:
     found = config(tmp_path, written)
     assert (found.default_agent_id, found.session.main_key) == (agent, main_key)
+
+
+def test_a_file_that_cannot_be_read_is_not_taken_for_none(open_path: Path) -> None:
+    path = open_path / "config.json5"
+    path.write_text('{"store": {"url": "postgresql://db/antiphon"}}')
+    path.chmod(0)
+    with (
+        unprivileged(),
+        pytest.raises(ConfigError, match=r"config\.json5' cannot be read: Permission denied"),
+    ):
+        config(open_path, None)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(ConfigError, match=r"config\.json5' cannot be read: Is a directory"):
+        config(open_path, None)
+
+
+def test_where_no_file_can_be_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert config(tmp_path / "file", None).store.url is None
 
 
 def test_a_file_that_was_named_must_be_there(tmp_path: Path) -> None:

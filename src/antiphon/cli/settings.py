@@ -56,12 +56,14 @@ class Settings:
         return cast("Config", _Later(lambda: self.load().config, known))
 
     def _written(self) -> bytes | None:
-        """What the file says: nothing where there need not be one, and None where one was named that cannot be read."""
+        """What the file says: nothing where there is none and need not be, and None where it cannot be read."""
         paths = self.paths
         try:
             return paths.config.read_bytes()
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             return None if paths.config_explicit else b""
+        except OSError:
+            return None
 
     def load(self) -> Loaded:
         """The configuration; a file that nobody named need not exist."""

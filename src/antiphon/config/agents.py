@@ -25,6 +25,7 @@ from antiphon.config.base import (
     expected,
 )
 from antiphon.config.sections import Tools
+from antiphon.config.toolnames import ToolNames
 
 MAIN = "main"
 """The agent there is when the config lists none."""
@@ -35,10 +36,6 @@ class ModelChoice(Section):
 
     primary: Text
     fallbacks: Strings = ()
-
-    @property
-    def refs(self) -> tuple[str, ...]:
-        return (self.primary, *self.fallbacks)
 
 
 def _choice(value: object) -> object:
@@ -119,8 +116,8 @@ class EntryTools(Section):
     """Tools of one agent, within what the top-level `tools` permits."""
 
     sessions: EntrySessionTools = Field(default_factory=EntrySessionTools)
-    allow: Strings | None = None
-    deny: Strings = ()
+    allow: ToolNames | None = None
+    deny: ToolNames = ()
 
 
 class Identity(Section):

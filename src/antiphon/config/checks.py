@@ -8,32 +8,17 @@ from importlib.util import find_spec
 from typing import Any, cast
 
 from antiphon.config.addresses import bus_addresses, check_store, is_ip, is_loopback
-from antiphon.config.agents import ModelChoice
 from antiphon.config.base import nearest, suggestion
+from antiphon.config.implied import PUBLIC, choices
 from antiphon.config.model import REHEARSAL, Config
 from antiphon.config.problems import Problem
 from antiphon.config.sections import OWN_APIS
+from antiphon.config.toolnames import GROUP, GROUPS, SESSION_TOOLS
 from antiphon.config.unused import without_effect
 from antiphon.errors import ConfigError, UnknownModel, install
 
-PUBLIC = ("openai", "anthropic", "google")
-"""Providers whose address is known without being told."""
-
 ABSENT = ("channels",)
 """Sections that are read and checked, for parts that this release does not have."""
-
-SESSION_TOOLS = (
-    "sessions_list",
-    "sessions_history",
-    "sessions_search",
-    "session_status",
-    "agents_list",
-    "sessions_send",
-    "sessions_spawn",
-    "sessions_yield",
-    "subagents",
-)
-"""Tools that are always there. Others may come from anywhere: of a name that is like none of these nothing is said."""
 
 GOOGLE = "google-generative-ai"  # the one way to speak to models whose packages are an extra
 TAILNET = (
@@ -151,11 +136,13 @@ def _nobody(config: Config) -> Iterator[str]:
 
 
 def _no_tools(config: Config) -> Iterator[str]:
-    """Names that are almost those of session tools."""
+    """Names that are almost those of session tools, and groups that have none."""
     for path, names in _tool_lists(config):
         wildcards = not path.startswith("gateway.")  # there each tool is named
         for name in names or ():
-            if name not in SESSION_TOOLS and not (wildcards and "*" in name) and _meant_for_ours(name):
+            if name.lower().startswith(GROUP):
+                yield f"{path!r} names {name!r}, a group that has no tools here. {_group_instead(name)}"
+            elif name not in SESSION_TOOLS and not (wildcards and "*" in name) and _meant_for_ours(name):
                 yield f"{path!r} names {name!r}, and no tool is called that. {_instead(name)}"
 
 
@@ -183,6 +170,11 @@ def _instead(name: str) -> str:
     if "*" in name:
         return "Write out the name of each tool."
     return f"Did you mean {near!r}?" if near else f"There are: {', '.join(SESSION_TOOLS)}."
+
+
+def _group_instead(name: str) -> str:
+    near = nearest(name, GROUPS, alike=ALIKE)
+    return f"Did you mean {near!r}?" if near else "Name each tool that is meant, or leave it out."
 
 
 def _out_of_sight(config: Config) -> Iterator[str]:
@@ -248,24 +240,13 @@ def _providers(config: Config) -> Iterator[Problem]:
 
 
 def _models(config: Config) -> Iterator[Problem]:
-    for path, choice in _choices(config):
-        for ref in choice.refs if choice else ():
-            try:
-                config.find_model(ref)
-            except UnknownModel as error:
-                what = (
-                    f"Value of {path!r} names the model {ref!r}, which 'models.providers' does not configure."
-                )
-                yield Problem(path, what, error.hint)
-
-
-def _choices(config: Config) -> Iterator[tuple[str, ModelChoice | None]]:
-    defaults = config.agents.defaults
-    yield "agents.defaults.model", defaults.model
-    yield "agents.defaults.subagents.model", defaults.subagents.model
-    for index, entry in enumerate(config.agents.list):
-        yield f"agents.list[{index}].model", entry.model
-        yield f"agents.list[{index}].subagents.model", entry.subagents.model
+    for path, choice in choices(config):
+        ref = choice.primary
+        try:
+            config.find_model(ref)
+        except UnknownModel as error:
+            what = f"Value of {path!r} names the model {ref!r}, which 'models.providers' does not configure."
+            yield Problem(path, what, error.hint)
 
 
 def _gateway(config: Config) -> Iterator[Problem]:

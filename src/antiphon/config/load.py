@@ -18,6 +18,7 @@ from pydantic.alias_generators import to_camel
 from antiphon.config.base import Section
 from antiphon.config.checks import concerns, contradictions
 from antiphon.config.foreign import drop_foreign
+from antiphon.config.implied import with_implied
 from antiphon.config.model import Config
 from antiphon.config.problems import Location, Problem, combined, dotted, from_errors
 from antiphon.config.repeats import repeated
@@ -101,7 +102,7 @@ def _check_text(value: object, location: Location, file: str | None) -> None:
 
 def _validated(known: dict[str, Any], base: Path | None, file: str | None) -> Config:
     try:
-        config = Config.model_validate(known, context={"base": base})
+        config = with_implied(Config.model_validate(known, context={"base": base}))
     except ValidationError as error:
         problems = from_errors(error.errors(include_url=False))
     else:

@@ -166,7 +166,9 @@ def _reference(value: object) -> tuple[Kind, tuple[str, ...]] | None:
 
 
 def _single(kind: str, source: object) -> tuple[Kind, tuple[str, ...]] | None:
-    words = cast("list[object]", source if kind == "exec" and isinstance(source, list) else [source])
+    if (kind == "exec") != isinstance(source, list):
+        return None
+    words = cast("list[object]", source if kind == "exec" else [source])
     texts = tuple(word for word in words if isinstance(word, str))
     if kind not in ("env", "file", "exec") or not texts or len(texts) < len(words) or not _usable(*texts):
         return None

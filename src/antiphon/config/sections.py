@@ -26,6 +26,7 @@ from antiphon.config.base import (
     Visibility,
 )
 from antiphon.config.secrets import MASK, Secret
+from antiphon.config.toolnames import ToolNames
 
 MIB = 1024 * 1024
 
@@ -182,9 +183,9 @@ class AgentToAgent(Section):
 class ToolLists(Section):
     """Adjusts a default set of tools; deny wins."""
 
-    allow: Strings | None = None
-    also_allow: Strings = ()
-    deny: Strings = ()
+    allow: ToolNames | None = None
+    also_allow: ToolNames = ()
+    deny: ToolNames = ()
 
 
 class SubagentTools(Section):
@@ -216,8 +217,8 @@ class Tools(Section):
     agent_to_agent: AgentToAgent = Field(default_factory=AgentToAgent)
     subagents: SubagentTools = Field(default_factory=SubagentTools)
     sessions_spawn: SessionsSpawn = Field(default_factory=SessionsSpawn, alias="sessions_spawn")
-    allow: Strings | None = Field(default=None, description="Left out: every tool.")
-    deny: Strings = ()
+    allow: ToolNames | None = Field(default=None, description="Left out: every tool.")
+    deny: ToolNames = ()
 
 
 Api = Literal["openai-completions", "openai-responses", "anthropic-messages", "google-generative-ai"]
@@ -284,8 +285,8 @@ class GatewayAuth(Section):
 class GatewayTools(Section):
     """Which tools may be invoked over HTTP."""
 
-    allow: Strings = ()
-    deny: Strings = ()
+    allow: ToolNames = ()
+    deny: ToolNames = ()
 
 
 class HttpEndpoint(Section):

@@ -43,6 +43,9 @@ WITHOUT_EFFECT: dict[str, str] = {
     "gateway.controlUi.basePath": _PAGE,
 }
 
+_OF_CHANNELS = ("session.dmScope", "session.identityLinks")
+"""Where there are channels, that they have no effect says it of these, too; leaving these out may be bad advice."""
+
 _QUIET: tuple[object, ...] = (None, False, "", [], {}, ["text"], "main", ["/new", "/reset"])
 """Values that ask for nothing but what there is."""
 
@@ -50,6 +53,8 @@ _QUIET: tuple[object, ...] = (None, False, "", [], {}, ["text"], "main", ["/new"
 def without_effect(config: Config) -> Iterator[str]:
     said = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
     for place, advice in WITHOUT_EFFECT.items():
+        if config.channels and place in _OF_CHANNELS:
+            continue
         parent, _, key = place.rpartition(".")
         for path, node in nodes(said, parent.split("."), ()):
             if node.get(key) not in _QUIET:

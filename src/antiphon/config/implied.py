@@ -1,0 +1,40 @@
+"""Providers that a config means without configuring them: choosing a model of one that everybody knows is enough."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from antiphon.config.agents import ModelChoice
+from antiphon.config.model import Config
+from antiphon.config.sections import ProviderConfig
+
+PUBLIC = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY", "google": "GEMINI_API_KEY"}
+"""Providers whose address is known without being told, and the variable in which their key usually is."""
+
+
+def choices(config: Config) -> Iterator[tuple[str, ModelChoice]]:
+    """Every choice of a model, with its path."""
+    entries = [(f"agents.list[{index}]", entry) for index, entry in enumerate(config.agents.list)]
+    for path, section in (("agents.defaults", config.agents.defaults), *entries):
+        if section.model:
+            yield f"{path}.model", section.model
+        if section.subagents.model:
+            yield f"{path}.subagents.model", section.subagents.model
+
+
+def with_implied(config: Config) -> Config:
+    """The same with these providers, each with the models that are chosen of it."""
+    configured = config.models.providers
+    chosen: dict[str, list[str]] = {}
+    for _, choice in choices(config):
+        name, _, model_id = choice.primary.partition("/")
+        if name in PUBLIC and name not in configured and model_id not in ("", *chosen.get(name, ())):
+            chosen.setdefault(name, []).append(model_id)
+    implied = {name: _provider(name, ids) for name, ids in chosen.items()}
+    models = config.models.model_copy(update={"providers": {**configured, **implied}})
+    return config.model_copy(update={"models": models}) if implied else config
+
+
+def _provider(name: str, model_ids: list[str]) -> ProviderConfig:
+    said = {"apiKey": {"env": PUBLIC[name]}, "models": [{"id": model_id} for model_id in model_ids]}
+    return ProviderConfig.model_validate(said)

@@ -1,0 +1,89 @@
+"""Groups of tools: in every list `group:sessions` stands for its tools, and what is denied so is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sockets import opened
+
+from antiphon.engine.toolbox import Call, Result, Tool
+from antiphon.operations import Operations, Spawn
+from stage import BOUND, MAIN, OPERATOR, tool
+
+pytestmark = [pytest.mark.anyio, pytest.mark.requirement("C", "V3")]
+
+GROUP = "group:sessions"
+LOOKING = {"sessions_list", "sessions_history", "sessions_search", "session_status"}
+ACTING = {"sessions_send", "sessions_spawn", "sessions_yield", "subagents"}
+OTHERS = {"agents_list", "read"}
+EVERY = LOOKING | ACTING | OTHERS
+
+
+def tools(operations: Operations) -> list[Tool]:
+    async def look(call: Call) -> Result:
+        return Result(text="looked")
+
+    return [tool("read", look)]
+
+
+@pytest.mark.parametrize(
+    ("lists", "left"),
+    [
+        ({"deny": [GROUP]}, OTHERS),
+        ({"allow": [GROUP]}, LOOKING | ACTING),
+        ({"allow": [GROUP, "read"], "deny": ["sessions_*"]}, {"session_status", "subagents", "read"}),
+        ({"deny": ["group:agents"]}, EVERY - {"agents_list"}),
+        ({"deny": ["group:openclaw"]}, {"read"}),
+        ({"deny": ["group:fs"]}, EVERY),
+    ],
+)
+@pytest.mark.parametrize("own", [False, True])
+async def test_an_agent_has_what_the_group_stands_for(
+    lists: dict[str, list[str]], left: set[str], own: bool, tmp_path: Path
+) -> None:
+    main = {"id": "main", "tools": lists if own else {}}
+    settings = {"agents": {"list": [main]}, "tools": {} if own else lists}
+    async with opened(tmp_path, settings=settings, tools=tools) as gate:
+        assert set((await gate.operations.act_as(OPERATOR, MAIN)).actor.tools) == left
+
+
+@pytest.mark.parametrize(
+    ("lists", "left"),
+    [
+        ({}, {"read"}),
+        ({"allow": [GROUP]}, (LOOKING | ACTING) - {"sessions_spawn"}),  # it is a leaf
+        ({"alsoAllow": [GROUP]}, (LOOKING | ACTING | {"read"}) - {"sessions_spawn"}),
+        ({"alsoAllow": ["*"], "deny": [GROUP]}, OTHERS),
+    ],
+)
+async def test_a_sub_agent_has_what_the_group_stands_for(
+    lists: dict[str, list[str]], left: set[str], tmp_path: Path
+) -> None:
+    settings = {"tools": {"subagents": {"tools": lists}}}
+    async with opened(tmp_path, settings=settings, tools=tools) as gate:
+        spawned = await gate.operations.spawn(OPERATOR, Spawn(task="look", announce="none"))
+        assert (await gate.operations.wait(OPERATOR, spawned.run_id, BOUND)).ended
+        acting = await gate.operations.act_as(OPERATOR, spawned.child_session_key)
+        assert set(acting.actor.tools) == left
+
+
+@pytest.mark.requirement("SEC12")
+@pytest.mark.parametrize(
+    ("lists", "left"),
+    [
+        ({}, LOOKING | {"agents_list"}),
+        ({"allow": [GROUP]}, LOOKING | ACTING | {"agents_list"}),
+        ({"allow": [GROUP, "read"], "deny": [GROUP]}, OTHERS),
+    ],
+)
+async def test_over_http_there_is_what_the_group_stands_for(
+    lists: dict[str, list[str]], left: set[str], tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"gateway": {"tools": lists}}
+    async with opened(tmp_path, settings=settings, tools=tools) as gate, gate.http() as http:
+        replies = {
+            name: await http.post("/tools/invoke", json={"tool": name, "dryRun": True}) for name in EVERY
+        }
+    assert {name for name, reply in replies.items() if reply.status_code == 200} == left
