@@ -179,10 +179,10 @@ def used(tool: str, role: str, body: str) -> bool:
     found = _read_outline(body)
     if role == "toolResult":
         return found.tool_name == tool
-    return isinstance(found.content, list) and any(
-        isinstance(block, dict) and (block.get("type"), block.get("name")) == ("toolCall", tool)
-        for block in cast("list[Any]", found.content)
-    )
+    content: object = found.content
+    blocks = cast("list[object]", content) if isinstance(content, list) else []
+    named = (cast("dict[str, object]", block) for block in blocks if isinstance(block, dict))
+    return any((block.get("type"), block.get("name")) == ("toolCall", tool) for block in named)
 
 
 def _read_outline(body: str) -> _Outline:

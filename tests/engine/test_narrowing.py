@@ -21,6 +21,7 @@ from stage import MAIN, OPERATOR, Stage, staged
 
 Said = tuple[int, dict[str, Any]]  # when, and what
 
+CALL: dict[str, Any] = {"type": "toolCall", "id": "1", "name": "t", "arguments": {}}
 BODIES: list[dict[str, Any]] = [
     {"role": "user", "content": 'an "error" and what isError says'},
     {"role": "assistant", "content": [], "stopReason": "stop"},
@@ -32,9 +33,6 @@ BODIES: list[dict[str, Any]] = [
     {"role": "toolResult", "toolCallId": "1", "toolName": "t", "content": [], "isError": False},
     {"role": "compaction", "summary": "s", "firstKeptSeq": 1, "tokensBefore": 1},
     {"role": "ofAnother", "isError": True, "stopReason": "error"},
-]
-CALL = {"type": "toolCall", "id": "1", "name": "t", "arguments": {}}
-BODIES += [
     {"role": "assistant", "content": [{"type": "text", "text": "t"}, CALL], "stopReason": "toolUse"},
     {"role": "assistant", "content": [{**CALL, "name": "other"}, {"type": "text", "name": "t"}]},
     {"role": "toolResult", "toolCallId": "1", "toolName": "other", "content": [CALL]},

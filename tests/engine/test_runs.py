@@ -662,10 +662,9 @@ async def test_a_run_that_kills_its_process_takes_no_other_with_it(tmp_path: Pat
 async def test_a_suspect_has_its_place_for_a_while_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "TURN", 0.0)
     place = trial.Trial()
-    async with asyncio.timeout(BOUND), place.turn(1), place.turn(2):
-        pass
-    async with asyncio.timeout(BOUND), place.turn(3):
-        pass
+    async with asyncio.timeout(BOUND):
+        for lane in range(3):
+            await place.enter(lane)
 
 
 @pytest.mark.requirement("G24")
