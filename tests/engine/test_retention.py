@@ -146,19 +146,3 @@ async def test_by_default_nothing_is_ever_touched_and_the_chore_runs(tmp_path: P
     ):
         assert await events.get(10) == SessionChanged(session_key=MAIN, reason="retention")
         assert stage.rows("SELECT key FROM sessions WHERE archived = 1") == [{"key": MAIN}]
-
-
-@pytest.mark.requirement("G27")
-async def test_who_was_spoken_to_is_forgotten_in_the_end(tmp_path: Path) -> None:
-    """That something was deleted is on record for copies of it, also where nothing else ever is deleted."""
-    clock, key = ManualClock(), "agent:main:direct:+4915112345"
-    records = "SELECT id FROM commands WHERE id LIKE '%4915112345%'"
-    async with staged(tmp_path, echo, clock=clock, pace=QUIET) as stage:
-        await stage.ask("hello", key)
-        assert await stage.operations.delete(OPERATOR, key)
-        clock.advance(days=retention.FORGOTTEN_DAYS, seconds=-1)
-        await retention.sweep(stage.store, Keep(), clock.now())
-        assert len(stage.rows(records)) == 1
-        clock.advance(seconds=2)
-        await retention.sweep(stage.store, Keep(), clock.now())
-        assert stage.rows(records) == []

@@ -12,14 +12,12 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from antiphon.engine import sessions
-from antiphon.engine.words import FORGOTTEN, beyond
 from antiphon.store import Store, Tx
 from antiphon.store.listing import KINDS
 from antiphon.store.queries import Queries, Query
 
 DAY = 86_400_000  # milliseconds
 BATCH = 50  # sessions in one transaction; a long one would hold up everybody's commits
-FORGOTTEN_DAYS = 30  # for which it is on record that something was deleted; that names who it was said to
 RECORDS = 1000  # rows of a kind in one sweep; those that are left wait for the next
 
 SQL = Queries("retention")
@@ -49,7 +47,6 @@ async def sweep(store: Store, keep: Keep, now: int) -> list[str]:
     if keep.delete_archived_after_days is not None:
         for query in OVER:
             await store.tx(_drop, query, now - round(keep.delete_archived_after_days * DAY))
-    await store.tx(_drop_forgotten, now - FORGOTTEN_DAYS * DAY)
     return touched
 
 
@@ -78,7 +75,3 @@ async def _delete(tx: Tx, kind: str, before: int, now: int) -> list[str]:
 
 async def _drop(tx: Tx, query: Query, before: int) -> None:
     await tx.do(query, before=before, limit=RECORDS)
-
-
-async def _drop_forgotten(tx: Tx, before: int) -> None:
-    await tx.do(SQL.old_forgotten, after=FORGOTTEN, until=beyond(FORGOTTEN), before=before, limit=RECORDS)

@@ -31,7 +31,3 @@ DELETE FROM chains WHERE id IN
 
 -- name: old_commands
 DELETE FROM commands WHERE id IN (SELECT id FROM commands WHERE created_at < :before ORDER BY created_at LIMIT :limit);
-
--- name: old_forgotten
-DELETE FROM commands WHERE id IN (SELECT id FROM commands WHERE id > :after AND id < :until AND digest = ''
-                                  AND created_at < :before LIMIT :limit);
