@@ -1115,10 +1115,10 @@ async def test_choosing_a_model_of_a_known_provider_implies_it(monkeypatch: pyte
     paths = ["agents.defaults.model.fallbacks", "agents.list[2].model.fallbacks"]
     assert [text.partition(" has no effect")[0] for text in warnings] == [repr(path) for path in paths]
     assert config.model_refs == (
+        REHEARSAL_REF,  # first: what is meant for one agent answers for no other that has no model
         "anthropic/claude-opus-4-5",
         "anthropic/claude-haiku-4-5",
         "google/org/m",
-        REHEARSAL_REF,
     )
     keys = {"anthropic": "ANTHROPIC_API_KEY", "google": "GEMINI_API_KEY"}
     implied = {name: provider.api_key for name, provider in config.models.providers.items()}

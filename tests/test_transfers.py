@@ -24,7 +24,7 @@ from antiphon.errors import InvalidInput, NotFound
 from antiphon.messages import Assistant, Image, Message, Text, Thinking, ToolCall, ToolResult, User
 from antiphon.operations import HistoryFilter, ListFilter
 from antiphon.store import Row, Store, Tx
-from antiphon.transfers import index, jsonl
+from antiphon.transfers import imports, index, jsonl
 from antiphon.transfers.exports import export_all, export_named
 from antiphon.transfers.imports import Imported, look, take
 from antiphon.transfers.jsonl import Reading, iso, moment
@@ -716,6 +716,7 @@ DENIED, HOME, HUT = {"sendPolicy": "deny"}, {"label": "home"}, {"label": "hut"}
         (entries(main=DENIED, **{"global": HOME}), {"beside": 1}),
         (entries(main={}, cron_x={"sessionId": "main"}), {"skipped": 1}),
         (entries(cron_x=HOME, cron_y=HOME, cron_z=HOME), {"left_out_labels": 2}),
+        (entries(subagent_a=HOME, subagent_b=HOME, cron_x=HOME), {"imported": 3, "left_out_labels": 1}),
         (entries(cron_x=HOME | {"archivedAt": NOW}, cron_y=HOME, cron_z=HOME), {"left_out_labels": 1}),
         (
             entries(cron_x=HOME, telegram_direct_4=HOME, telegram_dm_4=HUT, cron_y=HUT),
@@ -891,6 +892,23 @@ def test_a_stored_entry_of_several_lines_becomes_one() -> None:
     line = jsonl.line(Entry(1, "e", "user", '{"role":\n"user"}', 0), None)
     assert line is not None
     assert line.count(b"\n") == 1
+
+
+@pytest.mark.anyio
+async def test_a_dry_run_of_many_with_one_label_tries_few_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    write = imports._write  # pyright: ignore[reportPrivateUsage]
+
+    async def counted(tx: Tx, found: imports.Found, config: Config, now: int) -> object:
+        written.append(str(found.key))
+        return await write(tx, found, config, now)
+
+    monkeypatch.setattr(imports, "_write", counted)
+    folder(tmp_path / "old", entries(**{f"subagent_{n}": HOME for n in range(30)}), {})
+    assert (await brought(tmp_path / "new", tmp_path / "old", dry_run=True)).imported == 30
+    assert len(written) <= 2 * (30 + 29)  # SQLite runs a script that raised once more by itself
 
 
 @pytest.mark.anyio

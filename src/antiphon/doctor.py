@@ -26,7 +26,7 @@ from antiphon.store import Row, Store, Tx
 from antiphon.store.migrations import migrations
 from antiphon.store.queries import Queries
 from antiphon.store.sqlite import check_file, check_library
-from antiphon.store.statedir import StateDir, exposed
+from antiphon.store.statedir import StateDir, explain, exposed
 from antiphon.visits import reading
 
 SQL = Queries("doctor")
@@ -125,7 +125,11 @@ def _directory(home: StateDir) -> Iterator[Finding]:
             "Give this user write access, or choose another with --state-dir.",
         )
         return
-    if error := exposed(home.path):
+    try:
+        error = exposed(home.path)
+    except OSError as found:
+        error = explain(found, home.path)
+    if error:
         yield _failed("state", error)
         return
     for path in _private(home):

@@ -10,6 +10,7 @@ This module knows nothing of storage, prompts or providers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any, Literal, TypeAlias, cast
 
@@ -148,17 +149,23 @@ def call_ids(messages: Iterable[Message]) -> set[str]:
     return {call.id for message in messages if isinstance(message, Assistant) for call in message.tool_calls}
 
 
-class _Outline(msgspec.Struct, rename="camel", frozen=True):
-    """What says whether an entry failed and which tool it is about, also in one of another writer."""
+class _Outcome(msgspec.Struct, rename="camel", frozen=True):
+    """What says whether an entry failed, also in one of another writer that is no `Message`."""
 
     stop_reason: Any = None
     error_message: Any = None
     is_error: Any = None
+
+
+class _Toolwork(msgspec.Struct, rename="camel", frozen=True):
+    """What says which tools an entry is about, likewise."""
+
     tool_name: Any = None
     content: Any = None
 
 
-_outline = msgspec.json.Decoder(_Outline)
+_outcome, _toolwork = msgspec.json.Decoder(_Outcome), msgspec.json.Decoder(_Toolwork)
+_PLAIN = re.compile(r"[\w.:-]+")
 _TELLING = ("isError", "errorMessage", '"error"', '"aborted"')
 
 
@@ -166,7 +173,10 @@ def failed(role: str, body: str) -> bool:
     """An answer that ended in an error or was aborted, or a tool's error. Most are not decoded to know."""
     if role not in ("assistant", "toolResult") or not any(word in body for word in _TELLING):
         return False
-    found = _read_outline(body)
+    try:
+        found = _outcome.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        return False
     if role == "toolResult":
         return found.is_error is True
     return found.stop_reason in ("error", "aborted") or bool(found.error_message)
@@ -174,23 +184,21 @@ def failed(role: str, body: str) -> bool:
 
 def used(tool: str, role: str, body: str) -> bool:
     """An answer that called this tool, or what the tool returned."""
-    if role not in ("assistant", "toolResult") or tool not in body:
+    absent = (
+        tool not in body and "\\u" not in body and _PLAIN.fullmatch(tool)
+    )  # others may be written in escapes
+    if role not in ("assistant", "toolResult") or absent:
         return False
-    found = _read_outline(body)
+    try:
+        found = _toolwork.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        return False
     if role == "toolResult":
         return found.tool_name == tool
     content: object = found.content
     blocks = cast("list[object]", content) if isinstance(content, list) else []
     named = (cast("dict[str, object]", block) for block in blocks if isinstance(block, dict))
     return any((block.get("type"), block.get("name")) == ("toolCall", tool) for block in named)
-
-
-def _read_outline(body: str) -> _Outline:
-    """Of what cannot be read, an empty one."""
-    try:
-        return _outline.decode(body)
-    except (msgspec.MsgspecError, RecursionError):
-        return _Outline()
 
 
 def encode(message: Message) -> str:

@@ -608,6 +608,9 @@ async def test_the_doctor_knows_where_nothing_can_be_kept(open_path: Path) -> No
         assert level == "fail" and what.endswith(f"cannot be made in {str(closed)!r}.")
     level, what = await state(shared)
     assert level == "fail" and "holds other things" in what
+    shared.chmod(0o733)
+    with unprivileged():
+        assert (await state(shared))[0] == "fail"
 
 
 def test_the_doctor_knows_a_directory_that_is_none(program: Program, tmp_path: Path) -> None:

@@ -370,6 +370,22 @@ async def test_what_is_left_out_without_a_summary_is_said(
     assert notice.summary == f"It began.\n\n[Earlier messages left out here: {left}]"
 
 
+@pytest.mark.requirement("G23", "G26")
+@pytest.mark.anyio
+async def test_what_was_left_out_before_is_counted_with_the_rest(tmp_path: Path) -> None:
+    said: list[Message] = [User(content=f"{n:<999}", timestamp=1) for n in range(500)]
+    async with opened(tmp_path) as store:
+        await store.tx(_write, [("user", encode(message)) for message in said])
+        shortened, kept = await store.tx(compaction.shorten, 7, 200, 1)
+        assert shortened and kept == 200
+        entry = Entry(501, "c", "compaction", encode(shortened), 1)
+        await store.tx(transcripts.append_raw, 7, None, entry)
+        found = await store.read(context.load, 7, 320, 10_000)
+    notice, question, *tail = found.messages
+    assert isinstance(notice, Compaction) and question == said[319] and tail == said[-len(tail) :]
+    assert notice.summary == f"[Earlier messages left out here: {500 - len(tail) - 1}]"
+
+
 # --- making room ---
 
 

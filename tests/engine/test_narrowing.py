@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,15 @@ async def test_a_page_looks_through_so_many_entries_and_says_where_to_go_on(
         page = await stage.operations.history(OPERATOR, MAIN, wanted)
         assert (page.messages, page.has_more, page.total) == ([], True, 25)
         assert page.next_cursor == ("16" if backwards else "10")
+
+
+@pytest.mark.requirement("G23")
+@pytest.mark.sqlite_only
+@pytest.mark.parametrize("name", ["café_lookup", 'odd"name', "a/b"])
+def test_a_tool_is_found_however_its_name_is_written(name: str) -> None:
+    for body in (json.dumps({"toolName": name}), json.dumps({"toolName": name}, ensure_ascii=False)):
+        assert used(name, "toolResult", body)
+        assert not used("lookup", "toolResult", body)
 
 
 @pytest.mark.requirement("G23")

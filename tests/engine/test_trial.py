@@ -91,12 +91,15 @@ async def test_one_that_waits_for_another_makes_room_for_it(tmp_path: Path) -> N
         assert (result["role"], result["content"][0]["text"]) == ("toolResult", "b's answer")
 
 
-async def test_many_have_all_begun_before_long(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [2, 5, 200, 1000])
+async def test_many_have_all_begun_before_long(count: int) -> None:
     """Though none of them gets on: most have done nothing but be there when another one crashed."""
-    monkeypatch.setattr(trial, "ALL", 0.1)
-    place = trial.Trial()
-    async with asyncio.timeout(stages.BOUND):
-        await asyncio.gather(*(place.enter(lane) for lane in range(20)))
+    passed, turns = 0.0, list[float]()
+    for behind in reversed(range(1, count)):
+        turns.append(trial.turn(trial.ALL - passed, behind))
+        passed += turns[-1]
+    assert passed < trial.ALL + 0.001
+    assert min(turns) > min(trial.TURN, trial.ALL / count) - 0.001
 
 
 async def test_none_begins_while_the_process_stops(tmp_path: Path) -> None:

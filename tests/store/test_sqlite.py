@@ -8,9 +8,10 @@ import random
 import re
 import sqlite3
 import stat
+import subprocess
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -269,15 +270,36 @@ async def test_a_file_that_cannot_be_written_is_said_to_be_so(open_path: Path) -
         await SqliteStore.open(open_path / NAME)
 
 
+@contextmanager
+def _closed(folder: Path) -> Generator[None]:
+    folder.chmod(0o555)
+    with unprivileged():
+        yield
+
+
+@contextmanager
+def _mounted(folder: Path) -> Generator[None]:
+    """As a snapshot or a volume that may only be read."""
+    for options in (["--bind", str(folder)], ["-o", "remount,bind,ro"]):
+        if subprocess.run(["mount", *options, str(folder)], capture_output=True, check=False).returncode:
+            pytest.skip("this user may not mount anything")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True, timeout=10)
+
+
 @pytest.mark.anyio
 @pytest.mark.requirement("G21")
-async def test_what_may_only_be_read_can_be_read(open_path: Path) -> None:
+@pytest.mark.parametrize("locked", [_closed, _mounted])
+async def test_what_may_only_be_read_can_be_read(
+    open_path: Path, locked: Callable[[Path], AbstractContextManager[None]]
+) -> None:
     path = open_path / "state" / NAME
     path.parent.mkdir()
     await filled(path)
     path.chmod(0o444)
-    path.parent.chmod(0o555)
-    with unprivileged():
+    with locked(path.parent):
         store = await SqliteStore.open(path, read_only=True)
         try:
             counted = await store.read(ask, COUNT)
@@ -285,6 +307,15 @@ async def test_what_may_only_be_read_can_be_read(open_path: Path) -> None:
         finally:
             await store.close()
     assert [file.name for file in path.parent.iterdir()] == [NAME]
+
+
+@pytest.mark.anyio
+@pytest.mark.requirement("G21")
+async def test_a_file_that_cannot_be_reached_is_said_to_be_so(open_path: Path) -> None:
+    await filled(open_path / NAME)
+    (open_path / "locked").mkdir(mode=0)
+    with unprivileged(), pytest.raises(StoreReadOnly):
+        await SqliteStore.open(open_path / "locked" / NAME)
 
 
 @pytest.mark.requirement("G21")

@@ -186,4 +186,4 @@ def _told(done: FiredView) -> str:
     if done.ran:
         return f"Accepted: run {output.line(done.run_id or '')} in {output.line(done.session_key or '')}."
     reason = output.line(done.reason or "no reason was given")
-    return f"It was not run: {_REASONS.get(reason, reason)}"
+    return f"It was not run: {_REASONS.get(reason, f'{reason}.')}"

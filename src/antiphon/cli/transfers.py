@@ -75,11 +75,9 @@ async def _import(settings: Settings, directory: Path, agent: str | None, *, dry
     from antiphon.clock import SystemClock
     from antiphon.store.statedir import StateDir
     from antiphon.transfers.imports import look, take
-    from antiphon.visits import check_alone, keeping
+    from antiphon.visits import keeping
 
     config, state_dir = settings.load().config, settings.paths.state_dir
-    if not dry_run:
-        await check_alone(config, state_dir)
     source = look(directory, config, agent)  # what is refused leaves no state directory behind
     with tempfile.TemporaryDirectory() as empty:
         home = StateDir.look(state_dir)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from antiphon.config.agents import ModelChoice
 from antiphon.config.model import Config
-from antiphon.config.sections import ProviderConfig
+from antiphon.config.sections import ImpliedProvider
 
 PUBLIC = {"openai": "OPENAI_API_KEY", "anthropic": "ANTHROPIC_API_KEY", "google": "GEMINI_API_KEY"}
 """Providers whose address is known without being told, and the variable in which their key usually is."""
@@ -35,6 +35,6 @@ def with_implied(config: Config) -> Config:
     return config.model_copy(update={"models": models}) if implied else config
 
 
-def _provider(name: str, model_ids: list[str]) -> ProviderConfig:
+def _provider(name: str, model_ids: list[str]) -> ImpliedProvider:
     said = {"apiKey": {"env": PUBLIC[name]}, "models": [{"id": model_id} for model_id in model_ids]}
-    return ProviderConfig.model_validate(said)
+    return ImpliedProvider.model_validate(said)

@@ -14,6 +14,7 @@ from antiphon.config.sections import (
     Cron,
     Gateway,
     Hooks,
+    ImpliedProvider,
     ModelConfig,
     Models,
     ProviderConfig,
@@ -96,10 +97,14 @@ class Config(Section):
 
     @property
     def model_refs(self) -> tuple[str, ...]:
-        """Every configured model in the order of the file, then the built-in one."""
-        providers = self.models.providers.items()
-        configured = (f"{name}/{model.id}" for name, provider in providers for model in provider.models)
-        return (*configured, REHEARSAL_REF)
+        """Every configured model in the order of the file, the built-in one, then what is only implied.
+
+        A provider that was meant for one agent answers, and charges, for no other.
+        """
+        refs: dict[bool, list[str]] = {False: [], True: []}
+        for name, provider in self.models.providers.items():
+            refs[isinstance(provider, ImpliedProvider)] += (f"{name}/{model.id}" for model in provider.models)
+        return (*refs[False], REHEARSAL_REF, *refs[True])
 
     def find_model(self, ref: str) -> FoundModel:
         """The provider and model that `provider/model` names.

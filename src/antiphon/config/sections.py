@@ -265,6 +265,10 @@ class ProviderConfig(Section):
     models: Annotated[tuple[ModelConfig, ...], Strict(False)] = ()
 
 
+class ImpliedProvider(ProviderConfig):
+    """One that is not configured: see `config.implied`."""
+
+
 class Models(Section):
     """The model providers."""
 

@@ -38,7 +38,7 @@ MOST_BYTES = (
     32 * 2**20
 )  # of entries, whatever they weigh: images are large, and no provider takes more at once
 
-_NOTICE = re.compile(r"\[Earlier messages left out here: \d+\]")
+_NOTICE = re.compile(r"\[Earlier messages left out here: (\d+)\]")
 INTERRUPTED = "This call was interrupted: it may or may not have taken effect. Check before repeating it."
 
 
@@ -70,16 +70,18 @@ async def load(tx: Tx, transcript: int, question: int, window: int | None) -> Co
     head = await latest_compaction(tx, transcript)
     since = head[1].first_kept_seq if head else 1
     found, first = await _tail(tx, transcript, since, UNBOUNDED if window is None else 2 * window)
+    asked: list[tuple[int, Message]] = []
+    if first > question >= since:
+        rows = await tx.all(SQL.tail, transcript=transcript, since=question, before=question + 1, limit=1)
+        asked = _readable(rows)
     context = Context()
     if first > since:
-        earlier = head[1] if head else None
-        context.add(head[0] if head else 0, left_out(first - since, earlier, first, now=0))
+        seq, earlier = head or (0, None)
+        count = _left_out_before(earlier) + first - since - len(asked)
+        context.add(seq, left_out(count, earlier, first, now=0))
     elif head:
         context.add(*head)
-    if first > question >= since:
-        asked = await tx.all(SQL.tail, transcript=transcript, since=question, before=question + 1, limit=1)
-        found = _readable(asked) + found
-    for seq, message in found:
+    for seq, message in (*asked, *found):
         context.add(seq, message)
     return context
 
@@ -120,6 +122,10 @@ async def _tail(tx: Tx, transcript: int, since: int, tokens: int) -> tuple[list[
 
 def _readable(rows: Iterable[Row]) -> list[tuple[int, Message]]:
     return [(row["seq"], message) for row in rows if (message := readable(row)) is not None]
+
+
+def _left_out_before(earlier: Compaction | None) -> int:
+    return sum(map(int, _NOTICE.findall(earlier.summary))) if earlier else 0
 
 
 def left_out(count: int, earlier: Compaction | None, first: int, now: int, tokens: int = 0) -> Compaction:

@@ -189,12 +189,23 @@ class Engine:
         try:
             return await self._play_some(lane, IN_A_ROW)
         except Suspected:
-            with self._rest(lane):
-                await self._trial.enter(lane)
-            try:
-                return not self._stopping and await self._play_some(lane, 1, trying=True)
-            finally:
-                self._trial.leave(lane)
+            return await self._play_suspect(lane)
+        except StoreFull as error:
+            if not self._is_known(error):
+                raise
+            return False
+
+    async def _play_suspect(self, lane: int) -> bool:
+        with self._rest(lane):
+            await self._trial.enter(lane)
+        try:
+            return not self._stopping and await self._play_some(lane, 1, trying=True)
+        finally:
+            self._trial.leave(lane)
+
+    def _is_known(self, error: AntiphonError) -> bool:
+        """Whether the store has said so itself, once for everybody who waits."""
+        return isinstance(error, StoreFull) and self._store.trouble is not None
 
     async def _play_some(self, lane: int, most: int, *, trying: bool = False) -> bool:
         try:
@@ -335,10 +346,9 @@ class Engine:
             at_once = False
             try:
                 await chore()
-            except StoreFull:
-                pass  # which the store has said once, for all
             except AntiphonError as error:
-                log.error("%s", error)
+                if not self._is_known(error):
+                    log.error("%s", error)
             except Exception:
                 log.exception("A chore of the engine failed; it is tried again in %.1f s", seconds)
 
@@ -412,7 +422,7 @@ class Engine:
             try:
                 ended = await self._store.tx(runs.force, run_id, before, now)
             except StoreFull:
-                raise  # there is no room for any of them
+                continue  # it waits for room; another may fit
             except Exception:
                 log.exception("Run %r could not be ended", run_id, extra={"run_id": run_id})
                 continue

@@ -20,25 +20,34 @@ ALL = (
 )
 
 
+def turn(left: float, behind: int) -> float:
+    """The seconds of one who has so many behind it, of those in which all are to begin."""
+    return min(TURN, max(0.0, left) / (1 + behind))
+
+
 class Trial:
     def __init__(self) -> None:
         self._place = asyncio.Lock()
         self._waiting = 0
+        self._until = 0.0
         self._lane: int | None = None
         self._over: asyncio.TimerHandle | None = None
 
     async def enter(self, lane: int) -> None:
         """Wait for the place, and have it for a while."""
-        if self._place.locked() and not self._waiting:
-            log.warning("Runs that were interrupted several times are begun one after the other")
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            self._until = loop.time() + ALL
+            if self._place.locked():
+                log.warning("Runs that were interrupted several times are begun one after the other")
         self._waiting += 1
         try:
             await self._place.acquire()
         finally:
             self._waiting -= 1
         self._lane = lane
-        turn = min(TURN, ALL / (1 + self._waiting))
-        self._over = asyncio.get_running_loop().call_later(turn, self.leave, lane)
+        seconds = turn(self._until - loop.time(), self._waiting)
+        self._over = loop.call_later(seconds, self.leave, lane)
 
     def leave(self, lane: int) -> None:
         """Let the next one begin if this lane has the place: its run gets on, has ended, takes long or waits itself."""

@@ -7,7 +7,7 @@ import contextvars
 import logging
 from collections.abc import Collection
 
-from antiphon.errors import AntiphonError, StoreFull
+from antiphon.errors import AntiphonError
 from antiphon.lanes import Drain, Waiting
 
 log = logging.getLogger(__name__)
@@ -77,8 +77,6 @@ class LocalLanes:
                     if await drain(lane):
                         self._again.add(lane)
                         await asyncio.sleep(0)  # It was given back for others to have their turn.
-                except StoreFull:
-                    pass  # which the store has said once, for all
                 except AntiphonError as error:
                     log.error("%s", error)
                 except Exception:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from antiphon.errors import AntiphonError, StoreFull
+from antiphon.errors import AntiphonError
 from antiphon.lanes import Drain, Waiting
 from antiphon.lanes.local import wind_down
 from antiphon.lanes.queue import LaneQueue
@@ -174,8 +174,6 @@ class NatsLanes:
             left: bool | None = None
             try:
                 left = bool(await drain(lane))
-            except StoreFull:
-                pass  # which the store has said once, for all
             except AntiphonError as error:
                 log.error("%s", error)
             except Exception:

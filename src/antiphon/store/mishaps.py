@@ -20,6 +20,7 @@ _NO_ROOM = "There is no room left for the database"
 _UNDONE = "nothing of this request was kept"
 _NO_WRITING = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM}
 NO_INDEX = {sqlite3.SQLITE_IOERR_SHMOPEN, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_SHMMAP}
+NO_LOG = {sqlite3.SQLITE_READONLY_DIRECTORY, sqlite3.SQLITE_CANTOPEN}
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _UNREADABLE = ("Could not decode to UTF-8", "JSON cannot hold BLOB")  # with a piece of what was read
 _LASTING = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, *_NO_WRITING, *_DAMAGED}

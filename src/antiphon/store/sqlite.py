@@ -26,9 +26,9 @@ from antiphon.clock import Clock, SystemClock
 from antiphon.errors import AntiphonError, StoreDamaged, StoreError, StoreFull, StoreReadOnly
 from antiphon.store import Param, Row, Script, Tx
 from antiphon.store.migrations import is_current, migrate
-from antiphon.store.mishaps import NO_INDEX, Health, damaged, full, lasts, told, unopened
+from antiphon.store.mishaps import NO_INDEX, NO_LOG, Health, damaged, full, lasts, told, unopened
 from antiphon.store.queries import Query
-from antiphon.store.statedir import StateDir, explain
+from antiphon.store.statedir import READ_ONLY, StateDir, explain
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -380,7 +380,7 @@ def _connect_reader(path: Path) -> sqlite3.Connection:
             _touch(connection)
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", None)
-        if code == sqlite3.SQLITE_READONLY_DIRECTORY and not path.with_name(f"{path.name}-wal").exists():
+        if code in NO_LOG and _is_still(path):
             return _connect(path, "ro&immutable=1")
         if code not in NO_INDEX:
             raise
@@ -388,6 +388,13 @@ def _connect_reader(path: Path) -> sqlite3.Connection:
             return _connect_alone(path)
         raise
     return connection
+
+
+def _is_still(path: Path) -> bool:
+    """Whether this user can have nobody beside it who writes: there is no log, and none can be made."""
+    return not os.access(path.parent, os.W_OK, effective_ids=os.access in os.supports_effective_ids) and not (
+        path.with_name(f"{path.name}-wal").exists()
+    )
 
 
 def _connect_alone(path: Path) -> sqlite3.Connection:
@@ -445,7 +452,8 @@ def _open_writer(path: Path, synchronous: str) -> sqlite3.Connection:
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError as error:
-        raise unopened(str(error.strerror), path) if path.exists() else explain(error, path.parent) from error
+        denied = error.errno in READ_ONLY and os.path.exists(path)  # noqa: PTH110 - Path.exists may raise
+        raise unopened(str(error.strerror), path) if denied else explain(error, path.parent) from error
     try:
         with _closed_on_failure(_connect(path)) as connection:
             ours = _is_ours(connection, path)

@@ -14,7 +14,7 @@ from antiphon.errors import StoreError, StoreFull, StoreLocked, StoreReadOnly
 from antiphon.paths import CONFIG, DATABASE, LOG
 
 PATIENCE = 1.0  # seconds in which another owner may leave
-_READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
+READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 _FIRST = {CONFIG, LOG}  # written there before the first start
 
@@ -22,7 +22,7 @@ _FIRST = {CONFIG, LOG}  # written there before the first start
 def explain(error: OSError, path: Path) -> StoreError:
     """An operating-system error on the state directory, in one sentence."""
     reason = os.strerror(error.errno) if error.errno else str(error)
-    if error.errno in _READ_ONLY:
+    if error.errno in READ_ONLY:
         return StoreReadOnly(
             f"The state directory {str(path)!r} cannot be written ({reason}).",
             "Give this user write access to it, or choose another one with --state-dir.",

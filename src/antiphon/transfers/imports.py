@@ -190,8 +190,10 @@ class _Rehearsal:
     def _remember(self, found: Found, done: _Done, after: set[int]) -> None:
         if done.outcome == "skipped" and not done.past:
             return
-        for name in (*found.ids, found.label) if done.label_taken else found.ids:
+        for name in found.ids:
             self._takers.setdefault(name, set()).update(after, {len(self._tried)})
+        if done.label_taken:  # one that has it is enough to know that it is not free
+            self._takers.setdefault(found.label, {*after, len(self._tried)})
         self._tried.append(found)
 
 
