@@ -366,7 +366,7 @@ async def test_archiving_hides_until_something_is_said(tmp_path: Path) -> None:
     async with staged(tmp_path, agent) as stage:
         run_id = await stage.say("hello", SIDE)
         await soon(agent.begun)
-        with pytest.raises(Conflict, match="Stop it first"):
+        with pytest.raises(Conflict, match="or stop it"):
             await stage.operations.patch(OPERATOR, SIDE, Patch(archived=True))
         agent.release.set()
         await stage.ended(run_id)

@@ -121,7 +121,7 @@ async def test_a_new_conversation_keeps_the_old_one_readable_and_restorable(tmp_
 
 async def test_a_session_that_is_answering_is_not_renewed(tmp_path: Path) -> None:
     async def slow(prompt: Prompt) -> str:
-        with pytest.raises(Conflict, match="Stop it first"):
+        with pytest.raises(Conflict, match="or stop it"):
             await stage.operations.renew(OPERATOR, "main")
         return "done"
 

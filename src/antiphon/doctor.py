@@ -30,6 +30,7 @@ from antiphon.store.statedir import StateDir, explain, exposed
 from antiphon.visits import reading
 
 SQL = Queries("doctor")
+WARNINGS = 20  # of the configuration; `config check` shows all
 LEAST_FREE, LITTLE_FREE = 64 * 2**20, 1024 * 2**20  # bytes
 ENTRIES = 100_000  # newest transcript entries that are read
 PAGE = 500
@@ -95,9 +96,10 @@ def _configuration(paths: Paths, findings: list[Finding]) -> Loaded | None:
         return None
     where = str(loaded.path) if loaded.path else f"none at {str(paths.config)!r}; the defaults are used"
     findings.append(ok("config", where))
-    findings += [
-        warn("config", text, "`antiphon config check` shows all warnings.") for text in loaded.warnings[:20]
-    ]
+    shown, rest = loaded.warnings[:WARNINGS], len(loaded.warnings[WARNINGS:])
+    findings += [warn("config", text, "See docs/configuration.md.") for text in shown]
+    if rest:
+        findings.append(warn("config", f"There are {rest} more warnings.", "See: antiphon config check"))
     return loaded
 
 

@@ -631,6 +631,7 @@ def test_a_number_that_is_no_number_is_refused_before_anything_is_said(program: 
         ("sessions", "history", "main", "--after", str(10**30)),
         ("sessions", "history", "main", "--before", str(10**30)),
         ("sessions", "history", "main", "--since", "yesterday"),
+        ("sessions", "history", "main", "--before", "3", "--after", "1"),
         ("sessions", "history", "main", "--since", "9999-99-99"),
     ):
         assert program.run(*arguments).code == 2, arguments

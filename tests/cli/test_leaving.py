@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -125,6 +126,18 @@ def test_at_the_prompt(program: Program, leave: Leave) -> None:
 
 
 @pytest.mark.requirement("G2")
+def test_who_stops_an_answer_and_leaves_at_once_has_stopped_it(program: Program) -> None:
+    with up(program), program.terminal("chat") as terminal:
+        begin(terminal)
+        terminal.interrupt()
+        terminal.press(b"\x04")
+        assert terminal.ended(SOON) == 0
+        assert "goes on" not in terminal.text
+        until = time.monotonic() + BOUND
+        while "The run was stopped." not in program.run("sessions", "history", "main").out:
+            assert time.monotonic() < until
+
+
 def test_what_was_typed_just_before_leaving_is_sent(program: Program) -> None:
     with up(program):
         with program.terminal("chat") as terminal:
@@ -279,6 +292,13 @@ def test_a_script_is_told_once(program: Program, hasty: Program) -> None:
         assert process.returncode == 5
         assert err.count("cannot be reached") == 1
         assert err.startswith(f"{ON} Not sent: say never\n")
+
+
+def test_a_pipe_that_is_given_up_is_told_that_there_was_more(program: Program) -> None:
+    for piped, told in (("say a\n/foo\nsay b\n", True), ("say a\n/foo\n", False)):
+        done = program.run("chat", stdin=piped)
+        assert (done.code, done.out) == (2, "a\n")
+        assert ("The rest of the input was not sent.\n" in done.err) == told
 
 
 def test_a_pipe_is_told_what_was_not_sent(program: Program, patient: Program) -> None:

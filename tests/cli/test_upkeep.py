@@ -44,7 +44,10 @@ def test_what_was_said_is_found(talked: Program) -> None:
     assert found(talked, "parrot", "--session", SIDE) == ["a parrot, too", "say a parrot, too"]
     assert found(talked, '"green parrot"') == []
     shown = talked.run("sessions", "search", "green").out
-    assert shown.startswith("agent:main:main 2 assistant, just now\n      the parrot is green\n")
+    current = talked.run("sessions", "history", "main", "--json").json["sessionId"]
+    assert shown.startswith(
+        f"agent:main:main 2 assistant, just now, in {current}\n      the parrot is green\n"
+    )
     assert talked.run("sessions", "search", "xyzzy").out == "Nothing was found.\n"
     assert talked.run("sessions", "search", "green", "--session", "nobody").code == 3
 
@@ -152,7 +155,7 @@ def test_what_is_being_answered_is_not_reset(talked: Program) -> None:
         terminal.type("say later")
         terminal.expect("waits until")
         terminal.type("/new")
-        terminal.expect("is still answering. Stop it first")
+        terminal.expect("is still answering. Wait for the answer, or stop it")
         terminal.type("/stop")
         terminal.expect("you> ")
         assert "main> later\n" in terminal.text

@@ -31,7 +31,8 @@ def check(settings: Settings) -> None:
         return
     for name, fact in _told(settings, facts):
         click.echo(f"{name:<10} {output.clean(fact)}")
-    click.echo("The configuration can be used.")
+    lacking = any(_lacking(loaded.config))
+    click.echo("The configuration can be used" + (", once what cannot be had is there." if lacking else "."))
 
 
 def _told(settings: Settings, facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -77,6 +77,7 @@ class Conversation:
         self._waiting: deque[str] = deque()
         self._tasks: list[asyncio.Task[Any]] = []
         self._stopping = False
+        self._stop_asked: asyncio.Task[Any] | None = None
         self._unwanted = False
         """Whether the answer to what is being taken is to be stopped."""
         self._leaving = asyncio.Event()
@@ -204,8 +205,9 @@ class Conversation:
         self._taking = self._unwanted = False
 
     async def _take_last(self) -> None:
-        """Who has typed a line and leaves at once has not called it off."""
-        await asyncio.wait([self._begin(self._typed.join())], timeout=LAST)
+        """Who has typed a line, or asked for a stop, and leaves at once has not called it off."""
+        last = [self._begin(self._typed.join()), *([self._stop_asked] if self._stop_asked else [])]
+        await asyncio.wait(last, timeout=LAST)
 
     async def _take(self, line: str) -> None:
         """A line. What is wrong with it is said and harms nothing, except to a script."""
@@ -305,7 +307,7 @@ class Conversation:
             return
         self._stopping = True
         if self._waiting:
-            self._begin(self._take("/stop"))
+            self._stop_asked = self._begin(self._take("/stop"))
         else:
             self._unwanted = True
         if self._away or self._unwanted:
@@ -364,8 +366,12 @@ class Conversation:
     def _tell_rest(self) -> None:
         """What becomes of the answers that are due, and of what was typed and not taken."""
         told: list[str] = []
-        if self._waiting:
-            answers = "The answer goes" if len(self._waiting) == 1 else "The answers go"
+        going_on = len(self._waiting)
+        if going_on and self._stopping and _has_succeeded(self._stop_asked):
+            going_on -= 1
+            told.append("The answer is stopped.")
+        if going_on:
+            answers = "The answer goes" if going_on == 1 else "The answers go"
             told.append(f"{answers} on {self._when()}.")
         lines = [*self._untaken, *([self._begun] if self._begun else [])]
         if self._taking and (self._unsent is None or self._unsent != self._away):
@@ -376,6 +382,8 @@ class Conversation:
         if lines:
             more = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
             told.append(f"Not sent: {_brief(lines[0])}{more}")
+        if self._keyboard and not self._person and self._keyboard.has_more():
+            told.append("The rest of the input was not sent.")
         if told:
             self._screen.warn(" ".join(told))
 
@@ -390,6 +398,10 @@ class Conversation:
         if not asked:
             return "its question waits"
         return _brief(asked[-1])
+
+
+def _has_succeeded(task: asyncio.Task[Any] | None) -> bool:
+    return task is not None and task.done() and not task.cancelled() and task.exception() is None
 
 
 def _is_command(line: str) -> bool:

@@ -83,6 +83,13 @@ class Keyboard:
                 await self._call_off_wait(answer)
             raise
 
+    def has_more(self) -> bool:
+        """Whether there is more in a pipe or a file, as far as that can be told now; nobody may be waiting for it."""
+        if not self._buffer and select.select([0], [], [], 0)[0]:
+            with suppress(OSError):
+                self._buffer = os.read(0, 65536)
+        return bool(self._early or self._buffer.strip())
+
     def above(self, text: str) -> None:
         """Print lines, whether or not somebody is about to write one."""
         drawn = self._drawn

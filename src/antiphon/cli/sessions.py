@@ -141,6 +141,8 @@ def history(
     tool: str | None,
 ) -> None:
     """What was said in a session. KEY is its key, its session id or its label."""
+    if before is not None and after is not None:
+        raise click.UsageError("--before and --after read in two directions; keep one of them.")
     wanted = HistoryFilter(
         limit=limit,
         include_tools=tools,
@@ -207,7 +209,8 @@ async def _search(
 def _print_found(page: SearchPage) -> None:
     for hit in page.results:
         where = f"{output.line(hit.session_key)} {hit.seq}"
-        click.echo(f"{output.bold(where)} {output.dim(f'{hit.role}, {output.ago(hit.timestamp)}')}")
+        about = f"{hit.role}, {output.ago(hit.timestamp)}, in {output.line(hit.session_id)}"
+        click.echo(f"{output.bold(where)} {output.dim(about)}")
         click.echo(f"      {output.line(hit.snippet)}")
     if not page.results:
         click.echo("Nothing was found.")

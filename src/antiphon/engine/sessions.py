@@ -194,7 +194,7 @@ async def check_idle(tx: Tx, session: Row) -> None:
     if active:
         raise Conflict(
             f"Session {session['key']!r} is still answering.",
-            "Stop it first, then try again.",
+            "Wait for the answer, or stop it (/stop in a chat), then try again.",
             run_id=active["id"],
         )
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -141,7 +142,7 @@ class StateDir:
         """
         try:
             self.database.stat()
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return
         except OSError as error:
             raise StoreError(
@@ -167,6 +168,8 @@ class StateDir:
 
     def close(self) -> None:
         if self._lock is not None:
+            with suppress(OSError):
+                os.ftruncate(self._lock, 0)  # the number may be another process's by the time that it is read
             os.close(self._lock)
             self._lock = None
 
