@@ -20,7 +20,7 @@ from antiphon.store import Store
 if TYPE_CHECKING:
     from antiphon.natslink import Servers
 
-LEASE = 0.7  # of the time after which a silent gateway's lanes are given to others: by then its runs are free
+LEASE = 0.6  # of the time after which a silent gateway's lanes are given to others, who find its runs free by then
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ def suffer_by_chance(servers: Servers, home: Path, kind: str, batch: int, total:
         return f"{kind}:{batch * 1000 + number}"
 
     count = moments(servers, home, plans(0))
-    died, number = 0, 0
+    died, number, vain = 0, 0, 0
     # A plan with fewer commits than the measured one may end before its moment comes; only real kills count.
     while died < wanted:
         cases: list[Case] = []
@@ -183,6 +183,7 @@ def suffer_by_chance(servers: Servers, home: Path, kind: str, batch: int, total:
             cases.append((plans(number), kills))
             number += 1
         killed = suffer(servers, home / f"round{number}", cases)
-        assert killed, "no kill at all in a whole round"
+        vain = 0 if killed else vain + 1
+        assert vain < 3, "no kill at all in three whole rounds"
         died += killed
     return died

@@ -122,7 +122,7 @@ def begun(state_dir: Path) -> bool:
 def test_a_killed_chat_is_answered_by_the_next_one(tmp_path: Path) -> None:
     """The real program: its answer was on its way when it died, and is there after the next start."""
     state_dir = tmp_path / "state"
-    first = chat(state_dir, "slow 1\nsay first answer")
+    first = chat(state_dir, "slow 3\nsay first answer")
     looking = threading.Event()
     for _ in range(1000):
         if begun(state_dir) or first.poll() is not None:

@@ -706,13 +706,13 @@ def test_an_answer_streams_and_can_be_stopped(program: Program) -> None:
 def test_each_answer_is_stopped_by_an_interrupt_of_its_own(program: Program) -> None:
     with program.terminal("chat") as terminal:
         terminal.expect(r"you> ")
-        terminal.type("slow 60 one two")
-        terminal.expect(r"main> one")
-        terminal.type("slow 60 three four")
+        terminal.type(f"slow 60 {COUNTING}")
+        terminal.expect(r"main> word0")
+        terminal.type(f"slow 60 {COUNTING}")
         terminal.expect(r"waits until this answer is complete")
         terminal.interrupt()
         terminal.expect(r"The run was stopped\.\)\n")
-        terminal.expect(r"main> three")
+        terminal.expect(r"main> word0")
         terminal.interrupt()
         terminal.expect(r"The run was stopped\.\)\nyou> ")
         terminal.press(b"\x04")

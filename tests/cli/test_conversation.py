@@ -16,7 +16,7 @@ from antiphon.cli.screen import Screen
 from antiphon.config import Config
 from antiphon.host import hosting
 from antiphon.operations import Message, Operations
-from antiphon.views import Accepted
+from antiphon.views import Accepted, RunView
 from stage import BOUND
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("R")]
@@ -30,8 +30,10 @@ class Typist:
     def __init__(self) -> None:
         self.lines: asyncio.Queue[str | None] = asyncio.Queue()
         self.seen: asyncio.Queue[str] = asyncio.Queue()
+        self.prompts = 0
 
     async def line(self, prompt: str | None = None) -> str | None:
+        self.prompts += prompt is not None
         return await self.lines.get()
 
     def above(self, text: str) -> None:
@@ -57,6 +59,36 @@ class Slow(Own):
         self.asked.set()
         await self.go.wait()
         return await super().submit(message)
+
+
+class Hasty(Own):
+    """Hears of the end of the first answer at the very moment at which somebody types the next line."""
+
+    def __init__(self, operations: Operations, screen: Screen, typist: Typist) -> None:
+        super().__init__(operations)
+        self._screen, self._typist, self._next = screen, typist, "say two"
+
+    async def wait(self, run_id: str, timeout: float) -> RunView:
+        view = await super().wait(run_id, timeout)
+        assert await self._screen.ended(run_id, BOUND)
+        if self._next:
+            self._typist.lines.put_nowait(self._next)
+            self._next = ""
+        return view
+
+
+async def test_no_prompt_comes_between_a_line_and_its_answer(tmp_path: Path) -> None:
+    async with asyncio.timeout(2 * BOUND), hosting(Config(), tmp_path / "state") as operations:
+        typist, screen = Typist(), Screen("conversation")
+        desk = Hasty(operations, screen, typist)
+        key = (await desk.open("main")).key
+        conversation = Conversation(desk, key, screen, gateway=None, keyboard=cast("Keyboard", typist))
+        attending = asyncio.create_task(conversation.attend(conversation.talk()))
+        typist.lines.put_nowait("say one")
+        await typist.sees("two")
+        assert typist.prompts == 1
+        typist.lines.put_nowait(None)
+        await attending
 
 
 @pytest.mark.requirement("G16")

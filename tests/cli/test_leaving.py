@@ -21,7 +21,7 @@ from cli.terminal import BOUND, Program, Terminal
 
 pytestmark = pytest.mark.requirement("R")
 
-SOON = 10.0  # seconds, where a lost gateway would be waited for much longer
+SOON = 25.0  # seconds, where a lost gateway would be waited for much longer
 AT_ONCE = 3.0  # seconds, where one that hangs is waited for by nobody
 AGAIN = "Ctrl-C again, or Ctrl-D, leaves"
 HEARD = "is sent when the gateway is back"
@@ -187,8 +187,8 @@ def test_a_long_paste_is_said_whole_and_in_order(program: Program, end: str) -> 
 def test_that_an_answer_was_stopped_is_said_before_the_next_one(program: Program) -> None:
     with up(program), program.terminal("chat") as terminal:
         terminal.expect("you> ")
-        terminal.type("slow 60 one two")
-        terminal.expect(r"main> one")
+        terminal.type(f"slow 60 {WORDS}")
+        terminal.expect(r"main> a")
         terminal.type("say queued")
         terminal.expect(r"waits until this answer is complete")
         terminal.type("/stop")
@@ -241,7 +241,7 @@ def hasty(program: Program) -> Program:
 @pytest.fixture
 def patient(program: Program) -> Program:
     """One that waits long enough for somebody to type a line."""
-    return replace(program, command=(sys.executable, "-c", HASTY.replace("0.5", "3")))
+    return replace(program, command=(sys.executable, "-c", HASTY.replace("0.5", "8")))
 
 
 def check_given_up(terminal: Terminal) -> None:

@@ -128,6 +128,17 @@ def test_an_answer_that_is_shown_is_not_repeated_by_a_late_end(capsys: pytest.Ca
     assert capsys.readouterr().out == "main> once\n"
 
 
+def test_what_comes_late_of_an_answer_is_not_shown_again(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen("conversation", "main")
+    screen.expect("mine")
+    screen.end("mine", "ok", "once", None)
+    for late in (entry("mine", "user", "say once"), entry("mine", "assistant", "once")):
+        screen.show(late)
+    assert capsys.readouterr().out == "main> once\n"
+    screen.show(entry("mine", "assistant", "an earlier step"))
+    assert capsys.readouterr().out == "main> an earlier step\n"
+
+
 def test_a_script_gets_no_words_that_were_taken_back(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen("answers", "main")
     screen.expect("mine")

@@ -31,6 +31,7 @@ from stage import DATABASE
 
 ACK_WAIT = 2.0
 BOUND = 30.0
+STARTING = 90.0  # seconds of a start beside others, on a machine that does other things, too
 LOOK = 0.05  # seconds after which a condition is looked at again though nothing was heard
 HERE = Path(__file__).parent
 Facts = dict[str, Any]
@@ -90,7 +91,7 @@ class Voice:
         self.pid = self._process.pid
         self._reading = asyncio.create_task(self._read(self._process))
         coming = asyncio.create_task(self._up.wait())
-        await asyncio.wait({coming, self._reading}, timeout=BOUND, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({coming, self._reading}, timeout=STARTING, return_when=asyncio.FIRST_COMPLETED)
         coming.cancel()
         assert self.alive, f"{self.name} did not start: {self.said()[-2000:]}"
 

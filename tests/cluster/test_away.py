@@ -101,7 +101,9 @@ async def test_a_node_of_three_is_killed(tmp_path: Path, postgres: Postgres) -> 
             for node in nodes:
                 before = len(load.answered)
                 await asyncio.to_thread(node.kill)
-                await singing.until(lambda before=before: len(load.answered) > before + 5, what="it goes on")
+                await singing.until(
+                    lambda before=before: len(load.answered) > before + 5, 3 * BOUND, what="it goes on"
+                )
                 await asyncio.to_thread(node.start)
             load.stop.set()
             await working

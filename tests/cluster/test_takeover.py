@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import pytest
 from chaos.book import Book
 from chaos.scenario import TELL
 from chaos.verify import always
-from cluster.choir import ACK_WAIT, BOUND, Choir, Voice, choir
+from cluster.choir import BOUND, Choir, Voice, choir
 from cluster.database import Postgres
 from cluster.load import Load, Watcher, plan
 from cluster.weather import Fault, Wind
@@ -22,7 +21,6 @@ pytestmark = pytest.mark.anyio
 
 HERE, THERE = "agent:main:direct:here", "agent:main:direct:there"
 DRAIN = 1.0  # as `choir` has it
-TAKEOVER = ACK_WAIT + 1
 HANDOVER = 1.0  # seconds after which another one has what was left to it
 WORDS = "one two three four five six seven eight nine ten"
 
@@ -41,11 +39,10 @@ async def begin(singing: Choir, seconds: float, key: str = "run") -> Voice:
     return await singing.owner_of(key)
 
 
-async def taken_from(singing: Choir, owner: Voice, seconds: float, key: str = "run") -> float:
-    """When another one has it."""
+async def taken_from(singing: Choir, owner: Voice, seconds: float, key: str = "run") -> None:
+    """Until another one has it."""
     sql = "SELECT 1 FROM runs r JOIN owners o ON o.id = r.owner WHERE r.id = $1 AND right(o.name, length($2)) <> $2"
     await singing.until_rows(sql, key, f":{owner.pid}", seconds=seconds)
-    return monotonic()
 
 
 def told_once(singing: Choir, key: str = "run") -> None:
@@ -60,12 +57,12 @@ def told_once(singing: Choir, key: str = "run") -> None:
 
 @pytest.mark.requirement("G1", "G3", "G9", "S4")
 async def test_what_a_killed_replica_was_doing_is_carried_on_soon(tmp_path: Path, postgres: Postgres) -> None:
-    async with choir(tmp_path, postgres) as singing:
-        owner = await begin(singing, 2.0)
+    """The lane is given to another one, which has not had to look for it."""
+    async with choir(tmp_path, postgres, patience={"sweep": 600.0}) as singing:
+        owner = await begin(singing, 3.0)
         waiting = asyncio.create_task(_others(singing, owner)[0].ask("wait", run="run", seconds=BOUND))
         await owner.kill()
-        began = monotonic()
-        assert await taken_from(singing, owner, BOUND) - began < TAKEOVER
+        await taken_from(singing, owner, BOUND)
         # Whoever waited for it elsewhere is told, and has not had to ask again.
         assert (await waiting)["reply"] == WORDS
         told_once(singing)
@@ -109,7 +106,7 @@ async def test_who_leaves_hands_over_at_once_what_it_cannot_end(tmp_path: Path, 
 @pytest.mark.requirement("G1")
 async def test_who_leaves_ends_what_is_nearly_done(tmp_path: Path, postgres: Postgres) -> None:
     async with choir(tmp_path, postgres, bus={"drainSeconds": BOUND}) as singing:
-        owner = await begin(singing, 1.0)
+        owner = await begin(singing, 3.0)
         assert await owner.leave() == 0
         (run,) = await singing.look("SELECT state FROM runs WHERE id = 'run'")
         assert run["state"] == "ok"
@@ -159,15 +156,14 @@ async def test_one_subscription_sees_everything_while_others_are_killed(
 
 @pytest.mark.requirement("S4", "G16")
 async def test_waits_and_stops_work_wherever_they_are_asked_for(tmp_path: Path, postgres: Postgres) -> None:
-    async with choir(tmp_path, postgres) as singing:
+    """Nobody looks for stops here: who plays the run is told."""
+    async with choir(tmp_path, postgres, patience={"sweep": 600.0}) as singing:
         owner = await begin(singing, BOUND)
         one, other = _others(singing, owner)
         waiting = asyncio.create_task(one.ask("wait", run="run", seconds=BOUND))
-        began = monotonic()
         assert await other.ask("stop", session=HERE) == {"run_ids": ["run"]}
         view: dict[str, Any] = await waiting
         assert view["state"] == "cancelled"
-        assert monotonic() - began < 2.0, "it was found by looking, not by being told"
 
 
 def _others(singing: Choir, owner: Voice) -> list[Voice]:

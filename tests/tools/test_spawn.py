@@ -1183,12 +1183,14 @@ async def test_a_hundred_children_are_all_accepted_and_each_reports_once(tmp_pat
         agents={"defaults": {"subagents": {"maxConcurrent": 4}}}, store={"synchronous": "normal"}
     )
     async with house(config, tmp_path, functions={"main": main}) as troupe:
-        await troupe.ask("go")
+        await troupe.ended(
+            await troupe.say("go"), 60.0
+        )  # a lot of work, where the machine may have other work
         results = [
             row["details"]["status"] for row in await troupe.transcript() if row["role"] == "toolResult"
         ]
         assert results == ["accepted"] * 100
-        await troupe.quiet()
+        await troupe.quiet(60.0)
         assert most == 4
         rows = troupe.rows("SELECT outcome, announced FROM tasks")
         assert [(row["outcome"], row["announced"]) for row in rows] == [("ok", "delivered")] * 100

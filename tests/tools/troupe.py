@@ -155,9 +155,9 @@ class Troupe:
         message = Words(session=session, content=words, **options)
         return (await self.operations.submit(OPERATOR, message)).run_id
 
-    async def ended(self, run_id: str) -> RunView:
-        view = await self.operations.wait(OPERATOR, run_id, BOUND)
-        assert view.ended, f"{run_id} is still {view.state} after {BOUND} seconds"
+    async def ended(self, run_id: str, seconds: float = BOUND) -> RunView:
+        view = await self.operations.wait(OPERATOR, run_id, seconds)
+        assert view.ended, f"{run_id} is still {view.state} after {seconds} seconds"
         return view
 
     async def ask(self, words: str, session: str = MAIN, **options: Any) -> RunView:
@@ -198,7 +198,7 @@ class Troupe:
         """For what is in the store, or leads to a commit: look again after each of them."""
         await self.commits.until(condition)
 
-    async def quiet(self) -> None:
+    async def quiet(self, seconds: float = BOUND) -> None:
         """Until nothing is left to do: every run, exchange, task and delivery has come to its end."""
 
         async def over() -> bool:
@@ -210,7 +210,7 @@ class Troupe:
             )
             return left["n"] == 0
 
-        await self.until(over)
+        await self.commits.until(over, seconds)
 
     async def told(self, events: Listener) -> list[Event]:
         """Everything up to the quiet. The last row is there before its event: that one comes before our own commit."""

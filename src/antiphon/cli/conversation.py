@@ -237,11 +237,15 @@ class Conversation:
 
     async def _settle(self) -> None:
         """Until all that was typed is taken and every answer is there; hear what is typed meanwhile."""
-        work = self._begin(self._answers())
-        while not work.done():
-            await self._listen(work)
-        self._tasks.remove(work)
-        work.result()
+        while True:
+            work = self._begin(self._answers())
+            while not work.done():
+                await self._listen(work)
+            self._tasks.remove(work)
+            work.result()
+            # A line may have been heard at the very moment at which the last answer was complete.
+            if not (self._person and self._untaken):
+                break
         self._stopping = False
 
     async def _answers(self) -> None:

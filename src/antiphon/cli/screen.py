@@ -27,6 +27,9 @@ SILENCE = {"REPLY_SKIP": "({} ended the conversation)", "ANNOUNCE_SKIP": None, "
 """What an agent answers to say nothing, as `antiphon.engine.gate` calls it; and what a person is told of that."""
 
 
+REMEMBERED = 256  # runs that are over
+
+
 def _print(text: str) -> None:
     click.echo(text, nl=False)
 
@@ -43,7 +46,9 @@ class Screen:
         self._said: dict[str, str] = {}
         """The last words of each of these that are shown as a whole."""
         self._shown: list[str] = []
-        self._over: deque[str] = deque(maxlen=256)
+        self._over: deque[str] = deque(maxlen=REMEMBERED)
+        self._answers: dict[str, str] = {}
+        """The last words of those that are over; what else comes of them is late, and shown already."""
         self._ends: dict[str, asyncio.Event] = {}
         self._begin(None)
 
@@ -118,7 +123,11 @@ class Screen:
         said = self._said.pop(run_id, None)
         if ours and run_id in self._mine and reply and reply != said:
             self._complete(reply)
-        self._mine.discard(run_id)
+        if run_id in self._mine:
+            self._mine.remove(run_id)
+            self._answers[run_id] = reply or ""
+            if len(self._answers) > REMEMBERED:
+                del self._answers[next(iter(self._answers))]
         self._fresh_line()
         if state != "ok":
             self._tell_end(state, error)
@@ -166,6 +175,9 @@ class Screen:
 
     def _message(self, event: MessageAppended) -> None:
         body: dict[str, Any] = msgspec.json.decode(event.body)
+        answer = self._answers.get(event.run_id or "")
+        if answer is not None and (body.get("role") == "user" or _text(body) == answer):
+            return
         if body.get("role") == "assistant" and event.run_id in self._mine:
             text = _text(body)
             self._complete(text)
