@@ -21,6 +21,7 @@ import msgspec
 from antiphon.config import Config, Loaded, Paths, Secret, load
 from antiphon.errors import AntiphonError, ConfigError, InvalidInput
 from antiphon.messages import decode
+from antiphon.paths import may_write
 from antiphon.runtimes.model import shown_url
 from antiphon.store import Row, Store, Tx
 from antiphon.store.migrations import migrations
@@ -120,7 +121,7 @@ def _directory(home: StateDir) -> Iterator[Finding]:
     if not home.path.exists():
         yield _unmade(home.path)
         return
-    if not (home.path.is_dir() and _may_write(home.path)):
+    if not (home.path.is_dir() and may_write(home.path)):
         yield fail(
             "state",
             f"{str(home.path)!r} is no directory that can be written to.",
@@ -135,7 +136,7 @@ def _directory(home: StateDir) -> Iterator[Finding]:
         yield _failed("state", error)
         return
     for path in _private(home):
-        if not _may_write(path):
+        if not may_write(path):
             yield fail("state", f"{str(path)!r} cannot be written to.", "Give this user write access to it.")
     open_to_others = [path for path in _private(home) if stat.S_IMODE(path.stat().st_mode) & 0o077]
     for path in open_to_others:
@@ -146,14 +147,9 @@ def _directory(home: StateDir) -> Iterator[Finding]:
     yield ok("lock", f"in use by process {holder}" if holder else "free")
 
 
-def _may_write(path: Path) -> bool:
-    wanted = os.W_OK | os.X_OK if path.is_dir() else os.W_OK
-    return os.access(path, wanted, effective_ids=os.access in os.supports_effective_ids)
-
-
 def _unmade(path: Path) -> Finding:
     parent = _nearest(path)
-    if _may_write(parent):
+    if may_write(parent):
         return ok("state", f"{str(path)!r} does not exist yet; it is made at the first start")
     return fail(
         "state",

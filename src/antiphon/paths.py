@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os.path
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,12 @@ def locate(config: str | None, state_dir: str | None, environ: Mapping[str, str]
 def at_home(text: str) -> Path:
     """A path in which `~` may stand for a home. That of nobody stays as it is, and is then not found."""
     return Path(os.path.expanduser(text))  # noqa: PTH111 - Path.expanduser raises there
+
+
+def may_write(path: Path) -> bool:
+    """Whether this process may change a file, or what is in a directory."""
+    wanted = os.W_OK | os.X_OK if path.is_dir() else os.W_OK
+    return os.access(path, wanted, effective_ids=os.access in os.supports_effective_ids)
 
 
 def _path(value: str | None, home: Path) -> Path | None:

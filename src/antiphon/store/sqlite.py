@@ -24,6 +24,7 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, cast
 
 from antiphon.clock import Clock, SystemClock
 from antiphon.errors import AntiphonError, StoreDamaged, StoreError, StoreFull, StoreReadOnly
+from antiphon.paths import may_write
 from antiphon.store import Param, Row, Script, Tx
 from antiphon.store.migrations import is_current, migrate
 from antiphon.store.mishaps import NO_INDEX, NO_LOG, Health, damaged, full, lasts, told, unopened
@@ -392,9 +393,7 @@ def _connect_reader(path: Path) -> sqlite3.Connection:
 
 def _is_still(path: Path) -> bool:
     """Whether this user can have nobody beside it who writes: there is no log, and none can be made."""
-    return not os.access(path.parent, os.W_OK, effective_ids=os.access in os.supports_effective_ids) and not (
-        path.with_name(f"{path.name}-wal").exists()
-    )
+    return not may_write(path.parent) and not path.with_name(f"{path.name}-wal").exists()
 
 
 def _connect_alone(path: Path) -> sqlite3.Connection:
