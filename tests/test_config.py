@@ -1108,6 +1108,7 @@ async def test_choosing_a_model_of_a_known_provider_implies_it(monkeypatch: pyte
     model = {"primary": "anthropic/claude-opus-4-5", "fallbacks": ["openai/gpt-5.2"]}
     subagents = {"model": "anthropic/claude-haiku-4-5"}
     listed = [{"id": "a"}, {"id": "b", "model": "google/org/m"}, {"id": "c", "model": model}]
+    monkeypatch.setattr("antiphon.config.checks.find_spec", str)  # as if everything were installed
     config, warnings = parse(
         {"agents": {"defaults": {"model": model, "subagents": subagents}, "list": listed}}
     )

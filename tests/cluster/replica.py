@@ -31,7 +31,7 @@ from antiphon.bus import MessageAppended, SessionChanged
 from antiphon.config import Config
 from antiphon.engine.deliveries import Destination
 from antiphon.engine.engine import Pace
-from antiphon.errors import AntiphonError
+from antiphon.errors import AntiphonError, StoreError, Unavailable
 from antiphon.gateway.server import Served, serving
 from antiphon.links import LEASE
 from antiphon.loop import run
@@ -68,7 +68,8 @@ class Outside:
 class Desk:
     """What can be asked of this process."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: Served, stopping: asyncio.Event) -> None:
+        self._stopping = stopping
         self._house = served.gateway.house
         self._operations = self._house.operations
         self._asked: set[asyncio.Task[None]] = set()
@@ -89,7 +90,9 @@ class Desk:
         try:
             told = await work(id, **given) if do == "follow" else await work(**given)
         except AntiphonError as error:
-            say(id=id, error=str(error), code=error.code)
+            # Whoever waits here until the store is closed would by then have lost the socket of a real gateway.
+            closed = isinstance(error, StoreError) and self._stopping.is_set()
+            say(id=id, error=str(error), code=Unavailable.code if closed else error.code)
         else:
             say(id=id, told=msgspec.to_builtins(told))
 
@@ -154,7 +157,7 @@ async def live(settings: Given, own: Path, common: Path) -> None:
     pace = Pace(lease=LEASE * config.bus.ack_wait_seconds, **patience)  # as `links` has it, if none is given
     offered = partial(tools, common)
     async with serving(config, own, port=0, channels=channels, tools=offered, pace=pace) as served:
-        desk = Desk(served)
+        desk = Desk(served, stopping)
         say(up=served.url.replace("ws", "http", 1))
         asking = asyncio.create_task(_asking(desk, stopping))
         await stopping.wait()
