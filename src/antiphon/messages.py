@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import msgspec
 
 from antiphon.errors import InvalidInput
+
+T = TypeVar("T")
 
 StopReason = Literal["stop", "length", "toolUse", "error", "aborted"]
 INJECTED = "gateway-injected"  # the model of what was put into a transcript without asking one
@@ -173,9 +175,8 @@ def failed(role: str, body: str) -> bool:
     """An answer that ended in an error or was aborted, or a tool's error. Most are not decoded to know."""
     if role not in ("assistant", "toolResult") or not any(word in body for word in _TELLING):
         return False
-    try:
-        found = _outcome.decode(body)
-    except (msgspec.MsgspecError, RecursionError):
+    found = _read(_outcome, body)
+    if found is None:
         return False
     if role == "toolResult":
         return found.is_error is True
@@ -184,14 +185,12 @@ def failed(role: str, body: str) -> bool:
 
 def used(tool: str, role: str, body: str) -> bool:
     """An answer that called this tool, or what the tool returned."""
-    absent = (
-        tool not in body and "\\u" not in body and _PLAIN.fullmatch(tool)
-    )  # others may be written in escapes
+    # A plain name can only be written otherwise in escapes.
+    absent = tool not in body and "\\u" not in body and _PLAIN.fullmatch(tool)
     if role not in ("assistant", "toolResult") or absent:
         return False
-    try:
-        found = _toolwork.decode(body)
-    except (msgspec.MsgspecError, RecursionError):
+    found = _read(_toolwork, body)
+    if found is None:
         return False
     if role == "toolResult":
         return found.tool_name == tool
@@ -199,6 +198,13 @@ def used(tool: str, role: str, body: str) -> bool:
     blocks = cast("list[object]", content) if isinstance(content, list) else []
     named = (cast("dict[str, object]", block) for block in blocks if isinstance(block, dict))
     return any((block.get("type"), block.get("name")) == ("toolCall", tool) for block in named)
+
+
+def _read(decoder: msgspec.json.Decoder[T], body: str) -> T | None:
+    try:
+        return decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError):
+        return None
 
 
 def encode(message: Message) -> str:

@@ -25,13 +25,13 @@ def command() -> None: ...
 def check(settings: Settings) -> None:
     """Read the configuration and say what it amounts to. Exit code 6 if it cannot be used."""
     loaded = settings.load()
-    facts = _facts(settings, loaded)
+    lacking = [*_lacking(loaded.config)]
+    facts = _facts(settings, loaded, lacking)
     if settings.json:
         output.emit(facts)
         return
     for name, fact in _told(settings, facts):
         click.echo(f"{name:<10} {output.clean(fact)}")
-    lacking = any(_lacking(loaded.config))
     click.echo("The configuration can be used" + (", once what cannot be had is there." if lacking else "."))
 
 
@@ -46,7 +46,7 @@ def _told(settings: Settings, facts: dict[str, Any]) -> Iterator[tuple[str, str]
         yield "warning", warning
 
 
-def _facts(settings: Settings, loaded: Loaded) -> dict[str, Any]:
+def _facts(settings: Settings, loaded: Loaded, lacking: list[str]) -> dict[str, Any]:
     config = loaded.config
     return {
         "path": str(loaded.path) if loaded.path else None,
@@ -60,7 +60,7 @@ def _facts(settings: Settings, loaded: Loaded) -> dict[str, Any]:
             for agent_id in config.agent_ids
         ],
         "providers": list(config.models.providers),
-        "warnings": [*loaded.warnings, *_lacking(config)],
+        "warnings": [*loaded.warnings, *lacking],
     }
 
 

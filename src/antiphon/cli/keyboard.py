@@ -42,6 +42,7 @@ class Keyboard:
         self._loop = asyncio.get_running_loop()
         self._wishes: queue.SimpleQueue[tuple[str | None, asyncio.Future[str | None]]] = queue.SimpleQueue()
         self._early: deque[str | None] = deque()
+        self._last: asyncio.Future[str | None] | None = None
         self._buffer = b""
         self._calls_off, self._call_off = os.pipe()
         self._terminal: list[Any] | None = None
@@ -73,6 +74,7 @@ class Keyboard:
             return self._early.popleft()
         answer: asyncio.Future[str | None] = self._loop.create_future()
         self._wishes.put((prompt, answer))
+        self._last = answer
         try:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
@@ -84,7 +86,9 @@ class Keyboard:
             raise
 
     def has_more(self) -> bool:
-        """Whether there is more in a pipe or a file, as far as that can be told now; nobody may be waiting for it."""
+        """Whether there is more in a pipe or a file, as far as that can be told now."""
+        if self._last is not None and not self._last.done():
+            return False  # the reader waits for it, and reading here as well could wait for ever
         if not self._buffer and select.select([0], [], [], 0)[0]:
             with suppress(OSError):
                 self._buffer = os.read(0, 65536)

@@ -34,9 +34,7 @@ OVERHEAD = 8  # tokens of a message besides its words
 IMAGE = 1200  # tokens, whatever its bytes
 LEAST_CUT = 32  # tokens; a summary of less could not be shorter
 UNBOUNDED = 2**20  # tokens that a runtime without a window is shown; one that cannot take them says so
-MOST_BYTES = (
-    32 * 2**20
-)  # of entries, whatever they weigh: images are large, and no provider takes more at once
+MOST_BYTES = 32 * 2**20  # of entries, whatever they weigh: images are large, and no provider takes more
 
 _NOTICE = re.compile(r"\[Earlier messages left out here: (\d+)\]")
 INTERRUPTED = "This call was interrupted: it may or may not have taken effect. Check before repeating it."

@@ -187,21 +187,22 @@ class Engine:
     async def _drain(self, lane: int) -> bool:
         """Play what is in a lane; True if there may be more, and it is the turn of other lanes."""
         try:
-            return await self._play_some(lane, IN_A_ROW)
-        except Suspected:
-            return await self._play_suspect(lane)
+            return await self._play_lane(lane)
         except StoreFull as error:
             if not self._is_known(error):
                 raise
             return False
 
-    async def _play_suspect(self, lane: int) -> bool:
-        with self._rest(lane):
-            await self._trial.enter(lane)
+    async def _play_lane(self, lane: int) -> bool:
         try:
-            return not self._stopping and await self._play_some(lane, 1, trying=True)
-        finally:
-            self._trial.leave(lane)
+            return await self._play_some(lane, IN_A_ROW)
+        except Suspected:
+            with self._rest(lane):
+                await self._trial.enter(lane)
+            try:
+                return not self._stopping and await self._play_some(lane, 1, trying=True)
+            finally:
+                self._trial.leave(lane)
 
     def _is_known(self, error: AntiphonError) -> bool:
         """Whether the store has said so itself, once for everybody who waits."""

@@ -15,9 +15,7 @@ log = logging.getLogger(__name__)
 
 SUSPECTED = 3  # interruptions; so many leave two tries alone
 TURN = 15.0  # seconds after which the next one may begin beside it: nobody waits for a long answer
-ALL = (
-    60.0  # seconds in which every one of many has begun; a run that kills its process mostly does so at once
-)
+ALL = 60.0  # seconds in which every one of many has begun; most that kill their process do so at once
 
 
 def turn(left: float, behind: int) -> float:

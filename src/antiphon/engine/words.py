@@ -17,11 +17,6 @@ RESERVED = ("cron:", "http:", "turn:", "announce:", "note:", "wake:", FORGOTTEN)
 Content: TypeAlias = str | Sequence[Text | Image]
 
 
-def beyond(prefix: str) -> str:
-    """The least text after all that begin with this."""
-    return prefix[:-1] + chr(ord(prefix[-1]) + 1)
-
-
 def check(said: Content, most: int, *, beside: str | None = None, field: str = "message") -> None:
     """Words that say something and are not too long, together with what is sent beside them."""
     size = _bytes(said, field) + len((beside or "").encode(errors="replace"))

@@ -25,7 +25,7 @@ from antiphon.bus import Event, EventBus, Gap, SessionChanged
 from antiphon.clock import Clock, SystemClock
 from antiphon.engine import sessions, transcripts
 from antiphon.engine.transcripts import Entry
-from antiphon.engine.words import FORGOTTEN, beyond
+from antiphon.engine.words import FORGOTTEN
 from antiphon.errors import AntiphonError
 from antiphon.keys import parse
 from antiphon.store import Row, Store, Tx
@@ -150,7 +150,7 @@ class Mirror:
 
     async def _remove(self, prefix: str) -> bool:
         """Remove the files of what was deleted, as far as the record of it begins like that; whether all are gone."""
-        after, until = prefix, beyond(prefix)
+        after, until = prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1)
         clean = True
         while True:
             rows = await self._store.read(_forgotten, after, until, self._since)
