@@ -123,5 +123,5 @@ def _spec(found: FoundModel) -> ModelSpec:
         headers={header: secret.reveal() for header, secret in provider.headers.items()},
         context_window=model.context_window,
         max_tokens=model.max_tokens,
-        price=Price(**cost.model_dump()) if cost else None,
+        price=Price(**cost.model_dump(by_alias=False)) if cost else None,
     )
