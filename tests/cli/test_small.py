@@ -54,7 +54,7 @@ def test_sub_agents_are_shown(desk: Program) -> None:
     assert "No sub-agents of main" in desk.run("subagents").out
     assert desk.run("spawn", "say forty two", "--label", "calc", "--wait").code == 0
     heading, row, hint = desk.run("subagents", "list").out.splitlines()
-    assert heading.split() == ["LABEL", "STATE", "AGENT", "SINCE", "TOKENS", "RESULT"]
+    assert heading.split() == ["LABEL", "STATE", "AGENT", "SINCE", "TOKENS", "ERROR", "RESULT"]
     assert row.split()[:4] == ["1", "calc", "ok", "main"]
     assert row.endswith("forty two")
     assert "kill LABEL" in hint

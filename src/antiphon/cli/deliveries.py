@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 STATES = ("pending", "sending", "delivered", "blocked", "ambiguous", "dead")
 STUCK = frozenset({"blocked", "ambiguous", "dead"})
-SHOWN = 60  # characters of a text or an error in the table; --json has more
+MAX_TEXT_CHARS = 60  # of a text in a table on a terminal; --json has more
 
 
 def _filters(function: F) -> F:
@@ -77,13 +77,13 @@ def _print_page(page: DeliveryPage) -> None:
             _where(delivery),
             output.ago(delivery.created_at),
             _tries(delivery),
-            _short(delivery.text),
             delivery.key,
-            _short(delivery.error or ""),
+            delivery.error or "",
+            output.brief(delivery.text, MAX_TEXT_CHARS),
         ]
         for delivery in page.deliveries
     ]
-    output.table(["STATE", "WHERE", "SINCE", "TRIES", "TEXT", "KEY", "ERROR"], rows)
+    output.table(["STATE", "WHERE", "SINCE", "TRIES", "KEY", "ERROR", "TEXT"], rows)
     if page.next_cursor:
         click.echo(output.dim(f"There are more: --cursor {output.clean(page.next_cursor)}"))
     if any(delivery.state in STUCK for delivery in page.deliveries):
@@ -97,12 +97,6 @@ def _where(delivery: DeliveryView) -> str:
 def _tries(delivery: DeliveryView) -> str:
     """What is shown in a web chat is there when it is written: it takes no attempt."""
     return str(delivery.attempts) if delivery.attempts or delivery.state != "delivered" else "-"
-
-
-def _short(text: str) -> str:
-    """The beginning in one line: of a report, the first line alone would only say how it went."""
-    words = " ".join(text.split())
-    return words if len(words) <= SHOWN else f"{words[: SHOWN - 1]}…"
 
 
 @command.command()

@@ -13,7 +13,7 @@ from antiphon.cli.settings import Settings, common, reaching
 if TYPE_CHECKING:
     from antiphon.views import ExchangePage
 
-SHOWN = 40  # characters of a text in the table; --json has more
+MAX_TEXT_CHARS = 40  # of a text in a table on a terminal; `exchanges show` has all of it
 
 
 @click.command(help="See what sessions have said to each other, the newest first, and what came of it.")
@@ -52,19 +52,14 @@ def _print(page: ExchangePage) -> None:
             output.ago(exchange.created_at),
             f"{exchange.turn}/{exchange.turns}",
             exchange.announced or "-",
-            _short(exchange.message),
-            _short(exchange.latest_reply),
             exchange.id,
+            output.brief(exchange.message or "-", MAX_TEXT_CHARS),
+            output.brief(exchange.latest_reply or "-", MAX_TEXT_CHARS),
         ]
         for exchange in page.exchanges
     ]
     output.table(
-        ["PHASE", "FROM", "TO", "SINCE", "TURNS", "ANNOUNCED", "MESSAGE", "LATEST REPLY", "ID"], rows
+        ["PHASE", "FROM", "TO", "SINCE", "TURNS", "ANNOUNCED", "ID", "MESSAGE", "LATEST REPLY"], rows
     )
     if page.next_cursor:
         click.echo(output.dim(f"There are more: --cursor {output.clean(page.next_cursor)}"))
-
-
-def _short(text: str | None) -> str:
-    words = " ".join((text or "-").split())
-    return words if len(words) <= SHOWN else f"{words[: SHOWN - 1]}…"

@@ -8,11 +8,13 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import Any, cast
 
 import click
 
 LONGEST = 4000  # characters of one message in a listing for people; --json has everything
+MAX_PADDED_CHARS = 60  # width of a column in a pipe; longer cells are printed whole
 SMALLER = {"d": "h", "h": "min", "min": "s"}
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _C1 = re.compile(rb"\xc2([\x80-\x9f])")  # U+0080 to U+009F in UTF-8
@@ -78,15 +80,59 @@ def ago(ms: int) -> str:
     return "just now"
 
 
+def brief(text: str, most: int) -> str:
+    """The beginning of a long text, in one line, for a terminal; the whole of it for a pipe."""
+    words = " ".join(text.split())
+    return words if len(words) <= most or not sys.stdout.isatty() else f"{words[: most - 1]}…"
+
+
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as they need to be; on a terminal each line is cut at its edge."""
-    lines = [headings, *([line(cell) for cell in row] for row in rows)]
-    widths = [max(len(cells[i]) for cells in lines) for i in range(len(headings))]
+    """Print rows in columns, or stacked where a terminal is too narrow for the columns. Nothing is ever cut."""
     edge = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    for number, cells in enumerate(lines):
-        text = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
-        text = f"{text[: edge - 1]}…" if edge and len(text) > edge else text
-        click.echo(bold(text) if number == 0 else text)
+    cells = [[line(cell) for cell in row] for row in rows]
+    if edge is not None:  # room is scarce there, and a pipe is read by column
+        used = [not cells or any(row[i] for row in cells) for i in range(len(headings))]
+        headings, *cells = ([*compress(row, used)] for row in (headings, *cells))
+    widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
+    if edge is None:  # one long text does not widen every line
+        widths = [min(width, MAX_PADDED_CHARS) for width in widths]
+    lines = [_aligned(row, widths) for row in (headings, *cells)]
+    if edge is None or max(map(len, lines)) <= edge:
+        click.echo("\n".join([bold(lines[0]), *lines[1:]]))
+        return
+    for row in cells:
+        click.echo("\n".join(_stacked(headings, row, edge)))
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def _stacked(headings: Sequence[str], cells: Sequence[str], edge: int) -> list[str]:
+    """One row over several lines: its first cell, then the others with their names, as many as fit on a line.
+
+    A word that is wider than the terminal is left whole, so that a key can be copied.
+    """
+    import textwrap
+
+    lines = [cells[0] or "-"]
+    for heading, cell in list(zip(headings, cells, strict=True))[1:]:
+        if not cell:
+            continue
+        item = f"{heading.lower()} {cell}"
+        if len(lines[-1]) + len(item) + 3 <= edge:
+            lines[-1] += f" · {item}"
+            continue
+        lines += textwrap.wrap(
+            item,
+            edge,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    title = cells[0] or "-"
+    return [bold(title) + lines[0][len(title) :], *lines[1:]]
 
 
 def said(item: Mapping[str, Any]) -> str:

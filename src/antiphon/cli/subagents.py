@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from antiphon.views import TaskView
 
 F = TypeVar("F", bound=Callable[..., Any])
-SHOWN = 60  # characters of a result in the table; --json has more
+MAX_RESULT_CHARS = 60  # of a result in a table on a terminal; `subagents show` has all of it
 EVERY = "all"
 STATES = {"running": "at work", "waiting": "waiting for its own", "announcing": "wording its report"}
 
@@ -64,8 +64,8 @@ def _list(settings: Settings, requester: str) -> None:
     elif not found:
         click.echo(f"No sub-agents of {output.line(requester)} are at work or have ended lately.")
     else:
-        rows = [[str(number), *_row(task)] for number, task in enumerate(found, 1)]
-        output.table(["", "LABEL", "STATE", "AGENT", "SINCE", "TOKENS", "RESULT"], rows)
+        rows = [_row(number, task) for number, task in enumerate(found, 1)]
+        output.table(["LABEL", "STATE", "AGENT", "SINCE", "TOKENS", "ERROR", "RESULT"], rows)
         click.echo(output.dim("One of them: antiphon subagents kill LABEL; or its number, or `last`"))
 
 
@@ -76,15 +76,15 @@ async def _tasks(settings: Settings, requester: str) -> list[TaskView]:
         return await desk.tasks(requester)
 
 
-def _row(task: TaskView) -> list[str]:
-    said = " ".join((task.result or task.error or "").split())
+def _row(number: int, task: TaskView) -> list[str]:
     return [
-        task.name,
+        f"{number} {task.name}",
         STATES.get(task.phase) or task.status or task.phase,
         task.agent_id,
         output.ago(task.created_at),
         "" if task.total_tokens is None else str(task.total_tokens),
-        said if len(said) <= SHOWN else f"{said[: SHOWN - 1]}…",
+        task.error or "",
+        output.brief(task.result or "", MAX_RESULT_CHARS),
     ]
 
 

@@ -1,0 +1,60 @@
+"""Tables keep every key and every error, on a narrow terminal as in a pipe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cli.terminal import Program
+
+pytestmark = pytest.mark.requirement("R")
+
+REASON = "a very long reason with much to read until its very last word"
+
+
+@pytest.fixture
+def used(program: Program) -> Program:
+    """A state directory with a session that has a long key, and a sub-agent that failed with a long error."""
+    assert program.run("spawn", f"fail {REASON}", "--label", "calc", "--wait").code == 8
+    return program
+
+
+def shown(program: Program, columns: int, *command: str) -> list[str]:
+    """What a terminal of that width shows."""
+    with replace(program, extra={"COLUMNS": str(columns)}).terminal(*command) as terminal:
+        assert terminal.ended() == 0
+        return terminal.text.splitlines()
+
+
+@pytest.mark.parametrize("columns", [80, 120, 400])
+def test_no_key_and_no_error_is_cut_on_a_terminal(used: Program, columns: int) -> None:
+    [task] = used.run("subagents", "--json").json["subagents"]
+    [delivery] = used.run("deliveries", "--json").json["deliveries"]
+    for command, kept in (
+        (("subagents",), [task["error"]]),
+        (("sessions", "list"), [task["childSessionKey"]]),
+        (("deliveries",), [delivery["key"]]),
+    ):
+        lines = shown(used, columns, *command)
+        text = " ".join(" ".join(lines).split())
+        assert [whole for whole in kept if whole not in text] == [], text
+        assert [line for line in lines if len(line) > columns] == []
+
+
+def test_a_narrow_terminal_says_which_cell_is_which(used: Program) -> None:
+    lines = shown(used, 80, "deliveries")
+    assert lines[0].startswith("delivered · where webchat agent:main:main · since ")
+    assert lines[1].startswith("  key task:")
+    assert not any("KEY" in line for line in lines)
+
+
+def test_a_pipe_gets_one_complete_line_for_each_row(used: Program) -> None:
+    [task] = used.run("subagents", "--json").json["subagents"]
+    heading, row, _ = used.run("subagents").out.splitlines()
+    assert heading.split() == ["LABEL", "STATE", "AGENT", "SINCE", "TOKENS", "ERROR", "RESULT"]
+    assert task["error"] in row
+    [delivery] = used.run("deliveries", "--json").json["deliveries"]
+    heading, row = used.run("deliveries").out.splitlines()
+    assert heading.split() == ["STATE", "WHERE", "SINCE", "TRIES", "KEY", "ERROR", "TEXT"]
+    assert row.endswith(" ".join(delivery["text"].split()))
