@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from troupe import HELPER, MAIN, OPERATOR, Pigeon, Player, Troupe, cast_of, heard, house, phase_of, result_in
 
-from antiphon.bus import Delivered
+from antiphon.bus import Delivered, SessionChanged
 from antiphon.clock import ManualClock
 from antiphon.engine import compaction
 from antiphon.engine.context import weigh
 from antiphon.engine.framing import MARKER
-from antiphon.errors import ContextOverflow
+from antiphon.errors import Conflict, ContextOverflow, NotFound
 from antiphon.messages import Assistant, Text, ToolCall
 from antiphon.operations import Patch, Send
 from antiphon.runtimes import Prompt
@@ -129,6 +129,39 @@ async def test_an_agent_alone_is_its_main_session_which_is_founded_only_for_who_
         said = await troupe.use("sessions_send", agentId="helper", message="say here I am", **CALM)
         assert (said["status"], said["sessionKey"], said["reply"]) == ("ok", HELPER, "here I am")
         assert (await troupe.use("sessions_send", agentId="nobody", message="x"))["code"] == "not_found"
+
+
+@pytest.mark.requirement("K2", "S1")
+async def test_the_first_message_to_a_main_session_founds_it(tmp_path: Path) -> None:
+    job = "agent:main:cron:nightly"
+    async with house(cast_of("helper", "other"), tmp_path) as troupe:
+        await troupe.found(job)
+        told = await troupe.use("sessions_send", job, sessionKey="main", message="say done", **CALM)
+        assert (told["status"], told["sessionKey"], told["reply"]) == ("ok", "main", "done")
+        sent = await troupe.use("sessions_send", job, sessionKey=HELPER, message="say here", **CALM)
+        assert (sent["status"], sent["sessionKey"], sent["reply"]) == ("ok", HELPER, "here")
+        wanted = Send(session="agent:other:main", message="say me", reply_back=0, announce="none")
+        async with troupe.house.bus.listen("sessions") as events:
+            asked = await troupe.operations.send(OPERATOR, wanted)
+            created = [event for event in await troupe.told(events) if isinstance(event, SessionChanged)]
+        assert asked.reply == "me"
+        assert ("agent:other:main", "create") in {(event.session_key, event.reason) for event in created}
+
+
+@pytest.mark.requirement("K2", "S1", "SEC5")
+async def test_a_main_session_is_founded_for_nobody_who_may_not_send_there(tmp_path: Path) -> None:
+    async with house(cast_of("helper", tools={"sessions": {"visibility": "agent"}}), tmp_path) as troupe:
+        await troupe.found(MAIN)
+        unfounded = await troupe.use("sessions_send", sessionKey=HELPER, message="x")
+        missing = await troupe.use("sessions_send", sessionKey="agent:helper:dashboard:x", message="x")
+        for reference in ("agent:nobody:main", "agent:main:main:thread:1", "agent:main:dashboard:x"):
+            with pytest.raises(NotFound):
+                await troupe.operations.send(OPERATOR, Send(session=reference, message="x"))
+        assert [row["key"] for row in troupe.rows("SELECT key FROM sessions")] == [MAIN]
+        await troupe.found(HELPER)
+        hidden = await troupe.use("sessions_send", sessionKey=HELPER, message="x")
+        assert unfounded == hidden
+        assert {**missing, "error": "", "reference": ""} == {**hidden, "error": "", "reference": ""}
 
 
 @pytest.mark.requirement("SEC5", "S2")
@@ -321,6 +354,24 @@ async def test_the_same_key_is_one_exchange_and_for_other_words_an_error(tmp_pat
         assert dialogue(troupe) == before
         theirs = await troupe.does("sessions_send", "agent:other:main", **sent)
         assert theirs["runId"] != first["runId"], "keys of two sessions are two keys"
+
+
+@pytest.mark.requirement("S9")
+async def test_a_key_that_another_requester_uses_is_an_error_that_shows_nothing(tmp_path: Path) -> None:
+    secret = Send(session=HELPER, message="say the plan", idempotency_key="once", reply_back=0)
+    async with house(cast_of("helper", "other"), tmp_path) as troupe:
+        await troupe.found(MAIN, HELPER, "agent:other:main")
+        first = await troupe.operations.send(OPERATOR, secret, requester=MAIN)
+        await troupe.quiet()
+        before = dialogue(troupe)
+        for requester in ("agent:other:main", None):
+            with pytest.raises(Conflict, match="already used"):
+                await troupe.operations.send(OPERATOR, secret, requester=requester)
+        again = await troupe.operations.send(OPERATOR, secret, requester=MAIN)
+        assert (again.run_id, again.reply) == (first.run_id, "the plan")
+        with pytest.raises(Conflict, match="already used"):
+            await troupe.say("say the plan", HELPER, idempotency_key="once")
+        assert dialogue(troupe) == before
 
 
 @pytest.mark.requirement("S9", "G3")

@@ -97,6 +97,13 @@ class Door:
         self.admit(caller, action, row, reference)
         return row
 
+    def is_main(self, caller: Caller, reference: str) -> bool:
+        """Whether a reference means the main session of a configured agent, which need not exist yet."""
+        key = self.canonical(caller, reference)
+        if not isinstance(key, SessionKey) or key.kind != "main":
+            return False
+        return (key.agent_id or self._default_agent) in self._config.agent_ids
+
     def _may_found(self, caller: Caller, action: Action, key: SessionKey, reference: str) -> bool:
         if caller.is_operator:
             return True

@@ -45,17 +45,18 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     max_queued: int
 
 
-async def known(tx: Tx, id: str, target: int, message: str) -> bool:
-    """Whether this id already stands for this very message.
+async def known(tx: Tx, id: str, requester: int | None, target: int, message: str) -> bool:
+    """Whether this id already stands for this very message of this very requester.
 
     Raises:
-        Conflict: it stands for another one, or for one whose session is gone.
+        Conflict: it stands for another message or requester, or for one whose session is gone.
     """
     before = await tx.one(SQL.by_id, id=id)
     if before is None:
         return False
     # A character that PostgreSQL cannot keep is kept as another there (see `store.postgres`).
-    if before["target"] != target or before["message"] not in {message, message.replace("\0", "\ufffd")}:
+    parties = before["requester"], before["target"]
+    if parties != (requester, target) or before["message"] not in {message, message.replace("\0", "\ufffd")}:
         raise admissions.used(id)
     return True
 

@@ -86,14 +86,14 @@ def signature(agent_id: str, task: str) -> str:
     return hashlib.sha256(f"{agent_id}\n{' '.join(task.split())}".encode()).hexdigest()[:32]
 
 
-async def known(tx: Tx, id: str, digest: str) -> Row | None:
+async def known(tx: Tx, id: str, requester: int, digest: str) -> Row | None:
     """The task that this id already stands for.
 
     Raises:
-        Conflict: it stands for another one.
+        Conflict: it stands for another one, or for one of another requester.
     """
     before = await tx.one(SQL.by_id, id=id)
-    if before is not None and before["digest"] != digest:
+    if before is not None and (before["requester"], before["digest"]) != (requester, digest):
         raise admissions.used(id)
     return before
 

@@ -59,12 +59,14 @@ class Exchanges(Runs, Links):
         origin = origin or Origin()
         run_id = request_id(caller, wanted.idempotency_key, origin)
         try:
-            accepted = await self._store.tx(
+            accepted, founded = await self._store.tx(
                 self._send, caller, wanted, run_id, origin, requester, self._clock.now()
             )
         except ChainTooLong as error:
             self.warn_of_chain(caller, error)
             raise
+        for row in founded:
+            self._tell(row, "create")
         await engine.accepted(accepted)
         if wanted.timeout_seconds <= 0:
             return await self._sent(caller, run_id, "accepted")
@@ -80,15 +82,18 @@ class Exchanges(Runs, Links):
         origin: Origin,
         acting_for: str | None,
         now: int,
-    ) -> Accepted:
-        requester = await self._acting(tx, caller, "control", acting_for)
-        target = await self._target(tx, caller, wanted, now)
+    ) -> tuple[Accepted, list[Row]]:
+        """The first run of the exchange, and the main sessions that were founded for it."""
+        founded: list[Row] = []
+        requester = await self._acting(tx, caller, "control", acting_for, now, founded)
+        target = await self._target(tx, caller, wanted, now, founded)
         if requester is not None and requester["id"] == target["id"]:
             raise SelfSend(
                 "A session cannot send to itself.", "Name another session; sessions_list shows them."
             )
         link = Link(run_id, 1)
-        if not await exchanges.known(tx, run_id, target["id"], wanted.message):
+        sender: int | None = requester["id"] if requester else None
+        if not await exchanges.known(tx, run_id, sender, target["id"], wanted.message):
             self._door.check_send(target)
             if requester is not None:
                 link = await self._link(tx, origin, requester["id"], run_id)
@@ -96,7 +101,7 @@ class Exchanges(Runs, Links):
         accepted = await exchanges.begin(tx, opening, now)
         if requester is not None and wanted.timeout_seconds > 0:
             await self._wait_for(tx, caller, requester, accepted, origin, wanted.timeout_seconds, now)
-        return accepted
+        return accepted, founded
 
     def _opening(self, id: str, requester: Row | None, target: Row, wanted: Send, link: Link) -> Opening:
         turns = self.config.session.agent_to_agent.max_ping_pong_turns
@@ -135,7 +140,9 @@ class Exchanges(Runs, Links):
         edge = (run["n"], requester["id"], accepted.run_id, accepted.session)
         await chains.wait(tx, *edge, until, now, shown=shown)
 
-    async def _acting(self, tx: Tx, caller: Caller, action: Action, acting_for: str | None) -> Row | None:
+    async def _acting(
+        self, tx: Tx, caller: Caller, action: Action, acting_for: str | None, now: int, founded: list[Row]
+    ) -> Row | None:
         """The session a request is made from: an agent's own, or the one that an operator names."""
         if caller.session_key is not None:
             own = await tx.one(sessions.SQL.whole_by_key, key=caller.session_key)
@@ -144,19 +151,38 @@ class Exchanges(Runs, Links):
             return own
         if acting_for is None:
             return None
-        row = await self._door.open(tx, caller, action, acting_for)
-        return await tx.one(sessions.SQL.by_id, id=row["id"])
+        return await self._whole(
+            tx, await self._open_or_found_main(tx, caller, action, acting_for, now, founded)
+        )
 
-    async def _target(self, tx: Tx, caller: Caller, wanted: Send, now: int) -> Row:
-        if wanted.session is not None:
-            row = await self._door.open(tx, caller, "send", wanted.session)
-            checks.current(row, wanted.session)
-        elif wanted.label is not None:
+    async def _target(self, tx: Tx, caller: Caller, wanted: Send, now: int, founded: list[Row]) -> Row:
+        if wanted.label is not None:
             row = await self._door.open_labelled(tx, caller, "send", wanted.label, wanted.agent_id)
-        else:
+            return await self._whole(tx, row)
+        reference = wanted.session
+        if reference is None:
             agent_id = keys.checked_agent_id(wanted.agent_id or "")
-            main = str(keys.main_session(agent_id, scope=self.config.session.scope))
-            row = await self._door.open(tx, caller, "send", main, found_at=now)
+            reference = str(keys.main_session(agent_id, scope=self.config.session.scope))
+        row = await self._open_or_found_main(tx, caller, "send", reference, now, founded)
+        checks.current(row, reference)
+        return await self._whole(tx, row)
+
+    async def _open_or_found_main(
+        self, tx: Tx, caller: Caller, action: Action, reference: str, now: int, founded: list[Row]
+    ) -> Row:
+        """The session; a main session that nobody has used yet is founded and put on the list.
+
+        Any other key must exist: a mistyped one is an error and not a new session.
+        """
+        if not self._door.is_main(caller, reference):
+            return await self._door.open(tx, caller, action, reference)
+        row, new = await self._opened_or_founded(tx, caller, action, reference, now)
+        if new:
+            founded.append(row)
+        return row
+
+    @staticmethod
+    async def _whole(tx: Tx, row: Row) -> Row:
         whole = await tx.one(sessions.SQL.by_id, id=row["id"])
         assert whole is not None
         return whole

@@ -96,10 +96,10 @@ class Tasks(Exchanges, Sessions):
         self, tx: Tx, caller: Caller, wanted: Spawn, task_id: str, origin: Origin, requester: str, now: int
     ) -> Spawning | Row:
         """What is to be spawned; or the task, if it was before: then nothing is left to refuse."""
-        above = await self._acting(tx, caller, "send", requester)
+        above = await self._acting(tx, caller, "send", requester, now, [])  # spawn has opened it before
         if above is None:
             raise access.missing(requester)
-        if before := await tasks.known(tx, task_id, wanted.digest(above["key"])):
+        if before := await tasks.known(tx, task_id, above["id"], wanted.digest(above["key"])):
             return before
         await _check_at_work(tx, origin)
         link = await self._link(tx, origin, above["id"], task_id)
