@@ -74,6 +74,8 @@ async def examine(paths: Paths, *, online: bool = False) -> list[Finding]:
         findings += await _server(loaded.config, home)
     elif is_there(home.database):
         findings += await _file(home)
+    elif holder := home.holder:
+        findings.append(_deleted(home, holder))
     if loaded is not None:
         findings += await _models(loaded.config, online=online)
     return findings
@@ -190,6 +192,14 @@ async def _file(home: StateDir) -> list[Finding]:
         return [_failed("database", error)]
     intact = ok("database", f"intact, schema {migrations()[-1].version}")
     return [intact, *await _content(Config(), home, running=home.holder is not None)]
+
+
+def _deleted(home: StateDir, holder: str) -> Finding:
+    return fail(
+        "database",
+        f"{str(home.database)!r} does not exist, though process {holder} is using this directory: it was deleted.",
+        "Stop that process, put the file back or restore a backup, then start it again; see docs/operating.md.",
+    )
 
 
 async def _server(config: Config, home: StateDir) -> list[Finding]:

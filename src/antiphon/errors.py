@@ -220,6 +220,12 @@ class StoreReadOnly(StoreError):
     code = "store_read_only"
 
 
+class StoreReplaced(StoreError):
+    """The database file was deleted or replaced while it was open; nothing is accepted until a restart."""
+
+    code = "store_replaced"
+
+
 class BusError(AntiphonError):
     """The NATS servers cannot be used. Nothing that was accepted is lost; it waits in the store."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from antiphon.cli.running import here
+from antiphon.cli.status import read_readiness
 from antiphon.config import Config
 from antiphon.doctor import Finding, fail, is_there, ok, unreadable, warn
 from antiphon.errors import AntiphonError, BusError, ConfigError, StoreError, Unavailable
@@ -92,6 +93,12 @@ def _answers(found: Note) -> Finding:
             "gateway",
             f"process {found.pid} runs, but {found.url} does not answer ({error}).",
             f"See the log; if it stays like this: kill {found.pid}, then `antiphon up`.",
+        )
+    if "store" in read_readiness(found.url).failing:
+        return fail(
+            "gateway",
+            f"process {found.pid} runs at {found.url}, but it cannot use its database.",
+            "Its log says why. If the database file was deleted or replaced: put the right one there and restart it.",
         )
     return ok("gateway", f"running at {found.url}, process {found.pid}")
 

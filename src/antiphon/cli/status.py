@@ -57,7 +57,7 @@ async def _facts(settings: Settings) -> dict[str, Any]:
     if client is None:
         return await _without(settings)
     async with client:
-        ready = await asyncio.to_thread(_readiness, client.site.url)
+        ready = await asyncio.to_thread(read_readiness, client.site.url)
         # Without its store it would answer after a long wait, and then only that.
         told = _known(settings) if "store" in ready.failing else await _told(client)
         return {
@@ -86,7 +86,7 @@ def _known(settings: Settings) -> dict[str, Any]:
     return {**dict.fromkeys((*SHOWN, "shared", "sessions")), "pid": found.pid if found else None}
 
 
-def _readiness(url: str) -> Readiness:
+def read_readiness(url: str) -> Readiness:
     """Asked without a token; nothing is lacking where this way does not lead to the gateway, as behind some proxies."""
     from http.client import HTTPConnection, HTTPException, HTTPSConnection
 

@@ -38,7 +38,16 @@ from antiphon.engine.steps import GATED, QUIET, Outcome, Sequel
 from antiphon.engine.transcripts import Entry
 from antiphon.engine.trial import Trial
 from antiphon.engine.turns import Setting, Turn
-from antiphon.errors import AntiphonError, Fenced, ProviderError, RunFailed, StoreError, StoreFull, Suspected
+from antiphon.errors import (
+    AntiphonError,
+    Fenced,
+    ProviderError,
+    RunFailed,
+    StoreError,
+    StoreFull,
+    StoreReplaced,
+    Suspected,
+)
 from antiphon.lanes import LaneEngine
 from antiphon.messages import Assistant, ToolCall, ToolResult
 from antiphon.runtimes.answers import whole
@@ -188,7 +197,7 @@ class Engine:
         """Play what is in a lane; True if there may be more, and it is the turn of other lanes."""
         try:
             return await self._play_lane(lane)
-        except StoreFull as error:
+        except (StoreFull, StoreReplaced) as error:
             if not self._is_known(error):
                 raise
             return False
@@ -206,7 +215,7 @@ class Engine:
 
     def _is_known(self, error: AntiphonError) -> bool:
         """Whether the store has said so itself, once for everybody who waits."""
-        return isinstance(error, StoreFull) and self._store.trouble is not None
+        return isinstance(error, StoreFull | StoreReplaced) and self._store.trouble is not None
 
     async def _play_some(self, lane: int, most: int, *, trying: bool = False) -> bool:
         try:

@@ -21,7 +21,7 @@ from antiphon.clock import Clock
 from antiphon.engine import deliveries, gate, tasks
 from antiphon.engine.deliveries import WEBCHAT, Destination
 from antiphon.engine.door import Door
-from antiphon.errors import AntiphonError, StoreError, Undeliverable
+from antiphon.errors import AntiphonError, StoreError, StoreReplaced, Undeliverable
 from antiphon.store import Row, Store, Tx
 from antiphon.store.queries import Queries
 
@@ -225,6 +225,8 @@ class Outbox:
         while True:
             try:
                 return await self.store.tx(_settle, row, outcome, self.clock.now(), attempts)
+            except StoreReplaced:
+                return False  # the log has said it, and nothing can be put on record before a restart
             except StoreError as error:
                 log.error("What became of delivery %r cannot be put on record yet: %s", row["key"], error)
                 await asyncio.sleep(RECORD_AGAIN)

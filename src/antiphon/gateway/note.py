@@ -27,4 +27,4 @@ def read(state_dir: Path) -> Note | None:
 
 
 def remove(state_dir: Path) -> None:
-    (state_dir / NAME).unlink()
+    (state_dir / NAME).unlink(missing_ok=True)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import shutil
 import sqlite3
 import time
 from pathlib import Path
 
-from antiphon.errors import StoreDamaged, StoreError, StoreFull, StoreReadOnly
+from antiphon.errors import StoreDamaged, StoreError, StoreFull, StoreReadOnly, StoreReplaced
 from antiphon.store import TROUBLES
 
 log = logging.getLogger(TROUBLES)
+
+FileIdentity = tuple[int, int]  # device and inode
 
 CALM = 60.0  # seconds without a failure after which a trouble that had come back is over
 LEAST_ROOM = 64 * 2**10  # bytes; the index of the log, without which nothing is read, has half of it
@@ -74,6 +77,57 @@ def full() -> StoreFull:
     return StoreFull(f"{_NO_ROOM}; {_UNDONE}.", "Free some disk space and try again.")
 
 
+def replaced(path: Path) -> StoreReplaced:
+    return StoreReplaced(
+        f"The database {str(path)!r} was deleted or replaced while it was open, so nothing is accepted any more.",
+        "Put the right file there, then restart Antiphon; docs/operating.md says how to save what was written.",
+        path=str(path),
+    )
+
+
+class OpenedFiles:
+    """The database and its log as they were opened, to be compared with what is at their paths now.
+
+    An open file keeps its inode, so no other file can have the same number. What a path cannot be asked (no access, a
+    network that does not answer) proves nothing: then SQLite's own errors decide.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._database = os.fspath(path)
+        self._log = f"{self._database}-wal"
+        self._opened_database = _identify(self._database)
+        self._opened_log: FileIdentity | None = None
+
+    def note_log(self) -> None:
+        """Remember the log, which SQLite creates after the database is opened."""
+        self._opened_log = _identify(self._log)
+
+    def are_replaced(self) -> bool:
+        return not (_is_at(self._opened_database, self._database) and _is_at(self._opened_log, self._log))
+
+    def has_foreign_log(self) -> bool:
+        """Whether closing would remove a log that belongs to another database: SQLite removes it by its path."""
+        found = _identify(self._log)
+        return found is not None and found != self._opened_log
+
+
+def _identify(path: str) -> FileIdentity | None:
+    try:
+        found = os.stat(path)  # noqa: PTH116 - twice per commit
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _is_at(opened: FileIdentity | None, path: str) -> bool:
+    try:
+        return _identify(path) == opened
+    except NotADirectoryError:
+        return False
+    except OSError:
+        return True
+
+
 def is_full(path: Path) -> bool:
     """Whether the disk is; a quota that is used up does not count as that."""
     try:
@@ -89,7 +143,9 @@ def _primary(error: sqlite3.Error) -> int | None:
 
 def lasts(error: BaseException | None) -> bool:
     """Whether the next commit will most likely fail for the same reason."""
-    return isinstance(error, sqlite3.Error) and _primary(error) in _LASTING
+    return isinstance(error, StoreReplaced) or (
+        isinstance(error, sqlite3.Error) and _primary(error) in _LASTING
+    )
 
 
 class Health:
@@ -103,7 +159,11 @@ class Health:
 
     def judge(self, error: BaseException | None, *, kept: bool) -> None:
         """By what came of a commit; one of nothing does not tell."""
-        if isinstance(error, sqlite3.Error):
+        if isinstance(self.trouble, StoreReplaced):
+            return  # until a restart
+        if isinstance(error, StoreReplaced):
+            self._fail(error)
+        elif isinstance(error, sqlite3.Error):
             self._fail(told(error, self._path))
         elif self.trouble and kept and self._over(self.trouble):
             self.trouble = None
@@ -112,7 +172,7 @@ class Health:
 
     def _fail(self, trouble: StoreError) -> None:
         now = time.monotonic()
-        if self.trouble is None:
+        if self.trouble is None or isinstance(trouble, StoreReplaced):
             self._returned = now - self._mended < CALM
             log.error("%s", _said(trouble))
         self.trouble, self._failed = trouble, now

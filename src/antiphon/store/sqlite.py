@@ -23,11 +23,22 @@ from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, cast
 
 from antiphon.clock import Clock, SystemClock
-from antiphon.errors import AntiphonError, StoreDamaged, StoreError, StoreFull, StoreReadOnly
+from antiphon.errors import AntiphonError, StoreDamaged, StoreError, StoreFull, StoreReadOnly, StoreReplaced
 from antiphon.paths import may_write
 from antiphon.store import Param, Row, Script, Tx
 from antiphon.store.migrations import is_current, migrate
-from antiphon.store.mishaps import NO_INDEX, NO_LOG, Health, damaged, full, lasts, told, unopened
+from antiphon.store.mishaps import (
+    NO_INDEX,
+    NO_LOG,
+    Health,
+    OpenedFiles,
+    damaged,
+    full,
+    lasts,
+    replaced,
+    told,
+    unopened,
+)
 from antiphon.store.queries import Query
 from antiphon.store.statedir import READ_ONLY, StateDir, explain
 
@@ -142,6 +153,10 @@ class _Crew:
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
 
+    def abandon(self) -> None:
+        """Take no more jobs and leave the connections open, to be dropped with the process."""
+        self._dismissed = True
+
     def _run(self) -> None:
         connection = self._connected([])
         while jobs := self._take():
@@ -198,7 +213,7 @@ class SqliteStore:
     def __init__(
         self,
         path: Path,
-        writer: sqlite3.Connection | None,
+        writer: tuple[sqlite3.Connection, OpenedFiles] | None,
         readers: int,
         on_commit: Callable[[Phase], None] | None,
     ) -> None:
@@ -207,8 +222,9 @@ class SqliteStore:
         self._path = path
         self._on_commit = on_commit
         self._writer = None
+        self._files = writer[1] if writer else None
         if writer:
-            self._writer = _Crew("antiphon-writer", lambda: writer, self._commit, threads=1, batch=BATCH)
+            self._writer = _Crew("antiphon-writer", lambda: writer[0], self._commit, threads=1, batch=BATCH)
         self._readers = _Crew(
             "antiphon-reader",
             lambda: _open_reader(path),
@@ -249,6 +265,11 @@ class SqliteStore:
 
     async def close(self) -> None:
         """Finish what is waiting, then let go of the file."""
+        if self._files and await asyncio.to_thread(self._files.has_foreign_log):
+            self._readers.abandon()
+            if self._writer is not None:
+                self._writer.abandon()
+            return
         await self._readers.dismiss()
         if self._writer is not None:
             writer, self._writer = self._writer, None
@@ -258,9 +279,11 @@ class SqliteStore:
         """One transaction for the whole batch. Afterwards every job has its result or its error."""
         kept = False
         try:
+            self._check_files()
             changed = _run(connection, tx, jobs)
             self._signal("before")
             connection.execute("COMMIT")
+            self._check_files()  # again, so that what went into a file that is gone is not answered as kept
             kept = changed
             self._signal("after")
         except Exception as error:  # noqa: BLE001 - the writer thread must outlive any batch
@@ -277,6 +300,12 @@ class SqliteStore:
         self._tell(jobs)
         if any(isinstance(job.error, StoreFull) for job in jobs):
             self._shrink(connection)
+
+    def _check_files(self) -> None:
+        if isinstance(self.trouble, StoreReplaced):
+            raise self.trouble
+        if self._files and self._files.are_replaced():
+            raise replaced(self._path)
 
     def _shrink(self, connection: sqlite3.Connection) -> None:
         """Give back what a commit that did not fit has taken up in the log.
@@ -446,13 +475,14 @@ def check_library() -> None:
         ) from error
 
 
-def _open_writer(path: Path, synchronous: str) -> sqlite3.Connection:
+def _open_writer(path: Path, synchronous: str) -> tuple[sqlite3.Connection, OpenedFiles]:
     check_library()
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError as error:
         denied = error.errno in READ_ONLY and os.path.exists(path)  # noqa: PTH110 - Path.exists may raise
         raise unopened(str(error.strerror), path) if denied else explain(error, path.parent) from error
+    files = OpenedFiles(path)
     try:
         with _closed_on_failure(_connect(path)) as connection:
             ours = _is_ours(connection, path)
@@ -465,9 +495,10 @@ def _open_writer(path: Path, synchronous: str) -> sqlite3.Connection:
             connection.execute("PRAGMA wal_autocheckpoint = 4000")
             connection.execute("PRAGMA journal_size_limit = 67108864")
             migrate(connection)
+            files.note_log()
     except sqlite3.Error as error:
         raise told(error, path) from error
-    return connection
+    return connection, files
 
 
 def _open_reader(path: Path) -> sqlite3.Connection:
