@@ -48,7 +48,10 @@ CONTRACT: dict[str, tuple[Part, str]] = {
     "H4": ("core", "Following the cursors gives the transcript exactly, also while it grows."),
     "H5": ("tools", "Unknown and invisible sessions look alike."),
     "S1": ("tools", "sessions_send: targets and parameters."),
-    "S2": ("tools", "sessions_send: results that separate delivery from reply."),
+    "S2": (
+        "tools",
+        "sessions_send: results that separate delivery from reply; the model reads exactly that JSON.",
+    ),
     "S3": ("tools", "The sent message is byte-equal, with provenance, and framed as data."),
     "S4": ("core", "A wait is on the server and on durable state: it can be dropped and repeated."),
     "S5": ("tools", "Reply-back turns alternate and are bounded."),
@@ -78,7 +81,10 @@ CONTRACT: dict[str, tuple[Part, str]] = {
     "W2": ("gateway", "Its methods."),
     "W3": ("gateway", "Its events, numbered per session."),
     "W4": ("gateway", "HTTP history and SSE."),
-    "W5": ("gateway", "HTTP tools, OpenAI-compatible API, hooks, health, metrics."),
+    "W5": (
+        "gateway",
+        "HTTP tools (200 for every answer of a tool, refusals too), OpenAI-compatible API, hooks, health, metrics.",
+    ),
     "W6": ("gateway", "Real clients work unchanged."),
     "W7": ("gateway", "Loopback, tokens, Origin, scopes."),
     "C": ("core", "Configuration: JSON5, errors that name the path, secrets by reference, a JSON Schema."),

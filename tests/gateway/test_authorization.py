@@ -394,7 +394,9 @@ async def test_what_an_agent_may_not_see_looks_to_it_like_what_is_not_there(
                 body = {"tool": "peek", "args": args, "sessionKey": SPARE}
                 told = (await http.post("/tools/invoke", json=body)).json()
                 good, bad = told.get("result"), told.get("error")
-            if not told["ok"]:
+                if good and isinstance(good["details"], dict) and good["details"].get("status") == "error":
+                    bad = {"message": good["details"]["error"]}
+            if bad:
                 return False, bad["message"].replace(key, "<key>"), []
             return True, good["content"][0]["text"], good["details"]["listed"]
 

@@ -180,9 +180,13 @@ async def test_a_tool_that_fails_says_how_if_it_knows(
     monkeypatch.setattr(invocations, "TIME", 0.05)
     async with opened(tmp_path, Box()) as site:
         status, body = await invoke(site, {"tool": "refuses"})
-        assert status == 400
-        assert body == {"ok": False, "error": {"type": "tool_error", "message": "I would rather not."}}
-        assert (await invoke(site, {"tool": "misses"}))[0] == 400
+        assert (status, body["ok"]) == (200, True)
+        assert body["result"] == {
+            "content": [{"type": "text", "text": "I would rather not."}],
+            "details": {"status": "error", "error": "I would rather not."},
+        }
+        status, body = await invoke(site, {"tool": "misses"})
+        assert (status, body["result"]["details"]["status"]) == (200, "error")
         status, body = await invoke(site, {"tool": "breaks"})
         assert (status, body["error"]["type"]) == (500, "tool_error")
         assert "secret" not in body["error"]["message"]

@@ -60,6 +60,9 @@ class Model(Door):
         assert (view.state, view.reply) == ("ok", "done"), view
         page = await self._gate.operations.history(OPERATOR, MAIN, HistoryFilter(limit=9, include_tools=True))
         result = next(item for item in reversed(page.messages) if item["role"] == "toolResult")
+        if self._provider is not None:  # exactly what the model reads
+            shown = [item for item in self._provider.bodies[-1]["messages"] if item["role"] == "tool"]
+            assert shown[-1]["content"] == result["content"][0]["text"]
         return json.loads(result["content"][0]["text"])
 
 
@@ -70,10 +73,7 @@ class Http(Door):
     async def use(self, tool: str, **arguments: Any) -> Json:
         reply = await self._http.post("/tools/invoke", json={"tool": tool, "args": arguments})
         body = reply.json()
-        assert reply.status_code == (200 if body["ok"] else 400), body
-        if not body["ok"]:
-            assert body["error"]["message"] == body["error"]["details"]["error"]
-            return body["error"]["details"]
+        assert (reply.status_code, body["ok"]) == (200, True), body
         assert json.loads(body["result"]["content"][0]["text"]) == body["result"]["details"]
         return body["result"]["details"]
 
@@ -176,7 +176,7 @@ async def test_the_sessions_there_are(connect: Enter, tmp_path: Path) -> None:
         assert (page["count"], page["scope"]) == (2, "all")
 
 
-@pytest.mark.requirement("H5", "S7", "P2")
+@pytest.mark.requirement("H5", "S2", "S7", "P2", "W5")
 async def test_refusals(connect: Enter, tmp_path: Path) -> None:
     async with connect(tmp_path) as (gate, door):
         await gate.operations.open(OPERATOR, MAIN)

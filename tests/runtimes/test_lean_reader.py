@@ -94,6 +94,8 @@ CONVERSATIONS: dict[str, tuple[Message, ...]] = {
     "summary": (Compaction(summary="So far.", first_kept_seq=1, tokens_before=1, timestamp=1), user()),
     "calls": (user(), said(Text(text="see"), CALL), result_of(CALL), said(Text(text="3"))),
     "failed call": (user(), said(CALL), result_of(CALL, 'no "way"', is_error=True), user("meanwhile")),
+    "refused call": (user(), said(CALL), result_of(CALL, '{"status":"error","error":"no"}', is_error=True)),
+    "broken JSON": (user(), said(CALL), result_of(CALL, '{"status":', is_error=True)),
     "interrupted call": (user(), said(CALL), result_of(CALL, " ", interrupted=True)),
     "image result": (user(), said(CALL), shown(Text(text="this"), PIXEL, BROKEN, PIXEL), user("nice")),
     "failed image result": (user(), said(CALL), shown(Text(text="this"), PIXEL, is_error=True)),

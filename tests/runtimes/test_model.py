@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import subprocess
 import sys
@@ -214,6 +215,40 @@ async def test_tool_call_round_trip(provider: Provider, api: Api) -> None:
     sent = str(provider.bodies[1])
     assert "Let me see." in sent
     assert "error" in sent
+
+
+@every
+@pytest.mark.requirement("S2")
+async def test_a_refusal_reaches_the_model_as_the_json_the_tool_wrote(provider: Provider, api: Api) -> None:
+    provider.script(Answer(calls=(Call("add", '{"a": 1}', "c1"),)))
+    asked = await step(spec_for(api, provider.url))
+    refusal = '{"status":"error","error":"no \\"such\\" session"}'
+    history = (User(content="hi", timestamp=1), asked, result_of(asked.tool_calls[0], refusal, is_error=True))
+    await step(spec_for(api, provider.url), prompt_of(*history))
+    assert _sent_result(api, provider.bodies[1]) == (
+        json.loads(refusal) if api == "google-generative-ai" else refusal
+    )
+
+
+def _sent_result(api: Api, body: Any) -> Any:
+    """The result of the last tool call, where each API has it."""
+    match api:
+        case "openai-completions":
+            return next(message["content"] for message in body["messages"] if message["role"] == "tool")
+        case "openai-responses":
+            return next(
+                item["output"] for item in body["input"] if item.get("type") == "function_call_output"
+            )
+        case "anthropic-messages":
+            (block,) = body["messages"][-1]["content"]
+            assert block["is_error"] is True
+            (text,) = block["content"]
+            return text["text"]
+        case "google-generative-ai":
+            return next(
+                part.get("functionResponse", part.get("function_response"))["response"]
+                for part in body["contents"][-1]["parts"]
+            )
 
 
 @every

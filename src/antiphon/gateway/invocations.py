@@ -24,6 +24,7 @@ from antiphon.engine.turns import obedient
 from antiphon.errors import AntiphonError, InvalidInput, NotFound, StoreError
 from antiphon.gateway.gateway import Gateway
 from antiphon.operations.exchanges import LONGEST
+from antiphon.tools.results import refusal
 from antiphon.views import SessionView
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class ToolMissing(NotFound):
 
 
 class Outcome(NamedTuple):
-    """What the tool said, and as which HTTP status that counts."""
+    """The tool's result and the HTTP status of the answer: 200 for every result, refusals included."""
 
     result: Result
     status: int
@@ -124,11 +125,11 @@ async def _invoke(tool: Tool, call: Call) -> Outcome:
     except StoreError:
         raise
     except AntiphonError as error:
-        return _failed(400, str(error))
+        return Outcome(refusal(error), 200)
     except Exception:
         log.exception("Tool %r failed when it was invoked", name)
         return _failed(500, f"The tool {name!r} failed. See the log of the gateway.")
-    return Outcome(result, 400 if result.is_error else 200)
+    return Outcome(result, 200)
 
 
 def _told_to_wait(tool: Tool, arguments: Mapping[str, Any]) -> float:

@@ -30,7 +30,15 @@ from antiphon.messages import (
 from antiphon.runtimes import Prompt, ToolSpec
 from antiphon.runtimes.completions_answer import TAGS, THINKING_FIELDS
 from antiphon.runtimes.model import INVALID_ARGUMENTS, ModelSpec
-from antiphon.runtimes.phrases import BLANK, CONTINUE, OPENING, SUMMARY, UNREADABLE_IMAGE, result_text
+from antiphon.runtimes.phrases import (
+    BLANK,
+    CONTINUE,
+    OPENING,
+    SUMMARY,
+    UNREADABLE_IMAGE,
+    is_json_object,
+    result_text,
+)
 from antiphon.runtimes.tool_calls import arguments_in, sendable_id
 
 _Json = dict[str, Any]
@@ -227,8 +235,8 @@ def _frame(result: ToolResult, name: str) -> str:
 
 
 def _whole_text(parts: list[str], names: list[str], *, failed: bool) -> str:
-    """Plain text for plain text, JSON for more, and `{"error": …}` for a failure, which has no field of its own."""
-    if not failed:
+    """Plain text for plain text, JSON for more, and `{"error": …}` for a failure that is not a JSON object itself."""
+    if not failed or (len(parts) == 1 and is_json_object(parts[0])):
         return parts[0] if len(parts) == 1 else _json(parts)
     said = [part for part in parts if part not in names] if names else parts
     error = {"error": said[0] if len(said) == 1 else _json(said)}

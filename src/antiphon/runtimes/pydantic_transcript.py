@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any
 
+import msgspec
 from pydantic_ai.messages import (
     BinaryContent,
     ModelMessage,
@@ -46,7 +47,15 @@ from antiphon.messages import (
 )
 from antiphon.runtimes.answers import whole
 from antiphon.runtimes.model import INVALID_ARGUMENTS, Api
-from antiphon.runtimes.phrases import BLANK, CONTINUE, OPENING, SUMMARY, UNREADABLE_IMAGE, result_text
+from antiphon.runtimes.phrases import (
+    BLANK,
+    CONTINUE,
+    OPENING,
+    SUMMARY,
+    UNREADABLE_IMAGE,
+    is_json_object,
+    result_text,
+)
 from antiphon.runtimes.tool_calls import sendable_id, tool_call
 
 _RequestPart = UserPromptPart | ToolReturnPart
@@ -155,11 +164,18 @@ def _item(block: Text | Image) -> str | BinaryContent:
 def _tool_return(result: ToolResult, dialect: Dialect) -> ToolReturnPart:
     text = result_text(result)
     images = [_item(block) for block in result.content if isinstance(block, Image)]
+    is_data = not images and is_json_object(text)
+    content: Any = [text, *images] if images else text
+    if is_data and dialect.api == "google-generative-ai":  # takes objects, and would wrap a text in one
+        content = msgspec.json.decode(text)
+    failed = result.is_error and not (
+        is_data and dialect.api != "anthropic-messages"
+    )  # that has a flag for it
     return ToolReturnPart(
         tool_name=result.tool_name,
-        content=[text, *images] if images else text,
+        content=content,
         tool_call_id=sendable_id(result.tool_call_id, dialect.api),
-        outcome="failed" if result.is_error else "interrupted" if result.interrupted else "success",
+        outcome="failed" if failed else "interrupted" if result.interrupted else "success",
     )
 
 
