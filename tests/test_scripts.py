@@ -6,9 +6,12 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from antiphon import errors
 
 ROOT = Path(__file__).parent.parent
 NEEDED = "Python 3.11 or newer is needed."
@@ -23,7 +26,7 @@ def command(path: Path, text: str) -> None:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A checkout, and beside it a `bin` with nothing in it but what scripts take for granted."""
-    for name in ("antiphon", "scripts/uv"):
+    for name in ("antiphon", "scripts/uv", "scripts/extra"):
         copy = tmp_path / "checkout" / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, copy)
@@ -92,3 +95,27 @@ def test_a_python_that_cannot_put_pip_anywhere_is_enough(checkout: Path, tmp_pat
     command(tmp_path / "bin" / "python3", f"INSTALLING={shlex.quote(installing(checkout))}\n{python}")
     done = run(checkout / "antiphon", "chat", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, f"{tmp_path}: chat\n")
+
+
+def test_the_hint_for_a_missing_package_works_as_printed(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without uv on the path, and without the packages that only developers need."""
+    monkeypatch.setattr(errors, "__file__", str(checkout / "src" / "antiphon" / "errors.py"))
+    program, extra = shlex.split(errors.install("cluster").removeprefix("Run `").removesuffix("`."))
+    python = BARE.format(chmod=shutil.which("chmod"))
+    command(tmp_path / "bin" / "python3", f"INSTALLING={shlex.quote(installing(checkout))}\n{python}")
+    done = run(Path(program), extra, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    asked = (checkout / "asked").read_text().split()
+    assert asked[0] == "sync"
+    assert {"--no-dev", "--inexact", "--extra", "cluster"} <= set(asked)
+
+
+def test_outside_a_checkout_the_hint_names_this_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "__file__", str(tmp_path / "site-packages" / "antiphon" / "errors.py"))
+    assert shlex.join([sys.executable, "-m", "pip", "install", "antiphon[cluster]"]) in errors.install(
+        "cluster"
+    )

@@ -7,6 +7,9 @@ sentences, so that a model, a person and a log can use the same words.
 
 from __future__ import annotations
 
+import shlex
+import sys
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 Who = Literal["caller", "operator", "model", "engine"]
@@ -14,7 +17,10 @@ Who = Literal["caller", "operator", "model", "engine"]
 
 def install(extra: str) -> str:
     """The next step where what an extra brings is missing."""
-    return f"Install antiphon[{extra}]; in a checkout: uv sync --inexact --extra {extra}."
+    script = Path(__file__).parents[2] / "scripts" / "extra"
+    if script.is_file():  # a checkout, which need not have uv on the path
+        return f"Run `{shlex.quote(str(script))} {extra}`."
+    return f"Install it into the same environment: `{shlex.quote(sys.executable)} -m pip install 'antiphon[{extra}]'`."
 
 
 class AntiphonError(Exception):

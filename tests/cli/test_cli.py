@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from antiphon.paths import DATABASE
 from antiphon.store.sqlite import SqliteStore
 from antiphon.store.statedir import StateDir
 from antiphon.visits import reading
+from cli.gateways import up
 from cli.terminal import BOUND, COMMAND, Program
 from nobody import unprivileged
 
@@ -311,6 +313,24 @@ def test_errors_say_what_and_what_next(program: Program, arguments: list[str], c
     assert (machine.code, machine.out, machine.error["code"]) == (code, "", name)
     assert machine.error["message"]
     assert machine.error["hint"]
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["beside a gateway", "alone"])
+def test_a_mistyped_name_is_answered_with_the_nearest_one(program: Program, beside: bool) -> None:
+    program.configure({"agents": {"list": [{"id": "main", "default": True}, {"id": "helper"}]}})
+    program.say("say hello")
+    assert "Did you mean 'sessions'?" in program.run("sesions", "list").err
+    assert "Did you mean 'list'?" in program.run("sessions", "lst").err
+    with up(program) if beside else nullcontext():
+        for arguments, meant in (
+            (["sessions", "history", "mian"], "main"),
+            (["sessions", "label", "agent:mian:main", "x"], "agent:main:main"),
+            (["send", "helper", "hi"], "agent:helper:main"),
+        ):
+            refused = program.run(*arguments, "--json")
+            assert (refused.code, refused.error["code"]) == (3, "not_found"), refused
+            assert refused.error["hint"].startswith(f"Did you mean {meant!r}?"), refused
+        assert "Did you mean" not in program.run("sessions", "history", "qwertyuiop").err
 
 
 def test_exit_codes_are_those_of_the_documents() -> None:

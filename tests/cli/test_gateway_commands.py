@@ -117,6 +117,7 @@ def test_a_wrong_token_and_a_token_file(program: Program, tmp_path: Path) -> Non
     with up(program) as gateway:
         stranger = replace(program, extra={"ANTIPHON_TOKEN": "wrong"}).run("status", "--json")
         assert (stranger.code, stranger.error["code"]) == (4, "unauthorized")
+        assert "--token-file" in stranger.error["hint"] and "ANTIPHON_TOKEN" in stranger.error["hint"]
         issued = program.run("tokens", "issue", "reader", "--scope", "read")
         assert "not shown again" in issued.err
         card = tmp_path / "card"
@@ -127,6 +128,7 @@ def test_a_wrong_token_and_a_token_file(program: Program, tmp_path: Path) -> Non
         assert elsewhere.run("status", *far, "--json").json["running"]
         refused = elsewhere.run("send", "main", "hi", *far, "--json")
         assert (refused.code, refused.error["code"]) == (4, "forbidden")
+        assert "--token-file" in refused.error["hint"] and "ANTIPHON_TOKEN" in refused.error["hint"]
         assert program.run("tokens", "revoke", "reader").code == 0
         assert elsewhere.run("status", *far).code == 4
         nothing = elsewhere.run("status", "--url", gateway.url, "--json")

@@ -59,6 +59,14 @@ class Shelf(click.Group):
 
         return import_module(COMMANDS[cmd_name][0]).command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.NoSuchCommand as error:  # click knows only commands that are imported by now
+            raise click.NoSuchCommand(error.command_name, possibilities=list(COMMANDS), ctx=ctx) from None
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, about) for name, (_, about) in COMMANDS.items()])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from antiphon.cli.running import find
 from antiphon.cli.settings import Settings
-from antiphon.errors import StoreFull, StoreLocked, StoreReadOnly
+from antiphon.errors import AntiphonError, NotFound, StoreFull, StoreLocked, StoreReadOnly
 
 if TYPE_CHECKING:
     from antiphon import views
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from antiphon.filters import HistoryFilter, ListFilter
     from antiphon.operations import Message, Operations, Send, Spawn, StopView
 
+MAX_SESSIONS_COMPARED = 200  # the latest ones, when a name is looked for that somebody may have meant
 INDEXING = 5.0  # seconds that somebody who searches waits for the index
 TURN = 0.4  # seconds of them in one go, in which nobody else can own the directory
 
@@ -47,6 +48,7 @@ class Desk(Protocol):
     async def spawn(self, wanted: Spawn, requester: str) -> views.Spawned: ...
     async def tasks(self, session: str) -> list[views.TaskView]: ...
     async def task_report(self, run_id: str) -> str | None: ...
+    async def roster(self) -> list[views.AgentCard]: ...
     async def exchanges(
         self, session: str | None, *, unsettled: bool, limit: int, cursor: str | None = None
     ) -> views.ExchangePage: ...
@@ -128,6 +130,9 @@ class Own:
     async def task_report(self, run_id: str) -> str | None:
         return await self._operations.task_report(self._caller, run_id)
 
+    async def roster(self) -> list[views.AgentCard]:
+        return await self._operations.roster(self._caller)
+
     async def exchanges(
         self, session: str | None, *, unsettled: bool, limit: int, cursor: str | None = None
     ) -> views.ExchangePage:
@@ -165,16 +170,50 @@ def calling(settings: Settings, on_change: Callable[[str], None] = _nothing) -> 
 
 
 @asynccontextmanager
+async def _suggesting(desk: Desk) -> AsyncGenerator[None]:
+    """Add the session that was probably meant to the error for one that does not exist."""
+    try:
+        yield
+    except NotFound as error:
+        reference = error.data.get("reference")
+        if isinstance(reference, str) and (meant := await _nearest(desk, reference)):
+            raise NotFound(error.what, f"Did you mean {meant!r}? {error.hint}", **error.data) from error
+        raise
+
+
+async def _nearest(desk: Desk, reference: str) -> str | None:
+    """The session whose key, label or agent is spelled most like this; None if nothing is similar."""
+    from difflib import get_close_matches
+
+    from antiphon.filters import ListFilter
+
+    try:
+        rows = (await desk.list(ListFilter(limit=MAX_SESSIONS_COMPARED))).sessions
+        names = {card.id: f"agent:{card.id}:main" for card in await desk.roster()}
+    except AntiphonError:  # the first error is the one to tell
+        return None
+    names |= {row.key.split(":", 2)[-1]: row.key for row in rows if ":subagent:" not in row.key}
+    names |= {name: name for row in rows for name in (row.key, row.label) if name}
+    names["main"] = "main"
+    if reference in names:  # known by another kind of name, such as an agent's id
+        return names[reference] if names[reference] != reference else None
+    close = get_close_matches(reference, names, n=1, cutoff=0.7)
+    return names[close[0]] if close else None
+
+
+@asynccontextmanager
 async def reading(settings: Settings) -> AsyncGenerator[Desk]:
     """For questions: nothing is started to answer them."""
     if client := calling(settings):
-        async with client:
+        async with client, _suggesting(client):
             yield client
         return
     from antiphon.visits import looking
 
     async with looking(settings.config_when_needed(), settings.paths.state_dir) as operations:
-        yield Own(operations)
+        desk = Own(operations)
+        async with _suggesting(desk):
+            yield desk
 
 
 @asynccontextmanager
@@ -211,7 +250,7 @@ async def _index(settings: Settings) -> None:
 async def changing(settings: Settings) -> AsyncGenerator[Desk]:
     """For changes that play no run: without a gateway this process has the directory to itself meanwhile."""
     if client := calling(settings):
-        async with client:
+        async with client, _suggesting(client):
             yield client
         return
     from antiphon.store.sqlite import check_begun
@@ -223,7 +262,9 @@ async def changing(settings: Settings) -> AsyncGenerator[Desk]:
         check_begun(home.database)
     await check_alone(config, home.path)
     async with keeping(config, home.path) as store:
-        yield Own(operations_on(config, store, home))
+        desk = Own(operations_on(config, store, home))
+        async with _suggesting(desk):
+            yield desk
 
 
 @asynccontextmanager
@@ -232,7 +273,7 @@ async def talking(
 ) -> AsyncGenerator[tuple[Desk, Client | None]]:
     """For messages: without a gateway this process hosts the directory while it talks."""
     if client := calling(settings, on_change):
-        async with client:
+        async with client, _suggesting(client):
             yield client, client
         return
     from antiphon.cli.journal import keep_journal
@@ -243,4 +284,6 @@ async def talking(
     await check_alone(loaded.config, settings.paths.state_dir)
     keep_journal(settings.paths.state_dir, debug=settings.debug)
     async with hosting(loaded.config, settings.paths.state_dir) as operations:
-        yield Own(operations), None
+        desk = Own(operations)
+        async with _suggesting(desk):
+            yield desk, None

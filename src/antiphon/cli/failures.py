@@ -15,13 +15,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from antiphon.cli.output import clean, escaped
-from antiphon.errors import AntiphonError, ProviderError
+from antiphon.errors import AntiphonError, Forbidden, ProviderError, TooManyFailures, Unauthorized
 
 if TYPE_CHECKING:
     from antiphon.views import RunView
 
 INTERRUPTED = 130
 MOST_PROBLEMS = 20
+ACCESS_HINT = (
+    "Pass the right one with --token-file FILE or in ANTIPHON_TOKEN. "
+    "The owner's token is in tokens.json of the gateway's state directory; `antiphon tokens issue` makes others."
+)
 
 
 def report(error: Exception, arguments: Sequence[str]) -> int:
@@ -32,7 +36,7 @@ def report(error: Exception, arguments: Sequence[str]) -> int:
     if "--debug" in arguments:
         click.echo(clean("".join(traceback.format_exception(error))), err=True, nl=False)
     if isinstance(error, AntiphonError):
-        _tell(machine, error.code, error.what, error.hint, error.data)
+        _tell(machine, error.code, error.what, _next_step(error), error.data)
         return error.exit_code
     if isinstance(error, click.exceptions.NoArgsIsHelpError) and not machine:
         click.echo(error.format_message())  # a group alone explains itself
@@ -43,6 +47,17 @@ def report(error: Exception, arguments: Sequence[str]) -> int:
     what = f"Something unexpected went wrong ({type(error).__name__}: {error})."
     _tell(machine, "internal", what, "Run the command again with --debug to see where.", {})
     return 1
+
+
+def _next_step(error: AntiphonError) -> str:
+    """The hint; for a refused token, what that is called on the command line."""
+    if isinstance(error, TooManyFailures):
+        return error.hint
+    if isinstance(error, Unauthorized) and "code" in error.data:  # from a gateway
+        return ACCESS_HINT
+    if isinstance(error, Forbidden) and "scope" in error.data:
+        return f"{error.hint} Pass it with --token-file FILE or in ANTIPHON_TOKEN."
+    return error.hint
 
 
 def outcome(view: RunView) -> int:

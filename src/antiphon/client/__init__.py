@@ -249,7 +249,9 @@ class Client:
     async def _row(self, session: str) -> Json:
         row = (await self.call("sessions.describe", {"key": session}))["session"]
         if row is None:
-            raise NotFound(f"Session {session!r} was not found.", "See `antiphon sessions list`.")
+            raise NotFound(
+                f"Session {session!r} was not found.", "See `antiphon sessions list`.", reference=session
+            )
         return row
 
     async def open(self, session: str) -> SessionView:
