@@ -129,7 +129,7 @@ class Provider:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: _Receive, send: _Send) -> None:
         body: Json = json.loads(await _read(receive))
-        api = _APIS.get(scope["path"].removeprefix("/v1"))
+        api = next((api for end, api in _APIS.items() if scope["path"].endswith(end)), None)
         if self.recording:
             headers = {name.decode().lower(): value.decode() for name, value in scope["headers"]}
             self.received.append(Received(scope["path"], headers, body))
