@@ -28,7 +28,7 @@ CONTRACT: dict[str, tuple[Part, str]] = {
     "K2": ("core", "`main` and `current` are the caller's own; short and full spellings are both accepted."),
     "K3": (
         "core",
-        "`global` and `unknown` are never listed nor accepted; global scope folds mains into one.",
+        "`global` and `unknown` are never listed nor accepted; with global scope every door takes and says `main`.",
     ),
     "K4": ("core", "Older spellings are accepted and normalised."),
     "K5": ("core", "parse(format(k)) == k and format is injective, for any id a channel can produce."),

@@ -115,7 +115,7 @@ keys = st.one_of(
         (f"agent:a:openai:{UUID}", SessionKey("a", "openai", UUID)),
         ("agent:a:openai-user:bob", SessionKey("a", "openai-user", "bob")),
         ("agent:a:telegram:slash:5", SessionKey("a", "other", "telegram:slash:5")),
-        ("global", GLOBAL),
+        ("main", GLOBAL),
     ],
 )
 def test_stored_forms(text: str, key: SessionKey) -> None:
@@ -217,7 +217,7 @@ def test_stored_keys_have_one_spelling(text: str, stored: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "main", "agent", "agent:", "agent:a", "agent:a:", "agent::main", "agent:a b:main", "unknown",
+        "", "agent", "agent:", "agent:a", "agent:a:", "agent::main", "agent:a b:main", "unknown",
         "agent:a:cron:", "agent:a:cron", "agent:a:node-", "agent:a:direct:", "agent:a:telegram:group:",
         "agent:a::x", "agent:a:x::y", "agent:a:x:", "agent:a:x ", "agent:a:te legram:group:1",
         "agent:a:global", "agent:a:unknown", "agent:a:current", "agent:a:agent:b:main",
@@ -344,7 +344,7 @@ def test_global_scope_has_one_main_session(reference: str) -> None:
         reference, agent_id="a", main_key="work", scope="global", current=SessionKey("a", "main")
     )
     assert found == GLOBAL == main_session("c", scope="global")
-    assert (str(GLOBAL), GLOBAL.kind, display(GLOBAL, viewer_agent_id="a")) == ("global", "main", "main")
+    assert (str(GLOBAL), GLOBAL.kind, display(GLOBAL, viewer_agent_id="a")) == ("main", "main", "main")
 
 
 @pytest.mark.requirement("K3")

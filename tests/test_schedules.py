@@ -271,7 +271,7 @@ async def test_a_one_time_job_that_could_not_begin_is_not_swept_away(tmp_path: P
         assert (job.enabled, job.state.last_status) == (False, "error")
 
 
-@pytest.mark.parametrize(("scope", "key"), [("per-sender", "agent:helper:main"), ("global", "global")])
+@pytest.mark.parametrize(("scope", "key"), [("per-sender", "agent:helper:main"), ("global", "main")])
 async def test_main_is_the_agents_main_session(tmp_path: Path, scope: str, key: str) -> None:
     agents = {"list": [{"id": "main"}, {"id": "helper"}]}
     async with desk(tmp_path, session={"scope": scope}, agents=agents) as at:

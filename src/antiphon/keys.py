@@ -1,6 +1,6 @@
 """The grammar of session keys: what a key says, how it is written, and what a caller may write instead.
 
-A stored key is `agent:<agentId>:<rest>`, or `global` for the one session of `session.scope = "global"`. Ids
+A stored key is `agent:<agentId>:<rest>`, or `main` for the one session of `session.scope = "global"`. Ids
 that come from a channel are opaque: they keep their case and their colons, and only what would read as
 something else is escaped, as `%25` (%), `%3A` (:) or `%20` (a blank at the end). Every `SessionKey` that can
 be built reads back as itself, so two sessions never share a key.
@@ -44,6 +44,9 @@ _OWNED: dict[str, Shape] = {
 _CHATS: dict[str, ChatType] = {"group": "group", "channel": "channel", "direct": "direct", "dm": "direct"}
 _WORDS = frozenset({"agent", "main", "node", "global", "unknown", "current", *_OWNED, *_CHATS})
 """What a channel cannot be called, because a key or a reference that starts so means something else."""
+
+_SHARED = ("main", "global")
+"""What the session of all agents is stored as, and what it was until schema 9."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _FULL = re.compile(r"agent:([^:]+):(.+)", re.IGNORECASE | re.ASCII | re.DOTALL)
@@ -116,10 +119,13 @@ class SessionKey:
 
     def _check_global(self) -> None:
         if any((self.agent_id, self.id, self.channel, self.account, self.thread)):
-            raise InvalidKey("Session key 'global' has no agent, id or thread.", "Use keys.GLOBAL as it is.")
+            raise InvalidKey(
+                "The key of the session that all agents share has no agent, id or thread.",
+                "Use keys.GLOBAL as it is.",
+            )
 
     def __str__(self) -> str:
-        return "global" if self.shape == "global" else f"agent:{self.agent_id}:{self.rest}"
+        return "main" if self.shape == "global" else f"agent:{self.agent_id}:{self.rest}"
 
     @property
     def rest(self) -> str:
@@ -129,7 +135,7 @@ class SessionKey:
 
     def _body(self) -> str:
         if self.shape in ("main", "global"):
-            return self.shape
+            return "main"
         if self.shape == "other":
             return self.id
         if self.shape == "node":
@@ -170,7 +176,7 @@ class SessionIdRef:
 
 
 GLOBAL = SessionKey(agent_id="", shape="global")
-"""The one session that every main alias means when `session.scope = "global"`. Shown as `main`."""
+"""The one session that every main alias means when `session.scope = "global"`: stored and shown as `main`."""
 
 
 def normalize_agent_id(raw: str) -> str:
@@ -206,7 +212,9 @@ def parse(text: str) -> SessionKey:
     Raises:
         InvalidKey: the text is no key, or another spelling of one.
     """
-    key = GLOBAL if text == "global" else _read_full(text)
+    if text in _SHARED:
+        return GLOBAL
+    key = _read_full(text)
     if str(key) != text:
         raise InvalidKey(f"Session key {text!r} is not in its stored form.", f"Write {str(key)!r}.", key=text)
     return key
@@ -256,8 +264,6 @@ def display(key: SessionKey, *, viewer_agent_id: str | None) -> str:
 
     `None` is a viewer without an agent, who gets full keys. `canonicalise` accepts whatever this returns.
     """
-    if key.shape == "global":
-        return "main"
     if key.agent_id == viewer_agent_id and key.kind in ("main", "cron", "hook", "node"):
         return key.rest
     return str(key)
@@ -265,7 +271,7 @@ def display(key: SessionKey, *, viewer_agent_id: str | None) -> str:
 
 def display_text(text: str, *, viewer_agent_id: str | None) -> str:
     """`display` of a stored key, taking it apart only where that can make a difference: lists have many."""
-    if text != "global" and (viewer_agent_id is None or not text.startswith(f"agent:{viewer_agent_id}:")):
+    if viewer_agent_id is None or not text.startswith(f"agent:{viewer_agent_id}:"):
         return text
     return display(parse(text), viewer_agent_id=viewer_agent_id)
 

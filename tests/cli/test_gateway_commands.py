@@ -96,6 +96,34 @@ def _check_same(program: Program, tmp_path: Path, commands: list[list[str]]) -> 
             assert beside.err.split() == without.err.split(), arguments
 
 
+@pytest.mark.requirement("K3")
+def test_the_one_main_session_of_all_agents_is_called_main(program: Program) -> None:
+    agents = {"list": [{"id": "main", "default": True}, {"id": "helper"}]}
+    program.configure({"session": {"scope": "global"}, "agents": agents})
+    commands = [
+        ["send", "main", "say hello", "--json"],
+        ["send", "agent:helper:main", "say hello", "--wait", "30", "--json"],
+        ["agent", "--agent", "helper", "--message", "say x", "--json"],
+        ["chat", "--message", "say hello", "--json"],
+        ["chat", "--message", "say hello"],
+        ["sessions", "list"],
+        ["sessions", "list", "--json"],
+        ["sessions", "history", "main"],
+        ["sessions", "history", "agent:helper:main", "--json"],
+        ["sessions", "past", "main", "--json"],
+        ["status"],
+    ]
+    with up(program) as gateway:
+        beside = [program.run(*arguments) for arguments in commands]
+        gateway.process.send_signal(signal.SIGTERM)
+        told = "".join(gateway.process.communicate(timeout=BOUND))
+    without = [program.run(*arguments) for arguments in commands]
+    for arguments, result in zip(commands * 2, beside + without, strict=True):
+        assert result.code == 0 or arguments == ["status"], (arguments, result)
+        assert "global" not in f"{result.out}{result.err}".lower(), (arguments, result)
+    assert "global" not in told.lower()
+
+
 def test_a_sent_message_is_one_run_however_often_it_is_sent(program: Program) -> None:
     with up(program):
         first = program.run("send", "main", "say once", "--key", "k1", "--json")

@@ -118,7 +118,7 @@ def test_what_is_due_stays_due_and_has_a_reason(
     [
         (MAIN, None, {}, None),
         (MAIN, None, {"reset": {}}, Rule(4)),
-        ("global", None, {"reset": {}}, Rule(4)),
+        ("main", None, {"reset": {}}, Rule(4)),
         (MAIN, None, {"reset": {"atHour": 5, "idleMinutes": 9}}, Rule(5, 9)),
         (MAIN, None, {"reset": {"mode": "idle", "atHour": 5, "idleMinutes": 9}}, Rule(None, 9)),
         (MAIN, None, {"idleMinutes": 9}, Rule(None, 9)),

@@ -155,7 +155,7 @@ async def test_each_version_takes_over_what_the_ones_before_it_left(
         await migrated(empty, KNOWN[:upto])
         assert await schema_of(empty) == (upto, KNOWN[upto - 1].oldest)
     after = await everything(empty)
-    assert [row["message"] for row in after["unindexed"]] == [1], "it is indexed again"
+    assert [row["message"] for row in after["unindexed"]] == ([1] if start < 8 else []), "it is indexed again"
     for name in before.keys() - {"schema_version", "unindexed"}:
         now = [
             {column: row[column] for column in old}

@@ -198,8 +198,8 @@ async def test_global_and_unknown_are_in_no_list_and_cannot_be_named(tmp_path: P
     async with house(cast_of(session={"scope": scope}), tmp_path) as troupe:
         await troupe.found("main", JOB)
         (own,) = troupe.rows("SELECT key FROM sessions WHERE kind = 'main'")
-        assert own["key"] == ("global" if scope == "global" else MAIN)
         shown = "main" if scope == "global" else MAIN
+        assert own["key"] == shown
         assert [row["key"] for row in (await troupe.does("sessions_list", JOB))["sessions"]] == [
             "cron:1",
             "main",
@@ -226,7 +226,7 @@ async def ask_operator(troupe: Troupe, name: str, **arguments: Any) -> dict[str,
 async def test_where_all_share_one_main_session_every_tool_says_and_takes_main(tmp_path: Path) -> None:
     async with house(cast_of("helper", **ONE_MAIN), tmp_path) as troupe:
         await troupe.found("main", JOB, HELPER)
-        assert [row["key"] for row in troupe.rows("SELECT key FROM sessions ORDER BY id")] == ["global", JOB]
+        assert [row["key"] for row in troupe.rows("SELECT key FROM sessions ORDER BY id")] == ["main", JOB]
         told: list[dict[str, Any]] = []
 
         async def does(tool: str, session: str = "main", /, **arguments: Any) -> dict[str, Any]:

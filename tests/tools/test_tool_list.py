@@ -259,9 +259,9 @@ async def test_what_is_added_to_a_list_is_read_by_index(tmp_path: Path, name: st
 @pytest.mark.requirement("K3")
 async def test_the_global_session_is_main_everywhere(tmp_path: Path) -> None:
     async with staged(tmp_path, silent, config=with_settings({"session": {"scope": "global"}})) as stage:
-        me = Caller.agent("main", "global")
+        me = Caller.agent("main", "main")
         await stage.ask("hello", "main")
-        await stage.create(CHILD, "global")
+        await stage.create(CHILD, "main")
         result = await ask(stage, "sessions_list", me, messageLimit=1)
         rows = {row["key"]: row for row in result["sessions"]}
         assert set(rows) == {"main", CHILD}

@@ -44,6 +44,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     task: int | None = None
     chain: str | None = None
     hop: int = 0
+    agent_id: str | None = None
+    """Who is to answer, where that is not the agent that the session belongs to."""
 
     @property
     def digest(self) -> str:
@@ -110,6 +112,7 @@ async def _insert(tx: Tx, submission: Submission, now: int, others: int | None =
         task=submission.task,
         chain=submission.chain,
         hop=submission.hop,
+        agent_id=submission.agent_id,
         others=others,
         now=now,
     )

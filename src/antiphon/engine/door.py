@@ -61,6 +61,21 @@ class Door:
             current=keys.parse(caller.session_key) if caller.session_key else None,
         )
 
+    def spoken_to(self, caller: Caller, reference: str) -> str | None:
+        """Whom a reference to the session that all agents share addresses, if not the agent it belongs to.
+
+        Raises:
+            NotFound: no such agent is configured.
+        """
+        if self._config.session.scope != "global" or reference.strip().lower() == "current":
+            return None
+        key = keys.canonicalise(
+            reference, agent_id=caller.agent_id or self._default_agent, main_key=self._config.session.main_key
+        )
+        if isinstance(key, SessionIdRef) or key.shape != "main" or key.agent_id == self._default_agent:
+            return None
+        return self._config.agent(key.agent_id).id
+
     async def open_labelled(
         self, tx: Tx, caller: Caller, action: Action, label: str, agent_id: str | None = None
     ) -> Row:

@@ -43,6 +43,8 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     announce: Announce
     link: Link
     max_queued: int
+    agent_id: str | None = None
+    """Who is to answer, where that is not the agent that the target belongs to."""
 
 
 async def known(tx: Tx, id: str, requester: int | None, target: int, message: str) -> bool:
@@ -101,6 +103,7 @@ def _primary(exchange: Row, opening: Opening, *, known: bool, now: int) -> Submi
         chain=None if known else exchange["chain"],
         hop=exchange["hop"],
         max_queued=opening.max_queued,
+        agent_id=opening.agent_id,
     )
 
 

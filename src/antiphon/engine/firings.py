@@ -177,4 +177,7 @@ def _submission(terms: Terms, job: Job, session: Row, run_id: str, now: int) -> 
         thinking=turn.thinking,
         deadline_at=None if timeout is None else now + round(timeout * 1000),
         max_queued=terms.config.store.lane_max_queued,
+        agent_id=terms.door.spoken_to(OPERATOR, f"agent:{job.spec.agent_id}:main")
+        if job.spec.session_target == "main"
+        else None,
     )

@@ -269,7 +269,7 @@ def _claim_of(row: Row, lane: Row, worker: Worker, first_seq: int, entries: list
         session_key=lane["key"],
         session_id=lane["session_id"],
         root_key=lane["root_key"],
-        agent_id=lane["agent_id"],
+        agent_id=row["agent_id"] or lane["agent_id"],
         sandboxed=bool(lane["sandboxed"]),
         transcript=lane["transcript"],
         epoch=lane["lane_epoch"],

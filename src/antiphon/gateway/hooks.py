@@ -147,8 +147,8 @@ class Hooks:
                 "Leave 'agentId' out.",
                 field="agentId",
             )
-        self._agent(key.agent_id or None)
-        return "main" if key.shape == "global" else str(key)
+        agent = self._agent(key.agent_id or agent_id)
+        return f"agent:{agent}:main" if key.shape == "global" else str(key)
 
     def _canonical(self, reference: str, agent_id: str | None) -> keys.SessionKey:
         """As the core will read it: a prefix is compared with what is meant, not with how it is spelled."""

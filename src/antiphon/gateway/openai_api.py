@@ -100,7 +100,7 @@ def _named(config: Config, reference: str, agent_id: str) -> str:
     if isinstance(key, keys.SessionIdRef):
         return key.value
     if key.shape == "global":
-        return "main"
+        return f"agent:{agent_id}:main"
     if key.agent_id != agent_id:
         raise InvalidInput(
             f"Session {str(key)!r} does not belong to the agent {agent_id!r}, which 'model' names.",

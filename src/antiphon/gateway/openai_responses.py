@@ -83,7 +83,7 @@ async def _place_of(gateway: Gateway, caller: Caller, response_id: str) -> Place
         run = await gateway.house.operations.run(caller, response_id.removeprefix(PREFIX))
     except NotFound:
         raise missing from None
-    return Place("main" if run.session_key == "global" else run.session_key, fresh=False)
+    return Place(run.session_key, fresh=False)
 
 
 def _said(given: str | list[Item]) -> list[Said]:

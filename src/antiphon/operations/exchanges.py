@@ -97,13 +97,20 @@ class Exchanges(Runs, Links):
             self._door.check_send(target)
             if requester is not None:
                 link = await self._link(tx, origin, requester["id"], run_id)
-        opening = self._opening(run_id, requester, target, wanted, link)
+        opening = self._opening(run_id, requester, target, wanted, link, self._addressed(caller, wanted))
         accepted = await exchanges.begin(tx, opening, now)
         if requester is not None and wanted.timeout_seconds > 0:
             await self._wait_for(tx, caller, requester, accepted, origin, wanted.timeout_seconds, now)
         return accepted, founded
 
-    def _opening(self, id: str, requester: Row | None, target: Row, wanted: Send, link: Link) -> Opening:
+    def _addressed(self, caller: Caller, wanted: Send) -> str | None:
+        if wanted.label is not None:
+            return None
+        return self._door.spoken_to(caller, wanted.session or f"agent:{wanted.agent_id}:main")
+
+    def _opening(
+        self, id: str, requester: Row | None, target: Row, wanted: Send, link: Link, agent_id: str | None
+    ) -> Opening:
         turns = self.config.session.agent_to_agent.max_ping_pong_turns
         return Opening(
             id=id,
@@ -114,6 +121,7 @@ class Exchanges(Runs, Links):
             announce=wanted.announce,
             link=link,
             max_queued=self.config.store.lane_max_queued,
+            agent_id=agent_id,
         )
 
     async def _wait_for(
@@ -162,7 +170,7 @@ class Exchanges(Runs, Links):
         reference = wanted.session
         if reference is None:
             agent_id = keys.checked_agent_id(wanted.agent_id or "")
-            reference = str(keys.main_session(agent_id, scope=self.config.session.scope))
+            reference = f"agent:{agent_id}:main"
         row = await self._open_or_found_main(tx, caller, "send", reference, now, founded)
         checks.current(row, reference)
         return await self._whole(tx, row)

@@ -132,6 +132,7 @@ class Submissions(Links):
             task=task,
             chain=link.chain if link else None,
             hop=link.hop if link else 0,
+            agent_id=self._door.spoken_to(caller, message.session),
         )
         return await admissions.submit(tx, submission, now), row, news
 

@@ -1,9 +1,12 @@
 -- name: insert
 -- Unless the id was used before, or the lane already holds as many queued runs as it may.
+-- A later step of an exchange is answered by whom the first one was addressed to.
 INSERT INTO runs (id, session, origin, digest, input, instructions, model, thinking, target, deadline_at, exchange, task,
-                  chain, hop, created_at)
+                  chain, hop, agent_id, created_at)
 SELECT :id, CAST(:session AS BIGINT), :origin, :digest, :input, :instructions, :model, :thinking, :target,
        CAST(:deadline_at AS BIGINT), CAST(:exchange AS BIGINT), CAST(:task AS BIGINT), :chain, CAST(:hop AS INTEGER),
+       coalesce(CAST(:agent_id AS TEXT), (SELECT f.agent_id FROM exchanges e JOIN runs f ON f.id = e.id
+                                          WHERE e.n = CAST(:exchange AS BIGINT) AND e.target = CAST(:session AS BIGINT))),
        CAST(:now AS BIGINT)
 WHERE NOT EXISTS (SELECT 1 FROM commands WHERE id = :id)
   AND (CAST(:others AS BIGINT) IS NULL
@@ -45,12 +48,12 @@ FROM usage WHERE run_id = :id;
 -- The run a lane is in the middle of, and until when its owner has a lease.
 SELECT r.n, r.id, r.session, r.input, r.instructions, r.model, r.thinking, r.deadline_at, r.cancel_at, r.owner,
        r.attempts, r.transcript, r.first_seq, r.created_at, r.started_at, r.epoch, r.origin, r.target, r.exchange, r.task,
-       coalesce(o.lease_until, 0) AS lease_until
+       r.agent_id, coalesce(o.lease_until, 0) AS lease_until
 FROM runs r LEFT JOIN owners o ON o.id = r.owner WHERE r.session = :session AND r.state = 'running';
 
 -- name: head
 SELECT r.n, r.id, r.session, r.input, r.instructions, r.model, r.thinking, r.deadline_at, r.cancel_at, r.owner,
-       r.attempts, r.transcript, r.first_seq, r.created_at, r.started_at, r.epoch, r.origin, r.target, r.exchange, r.task
+       r.attempts, r.transcript, r.first_seq, r.created_at, r.started_at, r.epoch, r.origin, r.target, r.exchange, r.task, r.agent_id
 FROM runs r WHERE r.session = :session AND r.state = 'queued' ORDER BY r.n LIMIT 1;
 
 -- name: start
