@@ -87,6 +87,10 @@ CONTRACT: dict[str, tuple[Part, str]] = {
     ),
     "W6": ("gateway", "Real clients work unchanged."),
     "W7": ("gateway", "Loopback, tokens, Origin, scopes."),
+    "W8": (
+        "core",
+        "A turn that was stopped or failed stays one in the prompt, apart from the next question.",
+    ),
     "C": ("core", "Configuration: JSON5, errors that name the path, secrets by reference, a JSON Schema."),
     "R": ("core", "Commands: self-explaining, --json, one-sentence errors, documented exit codes."),
 }

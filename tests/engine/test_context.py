@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +138,50 @@ def test_whatever_is_left_behind_is_mended(messages: list[Message]) -> None:
     # Nothing a person said is lost, and what was valid before is left as it is.
     asked = [message for message in messages if isinstance(message, User | Compaction)]
     assert [message for message in mended if isinstance(message, User | Compaction)] == asked
-    answered = [m for m in messages if isinstance(m, Assistant) and m.stop_reason in {"error", "aborted"}]
-    if problem(messages) is None and not answered:
-        assert mended == messages
+    broken = [m for m in messages if isinstance(m, Assistant) and m.stop_reason in {"error", "aborted"}]
+    if problem(messages) is None and not broken:
+        assert [message for message in mended if message in messages] == [
+            message for message in messages if not is_silent(message)
+        ]
+
+
+def is_silent(message: Message) -> bool:
+    return isinstance(message, Assistant) and not message.text.strip() and not message.tool_calls
+
+
+@pytest.mark.requirement("W8")
+@settings(max_examples=200, deadline=None)
+@given(ANYTHING | played())
+def test_no_question_is_glued_to_the_one_before(messages: list[Message]) -> None:
+    mended = context.mend(messages)
+    for before, after in pairwise(mended):
+        assert not (isinstance(before, User) and isinstance(after, User))
+    for message in mended:
+        assert not isinstance(message, Assistant) or message.tool_calls or message.text.strip()
+
+
+@pytest.mark.requirement("W8")
+@pytest.mark.parametrize(
+    ("answer", "note"),
+    [
+        (Assistant(content=[], timestamp=2, stop_reason="aborted"), context.STOPPED),
+        (Assistant(content=[], timestamp=2, stop_reason="error", error_message="sk-no"), context.FAILED),
+        (Assistant(content=[Thinking(thinking="hm")], timestamp=2, stop_reason="stop"), context.SILENT),
+        (text("par", stop_reason="aborted"), f"par{context.CUT_SHORT}"),
+        (None, context.SILENT),
+    ],
+)
+def test_a_turn_without_an_answer_says_so_to_the_model_and_to_its_summary(
+    answer: Assistant | None, note: str
+) -> None:
+    questions = User(content="LONG", timestamp=1), User(content="NEXT", timestamp=3)
+    messages = [questions[0], *([answer] if answer else []), questions[1]]
+    first, noted, second = context.mend(messages)
+    assert (first, second) == questions
+    assert isinstance(noted, Assistant)
+    assert (noted.text, noted.stop_reason) == (note, "stop")
+    if answer:
+        assert note.removeprefix("par") in context.as_text(messages, 1000)
 
 
 @lru_cache

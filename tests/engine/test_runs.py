@@ -933,7 +933,7 @@ async def test_a_run_without_an_answer_is_incomplete(tmp_path: Path) -> None:
         steps = await stage.ask("steps")
         assert (steps.state, steps.error_code) == ("incomplete", "max_steps")
         roles = [entry["role"] for entry in await stage.transcript()]
-        assert roles.count("assistant") == 3 and roles.count("toolResult") == 3
+        assert roles.count("assistant") == 4 and roles.count("toolResult") == 3  # its end is one more
         length = await stage.ask("length")
         assert (length.state, length.reply) == ("incomplete", "once upon")
         for words in ("blank", "empty"):
@@ -946,8 +946,8 @@ async def test_a_failure_is_one_sentence_and_the_session_goes_on(tmp_path: Path)
     async def agent(prompt: Prompt) -> str:
         if last(prompt) == "fail":
             raise ValueError("no luck")
-        # What failed is not shown to the model again as an answer.
-        assert not [m for m in prompt.messages if isinstance(m, Assistant)]
+        # The model reads that it failed, and not what the failure was.
+        assert [m.text for m in prompt.messages if isinstance(m, Assistant)] == [context.FAILED]
         return "fine"
 
     async with staged(tmp_path, agent) as stage:

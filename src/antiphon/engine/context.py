@@ -1,8 +1,9 @@
 """What a model is shown of a transcript.
 
 The transcript is the checkpoint, so any prefix of it must make a valid request: every tool call is followed
-by its results and nothing else, no result stands alone, and answers that failed are left out. `mend` gives
-that guarantee whatever a crash, an import or another program left behind; the stored entries stay as they are.
+by its results and nothing else, no result stands alone, and a turn that was stopped or failed says so in the place
+of its answer, so that the next question is not taken for a part of it. `mend` gives that guarantee whatever a crash, an
+import or another program left behind; the stored entries stay as they are.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ UNBOUNDED = 2**20  # tokens that a runtime without a window is shown; one that c
 MOST_BYTES = 32 * 2**20  # of entries, whatever they weigh: images are large, and no provider takes more
 
 _NOTICE = re.compile(r"\[Earlier messages left out here: (\d+)\]")
+STOPPED = "(No answer: this turn was stopped before it was finished.)"
+FAILED = "(No answer: this turn failed before it was finished.)"
+SILENT = "(No answer: this turn ended without one.)"
+CUT_SHORT = "(This answer was stopped here and is not complete.)"
 INTERRUPTED = "This call was interrupted: it may or may not have taken effect. Check before repeating it."
 
 
@@ -151,10 +156,12 @@ def mend(messages: Iterable[Message]) -> list[Message]:
         mended += _interruptions(waiting, moment)
         waiting = {}
         if isinstance(message, Assistant):
-            if not (kept := _kept(message)):
+            if message.provenance is not None and not message.text:
                 continue
-            message = kept  # noqa: PLW2901
+            message = _without_repeated_ids(_completed(message))  # noqa: PLW2901
             waiting = {call.id: call for call in message.tool_calls}
+        elif mended and _is_question(mended[-1]) and _is_question(message):
+            mended.append(Assistant(content=[Text(text=SILENT)], timestamp=moment, stop_reason="stop"))
         mended.append(message)
     mended += _interruptions(waiting, moment)
     while mended and not isinstance(mended[0], User | Compaction):
@@ -166,12 +173,33 @@ def _interruptions(waiting: dict[str, ToolCall], moment: int) -> list[ToolResult
     return [interrupted(call, moment) for call in waiting.values()]
 
 
-def _kept(message: Assistant) -> Assistant | None:
-    """The answer without repeated call ids, or None if there is nothing in it that a model should see again."""
-    if message.stop_reason in {"error", "aborted"} and not message.text and not message.tool_calls:
+def _is_question(message: Message) -> bool:
+    return isinstance(message, User) and message.provenance is None
+
+
+def _completed(message: Assistant) -> Assistant:
+    """The answer, with a note at its end if it is not complete. A model is never shown half a thought."""
+    note = _missing(message)
+    if note is None:
+        return message
+    said = [block for block in message.content if isinstance(block, Text) and block.text.strip()]
+    content = [*said, Text(text=note)]
+    return msgspec.structs.replace(message, content=content, stop_reason="stop", error_message=None)
+
+
+def _missing(message: Assistant) -> str | None:
+    """What to say where an answer should be or go on; None for one that is complete."""
+    broken = message.stop_reason in {"error", "aborted"}
+    if message.tool_calls:
         return None
-    if not message.content:
-        return None
+    if message.text.strip():
+        return CUT_SHORT if broken else None
+    if not broken:
+        return SILENT
+    return STOPPED if message.stop_reason == "aborted" else FAILED
+
+
+def _without_repeated_ids(message: Assistant) -> Assistant:
     ids = [call.id for call in message.tool_calls]
     if len(ids) == len(set(ids)):
         return message
@@ -211,7 +239,8 @@ def _pieces(message: Message) -> Iterable[str]:
         return [message.summary]
     if isinstance(message.content, str):
         return [message.content]
-    return [_piece(block) for block in message.content]
+    shown = _completed(message) if isinstance(message, Assistant) else message
+    return [_piece(block) for block in shown.content]
 
 
 def _images(message: Message) -> int:

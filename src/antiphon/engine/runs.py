@@ -25,7 +25,7 @@ from antiphon.engine.steps import ANNOUNCE, NOTHING, Outcome, Sequel, Step
 from antiphon.engine.transcripts import Entry
 from antiphon.engine.trial import SUSPECTED
 from antiphon.errors import Fenced, InvalidInput, StoreError, Suspected
-from antiphon.messages import Assistant, Message, Usage, decode
+from antiphon.messages import Assistant, Message, StopReason, Usage, decode
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
 
@@ -308,7 +308,7 @@ async def finish(
     tx: Tx, claim: Claim, ending: Ending, worker: Worker, *, going_on: bool = True
 ) -> tuple[Ended, Claim | None, list[Ended]]:
     """End a run and, going on, claim the next of its lane in the same commit."""
-    messages = list(ending.messages)
+    messages = list(ending.messages) or _notice(ending, worker.now)
     if ending.state in {"cancelled", "timeout", "error"}:
         calls = await transcripts.open_calls(tx, claim.transcript, claim.first_seq)
         messages = [*(interrupted(call, worker.now) for call in calls), *messages]
@@ -339,6 +339,14 @@ async def finish(
         spent,
     )
     return ended, following, skipped
+
+
+def _notice(ending: Ending, now: int) -> list[Message]:
+    """The entry that closes a turn without an answer, so that the next question stays apart from this one."""
+    if ending.state == "ok":
+        return []
+    reason: StopReason = "error" if ending.state in {"error", "incomplete"} else "aborted"
+    return [Assistant(content=[], timestamp=now, stop_reason=reason, error_message=ending.error)]
 
 
 async def _leave(tx: Tx, claim: Claim, ending: Ending, count: int, now: int, *, passing: bool) -> Row:
@@ -389,8 +397,7 @@ async def end_unplayed(tx: Tx, row: Row, ending: Ending, now: int) -> Ended:
     entries: list[Entry] = []
     if row["first_seq"] is not None:
         calls = await transcripts.open_calls(tx, row["transcript"], row["first_seq"])
-        notice = Assistant(content=[], timestamp=now, stop_reason="aborted", error_message=ending.error)
-        messages = [*(interrupted(call, now) for call in calls), notice]
+        messages = [*(interrupted(call, now) for call in calls), *_notice(ending, now)]
         seized = await tx.one(SESSIONS.seize_lane, id=row["session"], count=len(messages), aborted=1, now=now)
         at = seized["last_seq"] if seized else 0
         last_seq = at

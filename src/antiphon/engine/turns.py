@@ -139,9 +139,7 @@ class Turn:
 
     def failed(self, error: AntiphonError) -> Ending:
         self._deltas.flush()
-        told = whole(str(error))
-        notice = Assistant(content=[], timestamp=self._clock.now(), stop_reason="error", error_message=told)
-        return Ending(state="error", error_code=error.code, error=told, messages=[notice])
+        return Ending(state="error", error_code=error.code, error=whole(str(error)))
 
     # --- what the model is shown ---
 
