@@ -1008,7 +1008,7 @@ async def test_every_attempt_of_a_run_is_in_the_log_as_that_runs(
         handler.close()
     written = (tmp_path / "antiphon.log").read_text()
     lines = [json.loads(line) for line in written.splitlines()]
-    assert [line["logger"] for line in lines] == ["antiphon.runtimes.model"] * 3 + ["antiphon.engine.engine"]
+    assert [line["logger"] for line in lines] == ["antiphon.runtimes.retry"] * 3 + ["antiphon.engine.engine"]
     for line in lines:
         assert list(line) == ["time", "level", "logger", "event", "run_id", "session_key"]
         assert (line["level"], line["run_id"], line["session_key"]) == ("warning", view.run_id, MAIN)

@@ -409,7 +409,7 @@ async def test_each_retry_is_logged_in_our_words(
     provider.script(Failure(status=503, body=body), Failure(status=503, body=body))
     await step(spec)
     told = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert [record.name for record in told] == ["antiphon.runtimes.model"] * 2
+    assert [record.name for record in told] == ["antiphon.runtimes.retry"] * 2
     text = told[0].getMessage()
     assert f"Attempt 1 at {spec.provider}/{spec.model} failed and is made again in " in text
     assert "could not answer" in text

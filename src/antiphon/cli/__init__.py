@@ -91,6 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The whole program; its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     os.umask(0o077)  # whatever is written holds conversations
+    # Looking for plugins of pydantic reads the metadata of every installed package, at each start.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         code = root.main(given, prog_name="antiphon", standalone_mode=False)
         sys.stdout.flush()

@@ -3,8 +3,6 @@
 `AgentDefaults` and `AgentEntry` are what the file says; `AgentConfig` is what follows from both.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, cast
 
@@ -115,7 +113,7 @@ class EntrySessionTools(Section):
 class EntryTools(Section):
     """Tools of one agent, within what the top-level `tools` permits."""
 
-    sessions: EntrySessionTools = Field(default_factory=EntrySessionTools)
+    sessions: EntrySessionTools = Field(default_factory=EntrySessionTools.model_construct)
     allow: ToolNames | None = None
     deny: ToolNames = ()
 
@@ -159,9 +157,9 @@ class AgentDefaults(Section):
     max_concurrent: Count = Field(default=256, description="Model steps at the same time in one process.")
     max_steps: Count = Field(default=100, description="Model steps in one run.")
     thinking_default: Thinking | None = None
-    compaction: Compaction = Field(default_factory=Compaction)
-    subagents: Subagents = Field(default_factory=Subagents)
-    sandbox: Sandbox = Field(default_factory=Sandbox)
+    compaction: Compaction = Field(default_factory=Compaction.model_construct)
+    subagents: Subagents = Field(default_factory=Subagents.model_construct)
+    sandbox: Sandbox = Field(default_factory=Sandbox.model_construct)
 
 
 class AgentEntry(Section):
@@ -175,16 +173,16 @@ class AgentEntry(Section):
     workspace: Text | None = None
     identity: Identity | None = None
     thinking_default: Thinking | None = None
-    runtime: Runtime = Field(default_factory=Runtime)
-    subagents: EntrySubagents = Field(default_factory=EntrySubagents)
-    tools: EntryTools = Field(default_factory=EntryTools)
-    sandbox: EntrySandbox = Field(default_factory=EntrySandbox)
+    runtime: Runtime = Field(default_factory=Runtime.model_construct)
+    subagents: EntrySubagents = Field(default_factory=EntrySubagents.model_construct)
+    tools: EntryTools = Field(default_factory=EntryTools.model_construct)
+    sandbox: EntrySandbox = Field(default_factory=EntrySandbox.model_construct)
 
 
 class Agents(Section):
     """The agents this gateway hosts; with none listed there is one, `main`."""
 
-    defaults: AgentDefaults = Field(default_factory=AgentDefaults)
+    defaults: AgentDefaults = Field(default_factory=AgentDefaults.model_construct)
     list: Annotated[tuple[AgentEntry, ...], Strict(False)] = ()
 
 

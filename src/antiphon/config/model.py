@@ -1,7 +1,5 @@
 """The config as one object, and the questions the rest of the system asks it. Nothing is read or resolved."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -45,20 +43,20 @@ class Config(Section):
     """Configuration of an Antiphon gateway. Every key is optional."""
 
     schema_url: str | None = Field(default=None, alias="$schema", description="For editors; not read.")
-    session: Session = Field(default_factory=Session)
-    agents: Agents = Field(default_factory=Agents)
-    tools: Tools = Field(default_factory=Tools)
-    models: Models = Field(default_factory=Models)
+    session: Session = Field(default_factory=Session.model_construct)
+    agents: Agents = Field(default_factory=Agents.model_construct)
+    tools: Tools = Field(default_factory=Tools.model_construct)
+    models: Models = Field(default_factory=Models.model_construct)
     channels: dict[str, dict[str, Any]] = Field(
         default_factory=dict[str, dict[str, Any]],
         repr=False,
         description="Settings of each channel, by its name.",
     )
-    gateway: Gateway = Field(default_factory=Gateway)
-    hooks: Hooks = Field(default_factory=Hooks)
-    cron: Cron = Field(default_factory=Cron)
-    store: Store = Field(default_factory=Store)
-    bus: Bus = Field(default_factory=Bus)
+    gateway: Gateway = Field(default_factory=Gateway.model_construct)
+    hooks: Hooks = Field(default_factory=Hooks.model_construct)
+    cron: Cron = Field(default_factory=Cron.model_construct)
+    store: Store = Field(default_factory=Store.model_construct)
+    bus: Bus = Field(default_factory=Bus.model_construct)
 
     @field_serializer("channels")
     def _mask_channels(self, channels: dict[str, dict[str, Any]]) -> object:

@@ -3,8 +3,6 @@
 Whether values of different keys fit together is not decided here; see `antiphon.config.checks`.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, Strict
@@ -61,7 +59,9 @@ class SendRule(Section):
     """Allows or denies sending in the sessions that match."""
 
     action: Action
-    match: SendMatch = Field(default_factory=SendMatch, description="Left out: every session.")
+    match: SendMatch = Field(
+        default_factory=SendMatch.model_construct, description="Left out: every session."
+    )
 
 
 class SendPolicy(Section):
@@ -147,11 +147,11 @@ class Session(Section):
     identity_links: dict[str, Strings] = Field(
         default_factory=dict[str, Strings], description="Name of a person → `channel:peer` ids that are them."
     )
-    send_policy: SendPolicy = Field(default_factory=SendPolicy)
-    agent_to_agent: AgentToAgentTurns = Field(default_factory=AgentToAgentTurns)
-    thread_bindings: ThreadBindings = Field(default_factory=ThreadBindings)
+    send_policy: SendPolicy = Field(default_factory=SendPolicy.model_construct)
+    agent_to_agent: AgentToAgentTurns = Field(default_factory=AgentToAgentTurns.model_construct)
+    thread_bindings: ThreadBindings = Field(default_factory=ThreadBindings.model_construct)
     reset: Reset | None = None
-    reset_by_type: ResetByType = Field(default_factory=ResetByType)
+    reset_by_type: ResetByType = Field(default_factory=ResetByType.model_construct)
     reset_by_channel: dict[str, Reset] = Field(default_factory=dict[str, Reset])
     idle_minutes: Count | None = Field(default=None, description="Older form of `reset: {mode: 'idle'}`.")
     reset_triggers: Strings = ("/new", "/reset")
@@ -159,10 +159,10 @@ class Session(Section):
     maintenance: dict[str, Any] | None = Field(
         default=None, description="Accepted without effect; see `retention`."
     )
-    retention: Retention = Field(default_factory=Retention)
-    transcripts: Transcripts = Field(default_factory=Transcripts)
-    announce: Announce = Field(default_factory=Announce)
-    compat: Compat = Field(default_factory=Compat)
+    retention: Retention = Field(default_factory=Retention.model_construct)
+    transcripts: Transcripts = Field(default_factory=Transcripts.model_construct)
+    announce: Announce = Field(default_factory=Announce.model_construct)
+    compat: Compat = Field(default_factory=Compat.model_construct)
 
 
 class SessionTools(Section):
@@ -191,7 +191,7 @@ class ToolLists(Section):
 class SubagentTools(Section):
     """Tools of sub-agents."""
 
-    tools: ToolLists = Field(default_factory=ToolLists)
+    tools: ToolLists = Field(default_factory=ToolLists.model_construct)
 
 
 class Attachments(Section):
@@ -207,16 +207,18 @@ class Attachments(Section):
 class SessionsSpawn(Section):
     """The `sessions_spawn` tool."""
 
-    attachments: Attachments = Field(default_factory=Attachments)
+    attachments: Attachments = Field(default_factory=Attachments.model_construct)
 
 
 class Tools(Section):
     """What tools agents have and how far they reach."""
 
-    sessions: SessionTools = Field(default_factory=SessionTools)
-    agent_to_agent: AgentToAgent = Field(default_factory=AgentToAgent)
-    subagents: SubagentTools = Field(default_factory=SubagentTools)
-    sessions_spawn: SessionsSpawn = Field(default_factory=SessionsSpawn, alias="sessions_spawn")
+    sessions: SessionTools = Field(default_factory=SessionTools.model_construct)
+    agent_to_agent: AgentToAgent = Field(default_factory=AgentToAgent.model_construct)
+    subagents: SubagentTools = Field(default_factory=SubagentTools.model_construct)
+    sessions_spawn: SessionsSpawn = Field(
+        default_factory=SessionsSpawn.model_construct, alias="sessions_spawn"
+    )
     allow: ToolNames | None = Field(default=None, description="Left out: every tool.")
     deny: ToolNames = ()
 
@@ -302,14 +304,14 @@ class HttpEndpoint(Section):
 class HttpEndpoints(Section):
     """The HTTP endpoints that are off by default."""
 
-    chat_completions: HttpEndpoint = Field(default_factory=HttpEndpoint)
-    responses: HttpEndpoint = Field(default_factory=HttpEndpoint)
+    chat_completions: HttpEndpoint = Field(default_factory=HttpEndpoint.model_construct)
+    responses: HttpEndpoint = Field(default_factory=HttpEndpoint.model_construct)
 
 
 class GatewayHttp(Section):
     """HTTP beside the WebSocket."""
 
-    endpoints: HttpEndpoints = Field(default_factory=HttpEndpoints)
+    endpoints: HttpEndpoints = Field(default_factory=HttpEndpoints.model_construct)
 
 
 class ControlUi(Section):
@@ -328,10 +330,10 @@ class Gateway(Section):
         default="loopback", description="`tailnet` is only read: `up` asks for `custom` instead."
     )
     custom_bind_host: Text | None = Field(default=None, description="The address for `bind: 'custom'`.")
-    auth: GatewayAuth = Field(default_factory=GatewayAuth)
-    tools: GatewayTools = Field(default_factory=GatewayTools)
-    http: GatewayHttp = Field(default_factory=GatewayHttp)
-    control_ui: ControlUi = Field(default_factory=ControlUi)
+    auth: GatewayAuth = Field(default_factory=GatewayAuth.model_construct)
+    tools: GatewayTools = Field(default_factory=GatewayTools.model_construct)
+    http: GatewayHttp = Field(default_factory=GatewayHttp.model_construct)
+    control_ui: ControlUi = Field(default_factory=ControlUi.model_construct)
 
 
 class Hooks(Section):

@@ -12,25 +12,19 @@ A reader makes exactly one attempt and raises `ProviderError`; the attempts are 
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
-import random
 import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Literal, Protocol, cast
 from urllib.parse import urlsplit
-
-import stamina
-from stamina.instrumentation import RetryDetails, RetryHook, get_on_retry_hooks, set_on_retry_hooks
 
 from antiphon.clock import Clock
 from antiphon.errors import ContextOverflow, CredentialsRefused, ProviderError
 from antiphon.messages import Assistant
 from antiphon.runtimes import Deltas, Prompt
-
-log = logging.getLogger(__name__)
 
 Api = Literal["openai-completions", "openai-responses", "anthropic-messages", "google-generative-ai"]
 
@@ -129,16 +123,9 @@ class ModelRuntime:
 
     async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant:
         reader = self._reader or await self._open()
-        patience = self._patience
-        _tell_of_retries()
-        async for attempt in stamina.retry_context(
-            on=self._wait_for,
-            attempts=patience.attempts,
-            timeout=None,
-            wait_initial=patience.first_wait,
-            wait_max=patience.longest_wait,
-            wait_jitter=patience.jitter,
-        ):
+        from antiphon.runtimes.retry import attempts  # noqa: PLC0415 - came with the reader
+
+        async for attempt in attempts(self._patience):
             with attempt:
                 if attempt.num > 1:
                     deltas.restart()
@@ -166,43 +153,11 @@ class ModelRuntime:
                 self._reader = await asyncio.to_thread(open_reader, self.spec, self._patience, self._clock)
             return self._reader
 
-    def _wait_for(self, error: Exception) -> bool | float:
-        """Whether to try again: no, yes after the usual wait, or after that many seconds."""
-        if not isinstance(error, ProviderError) or not error.retryable:
-            return False
-        asked: float | None = error.data.get("retryAfter")
-        if asked is None:
-            return True
-        return asked <= self._patience.retry_after and asked + random.uniform(0, self._patience.jitter)  # noqa: S311
-
-
-def _tell_of_retries() -> None:
-    """Log our retries in our words. Hooks belong to the whole process, so others' retries keep those they had."""
-    hooks = get_on_retry_hooks()
-    if _tell not in hooks:
-        set_on_retry_hooks([_tell, *map(_except_ours, hooks)])
-
-
-def _tell(details: RetryDetails) -> None:
-    error = details.caused_by
-    if isinstance(error, ProviderError):
-        log.warning(
-            "Attempt %d at %s/%s failed and is made again in %.1f seconds: %s",
-            details.retry_num,
-            error.data.get("provider"),
-            error.data.get("model"),
-            details.wait_for,
-            error.what,
-            extra={name: error.data.get(name) for name in ("run_id", "session_key")},
-        )
-
-
-def _except_ours(hook: RetryHook) -> RetryHook:
-    return lambda details: None if isinstance(details.caused_by, ProviderError) else hook(details)
-
 
 def open_reader(spec: ModelSpec, patience: Patience, clock: Clock | None = None) -> Reader:
     """The reader for a spec: the lean one wherever it does all that the other would."""
+    import_module("antiphon.runtimes.retry")  # here, in a thread, and not with the first step
+
     if is_plain(spec):
         from antiphon.runtimes.completions_reader import CompletionsReader  # noqa: PLC0415
 

@@ -1,0 +1,72 @@
+"""Retries of provider requests: how often, how long to wait, and what is logged.
+
+It is imported with the first reader, off the event loop, because stamina costs a start more than the rest of a
+runtime.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+import stamina
+from stamina.instrumentation import RetryDetails, RetryHook, get_on_retry_hooks, set_on_retry_hooks
+
+from antiphon.errors import ProviderError
+
+if TYPE_CHECKING:
+    from antiphon.runtimes.model import Patience
+
+log = logging.getLogger(__name__)
+
+
+def attempts(patience: Patience) -> AsyncIterator[stamina.Attempt]:
+    """Attempts at one request; each is a context manager, and the last one raises."""
+    _log_our_retries()
+
+    def wait_for(error: Exception) -> bool | float:
+        """Whether to try again: no, yes after the usual wait, or after that many seconds."""
+        if not isinstance(error, ProviderError) or not error.retryable:
+            return False
+        asked: float | None = error.data.get("retryAfter")
+        if asked is None:
+            return True
+        return asked <= patience.retry_after and asked + random.uniform(0, patience.jitter)  # noqa: S311
+
+    return aiter(
+        stamina.retry_context(
+            on=wait_for,
+            attempts=patience.attempts,
+            timeout=None,
+            wait_initial=patience.first_wait,
+            wait_max=patience.longest_wait,
+            wait_jitter=patience.jitter,
+        )
+    )
+
+
+def _log_our_retries() -> None:
+    """Log retries of providers in our words. Hooks belong to the whole process, so other retries keep theirs."""
+    hooks = get_on_retry_hooks()
+    if _log_retry not in hooks:
+        set_on_retry_hooks([_log_retry, *map(_except_ours, hooks)])
+
+
+def _log_retry(details: RetryDetails) -> None:
+    error = details.caused_by
+    if isinstance(error, ProviderError):
+        log.warning(
+            "Attempt %d at %s/%s failed and is made again in %.1f seconds: %s",
+            details.retry_num,
+            error.data.get("provider"),
+            error.data.get("model"),
+            details.wait_for,
+            error.what,
+            extra={name: error.data.get(name) for name in ("run_id", "session_key")},
+        )
+
+
+def _except_ours(hook: RetryHook) -> RetryHook:
+    return lambda details: None if isinstance(details.caused_by, ProviderError) else hook(details)
