@@ -283,10 +283,37 @@ def _check_jobs(program: Program) -> None:
     assert "tick" in program.run("sessions", "history", fired["sessionKey"]).out
     assert program.run("cron", "remove", added["id"]).code == 0
     assert program.run("cron", "remove", added["id"]).code == 3
+    _check_named_job(program)
     wrong = program.run("cron", "add", "--name", "n", "--message", "x", "--cron", "61 * * * *", "--json")
     assert (wrong.code, wrong.error["code"]) == (2, "invalid_input")
     assert program.run("cron", "add", "--name", "n", "--message", "x").code == 2
     assert program.run("cron", "add", "--name", "n", "--message", "x", "--every", "often").code == 2
+
+
+def _check_named_job(program: Program) -> None:
+    add = ("cron", "add", "--message", "say tick", "--every", "6h", "--json", "--name")
+    job = program.run(*add, "nightly").json
+    assert not program.run("cron", "disable", "nightly", "--json").json["enabled"]
+    assert "(off)" in program.run("cron", "list").out
+    assert program.run("cron", "enable", job["id"][:8], "--json").json["enabled"]
+    edited = program.run(
+        "cron", "edit", "night", "--message", "say tock", "--cron", "0 9 * * *", "--json"
+    ).json
+    assert (edited["id"], edited["name"], edited["enabled"]) == (job["id"], "nightly", True)
+    assert (edited["payload"]["message"], edited["schedule"]["expr"]) == ("say tock", "0 9 * * *")
+    assert program.run("cron", "edit", "nightly").code == 2
+    assert program.run("cron", "runs", "nightly").out == "Job 'nightly' has not run yet.\n"
+    fired = program.run("cron", "run", "nightly", "--json").json
+    assert program.run("send", fired["sessionKey"], "say done", "--wait", "30").out == "done\n"
+    [run] = program.run("cron", "runs", "nightly", "--json").json["runs"]
+    assert (run["runId"], run["state"], run["reply"]) == (fired["runId"], "ok", "tock")
+    mistyped = program.run("cron", "run", "nigthly", "--json")
+    assert (mistyped.code, mistyped.error["hint"][:24]) == (3, "Did you mean 'nightly'? ")
+    program.run(*add, "nightly")
+    twice = program.run("cron", "remove", "nightly", "--json")
+    assert (twice.code, twice.error["code"]) == (2, "ambiguous")
+    assert program.run("cron", "remove", job["id"]).code == 0
+    assert program.run("cron", "remove", "nightly").code == 0
 
 
 def test_the_doctor_looks_at_the_gateway(program: Program) -> None:

@@ -27,6 +27,7 @@ def test_the_first_success(program: Program) -> None:
             "pid": gateway.process.pid,
             "stateDir": str(program.state),
             "tokenFile": str(program.state / "tokens.json"),
+            "warnings": [],
         }
         assert program.say("say hello") == "hello\n"
         assert gateway.stop() == 0
@@ -128,6 +129,20 @@ def test_a_port_that_is_in_use(program: Program) -> None:
 
 def test_a_port_that_is_none(program: Program) -> None:
     assert program.run("up", "--port", "70000").code == 2
+
+
+def test_a_key_that_is_missing_is_said_at_the_start(program: Program) -> None:
+    key = {"env": "ANTIPHON_TEST_UNSET"}
+    provider = {"baseUrl": "http://127.0.0.1:9/v1", "apiKey": key, "models": [{"id": "m"}]}
+    program.configure({"models": {"providers": {"far": provider}}})
+    with program.terminal("up", "--port", "0") as terminal:
+        terminal.expect(r"warning: 'models.providers.far.apiKey' is missing: .*'ANTIPHON_TEST_UNSET'")
+        terminal.expect(r"is up \(process")
+        terminal.interrupt()
+        assert terminal.ended() == 0
+    with up(program) as gateway:
+        [warning] = gateway.facts["warnings"]
+        assert "'ANTIPHON_TEST_UNSET'" in warning
 
 
 def test_warnings_of_the_configuration_are_said(program: Program) -> None:

@@ -108,10 +108,10 @@ async def _greet(settings: Settings, desk: Desk, gateway: Client | None, view: S
 
 def _answered_here(settings: Settings, view: SessionView) -> str:
     """What answers; and what the configuration warns of."""
-    from antiphon.cli.config import answerer
+    from antiphon.cli.config import answerer, missing_secrets
 
     loaded = settings.load()
-    for warning in loaded.warnings:
+    for warning in (*loaded.warnings, *missing_secrets(loaded.config)):
         click.echo(output.dim(f"warning: {output.clean(warning)}"))
     return answerer(loaded, view.agent_id or loaded.config.default_agent_id)
 

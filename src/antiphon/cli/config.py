@@ -25,14 +25,18 @@ def command() -> None: ...
 def check(settings: Settings) -> None:
     """Read the configuration and say what it amounts to. Exit code 6 if it cannot be used."""
     loaded = settings.load()
-    lacking = [*_lacking(loaded.config)]
+    lacking = [*missing_secrets(loaded.config)]
     facts = _facts(settings, loaded, lacking)
     if settings.json:
         output.emit(facts)
         return
     for name, fact in _told(settings, facts):
         click.echo(f"{name:<10} {output.clean(fact)}")
-    click.echo("The configuration can be used" + (", once what cannot be had is there." if lacking else "."))
+    click.echo(
+        "Valid, but a required secret is missing (see above)."
+        if lacking
+        else "The configuration can be used."
+    )
 
 
 def _told(settings: Settings, facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -64,13 +68,13 @@ def _facts(settings: Settings, loaded: Loaded, lacking: list[str]) -> dict[str, 
     }
 
 
-def _lacking(config: Config) -> Iterator[str]:
-    """It may be there for the process that will need it, so this is not held against the configuration."""
+def missing_secrets(config: Config) -> Iterator[str]:
+    """What is known to be missing for this process; another one may have it, so the configuration stays valid."""
     from antiphon.config import secrets_in
 
     for path, secret in secrets_in(config):
         if trouble := secret.lacks:
-            yield f"{path!r} cannot be had: {trouble}"
+            yield f"{path!r} is missing: {trouble}"
 
 
 def answerer(loaded: Loaded, agent_id: str) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -13,9 +14,16 @@ from antiphon.cli.settings import Settings, common, reaching
 
 if TYPE_CHECKING:
     from antiphon.schedules import FiredView, JobView
+    from antiphon.views import RunView
+
+F = TypeVar("F", bound=Callable[..., Any])
+MAX_REPLY_CHARS = 60  # of a reply in a table on a terminal; --json has all of it
 
 
-@click.group(help="List, add, remove and run scheduled jobs. They fire while a gateway runs.")
+@click.group(
+    help="List, add, edit, switch, run and remove scheduled jobs. They fire while a gateway runs. "
+    "A JOB is an id or a name; the beginning of one will do."
+)
 @common
 def command() -> None: ...
 
@@ -28,7 +36,7 @@ def list_jobs(settings: Settings) -> None:
     """Every job, the oldest first."""
     from antiphon.cli.timetable import consulted
 
-    async def jobs() -> list[JobView]:
+    async def jobs() -> Sequence[JobView]:
         async with consulted(settings) as timetable:
             return await timetable.list()
 
@@ -39,17 +47,23 @@ def list_jobs(settings: Settings) -> None:
         click.echo("No jobs.")
     else:
         rows = [
-            [job.id, job.name, _when(job), _next(job), job.agent_id, job.state.last_status or ""]
+            [
+                job.id,
+                job.name,
+                _when(job),
+                _next(job),
+                job.agent_id,
+                job.state.last_status or "",
+                job.state.last_error or "",
+            ]
             for job in found
         ]
-        output.table(["ID", "NAME", "WHEN", "NEXT", "AGENT", "LAST"], rows)
+        output.table(["ID", "NAME", "WHEN", "NEXT", "AGENT", "LAST", "ERROR"], rows)
 
 
 def _next(job: JobView) -> str:
-    from datetime import datetime
-
     at = job.state.next_run_at_ms
-    return "" if at is None else datetime.fromtimestamp(at / 1000).astimezone().strftime("%Y-%m-%d %H:%M")
+    return "" if at is None else output.moment(at)
 
 
 def _when(job: JobView) -> str:
@@ -66,21 +80,32 @@ def _when(job: JobView) -> str:
     return when if job.enabled else f"{when} (off)"
 
 
+def _scheduling(function: F) -> F:
+    """The options that say when a job fires, who answers and where that goes."""
+    for option in (
+        click.option("--to", metavar="ID", help="Of --channel: whom or which group there."),
+        click.option(
+            "--channel",
+            metavar="NAME",
+            help="Of --announce: which channel; default: where the agent last heard from.",
+        ),
+        click.option("--agent", metavar="ID", help="Who does it; default: the default agent."),
+        click.option("--tz", metavar="ZONE", help="The time zone of --cron; default: the machine's."),
+        click.option(
+            "--cron", "expression", metavar="EXPR", help="By a cron expression, such as '0 9 * * 1-5'."
+        ),
+        click.option("--at", metavar="TIME", help="Once, such as 2026-08-01T09:00:00+02:00."),
+        click.option("--every", type=Interval(), metavar="INTERVAL", help="So often, such as 10m or 6h."),
+    ):
+        function = option(function)
+    return function
+
+
 @command.command()
 @click.option("--name", required=True, help="What to call it.")
 @click.option("--message", required=True, metavar="TEXT", help="What is said when it fires.")
-@click.option("--every", type=Interval(), metavar="INTERVAL", help="So often, such as 10m or 6h.")
-@click.option("--at", metavar="TIME", help="Once, such as 2026-08-01T09:00:00+02:00.")
-@click.option("--cron", "expression", metavar="EXPR", help="By a cron expression, such as '0 9 * * 1-5'.")
-@click.option("--tz", metavar="ZONE", help="The time zone of --cron; default: the machine's.")
-@click.option("--agent", metavar="ID", help="Who does it; default: the default agent.")
 @click.option("--announce", is_flag=True, help="Also post each answer to a chat.")
-@click.option(
-    "--channel",
-    metavar="NAME",
-    help="Of --announce: which channel; default: where the agent last heard from.",
-)
-@click.option("--to", metavar="ID", help="Of --channel: whom or which group there.")
+@_scheduling
 @reaching
 @common
 @click.pass_obj
@@ -117,6 +142,130 @@ def add(
         click.echo(f"Added job {output.line(view.id)}: {output.line(_when(view))}.")
 
 
+@command.command()
+@click.argument("job", metavar="JOB")
+@click.option("--name", help="Call it this.")
+@click.option("--message", metavar="TEXT", help="Say this when it fires.")
+@click.option("--announce/--no-announce", default=None, help="Whether each answer is also posted to a chat.")
+@_scheduling
+@reaching
+@common
+@click.pass_obj
+def edit(
+    settings: Settings,
+    job: str,
+    name: str | None,
+    message: str | None,
+    agent: str | None,
+    every: int | None,
+    at: str | None,
+    expression: str | None,
+    tz: str | None,
+    announce: bool | None,
+    channel: str | None,
+    to: str | None,
+) -> None:
+    """Change a job; what is not named stays. A new time counts from now."""
+    patch: dict[str, Any] = {
+        field: given for field, given in (("name", name), ("agentId", agent)) if given is not None
+    }
+    if any(given is not None for given in (every, at, expression)):
+        patch["schedule"] = _schedule(every, at, expression, tz)
+    elif tz is not None:
+        raise click.UsageError("--tz is for --cron; give that, too.")
+    if announce is not None or channel is not None or to is not None:
+        patch["delivery"] = _delivery(bool(announce), channel, to)
+    if not patch and message is None:
+        raise click.UsageError("Say what to change, such as --message TEXT or --every 1h.")
+
+    def changes(view: JobView) -> dict[str, Any]:
+        return {**patch, "payload": _saying(view, message)} if message is not None else patch
+
+    _tell_changed(settings, asyncio.run(_update(settings, job, changes)), "Changed")
+
+
+@command.command()
+@click.argument("job", metavar="JOB")
+@reaching
+@common
+@click.pass_obj
+def enable(settings: Settings, job: str) -> None:
+    """Let a job fire again. What it has missed is not made up for."""
+    _tell_changed(settings, asyncio.run(_update(settings, job, lambda _: {"enabled": True})), "Enabled")
+
+
+@command.command()
+@click.argument("job", metavar="JOB")
+@reaching
+@common
+@click.pass_obj
+def disable(settings: Settings, job: str) -> None:
+    """Keep a job, but do not let it fire."""
+    _tell_changed(settings, asyncio.run(_update(settings, job, lambda _: {"enabled": False})), "Disabled")
+
+
+async def _update(
+    settings: Settings, reference: str, changes: Callable[[JobView], dict[str, Any]]
+) -> JobView:
+    from antiphon.cli.timetable import changed, find_job
+
+    async with changed(settings) as timetable:
+        view = await find_job(timetable, reference)
+        return await timetable.update(view.id, changes(view))
+
+
+def _saying(view: JobView, message: str) -> dict[str, Any]:
+    """The job's payload with other words; everything else in it stays."""
+    import msgspec
+
+    payload: dict[str, Any] = msgspec.to_builtins(view.payload)
+    return {**payload, "text" if "text" in payload else "message": message}
+
+
+def _tell_changed(settings: Settings, view: JobView, done: str) -> None:
+    if settings.json:
+        output.emit(view)
+        return
+    following = f"; next at {_next(view)}" if _next(view) else ""
+    click.echo(f"{done} job {output.line(view.name)!r} ({view.id}): {output.line(_when(view))}{following}.")
+
+
+@command.command()
+@click.argument("job", metavar="JOB")
+@click.option("--limit", type=click.IntRange(1, 200), default=20, show_default=True)
+@reaching
+@common
+@click.pass_obj
+def runs(settings: Settings, job: str, limit: int) -> None:
+    """What a job has run, the newest first, and how each run ended."""
+    from antiphon.cli.timetable import consulted, find_job
+
+    async def told() -> tuple[JobView, Sequence[RunView]]:
+        async with consulted(settings) as timetable:
+            view = await find_job(timetable, job)
+            return view, await timetable.runs(view.id, limit)
+
+    view, found = asyncio.run(told())
+    if settings.json:
+        output.emit({"jobId": view.id, "runs": found})
+    elif not found:
+        click.echo(f"Job {output.line(view.name)!r} has not run yet.")
+    else:
+        rows = [
+            [
+                output.moment(run.created_at),
+                run.state,
+                output.lasting(run.running_ms or 0),
+                run.run_id,
+                run.error or "",
+                output.brief(run.reply or "", MAX_REPLY_CHARS),
+            ]
+            for run in found
+        ]
+        output.table(["AT", "STATE", "LASTED", "RUN", "ERROR", "REPLY"], rows)
+        click.echo(output.dim(f"All of it: antiphon sessions history {output.line(found[0].session_key)}"))
+
+
 def _schedule(every: int | None, at: str | None, expression: str | None, tz: str | None) -> dict[str, Any]:
     if sum(given is not None for given in (every, at, expression)) != 1:
         raise click.UsageError("Say when, with exactly one of --every, --at and --cron.")
@@ -137,37 +286,37 @@ def _delivery(announce: bool, channel: str | None, to: str | None) -> dict[str, 
 
 
 @command.command()
-@click.argument("job_id", metavar="ID")
+@click.argument("job", metavar="JOB")
 @reaching
 @common
 @click.pass_obj
-def remove(settings: Settings, job_id: str) -> None:
+def remove(settings: Settings, job: str) -> None:
     """Forget a job. What it has run stays."""
-    from antiphon.cli.timetable import changed
-    from antiphon.errors import NotFound
+    from antiphon.cli.timetable import changed, find_job
 
-    async def removed() -> bool:
+    async def removed() -> JobView:
         async with changed(settings) as timetable:
-            return await timetable.remove(job_id)
+            view = await find_job(timetable, job)
+            await timetable.remove(view.id)
+            return view
 
-    if not asyncio.run(removed()):
-        raise NotFound(f"There is no job {job_id!r}.", "See `antiphon cron list`.")
+    view = asyncio.run(removed())
     if settings.json:
-        output.emit({"removed": job_id})
+        output.emit({"removed": view.id})
     else:
-        click.echo(f"Removed job {output.line(job_id)}.")
+        click.echo(f"Removed job {output.line(view.name)!r} ({view.id}).")
 
 
 @command.command()
-@click.argument("job_id", metavar="ID")
+@click.argument("job", metavar="JOB")
 @reaching
 @common
 @click.pass_obj
-def run(settings: Settings, job_id: str) -> int:
+def run(settings: Settings, job: str) -> int:
     """Fire a job now. Without a gateway this stays until its run has ended."""
     from antiphon.cli.timetable import fired
 
-    done = asyncio.run(fired(settings, job_id))
+    done = asyncio.run(fired(settings, job))
     if settings.json:
         output.emit(done)
     else:

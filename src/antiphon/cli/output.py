@@ -80,6 +80,13 @@ def ago(ms: int) -> str:
     return "just now"
 
 
+def moment(ms: int) -> str:
+    """A time as the machine's clock would show it, to the minute."""
+    from datetime import datetime
+
+    return datetime.fromtimestamp(ms / 1000).astimezone().strftime("%Y-%m-%d %H:%M")
+
+
 def brief(text: str, most: int) -> str:
     """The beginning of a long text, in one line, for a terminal; the whole of it for a pipe."""
     words = " ".join(text.split())

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
 
 from antiphon.access import Caller
+from antiphon.cli.choices import choose
 from antiphon.cli.desk import Own, calling
 from antiphon.cli.settings import Settings
 from antiphon.cli.staying import to_the_end
-from antiphon.schedules import FiredView, JobSpec, JobView, Schedules, read_as
+from antiphon.schedules import FiredView, JobPatch, JobSpec, JobView, Schedules, read_as
+from antiphon.views import RunView
 
 if TYPE_CHECKING:
     from antiphon.client import Client
@@ -23,24 +25,39 @@ if TYPE_CHECKING:
 
 
 class Timetable(Protocol):
-    async def list(self) -> list[JobView]: ...
+    async def list(self) -> Sequence[JobView]: ...
     async def add(self, job: dict[str, Any]) -> JobView: ...
+    async def update(self, job_id: str, patch: dict[str, Any]) -> JobView: ...
     async def remove(self, job_id: str) -> bool: ...
+    async def runs(self, job_id: str, limit: int) -> Sequence[RunView]: ...
 
 
 class _Asked:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    async def list(self) -> list[JobView]:
-        jobs = (await self._client.call("cron.list", {"includeDisabled": True}))["jobs"]
-        return [msgspec.convert(job, JobView) for job in jobs]
+    async def list(self) -> Sequence[JobView]:
+        jobs: list[JobView] = []
+        offset: int | None = 0
+        while offset is not None:
+            page = await self._client.call("cron.list", {"includeDisabled": True, "offset": offset})
+            jobs += msgspec.convert(page["jobs"], list[JobView])
+            offset = page["nextOffset"]
+        return jobs
 
     async def add(self, job: dict[str, Any]) -> JobView:
         return msgspec.convert(await self._client.call("cron.add", {**job, **_once()}), JobView)
 
+    async def update(self, job_id: str, patch: dict[str, Any]) -> JobView:
+        done = await self._client.call("cron.update", {"id": job_id, "patch": patch})
+        return msgspec.convert(done, JobView)
+
     async def remove(self, job_id: str) -> bool:
         return (await self._client.call("cron.remove", {"id": job_id}))["removed"]
+
+    async def runs(self, job_id: str, limit: int) -> Sequence[RunView]:
+        done = await self._client.call("cron.runs", {"id": job_id, "limit": limit})
+        return msgspec.convert(done["entries"], list[RunView])
 
 
 class _Kept:
@@ -48,14 +65,26 @@ class _Kept:
         self._schedules = schedules
         self._caller = Caller.operator()
 
-    async def list(self) -> list[JobView]:
+    async def list(self) -> Sequence[JobView]:
         return await self._schedules.list(self._caller, include_disabled=True)
 
     async def add(self, job: dict[str, Any]) -> JobView:
         return await self._schedules.add(self._caller, read_as(JobSpec, job))
 
+    async def update(self, job_id: str, patch: dict[str, Any]) -> JobView:
+        return await self._schedules.update(self._caller, job_id, read_as(JobPatch, patch))
+
     async def remove(self, job_id: str) -> bool:
         return await self._schedules.remove(self._caller, job_id)
+
+    async def runs(self, job_id: str, limit: int) -> Sequence[RunView]:
+        return await self._schedules.runs(self._caller, job_id, limit)
+
+
+async def find_job(timetable: Timetable, reference: str) -> JobView:
+    """The job with this id or name, in full or its beginning if no other begins so."""
+    jobs = await timetable.list()
+    return choose(reference, jobs, lambda job: (job.id, job.name), "job", "See `antiphon cron list`.")
 
 
 @asynccontextmanager
@@ -86,10 +115,11 @@ async def changed(settings: Settings) -> AsyncGenerator[Timetable]:
         yield _Kept(_resting(config, store))
 
 
-async def fired(settings: Settings, job_id: str) -> FiredView:
+async def fired(settings: Settings, reference: str) -> FiredView:
     """Fire one now; without a gateway, in this process and to its end."""
     if client := calling(settings):
         async with client:
+            job_id = (await find_job(_Asked(client), reference)).id
             done = await client.call("cron.run", {"id": job_id, **_once()})
             return msgspec.convert(done, FiredView)
     from antiphon.cli.journal import keep_journal
@@ -100,6 +130,7 @@ async def fired(settings: Settings, job_id: str) -> FiredView:
     await check_alone(config, settings.paths.state_dir)
     keep_journal(settings.paths.state_dir, debug=settings.debug)
     async with house(config, settings.paths.state_dir) as opened:
+        job_id = (await find_job(_Kept(opened.schedules), reference)).id
         view = await opened.schedules.run(Caller.operator(), job_id)
         if view.run_id:
             await to_the_end(Own(opened.operations), view.run_id)

@@ -105,19 +105,24 @@ def _told_to_stop() -> Generator[asyncio.Event]:
 
 
 def _announce(settings: Settings, loaded: Loaded, state_dir: Path, url: str) -> None:
+    from antiphon.cli.config import missing_secrets
     from antiphon.gateway.tokens import NAME
 
+    missing = [*missing_secrets(loaded.config)]
     if settings.json:
         facts = {
             "url": url,
             "pid": os.getpid(),
             "stateDir": str(state_dir),
             "tokenFile": str(settings.paths.state_dir / NAME),
+            "warnings": [*loaded.warnings, *missing],
         }
         output.emit(facts, compact=True)
         return
     for warning in loaded.warnings:
         click.echo(output.dim(f"warning: {output.clean(warning)}"))
+    for warning in missing:  # what needs it fails at its first run, so this is to be seen
+        click.echo(f"{output.red('warning:')} {output.clean(warning)}")
     _tell(settings, loaded, state_dir, url)
 
 
