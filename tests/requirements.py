@@ -32,7 +32,10 @@ CONTRACT: dict[str, tuple[Part, str]] = {
     ),
     "K4": ("core", "Older spellings are accepted and normalised."),
     "K5": ("core", "parse(format(k)) == k and format is injective, for any id a channel can produce."),
-    "K6": ("core", "Kind and channel of a session follow from its key and its record."),
+    "K6": (
+        "core",
+        "Kind and channel follow from key and record; who writes over the gateway is recorded as on webchat.",
+    ),
     "K7": ("core", "Direct chats are scoped by session.dmScope, with identity links."),
     "L1": (
         "core",

@@ -417,8 +417,9 @@ def test_display_is_short_for_ones_own_agent_only(text: str, own: str, others: s
 @pytest.mark.parametrize(
     ("text", "kind", "chat_type", "channel"),
     [
-        ("agent:a:main", "main", None, None),
-        ("agent:a:main:thread:5", "other", None, None),
+        ("agent:a:main", "main", "direct", None),
+        ("main", "main", "direct", None),
+        ("agent:a:main:thread:5", "other", "direct", None),
         ("agent:a:irc:group:#x", "group", "group", "irc"),
         ("agent:a:irc:channel:#x:thread:5", "group", "channel", "irc"),
         ("agent:a:irc:direct:x", "other", "direct", "irc"),

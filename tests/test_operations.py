@@ -63,7 +63,7 @@ async def test_a_row_has_the_agreed_names_and_leaves_out_what_is_unknown(tmp_pat
         assert set(plain) < ROW
         assert "label" not in plain
         assert plain["childCount"] == 1
-        assert plain["channel"] == "unknown"
+        assert plain["channel"] == plain["lastChannel"] == "webchat"
         assert page.scope == "all"
 
 

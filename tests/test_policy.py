@@ -102,7 +102,7 @@ def test_deny_then_allow_then_default() -> None:
         (SendRule("deny", channel="discord"), MAIN, False),
         (SendRule("deny", chat_type="group"), GROUP, True),
         (SendRule("deny", chat_type="channel"), GROUP, False),
-        (SendRule("deny", chat_type="direct"), MAIN, False),
+        (SendRule("deny", chat_type="direct"), MAIN, True),
         (SendRule("deny", chat_type="direct"), "agent:a:direct:bob", True),
         (SendRule("deny", channel="discord", chat_type="direct"), GROUP, False),
         (SendRule("deny", key_prefix="discord:group:"), GROUP, True),
@@ -133,8 +133,9 @@ def test_recorded_facts_come_before_the_key() -> None:
 @pytest.mark.requirement("D1")
 @pytest.mark.parametrize("chat_type", get_args(ChatType))
 def test_an_unknown_chat_type_matches_no_rule_about_it(chat_type: ChatType) -> None:
-    assert result(SendRule("allow", chat_type=chat_type), key=MAIN, default="deny") == "deny"
-    assert result(SendRule("deny", chat_type=chat_type), key=MAIN, default="allow") == "allow"
+    job = "agent:main:cron:1"
+    assert result(SendRule("allow", chat_type=chat_type), key=job, default="deny") == "deny"
+    assert result(SendRule("deny", chat_type=chat_type), key=job, default="allow") == "allow"
 
 
 @pytest.mark.requirement("D1")

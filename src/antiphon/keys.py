@@ -31,6 +31,8 @@ DmScope = Literal["main", "per-peer", "per-channel-peer", "per-account-channel-p
 MAX_LENGTH = 512  # characters of a whole key
 DEFAULT_AGENT_ID = "main"
 DEFAULT_ACCOUNT = "default"
+WEBCHAT = "webchat"
+"""The channel of a person who writes over the gateway itself: page, command line, WebSocket, HTTP."""
 
 _OWNED: dict[str, Shape] = {
     "subagent": "subagent",
@@ -159,7 +161,9 @@ class SessionKey:
 
     @property
     def chat_type(self) -> ChatType | None:
-        """Who is in the chat, where the key can tell. A main key cannot."""
+        """Who is in the chat, where the key can tell. A main session is where direct messages come together."""
+        if self.shape in ("main", "global"):
+            return "direct"
         return self.shape if self.shape in ("group", "channel", "direct") else None
 
     @property

@@ -9,11 +9,11 @@ from __future__ import annotations
 import msgspec
 
 from antiphon import keys
+from antiphon.keys import WEBCHAT
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
 
 SQL = Queries("deliveries")
-WEBCHAT = "webchat"
 
 
 class Destination(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):

@@ -14,7 +14,7 @@ from antiphon.access import Action, Caller, Cap, Grants, Target
 from antiphon.engine import sessions
 from antiphon.engine.sessions import Birth
 from antiphon.errors import Ambiguous, SendBlocked
-from antiphon.keys import SessionIdRef, SessionKey
+from antiphon.keys import WEBCHAT, SessionIdRef, SessionKey
 from antiphon.store import Row, Tx
 
 if TYPE_CHECKING:
@@ -140,9 +140,16 @@ class Door:
         mode = self._config.agent(agent_id).sandbox.mode
         return mode == "all" or (mode == "non-main" and key.kind != "main")
 
-    def may_send(self, row: Row) -> bool:
-        """Whether the policy lets anything be sent to this session, whoever may send to it."""
-        return self._decided(row["key"], row["channel"] or row["last_channel"], row)
+    def may_send(self, row: Row, said_on: str | None = None) -> bool:
+        """Whether the policy lets anything be sent to this session, whoever may send to it.
+
+        `said_on` is the channel that words come from. It counts where the session has none on record; what is for
+        a main session without one is shown on the page.
+        """
+        channel = row["channel"] or row["last_channel"] or said_on
+        if channel is None and keys.parse(row["key"]).kind == "main":
+            channel = WEBCHAT
+        return self._decided(row["key"], channel, row)
 
     def may_post(self, key: str, channel: str, row: Row | None) -> bool:
         """Whether the policy lets words of a session go out on a channel; the session itself may be gone by now."""
@@ -158,8 +165,8 @@ class Door:
         )
         return decision != "deny"
 
-    def check_send(self, row: Row) -> None:
-        if not self.may_send(row):
+    def check_send(self, row: Row, said_on: str | None = None) -> None:
+        if not self.may_send(row, said_on):
             raise SendBlocked(
                 f"send blocked by session policy: nothing may be sent to {row['key']!r}.",
                 "Change session.sendPolicy, or the session's own sendPolicy.",

@@ -111,7 +111,10 @@ class Submissions(Links):
         """Also what became of the session: why it began or began anew, if it did."""
         row, founded = await self._opened_or_founded(tx, caller, "send", message.session, now)
         checks.current(row, message.session)
-        self._door.check_send(row)
+        said_on = keys.WEBCHAT if caller.is_operator and message.provenance is None else None
+        self._door.check_send(row, said_on)
+        if said_on and not (row["channel"] or row["last_channel"]):  # once in the life of a session
+            await tx.do(sessions.SQL.record_channel, id=row["id"], channel=said_on, to=row["key"])
         news = "create" if founded else None
         if self._resets and place is None and not founded:
             news = await self._due(tx, caller, message, row, run_id, now)

@@ -19,6 +19,7 @@ from antiphon.operations import Message
 from antiphon.views import RunView
 
 LOOK_AGAIN = 5.0  # seconds between looks for a run that is not there yet, if nothing is heard of its end
+HERE = frozenset({"webchat", "last"})  # the channels that an answer is delivered to by being in the session
 LONGEST_WAIT = 24 * 3600 * 1000  # ms
 
 
@@ -56,13 +57,14 @@ class Agent(Params, frozen=True):
     """Seconds."""
     extra_system_prompt: str | None = None
     input_provenance: GivenProvenance | None = None
-    # What clients say that has no effect here: there are no channels to deliver to, and one lane per session.
-    to: str | None = None
-    reply_to: str | None = None
     deliver: bool | None = None
+    """The answer is to be posted to `channel` and `to`; to the session's own page, which shows it, by default."""
     best_effort_deliver: bool | None = None
     channel: str | None = None
     reply_channel: str | None = None
+    to: str | None = None
+    reply_to: str | None = None
+    # What clients say that has no effect here: there is one account of the page, and one lane per session.
     account_id: str | None = None
     reply_account_id: str | None = None
     thread_id: str | None = None
@@ -79,6 +81,7 @@ class Agent(Params, frozen=True):
 @method("agent", WRITE, Agent, waits=True)
 async def agent(call: Call, params: Agent) -> dict[str, Any]:
     """Answers twice: when the message is durable, and when its run has ended."""
+    _check_delivery(params)
     spoken = await speech.speak(call.operations, call.caller, _message(call, params))
     if spoken.accepted is None:
         return {
@@ -100,6 +103,26 @@ async def agent(call: Call, params: Agent) -> dict[str, Any]:
         view = await call.operations.wait(call.caller, accepted.run_id, 3600)
         if view.ended:
             return _ended(view, accepted.session_id)
+
+
+def _check_delivery(params: Agent) -> None:
+    """Refuse to deliver to where nothing can be delivered; who asks for the best effort gets what there is."""
+    if not params.deliver or params.best_effort_deliver:
+        return
+    for field, channel in (("replyChannel", params.reply_channel), ("channel", params.channel)):
+        if channel and channel.lower() not in HERE:
+            raise InvalidInput(
+                f"{field!r} is {channel[:80]!r}, a channel that this gateway does not have.",
+                "Leave it out, or pass 'webchat': the answer is shown in the session.",
+                field=field,
+            )
+    for field, to in (("replyTo", params.reply_to), ("to", params.to)):
+        if to and to not in {params.session_key, params.session_id}:
+            raise InvalidInput(
+                f"{field!r} is {to[:80]!r}, and this gateway has no channel to deliver to.",
+                "Leave it out: the answer is shown in the session. sessionKey says which.",
+                field=field,
+            )
 
 
 def _message(call: Call, params: Agent) -> Message:

@@ -80,6 +80,10 @@ UPDATE sessions SET label = :label, display_name = :display_name, subject = :sub
        context_tokens = :context_tokens, extra = :extra, updated_at = :updated_at
 WHERE id = :id;
 
+-- name: record_channel
+-- Where a person was first heard from. It never replaces what is on record.
+UPDATE sessions SET last_channel = :channel, last_to = :to WHERE id = :id AND channel IS NULL AND last_channel IS NULL;
+
 -- name: patch
 UPDATE sessions SET label = :label, display_name = :display_name, model = :model, thinking = :thinking,
        "verbose" = :verbose, send_policy = :send_policy, archived = :archived,
