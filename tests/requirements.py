@@ -58,7 +58,10 @@ CONTRACT: dict[str, tuple[Part, str]] = {
     "S3": ("tools", "The sent message is byte-equal, with provenance, and framed as data."),
     "S4": ("core", "A wait is on the server and on durable state: it can be dropped and repeated."),
     "S5": ("tools", "Reply-back turns alternate and are bounded."),
-    "S6": ("tools", "The announce step."),
+    "S6": (
+        "tools",
+        "The announce step: silent for a skip token alone, else posted with tokens cut out and addresses masked.",
+    ),
     "S7": ("tools", "Self-sends, wait cycles and endless chains are refused."),
     "S8": ("core", "A send that the policy denies says: send blocked by session policy."),
     "S9": ("core", "The same idempotency key is one message."),
@@ -119,7 +122,7 @@ GUARANTEES: dict[str, tuple[Part, str]] = {
     ),
     "G7": (
         "tools",
-        "One gate keeps control tokens and frames out of chats; keys and paths are in a stats line only.",
+        "One gate keeps control tokens, frames and the addresses in session keys out of chats.",
     ),
     "G8": (
         "later",

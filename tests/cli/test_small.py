@@ -144,7 +144,7 @@ def test_a_delivery_is_shown_as_people_got_it(desk: Program) -> None:
     assert "\n\nStats: " in text
     heading, row, *_ = desk.run("deliveries").out.splitlines()
     assert row[heading.index("TRIES") :].split()[0] == "-"
-    assert "told by [session]" in row
+    assert "told by agent:main:main" in row
 
 
 def test_a_long_delivery_is_cut(desk: Program) -> None:

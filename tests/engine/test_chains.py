@@ -100,7 +100,7 @@ async def test_the_path_names_no_session_that_the_caller_may_not_see(tmp_path: P
         await troupe.found(main_of("a"), hidden, main_of("c"))
         await troupe.ask("go", main_of("a"))
         (refused,) = [row for row in await troupe.transcript(main_of("c")) if row["role"] == "toolResult"]
-        assert refused["details"]["path"] == [main_of("a"), "[session]", main_of("c")]
+        assert refused["details"]["path"] == [main_of("a"), "(hidden session)", main_of("c")]
         assert "boardroom" not in str(refused)
 
 

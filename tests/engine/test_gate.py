@@ -1,4 +1,4 @@
-"""The outbound gate: no control token, frame marker or session key reaches a human, however it is disguised or split.
+"""The outbound gate: no control token, frame marker or address in a key reaches a human, however disguised or split.
 
 The checker below is written apart from the gate: it walks over characters and uses no expression of the gate's.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 import unicodedata
 from collections.abc import Callable
+from itertools import takewhile
 
 import pytest
 from hypothesis import example, given, settings
@@ -18,10 +19,11 @@ from antiphon.engine.gate import (
     ANNOUNCE_SKIP,
     NO_REPLY,
     REPLY_SKIP,
-    SESSION,
     Stream,
     clear,
+    clear_for_agents,
     has_token,
+    is_silence,
     is_skip,
 )
 from antiphon.engine.redaction import redact
@@ -49,15 +51,28 @@ def is_unseen(char: str) -> bool:
     return char in "\\*`~" or number in fillers or selectors or 0xFFF0 <= number <= 0xFFF8
 
 
-def has_key(read: str) -> bool:
-    for at in range(len(read)):
-        if read.startswith("agent:", at):
-            agent, colon, _ = read[at + 6 :].partition(":")
-            if colon and is_agent(agent):
-                return True
-        if read.startswith("subagent:", at) and is_uuid(read[at + 9 : at + 45]):
-            return True
-    return False
+def has_address(read: str) -> bool:
+    """Whether a session key in it names a direct peer, a phone number or an e-mail address."""
+    return any(
+        read.startswith("agent:", at) and is_address(*read[at + 6 :].partition(":"))
+        for at in range(len(read))
+    )
+
+
+def is_address(agent: str, colon: str, rest: str) -> bool:
+    if not colon or not is_agent(agent):
+        return False
+    key = "".join(takewhile(lambda char: not char.isspace() and char not in "\"'<>()[]{}", rest)).rstrip(
+        ".,;:!?"
+    )
+    parts = key.replace("%3a", ":").split(":")
+    peers = any(
+        part in ("direct", "dm", "openai-user") and parts[n + 1 :] for n, part in enumerate(parts[:-1])
+    )
+    digits = any(
+        len(list(takewhile(str.isdecimal, tail))) >= 6 for tail in key.replace("%2b", "+").split("+")[1:]
+    )
+    return peers or digits or "@" in key
 
 
 def is_agent(text: str) -> bool:
@@ -66,10 +81,6 @@ def is_agent(text: str) -> bool:
     except InvalidKey:
         return False
     return True
-
-
-def is_uuid(text: str) -> bool:
-    return [len(part) for part in text.split("-")] == [8, 4, 4, 4, 12] and set(text) <= {*HEX, "-"}
 
 
 def has_marker(read: str) -> bool:
@@ -83,14 +94,14 @@ def has_marker(read: str) -> bool:
 def leaks(text: str) -> list[str]:
     read = as_read(text)
     found = [token for token in TOKENS if token.lower() in read]
-    return found + ["key"] * has_key(read) + ["marker"] * has_marker(read)
+    return found + ["address"] * has_address(read) + ["marker"] * has_marker(read)
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        "xno_replyx", "REPLY\\_SKIP", "ANNOUNCE\u200b_SK\u00adIP", "ＮＯ＿ＲＥＰＬＹ", "№_reply", "a agent:x:y",
-        "agent:agent:", f"subagent:{UUID}", MARKER, "<<<<data 0123456789ab>>>",
+        "xno_replyx", "REPLY\\_SKIP", "ANNOUNCE\u200b_SK\u00adIP", "ＮＯ＿ＲＥＰＬＹ", "№_reply", "a agent:x:direct:y",
+        "agent:agent:x:a@b", "agent:x:sms:group:+123456", MARKER, "<<<<data 0123456789ab>>>",
     ],
 )  # fmt: skip
 def test_the_checker_sees(text: str) -> None:
@@ -138,6 +149,9 @@ agents = st.from_regex(r"[a-z0-9][a-z0-9_-]{0,9}", fullmatch=True)
 session_keys = st.one_of(
     st.builds("agent:{}:main".format, agents),
     st.builds("agent:{}:{}".format, agents, opaque),
+    st.builds("agent:{}:telegram:direct:{}".format, agents, opaque),
+    st.builds("agent:{}:dm:{}:thread:{}".format, agents, opaque, opaque),
+    st.builds("agent:{}:sms:group:+{}".format, agents, st.integers(10**6, 10**12)),
     st.builds("agent:{}:telegram:group:{}:topic:{}".format, agents, opaque, opaque),
     agents.map(lambda agent: str(keys.subagent_key(agent, UUID))),
     st.just(f"subagent:{UUID}"),
@@ -259,14 +273,29 @@ def test_the_words_around_a_token_survive(before: str, token: str, after: str) -
     assert as_read(clear(f"{before} {token} {after}")).split() == [before, after]
 
 
-# What could be the punctuation of the sentence is left to it; of an id of nothing else, no key is left.
-whole_keys = session_keys.map(lambda key: key.rstrip(".:!")).filter(has_key)
+readable_keys = session_keys.filter(lambda key: not leaks(key) and redact(key) == key)
 
 
-@given(words, whole_keys, words)
+@given(words, readable_keys, words)
 @example("a", "agent:0:0", "a")
-def test_the_words_around_a_key_survive(before: str, key: str, after: str) -> None:
-    assert clear(f"{before} {key} {after}") == f"{before} {SESSION} {after}"
+def test_a_key_without_an_address_stays_readable(before: str, key: str, after: str) -> None:
+    assert clear(f"{before} {key} {after}") == f"{before} {key} {after}"
+
+
+@given(words, session_keys.filter(lambda key: redact(key) == key), words)
+def test_every_key_stays_readable_to_agents_and_the_own_one_to_its_person(
+    before: str, key: str, after: str
+) -> None:
+    text = f"{before} {key} {after}"
+    assert clear_for_agents(text) == text
+    if key == key.rstrip(".,;:!?"):
+        assert clear(text, own_key=key) == text
+
+
+@given(words, agents, opaque.filter(lambda peer: peer == peer.strip(".:!")), words)
+def test_the_words_around_an_address_survive(before: str, agent: str, peer: str, after: str) -> None:
+    text = f"{before} agent:{agent}:direct:{peer} {after}"
+    assert clear(text) == f"{before} agent:{agent}:direct:*** {after}"
 
 
 secret_bodies = st.text("abcdefghijkmnpqrstuvwxyz0123456789", min_size=40, max_size=50)
@@ -295,6 +324,23 @@ def test_a_skip_is_exactly_the_token(token: str) -> None:
     assert not is_skip("REPLY_SKIP", ANNOUNCE_SKIP)
 
 
+@pytest.mark.parametrize("token", TOKENS)
+def test_silence_is_nothing_but_tokens(token: str) -> None:
+    quiet = (
+        "",
+        " \n",
+        token,
+        token.lower(),
+        f"{token}.",
+        f"“{token}”",
+        f"```text\n{token}\n```",
+        f"- {token} {token}",
+    )
+    assert [text for text in quiet if not is_silence(text)] == []
+    spoken = (f"ok {token}", f"{token}: nothing new", "...", "```\ncode\n```", f"{token} 👍")
+    assert [text for text in spoken if is_silence(text)] == []
+
+
 @pytest.mark.parametrize(
     ("text", "cleared"),
     [
@@ -307,10 +353,13 @@ def test_a_skip_is_exactly_the_token(token: str) -> None:
         ("One.\n\n\n\nREPLY_SKIP\nNO_REPLY\n\n\nTwo.", "One.\n\nTwo."),
         ("foono_replybar", "foobar"),
         (f"see {MARKER} here", "see here"),
-        ("ask agent:main:telegram:group:-1001:topic:5.", f"ask {SESSION}."),
-        ("(agent:main:main, 'Agent:Main:main')", f"({SESSION}, '{SESSION}')"),
-        (f"by subagent:{UUID}!", f"by {SESSION}!"),
-        ("https://x.test/chat?session=agent%3Amain%3Amain", f"https://x.test/chat?session={SESSION}"),
+        ("ask agent:main:telegram:group:-1001:topic:5.", "ask agent:main:telegram:group:-1001:topic:5."),
+        (f"(agent:main:main, 'subagent:{UUID}')", f"(agent:main:main, 'subagent:{UUID}')"),
+        ("ask agent:main:telegram:direct:77:thread:5.", "ask agent:main:telegram:direct:***."),
+        ("('Agent:Main:DM:Bob', x)", "('Agent:Main:DM:***', x)"),
+        ("to agent:main:mail:group:a.b@c.test!", "to agent:main:mail:group:***!"),
+        ("to agent:main:sms:group:+4915112345678, ok", "to agent:main:sms:group:***, ok"),
+        ("x.test/?s=agent%3Amain%3Adirect%3Abob", "x.test/?s=agent%3Amain%3Adirect%3A***"),
         ("A_KEY=hunter2", "A_KEY=***"),
         ("...", "..."),
         ("", ""),
@@ -352,7 +401,7 @@ def test_a_stream_holds_a_line_that_may_hold_a_secret() -> None:
 
 UNITS = [
     "a", "é", " ", "\n", "\u200b", "NO_REPLY", "NO_REPLY\n", "ＮＯ＿ＲＥＰＬＹ", "agent:", "agent:a:", "agent:a:b ",
-    "agent:a:.(", "subagent:", "<<<data ", MARKER, "REPLY_",
+    "agent:a:.(", "agent:a:direct:b", "agent:a:@", "subagent:", "<<<data ", MARKER, "REPLY_",
 ]  # fmt: skip
 
 

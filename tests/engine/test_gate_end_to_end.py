@@ -40,6 +40,7 @@ pytestmark = pytest.mark.anyio
 
 HELPER = "agent:helper:main"
 ROOM = "agent:helper:pigeon:group:room"
+PEER = "agent:helper:pigeon:direct:bob"
 OWN = "agent:main:pigeon:group:den"
 SECRET = "sk-proj-abcdefghijklmnopqrstuvwx"
 SETTINGS = {
@@ -51,7 +52,7 @@ SETTINGS = {
 
 _TOKENS = re.compile("reply_skip|announce_skip|no_reply")
 _MARKERS = re.compile("<<<(data|end) [0-9a-f]{12}>>>")
-_KEYS = re.compile("(sub)?agent(:|%3a)[a-z0-9_-]+(:|%3a)")
+_KEYS = re.compile("agent(:|%3a)[a-z0-9_-]+(:|%3a)(pigeon:)?direct(:|%3a)(ann|bob)")
 
 
 def leaked(text: str) -> list[str]:
@@ -69,7 +70,7 @@ def test_the_checker_sees() -> None:
         "x REPLY_SKIPx",
         "`no_reply`",
         "NO\u200b_REPLY",
-        f"a {HELPER}",
+        f"a {PEER}",
         "<<<end 0123456789ab>>>",
         SECRET,
     ):
@@ -287,10 +288,10 @@ NASTY = (
     "**REPLY\\_SKIP** in markdown",
     "R\u200bEPLY_SKIP unseen",
     "<<<data 0123456789ab>>> inner <<<end 0123456789ab>>>",
-    f"ask {HELPER}, or agent:main:subagent:01234567-89ab-cdef-0123-456789abcdef.",
+    f"ask {PEER}, or agent:main:direct:ann.",
     f"the password is {SECRET} ok",
     "api_key=hunter2hunter2hunter2 is it",
-    "Status: error\nResult: NO_REPLY agent:main:main\nNotes: REPLY_SKIP",
+    "Status: error\nResult: NO_REPLY agent:main:direct:ann\nNotes: REPLY_SKIP",
     "all is well",
 )
 texts = st.lists(st.sampled_from((*NASTY, " ", "\n", "and ", "ok.")), min_size=1, max_size=4).map("".join)
@@ -306,7 +307,7 @@ scripts = st.fixed_dictionaries({step: texts for step in ("request", "turn", "an
 )
 @given(scripts, scripts, st.lists(st.integers(1, 3), min_size=1, max_size=4))
 @example(
-    dict.fromkeys(("request", "turn", "announce", "wake"), "well REPLY_SKIP agent:main:main "),
+    dict.fromkeys(("request", "turn", "announce", "wake"), "well REPLY_SKIP agent:main:direct:ann "),
     dict.fromkeys(("request", "turn", "announce", "wake"), f"look: {SECRET} <<<end 0123456789ab>>> NO_REPLY"),
     [1],
 )
@@ -351,7 +352,7 @@ async def test_what_a_person_asked_for_is_shown_as_it_is(tmp_path: Path, words: 
 @pytest.mark.requirement("G7")
 @pytest.mark.parametrize("origin", ["cron", "hook"])
 async def test_what_a_clock_or_a_machine_asked_for_passes_the_gate(tmp_path: Path, origin: str) -> None:
-    nasty = f"NO_REPLY {HELPER} {SECRET} said"
+    nasty = f"NO_REPLY {PEER} {SECRET} said"
     async with street(tmp_path, {"main": streaming({"request": nasty})}) as place:
         await place.house.operations.submit(OPERATOR, Message(session=MAIN, content="go", origin=origin))
         await place.quiet()
@@ -390,7 +391,7 @@ async def test_the_policy_stops_what_goes_out_and_nothing_that_comes_in(tmp_path
 async def test_an_end_that_the_hub_has_missed_passes_the_gate_too(
     tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nasty = f"well NO_REPLY {HELPER}"
+    nasty = f"well NO_REPLY {PEER}"
     speak = streaming({step: nasty})
     async with street(tmp_path, {"main": speak, "helper": speak}) as place:
         bus = place.house.bus

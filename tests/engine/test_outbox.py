@@ -151,11 +151,14 @@ async def test_what_is_not_for_people_is_taken_out_and_if_nothing_is_left_nothin
 ) -> None:
     discord = Pigeon()
     async with post_office(tmp_path, {"discord": discord}) as post:
-        await post.put("mixed", f"done REPLY_SKIP for {MAIN} with sk-abcdefghijklmnopqrstuvwxyz0123456789")
+        await post.put(
+            "mixed",
+            f"done REPLY_SKIP for {MAIN} and agent:main:direct:bob with sk-abcdefghijklmnopqrstuvwxyz0123456789",
+        )
         await post.state("mixed", "delivered")
         (text,) = discord.texts
-        assert "SKIP" not in text and MAIN not in text and "abcdefghijkl" not in text
-        assert text.startswith("done") and "[session]" in text
+        assert "SKIP" not in text and "bob" not in text and "abcdefghijkl" not in text
+        assert text.startswith(f"done for {MAIN} and agent:main:direct:*** with")
         await post.put("nothing", "`ANNOUNCE_SKIP`")
         assert "nothing to deliver" in (await post.state("nothing", "blocked"))["error"]
         assert len(discord.tries) == 1

@@ -22,6 +22,7 @@ from stage import DATABASE, calls, dump, soon
 
 pytestmark = pytest.mark.anyio
 
+DIRECT = "agent:main:signal:direct:u2"
 GROUP = "agent:helper:discord:group:g1"
 CALM = {"replyBack": 0, "announce": "none"}
 """The request and its reply, and nothing after it."""
@@ -654,13 +655,15 @@ async def test_the_announcement_goes_to_the_channel_of_the_target(tmp_path: Path
         await troupe.found(MAIN, GROUP)
         troupe.rows("UPDATE sessions SET last_channel = 'signal', last_to = 'u2' WHERE key = ?", MAIN)
         await troupe.does(
-            "sessions_send", sessionKey=GROUP, message=f"say yes\nannounce Asked by {MAIN}, done."
+            "sessions_send",
+            sessionKey=GROUP,
+            message=f"say yes\nannounce Asked by {MAIN} for {DIRECT}, done.",
         )
         await troupe.quiet()
         assert signal.posts == []
         ((_, where, text),) = discord.posts
         assert (where.channel, where.to) == ("discord", "g1")
-        assert text == "Asked by [session], done.", "keys do not leave"
+        assert text == f"Asked by {MAIN} for agent:main:signal:direct:***, done.", "addresses do not leave"
         assert exchange(troupe)["announced"] == "delivered"
 
 
@@ -677,16 +680,42 @@ async def test_in_a_web_chat_it_is_one_event_and_one_entry(tmp_path: Path) -> No
         assert entries[-1]["runId"] == told[0].run_id
 
 
+@pytest.mark.requirement("S6", "G7", "003-send-announce-posted")
+@pytest.mark.parametrize(
+    ("answer", "posted"),
+    [
+        ("ANNOUNCE_SKIP: nothing new", ": nothing new"),
+        ("All done.\nANNOUNCE_SKIP", "All done."),
+        ("All done. announce_skip", "All done."),
+        ("It REPLY_SKIP is no_reply done.\n```\nANNOUNCE_SKIP\n```", "It is done.\n```\n```"),
+    ],
+)
+async def test_a_token_among_words_is_cut_out_and_the_words_are_posted(
+    tmp_path: Path, answer: str, posted: str
+) -> None:
+    discord = Pigeon()
+    functions = {"helper": Player(lambda prompt: answer if phase_of(prompt) == "announce" else "yes")}
+    async with house(
+        cast_of("helper"), tmp_path, functions=functions, channels={"discord": discord}
+    ) as troupe:
+        await troupe.found(GROUP)
+        await troupe.does("sessions_send", sessionKey=GROUP, message="?", replyBack=0)
+        await troupe.quiet()
+        assert discord.texts == [posted]
+        assert exchange(troupe)["announced"] == "delivered"
+
+
 @pytest.mark.requirement("S6", "G7", "003-send-announce-skip", "003-send-announce-posted")
 @pytest.mark.parametrize(
     ("answer", "outcome"),
     [
         ("ANNOUNCE_SKIP", "skipped"),
         ("\n ANNOUNCE_SKIP ", "skipped"),
-        ("ANNOUNCE_SKIP: nothing new", "skipped_ambiguous"),
-        ("All done.\nANNOUNCE_SKIP", "skipped_ambiguous"),
-        ("All done. announce_skip", "skipped_ambiguous"),
-        ("done REPLY_SKIP", "skipped_ambiguous"),
+        ("announce_skip", "skipped"),
+        ("“ANNOUNCE_SKIP”", "skipped"),
+        ("```text\nANNOUNCE_SKIP\n```", "skipped"),
+        ("**Announce_Skip**!", "skipped"),
+        ("REPLY_SKIP", "skipped"),
         ("", "silent"),
         ("  ", "silent"),
         (RuntimeError("no"), "failed"),

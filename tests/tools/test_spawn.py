@@ -722,8 +722,18 @@ async def test_a_child_that_skips_is_silent_and_its_result_is_kept(tmp_path: Pat
         assert (task["announced"], task["outcome"], task["result"]) == ("skipped", "ok", "found")
 
 
+@pytest.mark.requirement("P4", "G7", "S6")
+async def test_a_token_among_the_words_of_an_announcement_is_cut_out(tmp_path: Path) -> None:
+    child = worker("line one", "It is done.\nANNOUNCE_SKIP")
+    async with house(cast_of(), tmp_path, functions={"main": child}) as troupe:
+        await troupe.found(MAIN)
+        await troupe.use("sessions_spawn", MAIN, task="work")
+        await troupe.quiet()
+        assert posted(troupe) == ["Status: ok\nResult: It is done."]
+
+
 @pytest.mark.requirement("P4", "G7", "G11")
-@pytest.mark.parametrize("announce", [RuntimeError("no"), "", "  ", "ANNOUNCE_SKIP, or not", "x\nreply_skip"])
+@pytest.mark.parametrize("announce", [RuntimeError("no"), "", "  "])
 async def test_without_a_usable_announcement_the_report_is_the_last_reply(
     tmp_path: Path, announce: str | Exception
 ) -> None:
@@ -739,10 +749,11 @@ async def test_without_a_usable_announcement_the_report_is_the_last_reply(
 
 
 @pytest.mark.requirement("P4", "G7")
-async def test_no_token_frame_or_key_leaves_in_a_report(tmp_path: Path) -> None:
+async def test_no_token_frame_or_address_leaves_in_a_report(tmp_path: Path) -> None:
     discord = Pigeon()
     group = "agent:main:discord:group:g1"
-    said = f"R\u200bEPLY_SKIP NO_REPLY **ANNOUNCE**_SKIP <<<end 0123456789ab>>> {HELPER} done"
+    direct = "agent:main:whatsapp:direct:+4915112345678"
+    said = f"R\u200bEPLY_SKIP NO_REPLY **ANNOUNCE**_SKIP <<<end 0123456789ab>>> {HELPER} {direct} done"
     child = worker(said, RuntimeError("no"))
     async with house(cast_of(), tmp_path, functions={"main": child}, channels={"discord": discord}) as troupe:
         await troupe.found(group)
@@ -750,9 +761,11 @@ async def test_no_token_frame_or_key_leaves_in_a_report(tmp_path: Path) -> None:
         await troupe.quiet()
         body, _, _ = discord.texts[0].rpartition("\n\nStats: ")
         assert "SKIP" not in body and "NO_REPLY" not in body and "<<<" not in body
-        assert body.endswith("[session] done")
+        assert body.endswith(f"{HELPER} agent:main:whatsapp:direct:*** done")
         (entry,) = noted(await troupe.transcript(group))
-        assert entry["content"][0]["text"] == discord.texts[0]
+        told = entry["content"][0]["text"].replace(direct, "agent:main:whatsapp:direct:***")
+        assert direct in entry["content"][0]["text"], "an agent can use the keys it reads"
+        assert told == discord.texts[0]
         assert task_of(troupe)["result"] == said, "what it said stays as it was said"
 
 

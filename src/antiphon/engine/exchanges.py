@@ -195,10 +195,8 @@ async def _announced(tx: Tx, exchange: Row, step: Step, now: int) -> Sequel:
     said = step.said
     if said is None:
         return await _settle(tx, exchange, "silent" if step.state in {"ok", "incomplete"} else "failed", now)
-    if gate.is_skip(said, gate.ANNOUNCE_SKIP):
+    if gate.is_silence(said):
         return await _settle(tx, exchange, "skipped", now)
-    if gate.has_token(said):
-        return await _settle(tx, exchange, "skipped_ambiguous", now)
     parcel = Parcel(
         key=f"exchange:{exchange['id']}",
         kind="announce",

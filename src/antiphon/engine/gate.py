@@ -1,8 +1,9 @@
 """The words of the one outbound gate: what a text must lose before a human gets it.
 
-Control tokens and the markers of frames are removed, session keys become `[session]`, secrets are masked. What is
-looked for is what a human would read: capitals, invisible characters, look-alike Unicode forms of a letter and
-Markdown's marks make no difference. Everything else passes unchanged.
+Control tokens and the markers of frames are cut out wherever they stand, the address in a session key (a direct peer,
+a phone number, an e-mail address) and secrets are masked. What is looked for is what a human would read: capitals,
+invisible characters, look-alike Unicode forms of a letter and Markdown's marks make no difference. Everything else
+passes unchanged.
 
 Whether something is sent at all, and where to, is decided elsewhere (`policy`, the outbox).
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from itertools import accumulate
 from typing import Literal
@@ -23,7 +24,7 @@ from antiphon.engine.redaction import redact
 REPLY_SKIP = "REPLY_SKIP"
 ANNOUNCE_SKIP = "ANNOUNCE_SKIP"
 NO_REPLY = "NO_REPLY"
-SESSION = "[session]"
+MASK = "***"
 ROUNDS = 8
 """A removal can bring the halves of another token together. What is not clean after so many is built to get
 through, and nothing of it leaves."""
@@ -33,12 +34,9 @@ _TOKENS = "|".join(token.lower() for token in (REPLY_SKIP, ANNOUNCE_SKIP, NO_REP
 # comma at its end is the sentence's.
 _REST = r"""(?:[^\s"'<>()\[\]{}]*[^\s"'<>()\[\]{}.,;:!?])?"""
 _COLON = "(?::|%3a)"  # as it is, or in an address
-_KEY = (
-    rf"subagent{_COLON}[0-9a-f]{{8}}-[0-9a-f-]{{4,}}+"
-    rf"|(?:sub)?agent{_COLON}[a-z0-9][a-z0-9_-]{{0,63}}+{_COLON}{_REST}"
-)
 _TOKEN = re.compile(_TOKENS)
-_FORBIDDEN = re.compile(f"(?P<cut>{_TOKENS}|{MARKER.pattern})|{_KEY}")
+_CUT = re.compile(f"{_TOKENS}|{MARKER.pattern}")
+_KEYS = re.compile(rf"agent{_COLON}[a-z0-9][a-z0-9_-]{{0,63}}+{_COLON}{_REST}")
 
 # What nobody sees, besides the characters that Unicode calls controls and formats: fillers and selectors of variants.
 _INVISIBLE = re.compile(
@@ -47,8 +45,12 @@ _INVISIBLE = re.compile(
 )
 _BREAKS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _MARKDOWN = "\\*`~"  # escapes and emphasis; `_` is part of the tokens
-_SHELL = re.compile(r"""[\s`*_~>#\\"'.,;:!()\[\]{}-]*""")
-"""What stood around a token and says nothing without it: an empty code block, two asterisks."""
+_FENCE = re.compile(r"^[ \t>]*(?:```|~~~)[ \t]*[\w+.#-]*[ \t]*$", re.MULTILINE)
+_SHELL = frozenset({"Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "Sk", "Sm", "Zs", "Zl", "Zp", "Cc", "Cf"})
+"""Categories of what stood around a token and says nothing without it: quotes, punctuation, an empty code block."""
+
+_DIRECT = re.compile(rf"{_COLON}(?:direct|dm|openai-user){_COLON}")
+_PHONE = re.compile(r"(?:\+|%2b)[0-9]{6,}")
 
 
 def is_skip(text: str | None, token: str) -> bool:
@@ -56,27 +58,58 @@ def is_skip(text: str | None, token: str) -> bool:
     return text is not None and text.strip() == token
 
 
+def is_silence(text: str) -> bool:
+    """Whether an answer is nothing but control tokens, in any case, quotes, code fence or punctuation, or empty."""
+    return not text.strip() or (has_token(text) and not cut_tokens(text))
+
+
 def has_token(text: str) -> bool:
     """Whether a human would see a control token anywhere in it."""
     return _TOKEN.search(text.translate(_FOLDING)) is not None
 
 
-def clear(text: str, *, stats: str | None = None) -> str:
+def clear(text: str, *, stats: str | None = None, own_key: str | None = None) -> str:
     """What may leave for a human; empty means that nothing is to be sent.
 
-    `stats` is a line of ours, which names the session on purpose: it is put below as it is.
+    `stats` is a line of ours, which names the session on purpose: it is put below as it is. `own_key` is the session
+    that the human is in: the address in it is theirs, and stays.
     """
-    text = _settled(text)
+    text = _settled(text, lambda folded: _address(folded, own_key))
     if not text or stats is None:
         return text
     return f"{text}\n\n{_BREAKS.sub(' ', stats)}"
 
 
-def _settled(text: str) -> str:
+def clear_for_agents(text: str) -> str:
+    """What may be put before another agent: as for people, but every session key stays one that can be used."""
+    return _settled(text, lambda _: None)
+
+
+def cut_tokens(text: str) -> str:
+    """The text without control tokens and markers, and otherwise as it is; empty where nothing else is left."""
+    return _settled(text, lambda _: None, lambda same: same)
+
+
+def _address(key: str, own_key: str | None) -> int | None:
+    """Where in a folded session key the address of somebody begins, if it holds one that is not the reader's own."""
+    if own_key is not None and key == own_key.translate(_FOLDING):
+        return None
+    found = [match.start() for match in (_PHONE.search(key),) if match]
+    if (direct := _DIRECT.search(key)) and direct.end() < len(key):
+        found.append(direct.end())
+    for at in (key.find("@"), key.find("%40")):
+        if at > 0:
+            found.append(
+                max(key.rfind(":", 0, at) + 1, key.rfind("%3a", 0, at) + 3 if "%3a" in key[:at] else 0)
+            )
+    return min(found, default=None)
+
+
+def _settled(text: str, address: Callable[[str], int | None], mask: Callable[[str], str] = redact) -> str:
     for _ in range(ROUNDS):
-        cleaned = _without(text)
+        cleaned = _without(text, address)
         if cleaned == text:
-            cleaned = redact(text)
+            cleaned = mask(text)
         if cleaned == text:
             return text
         text = cleaned
@@ -102,21 +135,31 @@ def _fold(char: str) -> str:
 _FOLDING = _Folding()
 
 
-def _without(text: str) -> str:
+def _without(text: str, address: Callable[[str], int | None]) -> str:
     """The text without what is forbidden, found in its folded form and cut out of the real one."""
     folded = text.translate(_FOLDING)
-    found = list(_FORBIDDEN.finditer(folded))
-    if not found:
-        return text
+    # Tokens first: one may stand in the middle of a key.
+    if cuts := [match.span() for match in _CUT.finditer(folded)]:
+        rest = _replaced(text, cuts, None)
+        return "" if _is_shell(rest) else rest
+    keys = ((match, address(match[0])) for match in _KEYS.finditer(folded))
+    spans = [(match.start() + first, match.end()) for match, first in keys if first is not None]
+    return _replaced(text, spans, MASK) if spans else text
+
+
+def _replaced(text: str, spans: Iterable[tuple[int, int]], put: str | None) -> str:
+    """The text with spans of its folded form replaced; None cuts them out."""
     ends = list(accumulate(map(len, map(_fold, text))))
     pieces: list[str | None] = []
     done = 0
-    for match in found:
-        start, end = bisect_right(ends, match.start()), bisect_right(ends, match.end() - 1) + 1
-        pieces += (text[done:start], None if match["cut"] else SESSION)
-        done = end
-    rest = _joined([*pieces, text[done:]])
-    return "" if None in pieces and _SHELL.fullmatch(rest) else rest
+    for first, last in spans:
+        pieces += (text[done : bisect_right(ends, first)], put)
+        done = bisect_right(ends, last - 1) + 1
+    return _joined([*pieces, text[done:]])
+
+
+def _is_shell(rest: str) -> bool:
+    return all(unicodedata.category(char) in _SHELL for char in _FENCE.sub("", rest))
 
 
 def _joined(pieces: Iterable[str | None]) -> str:

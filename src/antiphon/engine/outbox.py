@@ -135,7 +135,7 @@ class Outbox:
             self.wake()
 
     async def _deliver(self, row: Row, owner: str) -> None:
-        text = gate.clear(row["body"], stats=row["stats"])
+        text = gate.clear(row["body"], stats=row["stats"], own_key=row["session_key"])
         where = deliveries.read(row["destination"])
         channel = self.channels.get(where.channel)
         if where.channel == WEBCHAT:

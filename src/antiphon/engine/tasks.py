@@ -269,10 +269,9 @@ async def _announce(tx: Tx, task: Row, step: Step, now: int) -> Sequel:
 
 async def _announced(tx: Tx, task: Row, step: Step, now: int) -> Sequel:
     said = step.said
-    if said is not None and gate.is_skip(said, gate.ANNOUNCE_SKIP):
+    if said is not None and gate.is_silence(said):
         return await _settle(tx, task, None, "skipped", now)
-    # Words that are no answer, or that only half of them are: the report does not depend on them.
-    return await _report(tx, task, None if said is None or gate.has_token(said) else said, now)
+    return await _report(tx, task, None if said is None else gate.cut_tokens(said) or None, now)
 
 
 # --- the report ---
@@ -282,7 +281,7 @@ async def _report(tx: Tx, task: Row, announced: str | None, now: int) -> Sequel:
     task = await _again(tx, task)
     options = read_options(task)
     report = _reported(task, announced, await _stats(tx, task, options))
-    body = gate.clear(wording.report_text(report, options.locale))
+    body = gate.clear_for_agents(wording.report_text(report, options.locale))
     stats = wording.stats_line(report.stats, options.locale)
     told, entry_run = await _tell(tx, task, options, f"{body}\n\n{stats}", now)
     if options.announce != "channel":
