@@ -1,25 +1,59 @@
 """The event loop of a process that hosts sessions.
 
-uvloop does the same as asyncio's own loop for less; where it cannot be had, asyncio's own will do. The garbage
+uvloop does the same as asyncio's own loop for less; where it is not installed, asyncio's own will do. The garbage
 collector is told that what exists at start stays, and to look less often: most of what a run makes is gone by
-reference counting alone, and the collector's passes over the rest were a tenth of the cost of a run.
+reference counting alone, and the collector's passes over the rest were a tenth of the cost of a run. It counts
+objects, however large they are, so it also looks when the process has grown by many bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from collections.abc import Coroutine
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+GROWTH_CHECK_SECONDS = 1.0
+MIN_GROWTH_BYTES = (
+    64 * 2**20
+)  # since the last collection, after which the next one is due; at least a quarter
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
     with asyncio.Runner(loop_factory=_factory()) as runner:
-        return runner.run(main)
+        return runner.run(_bounded(main))
+
+
+async def _bounded(main: Coroutine[Any, Any, T]) -> T:
+    collecting = asyncio.create_task(_collect_when_grown())
+    try:
+        return await main
+    finally:
+        collecting.cancel()
+
+
+async def _collect_when_grown() -> None:
+    """Bound garbage by bytes, where the size of the process is known."""
+    with suppress(OSError):
+        settled = _resident_bytes()
+        while True:
+            await asyncio.sleep(GROWTH_CHECK_SECONDS)
+            size = _resident_bytes()
+            if size - settled > max(MIN_GROWTH_BYTES, settled // 4):
+                gc.collect()
+                settled = _resident_bytes()
+            else:
+                settled = min(settled, size)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _factory() -> Any:

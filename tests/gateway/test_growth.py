@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 from sockets import Client, Gate
+from websockets.server import ServerProtocol
 
 from antiphon.bus.local import LocalBus
+from antiphon.gateway.connection import Connection
+from antiphon.gateway.heads import BoundedProtocol
+from antiphon.gateway.line import LineProtocol
 from stage import OPERATOR, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W2")]
@@ -115,3 +119,36 @@ async def test_nothing_is_left_of_clients_that_are_gone(gate: Gate) -> None:
     await emptied(left)
     await emptied(lambda: {kind: more for kind, more in (objects() - before).items() if more > SLACK})
     assert (await gate.operations.summary(OPERATOR)).sessions == CLIENTS
+
+
+@pytest.mark.requirement("W1", "SEC14")
+async def test_what_a_connection_held_is_freed_without_the_collector(gate: Gate) -> None:
+    """However it ended: the collector looks so seldom that what it would find could be gigabytes."""
+
+    def left() -> dict[str, int]:
+        kinds = (LineProtocol, ServerProtocol, BoundedProtocol, Connection)
+        found = Counter(type(it).__name__ for it in gc.get_objects() if issubclass(type(it), kinds))
+        return dict(found - idle)
+
+    idle: Counter[str] = Counter()
+    gc.collect()
+    idle = Counter(left())
+    gc.disable()
+    try:
+        for cut in (True, False):
+            for first in (None, '{"type":"req"', " " * 70_000, "not JSON"):
+                async with gate.stranger() as peer:
+                    if first:
+                        await peer.send(first)
+                    if cut:
+                        peer.abort()
+                    if cut or first:
+                        await peer.closed()
+            async with gate.client() as client:
+                await client.call("health")
+                if cut:
+                    client.abort()
+                    await client.closed()
+        await emptied(left)
+    finally:
+        gc.enable()

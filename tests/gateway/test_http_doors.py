@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -410,15 +411,25 @@ async def test_who_came_in_time_may_be_answered_later(
 async def test_there_are_only_so_many_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "MOST", 3)
     async with opened(tmp_path) as gate, gate.client() as client:
-        held = [await _connected(gate) for _ in range(2)]
-        reader, writer = await _connected(gate)
-        assert await asyncio.wait_for(reader.read(), BOUND) == b""
-        for _, each in (*held, (reader, writer)):
-            each.close()
-            await each.wait_closed()
-        await client.settled()
+        held = [await _connected(gate) for _ in range(3)]
+        assert await asyncio.wait_for(held[0][0].read(), BOUND) == b"", "the oldest makes room"
         async with gate.http() as http:
             assert (await http.get("/healthz")).status_code == 200
+        for _, each in held:
+            each.close()
+            with suppress(ConnectionError):  # of those that made room
+                await each.wait_closed()
+        await client.settled()
+
+
+@pytest.mark.requirement("W5")
+async def test_no_more_than_that_are_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "MOST", 1)
+    async with opened(tmp_path) as gate, gate.client() as client:
+        reader, writer = await _connected(gate)
+        assert await asyncio.wait_for(reader.read(), BOUND) == b"", "who has authenticated is not hung up on"
+        writer.close()
+        await client.settled()
 
 
 @pytest.mark.requirement("W5")

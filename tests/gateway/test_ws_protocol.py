@@ -8,6 +8,7 @@ import hashlib
 import logging
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from antiphon.access import Caller
 from antiphon.clock import ManualClock
 from antiphon.config.addresses import is_loopback
 from antiphon.gateway import connection, devices, frames, handshake, hub, socket
+from antiphon.gateway.heads import PendingPeers
 from antiphon.gateway.methods import METHODS
 from stage import BOUND, MAIN, OPERATOR, soon, until
 
@@ -607,16 +609,40 @@ async def test_waiting_requests_delay_no_other_and_are_bounded(
 async def test_too_many_connections_are_told_to_come_back(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from websockets.exceptions import InvalidStatus
-
-    monkeypatch.setattr(socket, "MOST_STRANGERS", 1)
-    async with gate.stranger() as first:
-        await first.event("connect.challenge")
+    monkeypatch.setattr(socket, "MOST_CONNECTIONS", 1)
+    async with gate.client():
         with pytest.raises(InvalidStatus):
             async with gate.stranger():
                 pass
-    async with gate.client() as client:
-        assert client.hello["type"] == "hello-ok"
+
+
+async def test_the_oldest_stranger_makes_room_for_another(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "MAX_STRANGERS", 2)
+    async with gate.stranger() as first, gate.stranger() as second:
+        await first.event("connect.challenge")
+        await second.event("connect.challenge")
+        async with gate.stranger() as third:
+            await third.event("connect.challenge")
+            assert await first.closed() == (1013, "try again later")
+            async with gate.client() as client:
+                assert client.hello["type"] == "hello-ok"
+                assert await second.closed() == (1013, "try again later")
+                assert not third.over
+
+
+def test_the_address_that_has_most_strangers_loses_its_oldest() -> None:
+    peers, evicted = PendingPeers(), list[str]()
+    for name, address in (("b1", "b"), ("a1", "a"), ("a2", "a"), ("c1", "c"), ("a3", "a")):
+        peers.add(address, partial(evicted.append, name))
+    assert [peers.evict_one() for _ in range(5)] == [True] * 5
+    assert evicted == ["a1", "a2", "b1", "c1", "a3"]
+    assert not peers.evict_one()
+    ticket = peers.add("a", partial(evicted.append, "a4"))
+    peers.discard(ticket)
+    peers.discard(ticket)
+    assert (len(peers), peers.evict_one()) == (0, False)
 
 
 # --- liveness ---

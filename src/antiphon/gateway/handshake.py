@@ -79,7 +79,7 @@ async def enter(
         raise InvalidInput("The first request must be connect.", "Send it first.", field="method")
     params = frames.read_params("connect", request.params, _connect)
     protocol = _protocol(params)
-    address = (scope.get("client") or ("unknown", 0))[0]
+    address = address_of(scope)
     identity = gateway.guard.admit(
         address, _header(scope, b"origin"), token=params.auth.token, password=params.auth.password
     )
@@ -90,6 +90,10 @@ async def enter(
     if client.role == "node":
         await _found_node(gateway, identity.caller(), client)
     return client, identity, protocol
+
+
+def address_of(scope: MutableMapping[str, Any]) -> str:
+    return (scope.get("client") or ("unknown", 0))[0]
 
 
 def _protocol(params: ConnectParams) -> int:

@@ -1,13 +1,15 @@
-"""How much a connection may cost before anybody knows whose it is: the bytes and the seconds of a request's head,
-and how many connections are open.
+"""Limits for unauthenticated connections: the bytes and seconds of a request's head, and how many are open.
 
-The rest of a request is bounded by what answers it (`replies`), and a WebSocket by its door (`socket`).
+When too many are, those that have said nothing yet make room, the oldest first (`PendingPeers`). The rest of a request
+is bounded by what answers it (`replies`), and a WebSocket by its protocol (`line`) and its door (`socket`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import resource
+from collections import Counter
+from collections.abc import Callable
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -28,9 +30,64 @@ def most_connections() -> int:
     return MOST if soft == resource.RLIM_INFINITY else max(1, min(MOST, soft - SPARE))
 
 
-class BoundedProtocol(HttpToolsProtocol):
-    """HTTP/1.1 as uvicorn speaks it, for peers that nobody knows. At most `limit_concurrency` - 1 are connected."""
+class PendingPeers:
+    """Peers that have not identified themselves. One of them makes room where a newcomer would find none.
 
+    That is the oldest of the address that has most of them, so that an address which fills the place with silent
+    connections displaces its own first. Where all share an address, as behind a proxy, it is the oldest of all.
+    """
+
+    def __init__(self) -> None:
+        self._peers: dict[int, tuple[str, Callable[[], None]]] = {}
+        self._count_by_address: Counter[str] = Counter()
+        self._next_ticket = 0
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def add(self, address: str, evict: Callable[[], None]) -> int:
+        """A ticket to discard the peer by. `evict` is called at most once, when the peer has been discarded."""
+        self._next_ticket += 1
+        self._peers[self._next_ticket] = address, evict
+        self._count_by_address[address] += 1
+        return self._next_ticket
+
+    def discard(self, ticket: int) -> None:
+        """Forget a peer: it has identified itself, or is gone. Evicted peers are forgotten already."""
+        if peer := self._peers.pop(ticket, None):
+            address = peer[0]
+            self._count_by_address[address] -= 1
+            if not self._count_by_address[address]:
+                del self._count_by_address[address]
+
+    def evict_one(self) -> bool:
+        """Whether there was one to evict."""
+        if not self._peers:
+            return False
+        most = max(self._count_by_address.values())
+        for ticket, (address, evict) in self._peers.items():
+            if self._count_by_address[address] == most:
+                self.discard(ticket)
+                evict()
+                return True
+        return False
+
+
+def bounded_protocol() -> type[BoundedProtocol]:
+    """The protocol of one server, whose connections share a limit."""
+
+    class Protocol(BoundedProtocol):
+        pending = PendingPeers()
+
+    return Protocol
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """HTTP/1.1 as uvicorn speaks it, for unknown peers. At most `limit_concurrency` - 1 are connected."""
+
+    pending: PendingPeers
+    """Connections that have no request under way: their next head, or their first, has to arrive yet."""
+    _ticket = 0
     _timer: asyncio.TimerHandle | None = None
     _upgraded = False
     _size = 0
@@ -40,10 +97,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
-            transport.abort()
-        else:
+        if self.limit_concurrency is None or len(self.connections) < self.limit_concurrency:
             self._arm()
+        elif len(self.connections) < self.limit_concurrency + SPARE // 2 and self.pending.evict_one():
+            self._arm()  # the evicted one is gone within this turn of the event loop
+        else:
+            transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
@@ -84,6 +143,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def handle_websocket_upgrade(self) -> None:
         self._upgraded = True
         super().handle_websocket_upgrade()
+        self.parser = None  # which refers to this object, and is not needed any more
 
     def _count(self, size: int) -> None:
         self._unheard = 0
@@ -95,9 +155,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _arm(self) -> None:
         """Not again while it runs: a byte now and then gives nobody more time."""
-        self._timer = self._timer or self.loop.call_later(HEAD_TIME, self.transport.abort)
+        if self._timer is None:
+            self._timer = self.loop.call_later(HEAD_TIME, self.transport.abort)
+            self._ticket = self.pending.add(self.client[0] if self.client else "", self.transport.abort)
 
     def _disarm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+            self.pending.discard(self._ticket)

@@ -1,32 +1,79 @@
-"""A WebSocket as uvicorn serves it, and one thing more: a text that goes out at once.
+"""A WebSocket as uvicorn serves it, with limits on what a peer may cost and a way to send a text at once.
 
-What ASGI offers is a coroutine. To tell a thousand listeners something, it would wake a thousand tasks, each for one
-write, and wrap the text for each of them in what the protocol needs for the rest of its life. Here a text is framed
-and handed to the socket in one call. A client that lags, or a connection that is not open, refuses it, and the
-outbox takes over (`connection`).
+Limits: a message is bounded while it is being read, and tightly until the peer has authenticated (`admit`); so are
+the fragments of a message, the control frames per second and the frames that one callback of the event loop handles.
+What a closed connection held is freed with its last reference: nothing is left to the garbage collector.
+
+Sending at once: what ASGI offers is a coroutine. To tell a thousand listeners something, it would wake a thousand
+tasks, each for one write, and wrap the text for each of them in what the protocol needs for the rest of its life.
+Here a text is framed and handed to the socket in one call. A client that lags, or a connection that is not open,
+refuses it, and the outbox takes over (`connection`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+import asyncio
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
+from uvicorn._types import ASGIReceiveEvent
+from uvicorn.config import Config
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from uvicorn.server import ServerState
+from websockets.frames import CTRL_OPCODES, Frame
 from websockets.http11 import Request
-from websockets.protocol import State
+from websockets.protocol import Event, State
+
+from antiphon.gateway import frames
 
 AtOnce = Callable[[str], bool]
 EXTENSION = "antiphon.at_once"
 TEXT = 0x81  # a whole text in one frame; frames of a server have no mask
 
+STRANGER_MAX_FRAGMENTS = 64  # of a message, before the peer has authenticated
+MAX_FRAGMENTS_PER_MESSAGE = 4096  # some clients cut messages into pieces of 2 KiB
+CONTROL_FRAMES_PER_SECOND = 20
+CONTROL_FRAME_BURST = 100
+MAX_FRAMES_PER_CALLBACK = 64  # then other connections have their turn
+MIN_SLICE_BYTES, MAX_SLICE_BYTES = 1024, 16 * 1024  # that are parsed before frames are counted
+STRANGER_CLOSE_SECONDS = 0.5  # in which a peer that has not authenticated has to answer a close frame
+
 
 class LineProtocol(WebSocketsSansIOProtocol):
     """Only without extensions of the protocol, such as compression, which would have to see every frame."""
 
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.conn.max_message_size = frames.FIRST_BYTES
+        self._max_fragments = STRANGER_MAX_FRAGMENTS
+        self._member_close_timeout = self.close_timeout
+        self.close_timeout = STRANGER_CLOSE_SECONDS
+        self._unparsed = bytearray()
+        """Received, but not parsed yet; reading is paused while it holds anything."""
+        self._slice_bytes = MIN_SLICE_BYTES
+        self._parsing_is_scheduled = False
+        self._fragments = 0
+        self._control_frames_left = float(CONTROL_FRAME_BURST)
+        self._control_frames_counted_at = 0.0
+        self._owed_pong = b""
+
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
         if not self.close_sent:  # it was not refused
-            self.scope.setdefault("extensions", {})[EXTENSION] = {"send": self.send_at_once}
+            extensions = self.scope.setdefault("extensions", {})
+            extensions[EXTENSION] = {"send": self.send_at_once, "admit": self.admit}
+
+    def admit(self) -> None:
+        """Raise the limits: the peer has authenticated."""
+        self.conn.max_message_size = self.config.ws_max_size
+        self._max_fragments = MAX_FRAGMENTS_PER_MESSAGE
+        self.close_timeout = self._member_close_timeout
 
     def send_at_once(self, text: str) -> bool:
         """Whether it was taken."""
@@ -35,6 +82,141 @@ class LineProtocol(WebSocketsSansIOProtocol):
         payload = text.encode()
         self.transport.write(_head(len(payload)) + payload)
         return True
+
+    # --- receiving ---
+
+    def data_received(self, data: bytes) -> None:
+        if not self._unparsed and len(data) <= MIN_SLICE_BYTES and not self._must_hold():
+            self._feed(data)
+            return
+        self._unparsed += data
+        self._parse()
+
+    async def receive(self) -> ASGIReceiveEvent:
+        if self._unparsed:
+            self._read_on()
+        message = await self.queue.get()
+        if self.read_paused and self.queue.empty():
+            self.read_paused = False
+            self._read_on()
+        return message
+
+    def _must_hold(self) -> bool:
+        """Whether what arrives is kept: the application has a message to take first, or a handshake to accept."""
+        return self.read_paused or (self.handshake_initiated and not self.handshake_complete)
+
+    def _read_on(self) -> None:
+        if self.disconnected or self.transport.is_closing():
+            return
+        if self._unparsed:
+            self._schedule_parsing()
+        else:
+            self.transport.resume_reading()
+
+    def _schedule_parsing(self) -> None:
+        if not self._parsing_is_scheduled:
+            self._parsing_is_scheduled = True
+            self.loop.call_soon(self._parse_later)
+
+    def _parse_later(self) -> None:
+        self._parsing_is_scheduled = False
+        self._parse()
+
+    def _parse(self) -> None:
+        """Parse what has arrived, until it is used up, the application has to act, or others are to have a turn."""
+        handled = 0
+        while self._unparsed and not self._must_hold():
+            if self.disconnected or self.transport.is_closing():
+                self._unparsed.clear()
+                return
+            if handled >= MAX_FRAMES_PER_CALLBACK:
+                self._schedule_parsing()
+                break
+            piece = bytes(self._unparsed[: self._slice_bytes])
+            del self._unparsed[: self._slice_bytes]
+            count = self._feed(piece)
+            handled += count
+            self._slice_bytes = MIN_SLICE_BYTES if count else min(self._slice_bytes * 2, MAX_SLICE_BYTES)
+        if self.disconnected or self.transport.is_closing():
+            return
+        if self._unparsed:
+            self.transport.pause_reading()
+        elif not self.read_paused:
+            self.transport.resume_reading()
+
+    def _feed(self, data: bytes) -> int:
+        """Parse these bytes and handle the frames that are whole now; how many they were."""
+        self.conn.receive_data(data)
+        if self.conn.parser_exc is not None:
+            self.handle_parser_exception()
+            return 0
+        events = self.conn.events
+        if not events:
+            return 0
+        count = len(events)
+        if excess := self._excess(events):
+            self.conn.events_received()
+            self._fail(1008, excess)
+        else:
+            self.handle_events()
+        return count
+
+    def _excess(self, events: Sequence[Event]) -> str | None:
+        """Why these frames are too many, if they are."""
+        control = 0
+        for event in events:
+            if not isinstance(event, Frame):
+                continue
+            if event.opcode in CTRL_OPCODES:
+                control += 1
+            elif event.fin:
+                self._fragments = 0
+            else:
+                self._fragments += 1
+                if self._fragments > self._max_fragments:
+                    return "too many fragments"
+        if control and not self._may_handle_control_frames(control):
+            return "too many control frames"
+        return None
+
+    def _may_handle_control_frames(self, count: int) -> bool:
+        now = self.loop.time()
+        earned = (now - self._control_frames_counted_at) * CONTROL_FRAMES_PER_SECOND
+        self._control_frames_counted_at = now
+        self._control_frames_left = min(self._control_frames_left + earned, CONTROL_FRAME_BURST) - count
+        return self._control_frames_left >= 0
+
+    def _fail(self, code: int, reason: str) -> None:
+        self.conn.fail(code, reason)
+        self.handle_parser_exception()
+
+    # --- control frames ---
+
+    def handle_ping(self) -> None:
+        """While the peer does not read, only its latest ping is answered, when it has."""
+        if self.writable.is_set():
+            super().handle_ping()
+        elif output := self.conn.data_to_send():
+            self._owed_pong = output[-1]
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._owed_pong and self.conn.state is State.OPEN:
+            self.transport.write(self._owed_pong)
+        self._owed_pong = b""
+
+    # --- the end ---
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unparsed.clear()
+        self.frames.clear()
+        self.conn.reader.discard()
+        self.conn.parser.close()  # a generator of the object that holds it
+        self.conn.parser_exc = None  # and so is the traceback of an error
+        self.conn.events.clear()
+        if scope := getattr(self, "scope", None):  # which holds methods of this very object
+            scope.get("extensions", {}).pop(EXTENSION, None)
 
 
 def _head(size: int) -> bytes:
@@ -48,6 +230,12 @@ def _head(size: int) -> bytes:
 def at_once(scope: MutableMapping[str, Any]) -> AtOnce:
     """How to send at once over this connection; a server that has no such thing always refuses."""
     return scope.get("extensions", {}).get(EXTENSION, {}).get("send", refused)
+
+
+def admit(scope: MutableMapping[str, Any]) -> None:
+    """Raise the limits of this connection: its peer has authenticated."""
+    if extension := scope.get("extensions", {}).get(EXTENSION):
+        extension["admit"]()
 
 
 def refused(_: str) -> bool:

@@ -25,7 +25,7 @@ from antiphon.gateway import frames, note
 from antiphon.gateway.app import App
 from antiphon.gateway.auth import Guard, own_origins
 from antiphon.gateway.gateway import Gateway
-from antiphon.gateway.heads import BoundedProtocol, most_connections
+from antiphon.gateway.heads import bounded_protocol, most_connections
 from antiphon.gateway.hub import Hub
 from antiphon.gateway.line import LineProtocol
 from antiphon.gateway.tokens import Tokens, configured
@@ -123,8 +123,8 @@ def _settings(app: App, most: int) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="none",
-        http=BoundedProtocol,
-        limit_concurrency=most + 1,  # the protocol hangs up at this one
+        http=bounded_protocol(),
+        limit_concurrency=most + 1,  # the protocol hangs up on one of them at this one
         ws=LineProtocol,
         ws_max_size=frames.MAX_BYTES,
         ws_per_message_deflate=False,  # memory and time for every client, for texts on one machine

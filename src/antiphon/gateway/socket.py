@@ -11,6 +11,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 import msgspec
@@ -20,6 +21,7 @@ from antiphon.errors import AntiphonError, Forbidden, InvalidInput, Unauthorized
 from antiphon.gateway import auth, frames, handshake, line
 from antiphon.gateway.connection import Connection
 from antiphon.gateway.gateway import Gateway
+from antiphon.gateway.heads import PendingPeers
 from antiphon.gateway.hub import Hub
 from antiphon.gateway.methods import METHODS, Call, Method
 from antiphon.tracing import span
@@ -29,7 +31,7 @@ log = logging.getLogger(__name__)
 FIRST_WORD = 15.0  # seconds a client may take to say who it is
 LAST_WORD = 0.5  # seconds in which a client has to take what was still meant for it
 MOST_CONNECTIONS = 4096
-MOST_STRANGERS = 64  # that have not said who they are
+MAX_STRANGERS = 64  # that have not said who they are; another one takes the place of one of them
 MOST_FOREIGN = 8  # strangers among them that come from a page which may not, and only get to hear so
 MOST_WAITING = 256  # requests of one connection that wait for something
 
@@ -55,7 +57,7 @@ class Sockets:
         self._gateway = gateway
         self._hub = hub
         self._open = 0
-        self._strangers = 0
+        self._strangers = PendingPeers()
         self._foreign = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,7 +66,6 @@ class Sockets:
         if (
             self._gateway.closing.is_set()
             or self._open >= MOST_CONNECTIONS
-            or self._strangers >= MOST_STRANGERS
             or (foreign and self._foreign >= MOST_FOREIGN)
         ):
             await send({"type": "websocket.close", "code": 1013, "reason": "try again later"})
@@ -119,18 +120,19 @@ class Sockets:
         nonce = str(uuid.uuid4())
         now = self._gateway.house.clock.now()
         connection.put(frames.unnumbered(frames.event("connect.challenge", {"nonce": nonce, "ts": now})))
-        self._strangers += 1
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._strangers.evict_one()
+        evict = partial(connection.close, 1013, "try again later")
+        ticket = self._strangers.add(handshake.address_of(scope), evict)
         try:
             async with asyncio.timeout(FIRST_WORD):
                 text = await _text(receive)
         except TimeoutError:
             raise Hangup(1008, "handshake timeout") from None
         finally:
-            self._strangers -= 1
+            self._strangers.discard(ticket)
         if text is None:
             raise Hangup(1000, "")
-        if _size(text) > frames.FIRST_BYTES:
-            raise Hangup(1009, "handshake too large")
         await self._connect(connection, _request(text), nonce, scope)
 
     async def _connect(
@@ -146,6 +148,7 @@ class Sockets:
             await self._refuse(connection, request.id, error, 1008, error.data.pop("ws", None))
         else:
             connection.enter(client, identity, protocol)
+            line.admit(scope)
             hello = handshake.hello(self._gateway, self._hub, connection)
             connection.put(frames.answer(request.id, hello))
             self._hub.join(connection)
@@ -232,11 +235,6 @@ def _decoded(text: str | bytes) -> frames.Request:
         raise
     except msgspec.DecodeError:
         return frames.decode(misfits.mended(text))
-
-
-def _size(text: str | bytes) -> int:
-    """In bytes, as it came."""
-    return len(text) if isinstance(text, bytes) else len(text.encode())
 
 
 async def _text(receive: Receive) -> str | bytes | None:

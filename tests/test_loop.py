@@ -1,0 +1,44 @@
+"""What the event loop of a hosting process promises: garbage is bounded by bytes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stage import BOUND
+
+pytestmark = pytest.mark.sqlite_only
+
+MIB = 2**20
+MAKES_GARBAGE = """
+import asyncio
+from antiphon import loop
+
+loop.GROWTH_CHECK_SECONDS = 0.0
+
+class Held:
+    def __init__(self):
+        self.me, self.buffer = self, b"." * 2**20
+
+async def main():
+    highest = 0
+    for _ in range(1024):
+        Held()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        highest = max(highest, loop._resident_bytes())
+    print(highest)
+
+loop.run(main())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the size of a process is not known here")
+@pytest.mark.requirement("SEC14")
+def test_large_objects_in_cycles_do_not_wait_for_many_small_ones() -> None:
+    command = [sys.executable, "-c", MAKES_GARBAGE]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=BOUND, check=True)
+    assert int(done.stdout) < 384 * MIB, "1 GiB was made, of which nothing was needed"
