@@ -368,6 +368,25 @@ class ExchangePage(_View, frozen=True):
     next_cursor: str | None = None
 
 
+class ExchangeStep(_View, frozen=True, kw_only=True):
+    """One answer within an exchange. `turn` is 0 for the first one, and absent for the announcement."""
+
+    run_id: str
+    session_key: str
+    turn: int | None = None
+    state: str
+    reply: str | None = None
+    error: str | None = None
+    at: int
+
+
+class ExchangeDetail(_View, frozen=True, kw_only=True):
+    """An exchange with its texts as a whole, and every answer in it that is still on record."""
+
+    exchange: ExchangeView
+    steps: list[ExchangeStep]
+
+
 def task_view(row: Row, viewer_agent_id: str | None) -> TaskView:
     return TaskView(
         run_id=row["id"],

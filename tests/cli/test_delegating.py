@@ -209,11 +209,11 @@ def test_what_was_said_to_whom(desk: Program) -> None:
             "--no-announce",
         )
         assert desk.run(*sent, "--wait", "30", "--key", f"k{number}").code == 0
-    heading, newest, _ = desk.run("exchanges", "--session", "main").out.splitlines()
+    heading, newest, _, _ = desk.run("exchanges", "--session", "main").out.splitlines()
     assert heading.split("  ")[0] == "PHASE"
     assert newest.split()[:3] == ["settled", MAIN, HELPER]
-    assert newest.split()[-1] == "k2"
-    assert "…" in newest
+    assert " k2 " in newest
+    assert newest.endswith(f"{'so ' * 20}2")
     first = desk.run("exchanges", "--limit", "1", "--json").json
     [exchange] = first["exchanges"]
     assert (exchange["id"], exchange["announced"], exchange["phase"]) == ("k2", "none", "settled")
@@ -222,6 +222,13 @@ def test_what_was_said_to_whom(desk: Program) -> None:
     rest = desk.run("exchanges", "--cursor", first["nextCursor"], "--session", HELPER, "--json").json
     assert [found["id"] for found in rest["exchanges"]] == ["k1"]
     assert desk.run("exchanges", "--unsettled", "--json").json == {"exchanges": []}
+    shown = desk.run("exchanges", "show", "k1")
+    assert shown.out.startswith("exchange k1\n  agent:main:main ↔ agent:helper:main\n  settled, turn 0/"), (
+        shown
+    )
+    assert desk.run("exchanges", "show", "k1", "--json").json["exchange"]["id"] == "k1"
+    assert desk.run("exchanges", "show", "k").code == 2
+    assert desk.run("exchanges", "show", "nothing").code == 3
     assert desk.run("exchanges", "--session", "agent:main:direct:nobody").code == 3
     for wrong in (["--limit", "501"], ["--cursor", "x"]):
         assert desk.run("exchanges", *wrong).code == 2
@@ -238,7 +245,7 @@ def test_what_did_not_get_there(desk: Program) -> None:
     assert (retried.code, retried.out) == (1, "")
     assert "dead again: There is no channel 'telegram' here." in retried.err
     heading, row, hint = desk.run("deliveries").out.splitlines()
-    assert heading.split() == ["STATE", "WHERE", "SINCE", "TRIES", "TEXT", "KEY", "ERROR"]
+    assert heading.split() == ["STATE", "WHERE", "SINCE", "TRIES", "KEY", "ERROR", "TEXT"]
     assert row.split()[:3] == ["dead", "telegram", "7"]
     assert "Status: ok Result: 42" in row
     assert "retry KEY" in hint

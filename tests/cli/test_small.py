@@ -57,7 +57,13 @@ def test_sub_agents_are_shown(desk: Program) -> None:
     assert heading.split() == ["LABEL", "STATE", "AGENT", "SINCE", "TOKENS", "ERROR", "RESULT"]
     assert row.split()[:4] == ["1", "calc", "ok", "main"]
     assert row.endswith("forty two")
-    assert "kill LABEL" in hint
+    assert "show|kill LABEL" in hint
+    [task] = desk.run("subagents", "--json").json["subagents"]
+    for target in ("calc", "cal", "1", "last", task["runId"], task["runId"][:8], task["childSessionKey"]):
+        shown = desk.run("subagents", "show", target, "--json").json
+        assert (shown["runId"], "Result: forty two" in shown["report"]) == (task["runId"], True)
+    told = desk.run("subagents", "show", "calc").out
+    assert told.startswith("calc · ok\n") and "Result: forty two\n\nStats: " in told
     for what in (["kill", "calc"], ["steer", "1", "say no"], ["kill", "last"]):
         refused = desk.run("subagents", *what, "--json")
         assert (refused.code, refused.error["code"]) == (2, "conflict"), refused

@@ -73,6 +73,7 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "subagents.report": (READ, {"runId": "dead"}),
     "agents.spawnable": (READ, {}),
     "exchanges.list": (READ, {"sessionKey": MAIN}),
+    "exchanges.get": (READ, {"id": "none"}),
     "deliveries.list": (READ, {}),
     "chat.send": (WRITE, {"sessionKey": MAIN, **SEND}),
     "chat.abort": (WRITE, {"sessionKey": MAIN}),
@@ -96,7 +97,7 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "cron.remove": (ADMIN, {"id": "job"}),
 }  # fmt: skip
 
-NOTHING_THERE = ("send", "sessions.restore")  # no channel, and no earlier conversation
+NOTHING_THERE = ("send", "sessions.restore", "exchanges.get")  # no channel, earlier conversation or exchange
 CHAT = {"model": "antiphon", "messages": [{"role": "user", "content": "hi"}]}
 # What each route needs: a scope, nothing, or the token of hooks.
 ROUTES: dict[tuple[str, str], tuple[str, Any]] = {

@@ -173,6 +173,14 @@ async def test_what_was_said_to_whom_is_listed(tmp_path: Path) -> None:
         rest = await reader.call("exchanges.list", sessionKey=HELPER, cursor=first["nextCursor"])
         assert [found["id"] for found in rest["exchanges"]] == ["k1"]
         assert "nextCursor" not in rest
+        for id in ("k2", "k1"):
+            detail = await reader.call("exchanges.get", id=id)
+            assert (detail["exchange"]["id"], detail["exchange"]["message"]) == (id, f"say {id[1]}")
+            [step] = detail["steps"]
+            assert (step["runId"], step["sessionKey"], step["turn"], step["reply"]) == (id, HELPER, 0, id[1])
+        for reference, kind in (("k", "ambiguous"), ("k3", "not_found"), ("%", "not_found")):
+            refused = await reader.refused("exchanges.get", id=reference)
+            assert refused["details"]["type"] == kind
         for wrong in ({"limit": 0}, {"limit": 501}, {"cursor": "x"}, {"unsettled": "yes"}, {"state": "dead"}):
             assert (await reader.refused("exchanges.list", **wrong))["code"] == "INVALID_REQUEST"
         missing = await reader.refused("exchanges.list", sessionKey="agent:main:direct:nobody")

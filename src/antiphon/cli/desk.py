@@ -52,6 +52,7 @@ class Desk(Protocol):
     async def exchanges(
         self, session: str | None, *, unsettled: bool, limit: int, cursor: str | None = None
     ) -> views.ExchangePage: ...
+    async def exchange(self, reference: str) -> views.ExchangeDetail: ...
     async def deliveries(
         self, state: str | None, limit: int, cursor: str | None = None
     ) -> views.DeliveryPage: ...
@@ -139,6 +140,9 @@ class Own:
         return await self._operations.exchanges(
             self._caller, session, unsettled=unsettled, limit=limit, cursor=cursor
         )
+
+    async def exchange(self, reference: str) -> views.ExchangeDetail:
+        return await self._operations.exchange(self._caller, reference)
 
     async def deliveries(
         self, state: str | None, limit: int, cursor: str | None = None

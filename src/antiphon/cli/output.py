@@ -142,6 +142,45 @@ def _stacked(headings: Sequence[str], cells: Sequence[str], edge: int) -> list[s
     return [bold(title) + lines[0][len(title) :], *lines[1:]]
 
 
+def fact(name: str, text: str) -> None:
+    """Print a fact under a heading, with the lines that follow the first one indented."""
+    lines = clean(text).split("\n")
+    click.echo("\n".join([f"  {name:<6} {lines[0]}", *(f"         {more}" for more in lines[1:])]))
+
+
+def said_by(ms: int | None, speaker: str, text: str, number: int | None = None) -> None:
+    """Print an entry of a conversation: when, who and what, with the lines that follow the first one indented."""
+    from datetime import datetime
+
+    at = " " * 8 if ms is None else datetime.fromtimestamp(ms / 1000).astimezone().strftime("%H:%M:%S")
+    start = f"{at} " if number is None else f"{number:>5} {at} "
+    first, *more = _folded(clean(text), len(start), len(line(speaker)) + 1)
+    click.echo(f"{dim(start)}{bold(line(speaker))} {first}".rstrip())
+    for rest in more:
+        click.echo(f"{' ' * len(start)}{rest}".rstrip())
+
+
+def _folded(text: str, indent: int, taken: int) -> list[str]:
+    """The lines of a text; on a terminal those that do not fit beside the indentation are broken between words."""
+    lines = text.split("\n")
+    if not sys.stdout.isatty():
+        return lines
+    import textwrap
+
+    width = max(20, shutil.get_terminal_size().columns - indent)
+    folded: list[str] = []
+    for number, whole in enumerate(lines):
+        used = " " * taken if number == 0 else ""  # the speaker stands before the first line
+        if len(used) + len(whole) <= width:
+            folded.append(whole)
+            continue
+        parts = textwrap.wrap(
+            whole, width, initial_indent=used, break_long_words=False, break_on_hyphens=False
+        ) or [""]
+        folded += [parts[0][len(used) :], *parts[1:]]
+    return folded
+
+
 def said(item: Mapping[str, Any]) -> str:
     """The words of a history entry, as a person would want to read them."""
     if item.get("role") == "compaction":

@@ -35,7 +35,7 @@ def _whose(function: F) -> F:
 
 
 @click.group(
-    help="See what a session has had sub-agents do, and stop or redirect one. Alone: as `list`.",
+    help="See what a session has had sub-agents do and report, and stop or redirect one. Alone: as `list`.",
     invoke_without_command=True,
 )
 @_whose
@@ -66,7 +66,7 @@ def _list(settings: Settings, requester: str) -> None:
     else:
         rows = [_row(number, task) for number, task in enumerate(found, 1)]
         output.table(["LABEL", "STATE", "AGENT", "SINCE", "TOKENS", "ERROR", "RESULT"], rows)
-        click.echo(output.dim("One of them: antiphon subagents kill LABEL; or its number, or `last`"))
+        click.echo(output.dim("One of them: antiphon subagents show|kill LABEL; or its number, or `last`"))
 
 
 async def _tasks(settings: Settings, requester: str) -> list[TaskView]:
@@ -86,6 +86,51 @@ def _row(number: int, task: TaskView) -> list[str]:
         task.error or "",
         output.brief(task.result or "", MAX_RESULT_CHARS),
     ]
+
+
+@command.command()
+@click.argument("target")
+@_whose
+@reaching
+@common
+@click.pass_obj
+def show(settings: Settings, target: str, requester: str) -> None:
+    """One of them with its whole report. TARGET is its label, number, key or run id, or `last`."""
+    task, report = asyncio.run(_report(settings, target, requester))
+    if settings.json:
+        import msgspec
+
+        known: Any = msgspec.to_builtins(task) if task else {"runId": target}
+        output.emit({**known, "report": report})
+        return
+    if task is not None:
+        click.echo(
+            f"{output.bold(output.line(task.name))} · {STATES.get(task.phase) or task.status or task.phase}"
+        )
+        for name, fact in (
+            ("key", task.child_session_key),
+            ("run", task.run_id),
+            ("agent", task.agent_id),
+            ("since", output.moment(task.created_at)),
+            ("task", task.task),
+        ):
+            output.fact(name, fact)
+    click.echo(output.clean(report or "It has not reported yet."))
+
+
+async def _report(settings: Settings, target: str, requester: str) -> tuple[TaskView | None, str | None]:
+    from antiphon.cli.desk import reading
+    from antiphon.errors import NotFound
+
+    async with reading(settings) as desk:
+        try:
+            task = _chosen(target, await desk.tasks(requester))
+        except NotFound as error:
+            try:
+                return None, await desk.task_report(target)  # one that ended long ago is in no list
+            except NotFound:
+                raise error from None
+        return task, await desk.task_report(task.run_id)
 
 
 @command.command()
@@ -180,23 +225,19 @@ async def _settled(desk: Desk, requester: str, tasks: Sequence[TaskView]) -> Non
 
 
 def _chosen(target: str, found: Sequence[TaskView]) -> TaskView:
-    """By whatever the table shows of it."""
-    from antiphon.errors import Ambiguous, NotFound
+    """By whatever the table shows of it, or by its key or its run id."""
+    from antiphon.cli.choices import choose
 
     if target == "last" and found:
         return found[0]
-    fitting = [task for task in found if target in (task.label, task.child_session_key, task.run_id)]
-    if not fitting and target.isdecimal() and 0 < int(target) <= len(found):
+    exact = any(target in _names(task) for task in found)
+    if not exact and target.isdecimal() and 0 < int(target) <= len(found):
         return found[int(target) - 1]
-    if not fitting:
-        raise NotFound(f"No sub-agent fits {target[:80]!r}.", "See `antiphon subagents`; --for says whose.")
-    if len(fitting) > 1:
-        raise Ambiguous(
-            f"{len(fitting)} sub-agents are called {target[:80]!r}.",
-            "Name one by its number in `antiphon subagents`.",
-            candidates=[task.child_session_key for task in fitting[:10]],
-        )
-    return fitting[0]
+    return choose(target, found, _names, "sub-agent", "See `antiphon subagents`; --for says whose.")
+
+
+def _names(task: TaskView) -> Sequence[str]:
+    return [task.child_session_key, task.run_id, *([task.label] if task.label else [])]
 
 
 def _at_work(task: TaskView) -> TaskView:

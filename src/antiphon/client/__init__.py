@@ -28,6 +28,7 @@ from antiphon.views import (
     Conversation,
     DeliveryPage,
     DeliveryView,
+    ExchangeDetail,
     ExchangePage,
     HistoryPage,
     RunView,
@@ -217,6 +218,9 @@ class Client:
     ) -> ExchangePage:
         given: Json = {"sessionKey": session, "unsettled": unsettled, "limit": limit, "cursor": cursor}
         return msgspec.convert(await self.call("exchanges.list", _given(given)), ExchangePage)
+
+    async def exchange(self, reference: str) -> ExchangeDetail:
+        return msgspec.convert(await self.call("exchanges.get", {"id": reference}), ExchangeDetail)
 
     async def deliveries(self, state: str | None, limit: int, cursor: str | None = None) -> DeliveryPage:
         page = await self.call("deliveries.list", _given({"state": state, "limit": limit, "cursor": cursor}))

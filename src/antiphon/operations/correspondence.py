@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+
 from antiphon import access, keys
 from antiphon.access import Caller
-from antiphon.engine import exchanges
+from antiphon.engine import exchanges, runs
 from antiphon.engine.redaction import redact
+from antiphon.errors import Ambiguous, NotFound
 from antiphon.operations.checks import before_row, between
 from antiphon.operations.core import Core
 from antiphon.store import Row, Tx
-from antiphon.views import ExchangePage, ExchangeView
+from antiphon.views import ExchangeDetail, ExchangePage, ExchangeStep, ExchangeView
 
 LIMIT, MOST = 50, 500
+MAX_EXCHANGES_COMPARED = 10_000  # the latest ones, when only the beginning of an id is given
+MAX_CANDIDATES = 5
+ALL_SESSIONS = ("what goes on between all sessions", "Read your own with sessions_history.")
 SHOWN = 300  # characters of a text
 SEEN, EDGE = 600, 200  # characters that are searched for secrets, and at their end too few to recognise one
 
@@ -29,8 +35,7 @@ class Correspondence(Core):
         cursor: str | None = None,
     ) -> ExchangePage:
         """For whoever may read every session. `session` is either side; `unsettled` leaves out what is over."""
-        what, instead = "what goes on between all sessions", "Read your own with sessions_history."
-        access.require_operator(caller, "read", what, instead)
+        access.require_operator(caller, "read", *ALL_SESSIONS)
         most, before = between(limit, 1, MOST, "limit"), before_row(cursor)
         rows = await self._store.read(self._exchanges, caller, session, unsettled, before, most + 1)
         shown = rows[:most]
@@ -48,6 +53,72 @@ class Correspondence(Core):
         row = await self._door.open(tx, caller, "read", session)
         query = exchanges.SQL.page_of_unsettled if unsettled else exchanges.SQL.page_of
         return await tx.all(query, session=row["id"], before=before, limit=limit, chars=SEEN)
+
+    async def exchange(self, caller: Caller, reference: str) -> ExchangeDetail:
+        """One exchange with its whole texts, secrets masked. `reference` is its id or the beginning of it.
+
+        Raises:
+            NotFound: no exchange has such an id.
+            Ambiguous: several ids begin like this.
+        """
+        access.require_operator(caller, "read", *ALL_SESSIONS)
+        row, runs_of_it = await self._store.read(_whole, reference)
+        return await asyncio.to_thread(_detail, row, runs_of_it)
+
+
+async def _whole(tx: Tx, reference: str) -> tuple[Row, list[tuple[int | None, Row]]]:
+    """An exchange, and the runs that have answered in it, each with its turn."""
+    row = await tx.one(exchanges.SQL.by_id, id=reference) or await _begins_with(tx, reference)
+    ids: list[tuple[int | None, str]] = [(0, row["answered_by"] or row["id"])]
+    ids += [(turn, f"turn:{row['id']}:{turn}") for turn in range(1, row["turn"] + 1)]
+    ids.append((None, f"announce:{row['id']}"))
+    found = [(turn, await tx.one(runs.SQL.by_id, id=run_id, viewer=None)) for turn, run_id in ids]
+    return row, [(turn, run) for turn, run in found if run is not None]
+
+
+async def _begins_with(tx: Tx, prefix: str) -> Row:
+    found = await tx.all(
+        exchanges.SQL.begins_with,
+        prefix=prefix,
+        length=len(prefix),
+        recent=MAX_EXCHANGES_COMPARED,
+        limit=MAX_CANDIDATES + 1,
+    )
+    if not found or not prefix:
+        raise NotFound(f"There is no exchange {prefix[:80]!r}.", "Use an id that `antiphon exchanges` shows.")
+    if len(found) > 1:
+        candidates = [row["id"] for row in found[:MAX_CANDIDATES]]
+        raise Ambiguous(
+            f"Several exchanges begin with {prefix[:80]!r}: {', '.join(candidates)}.",
+            "Use more of the id.",
+            candidates=candidates,
+        )
+    row = await tx.one(exchanges.SQL.by_id, id=found[0]["id"])
+    assert row is not None
+    return row
+
+
+def _detail(row: Row, answers: list[tuple[int | None, Row]]) -> ExchangeDetail:
+    view = msgspec.structs.replace(
+        _view(row), message=_masked(row["message"]), latest_reply=_masked(row["latest_reply"])
+    )
+    steps = [
+        ExchangeStep(
+            run_id=run["id"],
+            session_key=keys.spoken(run["key"]),
+            turn=turn,
+            state=run["state"],
+            reply=_masked(run["reply"]),
+            error=_masked(run["error"]),
+            at=run["ended_at"] or run["started_at"] or run["created_at"],
+        )
+        for turn, run in answers
+    ]
+    return ExchangeDetail(exchange=view, steps=steps)
+
+
+def _masked(text: str | None) -> str | None:
+    return redact(text) if text else None
 
 
 def _view(row: Row) -> ExchangeView:

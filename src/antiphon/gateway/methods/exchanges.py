@@ -9,7 +9,7 @@ from msgspec import Meta
 from antiphon.access import READ
 from antiphon.gateway.frames import Params
 from antiphon.gateway.methods.registry import Call, method
-from antiphon.views import ExchangePage
+from antiphon.views import ExchangeDetail, ExchangePage
 
 
 class List(Params, frozen=True):
@@ -28,3 +28,13 @@ async def list_(call: Call, params: List) -> ExchangePage:
         limit=params.limit,
         cursor=params.cursor,
     )
+
+
+class Get(Params, frozen=True):
+    id: Annotated[str, Meta(min_length=1, max_length=512)]
+
+
+@method("exchanges.get", READ, Get)
+async def get(call: Call, params: Get) -> ExchangeDetail:
+    """One exchange by its id or the beginning of it, with whole texts and every answer."""
+    return await call.operations.exchange(call.caller, params.id)

@@ -15,6 +15,11 @@ SELECT * FROM exchanges WHERE n = :n AND current = :run_id AND phase <> 'settled
 -- name: by_id
 SELECT * FROM exchanges WHERE id = :id;
 
+-- name: begins_with
+-- The ids that begin like this, among the latest exchanges.
+SELECT id FROM (SELECT id, n FROM exchanges ORDER BY n DESC LIMIT :recent) latest
+WHERE substr(id, 1, :length) = :prefix ORDER BY n DESC LIMIT :limit;
+
 -- name: step
 UPDATE exchanges SET phase = :phase, current = :current, turn = :turn,
        first_reply = coalesce(first_reply, :reply), latest_reply = coalesce(:reply, latest_reply)
