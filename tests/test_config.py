@@ -279,6 +279,74 @@ def test_every_key_that_stands_again_is_found_in_whatever_the_parser_takes(
     assert [name for name, _ in repeated(text)] == document[1]
 
 
+RUNS_A_COMMAND = '{ gateway: { auth: { token: { exec: ["cat", "token"] } } } }'
+
+
+@pytest.mark.requirement("C")
+@pytest.mark.parametrize(
+    ("mode", "folder_mode", "owner", "refused"),
+    [
+        (0o600, 0o700, None, None),
+        (0o644, 0o755, None, None),
+        (0o600, 0o1777, None, None),
+        (0o666, 0o700, None, "can be written to by other users (mode 0666).* chmod go-w "),
+        (0o620, 0o700, None, "can be written to by other users (mode 0620).* chmod go-w "),
+        (0o600, 0o777, None, "which all users can write to.* chmod o-w "),
+        (0o644, 0o755, 4711, "belongs to another user (uid 4711).* chown "),
+    ],
+)
+def test_commands_are_taken_only_from_a_file_that_no_other_user_can_change(
+    open_path: Path, mode: int, folder_mode: int, owner: int | None, refused: str | None
+) -> None:
+    if owner is not None and os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    folder = open_path / "kept"
+    folder.mkdir()
+    file = folder / "config.json5"
+    file.write_text(RUNS_A_COMMAND)
+    file.chmod(mode)
+    folder.chmod(folder_mode)
+    if owner is not None:
+        os.chown(file, owner, owner)
+    if refused is None:
+        assert load(file).config.gateway.auth.token is not None
+        return
+    with pytest.raises(ConfigError, match=refused.replace("(", r"\(").replace(")", r"\)")) as error:
+        load(file)
+    assert error.value.data["path"] == "gateway.auth.token"
+    file.write_text("{}")
+    assert load(file).config == Config()  # without a command it is only a file
+
+
+@pytest.mark.requirement("C")
+def test_a_file_on_a_read_only_mount_is_trusted_with_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As containers are given one: it keeps the owner and the mode that it has outside."""
+    file = tmp_path / "config.json5"
+    file.write_text(RUNS_A_COMMAND)
+    file.chmod(0o666)
+    mounted = os.statvfs_result((*os.statvfs(file)[:8], os.ST_RDONLY, 255))
+
+    def statvfs(_: object) -> os.statvfs_result:
+        return mounted
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    assert load(file).config.gateway.auth.token is not None
+
+
+@pytest.mark.requirement("C")
+def test_credentials_in_the_address_of_a_provider_are_not_for_others_to_read(tmp_path: Path) -> None:
+    file = tmp_path / "config.json5"
+    file.write_text(
+        '{ models: { providers: { p: { baseUrl: "http://ann:s3cret@host/v1", models: [{ id: "m" }] } } } }'
+    )
+    file.chmod(0o644)
+    [warning] = load(file).warnings
+    assert "holds secrets" in warning and "chmod 600" in warning
+    assert "s3cret" not in load(file).config.model_dump_json()
+
+
 def test_an_address_without_a_password_is_no_secret(tmp_path: Path) -> None:
     warned = {
         url: "holds secrets"

@@ -19,10 +19,10 @@ from typing import Literal
 import msgspec
 
 from antiphon.config import Config, Loaded, Paths, Secret, load
+from antiphon.config.addresses import shown_url
 from antiphon.errors import AntiphonError, ConfigError, InvalidInput
 from antiphon.messages import decode
 from antiphon.paths import may_write
-from antiphon.runtimes.model import shown_url
 from antiphon.store import Row, Store, Tx
 from antiphon.store.migrations import migrations
 from antiphon.store.queries import Queries

@@ -19,8 +19,8 @@ from antiphon.cli import output
 from antiphon.cli.failures import report
 from antiphon.cli.journal import keep_journal
 from antiphon.cli.screen import Screen
+from antiphon.config.addresses import shown_url
 from antiphon.errors import AntiphonError
-from antiphon.runtimes.model import shown_url
 from cli.terminal import BOUND, Program
 
 pytestmark = pytest.mark.requirement("R")

@@ -102,8 +102,12 @@ async def test_health_status_and_presence(gate: Gate) -> None:
 
 
 async def test_the_configuration_is_shown_without_its_secrets(tmp_path: Path) -> None:
-    secrets = ["tok-very-secret", "hook-very-secret", "key-very-secret"]
-    provider = {"baseUrl": "http://127.0.0.1:9/v1", "apiKey": secrets[2], "models": [{"id": "m1"}]}
+    secrets = ["tok-very-secret", "hook-very-secret", "key-very-secret", "url-very-secret"]
+    provider = {
+        "baseUrl": f"http://ann:{secrets[3]}@127.0.0.1:9/v1?key={secrets[3]}",
+        "apiKey": secrets[2],
+        "models": [{"id": "m1"}],
+    }
     settings = {
         "gateway": {"auth": {"token": secrets[0]}},
         "hooks": {"enabled": True, "token": secrets[1]},

@@ -80,3 +80,17 @@ def _scheme(url: str) -> str:
     """How it begins; nothing where that cannot be told from what may be a user or a password."""
     scheme, separator, _ = url.partition("://")
     return scheme if separator and scheme.isascii() and scheme.isalnum() else ""
+
+
+def shown_url(url: str | None) -> str:
+    """Scheme, host, port and path of a provider's address: names, passwords and query strings may be secrets."""
+    if url is None:
+        return "the provider's public address"
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "an address that cannot be read"
+    # A password with / ? or # in it would be taken for a host.
+    if "@" in parts.path + parts.query + parts.fragment:
+        return f"{parts.scheme}://…"
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()

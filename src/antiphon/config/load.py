@@ -54,9 +54,14 @@ def load(path: Path | None = None, *, required: bool = True) -> Loaded:
     found = _read(path, required=required)
     if found is None:
         return Loaded(Config(), None, ())
-    content, mode = found
+    content, status = found
     config, warnings = parse(_decode(content, path), base=path.parent, file=str(path))
-    if mode & 0o077 and any(secret.is_written for _, secret in secrets_in(config)):
+    secrets = list(secrets_in(config))
+    for key, secret in secrets:
+        if secret.kind == "exec":
+            _check_commands_trusted(path, status, key)
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o077 and (any(secret.is_written for _, secret in secrets) or _has_url_credentials(config)):
         readable = f"{str(path)!r} holds secrets and is not only for its owner (mode {mode:04o})."
         warnings = (*warnings, f"{readable} Run: chmod 600 {str(path)!r}")
     return Loaded(config, path, warnings)
@@ -113,17 +118,50 @@ def _validated(known: dict[str, Any], base: Path | None, file: str | None) -> Co
     raise combined(problems, file)
 
 
-def _read(path: Path, *, required: bool) -> tuple[str, int] | None:
+def _check_commands_trusted(path: Path, status: os.stat_result, key: str) -> None:
+    """Refuses commands from a file that other users can change: they would run as this user.
+
+    A file on a read-only mount, as containers are given, is accepted whatever its owner and mode are.
+
+    Raises:
+        ConfigError: they can, or they can put another file in its place.
+    """
+    mode, folder = stat.S_IMODE(status.st_mode), path.absolute().parent
+    around = folder.stat()
+    replaceable = around.st_mode & stat.S_IWOTH and not around.st_mode & stat.S_ISVTX
+    if status.st_uid not in (os.geteuid(), 0):
+        why, fix = f"belongs to another user (uid {status.st_uid})", f"chown {os.geteuid()} {str(path)!r}"
+    elif mode & 0o022:
+        why, fix = f"can be written to by other users (mode {mode:04o})", f"chmod go-w {str(path)!r}"
+    elif replaceable:
+        why, fix = f"is in {str(folder)!r}, which all users can write to", f"chmod o-w {str(folder)!r}"
+    else:
+        return
+    if not os.statvfs(path).f_flag & os.ST_RDONLY:
+        raise ConfigError(
+            f"{key!r} names a command to run, but the config file {str(path)!r} {why}.",
+            f"Run: {fix}",
+            path=key,
+            file=str(path),
+        )
+
+
+def _has_url_credentials(config: Config) -> bool:
+    urls = [provider.base_url or "" for provider in config.models.providers.values()]
+    return any("@" in url or "?" in url for url in urls)
+
+
+def _read(path: Path, *, required: bool) -> tuple[str, os.stat_result] | None:
     try:
         with path.open("rb") as file:
-            content, mode = file.read(MAX_BYTES + 1), stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            content, status = file.read(MAX_BYTES + 1), os.fstat(file.fileno())
         if len(content) > MAX_BYTES:
             raise ConfigError(
                 f"The config file {str(path)!r} is larger than {MAX_BYTES} bytes.",
                 "Move long texts out of it.",
                 file=str(path),
             )
-        return content.decode("utf-8-sig"), mode
+        return content.decode("utf-8-sig"), status
     except FileNotFoundError:
         if not required:
             return None

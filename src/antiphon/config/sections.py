@@ -5,8 +5,9 @@ Whether values of different keys fit together is not decided here; see `antiphon
 
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import BeforeValidator, Field, Strict, field_serializer
 
+from antiphon.config.addresses import shown_url
 from antiphon.config.base import (
     LARGEST,
     URL_PATH,
@@ -265,6 +266,10 @@ class ProviderConfig(Section):
     )
     headers: dict[str, Secret] = Field(default_factory=dict[str, Secret])
     models: Annotated[tuple[ModelConfig, ...], Strict(False)] = ()
+
+    @field_serializer("base_url")
+    def _hide_credentials(self, base_url: str | None) -> str | None:
+        return base_url and shown_url(base_url)
 
 
 class ImpliedProvider(ProviderConfig):

@@ -19,9 +19,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Literal, Protocol, cast
-from urllib.parse import urlsplit
 
 from antiphon.clock import Clock
+from antiphon.config.addresses import shown_url
 from antiphon.errors import ContextOverflow, CredentialsRefused, ProviderError
 from antiphon.messages import Assistant
 from antiphon.runtimes import Deltas, Prompt
@@ -291,21 +291,6 @@ def _without_secrets(spec: ModelSpec, reason: str) -> str:
         if secret:
             said = said.replace(secret, "***")
     return said if len(said) <= 300 else f"{said[:299]}…"
-
-
-def shown_url(url: str | None) -> str:
-    """Scheme, host, port and path of a provider's address: names, passwords and query strings may be secrets."""
-    if url is None:
-        return "the provider's public address"
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return "an address that cannot be read"
-    if (
-        "@" in parts.path + parts.query + parts.fragment
-    ):  # a password with / ? or # in it would be taken for a host
-        return f"{parts.scheme}://…"
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
 def _clock_time(seconds: float) -> str:
