@@ -6,6 +6,7 @@ And nobody waits for ever: not for what was stopped with them, nor for what was 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -27,14 +28,14 @@ from antiphon.engine.slots import Every
 from antiphon.messages import Assistant
 from antiphon.operations import Send
 from antiphon.runtimes import Prompt
-from stage import BOUND, calls, text
+from stage import BOUND, DATABASE, calls, raw, text
 
 pytestmark = pytest.mark.anyio
 
 
 async def has_yielded(troupe: Troupe) -> None:
     async def yielded() -> bool:
-        return bool(troupe.rows("SELECT 1 FROM runs WHERE yielded"))
+        return bool(troupe.rows("SELECT 1 FROM runs WHERE yielded = 1"))
 
     await troupe.until(yielded)
 
@@ -94,6 +95,133 @@ async def test_a_target_that_waits_longer_than_the_sender_has_not_answered_yet(t
         await troupe.quiet()
         again = await troupe.operations.send(OPERATOR, wanted)
         assert (again.status, again.reply) == ("ok", "the answer is 42")
+
+
+OTHER = "agent:other:main"
+
+
+def yielded_runs(troupe: Troupe) -> int:
+    return troupe.rows("SELECT count(*) AS n FROM runs WHERE yielded = 1")[0]["n"]
+
+
+@pytest.mark.requirement("S2", "S5", "G18", "A2")
+async def test_one_wake_answers_everybody_for_whom_the_target_has_yielded(tmp_path: Path) -> None:
+    async def helper(prompt: Prompt) -> Assistant:
+        if "subagent" in prompt.session_key:
+            await troupe.until(both_wait)
+        return await delegating(prompt)
+
+    async def both_wait() -> bool:
+        return yielded_runs(troupe) == 2
+
+    async with house(cast_of("helper", "other"), tmp_path, functions={"helper": helper}) as troupe:
+        await troupe.found(MAIN, OTHER, HELPER)
+        replies = await asyncio.gather(
+            *(
+                troupe.use("sessions_send", sender, sessionKey=HELPER, message="well?", replyBack=1)
+                for sender in (MAIN, OTHER)
+            )
+        )
+        assert [(sent["status"], sent["reply"]) for sent in replies] == [("ok", "the answer is 42")] * 2
+        await troupe.quiet()
+        exchanges = troupe.rows("SELECT first_reply, turn, announced FROM exchanges")
+        assert exchanges == [{"first_reply": "the answer is 42", "turn": 1, "announced": "delivered"}] * 2
+        assert len(troupe.rows("SELECT 1 FROM runs WHERE id LIKE 'wake:%'")) == 1
+        assert troupe.rows("SELECT 1 FROM runs WHERE woken_by IS NOT NULL") == []
+
+
+@pytest.mark.requirement("S2", "S5", "G18")
+async def test_who_is_woken_and_yields_again_answers_for_all_in_the_end(tmp_path: Path) -> None:
+    first, second = asyncio.Event(), asyncio.Event()
+
+    async def helper(prompt: Prompt) -> Assistant:
+        if "subagent" in prompt.session_key:
+            await asyncio.wait_for((second if "again" in heard(prompt) else first).wait(), BOUND)
+            return text("42")
+        if phase_of(prompt) not in {"request", "wake"}:
+            return text("so it is")
+        result = result_in(prompt)
+        woken = phase_of(prompt) == "wake"
+        if woken and second.is_set():
+            return text("the answer is 42")
+        if result is None:
+            return calls("sessions_spawn", task="again" if woken else "first", announce="none")
+        return calls("sessions_yield")
+
+    async def yields(number: int) -> None:
+        async def so_many() -> bool:
+            return yielded_runs(troupe) == number
+
+        await troupe.until(so_many)
+
+    async with house(cast_of("helper", "other"), tmp_path, functions={"helper": helper}) as troupe:
+        await troupe.found(MAIN, OTHER, HELPER)
+        sends = [
+            asyncio.create_task(
+                troupe.use("sessions_send", sender, sessionKey=HELPER, message="well?", replyBack=0)
+            )
+            for sender in (MAIN, OTHER)
+        ]
+        await yields(2)
+        first.set()
+        await yields(3)
+        second.set()
+        for send in sends:
+            assert (await send)["reply"] == "the answer is 42"
+        await troupe.quiet()
+        assert troupe.rows("SELECT announced FROM exchanges") == [{"announced": "delivered"}] * 2
+
+
+@pytest.mark.requirement("S2", "G9", "G16")
+@pytest.mark.parametrize("how", ["stop", "reset", "delete"])
+async def test_a_wait_for_a_target_that_has_yielded_ends_when_it_is_stopped(tmp_path: Path, how: str) -> None:
+    target = "agent:helper:dashboard:one"
+
+    async def helper(prompt: Prompt) -> Assistant:
+        if "subagent" in prompt.session_key:
+            await asyncio.Event().wait()
+        return await delegating(prompt)
+
+    async with house(cast_of("helper"), tmp_path, functions={"helper": helper}) as troupe:
+        await troupe.found(MAIN, target)
+        wanted = {"sessionKey": target, "message": "well?", "timeoutSeconds": 10 * BOUND}
+        send = asyncio.create_task(troupe.use("sessions_send", **wanted))
+        await has_yielded(troupe)
+        await getattr(troupe.operations, how)(OPERATOR, target)
+        sent = await asyncio.wait_for(send, BOUND)
+        assert (sent["status"], sent.get("reply")) == ("error", None)
+        assert "before it answered" in sent["error"]
+        assert troupe.rows("SELECT announced FROM exchanges") == [{"announced": "no_reply"}]
+        await troupe.quiet()
+
+
+@pytest.mark.requirement("G45", "G18")
+async def test_a_run_that_had_yielded_before_the_upgrade_is_answered_after_it(tmp_path: Path) -> None:
+    """Schema 9 named it in its session alone."""
+    held = asyncio.Event()
+
+    async def helper(prompt: Prompt) -> Assistant:
+        if "subagent" in prompt.session_key:
+            await held.wait()
+        return await delegating(prompt)
+
+    async with house(cast_of("helper"), tmp_path, functions={"helper": helper}) as troupe:
+        await troupe.found(MAIN, HELPER)
+        wanted = {"sessionKey": HELPER, "message": "well?", "timeoutSeconds": 0, "replyBack": 0}
+        await troupe.use("sessions_send", **wanted)
+        await has_yielded(troupe)
+    path = tmp_path / DATABASE
+    raw(path, "DROP INDEX runs_woken")
+    raw(path, "ALTER TABLE runs DROP COLUMN woken_by")
+    for version in ("PRAGMA user_version = 9", "UPDATE schema_version SET version = 9"):
+        with suppress(Exception):  # each database has its own
+            raw(path, version)
+    held.set()
+    async with house(cast_of("helper"), tmp_path, functions={"helper": helper}) as troupe:
+        await troupe.quiet()
+        [exchange] = troupe.rows("SELECT first_reply, announced FROM exchanges")
+        assert exchange == {"first_reply": "the answer is 42", "announced": "delivered"}
+        assert troupe.rows("SELECT 1 FROM runs WHERE woken_by IS NOT NULL") == []
 
 
 @pytest.mark.requirement("G18", "W2", "G7")

@@ -127,6 +127,17 @@ async def advance(tx: Tx, step: Step, now: int) -> Sequel:
             return await _reply(tx, exchange, step.said or "", now)
 
 
+async def give_up(tx: Tx, n: int, run_id: str, now: int) -> None:
+    """End an exchange whose run has yielded and is not woken any more."""
+    exchange = await tx.one(SQL.at, n=n, run_id=run_id)
+    if exchange is None:
+        return
+    if exchange["phase"] == "primary":
+        await tx.do(SQL.answered, n=n, run_id=run_id)
+    announced = {"primary": "no_reply", "reply": "cancelled", "announce": "failed"}[exchange["phase"]]
+    await _settle(tx, exchange, announced, now)
+
+
 async def mend(tx: Tx, now: int) -> Sequel:
     """Settle what nothing else will."""
     for exchange in await tx.all(SQL.astray):

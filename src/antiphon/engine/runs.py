@@ -21,7 +21,7 @@ import msgspec
 from antiphon.engine import sequels, tasks, transcripts
 from antiphon.engine.admissions import NOTE
 from antiphon.engine.context import interrupted
-from antiphon.engine.steps import ANNOUNCE, NOTHING, Outcome, Sequel, Step
+from antiphon.engine.steps import ANNOUNCE, NOTHING, WAKE, Outcome, Sequel, Step
 from antiphon.engine.transcripts import Entry
 from antiphon.engine.trial import SUSPECTED
 from antiphon.errors import Fenced, InvalidInput, StoreError, Suspected
@@ -380,7 +380,7 @@ async def _end(tx: Tx, part: Part, ending: Ending, last_seq: int | None, now: in
         yielded=int(ending.yielded),
         now=now,
     )
-    if step.exchange is None and step.task is None and step.target is None:
+    if step.exchange is None and step.task is None and step.target is None and step.origin != WAKE:
         return UNTOUCHED
     after = Stopped([], [], await sequels.after(tx, step, now))
     if ending.state == "timeout" and step.task is not None and step.origin != ANNOUNCE:
@@ -454,27 +454,28 @@ async def cancel(tx: Tx, session: int, run_id: str | None, now: int) -> Stopped:
     asked: list[str] = []
     sequel = NOTHING
     for member in await tx.all(SQL.family, session=session):
-        await _hush(tx, member["id"])
+        await _hush(tx, member["id"], now)
         if member["id"] != session or run_id is None:
             # A note is no work that could be stopped: it says what has already happened.
             waiting = await tx.all(SQL.queued_in, session=member["id"])
             ended += [await _drop(tx, row, now) for row in waiting if row["origin"] != NOTE]
-            sequel += await tasks.abandon(tx, member["key"], now)
+        # What it waits for does not wake it any more.
+        sequel += await tasks.abandon(tx, member["key"], now)
         for row in await tx.all(SQL.active_in, session=member["id"]):
             await tx.do(SQL.ask_to_stop, n=row["n"], now=now)
             asked.append(row["id"])
     return Stopped(ended, asked, sequel)
 
 
-async def _hush(tx: Tx, session: int) -> None:
+async def _hush(tx: Tx, session: int, now: int) -> None:
     """Nothing that a session has spawned wakes it any more."""
     await tx.do(TASKS.hush, requester=session)
-    await tx.do(TASKS.yield_to, session=session, how=None, run_id=None)
+    await sequels.stop_waiting(tx, session, now)
 
 
 async def _cancel_below(tx: Tx, session: int, now: int) -> Stopped:
     """Stop everything that a session has spawned, and not the session."""
-    await _hush(tx, session)
+    await _hush(tx, session, now)
     stopped = UNTOUCHED
     for child in await tx.all(SQL.children, session=session):
         stopped += await cancel(tx, child["id"], None, now)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from antiphon import keys
-from antiphon.engine import admissions, deliveries, exchanges, gate, tasks
+from antiphon.engine import admissions, deliveries, exchanges, gate, tasks, yields
 from antiphon.engine.admissions import NOTE, Submission
 from antiphon.engine.deliveries import Destination, Parcel
-from antiphon.engine.steps import NOTHING, Sequel, Step, queued
+from antiphon.engine.steps import NOTHING, WAKE, Sequel, Step, queued
 from antiphon.messages import INJECTED, Assistant, Provenance, Text
-from antiphon.store import Tx
+from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
 
 RUNS = Queries("runs")
@@ -37,28 +37,54 @@ async def addressee_of(tx: Tx, run_id: str | None) -> Addressee | None:
 
 
 async def after(tx: Tx, step: Step, now: int) -> Sequel:
-    sequel = NOTHING
-    if step.exchange is not None and not step.yielded:
-        sequel += await exchanges.advance(tx, step, now)
+    sequel, answer = NOTHING, step
+    if step.yielded and not await yields.end(tx, step.run_id):
+        # It was stopped after that: nobody is woken to say what it was to say.
+        answer = step._replace(yielded=False, state="cancelled", reply=None)
+    if not answer.yielded:
+        sequel += await _answer(tx, answer, now)
     if step.task is not None:
         sequel += await tasks.advance(tx, step, now)
-    if step.target is not None and step.said is not None and not step.yielded:
-        sequel += await _pass_on(tx, step, step.said, now)
     return sequel
 
 
-async def _pass_on(tx: Tx, step: Step, said: str, now: int) -> Sequel:
-    """The reply goes to the chat that was named for it, and into that session's transcript."""
-    addressee = msgspec.json.decode(step.target or "", type=Addressee)
+async def _answer(tx: Tx, step: Step, now: int) -> Sequel:
+    """To everybody who is to hear what a run came to, also to those for whose runs it was woken."""
+    sequel, addressees = NOTHING, set[str]()
+    answered: list[Row] = await yields.answered_by(tx, step.run_id) if step.origin == WAKE else []
+    parts = [(step.run_id, step.exchange, step.target)]
+    parts += [(run["id"], run["exchange"], run["target"]) for run in answered]
+    for asked, exchange, target in parts:
+        if exchange is not None:
+            sequel += await exchanges.advance(tx, step._replace(exchange=exchange), now)
+        if target is not None and step.said is not None and target not in addressees:
+            addressees.add(target)
+            sequel += await _pass_on(tx, step, asked, target, now)
+    return sequel
+
+
+async def stop_waiting(tx: Tx, session: int, now: int) -> None:
+    """Nothing wakes a session any more: exchanges that its yielded runs were to answer end without a reply."""
+    for exchange, run_id in await yields.stop(tx, session):
+        await exchanges.give_up(tx, exchange, run_id, now)
+
+
+async def _pass_on(tx: Tx, step: Step, asked: str, target: str, now: int) -> Sequel:
+    """The reply goes to the chat that was named for it, and into that session's transcript.
+
+    `asked` is the run that it was named for: the one that answers, or one that it was woken for.
+    """
+    addressee = msgspec.json.decode(target, type=Addressee)
+    said = step.said or ""
     body = gate.clear_for_agents(said)  # the outbox clears it for people
     if gate.is_skip(said, gate.NO_REPLY) or not body:
         return NOTHING
     sequel, entry_run = NOTHING, step.run_id
     if addressee.session != step.session:
-        note = _note(step, addressee, body, now)
+        note = _note(step, asked, addressee, body, now)
         sequel, entry_run = queued(await admissions.follow(tx, note, now)), note.run_id
     parcel = Parcel(
-        key=f"run:{step.run_id}",
+        key=f"run:{asked}",
         kind="reply",
         session=addressee.session,
         session_key=addressee.session_key,
@@ -70,7 +96,7 @@ async def _pass_on(tx: Tx, step: Step, said: str, now: int) -> Sequel:
     return sequel + Sequel(posted=True)
 
 
-def _note(step: Step, addressee: Addressee, body: str, now: int) -> Submission:
+def _note(step: Step, asked: str, addressee: Addressee, body: str, now: int) -> Submission:
     """What was said, in the transcript of another session than the one that said it."""
     message = Assistant(
         content=[Text(text=body)],
@@ -81,7 +107,7 @@ def _note(step: Step, addressee: Addressee, body: str, now: int) -> Submission:
         provenance=Provenance(kind=step.origin, source_session_key=keys.spoken(step.session_key)),
     )
     return Submission(
-        run_id=f"note:{step.run_id}",
+        run_id=f"note:{asked}",
         session=addressee.session,
         session_key=addressee.session_key,
         origin=NOTE,

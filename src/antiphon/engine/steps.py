@@ -12,9 +12,10 @@ Outcome = Literal["ok", "error", "timeout", "cancelled", "interrupted", "incompl
 
 REPLY_BACK = "reply-back"
 ANNOUNCE = "announce"
+WAKE = "wake"
 QUIET = frozenset({REPLY_BACK, ANNOUNCE})
 """Origins of runs whose words are meant for other sessions or for the gate, not for whoever watches the chat."""
-GATED = frozenset({"sessions_send", "sessions_spawn", "wake", "steer", "cron", "hook"})
+GATED = frozenset({"sessions_send", "sessions_spawn", WAKE, "steer", "cron", "hook"})
 """Origins of runs that may be watched, but were not asked for by whoever watches: what they say passes the gate."""
 
 

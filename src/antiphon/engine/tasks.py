@@ -16,13 +16,13 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from antiphon import keys
-from antiphon.engine import admissions, deliveries, gate, sessions, wording
+from antiphon.engine import admissions, deliveries, gate, sessions, wording, yields
 from antiphon.engine.admissions import NOTE, Accepted, Submission
 from antiphon.engine.chains import Link
 from antiphon.engine.deliveries import Destination, Parcel
 from antiphon.engine.envelopes import SPAWN, Envelope
 from antiphon.engine.sessions import Birth
-from antiphon.engine.steps import ANNOUNCE, NOTHING, Outcome, Sequel, Step, queued
+from antiphon.engine.steps import ANNOUNCE, NOTHING, WAKE, Outcome, Sequel, Step, queued
 from antiphon.engine.wording import Report, Stats
 from antiphon.errors import InvalidInput
 from antiphon.messages import INJECTED, Assistant, Provenance, Text, ToolResult, User, decode
@@ -32,9 +32,7 @@ from antiphon.store.queries import Queries
 SQL = Queries("tasks")
 SESSIONS = Queries("sessions")
 RUNS = Queries("runs")
-EXCHANGES = Queries("exchanges")
 KIND = "subagent_result"
-WAKE = "wake"
 MINUTE = 60_000  # milliseconds
 ANCESTORS = 16  # levels up which a report looks for somebody who is still there
 RESULT_MOST = 100_000  # characters of a result that a report carries
@@ -175,7 +173,7 @@ async def advance(tx: Tx, step: Step, now: int) -> Sequel:
     if step.state == "ok" and await _awaited(tx, task["child"]):
         # It has ended its turn before what it spawned has: its report is for after their results.
         await tx.do(SQL.step, n=task["n"], phase="waiting", current=task["current"])
-        await tx.do(SQL.yield_to, session=task["child"], how="all", run_id=step.run_id)
+        await tx.do(SQL.yield_unless_yielded, session=task["child"])
         return NOTHING
     return await _announce(tx, task, step, now)
 
@@ -427,9 +425,10 @@ async def _wake(tx: Tx, task: Row, now: int) -> Sequel:
         return NOTHING
     if session["yielded"] == "all" and await _awaited(tx, session["id"]):
         return NOTHING
-    await tx.do(SQL.yield_to, session=session["id"], how=None, run_id=None)
-    waking = Waking(session["id"], session["key"], task["id"], session["yield_run"])
-    return queued(await wake(tx, waking, task, now))
+    accepted = await wake(tx, Waking(session["id"], session["key"], task["id"]), task, now)
+    if accepted is not None:
+        await yields.hand_all(tx, session, accepted.run_id)
+    return queued(accepted)
 
 
 async def _awaited(tx: Tx, session: int) -> int:
@@ -443,22 +442,20 @@ async def _awaited(tx: Tx, session: int) -> int:
 
 
 class Waking(NamedTuple):
-    """A session that is to be woken, what makes it this waking, and the run that had ended its turn to wait."""
+    """A session that is to be woken, and what makes it this waking."""
 
     session: int
     key: str
     id: str
-    yielded_run: str | None
 
 
 async def wake(tx: Tx, waking: Waking, reported: Row, now: int) -> Accepted | None:
     """Queue a turn for a session behind the reports it was waiting for, of which `reported` is the last.
 
-    It finishes what the run was at that had ended its turn: its task, its exchange, its answer to a chat.
+    It finishes the session's task; what runs that have yielded were to answer is handed to it (`engine.yields`).
     """
     session, key, run_id = waking.session, waking.key, f"wake:{waking.id}"
     own, deadline_at = await _hand_on(tx, key, run_id)
-    exchange, target = await _answering(tx, waking.yielded_run, run_id)
     submission = Submission(
         run_id=run_id,
         session=session,
@@ -471,23 +468,10 @@ async def wake(tx: Tx, waking: Waking, reported: Row, now: int) -> Accepted | No
         ),
         deadline_at=deadline_at,
         task=own,
-        exchange=exchange,
-        target=target,
         chain=reported["chain"],
         hop=reported["hop"] - 1,  # it goes on where it was when it spawned; a chain's runs bound how often
     )
     return await admissions.follow(tx, submission, now)
-
-
-async def _answering(tx: Tx, before: str | None, run_id: str) -> tuple[int | None, str | None]:
-    """The exchange and the addressee of a run, which another one answers now."""
-    row = await tx.one(RUNS.handed_on, id=before) if before else None
-    if row is None:
-        return None, None
-    exchange: int | None = row["exchange"]
-    if exchange and not await tx.do(EXCHANGES.hand_on, n=exchange, run_id=before, next=run_id):
-        exchange = None
-    return exchange, row["target"]
 
 
 async def standing(tx: Tx, session: int, run_id: str | None) -> tuple[int, Row | None]:
@@ -496,21 +480,12 @@ async def standing(tx: Tx, session: int, run_id: str | None) -> tuple[int, Row |
     return await _awaited(tx, session), reported
 
 
-async def woken_anyway(tx: Tx, session: int, yielded_run: str | None) -> bool:
-    """Whether a session is to be woken by its sub-agents when its run has ended.
-
-    That turn finishes this one's work then; one that has another exchange to answer cannot.
-    """
+async def woken_anyway(tx: Tx, session: int, run_id: str | None) -> bool:
+    """Whether a session is woken by its sub-agents anyway when this run has ended; that turn finishes its work."""
     waking = await tx.one(RUNS.waking, session=session)
     if waking is None:
         return False
-    handed = await tx.one(RUNS.handed_on, id=yielded_run) if yielded_run else None
-    if handed is None or (handed["exchange"], handed["target"]) == (None, None):
-        return True
-    if waking["exchange"] is not None or waking["target"] is not None:
-        return False
-    exchange, target = await _answering(tx, yielded_run, waking["id"])
-    await tx.do(RUNS.take_over, id=waking["id"], exchange=exchange, target=target)
+    await yields.hand_one(tx, run_id, waking["id"])
     return True
 
 

@@ -16,7 +16,7 @@ from antiphon.engine import chains, exchanges, runs, sessions, words
 from antiphon.engine.admissions import Accepted
 from antiphon.engine.chains import Link
 from antiphon.engine.exchanges import Opening
-from antiphon.errors import ChainTooLong, InvalidInput, SelfSend
+from antiphon.errors import ChainTooLong, InvalidInput, NotFound, SelfSend
 from antiphon.operations import checks
 from antiphon.operations.links import Links, Origin
 from antiphon.operations.runs import LOOK_AGAIN, Runs
@@ -197,24 +197,32 @@ class Exchanges(Runs, Links):
 
     async def _answered(self, caller: Caller, run_id: str, timeout: float) -> Sent:
         until = asyncio.get_running_loop().time() + timeout
-        view = await self.wait(self.INSIDE, run_id, timeout)
-        if view.yielded:
-            view = await self._woken(run_id, view, until)
+        try:
+            view = await self.wait(self.INSIDE, run_id, timeout)
+            if view.yielded:
+                view = await self._woken(run_id, view, until)
+        except NotFound:  # with its session
+            exchange = await self._store.read(_exchange_of, run_id)
+            view = _unanswered(exchange, "The session was deleted before it answered.")
         if not view.ended or view.yielded:
             return await self._sent(caller, run_id, "timeout", view)
         return await self._sent(caller, run_id, "ok" if view.state == "ok" else "error", view)
 
     async def _woken(self, exchange_id: str, view: RunView, until: float) -> RunView:
-        """The target has ended its turn to wait for others: the reply is that of the run it is woken for."""
+        """The target has ended its turn to wait for others: the reply is that of the run it is woken for, if it is."""
         loop = asyncio.get_running_loop()
-        session, _ = await self._store.read(_answering, exchange_id)
-        async with self._bus.listen(session_topic(session)) as events:
+        exchange = await self._store.read(_exchange_of, exchange_id)
+        async with self._bus.listen(session_topic(exchange["target"])) as events:
             while view.yielded and (left := until - loop.time()) > 0:
-                _, run_id = await self._store.read(_answering, exchange_id)
-                if run_id == view.run_id:
-                    await events.get(min(left, LOOK_AGAIN))
-                else:
+                exchange = await self._store.read(_exchange_of, exchange_id)
+                answered_by = exchange["answered_by"]
+                run_id = answered_by or exchange["current"]
+                if run_id != view.run_id:
                     view = await self.wait(self.INSIDE, run_id, left)
+                elif answered_by or exchange["phase"] == "settled":
+                    return _unanswered(exchange, "The session was stopped before it answered.")
+                else:
+                    await events.get(min(left, LOOK_AGAIN))
         return view
 
     async def _sent(
@@ -245,11 +253,23 @@ class Exchanges(Runs, Links):
         self._bus.publish("sessions", SessionChanged(session_key=key, reason="chain_limit"))
 
 
-async def _answering(tx: Tx, exchange_id: str) -> tuple[int, str]:
-    """The target of an exchange, and the run that its first reply is to come from."""
-    row = await tx.one(exchanges.SQL.by_id, id=exchange_id)
+async def _exchange_of(tx: Tx, id: str) -> Row:
+    row = await tx.one(exchanges.SQL.by_id, id=id)
     assert row is not None
-    return row["target"], row["answered_by"] or row["current"]
+    return row
+
+
+def _unanswered(exchange: Row, reason: str) -> RunView:
+    """What stands for the run that would have answered."""
+    return RunView(
+        run_id=exchange["id"],
+        session_key=exchange["target_key"],
+        state="cancelled",
+        created_at=exchange["created_at"],
+        ended_at=exchange["settled_at"],
+        error_code="cancelled",
+        error=reason,
+    )
 
 
 def request_id(caller: Caller, key: str | None, origin: Origin) -> str:

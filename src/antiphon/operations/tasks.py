@@ -11,7 +11,7 @@ import msgspec
 
 from antiphon import access, keys
 from antiphon.access import Caller
-from antiphon.engine import attachments, commands, gate, runs, sequels, tasks, words
+from antiphon.engine import attachments, commands, gate, runs, sequels, tasks, words, yields
 from antiphon.engine.admissions import Accepted
 from antiphon.engine.commands import Command
 from antiphon.engine.redaction import redact
@@ -248,13 +248,15 @@ class Tasks(Exchanges, Sessions):
             if await tasks.woken_anyway(tx, row["id"], origin.run_id):
                 return left, None
             if reported:
-                waking = Waking(row["id"], row["key"], origin.key or "", origin.run_id)
-                return left, await tasks.wake(tx, waking, reported, now)
+                woken = await tasks.wake(tx, Waking(row["id"], row["key"], origin.key or ""), reported, now)
+                if woken is not None:
+                    await yields.hand_one(tx, origin.run_id, woken.run_id)
+                return left, woken
         if not left:
             raise Conflict(
                 "There is no sub-agent at work to wait for.", "Go on, or spawn one with sessions_spawn first."
             )
-        await tx.do(tasks.SQL.yield_to, session=row["id"], how=how, run_id=origin.run_id)
+        await yields.begin(tx, row["id"], origin.run_id, how)
         return left, None
 
 

@@ -35,10 +35,11 @@ WHERE n = :n;
 UPDATE exchanges SET current = :next WHERE n = :n AND current = :run_id AND phase <> 'settled';
 
 -- name: astray
--- Nothing will move these on any more: their run has ended or is gone, and nobody is woken to finish it.
+-- Nothing will move these on any more: their run has ended or is gone, and does not wait in a session to be woken.
 SELECT e.* FROM exchanges e LEFT JOIN runs r ON r.id = e.current
 WHERE e.settled_at IS NULL AND (r.id IS NULL OR r.ended_at IS NOT NULL)
-  AND NOT EXISTS (SELECT 1 FROM sessions s WHERE s.yield_run = e.current)
+  AND NOT EXISTS (SELECT 1 FROM sessions s WHERE s.id = r.session AND s.yielded IS NOT NULL
+                    AND (r.woken_by = '' OR s.yield_run = r.id))
 ORDER BY e.n LIMIT 100;
 
 -- name: announced

@@ -82,12 +82,41 @@ WHERE r.session = :session AND r.state = 'queued' ORDER BY r.n LIMIT 5000;
 
 -- name: waking
 -- The run that a lane is woken for by sub-agents anyway, after everything they have reported.
-SELECT w.id, w.exchange, w.target FROM runs w WHERE w.session = :session AND w.state = 'queued' AND w.origin = 'wake' AND NOT EXISTS
+SELECT w.id FROM runs w WHERE w.session = :session AND w.state = 'queued' AND w.origin = 'wake' AND NOT EXISTS
   (SELECT 1 FROM runs q WHERE q.session = w.session AND q.state = 'queued' AND q.origin = 'note' AND q.n > w.n)
 ORDER BY w.n DESC LIMIT 1;
 
 -- name: take_over
-UPDATE runs SET exchange = :exchange, target = :target WHERE id = :id AND state = 'queued';
+UPDATE runs SET exchange = :exchange, target = :target
+WHERE id = :id AND state = 'queued' AND exchange IS NULL AND target IS NULL;
+
+-- name: wait_for_wake
+UPDATE runs SET woken_by = '' WHERE id = :id AND state = 'running';
+
+-- name: wait_unless_handed
+UPDATE runs SET woken_by = '' WHERE id = :id AND woken_by IS NULL;
+
+-- name: hand_to_wake
+UPDATE runs SET woken_by = :wake WHERE id = :id;
+
+-- name: waiting_for_wake
+SELECT id, exchange, target, yielded FROM runs WHERE woken_by = '' AND session = :session ORDER BY n;
+
+-- name: stop_waiting
+UPDATE runs SET woken_by = NULL WHERE woken_by = '' AND session = :session;
+
+-- name: answered_for
+-- Runs that have yielded, and for which this one answers.
+SELECT id, exchange, target FROM runs WHERE woken_by = :id AND yielded = 1 ORDER BY n;
+
+-- name: clear_wake
+UPDATE runs SET woken_by = NULL WHERE woken_by = :id;
+
+-- name: yielding
+-- A run that yields, also one whose yield a replica of the version before has put down in its session alone.
+SELECT r.id, r.exchange, r.target,
+       coalesce(r.woken_by, CASE WHEN s.yielded IS NOT NULL AND s.yield_run = r.id THEN '' END) AS woken_by
+FROM runs r JOIN sessions s ON s.id = r.session WHERE r.id = :id;
 
 -- name: active_in
 SELECT n, id, cancel_at, transcript, first_seq FROM runs WHERE session = :session AND state = 'running';

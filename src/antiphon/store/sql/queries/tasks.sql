@@ -105,6 +105,10 @@ UPDATE tasks SET archive_at = :later WHERE n = :n;
 -- name: yield_to
 UPDATE sessions SET yielded = :how, yield_run = :run_id WHERE id = :session;
 
+-- name: yield_unless_yielded
+-- It has ended its turn without a word that it waits.
+UPDATE sessions SET yielded = 'all' WHERE id = :session AND yielded IS NULL;
+
 -- name: deadline
 SELECT deadline_at FROM runs WHERE id = :id;
 
