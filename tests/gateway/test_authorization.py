@@ -20,7 +20,7 @@ from antiphon.gateway.methods import METHODS
 from antiphon.gateway.web import Web
 from antiphon.operations import HistoryFilter, ListFilter, Operations, Spawn
 from antiphon.schedules import JobSpec, read_as
-from stage import BOUND, MAIN, OPERATOR, dump, tool, until
+from stage import BOUND, MAIN, OPERATOR, dump, raw, tool, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("V3", "W7", "SEC4")]
 
@@ -194,7 +194,20 @@ async def _stage(path: Path, mode: str) -> AsyncGenerator[Gate]:
         await gate.operations.open(OPERATOR, SPARE)
         await _leave_something_undelivered(gate)
         await gate.house.schedules.add(OPERATOR, read_as(JobSpec, JOB))
+        await until(lambda: _is_quiet(gate))
         yield gate
+
+
+async def _is_quiet(gate: Gate) -> bool:
+    """Whether everything that was begun has come to its end, so that only requests change rows from here on."""
+    (left,) = raw(
+        gate.database,
+        "SELECT (SELECT count(*) FROM runs WHERE ended_at IS NULL)"
+        " + (SELECT count(*) FROM tasks WHERE phase <> 'settled' OR announced = 'pending')"
+        " + (SELECT count(*) FROM deliveries WHERE settled_at IS NULL)"
+        " + (SELECT count(*) FROM sessions WHERE state <> 'idle') AS n",
+    )
+    return left["n"] == 0
 
 
 async def _leave_something_undelivered(gate: Gate) -> None:
