@@ -609,16 +609,16 @@ def test_no_refusal_of_an_address_shows_a_part_of_its_password(
 @pytest.mark.parametrize(
     ("missing", "raw", "told"),
     [
-        ("asyncpg", {"store": {"url": "postgres://db"}}, ("'store.url'", "--extra cluster.")),
+        ("asyncpg", {"store": {"url": "postgres://db"}}, ("'store.url'", "extra cluster`.")),
         (
             "nats",
             {"store": {"url": "postgres://db"}, "bus": {"url": "nats://a"}},
-            ("'bus.url'", "--extra cluster."),
+            ("'bus.url'", "extra cluster`."),
         ),
         (
             "google.genai",
             {"models": {"providers": {"google": {"models": [{"id": "m"}]}}}},
-            ("'models.providers.google'", "--extra google."),
+            ("'models.providers.google'", "extra google`."),
         ),
         (
             "absent_package",
@@ -714,9 +714,10 @@ def test_agents_that_may_be_spawned_and_are_not_there_are_told() -> None:
     ],
 )
 def test_a_session_tool_that_is_misspelt_is_told(path: str, config: dict[str, Any]) -> None:
-    [warning] = parse(config)[1]
+    warning, *more = parse(config)[1]
 
     assert warning.startswith(f"{path!r} names ")
+    assert all("leaves no tool" in text for text in more)
     assert "Did you mean 'sessions_send'?" in warning
 
 
@@ -748,6 +749,34 @@ def test_the_session_tools_are_those_there_are() -> None:
 
 
 @pytest.mark.requirement("V1")
+@pytest.mark.requirement("C", "V1")
+def test_agents_that_may_reach_each_other_but_do_not_see_that_far_are_told() -> None:
+    two = {"list": [{"id": "main", "default": True}, {"id": "helper"}]}
+    enabled = {"agentToAgent": {"enabled": True}}
+    [warning] = parse({"agents": two, "tools": enabled})[1]
+    assert "'tools.agentToAgent.enabled' is true" in warning
+    assert "'tools.sessions.visibility' is 'tree'. Set it to 'all'." in warning
+    assert parse({"tools": enabled})[1] == ()
+    assert parse({"agents": two, "tools": {**enabled, "sessions": {"send": "all"}}})[1] == ()
+    own = {"list": [{"id": "main", "tools": {"sessions": {"visibility": "all"}}}, {"id": "helper"}]}
+    assert parse({"agents": own, "tools": enabled})[1] == ()
+
+
+@pytest.mark.requirement("C", "SEC12")
+@pytest.mark.parametrize(
+    ("raw", "path"),
+    [
+        ({"tools": {"allow": ["read", "exec"]}}, "tools.allow"),
+        ({"agents": {"list": [{"id": "a", "tools": {"allow": ["bash*"]}}]}}, "agents.list[0].tools.allow"),
+        ({"tools": {"subagents": {"tools": {"allow": ["read"]}}}}, "tools.subagents.tools.allow"),
+    ],
+)
+def test_a_list_that_leaves_no_tool_is_told(raw: dict[str, Any], path: str) -> None:
+    [warning] = parse(raw)[1]
+    assert warning.startswith(f"'{path}' names no tool that exists here (") and "it leaves no tool" in warning
+    assert parse({"tools": {"allow": ["read", "sessions_*"]}})[1] == ()
+
+
 def test_a_visibility_that_shows_nothing_more_is_told() -> None:
     two = {"list": [{"id": "main"}, {"id": "helper", "tools": {"sessions": {"visibility": "all"}}}]}
     everything = {"sessions": {"visibility": "all"}}

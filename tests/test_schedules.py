@@ -758,6 +758,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"agentId": "nobody"}, "agentId"),
     ({"agentId": "not an id"}, "agentId"),
     ({"delivery": {"mode": "announce", "channel": "No Channel"}}, "delivery.channel"),
+    ({"delivery": {"mode": "announce", "channel": "telegram", "to": "7"}}, "delivery.channel"),
     ({"delivery": {"mode": "announce", "whom": "x"}}, "delivery.whom"),
     ({"delivery": {"mode": "shout"}}, "delivery.mode"),
     ({"delivery": {"mode": "none", "to": "x"}}, "delivery.to"),

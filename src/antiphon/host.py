@@ -121,7 +121,11 @@ async def house(config: Config, state_dir: Path, **options: Unpack[Options]) -> 
                 config, store, home, bus=links.bus, clock=clock, engine=engine, toolbox=toolbox
             )
             scheduler = Scheduler(
-                terms=Terms(config, door), store=store, bus=links.bus, clock=clock, engine=engine
+                terms=Terms(config, door, frozenset(options.get("channels") or {})),
+                store=store,
+                bus=links.bus,
+                clock=clock,
+                engine=engine,
             )
             schedules = Schedules(store=store, clock=clock, scheduler=scheduler)
             more = options.get("tools")

@@ -93,6 +93,7 @@ class Schedules:
         now = self._clock.now()
         given = _checked(spec)
         command = Command(key, ("cron.add", given))
+        jobs.check_channel(given.delivery, self._terms)
         settled = jobs.settled(given, self._terms.config, now)
         job = await self._store.tx(jobs.add, self._terms, caller, str(uuid.uuid4()), settled, command, now)
         self._scheduler.wake()

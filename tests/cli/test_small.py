@@ -114,8 +114,11 @@ def test_a_job_announces(desk: Program) -> None:
     add = ("cron", "add", "--name", "n", "--message", "say tick", "--json")
     job = desk.run(*add, "--every", "1h", "--announce").json
     assert job["delivery"]["mode"] == "announce"
-    where = desk.run(*add, "--every", "1h", "--announce", "--channel", "telegram", "--to", "7").json
-    assert where["delivery"] == {"mode": "announce", "channel": "telegram", "to": "7"}
+    where = desk.run(*add, "--every", "1h", "--announce", "--channel", "webchat", "--to", "7").json
+    assert where["delivery"] == {"mode": "announce", "channel": "webchat", "to": "7"}
+    elsewhere = desk.run(*add, "--every", "1h", "--announce", "--channel", "telegram")
+    assert (elsewhere.code, "no channel 'telegram'" in elsewhere.error["message"]) == (2, True)
+    assert "'webchat'" in elsewhere.error["hint"]
     assert desk.run(*add, "--every", "1h").json["delivery"] == {"mode": "none"}
     for lost, missing in (
         (["--channel", "telegram"], "--announce"),

@@ -1060,6 +1060,7 @@ async def test_jobs_are_added_changed_run_and_removed(gate: Gate) -> None:
         ({"schedule": {"kind": "sometimes"}}, "schedule.kind"),
         ({"payload": {"kind": "agentTurn"}}, "payload.message"),
         ({"delivery": {"mode": "announce", "channel": "no channel"}}, "delivery"),
+        ({"delivery": {"mode": "announce", "channel": "telegram"}}, "delivery.channel"),
         ({"sessionTarget": "nowhere"}, "sessionTarget"),
         ({"name": ""}, "name"),
     ],

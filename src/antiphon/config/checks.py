@@ -53,7 +53,9 @@ def concerns(config: Config) -> Iterator[str]:
     yield from _easily_guessed(config)
     yield from _nobody(config)
     yield from _no_tools(config)
+    yield from _no_tool_left(config)
     yield from _out_of_sight(config)
+    yield from _reach_without_effect(config)
     yield from _never_idle(config)
     for name, provider in config.models.providers.items():
         if not provider.models:
@@ -144,6 +146,33 @@ def _no_tools(config: Config) -> Iterator[str]:
                 yield f"{path!r} names {name!r}, a group that has no tools here. {_group_instead(name)}"
             elif name not in SESSION_TOOLS and not (wildcards and "*" in name) and _meant_for_ours(name):
                 yield f"{path!r} names {name!r}, and no tool is called that. {_instead(name)}"
+
+
+def _no_tool_left(config: Config) -> Iterator[str]:
+    """Lists of allowed tools that allow none of those there are."""
+    for path, names in _tool_lists(config):
+        if not path.endswith("tools.allow") or path.startswith("gateway.") or not names:
+            continue
+        if not any(fnmatchcase(tool, name) for tool in SESSION_TOOLS for name in names):
+            yield (
+                f"{path!r} names no tool that exists here ({', '.join(map(repr, names))}), so it leaves no tool."
+                f" Name some of: {', '.join(SESSION_TOOLS)}."
+            )
+
+
+def _reach_without_effect(config: Config) -> Iterator[str]:
+    """Agents that may reach each other, but whose tools do not see that far."""
+    if len(config.agent_ids) < 2 or not config.tools.agent_to_agent.enabled:
+        return
+    agents = [config.agent(agent_id) for agent_id in config.agent_ids]
+    sandboxed = any(
+        agent.sandbox.mode != "off" and agent.sandbox.session_tools_visibility == "all" for agent in agents
+    )
+    if not sandboxed and not any("all" in (agent.tools.visibility, agent.tools.send) for agent in agents):
+        yield (
+            "'tools.agentToAgent.enabled' is true, but agents still reach only their own sessions, because"
+            f" 'tools.sessions.visibility' is {config.tools.sessions.visibility!r}. Set it to 'all'."
+        )
 
 
 def _tool_lists(config: Config) -> Iterator[tuple[str, Sequence[str] | None]]:

@@ -18,6 +18,7 @@ from antiphon import keys
 from antiphon.access import Caller
 from antiphon.engine import commands, slots, words
 from antiphon.engine.commands import Command
+from antiphon.engine.deliveries import WEBCHAT
 from antiphon.engine.door import Door
 from antiphon.engine.slots import At, Closed, Schedule
 from antiphon.engine.words import Thinking
@@ -118,6 +119,8 @@ class Terms:
 
     config: Config
     door: Door
+    channels: frozenset[str] = frozenset()
+    """Channels that this process can deliver to, beside the web chat."""
 
 
 # --- what is accepted ---
@@ -172,6 +175,21 @@ def _check_payload(spec: JobSpec, config: Config) -> None:
             config.find_model(spec.payload.model)
 
 
+def check_channel(delivery: Delivery, terms: Terms) -> None:
+    """Refuses a delivery that would fail each time. Jobs that are stored already keep theirs.
+
+    Raises:
+        InvalidInput: this gateway has no such channel.
+    """
+    if isinstance(delivery, Announce) and delivery.channel not in {LAST_HEARD, WEBCHAT, *terms.channels}:
+        known = ", ".join(repr(name) for name in sorted({WEBCHAT, *terms.channels}))
+        raise InvalidInput(
+            f"This gateway has no channel {delivery.channel!r}.",
+            f"Use {known}, or leave the channel out to deliver to where the agent last heard from.",
+            field="delivery.channel",
+        )
+
+
 def _check_ends(spec: JobSpec) -> None:
     if spec.delete_after_run and not isinstance(spec.schedule, At):
         raise InvalidInput(
@@ -213,6 +231,8 @@ async def add(
 
 async def update(tx: Tx, terms: Terms, caller: Caller, job_id: str, patch: JobPatch, now: int) -> Job:
     job = await get(tx, job_id)
+    if patch.delivery is not UNSET:
+        check_channel(patch.delivery, terms)
     spec = settled(patch.applied(job.spec), terms.config, now)
     if patch.session_target is not UNSET:
         spec = await _aimed(tx, terms, caller, spec)
