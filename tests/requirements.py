@@ -81,7 +81,10 @@ CONTRACT: dict[str, tuple[Part, str]] = {
     "V2": ("core", "A sandboxed session is clamped to its tree."),
     "V3": ("core", "One authorize() on canonical keys; listed if and only if readable."),
     "D1": ("core", "Send policy: override, deny, allow, default, in that order."),
-    "D2": ("core", "The owner's standalone /send, and nobody else's."),
+    "D2": (
+        "core",
+        "The owner's standalone /send, at every door and answered in one line; anybody else's is ignored.",
+    ),
     "D3": ("tools", "The policy sits in the one outbound gate; inbound is always recorded."),
     "W1": ("gateway", "The WebSocket protocol."),
     "W2": ("gateway", "Its methods."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,28 @@ def test_the_one_main_session_of_all_agents_is_called_main(program: Program) -> 
         assert result.code == 0 or arguments == ["status"], (arguments, result)
         assert "global" not in f"{result.out}{result.err}".lower(), (arguments, result)
     assert "global" not in told.lower()
+
+
+@pytest.mark.requirement("D2")
+@pytest.mark.parametrize("beside", [True, False], ids=["gateway", "alone"])
+def test_send_is_a_command_of_every_way_to_talk(program: Program, beside: bool) -> None:
+    def policy() -> str | None:
+        [row] = program.run("sessions", "list", "--json").json["sessions"]
+        return row.get("sendPolicy")
+
+    with up(program) if beside else nullcontext():
+        assert program.say("say hello").strip() == "hello"
+        for arguments, told, wanted in (
+            (["chat", "--message", "/send off"], "Send policy set to off.", "deny"),
+            (["send", "main", "/send on", "--wait", "30"], "Send policy set to on.", "allow"),
+            (["agent", "--message", "/send off"], "Send policy set to off.", "deny"),
+            (["chat"], "Send policy set to inherit.", None),
+        ):
+            done = program.run(*arguments, stdin="/send inherit\n" if arguments == ["chat"] else "")
+            assert (done.code, done.out.strip()) == (0, told), (arguments, done)
+            assert policy() == wanted
+        history = program.run("sessions", "history", "main", "--json").json["messages"]
+        assert [item["role"] for item in history] == ["user", "assistant"]
 
 
 def test_a_sent_message_is_one_run_however_often_it_is_sent(program: Program) -> None:

@@ -402,7 +402,7 @@ async def test_a_command_in_a_text_needs_what_its_method_needs(gate: Gate) -> No
     async with gate.client() as admin, gate.client(gate.issue(WRITE)) as writer:
         await say(writer, "before")
         first = (await admin.call("sessions.describe", key=MAIN))["session"]
-        for word in ("/new", "/RESET", "/send off"):
+        for word in ("/new", "/RESET"):
             for method, key in (
                 ("chat.send", "sessionKey"),
                 ("sessions.send", "key"),

@@ -23,6 +23,7 @@ from antiphon.cli.keyboard import PROMPT, Keyboard
 from antiphon.cli.screen import Screen
 from antiphon.errors import AntiphonError, InvalidInput
 from antiphon.operations import HistoryFilter, Message
+from antiphon.policy import parse_send_command
 from antiphon.views import RunView, end_of
 
 if TYPE_CHECKING:
@@ -87,6 +88,9 @@ class Conversation:
         self._commands = {
             "/new": Command(self._new, "start a new conversation; the old one is kept"),
             "/stop": Command(self._stop, "stop the answer (so does Ctrl-C)"),
+            "/send": Command(
+                self._switch, "let this session be written to, or not: /send on, off or inherit"
+            ),
             "/history": Command(self._history, "show the last messages: /history 50"),
             "/status": Command(self._status, "say where this conversation stands"),
             "/help": Command(self._help, "show this"),
@@ -332,6 +336,12 @@ class Conversation:
         running = self._waiting or await self._desk.unfinished(self._session)
         if not running or not (await self._desk.stop(self._session, running[0])).run_ids:
             self._screen.tell("Nothing runs.")
+
+    async def _switch(self, wanted: str) -> None:
+        if parse_send_command(text := f"/send {wanted}") is None:
+            self._screen.tell("Write /send on, /send off or /send inherit.")
+            return
+        await self._send(text)
 
     async def _history(self, wanted: str) -> None:
         if wanted and not (wanted.isdecimal() and 0 < int(wanted) <= 1000):

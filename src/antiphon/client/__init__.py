@@ -22,6 +22,7 @@ from antiphon.client import shapes
 from antiphon.client.feed import Place, ended
 from antiphon.client.link import ANSWER, Heard, Json, Link, Lost, Site
 from antiphon.errors import InvalidInput, NotFound, TooLarge
+from antiphon.policy import parse_send_command
 from antiphon.views import (
     Accepted,
     AgentCard,
@@ -139,7 +140,7 @@ class Client:
             "sessionKey": message.session,
             "message": message.content,
             "idempotencyKey": _key(message.idempotency_key),
-            "suppressCommandInterpretation": True,
+            "suppressCommandInterpretation": parse_send_command(str(message.content)) is None,
         }
         if message.thinking is not None:
             params["thinking"] = message.thinking

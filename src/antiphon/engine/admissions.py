@@ -134,10 +134,15 @@ async def _accepted_before(tx: Tx, submission: Submission) -> Accepted:
     return Accepted(row["id"], row["session"], submission.session_key, row["state"], new=False)
 
 
-async def record_command(tx: Tx, run_id: str, session: int, command: str, now: int) -> bool:
-    """Whether a command is new under its key. It is on record afterwards, as a run that had nothing to do."""
+async def record_command(
+    tx: Tx, run_id: str, session: int, command: str, now: int, reply: str | None = None
+) -> bool:
+    """Whether a command is new under its key. It is on record afterwards, as a run that had nothing to do.
+
+    `reply` is what the person who gave it is told; it stands in no transcript.
+    """
     digest = hashlib.sha256(f"{session}\ncommand\n{command}".encode()).hexdigest()[:32]
-    if await tx.do(SQL.record_command, id=run_id, session=session, digest=digest, now=now):
+    if await tx.do(SQL.record_command, id=run_id, session=session, digest=digest, reply=reply, now=now):
         return True
     before = await tx.one(SQL.accepted_before, id=run_id)
     if before is None or before["digest"] != digest:

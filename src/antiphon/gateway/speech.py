@@ -1,7 +1,7 @@
 """A text for a session, from any method: an ordinary message, or one of the few commands that a text can be.
 
 A command that is said again with the same key is not done again. It needs exactly what its own method needs: `/new`
-from somebody who may not reset is refused, not sent.
+from somebody who may not reset is refused, not sent. `/send` is for `operations.submit`, which every door uses.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from antiphon import policy
 from antiphon.access import Caller
-from antiphon.operations import Message, Operations, Patch
+from antiphon.operations import Message, Operations
 from antiphon.views import Accepted
 
 _RENEW = re.compile(r"/(new|reset)", re.IGNORECASE)
@@ -25,7 +24,7 @@ class Spoken(msgspec.Struct, frozen=True):
 
     session_key: str
     accepted: Accepted | None = None
-    done: Literal["reset", "stopped", "policy"] | None = None
+    done: Literal["reset", "stopped"] | None = None
     run_ids: list[str] = []
 
 
@@ -40,9 +39,5 @@ async def speak(operations: Operations, caller: Caller, message: Message) -> Spo
         reason = "new" if match[1].lower() == "new" else "reset"
         view = await operations.reset(caller, message.session, reason, key=message.idempotency_key)
         return Spoken(view.key, done="reset")
-    if command := policy.parse_send_command(text):
-        value = None if command == "inherit" else command
-        view = await operations.patch(caller, message.session, Patch(send_policy=value))
-        return Spoken(view.key, done="policy")
     accepted = await operations.submit(caller, message)
     return Spoken(accepted.session_key, accepted=accepted)

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from antiphon import keys
+from antiphon import access, keys, policy
 from antiphon.access import Caller
+from antiphon.bus import RunChanged, run_topic, session_topic
 from antiphon.engine import admissions, resets, runs, sessions, tasks, words
 from antiphon.engine.admissions import Submission
 from antiphon.engine.chains import Link
@@ -33,6 +34,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     instructions: str | None = None
     timeout_seconds: float | None = None
     provenance: Provenance | None = None
+    literal: bool = False
+    """Words and nothing else, even if they look like a command."""
 
 
 class _Place(NamedTuple):
@@ -45,11 +48,16 @@ class _Place(NamedTuple):
 
 class Submissions(Links):
     async def submit(self, caller: Caller, message: Message) -> Accepted:
-        """Put words into a session. They are durable when this returns; their run starts by itself."""
+        """Put words into a session. They are durable when this returns; their run starts by itself.
+
+        A standalone `/send on|off|inherit` is no words: it is done when this returns, and has an answer as a run has.
+        """
         self._check(message)
         engine = self._running()
         now = self._clock.now()
         run_id = message.idempotency_key or admissions.new_id(now)
+        if (wanted := _send_command(caller, message)) is not None:
+            return await self._command(caller, message.session, wanted, run_id, now)
         accepted, row, news = await self._store.tx(self._submit, caller, message, run_id, now)
         if news == "create":
             self._tell(row, news)
@@ -58,6 +66,34 @@ class Submissions(Links):
             self._tell_all(row, news)
         await engine.accepted(accepted)
         return _receipt(accepted, row)
+
+    async def _command(
+        self, caller: Caller, session: str, wanted: policy.SendCommand, run_id: str, now: int
+    ) -> Accepted:
+        done = await self._store.tx(self._switch_sending, caller, session, wanted, run_id, now)
+        accepted, row, reply, founded = done
+        if founded:
+            self._tell(row, "create")
+        if accepted.new:
+            if reply is not None:
+                self._tell(row, "patch")
+            ended = RunChanged(session_key=row["key"], run_id=run_id, state="ok", reply=reply, ended_at=now)
+            for topic in (run_topic(run_id), session_topic(row["id"])):
+                self._bus.publish(topic, ended)
+        return _receipt(accepted, row)
+
+    async def _switch_sending(
+        self, tx: Tx, caller: Caller, session: str, wanted: policy.SendCommand, run_id: str, now: int
+    ) -> tuple[admissions.Accepted, Row, str | None, bool]:
+        """The owner's command, also where the policy lets nothing else in. Anybody else's changes nothing."""
+        row, founded = await self._opened_or_founded(tx, caller, "send", session, now)
+        checks.current(row, session)
+        reply = _SWITCHED[wanted] if access.ADMIN in caller.scopes else None
+        new = await admissions.record_command(tx, run_id, row["id"], f"send {wanted}", now, reply)
+        if new and reply is not None:
+            setting = None if wanted == "inherit" else wanted
+            await sessions.patch(tx, row["id"], {"send_policy": setting}, now)
+        return admissions.Accepted(run_id, row["id"], row["key"], "ok", new=new), row, reply, founded
 
     async def steer(
         self, caller: Caller, message: Message, origin: Origin | None = None
@@ -182,6 +218,26 @@ class Submissions(Links):
             )
         if message.model is not None:
             self.config.find_model(message.model)
+
+
+_SWITCHED: dict[policy.SendCommand, str] = {
+    "allow": "Send policy set to on.",
+    "deny": "Send policy set to off.",
+    "inherit": "Send policy set to inherit.",
+}
+
+
+def _send_command(caller: Caller, message: Message) -> policy.SendCommand | None:
+    """What a person's words command, if they are a command: never those of another session or program."""
+    text = message.content
+    if (
+        message.literal
+        or message.provenance is not None
+        or not caller.is_operator
+        or not isinstance(text, str)
+    ):
+        return None
+    return policy.parse_send_command(text) if text.lstrip()[:5].lower() == "/send" else None
 
 
 async def _renewed(tx: Tx, caller: Caller, row: Row, reason: str, now: int) -> Row:

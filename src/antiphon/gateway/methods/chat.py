@@ -165,6 +165,7 @@ async def spoken(call: Call, message: Message, *, literal: bool = False) -> dict
     """Say it, and tell the client where it stands."""
     try:
         if literal:
+            message = msgspec.structs.replace(message, literal=True)
             accepted = await call.operations.submit(call.caller, message)
             result = speech.Spoken(accepted.session_key, accepted=accepted)
         else:

@@ -14,8 +14,9 @@ WHERE NOT EXISTS (SELECT 1 FROM commands WHERE id = :id)
 ON CONFLICT (id) DO NOTHING;
 
 -- name: record_command
-INSERT INTO runs (id, session, origin, digest, input, state, created_at, ended_at)
-SELECT :id, CAST(:session AS BIGINT), 'command', :digest, '', 'ok', CAST(:now AS BIGINT), CAST(:now AS BIGINT)
+INSERT INTO runs (id, session, origin, digest, input, state, reply, created_at, ended_at)
+SELECT :id, CAST(:session AS BIGINT), 'command', :digest, '', 'ok', CAST(:reply AS TEXT), CAST(:now AS BIGINT),
+       CAST(:now AS BIGINT)
 WHERE NOT EXISTS (SELECT 1 FROM commands WHERE id = :id)
 ON CONFLICT (id) DO NOTHING;
 
