@@ -153,7 +153,8 @@ class Overview(NamedTuple):
     cursors: Sequence[str]
     """What leads on after each row, for who has no room for all of them."""
     said: Sequence[Sequence[Entry]]
-    """Their last messages, oldest first; empty where none were asked for. One that is too large has no body."""
+    """The last messages of the first rows, oldest first; empty where none were asked for. A message that is too large
+    has no body."""
     hidden: int
     """Sessions that the caller's visibility hides, counted to a thousand."""
 

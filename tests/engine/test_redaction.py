@@ -8,7 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.engine.redaction import redact
+from antiphon.engine.redaction import (
+    _PATTERNS,  # pyright: ignore[reportPrivateUsage]
+    _may_hold_secret,  # pyright: ignore[reportPrivateUsage]
+    redact,
+)
 
 pytestmark = pytest.mark.requirement("H3")
 
@@ -123,6 +127,11 @@ carriers = st.sampled_from(
     ]
 )  # fmt: skip
 around = st.text("abc .,\n()", max_size=20)
+
+
+@given(st.sampled_from(_PATTERNS).flatmap(st.from_regex))
+def test_the_quick_look_sees_whatever_a_pattern_matches(text: str) -> None:
+    assert _may_hold_secret(text)
 
 
 @given(around, carriers, secrets, around)

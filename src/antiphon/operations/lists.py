@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -20,8 +21,18 @@ from antiphon.views import Overview, SessionPage, SessionView, Summary
 
 MESSAGES_MOST = 20  # of each session in an overview
 HIDDEN_MOST = 1000  # hidden sessions that are counted; "a thousand" is as good an answer as any larger one
-OVERVIEW_BYTES = 4 * 2**20  # of all the messages in an overview
-MESSAGE_BYTES = 256 * 1024  # of one of them
+MAX_MESSAGE_BYTES = 256 * 1024  # of one message in an overview
+
+
+class MessageRoom(NamedTuple):
+    """How much of the messages in an overview can be shown: in all, and of what one message and one row count for."""
+
+    total_bytes: int = 4 * 2**20
+    message_bytes: int = MAX_MESSAGE_BYTES
+    row_bytes: int = 0
+
+
+DEFAULT_ROOM = MessageRoom()
 
 
 class Lists(Core):
@@ -42,12 +53,17 @@ class Lists(Core):
             next_cursor=_cursor_after(shown[-1]) if len(rows) > limit else None,
         )
 
-    async def overview(self, caller: Caller, wanted: ListFilter, messages: int = 0) -> Overview:
-        """`list` with what was said last in each session and how many are hidden, all of it at one moment."""
+    async def overview(
+        self, caller: Caller, wanted: ListFilter, messages: int = 0, *, room: MessageRoom = DEFAULT_ROOM
+    ) -> Overview:
+        """`list` with what was said last in each session and how many are hidden, all of it at one moment.
+
+        Messages are read for the first rows only, until `room` is used up.
+        """
         access.require_scope(caller, "list")
         limit = between(wanted.limit, 1, LIST_MOST, "limit")
         messages = between(messages, 0, MESSAGES_MOST, "messages")
-        rows, said, hidden = await self._store.read(self._overview, caller, wanted, limit + 1, messages)
+        rows, said, hidden = await self._store.read(self._overview, caller, wanted, limit + 1, messages, room)
         return Overview(
             page=self._page(caller, rows, limit),
             cursors=[_cursor_after(row) for row in rows[:limit]],
@@ -56,11 +72,11 @@ class Lists(Core):
         )
 
     async def _overview(
-        self, tx: Tx, caller: Caller, wanted: ListFilter, limit: int, messages: int
+        self, tx: Tx, caller: Caller, wanted: ListFilter, limit: int, messages: int, room: MessageRoom
     ) -> tuple[Sequence[Listed], Sequence[Sequence[Entry]], int]:
         rows = await self._list(tx, caller, wanted, limit)
         asked = rows[: limit - 1] if messages else ()
-        return rows, await _last_said(tx, asked, messages), await self._hidden(tx, caller)
+        return rows, await _last_said(tx, asked, messages, room), await self._hidden(tx, caller)
 
     async def _hidden(self, tx: Tx, caller: Caller) -> int:
         """How many sessions are kept from this caller, as far as it pays to count."""
@@ -146,15 +162,19 @@ def _cursor_after(row: Listed) -> str:
     return f"{row.updated_at}|{row.key}"
 
 
-async def _last_said(tx: Tx, rows: Sequence[Listed], limit: int) -> Sequence[Sequence[Entry]]:
-    """Oldest first. Those of the first rows have the first right to the room there is."""
-    room = OVERVIEW_BYTES
+async def _last_said(
+    tx: Tx, rows: Sequence[Listed], limit: int, room: MessageRoom
+) -> Sequence[Sequence[Entry]]:
+    """Oldest first, for as many rows as there is room for."""
+    left = room.total_bytes
     said: list[Sequence[Entry]] = []
     for row in rows:
-        found = await listing.last_said(tx, row.id, limit, min(room, MESSAGE_BYTES))
+        found = await listing.last_said(tx, row.id, limit, MAX_MESSAGE_BYTES)
         entries = [Entry(*entry) for entry in reversed(found)]
-        room -= min(room, sum(len(entry.body) for entry in entries))
         said.append(entries)
+        left -= room.row_bytes + sum(min(len(entry.body), room.message_bytes) for entry in entries)
+        if left < 0:
+            break
     return said
 
 

@@ -17,10 +17,10 @@ from antiphon.engine.toolbox import Call, Tool
 from antiphon.engine.transcripts import Entry
 from antiphon.keys import Kind
 from antiphon.operations import LIST_LIMIT, LIST_MOST, ListFilter, Operations
-from antiphon.operations.lists import MESSAGES_MOST
+from antiphon.operations.lists import MESSAGES_MOST, MessageRoom
 from antiphon.tools.adapter import adapted
 from antiphon.tools.arguments import Arguments, clamped, told
-from antiphon.tools.bounds import LIST_BYTES, Bounded, bounded, placeholder
+from antiphon.tools.bounds import LIST_BYTES, TEXT_CHARS, Bounded, bounded, placeholder
 from antiphon.tools.rows import row
 from antiphon.views import Overview, history_item
 
@@ -32,6 +32,8 @@ DESCRIPTION = (
 
 _ENVELOPE = 300  # bytes of a result besides its rows and its cursor
 _MESSAGES = len(',"messages":')
+_ROOM = MessageRoom(total_bytes=LIST_BYTES * 5 // 4, message_bytes=TEXT_CHARS, row_bytes=300)
+"""A little more than fits, as the sizes in the store tell it: what is not read need not be left out again."""
 
 
 class ListArguments(Arguments, frozen=True):
@@ -55,7 +57,7 @@ class ListArguments(Arguments, frozen=True):
 def sessions_list(operations: Operations) -> Tool:
     async def answer(call: Call, given: ListArguments) -> dict[str, Any]:
         messages = clamped(given.message_limit, 0, MESSAGES_MOST)
-        overview = await operations.overview(call.caller, _wanted(given), messages)
+        overview = await operations.overview(call.caller, _wanted(given), messages, room=_ROOM)
         rows = (row(operations, call.caller, view) for view in overview.page.sessions)
         if not messages:
             return _result(overview, list(rows), None)
