@@ -45,6 +45,40 @@ async def test_one_session_sends_to_another_for_an_operator(tmp_path: Path) -> N
         assert (await client.call("agent.wait", runId="k2"))["reply"] == "x"
 
 
+@pytest.mark.requirement("S5", "S9")
+async def test_what_is_sent_in_a_sessions_name_is_in_its_transcript_before_the_reply(tmp_path: Path) -> None:
+    settings = {
+        **SETTINGS,
+        "gateway": {"tools": {"allow": ["sessions_send"]}},
+        "tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}},
+    }
+    async with opened(tmp_path, None, settings=settings) as gate, gate.client() as client:
+        asked = {"key": HELPER, "message": "say say pong", "fromSessionKey": "main", "idempotencyKey": "k1"}
+        for _ in range(2):  # asked again, it is not said again
+            sent = await client.call("sessions.send", **asked, timeoutSeconds=BOUND, replyBack=1)
+            assert sent["reply"] == "say pong"
+        assert (await client.call("agent.wait", runId="turn:k1:1"))["reply"] == "pong"
+        args = {"sessionKey": HELPER, "message": "say hello", "replyBack": 1, "announce": "none"}
+        await client.call("tools.invoke", name="sessions_send", args=args, sessionKey=MAIN)
+
+        async def settled() -> bool:
+            found = (await client.call("exchanges.list"))["exchanges"]
+            return all(each["phase"] == "settled" for each in found)
+
+        await until(settled)
+        main = (await client.call("sessions.history", key=MAIN))["messages"]
+        texts = [
+            item["content"] if isinstance(item["content"], str) else item["content"][0]["text"]
+            for item in main
+        ]
+        assert texts[:3] == [
+            f"Message sent from this session to {HELPER}:\n\nsay say pong",
+            "say pong",
+            "pong",
+        ]
+        assert texts[3:5] == [f"Message sent from this session to {HELPER}:\n\nsay hello", "hello"]
+
+
 @pytest.mark.requirement("S2", "003-send-timeout", "003-send-timeout-goes-on")
 async def test_a_wait_for_a_reply_holds_up_nothing_else(tmp_path: Path) -> None:
     async with opened(tmp_path, None, settings=SETTINGS) as gate, gate.client() as client:

@@ -20,7 +20,7 @@ from antiphon.engine.chains import Link
 from antiphon.engine.deliveries import Parcel
 from antiphon.engine.steps import ANNOUNCE, NOTHING, REPLY_BACK, Sequel, Step, queued
 from antiphon.engine.wording import Sides
-from antiphon.messages import Provenance, User
+from antiphon.messages import INJECTED, Assistant, Provenance, Text, User
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
 
@@ -105,6 +105,28 @@ def _primary(exchange: Row, opening: Opening, *, known: bool, now: int) -> Submi
         max_queued=opening.max_queued,
         agent_id=opening.agent_id,
     )
+
+
+async def record_sent(tx: Tx, opening: Opening, now: int) -> Accepted | None:
+    """Put what was sent in a session's name into its own transcript, so that it knows what the replies are about.
+
+    What its agent sends in a run stands there already, as the call of the tool.
+    """
+    assert opening.requester is not None
+    note = Submission(
+        run_id=f"note:sent:{opening.id}",
+        session=opening.requester["id"],
+        session_key=opening.requester["key"],
+        origin=admissions.NOTE,
+        message=Assistant(
+            content=[Text(text=wording.sent_note(keys.spoken(opening.target["key"]), opening.message))],
+            timestamp=now,
+            stop_reason="stop",
+            provider="antiphon",
+            model=INJECTED,
+        ),
+    )
+    return await admissions.follow(tx, note, now)
 
 
 async def advance(tx: Tx, step: Step, now: int) -> Sequel:

@@ -83,6 +83,11 @@ def reply_context(sides: Sides, turn: int, turns: int, *, requester_speaks: bool
     )
 
 
+def sent_note(target: str, message: str) -> str:
+    """For the transcript of a session in whose name an operator has sent a message."""
+    return f"Message sent from this session to {target}:\n\n{message}"
+
+
 def announce_message(request: str, first_reply: str | None, latest_reply: str | None) -> str:
     """The message of the announce step, with what was said quoted."""
     return _lines(

@@ -59,7 +59,7 @@ class Exchanges(Runs, Links):
         origin = origin or Origin()
         run_id = request_id(caller, wanted.idempotency_key, origin)
         try:
-            accepted, founded = await self._store.tx(
+            accepted, note, founded = await self._store.tx(
                 self._send, caller, wanted, run_id, origin, requester, self._clock.now()
             )
         except ChainTooLong as error:
@@ -67,6 +67,8 @@ class Exchanges(Runs, Links):
             raise
         for row in founded:
             self._tell(row, "create")
+        if note is not None:
+            await engine.accepted(note)
         await engine.accepted(accepted)
         if wanted.timeout_seconds <= 0:
             return await self._sent(caller, run_id, "accepted")
@@ -82,8 +84,8 @@ class Exchanges(Runs, Links):
         origin: Origin,
         acting_for: str | None,
         now: int,
-    ) -> tuple[Accepted, list[Row]]:
-        """The first run of the exchange, and the main sessions that were founded for it."""
+    ) -> tuple[Accepted, Accepted | None, list[Row]]:
+        """The first run, the note of it in the requester's transcript, and the main sessions founded for it."""
         founded: list[Row] = []
         requester = await self._acting(tx, caller, "control", acting_for, now, founded)
         target = await self._target(tx, caller, wanted, now, founded)
@@ -98,10 +100,13 @@ class Exchanges(Runs, Links):
             if requester is not None:
                 link = await self._link(tx, origin, requester["id"], run_id)
         opening = self._opening(run_id, requester, target, wanted, link, self._addressed(caller, wanted))
+        note = None
+        if requester is not None and await chains.under_way(tx, origin.run_id, requester["id"]) is None:
+            note = await exchanges.record_sent(tx, opening, now)  # before anything that answers it is queued
         accepted = await exchanges.begin(tx, opening, now)
         if requester is not None and wanted.timeout_seconds > 0:
             await self._wait_for(tx, caller, requester, accepted, origin, wanted.timeout_seconds, now)
-        return accepted, founded
+        return accepted, note, founded
 
     def _addressed(self, caller: Caller, wanted: Send) -> str | None:
         if wanted.label is not None:
