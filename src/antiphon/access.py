@@ -47,6 +47,16 @@ _VERB: dict[Action, str] = {
 }
 
 
+_SETTING_FOR: dict[Action, str] = {
+    "list": "tools.sessions.visibility",
+    "read": "tools.sessions.visibility",
+    "send": "tools.sessions.send",
+    "control": "tools.sessions.control",
+    "manage": "tools.sessions.control",
+    "spawn": "subagents.allowAgents",
+}
+
+
 class Cap(NamedTuple):
     """What a caller reaches at most, whatever its agent is granted: a spawned session stays within its parent's."""
 
@@ -227,7 +237,7 @@ def authorize(
         require_scope(caller, action)
         raise Forbidden(
             f"Session {target.key!r} may be read from here, but this caller may not {_VERB[action]} it.",
-            "Choose another session, or ask the operator to widen what this agent may do.",
+            f"Choose another session, or ask the operator to widen {_SETTING_FOR[action]!r}.",
             action=action,
             key=target.key,
         )
@@ -249,7 +259,7 @@ def _authorize_spawn(caller: Caller, agent_id: str, grants: Grants, configured: 
     if agent_id not in configured or not matches(agent_id, grants.spawn_agents):
         raise Forbidden(
             f"Agent {caller.agent_id!r} may not spawn agent {agent_id!r}.",
-            "Call agents_list to see which agents it may spawn.",
+            f"Call agents_list to see which agents it may spawn; {_SETTING_FOR['spawn']!r} of its agent decides.",
             action="spawn",
             agent_id=agent_id,
         )

@@ -179,10 +179,15 @@ class StatusView(_View, omit_defaults=False, frozen=True):
 
 
 class AgentLine(_View, frozen=True):
-    """`runtime` is what answers for the agent; `model` is absent where that is no model."""
+    """`runtime` is what answers for the agent; `model` is absent where that is no model.
+
+    `can_spawn` is about `sessions_spawn`, `can_message` about `sessions_send` to the agent's main session.
+    """
 
     id: str
     configured: bool
+    can_spawn: bool
+    can_message: bool
     name: str | None = None
     model: str | None = None
     runtime: str | None = None
@@ -194,10 +199,17 @@ class AgentsView(_View, frozen=True):
     requester: str
     allow_any: bool
     agents: list[AgentLine]
+    message_only: list[AgentLine] = []
+    """Agents that the requester may send to and not spawn."""
+    hint: str | None = None
+    """Which settings decide, where the requester can message no other agent."""
 
 
 class AgentCard(_View, omit_defaults=False, frozen=True):
-    """An agent as those see it who look after the house. `may_spawn`: whom it may start, itself first."""
+    """An agent as operators see it.
+
+    `may_spawn`: agents that it may start, itself first. `may_message`: other agents whose main session it may send to.
+    """
 
     id: str
     default: bool
@@ -205,6 +217,7 @@ class AgentCard(_View, omit_defaults=False, frozen=True):
     model: str | None
     runtime: str | None
     may_spawn: list[str]
+    may_message: list[str] = []
 
 
 class HistoryPage(_View, omit_defaults=False, frozen=True):

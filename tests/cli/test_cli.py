@@ -366,7 +366,9 @@ def test_the_configuration_is_checked(program: Program) -> None:
     )
     facts = program.run("config", "check", "--json").json
     assert facts["path"] == str(program.state / "config.json5")
-    assert facts["agents"][1] == {"id": "helper", "default": True, "model": "local/m1"}
+    assert facts["agents"][1] == {
+        "id": "helper", "default": True, "model": "local/m1", "maySpawn": ["helper"], "mayMessage": []
+    }  # fmt: skip
     assert "session.store" in facts["warnings"][0]
     assert "helper (default), answered by local/m1" in program.run("config", "check").out
     program.configure({"session": {"scoop": 1}, "gateway": {"port": "high"}})

@@ -153,6 +153,30 @@ def test_warnings_of_the_configuration_are_said(program: Program) -> None:
         terminal.expect("Ctrl-C stops it")
 
 
+TWO = {"list": [{"id": "main", "default": True}, {"id": "helper"}]}
+
+
+@pytest.mark.requirement("R", "V1")
+def test_two_agents_that_cannot_reach_each_other_are_told_what_to_set(program: Program) -> None:
+    program.configure({"agents": TWO})
+    with program.terminal("up", "--port", "0") as terminal:
+        terminal.expect("hint: No agent can message another")
+        terminal.expect("Ctrl-C stops it")
+        listed = program.run("agents").out
+        assert "MAY MESSAGE" in listed and "tools.agentToAgent.enabled" in listed
+    checked = program.run("config", "check").out
+    assert "may spawn itself; may message no other agent" in checked
+    program.configure(
+        {"agents": TWO, "tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}}}
+    )
+    with program.terminal("up", "--port", "0") as terminal:
+        terminal.expect("Ctrl-C stops it")
+        assert "hint:" not in terminal.text
+        cards = program.run("agents", "--json").json["agents"]
+        assert {card["id"]: card["mayMessage"] for card in cards} == {"main": ["helper"], "helper": ["main"]}
+    assert "may spawn itself; may message helper" in program.run("config", "check").out
+
+
 LOGS = """
 import logging, sys
 from pathlib import Path

@@ -52,7 +52,7 @@ async def test_agents_list_is_what_spawning_accepts(
     config = with_settings(household(*allowed))
     async with staged(tmp_path, silent, config=config) as stage:
         result = await ask(stage, "agents_list")
-        assert set(result) == {"requester", "allowAny", "agents"}
+        assert set(result) == {"requester", "allowAny", "agents", "hint"}
         assert (result["requester"], result["allowAny"]) == ("main", allow_any)
         assert [agent["id"] for agent in result["agents"]] == listed
         assert all(agent["configured"] is True for agent in result["agents"])
@@ -73,11 +73,42 @@ async def test_an_operator_sees_every_agent_and_what_answers_for_it(tmp_path: Pa
         result = await ask(stage, "agents_list", OPERATOR)
         assert (result["requester"], result["allowAny"]) == ("main", True)
         main, adam, zoe = result["agents"]
+        may = {"canSpawn": True, "canMessage": True}
         assert main == {
-            "id": "main", "configured": True, "model": "rehearsal/rehearsal", "runtime": "model"
+            "id": "main", "configured": True, "model": "rehearsal/rehearsal", "runtime": "model", **may
         }  # fmt: skip
         assert adam["name"] == "Adam"
-        assert zoe == {"id": "zoe", "configured": True, "name": "Zoë", "runtime": "function"}
+        assert zoe == {"id": "zoe", "configured": True, "name": "Zoë", "runtime": "function", **may}
+
+
+@pytest.mark.requirement("A1", "V1")
+@pytest.mark.parametrize(
+    ("tools", "spawn", "messages"),
+    [
+        ({}, [], []),
+        ({"agentToAgent": {"enabled": True}}, [], []),
+        ({"sessions": {"visibility": "all"}}, [], []),
+        ({"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}}, ["zoe"], ["adam", "zoe"]),
+        (
+            {"sessions": {"send": "all"}, "agentToAgent": {"enabled": True, "allow": ["main", "a*"]}},
+            [],
+            ["adam"],
+        ),
+    ],
+)
+async def test_agents_list_says_whom_the_caller_can_message_and_spawn(
+    tmp_path: Path, tools: dict[str, Any], spawn: list[str], messages: list[str]
+) -> None:
+    config = with_settings({**household(*spawn), "tools": tools})
+    async with staged(tmp_path, silent, config=config) as stage:
+        result = await ask(stage, "agents_list")
+        listed = {agent["id"]: agent for agent in [*result["agents"], *result.get("messageOnly", [])]}
+        assert [name for name, agent in listed.items() if agent["canSpawn"]] == ["main", *spawn]
+        assert sorted(name for name, agent in listed.items() if agent["canMessage"]) == messages
+        assert [agent["id"] for agent in result["agents"]] == ["main", *spawn]
+        assert ("hint" in result) is not bool(messages)
+        if not messages:
+            assert "'tools.agentToAgent.enabled'" in result["hint"] and "adam" not in str(result)
 
 
 @pytest.mark.requirement("A2")

@@ -1,4 +1,4 @@
-"""`antiphon agents`: who is configured, what answers for them, and who may start whom."""
+"""`antiphon agents`: the configured agents, what answers for them, and which others each can start and message."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ from antiphon.cli.settings import Settings, common, reaching
 if TYPE_CHECKING:
     from antiphon.views import AgentCard
 
+NO_REACH = (
+    "No agent can message another. To let them, set tools.sessions.visibility to 'all' and tools.agentToAgent.enabled"
+    " to true in the configuration."
+)
 
-@click.command(help="The configured agents, what answers for them, and who may spawn whom.")
+
+@click.command(help="The configured agents, what answers for them, and whom each may spawn and message.")
 @reaching
 @common
 @click.pass_obj
@@ -29,11 +34,14 @@ def command(settings: Settings) -> None:
             card.name or "",
             card.model or card.runtime or "",
             _spawns(card),
+            ", ".join(card.may_message) or "none",
         ]
         for card in cards
     ]
-    output.table(["AGENT", "NAME", "MODEL", "MAY SPAWN"], rows)
+    output.table(["AGENT", "NAME", "MODEL", "MAY SPAWN", "MAY MESSAGE"], rows)
     click.echo(output.dim("* answers where no agent is named"))
+    if len(cards) > 1 and not any(card.may_message for card in cards):
+        click.echo(output.dim(NO_REACH))
 
 
 async def _cards(settings: Settings) -> list[AgentCard]:

@@ -45,23 +45,39 @@ def _told(settings: Settings, facts: dict[str, Any]) -> Iterator[tuple[str, str]
     for agent in facts["agents"]:
         marked = " (default)" if agent["default"] else ""
         yield "agent", f"{agent['id']}{marked}, answered by {agent['model']}"
+        if len(facts["agents"]) > 1:
+            others = [name for name in agent["maySpawn"] if name != agent["id"]]
+            yield (
+                "",
+                f"  may spawn {', '.join(['itself', *others])}; may message {_listed(agent['mayMessage'])}",
+            )
     yield "providers", ", ".join(facts["providers"]) or "none: the built-in rehearsal model answers"
     for warning in facts["warnings"]:
         yield "warning", warning
 
 
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "no other agent"
+
+
 def _facts(settings: Settings, loaded: Loaded, lacking: list[str]) -> dict[str, Any]:
+    from antiphon.engine.door import Door
+    from antiphon.operations.agents import Roster
+
     config = loaded.config
+    cards = Roster(config, Door(config)).cards()
     return {
         "path": str(loaded.path) if loaded.path else None,
         "stateDir": str(settings.paths.state_dir),
         "agents": [
             {
-                "id": agent_id,
-                "default": agent_id == config.default_agent_id,
-                "model": answerer(loaded, agent_id),
+                "id": card.id,
+                "default": card.default,
+                "model": answerer(loaded, card.id),
+                "maySpawn": card.may_spawn,
+                "mayMessage": card.may_message,
             }
-            for agent_id in config.agent_ids
+            for card in cards
         ],
         "providers": list(config.models.providers),
         "warnings": [*loaded.warnings, *lacking],

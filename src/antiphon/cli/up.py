@@ -128,6 +128,7 @@ def _announce(settings: Settings, loaded: Loaded, state_dir: Path, url: str) -> 
 
 def _tell(settings: Settings, loaded: Loaded, state_dir: Path, url: str) -> None:
     from antiphon import __version__
+    from antiphon.cli.agents import NO_REACH
     from antiphon.cli.config import answerer
     from antiphon.config import REHEARSAL_REF
 
@@ -141,6 +142,8 @@ def _tell(settings: Settings, loaded: Loaded, state_dir: Path, url: str) -> None
         click.echo(f"  {name:<8} {output.line(fact)}")
     if answerer(loaded, loaded.config.default_agent_id) == REHEARSAL_REF:
         click.echo(f"{REHEARSAL}{str(settings.paths.config)!r}.")
+    if len(loaded.config.agent_ids) > 1 and "agent_to_agent" not in loaded.config.tools.model_fields_set:
+        click.echo(output.dim(f"hint: {NO_REACH} See: antiphon agents"))
     click.echo(
         "Talk with it from another terminal: `antiphon chat`. How it is: `antiphon status`. Ctrl-C stops it."
     )

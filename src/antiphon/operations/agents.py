@@ -1,15 +1,15 @@
-"""Which agents a caller may spawn: the configuration's word, and for a spawned session also its envelope's."""
+"""Which agents a caller may spawn and message: by the configuration, and for a spawned session also by its envelope."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from antiphon import access, keys
-from antiphon.access import Caller, Target
+from antiphon.access import Action, Caller, Target
 from antiphon.engine import sessions
 from antiphon.engine.door import Door
 from antiphon.engine.envelopes import Envelope
-from antiphon.errors import Forbidden
+from antiphon.errors import Forbidden, NotFound
 from antiphon.operations.core import Core
 from antiphon.store import Tx
 from antiphon.views import AgentCard, AgentLine, AgentsView
@@ -18,25 +18,39 @@ if TYPE_CHECKING:  # a command that only reads is over before this would be impo
     from antiphon.config import Config
 
 ANY = "*"
+REACH_HINT = (
+    "Messages to other agents need 'tools.sessions.visibility' \"all\" and 'tools.agentToAgent.enabled' true, with both"
+    " agents in 'tools.agentToAgent.allow' if it is set; starting them needs 'subagents.allowAgents' of your agent."
+    " Your operator decides these."
+)
+"""The same whether other agents exist or not."""
 
 
 class Agents(Core):
     async def agents(self, caller: Caller) -> AgentsView:
-        """What spawning would accept for this caller's agent, by the same decision; for an operator, every agent."""
+        """Agents that this caller may spawn or message, by the same decisions; an operator sees every agent."""
         access.require_scope(caller, "list")
         requester = caller.agent_id or self.config.default_agent_id
         patterns = self._door.grants(caller).spawn_agents
         roster = Roster(self.config, self._door)
         envelope = await self._store.read(self._within, caller.session_key) if caller.session_key else None
         anybody = envelope is None and ANY in (pattern.strip() for pattern in patterns)
+        spawnable = [
+            agent
+            for agent in roster.spawnable_by(caller, requester)
+            if _may_spawn(envelope, agent) and self._stays_in_sandbox(caller, agent)
+        ]
+        messageable = roster.messageable_by(caller)
+
+        def line(agent: str) -> AgentLine:
+            return roster.line(agent, can_spawn=agent in spawnable, can_message=agent in messageable)
+
         return AgentsView(
             requester=requester,
             allow_any=caller.is_operator or anybody,
-            agents=[
-                roster.line(agent)
-                for agent in roster.spawnable_by(caller, requester)
-                if _may_spawn(envelope, agent) and self._stays_in_sandbox(caller, agent)
-            ],
+            agents=[line(agent) for agent in spawnable],
+            message_only=[line(agent) for agent in messageable if agent not in spawnable],
+            hint=None if any(agent != requester for agent in messageable) else REACH_HINT,
         )
 
     async def _within(self, tx: Tx, session_key: str) -> Envelope | None:
@@ -75,37 +89,56 @@ class Roster:
         others = sorted(agent for agent in self._config.agent_ids if agent != requester)
         return [requester, *(agent for agent in others if self._may_spawn(caller, agent))]
 
+    def messageable(self, agent_id: str) -> list[str]:
+        """Other agents whose main session this agent's own may send to."""
+        main = keys.main_session(agent_id)
+        sandboxed = self._door.sandboxes(agent_id, main)
+        return self.messageable_by(Caller.agent(agent_id, str(main), sandboxed=sandboxed))
+
+    def messageable_by(self, caller: Caller) -> list[str]:
+        """Agents whose main session a caller may send to; its own session is none of them."""
+        return [
+            agent
+            for agent in sorted(self._config.agent_ids)
+            if str(keys.main_session(agent)) != caller.session_key and self._allows(caller, "send", agent)
+        ]
+
     def _may_spawn(self, caller: Caller, agent_id: str) -> bool:
-        if caller.is_operator:
-            return True
+        return caller.is_operator or self._allows(caller, "spawn", agent_id)
+
+    def _allows(self, caller: Caller, action: Action, agent_id: str) -> bool:
         target = Target(str(keys.main_session(agent_id)), agent_id)
         grants = self._door.grants(caller)
         try:
-            access.authorize(caller, "spawn", target, grants, configured=self._config.agent_ids)
-        except Forbidden:
+            access.authorize(caller, action, target, grants, configured=self._config.agent_ids)
+        except (Forbidden, NotFound):
             return False
         return True
 
-    def line(self, agent_id: str) -> AgentLine:
+    def line(self, agent_id: str, *, can_spawn: bool, can_message: bool) -> AgentLine:
         agent = self._config.agent(agent_id)
         runtime = agent.runtime.type
         return AgentLine(
             id=agent_id,
             configured=True,
+            can_spawn=can_spawn,
+            can_message=can_message,
             name=agent.name,
             model=self._config.model_ref(agent_id) if runtime == "model" else None,
             runtime=runtime,
         )
 
     def _card(self, agent_id: str) -> AgentCard:
-        line = self.line(agent_id)
+        agent = self._config.agent(agent_id)
+        runtime = agent.runtime.type
         return AgentCard(
             id=agent_id,
             default=agent_id == self._config.default_agent_id,
-            name=line.name,
-            model=line.model,
-            runtime=line.runtime,
+            name=agent.name,
+            model=self._config.model_ref(agent_id) if runtime == "model" else None,
+            runtime=runtime,
             may_spawn=self.spawnable(agent_id),
+            may_message=self.messageable(agent_id),
         )
 
 

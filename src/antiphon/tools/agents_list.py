@@ -1,4 +1,4 @@
-"""The tool `agents_list`: which agents this one may spawn."""
+"""The tool `agents_list`: which agents this one may spawn and message."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from antiphon.tools.adapter import adapted
 from antiphon.tools.arguments import Arguments
 from antiphon.views import AgentsView
 
-DESCRIPTION = "List the agents you may start with sessions_spawn (its agentId), yourself first."
+DESCRIPTION = (
+    "List the agents you may start with sessions_spawn (its agentId), yourself first, and which you may message with"
+    " sessions_send (its agentId): canSpawn and canMessage, and messageOnly for those you may not start."
+)
 
 
 class AgentsListArguments(Arguments, frozen=True):
