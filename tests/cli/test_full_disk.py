@@ -61,7 +61,7 @@ def test_a_command_that_hosts_by_itself_says_what_it_waits_for(
         assert (terminal.text.count(FULL), terminal.text.count(AGAIN)) == (1, 1)
         assert "Logging error" not in terminal.text
     entries = program.run("sessions", "history", "main").out
-    assert entries.count("assistant: done at last") == 1
+    assert entries.count("main> done at last") == 1
 
 
 def _until_running(program: Program) -> None:
@@ -126,7 +126,7 @@ def test_what_is_there_can_be_read_where_no_file_can_grow(program: Program) -> N
         preexec_fn=limit,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "assistant: before" in done.stdout
+    assert "main> before" in done.stdout
 
 
 LOGS = """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from typing import Any
 
 import msgspec
@@ -11,7 +13,7 @@ from antiphon.bus import Delivered, Delta, MessageAppended, RunChanged
 from antiphon.cli.screen import Screen
 from antiphon.client.feed import Place
 from cli.gateways import up
-from cli.terminal import Program, Terminal
+from cli.terminal import BOUND, Program, Terminal
 from cli.test_delegating import CONFIG, HELPER, desk  # pyright: ignore[reportUnusedImport]  # noqa: F401
 
 pytestmark = pytest.mark.requirement("R")
@@ -47,7 +49,7 @@ def test_a_report_and_the_answer_to_it_are_shown_once(desk: Program, announce: s
         assert terminal.text.count("Their reports are in.") == 1
         assert "The sub-agents you were waiting for" not in terminal.text
     told = desk.run(*HISTORY).out
-    assert f'→ sessions_spawn {{"task":"slow 1 it is 42","label":"kid","announce":"{announce}"}}' in told
+    assert f'main> · sessions_spawn → kid: "slow 1 it is 42" {{"announce":"{announce}"}}' in told
     assert "report from kid> Status: ok" in told
     assert "wake> The sub-agents" in told
 
@@ -59,20 +61,42 @@ def test_the_end_of_an_exchange_is_one_line(desk: Program) -> None:  # noqa: F81
         terminal.expect("you> ")
         wanted = f'{{"sessionKey": "{HELPER}", "message": "say say say pong", "timeoutSeconds": 20}}'
         say(terminal, f"call sessions_send {wanted}", "say done")
+        terminal.expect('  · sessions_send → helper: "say say say pong"\n')
         terminal.expect("main> done\n")
-        terminal.expect(f"{HELPER}> say say pong\n")
-        terminal.expect("main> say pong\n")
-        terminal.expect(f"{HELPER}> pong\n")
+        terminal.expect("↔ helper> say say pong\n")
+        terminal.expect("main ↔ helper, turn 1/5> say pong\n")
+        terminal.expect("↔ helper, turn 2/5> pong\n")
         terminal.expect(r"\(main ended the conversation\)\nyou> ")
         terminal.type("fail badly")
         terminal.expect("badly.*\nyou> ")
         terminal.type("/history")
-        terminal.expect(f"{HELPER}> pong\n")
+        terminal.expect("↔ helper, turn 2/5> pong\n")
         terminal.expect("Error: .*badly")
         terminal.expect("you> ")
         terminal.type("/quit")
         assert terminal.ended() == 0
         assert terminal.text.count("(main ended the conversation)") == 1
+
+
+@pytest.mark.requirement("H1")
+def test_a_history_names_speakers_and_times_and_indents_what_goes_on(desk: Program) -> None:  # noqa: F811
+    assert desk.run("send", HELPER, "say hello", "--wait", "30").code == 0
+    assert desk.run("send", "main", "say one\nsay two", "--wait", "30").code == 0
+    sent = ("send", HELPER, "say say yes", "--from", "main", "--reply-back", "2", "--no-announce")
+    assert desk.run(*sent, "--wait", "30", "--key", "k1").code == 0
+    until = time.monotonic() + BOUND
+    while desk.run("exchanges", "--unsettled", "--json").json["exchanges"]:
+        assert time.monotonic() < until
+    day, *lines = desk.run("sessions", "history", "main").out.splitlines()
+    assert re.fullmatch(r" {6}\d{4}-\d\d-\d\d", day)
+    told = "\n".join(re.sub(r"^( {3}[ \d]\d) \d\d:\d\d:\d\d ", r"\1 ", line) for line in lines)
+    assert "    1 you> say one\n               say two\n    2 main> one\n               two\n" in told
+    assert " ↔ helper> say yes\n" in told
+    assert " main ↔ helper, turn 1/2> yes" in told
+    other = desk.run("sessions", "history", HELPER).out
+    assert " ↔ main> say say yes\n" in other
+    assert " helper ↔ main> say yes\n" in other
+    assert " ↔ main, turn 1/2> yes\n" in other
 
 
 @pytest.mark.requirement("S6", "003-announce")
@@ -81,8 +105,8 @@ def test_what_an_agent_announces_is_shown_without_the_step(program: Program) -> 
     with up(program), program.terminal("chat", "--agent", "helper") as terminal:
         terminal.expect("you> ")
         program.run("send", HELPER, "say yes\nannounce told", "--from", "main", "--reply-back", "0")
-        terminal.expect("agent:main:main> say yes")
-        terminal.expect("helper> yes\n")
+        terminal.expect("↔ main> say yes")
+        terminal.expect("helper ↔ main> yes\n")
         terminal.expect("helper> told\nyou> ")
         assert "announce step" not in terminal.text
 

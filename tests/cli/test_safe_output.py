@@ -83,7 +83,9 @@ def test_an_error_cannot_command_a_terminal(arguments: list[str], capsys: pytest
 def test_names_on_the_screen_cannot_command_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     screen = Screen("conversation", ESCAPE)
     screen.expect("r")
-    screen.show(ToolPhase(session_key="k", run_id="r", call_id="c", name=ESCAPE, phase="start"))
+    screen.show(
+        ToolPhase(session_key="k", run_id="r", call_id="c", name=ESCAPE, phase="result", is_error=True)
+    )
     screen.end("r", "error", "an answer", ESCAPE)
     shown = capsys.readouterr().out
     assert shown.count("owned") == 3

@@ -61,6 +61,7 @@ class Conversation:
         self._gateway = gateway
         self._session = session
         self._screen = screen
+        screen.known.session_key = session
         self._keyboard = keyboard
         self._on_end = on_end
         self._person = keyboard if keyboard is not None and keyboard.interactive else None
@@ -297,7 +298,8 @@ class Conversation:
         try:
             async for event in self._desk.follow(self._session):
                 if isinstance(event, MessageAppended):
-                    await voices.learn(self._desk, [msgspec.json.decode(event.body)], self._screen.labels)
+                    entry = {**msgspec.json.decode(event.body), "runId": event.run_id}
+                    await voices.learn(self._desk, [entry], self._screen.known)
                 self._screen.show(event)
         except AntiphonError:
             if self._away:
@@ -350,9 +352,10 @@ class Conversation:
         page = await self._desk.history(
             self._session, HistoryFilter(limit=int(wanted or 10), include_tools=True)
         )
-        await voices.learn(self._desk, page.messages, self._screen.labels)
+        await voices.learn(self._desk, page.messages, self._screen.known)
         for item in page.messages:
-            self._screen.tell(f"{voices.heading(item, self._screen.labels)} {output.said(item)}")
+            heading = voices.heading(item, self._screen.known, self._screen.speaker)
+            self._screen.tell(f"{heading} {output.said(item)}")
         if not page.messages:
             self._screen.tell("Nothing has been said yet.")
 

@@ -15,6 +15,9 @@ import click
 
 LONGEST = 4000  # characters of one message in a listing for people; --json has everything
 MAX_PADDED_CHARS = 60  # width of a column in a pipe; longer cells are printed whole
+MAX_CALL_CHARS, MAX_BRIEF_CALL_CHARS = 200, 60  # of a tool call's words in a history, and in a chat
+TARGETS = ("label", "sessionKey", "agentId", "target", "key")  # arguments that say whom a tool call is about
+WORDS = ("message", "task", "text", "query")  # and those that are said
 SMALLER = {"d": "h", "h": "min", "min": "s"}
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _C1 = re.compile(rb"\xc2([\x80-\x9f])")  # U+0080 to U+009F in UTF-8
@@ -184,7 +187,7 @@ def _folded(text: str, indent: int, taken: int) -> list[str]:
 def said(item: Mapping[str, Any]) -> str:
     """The words of a history entry, as a person would want to read them."""
     if item.get("role") == "compaction":
-        return clean(clip(f"(summary of what came before) {item.get('summary', '')}"))
+        return clean(clip(f"(of what came before) {item.get('summary', '')}"))
     content = item.get("content")
     blocks = cast("list[Any]", content) if isinstance(content, list) else [{"type": "text", "text": content}]
     failure = item.get("errorMessage")
@@ -200,11 +203,46 @@ def _block(block: Any) -> str:
         case "text":
             return str(fields.get("text") or "")
         case "toolCall":
-            return f"→ {fields.get('name')} {clip(_json(fields.get('arguments') or {}), 200)}"
+            return f"· {_call(fields, MAX_CALL_CHARS, whole=True)}"
         case "thinking":
             return ""
         case other:
             return f"[{other}]"
+
+
+def calls(body: Mapping[str, Any]) -> list[str]:
+    """The tool calls of a message in short: which tool, whom it is about, and the words that go there."""
+    content: Any = body.get("content")
+    blocks = cast("list[Any]", content) if isinstance(content, list) else []
+    found = [cast("dict[str, Any]", block) for block in blocks if isinstance(block, dict)]
+    return [line(_call(block, MAX_BRIEF_CALL_CHARS)) for block in found if block.get("type") == "toolCall"]
+
+
+def _call(block: Mapping[str, Any], most: int, *, whole: bool = False) -> str:
+    """`sessions_send → helper: "When does…"`; with `whole` the other arguments, too."""
+    given: object = block.get("arguments") or {}
+    name = str(block.get("name"))
+    arguments = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    target = next((field for field in TARGETS if isinstance(arguments.get(field), str)), None)
+    words = next((field for field in WORDS if isinstance(arguments.get(field), str)), None)
+    if target is None and words is None:
+        return f"{name} {clip(_json(cast('Any', given)), most)}" if given else name
+    said = f"{name} → {agent_or_key(arguments[target])}" if target else name
+    if words:
+        text = " ".join(arguments[words].split())
+        said += f'{":" if target else ""} "{text if len(text) <= most else f"{text[: most - 1]}…"}"'
+    rest = {field: it for field, it in arguments.items() if field not in (target, words)}
+    return f"{said} {clip(_json(rest), most)}" if whole and rest else said
+
+
+def agent_or_key(key: str) -> str:
+    """A session by its agent if that is its main one; else by its key."""
+    parts = key.split(":")
+    return parts[1] if len(parts) == 3 and parts[0] == "agent" and parts[2] == "main" else key
+
+
+def day(ms: int) -> str:
+    return moment(ms)[:10]
 
 
 def _json(value: object) -> str:

@@ -19,7 +19,7 @@ import msgspec
 
 from antiphon.bus import Delta, Event, MessageAppended, RunChanged, ToolPhase
 from antiphon.cli import voices
-from antiphon.cli.output import bold, clean, dim, line, red
+from antiphon.cli.output import bold, calls, clean, dim, line, red
 
 Style = Literal["conversation", "answers", "silent"]
 """For a person at a terminal; only what was answered; nothing at all."""
@@ -40,7 +40,7 @@ class Screen:
         self._streams = style == "conversation" or (style == "answers" and sys.stdout.isatty())
         """Whether words may be shown that are taken back when an answer is cut off and begun again."""
         self.speaker = speaker
-        self.labels: voices.Labels = {}
+        self.known = voices.Known()
         self.out: Callable[[str], None] = _print
         self._mine: set[str] = set()
         self._said: dict[str, str] = {}
@@ -168,9 +168,8 @@ class Screen:
             self._write(event.text)
 
     def _tool(self, event: ToolPhase) -> None:
-        if event.phase == "start":
-            self.note(f"  · {event.name}")
-        elif event.is_error:
+        """Only a failure: the call itself is shown with the message that makes it."""
+        if event.phase != "start" and event.is_error:
             self.note(f"  · {event.name} failed")
 
     def _message(self, event: MessageAppended) -> None:
@@ -178,16 +177,20 @@ class Screen:
         answer = self._answers.get(event.run_id or "")
         if answer is not None and (body.get("role") == "user" or _text(body) == answer):
             return
-        if body.get("role") == "assistant" and event.run_id in self._mine:
+        entry = {**body, "runId": event.run_id}
+        if body.get("role") == "assistant":
             text = _text(body)
-            self._complete(text)
-            self._begin_step()
-            self._said[event.run_id or ""] = text
-        elif body.get("role") == "assistant":
-            self._overheard(voices.speaker(body, self.labels) or line(self.speaker), _text(body))
+            if event.run_id in self._mine:
+                self._complete(text)
+                self._begin_step()
+                self._said[event.run_id or ""] = text
+            else:
+                self._overheard(voices.answerer(entry, self.known, self.speaker), text)
+            for call in calls(body):
+                self.note(f"  · {call}")
         elif body.get("role") == "user" and event.run_id not in self._mine and not voices.is_step(body):
             # Without a name it was typed elsewhere, into the same session.
-            self.note(f"{voices.speaker(body, self.labels) or 'somebody'}> {_text(body)}")
+            self.note(f"{voices.speaker(entry, self.known) or 'somebody'}> {_text(body)}")
 
     def _overheard(self, name: str, text: str) -> None:
         """An entry that answers nothing the reader has asked."""
@@ -196,7 +199,7 @@ class Screen:
         if text.strip() not in SILENCE:
             self._line(f"{bold(f'{name}> ')}{clean(text)}")
         elif about := SILENCE[text.strip()]:
-            self._line(dim(about.format(name)))
+            self._line(dim(about.format(line(self.speaker))))
 
     def _complete(self, text: str) -> None:
         """Print what is missing of a step's words."""

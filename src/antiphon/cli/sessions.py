@@ -153,28 +153,32 @@ def history(
         errors=errors,
         tool=tool,
     )
-    page, labels = asyncio.run(_history(settings, key, wanted))
+    page, known = asyncio.run(_history(settings, key, wanted))
     if settings.json:
         output.emit(page)
         return
+    day = None
     for item in page.messages:
-        who = output.bold(voices.heading(item, labels))
-        click.echo(f"{output.dim(str(item['seq']).rjust(5))} {who} {output.said(item)}")
+        at: int | None = item.get("timestamp")
+        if at is not None and output.day(at) != day:
+            day = output.day(at)
+            click.echo(output.dim(f"      {day}"))
+        output.said_by(at, voices.heading(item, known), output.said(item), item["seq"])
     if page.next_cursor:
         way = "--before" if after is None else "--after"
         sure = "may be" if wanted.narrow else "is"
         click.echo(output.dim(f"There {sure} more: {way} {output.line(str(page.next_cursor))}"))
 
 
-async def _history(settings: Settings, key: str, wanted: HistoryFilter) -> tuple[HistoryPage, voices.Labels]:
+async def _history(settings: Settings, key: str, wanted: HistoryFilter) -> tuple[HistoryPage, voices.Known]:
     from antiphon.cli.desk import reading
 
-    labels: voices.Labels = {}
     async with reading(settings) as desk:
         page = await desk.history(key, wanted)
+        known = voices.Known(page.session_key)
         if not settings.json:
-            await voices.learn(desk, page.messages, labels)
-        return page, labels
+            await voices.learn(desk, page.messages, known)
+        return page, known
 
 
 @command.command()

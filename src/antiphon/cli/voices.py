@@ -1,23 +1,45 @@
-"""Who speaks in an entry of a transcript, by a name that a person knows."""
+"""Who speaks in an entry of a transcript, by a name that a person knows.
+
+A person is `you`, the agent of the session goes by its id, and another session by a double arrow and its name, with
+the turn where the two answer each other: `↔ helper, turn 2/5`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
-from antiphon.cli.output import line
+from antiphon.cli.output import agent_or_key, line
 from antiphon.errors import AntiphonError
 
 if TYPE_CHECKING:
     from antiphon.cli.desk import Desk
+    from antiphon.views import ExchangeView
 
 REPORT = "subagent_result"
 STEPS = {"announce_step": "announce step", "wake": "wake"}
 """What this house itself says to a session so that it goes on. Nobody is addressed by it."""
+TURN = "turn:"  # what the ids of runs begin with in which a session answers the reply of another
 
 Item = Mapping[str, Any]
-Labels = dict[str, str]
-"""Sessions of sub-agents, and what they were called by whoever wanted them."""
+
+
+@dataclass
+class Known:
+    """What has been looked up about those who speak."""
+
+    session_key: str = ""
+    """The session in which they do."""
+    labels: dict[str, str] = field(default_factory=dict[str, str])
+    """Sessions of sub-agents, and what they were called by those that spawned them."""
+    exchanges: dict[str, ExchangeView | None] = field(default_factory=dict[str, "ExchangeView | None"])
+
+    @property
+    def agent(self) -> str:
+        """Who answers in this session."""
+        kind, _, rest = self.session_key.partition(":")
+        return rest.partition(":")[0] if kind == "agent" else "agent"
 
 
 def provenance(item: Item) -> Mapping[str, Any]:
@@ -30,31 +52,96 @@ def is_step(item: Item) -> bool:
     return str(provenance(item).get("kind")) in STEPS
 
 
-def speaker(item: Item, labels: Labels) -> str | None:
-    """Somebody other than the two who talk here, if it is somebody else."""
+def speaker(item: Item, known: Known) -> str | None:
+    """Who said an entry that came from elsewhere; None for what was typed or answered here."""
     given = provenance(item)
     kind, source = given.get("kind"), str(given.get("sourceSessionKey") or "")
     if not kind:
         return None
     if kind == REPORT:
-        return line(f"report from {labels.get(source) or source or 'a sub-agent'}")
-    return line(STEPS.get(str(kind)) or source or str(kind))
+        return line(f"report from {known.labels.get(source) or source or 'a sub-agent'}")
+    if str(kind) in STEPS:
+        return STEPS[str(kind)]
+    if not source:
+        return line(str(kind))
+    exchange_id, turn = _place(item)
+    # What begins a turn is what the other side has said in the one before.
+    return line(f"↔ {_short_name(source, known.labels)}{_turn_of(exchange_id, turn - 1, known)}")
 
 
-def heading(item: Item, labels: Labels) -> str:
+def answerer(item: Item, known: Known, agent: str) -> str:
+    """Who said an entry that was answered here, and to which other session if that was not a person."""
+    if provenance(item):
+        return speaker(item, known) or line(agent)
+    exchange_id, turn = _place(item)
+    exchange = known.exchanges.get(exchange_id)
+    if exchange is None:
+        return line(agent)
+    other = exchange.requester_session_key or "an operator"
+    if other == known.session_key:
+        other = exchange.target_session_key
+    return line(f"{agent} ↔ {_short_name(other, known.labels)}{_turn_of(exchange_id, turn, known)}")
+
+
+def heading(item: Item, known: Known, agent: str | None = None) -> str:
     """What an entry begins with in a list of them."""
-    name = speaker(item, labels)
-    if name is not None:
-        return f"{name}>"
-    failed = " (failed)" if item.get("isError") else ""
-    return f"{line(str(item.get('role')))}{failed}:"
+    agent = agent or known.agent
+    match item.get("role"):
+        case "user":
+            name = speaker(item, known) or "you"
+        case "assistant":
+            name = answerer(item, known, agent)
+        case "toolResult":
+            name = f"{item.get('toolName') or 'tool'} {'failed' if item.get('isError') else 'returned'}"
+        case "compaction":
+            name = "summary"
+        case other:
+            name = str(other)
+    return f"{line(name)}>"
 
 
-async def learn(desk: Desk, items: Iterable[Item], labels: Labels) -> None:
-    """Look up whoever reports in these entries; one that is gone goes by its key."""
-    reports = [given for given in map(provenance, items) if given.get("kind") == REPORT]
-    for key in {str(given.get("sourceSessionKey")) for given in reports} - labels.keys():
-        try:
-            labels[key] = (await desk.describe(key)).label or key
-        except AntiphonError:
-            labels[key] = key
+def _place(item: Item) -> tuple[str, int]:
+    """The exchange that an entry belongs to, and the turn in which it was answered; 0 is the first answer."""
+    run_id = str(item.get("runId") or "")
+    if run_id.startswith(TURN):
+        exchange_id, _, turn = run_id.removeprefix(TURN).rpartition(":")
+        return exchange_id, int(turn) if turn.isdecimal() else 0
+    return str(provenance(item).get("exchangeId") or run_id), 0
+
+
+def _turn_of(exchange_id: str, turn: int, known: Known) -> str:
+    if turn < 1:
+        return ""
+    exchange = known.exchanges.get(exchange_id)
+    return f", turn {turn}/{exchange.turns}" if exchange else f", turn {turn}"
+
+
+def _short_name(key: str, labels: Mapping[str, str]) -> str:
+    return labels.get(key) or agent_or_key(key)
+
+
+async def learn(desk: Desk, items: Iterable[Item], known: Known) -> None:
+    """Look up those who speak in these entries; a session that is gone goes by its key."""
+    for item in items:
+        given = provenance(item)
+        if given.get("kind") == REPORT:
+            key = str(given.get("sourceSessionKey"))
+            if key not in known.labels:
+                known.labels[key] = await _label(desk, key)
+        exchange_id, turn = _place(item)
+        if (turn or given.get("exchangeId")) and exchange_id not in known.exchanges:
+            known.exchanges[exchange_id] = await _exchange(desk, exchange_id)
+
+
+async def _label(desk: Desk, key: str) -> str:
+    try:
+        return (await desk.describe(key)).label or key
+    except AntiphonError:
+        return key
+
+
+async def _exchange(desk: Desk, exchange_id: str) -> ExchangeView | None:
+    try:
+        return (await desk.exchange(exchange_id)).exchange
+    except AntiphonError:  # also for a token that may read only some sessions
+        return None
