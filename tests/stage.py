@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from antiphon.config import Config
 from antiphon.engine import sessions
 from antiphon.engine.door import Door
 from antiphon.engine.engine import Engine, Pace
+from antiphon.engine.framing import nonce_of
 from antiphon.engine.outbox import Outbox
 from antiphon.engine.retention import Keep
 from antiphon.engine.runs import Claim
@@ -129,6 +131,7 @@ async def staged(
             runtime=runtime,
             caller=Caller.agent(claim.agent_id, claim.session_key, sandboxed=claim.sandboxed),
             instructions=f"You are {claim.agent_id}.",
+            nonce=nonce_of(b"stage", claim.session_key, claim.session_id),
             tools=toolbox,
             max_steps=max_steps,
             reserve_tokens=reserve_tokens,
@@ -198,3 +201,9 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 def with_settings(settings: Mapping[str, Any]) -> Config:
     return Config.model_validate(settings)
+
+
+def unframed(text: str) -> str:
+    """What stands between the markers of a frame; a text that is not framed as it is."""
+    found = re.search(r"<<<data (\w+)>>>\n(.*)\n<<<end \1>>>$", text, re.DOTALL)
+    return found[2] if found else text

@@ -21,6 +21,7 @@ from antiphon import __version__, keys
 from antiphon.bus import EventBus
 from antiphon.clock import Clock
 from antiphon.config import AgentConfig, Config
+from antiphon.engine import framing
 from antiphon.engine.actors import Actors
 from antiphon.engine.door import Door
 from antiphon.engine.engine import Engine, Pace
@@ -102,6 +103,7 @@ async def house(config: Config, state_dir: Path, **options: Unpack[Options]) -> 
             ) as catalog,
         ):
             clock = options.get("clock") or store.clock
+            secret = await store.tx(framing.installation_secret)
             toolbox = Toolbox()
             door = Door(config)
             engine = Engine(
@@ -109,7 +111,7 @@ async def house(config: Config, state_dir: Path, **options: Unpack[Options]) -> 
                 lanes=links.lanes,
                 bus=links.bus,
                 clock=clock,
-                setting=_Settings(config, catalog, Actors(config, door, toolbox)),
+                setting=_Settings(config, catalog, Actors(config, door, toolbox), secret),
                 outbox=Outbox(store, links.bus, clock, door, options.get("channels") or {}),
                 pace=options.get("pace") or links.pace,
                 keep=_keep(config),
@@ -219,7 +221,8 @@ def _keep(config: Config) -> Keep:
 class _Settings:
     """What a run is played with, from the configuration and, for a spawned session, within its envelope."""
 
-    def __init__(self, config: Config, catalog: Catalog, actors: Actors) -> None:
+    def __init__(self, config: Config, catalog: Catalog, actors: Actors, secret: bytes) -> None:
+        self._secret = secret
         self._catalog = catalog
         self._agents = {agent_id: config.agent(agent_id) for agent_id in config.agent_ids}
         self._actors = actors
@@ -237,10 +240,12 @@ class _Settings:
         actor = self._actors.of(
             agent.id, claim.session_key, sandboxed=claim.sandboxed, envelope=claim.envelope
         )
+        nonce = framing.nonce_of(self._secret, claim.session_key, claim.session_id)
         return Setting(
+            nonce=nonce,
             runtime=Slotted(runtime, self._slots) if key.shape == "subagent" else runtime,
             caller=actor.caller,
-            instructions=_instructions(agent, claim),
+            instructions=_instructions(agent, claim, nonce),
             tools=actor.tools,
             max_steps=agent.max_steps,
             reserve_tokens=agent.compaction.reserve_tokens,
@@ -250,7 +255,7 @@ class _Settings:
         )
 
 
-def _instructions(agent: AgentConfig, claim: Claim) -> str:
+def _instructions(agent: AgentConfig, claim: Claim, nonce: str) -> str:
     own = agent.instructions or f"You are {agent.name or agent.id}, a helpful assistant."
     here = f"This conversation is the session {keys.spoken(claim.session_key)!r}."
-    return "\n\n".join(filter(None, [own, here, claim.instructions]))
+    return "\n\n".join(filter(None, [own, here, framing.explanation(nonce), claim.instructions]))

@@ -29,7 +29,7 @@ from antiphon.operations import Message, Operations
 from antiphon.runtimes import Prompt, Runtime
 from antiphon.runtimes.function import Agent, FunctionRuntime
 from antiphon.views import RunView
-from stage import BOUND, MAIN, OPERATOR
+from stage import BOUND, MAIN, OPERATOR, unframed
 
 HOOK_TOKEN = "a-hook-token"
 EVERYTHING: dict[str, Any] = {
@@ -144,7 +144,8 @@ class _Server(uvicorn.Server):
 async def echo(prompt: Prompt) -> str:
     last = prompt.messages[-1]
     assert isinstance(last, User)
-    return f"heard {last.content}"
+    assert isinstance(last.content, str)
+    return f"heard {unframed(last.content)}"
 
 
 @asynccontextmanager

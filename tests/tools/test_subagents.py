@@ -27,7 +27,7 @@ from antiphon.errors import NotFound
 from antiphon.messages import Assistant
 from antiphon.runtimes import Prompt
 from antiphon.tools.bounds import LIST_BYTES
-from stage import DATABASE, calls, raw, soon, text
+from stage import DATABASE, calls, raw, soon, text, unframed
 
 pytestmark = pytest.mark.anyio
 
@@ -43,11 +43,14 @@ class Nursery:
         self.free: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self.begun: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self.awake: list[Prompt] = []
+        self.framed: list[str] = []
 
     async def __call__(self, prompt: Prompt) -> Assistant:
         if prompt.session_key == MAIN:
             return self._parent(prompt)
-        job = heard(prompt)
+        job = unframed(heard(prompt))
+        if job != heard(prompt):
+            self.framed.append(job)
         if phase_of(prompt) == "announce":
             return text("ANNOUNCE_SKIP" if "skip" in job else "" if "mute" in job else f"told of {job[-4:]}")
         self.begun[job].set()
@@ -292,6 +295,15 @@ async def test_a_child_that_is_steered_keeps_its_task_and_reports_once(tmp_path:
         assert (await troupe.operations.run(OPERATOR, before["id"])).state == "cancelled"
         assert marks(await troupe.transcript()) == ["subagent_result", "wake"]
         assert len(troupe.rows("SELECT * FROM deliveries")) == 1
+        (steered,) = [
+            row for row in await troupe.transcript(after["child_key"]) if row["content"] == "look up"
+        ]
+        assert steered["provenance"] == {
+            "kind": "steer",
+            "sourceSessionKey": MAIN,
+            "sourceTool": "subagents",
+        }
+        assert nursery.framed == ["look up"], "the parent model's words are no bare message of the user"
 
 
 # --- children of children ---

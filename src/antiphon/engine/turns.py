@@ -48,6 +48,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     caller: Caller
     """Who the session is to the tools it calls."""
     instructions: str
+    nonce: str
+    """The number in the markers around what others wrote (`framing`); the instructions name it."""
     tools: Mapping[str, Tool]
     max_steps: int
     reserve_tokens: int
@@ -194,7 +196,7 @@ class Turn:
             session_key=claim.session_key,
             agent_id=claim.agent_id,
             instructions=setting.instructions,
-            messages=framing.framed(context.mend(self._context.messages)),
+            messages=framing.framed(context.mend(self._context.messages), setting.nonce),
             tools=[tool.spec for tool in setting.tools.values()],
             thinking=claim.thinking or setting.thinking,
         )

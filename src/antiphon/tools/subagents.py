@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from antiphon.engine.toolbox import Call, Tool
 from antiphon.errors import InvalidInput
+from antiphon.messages import Provenance
 from antiphon.operations import Message, Operations, Origin
 from antiphon.operations.exchanges import NAMESPACE
 from antiphon.tools.adapter import adapted
@@ -129,6 +130,9 @@ async def _steer(operations: Operations, call: Call, given: SubagentsArguments) 
             content=given.message or "",
             idempotency_key=run_id,
             origin="steer",
+            provenance=Provenance(
+                kind="steer", source_session_key=call.caller.session_key, source_tool="subagents"
+            ),
         )
         await operations.steer(call.caller, message, Origin(call.run_id, call.key))
     return {"status": "accepted", "action": "steer", "runId": run_id, "label": name}
