@@ -25,6 +25,7 @@ async def test_what_fails_once_is_logged_and_begins_again(
         return True
 
     monkeypatch.setattr(frames, "TICK", 20)
+    monkeypatch.setattr(hub, "REVOCATION_CHECK_SECONDS", 0.02)
     monkeypatch.setattr(hub, "PAUSE", 0.0)
     monkeypatch.setattr(Guard, "still_knows", still_knows)
     with caplog.at_level(logging.ERROR):

@@ -337,30 +337,27 @@ async def test_what_happens_to_sessions_is_told_with_their_row(gate: Gate) -> No
         await client.call("sessions.subscribe")
         await client.call("sessions.create", key=OTHER, label="first")
         created = await client.event("sessions.changed", reason="create")
-        assert created["session"]["label"] == created["label"] == "first"
-        assert (created["sessionKey"], created["session"]["key"]) == (OTHER, OTHER)
+        assert (created["sessionKey"], created["key"], created["label"]) == (OTHER, OTHER, "first")
 
         await client.call("sessions.patch", key=OTHER, label="second")
-        assert (await client.event("sessions.changed", reason="patch"))["session"]["label"] == "second"
+        assert (await client.event("sessions.changed", reason="patch"))["label"] == "second"
 
         await ask(client, "hello", OTHER)
-        start = await client.event("sessions.changed", phase="start")
-        messages = await client.take("sessions.changed", 2, phase="message")
+        message = await client.event("sessions.changed", phase="message")
         end = await client.event("sessions.changed", phase="end")
-        assert [told["messageSeq"] for told in messages] == [1, 2]
-        assert messages[0]["messageId"]
-        assert start["runId"] == end["runId"] == f"{OTHER} hello"
-        assert (end["session"]["hasActiveRun"], end["session"]["activeRunIds"]) == (False, [])
-        assert (end["hasActiveRun"], end["session"]["status"]) == (False, "done")
+        assert message["messageSeq"] in {1, 2}, "the latest of those that were gathered"
+        assert message["messageId"]
+        assert end["runId"] == f"{OTHER} hello"
+        assert (end["hasActiveRun"], end["activeRunIds"], end["status"]) == (False, [], "done")
 
         await client.call("sessions.reset", key=OTHER)
         reset = await client.event("sessions.changed", reason="reset")
-        assert reset["session"]["sessionId"] != end["session"]["sessionId"]
+        assert reset["sessionId"] != end["sessionId"]
 
         await client.call("sessions.delete", key=OTHER)
         deleted = await client.event("sessions.changed", reason="delete")
         assert deleted["sessionKey"] == OTHER
-        assert "session" not in deleted
+        assert "key" not in deleted
 
 
 async def test_a_run_under_way_shows_in_the_row(tmp_path: Path) -> None:
@@ -375,8 +372,9 @@ async def test_a_run_under_way_shows_in_the_row(tmp_path: Path) -> None:
         await client.call("sessions.subscribe")
         await client.call("chat.send", sessionKey=MAIN, message="x", idempotencyKey="r1")
         await soon(going)
-        start = await client.event("sessions.changed", phase="start")
-        assert (start["hasActiveRun"], start["activeRunIds"]) == (True, ["r1"])
+        row = await client.event("sessions.changed", hasActiveRun=True)
+        assert row["activeRunIds"] == ["r1"]
+        assert len(client.told("sessions.changed", phase="start")) == 1
         info = (await client.call("chat.history", sessionKey=MAIN))["sessionInfo"]
         assert (info["hasActiveRun"], info["activeRunIds"]) == (True, ["r1"])
         go.set()
@@ -402,24 +400,18 @@ async def test_an_answer_is_told_as_it_grows_and_then_as_a_whole(tmp_path: Path)
         first = await client.event("chat", state="delta")
         assert first["deltaText"] == "one "
         assert first["message"]["content"] == [{"type": "text", "text": "one "}]
+        assert first["message"]["role"] == "assistant"
         go_on.set()
         final = await client.event("chat", state="final")
         await client.settled()
         deltas = client.told("chat", state="delta")
     assert "".join(delta["deltaText"] for delta in deltas) == "one two three"
-    grown = ""
-    for delta in deltas:
-        grown += delta["deltaText"]
-        assert delta["message"]["content"][0]["text"] == grown
-        assert delta["message"]["role"] == "assistant"
     assert [event["seq"] for event in (*deltas, final)] == list(range(1, len(deltas) + 2))
     assert (final["runId"], final["sessionKey"], final["stopReason"]) == ("r1", MAIN, "stop")
     assert final["message"]["content"][0]["text"] == "one two three"
     assert len(client.told("chat", state="final")) == 1
     streams = [(event["stream"], event["data"].get("phase")) for event in client.told("agent")]
-    assert streams[0] == ("lifecycle", "start")
-    assert streams[-1] == ("lifecycle", "end")
-    assert {stream for stream, _ in streams[1:-1]} == {"assistant"}
+    assert streams == [("lifecycle", "start"), ("lifecycle", "end")]
     numbers = [event["seq"] for event in client.told("agent")]
     assert numbers == list(range(1, len(numbers) + 1))
 

@@ -657,15 +657,12 @@ async def test_ticks_come_as_often_as_hello_says(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.requirement("W7")
-async def test_who_is_connected_by_a_token_that_is_revoked_is_hung_up_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(frames, "TICK", 20)
-    async with opened(tmp_path) as gate, gate.client(gate.issue(READ)) as client, gate.client() as owner:
-        await client.take("tick", 1)
+async def test_who_is_connected_by_a_token_that_is_revoked_is_hung_up_on_at_once(gate: Gate) -> None:
+    async with gate.client(gate.issue(READ)) as client, gate.client() as owner:
         gate.tokens.revoke(gate.tokens.records[-1].name)
         assert await client.closed() == (1008, "the token was revoked")
-        await owner.take("tick", 3)
+        assert client.told("tick") == [], "it took as long as from one tick to the next"
+        await owner.settled()
 
 
 async def test_presence_says_who_comes_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

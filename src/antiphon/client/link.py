@@ -210,7 +210,7 @@ def _introduction(site: Site) -> Json:
             "version": __version__,
             "platform": platform.system().lower(),
         },
-        "caps": ["tool-events"],
+        "caps": ["tool-events", "chat-deltas"],
         **({"auth": {"token": site.secret}} if site.secret else {}),
     }
 

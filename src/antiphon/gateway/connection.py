@@ -27,6 +27,10 @@ MOST_TOGETHER = 512 * 2**20  # bytes that may wait for all clients of the proces
 LITTLE = 2**20  # bytes waiting up to which a connection is not to blame for what waits for all
 REASON = 120  # bytes of why a connection is closed; a close frame holds 123
 
+CHAT_DELTAS = "chat-deltas"
+"""The capability of a client that puts an answer together from its increments."""
+WINDOW_MODE = "ui"  # of terminals and apps that show `message` of a delta and do not look at its increment
+
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
@@ -72,6 +76,8 @@ class Connection:
         self.client: Client | None = None
         self.caller = Caller.operator(())
         self.identity: Identity | None = None
+        self.reads_increments = False
+        """Whether an answer that grows is sent piece by piece, or again and again as a whole."""
         self.every_session = False
         """Whether it hears of every session (`sessions.subscribe`)."""
         self.tasks: set[asyncio.Task[None]] = set()
@@ -93,6 +99,12 @@ class Connection:
         """From here on it is known who this is; what it may do, it asked for and was granted."""
         self.client, self.identity, self.protocol = client, identity, protocol
         self.caller = Caller.operator(client.scopes)
+        self.reads_increments = protocol >= 4 and (self.knows_increments or client.mode != WINDOW_MODE)
+
+    @property
+    def knows_increments(self) -> bool:
+        """Whether it says itself that it needs no whole to begin with."""
+        return self.client is not None and CHAT_DELTAS in self.client.caps
 
     # --- putting in ---
 
@@ -101,14 +113,15 @@ class Connection:
         self._keep(text)
         self._wake.set()
 
-    def event(self, text: str, *, droppable: bool = False) -> None:
-        """An event, with this connection's next number."""
+    def event(self, text: str, *, droppable: bool = False) -> bool:
+        """Send an event with this connection's next number; False if it was left out because the client lags."""
         if droppable and self._waiting > LAG:
-            return
+            return False
         self._seq += 1
         numbered = frames.numbered(text, self._seq)
         if not self._sent(numbered):
             self.put(numbered)
+        return True
 
     def _sent(self, text: str) -> bool:
         """Whether it has gone out already. It may not pass what waits, or is on its way."""

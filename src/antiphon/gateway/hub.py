@@ -51,8 +51,13 @@ EVENTS = [
     "shutdown",
     "tick",
 ]
-GATHER = 0.02  # seconds in which changes of sessions are gathered before their rows are read
-TOGETHER = 500  # changes told at once, at most
+CHANGE_GATHER_SECONDS = 0.1  # in which changes of a session are gathered before its row is read
+MAX_SESSIONS_PER_GATHERING = 500
+MIN_DELTA_SECONDS, MAX_DELTA_SECONDS = 0.05, 0.5  # between two increments of an answer
+DELTA_CHARACTERS_PER_SECOND = 25_000  # the longer the answer is by now, the longer they are gathered
+MIN_WHOLE_SECONDS, MAX_WHOLE_SECONDS = 0.05, 3.0  # between two wholes of an answer that grows
+WHOLE_CHARACTERS_PER_SECOND = 10_000
+REVOCATION_CHECK_SECONDS = 0.5
 TOOL_EVENTS = "tool-events"
 PAUSE = 1.0  # seconds after which a telling that failed begins again
 PRESENCE = 1.0  # seconds between two tellings of who is there
@@ -68,21 +73,53 @@ NO_HEARTBEAT = {
 HOLD = 0.04  # seconds: see `Hub.acknowledged`
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Run:
-    """A run under way, as far as it was told of."""
+    """A run under way, as far as it was told of. What is streamed is of its current step."""
 
     session_key: str
-    text: str = ""
+    pieces: list[str] = field(default_factory=list[str])
+    """The text so far."""
+    length: int = 0
+    """Of the text so far, in characters."""
+    unsent: list[str] = field(default_factory=list[str])
+    """What the readers of increments were not sent yet."""
+    unsent_thinking: list[str] = field(default_factory=list[str])
+    increments_due: float = 0.0
+    whole_length: int = 0
+    """How much of the text the readers of wholes were sent."""
+    whole_due: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+    followers: set[Connection] = field(default_factory=set[Connection])
+    """Readers of increments that were sent all of the text so far."""
+    left_out: set[Connection] = field(default_factory=set[Connection])
+    """Readers that lagged: they are sent no more of this step's text, for it would have a hole."""
     chat_seq: int = 0
+    """Of events to readers of increments; a reader sees none missing."""
+    whole_seq: int = 0
+    """Of events to readers of wholes."""
     agent_seq: int = 0
     message: msgspec.Raw | dict[str, Any] | None = None
 
+    @property
+    def text(self) -> str:
+        if len(self.pieces) > 1:
+            self.pieces = ["".join(self.pieces)]
+        return self.pieces[0] if self.pieces else ""
 
-@dataclass(slots=True)
-class _Change:
-    session_key: str
-    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    def begin_step(self) -> None:
+        self.pieces.clear()
+        self.unsent.clear()
+        self.unsent_thinking.clear()
+        self.length = self.whole_length = 0
+        self.followers.clear()
+        self.left_out.clear()
+        self.cancel_timer()
+
+    def cancel_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
 
 class Hub:
@@ -98,7 +135,8 @@ class Hub:
         self._runs: dict[str, _Run] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         """Runs whose end was told of; after a gap the event of it may still come."""
-        self._changes: list[_Change] = []
+        self._changes: dict[str, dict[str, dict[str, Any]]] = {}
+        """Facts by session and by phase or reason; the latest of each."""
         self._changed = asyncio.Event()
         self._holds: dict[tuple[Connection, str], float] = {}
         self._presence = 1
@@ -109,7 +147,14 @@ class Hub:
         async with asyncio.TaskGroup() as group:
             group.create_task(_kept(lambda: self._hear(EVERY_SESSION)))
             group.create_task(_kept(lambda: self._hear("sessions")))
-            for work in (self._tell_changes, self._tell_presence, self._tick, self.survey.run):
+            lasting = (
+                self._tell_changes,
+                self._tell_presence,
+                self._tick,
+                self._close_revoked,
+                self.survey.run,
+            )
+            for work in lasting:
                 group.create_task(_kept(work))
 
     # --- who is there ---
@@ -120,6 +165,9 @@ class Hub:
 
     def leave(self, connection: Connection) -> None:
         self.subscriptions.leave(connection)
+        for run in self._runs.values():
+            run.followers.discard(connection)
+            run.left_out.discard(connection)
         if connection in self.connections:
             self.connections.discard(connection)
             self._presence_changed.set()
@@ -187,7 +235,7 @@ class Hub:
             while True:
                 event = await events.get()
                 if event is None or not self.connections:
-                    self._runs.clear()
+                    self._forget_runs()
                     continue
                 try:
                     if isinstance(event, Gap):
@@ -231,7 +279,9 @@ class Hub:
         run = self._known(event.run_id, event.session_key)
         message = rows.appended(event.body, event.entry, event.seq, event.run_id)
         if run and message.get("role") == "assistant":
-            run.message, run.text = msgspec.Raw(event.body.encode()), ""
+            self._send_increments(event.run_id or "", run)
+            run.message = msgspec.Raw(event.body.encode())
+            run.begin_step()
         key = rows.shown(event.session_key)
         if event.run_id is None and message.get("model") == INJECTED and "provenance" not in message:
             said = {"runId": f"inject-{event.entry}", "sessionKey": key, "seq": 0, "state": "final"}
@@ -256,30 +306,115 @@ class Hub:
         facts = {"phase": "message", "messageId": event.entry, "messageSeq": event.seq, "runId": event.run_id}
         self._change(event.session_key, facts)
 
+    # --- an answer that grows ---
+
     def _delta(self, event: Delta) -> None:
         run = self._known(event.run_id, event.session_key)
         assert run is not None
-        run.text = "" if event.restart else run.text + event.text
-        if event.text or event.restart:
-            run.chat_seq += 1
-            payload: dict[str, Any] = {
-                **self._of_run(event.run_id, run, run.chat_seq),
+        if event.restart:
+            run.begin_step()
+            self._tell_restart(event.run_id, run)
+        if event.text:
+            run.pieces.append(event.text)
+            run.unsent.append(event.text)
+            run.length += len(event.text)
+        if event.thinking:
+            run.unsent_thinking.append(event.thinking)
+        self._stream(event.run_id, run)
+
+    def _stream(self, run_id: str, run: _Run) -> None:
+        """Send what is due of a run, and come back for what is not."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        if (run.unsent or run.unsent_thinking) and now >= run.increments_due:
+            self._send_increments(run_id, run)
+        if run.length > run.whole_length and now >= run.whole_due:
+            self._send_whole(run_id, run)
+        due = [run.increments_due] if run.unsent or run.unsent_thinking else []
+        due += [run.whole_due] if run.length > run.whole_length else []
+        if due and run.timer is None:
+            run.timer = loop.call_at(min(due), self._stream_later, run_id)
+
+    def _stream_later(self, run_id: str) -> None:
+        if run := self._runs.get(run_id):
+            run.timer = None
+            self._stream(run_id, run)
+
+    def _send_increments(self, run_id: str, run: _Run) -> None:
+        """What is new, to whoever has the text before it; the text so far to whoever has nothing of it."""
+        if run.unsent_thinking:
+            self._agent(run_id, run, "thinking", {"delta": "".join(run.unsent_thinking)}, droppable=True)
+            run.unsent_thinking.clear()
+        if run.unsent:
+            self._send_text(run_id, run, "".join(run.unsent))
+            run.unsent.clear()
+        pace = min(max(run.length / DELTA_CHARACTERS_PER_SECOND, MIN_DELTA_SECONDS), MAX_DELTA_SECONDS)
+        run.increments_due = asyncio.get_running_loop().time() + pace
+
+    def _send_text(self, run_id: str, run: _Run, increment: str) -> None:
+        run.chat_seq += 1
+        texts: dict[bool | None, str] = {}  # by whether it has the text before, or knows increments
+        for connection in self._readers():
+            if not connection.reads_increments or connection in run.left_out:
+                continue
+            kind = None if connection in run.followers else connection.knows_increments
+            if (text := texts.get(kind)) is None:
+                text = texts[kind] = self._chat_delta(run_id, run, increment, kind)
+            if connection.event(text, droppable=True):
+                run.followers.add(connection)
+            else:
+                run.followers.discard(connection)
+                run.left_out.add(connection)
+
+    def _chat_delta(self, run_id: str, run: _Run, increment: str, kind: bool | None) -> str:
+        payload: dict[str, Any] = {**self._of_run(run_id, run, run.chat_seq), "state": "delta"}
+        payload["deltaText"] = increment if kind is None else run.text
+        if kind is not None and run.length > len(increment):
+            payload["replace"] = True
+        if kind is False:
+            payload["message"] = self._said(run.text)
+        return frames.event("chat", payload)
+
+    def _send_whole(self, run_id: str, run: _Run) -> None:
+        """The text so far, as clients show it that do not put increments together. The longer, the less often."""
+        readers = [connection for connection in self._readers() if not connection.reads_increments]
+        if readers:
+            run.whole_seq += 1
+            increment = run.text[run.whole_length :]  # without which clients of protocol 4 drop the event
+            payload = {
+                **self._of_run(run_id, run, run.whole_seq),
                 "state": "delta",
                 "message": self._said(run.text),
-                "deltaText": event.text,
+                "deltaText": increment,
             }
-            if event.restart:
-                payload["replace"] = True
-            self._tell_all(frames.event("chat", payload), droppable=True)
-            self._agent(
-                event.run_id, run, "assistant", {"text": run.text, "delta": event.text}, droppable=True
-            )
-        elif event.thinking:
-            self._agent(event.run_id, run, "thinking", {"delta": event.thinking}, droppable=True)
+            chat = frames.event("chat", payload)
+            for connection in readers:
+                connection.event(chat, droppable=True)
+            self._agent(run_id, run, "assistant", {"text": run.text}, to=readers, droppable=True)
+        run.whole_length = run.length
+        pace = min(max(run.length / WHOLE_CHARACTERS_PER_SECOND, MIN_WHOLE_SECONDS), MAX_WHOLE_SECONDS)
+        run.whole_due = asyncio.get_running_loop().time() + pace
+
+    def _tell_restart(self, run_id: str, run: _Run) -> None:
+        """What was said of this step does not count."""
+        run.chat_seq += 1
+        run.whole_seq += 1
+        for connection in self._readers():
+            seq = run.chat_seq if connection.reads_increments else run.whole_seq
+            payload: dict[str, Any] = {**self._of_run(run_id, run, seq), "state": "delta"}
+            if not connection.knows_increments:
+                payload["message"] = self._said("")
+            connection.event(frames.event("chat", {**payload, "deltaText": "", "replace": True}))
+
+    def _forget_runs(self) -> None:
+        for run in self._runs.values():
+            run.cancel_timer()
+        self._runs.clear()
 
     def _tool(self, event: ToolPhase) -> None:
         run = self._known(event.run_id, event.session_key)
         assert run is not None
+        self._send_increments(event.run_id, run)
         data = {
             "phase": event.phase,
             "name": event.name,
@@ -316,7 +451,9 @@ class Hub:
             self._agent(event.run_id, run, "lifecycle", started)
             self._change(event.session_key, {"phase": "start", "runId": event.run_id})
             return
+        self._send_increments(event.run_id, run)
         del self._runs[event.run_id]
+        run.cancel_timer()
         self._remember(event.run_id)
         if event.gated:
             run.message = self._said(gate.clear(event.reply)) if event.reply else None
@@ -331,11 +468,14 @@ class Hub:
             ended["error"] = event.error
         run.agent_seq += 1
         lifecycle = self._agent_text(event.run_id, run, "lifecycle", ended)
-        run.chat_seq += 1
-        chat = frames.event("chat", {**self._of_run(event.run_id, run, run.chat_seq), **_closing(event, run)})
-        texts = [lifecycle] if event.quiet else [lifecycle, chat]
+        closing = _closing(event, run)
+        increments, whole = (
+            frames.event("chat", {**self._of_run(event.run_id, run, seq + 1), **closing})
+            for seq in (run.chat_seq, run.whole_seq)
+        )
         for connection in self._readers():
-            self._last_words(connection, event.run_id, *texts)
+            chat = increments if connection.reads_increments else whole
+            self._last_words(connection, event.run_id, *([lifecycle] if event.quiet else [lifecycle, chat]))
         self._change(event.session_key, {"phase": "error" if failed else "end", "runId": event.run_id})
 
     def _delivered(self, event: Delivered) -> None:
@@ -396,30 +536,34 @@ class Hub:
     def _change(self, session_key: str, facts: dict[str, Any]) -> None:
         self.survey.stale.set()
         if any(connection.every_session for connection in self.connections):
-            self._changes.append(_Change(session_key, {"ts": self._clock.now(), **facts}))
+            changes = self._changes.setdefault(session_key, {})
+            kind = facts.get("phase") or facts.get("reason") or ""
+            changes.pop(kind, None)  # so that what happened last comes last
+            if kind in {"end", "error"}:
+                changes.pop("start", None)  # the row of a run that is over says so
+            changes[kind] = {"ts": self._clock.now(), **facts}
             self._changed.set()
 
     async def _tell_changes(self) -> None:
         while True:
             await self._changed.wait()
-            await asyncio.sleep(GATHER)
+            await asyncio.sleep(CHANGE_GATHER_SECONDS)
             self._changed.clear()
-            changes, self._changes = self._changes, []
+            changes, self._changes = self._changes, {}
             await self._tell_of(changes)
             del changes  # nothing of them is kept until the next ones come
 
-    async def _tell_of(self, changes: list[_Change]) -> None:
-        """With the row as it is now, read once for whatever happened to a session meanwhile."""
-        keys = list(dict.fromkeys(change.session_key for change in changes))[:TOGETHER]
+    async def _tell_of(self, changes: dict[str, dict[str, dict[str, Any]]]) -> None:
+        """Send each change once, and with the last one of a session its row as it is now."""
+        keys = list(changes)[:MAX_SESSIONS_PER_GATHERING]
         found = dict(zip(keys, await asyncio.gather(*map(self._row, keys)), strict=True))
         listeners = [connection for connection in self.connections if connection.every_session]
-        for change in changes:
-            row = found.get(change.session_key)
-            given = {**row, "session": row} if row else {}
-            payload = {**given, "sessionKey": rows.shown(change.session_key), **change.facts}
-            text = frames.event("sessions.changed", payload)
-            for connection in listeners:
-                connection.event(text)
+        for key, facts_of in changes.items():
+            *earlier, last = ({"sessionKey": rows.shown(key), **facts} for facts in facts_of.values())
+            for payload in (*earlier, {**(found.get(key) or {}), **last}):
+                text = frames.event("sessions.changed", payload)
+                for connection in listeners:
+                    connection.event(text)
 
     async def _row(self, key: str) -> dict[str, Any] | None:
         try:
@@ -435,11 +579,19 @@ class Hub:
             now = self._clock.now()
             text = frames.event("tick", {"ts": now})
             for connection in self.connections:
-                if connection.identity and not self._gateway.guard.still_knows(connection.identity):
-                    connection.close(1008, "the token was revoked")
                 connection.event(text, droppable=True)
             late = asyncio.get_running_loop().time() - 60
             self._holds = {held: until for held, until in self._holds.items() if until > late}
+
+    async def _close_revoked(self) -> None:
+        """Hang up on clients whose token does not count any more, soon after it was revoked."""
+        while True:
+            await asyncio.sleep(REVOCATION_CHECK_SECONDS)
+            identities = {connection.identity for connection in self.connections if connection.identity}
+            revoked = {each for each in identities if not self._gateway.guard.still_knows(each)}
+            for connection in self.connections if revoked else ():
+                if connection.identity in revoked:
+                    connection.close(1008, "the token was revoked")
 
     async def _tell_presence(self) -> None:
         while True:

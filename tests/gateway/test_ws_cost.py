@@ -1,0 +1,189 @@
+"""What events cost on the wire: an answer what it says, and a change of a session its row once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from sockets import Client, opened
+
+from antiphon.engine import deltas
+from antiphon.gateway import connection
+from antiphon.runtimes import Prompt
+from stage import BOUND, MAIN, OPERATOR, soon, until
+
+pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W9")]
+
+KIB = 1024
+PIECE = "and so it goes on, "
+ANSWER = PIECE * (50 * KIB // len(PIECE))
+HELPER = "agent:helper:main"
+WINDOW = {"id": "openclaw-tui", "version": "2026.9.6", "platform": "linux", "mode": "ui"}
+
+
+def wire_bytes(client: Client) -> int:
+    """Of all events that a client was sent. What is sent has no spaces, as what is encoded here."""
+    return sum(len(msgspec.json.encode(frame)) for frame in client.events)
+
+
+def texts(client: Client) -> str:
+    """An answer put together from its increments."""
+    text = ""
+    for payload in client.told("chat", state="delta"):
+        text = payload["deltaText"] if payload.get("replace") else text + payload["deltaText"]
+    return text
+
+
+async def says_a_lot(prompt: Prompt) -> AsyncGenerator[str]:
+    for _ in range(len(ANSWER) // len(PIECE)):
+        yield PIECE
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def every_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No two pieces of an answer are one event of the engine, however fast they come."""
+    monkeypatch.setattr(deltas, "INTERVAL", 0.0)
+
+
+@pytest.mark.usefixtures("every_piece")
+@pytest.mark.parametrize("caps", [[], ["chat-deltas"], ["tool-events", "chat-deltas"]])
+async def test_a_long_answer_costs_a_reader_of_protocol_4_what_it_says(
+    tmp_path: Path, caps: list[str]
+) -> None:
+    async with opened(tmp_path, says_a_lot) as gate, gate.client(caps=caps) as client:
+        await client.call("chat.send", sessionKey="main", message="go on", idempotencyKey="r1")
+        final = await client.event("chat", state="final")
+        streams = {event["stream"] for event in client.told("agent")}
+        assert wire_bytes(client) < 150_000
+    assert texts(client) == final["message"]["content"][0]["text"] == ANSWER
+    pieces = client.told("chat", state="delta")
+    assert len(pieces) > 1, "it was not streamed"
+    assert all("message" not in piece for piece in pieces[1:])
+    assert ("message" in pieces[0]) == ("chat-deltas" not in caps)
+    assert [piece["seq"] for piece in (*pieces, final)] == list(range(1, len(pieces) + 2))
+    assert "assistant" not in streams, "the same text by another event"
+
+
+@pytest.mark.usefixtures("every_piece")
+@pytest.mark.parametrize("change", [{"maxProtocol": 3}, {"client": WINDOW}])
+async def test_who_needs_the_whole_is_sent_it_seldom_while_it_grows(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    async with opened(tmp_path, says_a_lot) as gate, gate.client(**change) as client:
+        await client.call("chat.send", sessionKey="main", message="go on", idempotencyKey="r1")
+        final = await client.event("chat", state="final")
+        assert wire_bytes(client) < 5_000_000, "it was a hundred million"
+    assert final["message"]["content"][0]["text"] == ANSWER
+    grown = [piece["message"]["content"][0]["text"] for piece in client.told("chat", state="delta")]
+    assert grown == sorted(grown, key=len)
+    assert all(ANSWER.startswith(text) for text in grown)
+    wholes = [event["data"]["text"] for event in client.told("agent", stream="assistant")]
+    assert wholes == grown
+
+
+async def test_who_comes_later_is_sent_what_was_said_before(tmp_path: Path) -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def agent(prompt: Prompt) -> AsyncGenerator[str]:
+        yield "one "
+        begun.set()
+        await go_on.wait()
+        yield "two"
+
+    async with opened(tmp_path, agent) as gate, gate.client(caps=["chat-deltas"]) as early:
+        await early.call("chat.send", sessionKey="main", message="count", idempotencyKey="r1")
+        await soon(begun)
+        await early.event("chat", state="delta")
+        async with gate.client(caps=["chat-deltas"]) as late:
+            go_on.set()
+            await late.event("chat", state="final")
+            await early.event("chat", state="final")
+            assert [texts(early), texts(late)] == ["one two", "one two"]
+
+
+async def test_who_lags_is_sent_no_text_with_a_hole_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = asyncio.Event(), [asyncio.Event(), asyncio.Event()]
+
+    async def agent(prompt: Prompt) -> AsyncGenerator[str]:
+        yield "one "
+        begun.set()
+        for number, event in enumerate(go_on):
+            await event.wait()
+            yield f"{number} "
+
+    async with (
+        opened(tmp_path, agent) as gate,
+        gate.client(caps=["chat-deltas"]) as client,
+        gate.client(caps=["chat-deltas"]) as other,
+    ):
+        await client.call("chat.send", sessionKey="main", message="count", idempotencyKey="r1")
+        await soon(begun)
+        for each in (client, other):
+            await each.event("chat", state="delta")
+        [lagging] = [
+            each for each in gate.served.hub.connections if each.id == client.hello["server"]["connId"]
+        ]
+        with monkeypatch.context() as patches:
+            patches.setattr(lagging, "_waiting", connection.LAG + 1)
+            go_on[0].set()
+            await other.event("chat", state="delta")
+        go_on[1].set()
+        final = await client.event("chat", state="final")
+        await other.event("chat", state="final")
+        assert [texts(client), texts(other)] == ["one ", "one 0 1 "]
+        assert final["message"]["content"][0]["text"] == "one 0 1 "
+
+
+async def test_changes_of_a_session_are_gathered_with_one_row(tmp_path: Path) -> None:
+    async with opened(tmp_path) as gate, gate.client() as client:
+        await client.call("sessions.subscribe")
+        await client.call("chat.send", sessionKey="main", message="say x", idempotencyKey="r1")
+        end = await client.event("sessions.changed", phase="end")
+        told = client.told("sessions.changed", sessionKey=MAIN)
+        assert "session" not in end
+        assert (end["hasActiveRun"], end["activeRunIds"]) == (False, [])
+        kinds = Counter(change.get("phase") or change.get("reason") for change in told if "key" not in change)
+        assert set(kinds) <= {"create", "start", "message"}, "only earlier changes come without the row"
+
+
+async def test_one_exchange_and_one_spawn_cost_a_subscriber_little(tmp_path: Path) -> None:
+    settings = {
+        "agents": {
+            "list": [
+                {"id": "main", "default": True, "subagents": {"allowAgents": ["helper"]}},
+                {"id": "helper"},
+            ]
+        }
+    }
+    async with (
+        opened(tmp_path, None, settings=settings) as gate,
+        gate.client() as client,
+        gate.client() as subscriber,
+    ):
+        for key in (MAIN, HELPER):
+            await gate.operations.open(OPERATOR, key)
+        await subscriber.call("sessions.subscribe")
+        asked = {"key": HELPER, "message": "say say pong", "fromSessionKey": "main", "idempotencyKey": "k1"}
+        sent = await client.call("sessions.send", **asked, timeoutSeconds=BOUND)
+        assert sent["status"] == "ok"
+        await client.call("sessions.spawn", task="say 42", label="calc", idempotencyKey="k2")
+
+        async def settled() -> bool:
+            [task] = (await client.call("subagents.list", sessionKey="main"))["subagents"]
+            unfinished = [await gate.operations.unfinished(OPERATOR, key) for key in (MAIN, HELPER)]
+            return task["phase"] == "settled" and not any(unfinished)
+
+        await until(settled)
+        await subscriber.settled()
+        spent = Counter[str]()
+        for frame in subscriber.events:
+            spent[frame["event"]] += len(msgspec.json.encode(frame))
+        assert spent.total() < 25_000, spent
