@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 StopReason = Literal["stop", "length", "toolUse", "error", "aborted"]
 INJECTED = "gateway-injected"  # the model of what was put into a transcript without asking one
+CLIENT = "client"  # the provider of answers that a client says were given before, elsewhere
 
 
 class _Part(msgspec.Struct, kw_only=True, rename="camel", omit_defaults=True, frozen=True):

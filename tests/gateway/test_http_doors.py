@@ -319,6 +319,8 @@ async def test_what_is_switched_off_is_not_there(tmp_path: Path) -> None:
         for path in ("/v1/chat/completions", "/v1/responses", "/v1/models", "/hooks/agent", "/hooks/wake"):
             reply = await site.http.post(path, json={})
             assert reply.status_code == 404, path
+            error = reply.json()["error"]["message"]
+            assert ("hooks.enabled" if "hooks" in path else "gateway.http.endpoints.") in error
             if path.startswith("/v1"):
                 assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
 

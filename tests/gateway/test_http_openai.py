@@ -153,10 +153,13 @@ async def test_a_user_has_a_session_that_remembers(tmp_path: Path) -> None:
             )
             run = await site.house.operations.run(OPERATOR, answer.id.removeprefix("chatcmpl-"))
             assert run.session_key == "agent:main:openai-user:ada:1"
-        assert seen == [1, 3]  # what was said before is remembered here, and not told twice
+            before += [user("new"), {"role": "assistant", "content": "yes"}]
+        # What the session has already is not put there twice, and what it lacks is added.
+        assert seen == [1, 5]
         page = await site.house.operations.history(OPERATOR, "agent:main:openai-user:ada:1", HistoryFilter())
         assert [message["content"] for message in page.messages if message["role"] == "user"] == [
             "new",
+            "old",
             "new",
         ]
 
@@ -196,14 +199,12 @@ async def test_a_fresh_session_is_told_what_was_said_before_and_the_rules(tmp_pa
         )
     [prompt] = prompts
     assert "Be brief.\n\nBe kind." in prompt.instructions
-    [message] = prompt.messages
-    assert isinstance(message, User)
-    frame, asked = message.content
-    assert not isinstance(frame, str)
-    assert not isinstance(asked, str)
-    assert "[user]\nfirst\n\n[assistant]\nsecond" in frame.text  # pyright: ignore
-    assert "Be brief" not in frame.text  # pyright: ignore
-    assert asked.text == "third"  # pyright: ignore
+    first, second, third = prompt.messages
+    assert isinstance(first, User)
+    assert isinstance(second, Assistant)
+    assert isinstance(third, User)
+    assert (first.content, second.text) == ("first", "second")
+    assert third.content[0].text == "third"  # pyright: ignore
 
 
 async def test_images_are_taken_as_they_are_and_never_fetched(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import secrets
 
 import msgspec
 
+from antiphon.engine.run_options import RunOptions, encode_options
 from antiphon.errors import Conflict, LaneFull
-from antiphon.messages import Assistant, User, encode
+from antiphon.messages import Assistant, ToolResult, User, encode
 from antiphon.store import Tx
 from antiphon.store.queries import Queries
 
@@ -33,7 +34,8 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     session: int
     session_key: str
     origin: str
-    message: User | Assistant
+    message: User | Assistant | ToolResult
+    options: RunOptions | None = None
     instructions: str | None = None
     model: str | None = None
     thinking: str | None = None
@@ -51,8 +53,13 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     def digest(self) -> str:
         """What makes a repeated id the same request: the session and the words, not when they were said."""
         content = self.message.content
-        if not isinstance(content, str):
+        if isinstance(self.message, ToolResult):
+            content = encode(msgspec.structs.replace(self.message, timestamp=0))
+        elif not isinstance(content, str):
             content = encode(msgspec.structs.replace(self.message, timestamp=0, provenance=None))
+        if self.options is not None:
+            earlier = [msgspec.structs.replace(message, timestamp=0) for message in self.options.earlier]
+            content += encode_options(msgspec.structs.replace(self.options, earlier=earlier)) or ""
         return hashlib.sha256(f"{self.session}\n{self.origin}\n{content}".encode()).hexdigest()[:32]
 
 
@@ -103,6 +110,7 @@ async def _insert(tx: Tx, submission: Submission, now: int, others: int | None =
         origin=submission.origin,
         digest=submission.digest,
         input=encode(submission.message),
+        options=encode_options(submission.options),
         instructions=submission.instructions,
         model=submission.model,
         thinking=submission.thinking,

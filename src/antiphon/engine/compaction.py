@@ -42,7 +42,7 @@ async def summarise(runtime: Runtime, prompt: Prompt, messages: Sequence[Message
         content=f"{OPENING}\n{text}\n{CLOSING}\nWrite the summary.", timestamp=messages[-1].timestamp
     )
     asked = msgspec.structs.replace(
-        prompt, instructions=INSTRUCTIONS, messages=[question], tools=(), thinking=None
+        prompt, instructions=INSTRUCTIONS, messages=[question], tools=(), thinking=None, sampling=None
     )
     return await runtime.step(asked, _Quiet())
 

@@ -16,6 +16,7 @@ import msgspec
 
 from antiphon.engine.transcripts import END, SQL, readable
 from antiphon.messages import (
+    CLIENT,
     Assistant,
     Compaction,
     Image,
@@ -164,9 +165,16 @@ def mend(messages: Iterable[Message]) -> list[Message]:
             mended.append(Assistant(content=[Text(text=SILENT)], timestamp=moment, stop_reason="stop"))
         mended.append(message)
     mended += _interruptions(waiting, moment)
-    while mended and not isinstance(mended[0], User | Compaction):
+    while mended and not _can_begin(mended[0]):
         del mended[0]  # A bounded tail may begin in the middle of a turn; providers want a question first.
     return mended
+
+
+def _can_begin(message: Message) -> bool:
+    """A client may say that its conversation began with an answer; what precedes it then is a reader's affair."""
+    return isinstance(message, User | Compaction) or (
+        isinstance(message, Assistant) and message.provider == CLIENT and not message.tool_calls
+    )
 
 
 def _interruptions(waiting: dict[str, ToolCall], moment: int) -> list[ToolResult]:

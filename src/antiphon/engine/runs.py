@@ -21,11 +21,12 @@ import msgspec
 from antiphon.engine import sequels, tasks, transcripts
 from antiphon.engine.admissions import NOTE
 from antiphon.engine.context import interrupted
+from antiphon.engine.run_options import RunOptions, decode_options, unknown_messages
 from antiphon.engine.steps import ANNOUNCE, NOTHING, WAKE, Outcome, Sequel, Step
 from antiphon.engine.transcripts import Entry
 from antiphon.engine.trial import SUSPECTED
 from antiphon.errors import Fenced, InvalidInput, StoreError, Suspected
-from antiphon.messages import Assistant, Message, StopReason, Usage, decode
+from antiphon.messages import Assistant, Message, StopReason, ToolCall, Usage, decode
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
 
@@ -68,6 +69,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     cancelled: bool
     started_at: int
     entries: list[Entry]
+    options: RunOptions | None = None
 
     @property
     def part(self) -> Part:
@@ -240,7 +242,10 @@ async def _start(tx: Tx, row: Row, worker: Worker, lane: Row | None = None) -> C
     lane = lane or await tx.one(SESSIONS.take_lane, id=row["session"], count=int(fresh), now=worker.now)
     if lane is None:
         raise StoreError(f"Run {row['id']!r} has no session.", "Run `antiphon doctor`.")
-    first_seq = lane["last_seq"] if fresh else row["first_seq"]
+    entries: list[Entry] = []
+    if fresh and row["options"] is not None:
+        entries = await _put_earlier(tx, row, lane, worker.now)
+    first_seq = lane["last_seq"] + len(entries) if fresh else row["first_seq"]
     started = await tx.do(
         SQL.start,
         n=row["n"],
@@ -254,11 +259,39 @@ async def _start(tx: Tx, row: Row, worker: Worker, lane: Row | None = None) -> C
     if not started:
         # Somebody else claimed it since it was read; a store that locks rows can let them.
         raise Fenced(row["id"])
-    entries: list[Entry] = []
     if fresh:
-        entries = [transcripts.new_entry(first_seq, "user", row["input"], worker.now)]
-        await transcripts.append_raw(tx, lane["transcript"], row["n"], entries[0])
+        role = "user" if row["options"] is None else str(decode(row["input"]).__struct_config__.tag)
+        entries.append(transcripts.new_entry(first_seq, role, row["input"], worker.now))
+        await transcripts.append_raw(tx, lane["transcript"], row["n"], entries[-1])
     return _claim_of(row, lane, worker, first_seq, entries)
+
+
+async def _put_earlier(tx: Tx, row: Row, lane: Row, now: int) -> list[Entry]:
+    """Append what the request says was said before, as far as the session lacks it; its own message comes next."""
+    options = decode_options(row["options"])
+    assert options is not None
+    unknown = [
+        msgspec.structs.replace(message, timestamp=now)
+        for message in await unknown_messages(tx, lane["transcript"], options)
+    ]
+    if not unknown:
+        return []
+    moved = await tx.one(
+        SESSIONS.advance, id=row["session"], epoch=lane["lane_epoch"], count=len(unknown), now=now
+    )
+    if moved is None:
+        raise Fenced(row["id"])
+    return await transcripts.append(tx, lane["transcript"], moved["last_seq"] - 1, None, unknown, now)
+
+
+async def client_calls(tx: Tx, run_id: str) -> list[ToolCall]:
+    """The calls of client-side tools that a run ended with."""
+    row = await tx.one(SQL.last_answer, id=run_id)
+    options = decode_options(row["options"]) if row else None
+    answer = transcripts.readable(row) if row else None
+    if options is None or not isinstance(answer, Assistant):
+        return []
+    return [call for call in answer.tool_calls if call.name in options.tool_names]
 
 
 def _claim_of(row: Row, lane: Row, worker: Worker, first_seq: int, entries: list[Entry]) -> Claim:
@@ -289,6 +322,7 @@ def _claim_of(row: Row, lane: Row, worker: Worker, first_seq: int, entries: list
         cancelled=row["cancel_at"] is not None,
         started_at=row["started_at"] or worker.now,
         entries=entries,
+        options=decode_options(row["options"]),
     )
 
 

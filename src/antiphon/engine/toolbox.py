@@ -7,7 +7,7 @@ call that may have happened is reported to the model as interrupted and never re
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -69,6 +69,10 @@ class Toolbox:
         self._tools[tool.spec.name] = tool
         self._chosen.clear()
         self._seen.clear()
+
+    @property
+    def names(self) -> Set[str]:
+        return self._tools.keys()
 
     def allowed(self, allow: tuple[tuple[str, ...], ...], deny: tuple[str, ...]) -> Mapping[str, Tool]:
         """The tools that every list in `allow` admits and `deny` does not; `*` in a name stands for any text."""

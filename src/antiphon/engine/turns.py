@@ -26,7 +26,7 @@ from antiphon.engine.toolbox import Call, Result, Tool
 from antiphon.engine.transcripts import Entry
 from antiphon.errors import AntiphonError, ContextOverflow, Fenced, StoreError, ToolFailed
 from antiphon.messages import INJECTED, Assistant, Message, Text, Thinking, ToolCall, ToolResult, decode
-from antiphon.runtimes import Prompt, Runtime
+from antiphon.runtimes import Prompt, Runtime, ToolSpec
 from antiphon.runtimes.answers import whole
 from antiphon.runtimes.function import ENDINGS
 from antiphon.runtimes.model import INVALID_ARGUMENTS
@@ -83,15 +83,16 @@ class Turn:
         self._call_ids: set[str] = set()  # of the whole run, which the context may have lost the beginning of
         self._compactions = 0
         self._used = claim.resumed
+        self._client_tools = claim.options.tool_names if claim.options else frozenset[str]()
 
     async def play(self) -> Ending:
         """To the end, which is returned and not yet committed."""
         await self._load()
         if self._claim.resumed:
             await self._answer_all(
-                transcripts.unanswered(self._context.since(self._claim.first_seq)), resumed=True
+                self._own(transcripts.unanswered(self._context.since(self._claim.first_seq))), resumed=True
             )
-            if ending := self._yielded():
+            if ending := self._yielded() or self._left_to_client():
                 return ending
         for _ in range(self._setting.max_steps):
             answer = await self._step()
@@ -99,8 +100,8 @@ class Turn:
                 self._deltas.flush()  # nothing may be streamed after the entry that completes it
                 return _ending(answer, used=self._used or answer.usage is not None)
             await self._commit([answer])
-            await self._answer_all(answer.tool_calls, resumed=False)
-            if ending := self._yielded():
+            await self._answer_all(self._own(answer.tool_calls), resumed=False)
+            if ending := self._yielded() or self._left_to_client():
                 return ending
         return Ending(
             state="incomplete",
@@ -125,6 +126,23 @@ class Turn:
                     model=INJECTED,
                 )
                 return Ending(state="ok", reply=words, messages=[said], yielded=True)
+        return None
+
+    def _own(self, calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
+        """The calls that are answered here, and not by the client that asked."""
+        return (
+            [call for call in calls if call.name not in self._client_tools] if self._client_tools else calls
+        )
+
+    def _left_to_client(self) -> Ending | None:
+        """The ending of a run whose last answer calls tools of the client: the results come with a later request."""
+        if not self._client_tools:
+            return None
+        for message in reversed(self._context.since(self._claim.first_seq)):
+            if isinstance(message, Assistant):
+                if not any(call.name in self._client_tools for call in message.tool_calls):
+                    return None
+                return Ending(state="ok", reply=message.text, model_answered=_model_of(message))
         return None
 
     def stopped(self, outcome: Outcome, reason: str) -> Ending:
@@ -197,9 +215,19 @@ class Turn:
             agent_id=claim.agent_id,
             instructions=setting.instructions,
             messages=framing.framed(context.mend(self._context.messages), setting.nonce),
-            tools=[tool.spec for tool in setting.tools.values()],
+            tools=self._offered_tools(),
             thinking=claim.thinking or setting.thinking,
+            sampling=claim.options.sampling if claim.options else None,
         )
+
+    def _offered_tools(self) -> list[ToolSpec]:
+        """The session's own and the client's; only the latter where the client demands that one is called."""
+        own = [tool.spec for tool in self._setting.tools.values()]
+        options = self._claim.options
+        if options is None or not options.tools:
+            return own
+        required = options.sampling is not None and options.sampling.tool_required
+        return options.tools if required else [*own, *options.tools]
 
     def _too_long(self) -> bool:
         window = self._setting.runtime.context_window
@@ -346,10 +374,14 @@ class Turn:
                 self._on_entries(self._claim, task.result())
 
 
+def _model_of(answer: Assistant) -> str | None:
+    return f"{answer.provider}/{answer.model}" if answer.provider and answer.model else answer.model
+
+
 def _ending(answer: Assistant, *, used: bool) -> Ending:
     """From what the runtime reported, never from what the text says."""
     reply = answer.text
-    model = f"{answer.provider}/{answer.model}" if answer.provider and answer.model else answer.model
+    model = _model_of(answer)
     if answer.stop_reason == "length":
         error = "The answer reached the model's length limit and is not complete."
     elif not reply.strip():

@@ -19,9 +19,14 @@ Content: TypeAlias = str | Sequence[Text | Image]
 
 def check(said: Content, most: int, *, beside: str | None = None, field: str = "message") -> None:
     """Words that say something and are not too long, together with what is sent beside them."""
-    size = _bytes(said, field) + len((beside or "").encode(errors="replace"))
     if not _says_something(said):
         raise InvalidInput("The message is empty.", "Say something.", field=field)
+    check_size(said, most, beside=beside, field=field)
+
+
+def check_size(said: Content, most: int, *, beside: str | None = None, field: str = "message") -> None:
+    """Valid Unicode of at most so many bytes."""
+    size = _bytes(said, field) + len((beside or "").encode(errors="replace"))
     if size > most:
         raise TooLarge(
             f"The message has {size} bytes; at most {most} are taken.",

@@ -1,8 +1,9 @@
 """What the OpenAI-compatible endpoints share: which agent, which session, what was said, and their errors.
 
-A model of this API is an agent here, and it has a memory: with a session key or a `user` the session remembers, so
-only the last message of a request is new. Without either every request is a conversation of its own, and what the
-client says was said before is put in front of the last message, framed as that.
+A model of this API is an agent here. With a session key or a `user` its session has a memory of its own: of the earlier
+messages of a request, those that the session lacks are added to it. Without either every request is a conversation of
+its own that begins with them. What a request sets for its run (sampling, client-side tools) is kept with the run, and a
+field that cannot be honoured is refused by name: nothing is dropped silently.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, cast
 
 import msgspec
 from starlette.requests import Request
@@ -19,12 +20,18 @@ from starlette.responses import Response
 from antiphon import access, keys
 from antiphon.access import Caller
 from antiphon.config import Config
+from antiphon.engine.run_options import RunOptions
+from antiphon.engine.transcripts import unanswered
+from antiphon.engine.words import THINKING
 from antiphon.errors import AntiphonError, InvalidInput, NotFound
 from antiphon.gateway import attachments
 from antiphon.gateway.gateway import Gateway
 from antiphon.gateway.replies import BODY, UNEXPECTED, error_headers, error_type, json_reply, waited
-from antiphon.messages import Image, Text
+from antiphon.messages import CLIENT, INJECTED, Assistant, Image, Text, ToolCall, ToolResult, User
 from antiphon.operations import Message
+from antiphon.runtimes import Sampling, ToolSpec
+from antiphon.runtimes.model import INVALID_ARGUMENTS
+from antiphon.runtimes.tool_calls import arguments_in
 from antiphon.views import RunView
 
 NAME = "antiphon"
@@ -33,14 +40,38 @@ _DATA = re.compile(r"data:([a-z]+/[a-z0-9.+-]+);base64,(.*)", re.IGNORECASE | re
 _NAMESPACE = uuid.UUID("5b0e6d43-6c8f-4f0a-9f0e-5f0d7c1f3a11")
 _STATUS = {"timeout": 504, "cancelled": 409}  # of a run that gave no answer; any other is 502
 
+TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+UNNAMED_TOOL = "client_tool"  # a result whose call only the session knows
+MAX_TOOLS_PER_REQUEST = 128
+
 Content = str | list[Text | Image]
+Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Whole = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+StopWord = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
+Stop = StopWord | Annotated[list[StopWord], msgspec.Meta(max_length=4)]
 
 
-class Said(msgspec.Struct, frozen=True):
-    """One message of a request, whichever endpoint it came to."""
+Said = User | Assistant | ToolResult
 
-    role: str
-    content: Content
+
+class Conversation(msgspec.Struct, frozen=True):
+    """The messages of a request, whichever endpoint it came to; what is no message of a turn is a rule."""
+
+    rules: list[str]
+    messages: list[Said]
+
+
+class ToolWish(msgspec.Struct, frozen=True, kw_only=True):
+    """A client-side tool as a request describes it."""
+
+    name: str
+    where: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -113,33 +144,78 @@ def _named(config: Config, reference: str, agent_id: str) -> str:
 # --- words ---
 
 
-def message_of(request: Request, place: Place, said: Sequence[Said], instructions: str | None) -> Message:
-    """The words for the session: the last thing a user said, and before it what is not remembered here."""
-    asked = max((at for at, one in enumerate(said) if one.role == "user"), default=None)
-    if asked is None:
-        raise InvalidInput("There is no message of a user.", "Send one.", field="messages")
-    rules = [_text(one.content) for one in said if one.role in {"system", "developer"}]
-    earlier = [one for one in said[:asked] if one.role not in {"system", "developer"}]
-    content = said[asked].content
+def message_of(
+    request: Request, place: Place, said: Conversation, instructions: str | None, options: RunOptions
+) -> Message:
+    """The last message for the session, with everything that was sent beside it."""
+    *earlier, last = said.messages or [None]
+    if last is None or isinstance(last, Assistant):
+        raise InvalidInput(
+            "The last message is neither from the user nor the result of a tool.",
+            "Send one of these last.",
+            field="messages",
+        )
+    if place.fresh and (open_calls := unanswered(said.messages)):
+        raise InvalidInput(
+            f"The tool call {open_calls[0].id[:80]!r} has no result.",
+            "Send a message with its result, or leave the call out.",
+            field="messages",
+        )
+    chosen = msgspec.structs.replace(options, earlier=[message for message in earlier if message])
     return Message(
         session=place.session,
-        content=_framed(earlier, content) if place.fresh and earlier else content,
+        content=last if isinstance(last, ToolResult) else last.content,
         idempotency_key=request.headers.get("idempotency-key"),
         origin="openai",
-        instructions="\n\n".join(filter(None, [instructions, *rules])) or None,
+        instructions="\n\n".join(filter(None, [instructions, *said.rules])) or None,
+        # The result of a tool is no message of a user, so it is read by the options beside it.
+        options=chosen if isinstance(last, ToolResult) or chosen != RunOptions() else None,
     )
 
 
-def _framed(earlier: Sequence[Said], content: Content) -> Content:
-    lines = [f"[{one.role}]\n{_text(one.content)}" for one in earlier]
-    frame = "\n\n".join(["[What was said before, as the client tells it]", *lines, "[The message to answer]"])
-    if isinstance(content, str):
-        return f"{frame}\n{content}"
-    return [Text(text=frame), *content]
-
-
-def _text(content: Content) -> str:
+def text_of(content: Content) -> str:
     return content if isinstance(content, str) else "\n".join(b.text for b in content if isinstance(b, Text))
+
+
+def assistant(text: str, calls: Sequence[ToolCall]) -> Assistant:
+    """An answer that the client says was given before."""
+    return Assistant(
+        content=[*([Text(text=text)] if text else []), *calls],
+        timestamp=0,
+        stop_reason="toolUse" if calls else "stop",
+        provider=CLIENT,
+        model=INJECTED,
+    )
+
+
+def tool_call(call_id: str, name: str, arguments: str) -> ToolCall:
+    read = arguments_in(arguments)
+    native = {INVALID_ARGUMENTS: arguments} if read is None else None
+    return ToolCall(id=call_id, name=name, arguments=read or {}, native=native)
+
+
+def written_arguments(call: ToolCall) -> str:
+    """The arguments of a call as the model wrote them."""
+    raw = (call.native or {}).get(INVALID_ARGUMENTS)
+    return raw if isinstance(raw, str) else msgspec.json.encode(call.arguments).decode()
+
+
+def tool_result(
+    messages: Sequence[Said], call_id: str | None, content: Content, place: Place, where: str
+) -> ToolResult:
+    """The result of a call: one among the messages before it, or one that the session made in an earlier run."""
+    calls = [call for message in messages if isinstance(message, Assistant) for call in message.tool_calls]
+    name = next((call.name for call in calls if call.id == call_id), None)
+    if not call_id or (name is None and place.fresh):
+        raise InvalidInput(
+            f"The result at {where} belongs to no tool call before it.",
+            "Send the assistant's message with the call as well, and name the call's id.",
+            field=where,
+        )
+    blocks: list[Text | Image] = [Text(text=content)] if isinstance(content, str) else content
+    return ToolResult(
+        tool_call_id=call_id, tool_name=name or UNNAMED_TOOL, content=blocks, timestamp=0, details=None
+    )
 
 
 def image(url: str, where: str) -> Image:
@@ -154,12 +230,128 @@ def image(url: str, where: str) -> Image:
     return attachments.image(found[2], found[1].lower(), where)
 
 
+def check_detail(detail: str | None, where: str) -> None:
+    if detail not in {None, "auto"}:
+        raise InvalidInput(
+            f"The detail of the image at {where} cannot be chosen.", "Leave it out.", field=f"{where}.detail"
+        )
+
+
 def body_limit(config: Config) -> int:
     """A message may be as long as the store takes it, and JSON may need twice as many bytes for it."""
     return max(BODY, 2 * config.store.message_max_bytes)
 
 
+# --- what a request sets for its run ---
+
+
+def refuse_unsupported(wanted: msgspec.Struct, allowed: Mapping[str, Sequence[object]]) -> None:
+    """Fields that are there only to be refused by name, unless their value asks for nothing."""
+    for field, values in allowed.items():
+        value = getattr(wanted, field)
+        if value is None or any(type(value) is type(one) and value == one for one in values):
+            continue
+        shown = ", ".join(msgspec.json.encode(one).decode() for one in values)
+        raise InvalidInput(
+            f"{field!r} is not supported here.",
+            f"Leave it out, or send {shown}." if shown else "Leave it out.",
+            field=field,
+        )
+
+
+def fields_hint(shape: type[msgspec.Struct]) -> str:
+    return (
+        f"Leave out what is not among the fields of this route: {', '.join(shape.__struct_encode_fields__)}."
+    )
+
+
+def client_tools(gateway: Gateway, wishes: Sequence[ToolWish]) -> list[ToolSpec]:
+    taken = set(gateway.house.toolbox.names)
+    tools: list[ToolSpec] = []
+    for wish in wishes:
+        if not TOOL_NAME.fullmatch(wish.name):
+            raise InvalidInput(
+                f"{wish.name[:80]!r} is not a valid name of a tool.",
+                "Use 1 to 64 letters, digits, '_' or '-'.",
+                field=wish.where,
+            )
+        if wish.name in taken:
+            raise InvalidInput(
+                f"A tool named {wish.name!r} exists already.",
+                "Choose another name: the agents here have tools of their own.",
+                field=wish.where,
+            )
+        taken.add(wish.name)
+        tools.append(
+            ToolSpec(
+                name=wish.name,
+                description=wish.description or "",
+                parameters=wish.parameters or {"type": "object", "properties": {}},
+                strict=bool(wish.strict),
+            )
+        )
+    return tools
+
+
+def run_options(sampling: Sampling, tools: list[ToolSpec], choice: str | None) -> RunOptions:
+    """`choice` is `auto`, `none`, `required`, or `=` and the name of the one tool that has to be called."""
+    if choice in {"required"} or (choice or "").startswith("="):
+        name = choice[1:] if choice and choice.startswith("=") else None
+        if not tools or (name is not None and all(tool.name != name for tool in tools)):
+            raise InvalidInput(
+                "'tool_choice' demands a tool that is not in 'tools'.",
+                "Send the tool, or choose 'auto'.",
+                field="tool_choice",
+            )
+        sampling = msgspec.structs.replace(sampling, tool_required=True, tool_name=name)
+    elif choice not in {None, "auto", "none"}:
+        raise InvalidInput(
+            "'tool_choice' is not one that is known here.",
+            "Use 'auto', 'none', 'required' or a function with its name.",
+            field="tool_choice",
+        )
+    return RunOptions(
+        sampling=sampling if sampling != Sampling() else None, tools=[] if choice == "none" else tools
+    )
+
+
+def response_format(wanted: Mapping[str, Any] | None, where: str) -> dict[str, Any] | None:
+    kind = wanted.get("type") if wanted else None
+    if wanted is None or kind == "text":
+        return None
+    named = wanted.get("json_schema")
+    if kind == "json_object" or (
+        kind == "json_schema" and isinstance(named, dict) and cast("dict[str, Any]", named).get("name")
+    ):
+        return dict(wanted)
+    raise InvalidInput(
+        f"{where!r} is of no known type.",
+        "Use text, json_object, or json_schema with a name and a schema.",
+        field=where,
+    )
+
+
+def thinking_level(effort: str | None, where: str) -> str | None:
+    if effort is None:
+        return None
+    level = "off" if effort == "none" else effort
+    if level not in THINKING:
+        raise InvalidInput(
+            f"{effort[:40]!r} is not a known effort.",
+            f"Use none or one of {', '.join(THINKING)}.",
+            field=where,
+        )
+    return level
+
+
 # --- endings ---
+
+
+async def calls_of(gateway: Gateway, caller: Caller, message: Message, view: RunView) -> list[ToolCall]:
+    """The calls of client-side tools that the run ended with."""
+    if message.options is None or not message.options.tools or view.state != "ok":
+        return []
+    return await gateway.house.operations.client_calls(caller, view.run_id)
 
 
 async def run_to_end(gateway: Gateway, caller: Caller, request: Request, message: Message) -> RunView:
@@ -186,6 +378,8 @@ def run_error(view: RunView) -> dict[str, Any]:
 def run_error_reply(view: RunView) -> Response:
     # It did happen: a client that asks again by itself would make it happen again.
     status = _STATUS.get(view.state, 502) if view.ended else 504
+    if view.error_code == InvalidInput.code:
+        status = 400
     return json_reply(run_error(view), status, {"x-should-retry": "false"})
 
 

@@ -193,7 +193,7 @@ def _invoke() -> Schema:
 
 
 def _messages(*parts: Schema) -> Schema:
-    roles = {"enum": ["system", "developer", "user", "assistant"]}
+    roles = {"enum": ["system", "developer", "user", "assistant", "tool"]}
     content = {"anyOf": [_TEXT, {"type": "array", "items": {"anyOf": parts}}]}
     return {"type": "array", "items": _object(role=roles, content=content), "minItems": 1}
 
@@ -206,12 +206,29 @@ _IMAGE: Schema = {
     "type": "string",
     "description": "A data: URL of a PNG, JPEG, GIF or WebP; none is fetched.",
 }
+_COUNT: Schema = {"type": "integer", "minimum": 1}
+_SAMPLING: dict[str, Schema] = {
+    "temperature": {"type": "number", "minimum": 0, "maximum": 2},
+    "top_p": {"type": "number", "minimum": 0, "maximum": 1},
+    "tools": {"type": "array", "items": {"type": "object"}, "maxItems": 128},
+    "tool_choice": {"anyOf": [_TEXT, {"type": "object"}]},
+    "parallel_tool_calls": _FLAG,
+}
 _CHAT = _object(
     model=_TEXT,
     messages=_messages(_part("text", text=_TEXT), _part("image_url", image_url=_object(url=_IMAGE))),
     stream=_FLAG,
     stream_options=_object(include_usage=_FLAG),
     user=_TEXT,
+    **_SAMPLING,
+    max_tokens=_COUNT,
+    max_completion_tokens=_COUNT,
+    stop={"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": 4}]},
+    seed={"type": "integer"},
+    presence_penalty={"type": "number"},
+    frequency_penalty={"type": "number"},
+    response_format={"type": "object"},
+    reasoning_effort=_TEXT,
     required=["model", "messages"],
 )
 _RESPONSES = _object(
@@ -226,6 +243,10 @@ _RESPONSES = _object(
     previous_response_id=_TEXT,
     stream=_FLAG,
     user=_TEXT,
+    **_SAMPLING,
+    max_output_tokens=_COUNT,
+    text=_object(required=[], format={"type": "object"}),
+    reasoning=_object(required=[], effort=_TEXT),
     required=["model", "input"],
 )
 

@@ -93,15 +93,20 @@ def wrong_method(allowed: str) -> Response:
 # --- bodies ---
 
 
-async def read_json(request: Request, shape: type[T], most: int = BODY) -> T:
+async def read_json(
+    request: Request, shape: type[T], most: int = BODY, *, hint: str = "Fix that field."
+) -> T:
     """The body as what it should be. Nothing over `most` bytes is kept, let alone parsed."""
     _check_media_type(request.headers.get("content-type"))
     body = await _read(request, most)
     try:
         return msgspec.json.decode(body, type=shape)
     except msgspec.ValidationError as error:
+        found = misfits.read(error)
         raise InvalidInput(
-            f"The body cannot be accepted: {misfits.brief(error)}.", "Mend that field."
+            f"The body cannot be accepted: {misfits.brief(error)}.",
+            hint,
+            **({"field": found.field} if found.field else {}),
         ) from error
     except (ValueError, RecursionError) as error:
         raise InvalidInput("The body is not valid JSON.", "Send a JSON object in UTF-8.") from error

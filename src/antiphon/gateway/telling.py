@@ -8,14 +8,14 @@ the pieces together are the answer, unless the model began again or said somethi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Set
 from contextlib import aclosing
 
 from antiphon.access import Caller
 from antiphon.bus import Delta, Event, MessageAppended
 from antiphon.errors import InvalidInput
 from antiphon.gateway.replies import dropped
-from antiphon.messages import Assistant, decode
+from antiphon.messages import CLIENT, Assistant, decode
 from antiphon.operations import HistoryFilter, Message, Operations
 from antiphon.views import Accepted, RunView
 
@@ -25,7 +25,8 @@ BREAK = "\n\n"
 class Words:
     """What one listener has been told of a run."""
 
-    def __init__(self) -> None:
+    def __init__(self, client_tools: Set[str] = frozenset()) -> None:
+        self._client_tools = client_tools
         self.told = ""
         """Everything, with the breaks."""
         self._step = ""
@@ -53,7 +54,8 @@ class Words:
 
     def committed(self, step: Assistant) -> str:
         """What is left of a step that is known as a whole; the next piece belongs to another one."""
-        self._answered = not step.tool_calls
+        calls = step.tool_calls
+        self._answered = not calls or any(call.name in self._client_tools for call in calls)
         rest = self._rest(step.text)
         self._step, self._heard = "", ""
         return rest
@@ -87,7 +89,7 @@ async def tell(
         try:
             accepted = await operations.submit(caller, message)
             yield accepted
-            words = Words()
+            words = Words(message.options.tool_names if message.options else frozenset())
             ended = asyncio.ensure_future(operations.wait(caller, accepted.run_id, timeout))
             while await _first(coming, ended):
                 if piece := _piece(words, accepted.run_id, coming.result()):
@@ -125,4 +127,6 @@ def _step(words: Words, body: str) -> str:
         message = decode(body)
     except InvalidInput:
         return ""
-    return words.committed(message) if isinstance(message, Assistant) else ""
+    if not isinstance(message, Assistant) or message.provider == CLIENT:
+        return ""  # the client's own account of what was said before is not told to it
+    return words.committed(message)

@@ -83,18 +83,24 @@ class Web:
             self._gateway.house.config.gateway.http.endpoints,
         )
         chat, responses = endpoints.chat_completions.enabled, endpoints.responses.enabled
-        found: list[BaseRoute] = []
-        if chat:
-            post = self._streaming(partial(post_chat, gateway, slots))
-            found.append(self._openai_route("/v1/chat/completions", POST=post))
-        if responses:
-            post = self._streaming(partial(post_responses, gateway, slots))
-            found.append(self._openai_route("/v1/responses", POST=post))
-        if chat or responses:
-            models = self._operator(partial(openai_api.get_models, gateway))
-            found.append(self._openai_route("/v1/models", GET=models))
+        post_completions = self._streaming(partial(post_chat, gateway, slots))
+        post_response = self._streaming(partial(post_responses, gateway, slots))
+        models = self._operator(partial(openai_api.get_models, gateway))
+        switches = (
+            "gateway.http.endpoints.chatCompletions.enabled",
+            "gateway.http.endpoints.responses.enabled",
+        )
         off = Address("/v1/{path:path}", {}, self.metrics, openai_api.error_reply)
-        return [*found, Route("/v1/{path:path}", off)]
+        refuse = [_switched_off(switch) for switch in (*switches, " or ".join(switches))]
+        routes: list[tuple[str, dict[str, Endpoint]]] = [
+            ("/v1/chat/completions", {"POST": post_completions} if chat else refuse[0]),
+            ("/v1/responses", {"POST": post_response} if responses else refuse[1]),
+            ("/v1/models", {"GET": models} if chat or responses else refuse[2]),
+        ]
+        return [
+            *(self._openai_route(path, **methods) for path, methods in routes),
+            Route("/v1/{path:path}", off),
+        ]
 
     def _openai_route(self, path: str, **methods: Endpoint) -> BaseRoute:
         address = Address(path, methods, self.metrics, openai_api.error_reply, openai_api.unexpected_reply)
@@ -102,12 +108,11 @@ class Web:
 
     def _hooked(self) -> list[BaseRoute]:
         hooks, settings = self._hooks, self._gateway.house.config.hooks
-        if not settings.enabled:
-            return []
-        base = settings.path.rstrip("/")
+        base, on = settings.path.rstrip("/"), settings.enabled
+        off = _switched_off("hooks.enabled")
         return [
-            self._route(f"{base}/agent", POST=self._hook(hooks.post_agent)),
-            self._route(f"{base}/wake", POST=self._hook(hooks.post_wake)),
+            self._route(f"{base}/agent", **({"POST": self._hook(hooks.post_agent)} if on else off)),
+            self._route(f"{base}/wake", **({"POST": self._hook(hooks.post_wake)} if on else off)),
         ]
 
     def _anything_else(self) -> BaseRoute:
@@ -180,6 +185,15 @@ class Address:
         except Exception:
             log.exception("%s %s failed", request.method, self._template)
             return self._unexpected()
+
+
+def _switched_off(setting: str) -> dict[str, Endpoint]:
+    async def refuse(request: Request) -> Response:
+        raise NotFound(
+            f"{request.url.path} is switched off.", f"Set {setting} to true in the configuration and restart."
+        )
+
+    return dict.fromkeys(("GET", "POST"), refuse)
 
 
 def address_of(request: Request) -> str:

@@ -11,6 +11,7 @@ from antiphon.access import Caller
 from antiphon.bus import RunChanged, run_topic
 from antiphon.engine import admissions, runs, words
 from antiphon.errors import NotFound
+from antiphon.messages import ToolCall
 from antiphon.operations.core import Core
 from antiphon.store import Row, Tx
 from antiphon.views import RunView
@@ -59,6 +60,14 @@ class Runs(Core):
             raise missing from None
         spent = await tx.one(runs.SQL.spent, id=run_id) if row["ended_at"] else None
         return views.run_view(row, spent, self._clock.now())
+
+    async def client_calls(self, caller: Caller, run_id: str) -> list[ToolCall]:
+        """The calls of client-side tools that a run ended with, to be answered by a later request."""
+        return await self._store.read(self._client_calls, caller, run_id)
+
+    async def _client_calls(self, tx: Tx, caller: Caller, run_id: str) -> list[ToolCall]:
+        await self._run(tx, caller, run_id)
+        return await runs.client_calls(tx, run_id)
 
     async def unfinished(self, caller: Caller, session: str) -> list[str]:
         """Ids of the runs that play or wait in a session, in their order."""

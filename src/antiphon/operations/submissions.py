@@ -13,9 +13,10 @@ from antiphon.bus import RunChanged, run_topic, session_topic
 from antiphon.engine import admissions, resets, runs, sessions, tasks, words
 from antiphon.engine.admissions import Submission
 from antiphon.engine.chains import Link
+from antiphon.engine.run_options import RunOptions
 from antiphon.engine.words import THINKING
 from antiphon.errors import InvalidInput
-from antiphon.messages import Image, Provenance, Text, User
+from antiphon.messages import Image, Provenance, Text, ToolResult, User
 from antiphon.operations import checks
 from antiphon.operations.links import Links, Origin
 from antiphon.store import Row, Tx
@@ -26,12 +27,14 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     """Words for a session. `idempotency_key` becomes the run's id: saying it again changes nothing."""
 
     session: str
-    content: str | list[Text | Image]
+    content: str | list[Text | Image] | ToolResult
+    """Words, or the result of a client-side tool that an earlier run of the session called."""
     idempotency_key: str | None = None
     origin: str = "chat"
     model: str | None = None
     thinking: str | None = None
     instructions: str | None = None
+    options: RunOptions | None = None
     timeout_seconds: float | None = None
     provenance: Provenance | None = None
     literal: bool = False
@@ -162,7 +165,8 @@ class Submissions(Links):
             session=row["id"],
             session_key=row["key"],
             origin=message.origin,
-            message=User(content=message.content, timestamp=now, provenance=message.provenance),
+            message=_entry(message, now),
+            options=message.options,
             instructions=message.instructions,
             model=message.model,
             thinking=message.thinking,
@@ -202,7 +206,15 @@ class Submissions(Links):
 
     def _check(self, message: Message) -> None:
         """Everything about the words that can be refused without looking anything up."""
-        words.check(message.content, self.config.store.message_max_bytes, beside=message.instructions)
+        most = self.config.store.message_max_bytes
+        if isinstance(message.content, ToolResult):
+            words.check_size(message.content.content, most, beside=message.instructions)
+        else:
+            words.check(message.content, most, beside=message.instructions)
+        for earlier in message.options.earlier if message.options else ():
+            said = earlier.content
+            shown = said if isinstance(said, str) else [it for it in said if isinstance(it, Text | Image)]
+            words.check_size(shown, most, field="messages")
         words.check_key(message.idempotency_key)
         if message.timeout_seconds is not None and not 0 < message.timeout_seconds <= 366 * 86_400:
             raise InvalidInput(
@@ -238,6 +250,12 @@ def _send_command(caller: Caller, message: Message) -> policy.SendCommand | None
     ):
         return None
     return policy.parse_send_command(text) if text.lstrip()[:5].lower() == "/send" else None
+
+
+def _entry(message: Message, now: int) -> User | ToolResult:
+    if isinstance(message.content, ToolResult):
+        return msgspec.structs.replace(message.content, timestamp=now)
+    return User(content=message.content, timestamp=now, provenance=message.provenance)
 
 
 async def _renewed(tx: Tx, caller: Caller, row: Row, reason: str, now: int) -> Row:

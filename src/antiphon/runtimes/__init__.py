@@ -24,6 +24,30 @@ class ToolSpec:
     description: str
     parameters: Mapping[str, Any]
     """JSON Schema of the arguments object."""
+    strict: bool = False
+    """Whether the provider has to hold the model to the schema; ours are never sent so."""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Model settings that a request chose for its own run; what is None is left to the model.
+
+    A runtime that cannot honour one refuses it by name (`InvalidInput`) instead of leaving it out.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    """Most tokens of one answer; a lower limit of the configured model holds as well."""
+    stop: list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    response_format: dict[str, Any] | None = None
+    """As in chat completions: `{type: "json_object"}` or `{type: "json_schema", json_schema: {…}}`."""
+    parallel_tool_calls: bool | None = None
+    tool_required: bool = False
+    tool_name: str | None = None
+    """With `tool_required`, the tool that has to be called."""
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +61,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     tools: Sequence[ToolSpec] = ()
     thinking: str | None = None
     """One of `off minimal low medium high xhigh`, or None for the model's default."""
+    sampling: Sampling | None = None
 
     @property
     def about(self) -> dict[str, str]:

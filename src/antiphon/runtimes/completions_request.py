@@ -27,9 +27,9 @@ from antiphon.messages import (
     ToolResult,
     User,
 )
-from antiphon.runtimes import Prompt, ToolSpec
+from antiphon.runtimes import Prompt, Sampling, ToolSpec
 from antiphon.runtimes.completions_answer import TAGS, THINKING_FIELDS
-from antiphon.runtimes.model import INVALID_ARGUMENTS, ModelSpec
+from antiphon.runtimes.model import INVALID_ARGUMENTS, ModelSpec, most_tokens
 from antiphon.runtimes.phrases import (
     BLANK,
     CONTINUE,
@@ -55,17 +55,43 @@ def request_body(spec: ModelSpec, prompt: Prompt, effort: str | None) -> bytes:
     if prompt.tools:
         body["tools"] = [_tool(tool) for tool in prompt.tools]
         body["tool_choice"] = "auto"
-    if spec.max_tokens is not None:
+    if prompt.sampling is not None:
+        body |= _sampling(prompt.sampling)
+    if (most := most_tokens(spec, prompt)) is not None:
         # The older name is the one that every compatible server reads.
-        body["max_completion_tokens" if spec.provider == "openai" else "max_tokens"] = spec.max_tokens
+        body["max_completion_tokens" if spec.provider == "openai" else "max_tokens"] = most
     if effort is not None:
         body["reasoning_effort"] = effort
     return msgspec.json.encode(body)
 
 
+def _sampling(chosen: Sampling) -> _Json:
+    """Everything has the same name in this API."""
+    sent: _Json = {
+        "temperature": chosen.temperature,
+        "top_p": chosen.top_p,
+        "stop": chosen.stop,
+        "seed": chosen.seed,
+        "presence_penalty": chosen.presence_penalty,
+        "frequency_penalty": chosen.frequency_penalty,
+        "response_format": chosen.response_format,
+        "parallel_tool_calls": chosen.parallel_tool_calls,
+    }
+    if chosen.tool_name is not None:
+        sent["tool_choice"] = {"type": "function", "function": {"name": chosen.tool_name}}
+    elif chosen.tool_required:
+        sent["tool_choice"] = "required"
+    return {name: value for name, value in sent.items() if value is not None}
+
+
 def _tool(tool: ToolSpec) -> _Json:
     """Our schemas are sent as they are; strict mode would have the provider's dialect rewrite them."""
-    described = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
+    described: _Json = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": dict(tool.parameters),
+    }
+    described |= {"strict": True} if tool.strict else {}
     return {"type": "function", "function": described}
 
 

@@ -81,6 +81,13 @@ class Patience:
     """Longest silence on an open connection, before the first byte as well as between bytes."""
 
 
+def most_tokens(spec: ModelSpec, prompt: Prompt) -> int | None:
+    """Most tokens of one answer: the configured limit, or a lower one that the request chose."""
+    chosen = prompt.sampling.max_tokens if prompt.sampling else None
+    limits = [limit for limit in (spec.max_tokens, chosen) if limit is not None]
+    return min(limits, default=None)
+
+
 class Reader(Protocol):
     """Reads one answer of one model from the wire."""
 

@@ -30,11 +30,11 @@ from pydantic_ai.profiles.openai import OpenAIModelProfile
 from pydantic_ai.settings import ModelSettings
 from pydantic_ai.tools import ToolDefinition
 
-from antiphon.errors import ConfigError, ProviderError, install
+from antiphon.errors import ConfigError, InvalidInput, ProviderError, install
 from antiphon.messages import Assistant, Usage, call_ids
-from antiphon.runtimes import Deltas, Prompt
+from antiphon.runtimes import Deltas, Prompt, Sampling
 from antiphon.runtimes.http_reader import OPENAI_URL, PLACEHOLDER_KEY, HttpReader
-from antiphon.runtimes.model import Api, Kind, ModelSpec, failure, kind_of, reason_in
+from antiphon.runtimes.model import Api, Kind, ModelSpec, failure, kind_of, most_tokens, reason_in
 from antiphon.runtimes.prices import Prices
 from antiphon.runtimes.pydantic_transcript import Dialect, blocks, conversation, message_native
 
@@ -76,8 +76,10 @@ class PydanticReader(HttpReader):
     def _settings(self, prompt: Prompt) -> ModelSettings:
         """What a model does not support is left out by its profile, `thinking` included."""
         settings: dict[str, Any] = {}
-        if self._spec.max_tokens is not None:
-            settings["max_tokens"] = self._spec.max_tokens
+        if (most := most_tokens(self._spec, prompt)) is not None:
+            settings["max_tokens"] = most
+        if prompt.sampling is not None:
+            settings |= _sampling(self._spec, prompt.sampling)
         if prompt.thinking is not None:
             settings["thinking"] = _THINKING.get(prompt.thinking, prompt.thinking)
         if self._spec.api == "openai-responses":
@@ -131,6 +133,44 @@ class PydanticReader(HttpReader):
                 return failure(spec, "brokenOff", reason=str(error))
 
 
+_UNSUPPORTED: dict[Api, set[str]] = {
+    "openai-completions": set(),
+    "openai-responses": {"stop", "seed", "presence_penalty", "frequency_penalty"},
+    "anthropic-messages": {"seed", "presence_penalty", "frequency_penalty", "response_format"},
+    "google-generative-ai": {"response_format", "parallel_tool_calls"},
+}
+"""What an API has no field for; the library would leave it out."""
+
+
+def _sampling(spec: ModelSpec, chosen: Sampling) -> dict[str, Any]:
+    given: dict[str, Any] = {
+        name: value
+        for name in chosen.__struct_fields__
+        if name not in {"max_tokens", "tool_required", "tool_name"}
+        and (value := getattr(chosen, name)) is not None
+    }
+    if refused := sorted(_UNSUPPORTED[spec.api] & given.keys()):
+        raise InvalidInput(
+            f"The model {spec.model!r} cannot honour {', '.join(map(repr, refused))} ({spec.api} has no such field).",
+            "Leave it out, or choose a model of another API.",
+            field=refused[0],
+        )
+    if "stop" in given:
+        given["stop_sequences"] = given.pop("stop")
+    if "response_format" in given:
+        given["extra_body"] = _response_format(spec, given.pop("response_format"))
+    if chosen.tool_required:
+        given["tool_choice"] = [chosen.tool_name] if chosen.tool_name else "required"
+    return given
+
+
+def _response_format(spec: ModelSpec, wanted: dict[str, Any]) -> dict[str, Any]:
+    """The field of the API; the newer one has the schema beside its type instead of below it."""
+    if spec.api == "openai-completions":
+        return {"response_format": wanted}
+    return {"text": {"format": {"type": wanted["type"], **(wanted.get("json_schema") or {})}}}
+
+
 _CATEGORIES: dict[type[Exception] | None, Kind] = {
     pai.ModelContextWindowExceededError: "overflow",
     pai.ModelQuotaExceededError: "quota",
@@ -171,7 +211,7 @@ def _parameters(prompt: Prompt) -> ModelRequestParameters:
                 name=tool.name,
                 parameters_json_schema=dict(tool.parameters),
                 description=tool.description,
-                strict=False,
+                strict=tool.strict,
             )
             for tool in prompt.tools
         ],

@@ -1,9 +1,9 @@
 -- name: insert
 -- Unless the id was used before, or the lane already holds as many queued runs as it may.
 -- A later step of an exchange is answered by whom the first one was addressed to.
-INSERT INTO runs (id, session, origin, digest, input, instructions, model, thinking, target, deadline_at, exchange, task,
+INSERT INTO runs (id, session, origin, digest, input, options, instructions, model, thinking, target, deadline_at, exchange, task,
                   chain, hop, agent_id, created_at)
-SELECT :id, CAST(:session AS BIGINT), :origin, :digest, :input, :instructions, :model, :thinking, :target,
+SELECT :id, CAST(:session AS BIGINT), :origin, :digest, :input, :options, :instructions, :model, :thinking, :target,
        CAST(:deadline_at AS BIGINT), CAST(:exchange AS BIGINT), CAST(:task AS BIGINT), :chain, CAST(:hop AS INTEGER),
        coalesce(CAST(:agent_id AS TEXT), (SELECT f.agent_id FROM exchanges e JOIN runs f ON f.id = e.id
                                           WHERE e.n = CAST(:exchange AS BIGINT) AND e.target = CAST(:session AS BIGINT))),
@@ -40,6 +40,11 @@ SELECT r.n, r.id, r.origin, r.yielded, r.state, r.created_at, r.started_at, r.en
        END AS ahead
 FROM runs r JOIN sessions s ON s.id = r.session WHERE r.id = :id;
 
+-- name: last_answer
+-- The run's last assistant entry, and what the run was asked with.
+SELECT m.body, r.options FROM runs r JOIN messages m ON m.transcript = r.transcript AND m.seq >= r.first_seq AND m.run = r.n
+WHERE r.id = :id AND m.role = 'assistant' ORDER BY m.seq DESC LIMIT 1;
+
 -- name: spent
 SELECT CAST(coalesce(sum(input), 0) AS BIGINT) AS input, CAST(coalesce(sum(output), 0) AS BIGINT) AS output,
        CASE WHEN count(*) = count(cost) THEN sum(cost) END AS cost
@@ -47,13 +52,13 @@ FROM usage WHERE run_id = :id;
 
 -- name: active
 -- The run a lane is in the middle of, and until when its owner has a lease.
-SELECT r.n, r.id, r.session, r.input, r.instructions, r.model, r.thinking, r.deadline_at, r.cancel_at, r.owner,
+SELECT r.n, r.id, r.session, r.input, r.options, r.instructions, r.model, r.thinking, r.deadline_at, r.cancel_at, r.owner,
        r.attempts, r.transcript, r.first_seq, r.created_at, r.started_at, r.epoch, r.origin, r.target, r.exchange, r.task,
        r.agent_id, coalesce(o.lease_until, 0) AS lease_until
 FROM runs r LEFT JOIN owners o ON o.id = r.owner WHERE r.session = :session AND r.state = 'running';
 
 -- name: head
-SELECT r.n, r.id, r.session, r.input, r.instructions, r.model, r.thinking, r.deadline_at, r.cancel_at, r.owner,
+SELECT r.n, r.id, r.session, r.input, r.options, r.instructions, r.model, r.thinking, r.deadline_at, r.cancel_at, r.owner,
        r.attempts, r.transcript, r.first_seq, r.created_at, r.started_at, r.epoch, r.origin, r.target, r.exchange, r.task, r.agent_id
 FROM runs r WHERE r.session = :session AND r.state = 'queued' ORDER BY r.n LIMIT 1;
 
