@@ -115,17 +115,11 @@ class Provider:
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[Provider]:
         """Serve on an ephemeral loopback port for as long as the block lasts."""
-        with _socket(0) as listening:
-            self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-            server = _Server(_config(self))
-            serving = asyncio.create_task(server.serve(sockets=[listening]))
+        async with served(self) as self.url:
             try:
-                await server.ready.wait()
                 yield self
             finally:
                 self.release()
-                server.should_exit = server.force_exit = True
-                await serving
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: _Receive, send: _Send) -> None:
         body: Json = json.loads(await _read(receive))
@@ -178,6 +172,20 @@ class Provider:
         released.cancel()
 
 
+@asynccontextmanager
+async def served(app: Any) -> AsyncGenerator[str]:
+    """The address of an ASGI application on the loopback, for as long as the block lasts."""
+    with _socket(0) as listening:
+        server = _Server(_config(app))
+        serving = asyncio.create_task(server.serve(sockets=[listening]))
+        try:
+            await server.ready.wait()
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = server.force_exit = True
+            await serving
+
+
 class _Server(uvicorn.Server):
     """Runs inside somebody else's loop: no signal handlers, and it says when it listens."""
 
@@ -202,7 +210,7 @@ def _socket(port: int) -> socket.socket:
     return made
 
 
-def _config(provider: Provider) -> uvicorn.Config:
+def _config(provider: Any) -> uvicorn.Config:
     return uvicorn.Config(provider, log_level="critical", access_log=False, lifespan="off", ws="none")
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import psutil
 import pytest
 from test_client import client
 
@@ -16,7 +18,7 @@ from antiphon.operations import Message
 from antiphon.views import RunView
 from cli.gateways import up
 from cli.terminal import BOUND, Program
-from providers import Answer, Failure, Provider
+from providers import Answer, Failure, Provider, served
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("R")]
 
@@ -68,6 +70,94 @@ async def test_a_stopped_or_failed_question_is_not_glued_to_the_next_one(program
             ("assistant", context.FAILED),
             ("user", "NEXT"),
         ]
+
+
+MIB = 1024 * 1024
+MAX_GROWTH_BYTES = 96 * MIB
+MAX_DELAY_SECONDS = (
+    10.0  # of another client, on a machine that is busy with the whole suite; it was 44 and more
+)
+
+
+def flooding(chunk: dict[str, Any], times: int, tail: dict[str, Any]) -> Any:
+    """A provider of chat completions that answers "hi" to the first question, and with a flood to every other."""
+    asked = 0
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal asked
+        while (await receive()).get("more_body"):
+            pass
+        asked += 1
+        start = {"type": "http.response.start", "status": 200}
+        await send(start | {"headers": [(b"content-type", b"text/event-stream")]})
+        if asked == 1 or asked > 2:
+            await send({"type": "http.response.body", "body": _event({"content": "hi"}) + _event({}, "stop")})
+            return
+        for at in range(times):
+            body = json.dumps(chunk).replace('"NUMBER"', str(at)).replace("NUMBER", str(at)).encode()
+            await send({"type": "http.response.body", "body": b"data: " + body + b"\n\n", "more_body": True})
+            if at % 64 == 0:
+                await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": _event(tail, "tool_calls")})
+
+    return app
+
+
+def _event(delta: dict[str, Any], finish: str | None = None) -> bytes:
+    return b"data: " + json.dumps(_chunk(delta, finish)).encode() + b"\n\n"
+
+
+def _chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+    return {"id": "x", "model": "m", "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+
+
+TEXT = _chunk({"content": "word " * 12_800})
+CALLS = _chunk(
+    {"tool_calls": [{"index": "NUMBER", "id": "cNUMBER", "function": {"name": "none", "arguments": "{}"}}]}
+)
+PLAIN, LIBRARY = "m", "qwen/m"  # the reader of ours, and the one on the libraries
+
+
+@pytest.mark.parametrize("model", [PLAIN, LIBRARY])
+@pytest.mark.parametrize(
+    ("chunk", "times", "reason"),
+    [(TEXT, 5000, "store.messageMaxBytes"), (CALLS, 50_000, "too many tool calls")],
+    ids=["300 MiB of text", "50,000 calls"],
+)
+async def test_a_flood_takes_neither_memory_nor_the_time_of_others(
+    program: Program, model: str, chunk: dict[str, Any], times: int, reason: str
+) -> None:
+    async with served(flooding(chunk, times, {})) as url:
+        config = settings(url, models=[{"id": model}])
+        config["agents"]["defaults"]["model"] = f"local/{model}"
+        program.configure(config)
+        with up(program) as gateway:
+            process = psutil.Process(gateway.process.pid)
+            async with client(program, gateway.url) as desk, client(program, gateway.url) as other:
+                assert (await ask(desk, "first")).reply == "hi"
+                before = process.memory_info().rss
+                flood = asyncio.create_task(ask(desk, "flood"))
+                longest, most = await _watch(flood, other, process)
+                view = await flood
+    assert view.state == "error"
+    assert view.error
+    assert reason in view.error
+    assert most - before < MAX_GROWTH_BYTES
+    assert longest < MAX_DELAY_SECONDS
+
+
+async def _watch(run: asyncio.Task[RunView], other: Client, process: psutil.Process) -> tuple[float, int]:
+    """The longest that another client waited for an answer meanwhile, and the most memory that was taken."""
+    loop = asyncio.get_running_loop()
+    longest, most = 0.0, 0
+    async with asyncio.timeout(4 * BOUND):
+        while not run.done():
+            began = loop.time()
+            await other.describe("main")
+            longest = max(longest, loop.time() - began)
+            most = max(most, process.memory_info().rss)
+            await asyncio.wait([run], timeout=0.05)
+    return longest, most
 
 
 def _text(content: str | list[dict[str, Any]]) -> str:

@@ -32,7 +32,7 @@ from antiphon.messages import (
     decode,
     encode,
 )
-from antiphon.runtimes import Prompt, completions_errors, completions_reader, event_stream
+from antiphon.runtimes import Prompt, completions_reader
 from antiphon.runtimes.answers import MOST_TOKENS
 from antiphon.runtimes.completions_reader import CompletionsReader
 from antiphon.runtimes.event_stream import Events
@@ -387,21 +387,10 @@ async def test_what_is_no_answer_is_tried_again(name: str) -> None:
     assert "broke off" in str(error)
 
 
-async def test_what_is_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_stream, "LONGEST_EVENT", 100)
-    lean, _ = readers(answering(b"data: " + b"x" * 200), spec_of())
-    assert "longer than 100 bytes" in str(await error_of(lean))
-    monkeypatch.setattr(event_stream, "LONGEST_ANSWER", 10)
-    lean, _ = readers(answering(stream(STOP)[:50]), spec_of())
-    assert "longer than 10 bytes" in str(await error_of(lean))
-    monkeypatch.setattr(completions_errors, "LONGEST_ERROR", 3)
-    lean, _ = readers(answering(b"abcdef", 500), spec_of())
-    assert "abc)" in str(await error_of(lean))
-
-
 async def test_a_huge_piece_is_read() -> None:
     text = "x" * 5_000_000
-    lean, _ = readers(answering(stream(chunk({"content": text}, "stop"))), spec_of())
+    spec = spec_of(max_answer_bytes=6_000_000)
+    lean, _ = readers(answering(stream(chunk({"content": text}, "stop"))), spec)
     assert (await lean.read(prompt_of(), Recorder())).text == text
 
 

@@ -154,7 +154,9 @@ class AgentDefaults(Section):
     instructions: str | None = Field(default=None, description="The system prompt.")
     workspace: Text | None = None
     timeout_seconds: Count = Field(default=172_800, description="Longest run.")
-    max_concurrent: Count = Field(default=256, description="Model steps at the same time in one process.")
+    max_concurrent: Count = Field(
+        default=256, description="Model steps at the same time in one process, for each provider."
+    )
     max_steps: Count = Field(default=100, description="Model steps in one run.")
     thinking_default: Thinking | None = None
     compaction: Compaction = Field(default_factory=Compaction.model_construct)

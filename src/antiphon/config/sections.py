@@ -381,7 +381,9 @@ class Store(Section):
     synchronous: Literal["full", "normal"] = Field(
         default="full", description="`normal` may lose the last moments at a power cut."
     )
-    message_max_bytes: int = Field(default=MIB, ge=1024, le=LARGEST, description="Cap on one message.")
+    message_max_bytes: int = Field(
+        default=MIB, ge=1024, le=LARGEST, description="Cap on one message, an answer included."
+    )
     lane_max_queued: Count = Field(default=1000, description="Messages one session may have waiting.")
 
 

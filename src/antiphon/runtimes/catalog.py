@@ -33,7 +33,8 @@ class Catalog:
         self._by_agent: dict[str, Runtime] = dict(functions or {})
         self._by_model: dict[str, Runtime] = {}
         self._building: dict[str, asyncio.Lock] = {}
-        self._slots = asyncio.Semaphore(config.agents.defaults.max_concurrent)
+        self._slots: dict[str, asyncio.Semaphore] = {}
+        """By provider: one that keeps its requests waiting takes none from the others."""
 
     async def runtime(self, agent_id: str, model: str | None) -> Runtime:
         """The runtime for a run of this agent; `model` is the session's or the run's own choice."""
@@ -65,8 +66,11 @@ class Catalog:
             if self._by_model.get(ref) is runtime:
                 del self._by_model[ref]
 
-        spec = await asyncio.to_thread(_spec, found)
-        return _Keyed(spec, give_up, slots=self._slots, clock=self._clock)
+        spec = await asyncio.to_thread(spec_of, found, self._config.store.message_max_bytes)
+        slots = self._slots.setdefault(
+            found.provider_name, asyncio.Semaphore(self._config.agents.defaults.max_concurrent)
+        )
+        return _Keyed(spec, give_up, slots=slots, clock=self._clock)
 
 
 class _Keyed(ModelRuntime):
@@ -110,7 +114,7 @@ class _Keyed(ModelRuntime):
             await reader.close()
 
 
-def _spec(found: FoundModel) -> ModelSpec:
+def spec_of(found: FoundModel, max_answer_bytes: int) -> ModelSpec:
     """Reveals secrets, which may read a file or start a program: not for the event loop."""
     name, provider, model = found
     cost = model.cost
@@ -123,5 +127,6 @@ def _spec(found: FoundModel) -> ModelSpec:
         headers={header: secret.reveal() for header, secret in provider.headers.items()},
         context_window=model.context_window,
         max_tokens=model.max_tokens,
+        max_answer_bytes=max_answer_bytes,
         price=Price(**cost.model_dump(by_alias=False)) if cost else None,
     )

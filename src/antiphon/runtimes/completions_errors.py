@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import aclosing
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, cast
@@ -16,9 +15,14 @@ import httpx2
 import msgspec
 
 from antiphon.errors import ProviderError
-from antiphon.runtimes.model import Kind, ModelSpec, failure, kind_of, reason_in
-
-LONGEST_ERROR = 64 * 1024
+from antiphon.runtimes.model import (
+    MAX_RETRY_AFTER_SECONDS,
+    Kind,
+    ModelSpec,
+    failure,
+    kind_of,
+    reason_in,
+)
 
 _Json = dict[str, Any]
 
@@ -35,10 +39,10 @@ def lost(spec: ModelSpec, error: httpx2.HTTPError) -> ProviderError:
 
 async def refused(spec: ModelSpec, response: httpx2.Response) -> ProviderError:
     """For a response whose status is an error."""
-    body = await _beginning(response)
+    body = (await response.aread()).strip()  # as much of it as the client lets through
     try:
         error: object = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         error = body.decode(errors="replace")
     if isinstance(error, dict):
         error = cast(_Json, error).get("error", cast(_Json, error))
@@ -139,10 +143,12 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
         return milliseconds / 1000
     raw = headers.get("retry-after", "")
     try:
-        seconds = int(raw)
+        seconds = float(int(raw))
+    except OverflowError:
+        return MAX_RETRY_AFTER_SECONDS
     except ValueError:
         return _until(raw)
-    return float(seconds) if seconds >= 0 else None
+    return seconds if seconds >= 0 else None
 
 
 def _until(date: str) -> float | None:
@@ -152,14 +158,3 @@ def _until(date: str) -> float | None:
         return max(0.0, (aware - datetime.now(UTC)).total_seconds())
     except (ValueError, TypeError, OverflowError):
         return None
-
-
-async def _beginning(response: httpx2.Response) -> bytes:
-    """As much of an error as anybody reads; reading it to its end lets the connection be used again."""
-    body = b""
-    async with aclosing(response.aiter_bytes()) as pieces:
-        async for piece in pieces:
-            body += piece
-            if len(body) > LONGEST_ERROR:
-                break
-    return body[:LONGEST_ERROR].strip()

@@ -2,8 +2,7 @@
 
 It sends what `PydanticReader` sends for the same prompt and makes the same transcript of the same answer, without
 an SDK and without its objects for every piece. What is sent is `completions_request`, what is received
-`completions_answer`, and what failed `completions_errors`; here they meet the connection. What is read is bounded:
-a line, an answer, and what is looked at of an error.
+`completions_answer`, and what failed `completions_errors`; here they meet the connection.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from antiphon.runtimes.completions_errors import interrupted, lost, refused
 from antiphon.runtimes.completions_request import request_body
 from antiphon.runtimes.completions_usage import Counters
 from antiphon.runtimes.event_stream import Events, Unreadable
-from antiphon.runtimes.http_reader import OPENAI_URL, PLACEHOLDER_KEY, HttpReader
+from antiphon.runtimes.http_reader import OPENAI_URL, PLACEHOLDER_KEY, AnswerMeter, HttpReader
 from antiphon.runtimes.model import failure
 from antiphon.runtimes.prices import Prices
 
@@ -50,10 +49,10 @@ class CompletionsReader(HttpReader):
         self._counters = Counters(spec, f"{base}/")
         self._efforts: Mapping[str, str | None] | None = None
 
-    async def read(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+    async def _read(self, prompt: Prompt, deltas: Deltas, meter: AnswerMeter) -> Assistant:
         body = request_body(self._spec, prompt, await self._effort(prompt.thinking))
         request = self._http.build_request("POST", self._url, content=body, headers=self._headers)
-        answer = Answer(deltas)
+        answer = Answer(deltas, meter)
         try:
             response = await self._http.send(request, stream=True)
             async with aclosing(response):
@@ -64,7 +63,7 @@ class CompletionsReader(HttpReader):
             # The cause is left out: it would drag the request, with its headers, into tracebacks.
             raise lost(self._spec, error) from None
         self._check(answer)
-        model = answer.model or self._spec.model
+        model = self._model_name(answer.model)
         return self._assistant(
             answer.blocks(call_ids(prompt.messages)),
             finish=answer.finish,

@@ -1,24 +1,52 @@
-"""What every `Reader` has that asks a provider over HTTP: a client, and a message that says who answered when.
+"""What every `Reader` has that asks a provider over HTTP: a guarded client, and a message that says who answered when.
 
-How a request is made and an answer is read belongs to the readers of the APIs.
+A provider is not trusted with memory or time. Whatever reads its answer, a reader of ours or an SDK, reads it off
+streams that end at a limit, follows no redirect to another origin, and waits only so long for content. How a request
+is made and an answer is read belongs to the readers of the APIs.
 """
 
 from __future__ import annotations
 
+import asyncio
+import re
+import zlib
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
+from types import TracebackType
+from typing import Any, Self
 
 import httpx2
+import msgspec
 
 from antiphon.clock import Clock, SystemClock
+from antiphon.errors import ProviderError
 from antiphon.messages import Assistant, StopReason, Text, Thinking, ToolCall, Usage
+from antiphon.runtimes import Deltas, Prompt
 from antiphon.runtimes.answers import sound
-from antiphon.runtimes.model import ModelSpec, Patience
+from antiphon.runtimes.model import ModelSpec, Patience, failure
 
 PLACEHOLDER_KEY = "not-needed"
 """Sent where no key is configured: the SDKs refuse to work without one, local servers do not look at it."""
 
 OPENAI_URL = "https://api.openai.com/v1"
+
+MIB = 1024 * 1024
+MAX_ERROR_BODY_BYTES = 64 * 1024
+"""As much of an error as anyone reads; the rest is left unread."""
+WIRE_FACTOR, MIN_WIRE_BYTES = 64, 4 * MIB
+"""Bytes on the wire for each byte of an answer: a token of four bytes comes in a chunk of about 250."""
+EVENT_FACTOR, MIN_EVENT_BYTES = 4, 4 * MIB
+"""The longest event, likewise: some servers repeat the whole answer in the last one."""
+MAX_LINES_PER_EVENT = 256
+"""SDKs copy an event once for each of its lines. Real ones have three."""
+PIECE_BYTES = 16 * 1024
+"""Events that are handed over at once. Parsing them takes an SDK tens of milliseconds, and others wait meanwhile."""
+MAX_TOOL_CALLS_READ = 1024
+BLOCK_BYTES = 64
+"""What a block of an answer costs besides its words: thousands of empty ones are not free, either."""
+
+_EVENT_END = re.compile(rb"\n\r?\n|\r\r")
+_MODEL_NAME = re.compile(r"[A-Za-z0-9./_~@][A-Za-z0-9./_~@:+-]{0,127}")
 
 
 class HttpReader(ABC):
@@ -33,13 +61,24 @@ class HttpReader(ABC):
         clock: Clock | None = None,
     ) -> None:
         self._spec = spec
+        self._patience = patience
         self._http = http or _open_client(patience)
+        # Not as a transport: a client with one of its own does not look for a proxy in the environment.
+        self._http.event_hooks = {"response": [self._guard]}
         self._clock = clock or SystemClock()
         self._prepare()
 
     @abstractmethod
     def _prepare(self) -> None:
         """Make what is the same for every step."""
+
+    async def read(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+        async with AnswerMeter(self._spec, self._patience.content) as meter:
+            return await self._read(prompt, deltas, meter)
+
+    @abstractmethod
+    async def _read(self, prompt: Prompt, deltas: Deltas, meter: AnswerMeter) -> Assistant:
+        """Make one attempt, and have `meter` count what the answer consists of."""
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -53,6 +92,7 @@ class HttpReader(ABC):
         usage: Usage | None,
         native: dict[str, Any] | None,
     ) -> Assistant:
+        self._check_native(content, native)
         return sound(
             Assistant(
                 content=content,
@@ -66,12 +106,218 @@ class HttpReader(ABC):
             )
         )
 
+    def _model_name(self, reported: str | None) -> str:
+        """The name of what answered, or that of the spec if what the provider says is not the name of a model."""
+        secrets = (self._spec.api_key, *self._spec.headers.values())
+        if (
+            reported is None
+            or not _MODEL_NAME.fullmatch(reported)
+            or any(secret and secret in reported for secret in secrets)
+        ):
+            return self._spec.model
+        return reported
+
+    def _check_native(self, content: list[Text | Thinking | ToolCall], native: dict[str, Any] | None) -> None:
+        """Refuse what only the provider understands if it is too much to keep: it is not counted as it arrives."""
+        kept = [native, *(block.native for block in content)]
+        try:
+            size = len(msgspec.json.encode(kept)) if any(kept) else 0
+        except RecursionError:
+            raise failure(self._spec, "brokenOff", reason="its answer is nested too deeply") from None
+        except UnicodeEncodeError:
+            return  # half a character, which `sound` takes out
+        if size > self._spec.max_answer_bytes:
+            raise too_long(self._spec)
+
+    async def _guard(self, response: httpx2.Response) -> None:
+        """Called with every response, a redirect included, before anything of its body is read."""
+        if response.has_redirect_location:
+            try:
+                target = response.url.join(response.headers["location"])
+            except httpx2.InvalidURL:
+                raise failure(self._spec, "redirected", status=response.status_code) from None
+            if _origin(target) != _origin(response.url):
+                place = f"to {target.scheme}://{target.netloc.decode()}"
+                raise failure(self._spec, "redirected", status=response.status_code, reason=place)
+        decode = self._decoder(response.headers.pop("content-encoding", "identity").strip().lower())
+        response.stream = _Bounded(response.stream, self._spec, decode, failed=not response.is_success)
+
+    def _decoder(self, encoding: str) -> Callable[[bytes], Generator[bytes]] | None:
+        """None was asked for, but some servers compress all the same."""
+        if encoding in ("identity", ""):
+            return None
+        if encoding not in ("gzip", "x-gzip", "deflate"):
+            raise failure(self._spec, "brokenOff", reason="its answer has an encoding that was not asked for")
+        inflate = zlib.decompressobj(zlib.MAX_WBITS | 32)
+        return lambda data: _inflated(inflate, data)
+
+
+def too_long(spec: ModelSpec) -> ProviderError:
+    return failure(spec, "tooLong", reason=f"more than {spec.max_answer_bytes} bytes")
+
+
+class AnswerMeter:
+    """Counts what an answer consists of, and ends the attempt when it is too much or nothing has come for too long.
+
+    Keep-alive comments and empty chunks are not content: a provider could drip them for days.
+    """
+
+    def __init__(self, spec: ModelSpec, patience: float) -> None:
+        self._spec = spec
+        self._patience = patience
+        self._bytes = self._calls = 0
+        self._loop = asyncio.get_running_loop()
+        self._latest = self._loop.time()
+        self._limit = asyncio.timeout(None)
+        self._timer = self._loop.call_later(patience, self._look)
+
+    async def __aenter__(self) -> Self:
+        await self._limit.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
+        try:
+            await self._limit.__aexit__(kind, error, trace)
+        except TimeoutError:
+            waited = f"nothing of it came for {self._patience:g} seconds"
+            raise failure(self._spec, "stalled", reason=waited) from None
+
+    def add(self, piece: str) -> None:
+        """Part of the answer has arrived."""
+        if piece:
+            self._grow(len(piece) if piece.isascii() else len(piece.encode(errors="surrogatepass")))
+
+    def begin_block(self) -> None:
+        """A text, a thought or a tool call begins."""
+        self._grow(BLOCK_BYTES)
+
+    def begin_call(self) -> None:
+        """A tool call begins. The first of too many are told to the model, but not so many: libraries slow down."""
+        self._calls += 1
+        if self._calls > MAX_TOOL_CALLS_READ:
+            raise failure(self._spec, "tooManyCalls", reason=f"more than {MAX_TOOL_CALLS_READ}")
+        self.begin_block()
+
+    def _grow(self, size: int) -> None:
+        self._latest = self._loop.time()
+        self._bytes += size
+        if self._bytes > self._spec.max_answer_bytes:
+            raise too_long(self._spec)
+
+    def _look(self) -> None:
+        """One timer that is set again is cheaper than one for each piece."""
+        due = self._latest + self._patience
+        if self._loop.time() >= due:
+            self._limit.reschedule(self._loop.time())
+        else:
+            self._timer = self._loop.call_at(due, self._look)
+
+
+class _Bounded(httpx2.AsyncByteStream):
+    """The body of a response: whole events at a time, decompressed, and no more than a limit of bytes."""
+
+    def __init__(
+        self,
+        stream: object,
+        spec: ModelSpec,
+        decode: Callable[[bytes], Generator[bytes]] | None,
+        *,
+        failed: bool,
+    ) -> None:
+        assert isinstance(stream, httpx2.AsyncByteStream)
+        self._stream = stream
+        self._spec = spec
+        self._decode = decode
+        self._failed = failed
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._beginning() if self._failed else self._events()
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    async def _beginning(self) -> AsyncGenerator[bytes]:
+        left = MAX_ERROR_BODY_BYTES
+        async for piece in self._pieces():
+            yield piece[:left]
+            left -= len(piece)
+            if left <= 0:
+                return
+
+    async def _events(self) -> AsyncGenerator[bytes]:
+        held = bytearray()  # the beginning of an event
+        seen = 0
+        async for piece in self._pieces():
+            seen += len(piece)
+            if seen > max(MIN_WIRE_BYTES, WIRE_FACTOR * self._spec.max_answer_bytes):
+                raise failure(self._spec, "tooLong", reason=f"{seen} bytes with what is around it")
+            if not held and len(piece) <= PIECE_BYTES and piece.endswith(b"\n\n"):
+                yield piece
+                continue
+            searched = max(0, len(held) - 3)
+            held += piece
+            for end in self._ends(held, searched):
+                yield bytes(held[:end])
+                del held[:end]
+                await asyncio.sleep(0)
+            if len(held) > max(MIN_EVENT_BYTES, EVENT_FACTOR * self._spec.max_answer_bytes):
+                raise failure(self._spec, "tooLong", reason=f"one event of it has {len(held)} bytes")
+        if held:
+            self._check_lines(held, 0, len(held))
+            yield bytes(held)
+
+    def _ends(self, held: bytearray, searched: int) -> Generator[int]:
+        """How many bytes to hand over, again and again: events that are complete, about `PIECE_BYTES` of them."""
+        done = 0
+        while found := _EVENT_END.search(held, searched):
+            searched = found.end()
+            self._check_lines(held, done, searched)
+            done = searched
+            if done >= PIECE_BYTES:
+                yield done
+                done = searched = 0
+        if done:
+            yield done
+
+    def _check_lines(self, held: bytearray, start: int, end: int) -> None:
+        if end - start <= MAX_LINES_PER_EVENT:
+            return
+        if held.count(b"\n", start, end) + held.count(b"\r", start, end) > 2 * MAX_LINES_PER_EVENT:
+            raise failure(self._spec, "brokenOff", reason="an event of the stream has too many lines")
+
+    async def _pieces(self) -> AsyncGenerator[bytes]:
+        try:
+            async for piece in self._stream:
+                if self._decode is None:
+                    yield piece
+                else:
+                    for part in self._decode(piece):
+                        yield part
+        except zlib.error:
+            raise failure(self._spec, "brokenOff", reason="its answer cannot be decompressed") from None
+
+
+def _inflated(inflate: Any, data: bytes) -> Generator[bytes]:
+    """In pieces, since a few bytes can stand for millions."""
+    while data and (piece := inflate.decompress(data, PIECE_BYTES)):
+        yield piece
+        data = inflate.unconsumed_tail
+
+
+def _origin(url: httpx2.URL) -> tuple[str, str, int | None]:
+    ports = {"http": 80, "https": 443}
+    return url.scheme, url.host, url.port or ports.get(url.scheme)
+
 
 def _open_client(patience: Patience) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(
         timeout=httpx2.Timeout(patience.idle, connect=patience.connect, pool=None),
         # The engine bounds how many runs go at once; a second bound here would only hide waiting.
         limits=httpx2.Limits(max_connections=None, max_keepalive_connections=100),
+        headers={"accept-encoding": "identity"},
         follow_redirects=True,
     )
 

@@ -28,8 +28,11 @@ from antiphon.runtimes import Deltas, Prompt
 
 Api = Literal["openai-completions", "openai-responses", "anthropic-messages", "google-generative-ai"]
 
+MAX_RETRY_AFTER_SECONDS = 7 * 86_400.0
+"""What a provider that asks for more is said to ask for."""
+
 INVALID_ARGUMENTS = "invalidArguments"
-"""Key in `ToolCall.native` holding what the model wrote where its arguments were not a JSON object.
+"""Key in `ToolCall.native` holding what the model wrote where its arguments were not a JSON object, or too deep a one.
 
 Such a call has `arguments == {}`; whoever runs tools answers it with an error result that quotes this text
 instead of running the tool. The text goes back to the model as it was written.
@@ -61,6 +64,8 @@ class ModelSpec:
     context_window: int | None = None
     max_tokens: int | None = None
     """Most tokens of one answer; None leaves it to the provider."""
+    max_answer_bytes: int = 1024 * 1024
+    """Most bytes of one answer: its texts, thoughts and tool calls together."""
     price: Price | None = None
     """None means the bundled price list, and an unknown cost for what is not on it."""
 
@@ -79,6 +84,8 @@ class Patience:
     connect: float = 10.0
     idle: float = 120.0
     """Longest silence on an open connection, before the first byte as well as between bytes."""
+    content: float = 600.0
+    """Longest time without content, whatever else is sent: some models think long behind keep-alives."""
 
 
 def most_tokens(spec: ModelSpec, prompt: Prompt) -> int | None:
@@ -202,6 +209,10 @@ Kind = Literal[
     "silent",
     "brokenOff",
     "withheld",
+    "stalled",
+    "tooLong",
+    "tooManyCalls",
+    "redirected",
 ]
 
 _ERRORS: dict[Kind, type[ProviderError]] = {"overflow": ContextOverflow, "credentials": CredentialsRefused}
@@ -226,6 +237,19 @@ _SENTENCES: dict[Kind, tuple[str, str]] = {
     "silent": ("stopped sending while answering for {model!r}", "Try again, or check the server at {url}."),
     "brokenOff": ("broke off the answer of {model!r}", "Try again later."),
     "withheld": ("withheld the answer of {model!r}", "Word the message differently or choose another model."),
+    "stalled": (
+        "keeps the connection open without answering for {model!r}",
+        "Try again, or check the server at {url}.",
+    ),
+    "tooLong": (
+        "sent a longer answer of {model!r} than may be kept",
+        "Ask for less at once, or raise store.messageMaxBytes.",
+    ),
+    "tooManyCalls": ("sent an answer of {model!r} with too many tool calls", "Ask for less at once."),
+    "redirected": (
+        "redirects requests for {model!r} to another address, which is not followed",
+        "Set models.providers.{provider}.baseUrl to the address that answers.",
+    ),
 }
 
 _RETRYABLE: frozenset[Kind] = frozenset({"rateLimit", "busy", "unreachable", "silent", "brokenOff"})
@@ -282,7 +306,8 @@ def failure(
     aside = ": ".join(str(part) for part in (status, said) if part)
     what = f"Provider {spec.provider!r} {what.format(**names)}{f' ({aside})' if aside else ''}."
     data: dict[str, object] = {"status": status, "provider": spec.provider, "model": spec.model}
-    if retry_after is not None:
+    if retry_after is not None and retry_after >= 0:  # not a number is neither
+        retry_after = min(retry_after, MAX_RETRY_AFTER_SECONDS)
         data["retryAfter"] = retry_after
         hint = f"Try again in {math.ceil(retry_after)} seconds, at {_clock_time(retry_after)}."
     return _ERRORS.get(kind, ProviderError)(what, hint.format(**names), retryable=kind in _RETRYABLE, **data)

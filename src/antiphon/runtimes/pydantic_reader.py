@@ -23,6 +23,8 @@ from pydantic_ai.messages import (
     TextPartDelta,
     ThinkingPart,
     ThinkingPartDelta,
+    ToolCallPart,
+    ToolCallPartDelta,
 )
 from pydantic_ai.models import Model, ModelRequestParameters
 from pydantic_ai.profiles import ModelProfile
@@ -30,10 +32,10 @@ from pydantic_ai.profiles.openai import OpenAIModelProfile
 from pydantic_ai.settings import ModelSettings
 from pydantic_ai.tools import ToolDefinition
 
-from antiphon.errors import ConfigError, InvalidInput, ProviderError, install
+from antiphon.errors import AntiphonError, ConfigError, InvalidInput, ProviderError, install
 from antiphon.messages import Assistant, Usage, call_ids
 from antiphon.runtimes import Deltas, Prompt, Sampling
-from antiphon.runtimes.http_reader import OPENAI_URL, PLACEHOLDER_KEY, HttpReader
+from antiphon.runtimes.http_reader import OPENAI_URL, PLACEHOLDER_KEY, AnswerMeter, HttpReader
 from antiphon.runtimes.model import Api, Kind, ModelSpec, failure, kind_of, most_tokens, reason_in
 from antiphon.runtimes.prices import Prices
 from antiphon.runtimes.pydantic_transcript import Dialect, blocks, conversation, message_native
@@ -51,20 +53,21 @@ class PydanticReader(HttpReader):
         self._dialect = Dialect(spec.api, spec.provider, self._model.system)
         self._prices = Prices(spec, self._model.base_url)
 
-    async def read(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+    async def _read(self, prompt: Prompt, deltas: Deltas, meter: AnswerMeter) -> Assistant:
         messages = conversation(prompt.messages, self._dialect)
         try:
             async with self._model.request_stream(
                 messages, self._settings(prompt), _parameters(prompt)
             ) as stream:
                 async for event in stream:
+                    _count(event, meter)
                     _forward(event, deltas)
                 response = stream.get()
-        except (pai.AgentRunError, pai.UserError, httpx2.TransportError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever a library makes of what it was sent
             # The cause is left out: it would drag the provider's request, with its headers, into tracebacks.
-            raise self._failure(error) from None
+            raise _own(error) or self._failure(error) from None
         response = self._checked(response, deltas)
-        model = response.model_name or self._spec.model
+        model = self._model_name(response.model_name)
         return self._assistant(
             blocks(response.parts, self._dialect, taken=call_ids(prompt.messages)),
             finish=response.finish_reason,
@@ -130,7 +133,9 @@ class PydanticReader(HttpReader):
             case pai.UserError():
                 return failure(spec, "rejected", reason=error.message)
             case _:
-                return failure(spec, "brokenOff", reason=str(error))
+                lost = isinstance(error, httpx2.TransportError)
+                reason = "the connection failed" if lost else f"it cannot be read: {type(error).__name__}"
+                return failure(spec, "brokenOff", reason=reason)
 
 
 _UNSUPPORTED: dict[Api, set[str]] = {
@@ -186,6 +191,45 @@ def _category(error: pai.ModelAPIError) -> type[Exception] | None:
 
 def _codes(error: pai.ModelAPIError) -> str:
     return f"{error.provider_error_code or ''} {error.provider_error_type or ''}"
+
+
+def _own(error: BaseException | None) -> AntiphonError | None:
+    """The error that stopped the reading, which the libraries put into one of theirs."""
+    while error is not None and not isinstance(error, AntiphonError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _count(event: ModelResponseStreamEvent, meter: AnswerMeter) -> None:
+    if isinstance(event, PartStartEvent):
+        if isinstance(event.part, ToolCallPart):
+            meter.begin_call()
+        else:
+            meter.begin_block()
+        match event.part:
+            case TextPart():
+                meter.add(event.part.content)
+            case ThinkingPart():
+                meter.add(event.part.content)
+                meter.add(event.part.signature or "")
+            case ToolCallPart():
+                meter.add(event.part.tool_name)
+                meter.add(event.part.tool_call_id)
+                meter.add(str(event.part.args or ""))
+            case _:
+                pass
+    elif isinstance(event, PartDeltaEvent):
+        match event.delta:
+            case TextPartDelta():
+                meter.add(event.delta.content_delta)
+            case ThinkingPartDelta():
+                meter.add(event.delta.content_delta or "")
+                meter.add(event.delta.signature_delta or "")
+            case ToolCallPartDelta():
+                meter.add(event.delta.tool_name_delta or "")
+                meter.add(event.delta.args_delta if isinstance(event.delta.args_delta, str) else "")
+            case _:
+                pass
 
 
 def _forward(event: ModelResponseStreamEvent, deltas: Deltas) -> None:

@@ -56,7 +56,7 @@ from antiphon.runtimes.phrases import (
     is_json_object,
     result_text,
 )
-from antiphon.runtimes.tool_calls import sendable_id, tool_call
+from antiphon.runtimes.tool_calls import KEPT_TOOL_CALLS, sendable_id, tool_call
 
 _RequestPart = UserPromptPart | ToolReturnPart
 
@@ -92,8 +92,12 @@ def conversation(messages: Iterable[Message], dialect: Dialect) -> list[ModelMes
 def blocks(
     parts: Sequence[ModelResponsePart], dialect: Dialect, taken: set[str]
 ) -> list[Text | Thinking | ToolCall]:
-    """The transcript form of a response. `taken` are the call ids that are no longer free."""
+    """The transcript form of a response. `taken` are the call ids that are no longer free.
+
+    Of too many calls only the first are there.
+    """
     content: list[Text | Thinking | ToolCall] = []
+    calls = 0
     for part in parts:
         if isinstance(part, TextPart):
             content.append(Text(text=part.content, native=_native(part, dialect)))
@@ -103,7 +107,7 @@ def blocks(
                     thinking=part.content, thinking_signature=part.signature, native=_native(part, dialect)
                 )
             )
-        elif isinstance(part, ToolCallPart):
+        elif isinstance(part, ToolCallPart) and (calls := calls + 1) <= KEPT_TOOL_CALLS:
             content.append(_tool_call(part, dialect, taken))
     return content
 

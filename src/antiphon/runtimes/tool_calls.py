@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Iterable
 from hashlib import blake2s
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
 from antiphon.messages import ToolCall
 from antiphon.runtimes.model import INVALID_ARGUMENTS, Api
+
+MAX_TOOL_CALLS_PER_ANSWER = 128
+KEPT_TOOL_CALLS = MAX_TOOL_CALLS_PER_ANSWER + 1
+"""One more than are run: its result tells the model that it asked for too many."""
+MAX_TOOL_NAME_CHARACTERS = 128
+MAX_ARGUMENT_LEVELS = 64
+"""How deep arguments may be nested: what reads and writes them recurses."""
+_TOO_DEEP = "(nested too deeply to be kept)"
 
 _SENDABLE = re.compile(r"(?!sent_)[A-Za-z0-9_-]{1,40}")
 _SENDABLE_IN_CHAT = re.compile(r"(?!sent_)[A-Za-z0-9_.:-]{1,40}")
@@ -32,24 +41,43 @@ def tool_call(
     arguments = arguments_in(written)
     kept = native or {}
     if arguments is None:
-        kept = {**kept, INVALID_ARGUMENTS: written}
+        kept = {**kept, INVALID_ARGUMENTS: written if isinstance(written, str) else _TOO_DEEP}
     if not call_id or call_id in taken:
         # Some local servers count from nought in every answer; a result must belong to one call only.
         call_id = f"call_{uuid.uuid4().hex[:24]}"
     taken.add(call_id)
-    return ToolCall(id=call_id, name=name, arguments=arguments or {}, native=kept or None)
+    return ToolCall(
+        id=call_id, name=name[:MAX_TOOL_NAME_CHARACTERS], arguments=arguments or {}, native=kept or None
+    )
 
 
 def arguments_in(written: str | dict[str, Any] | None) -> dict[str, Any] | None:
-    """None when the model did not write a JSON object."""
+    """None when the model did not write a JSON object, or one that is nested too deeply."""
     if not isinstance(written, str):
-        return written or {}
+        return None if is_too_deep(written) else written or {}
     if not written.strip():
         return {}
     try:
-        return msgspec.json.decode(written, type=dict[str, Any])
-    except msgspec.MsgspecError:
+        read = msgspec.json.decode(written, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError):
         return None
+    brackets = written.count("{") + written.count("[")
+    return None if brackets > MAX_ARGUMENT_LEVELS and is_too_deep(read) else read
+
+
+def is_too_deep(value: object) -> bool:
+    level = [value]
+    for _ in range(MAX_ARGUMENT_LEVELS + 1):
+        level = [child for item in level for child in _children(item)]
+        if not level:
+            return False
+    return True
+
+
+def _children(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return cast("dict[str, object]", value).values()
+    return cast("list[object]", value) if isinstance(value, list) else ()
 
 
 def sendable_id(call_id: str, api: Api) -> str:
