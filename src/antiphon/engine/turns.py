@@ -30,6 +30,7 @@ from antiphon.runtimes import Prompt, Runtime, ToolSpec
 from antiphon.runtimes.answers import whole
 from antiphon.runtimes.function import ENDINGS
 from antiphon.runtimes.model import INVALID_ARGUMENTS
+from antiphon.runtimes.tool_calls import KEPT_TOOL_CALLS, MAX_ARGUMENT_LEVELS, MAX_TOOL_CALLS_PER_ANSWER
 from antiphon.store import Store
 from antiphon.tracing import span
 
@@ -38,7 +39,15 @@ T = TypeVar("T")
 
 TOOL_GRACE = 1.0  # seconds
 COMPACTIONS = 3  # without room for an answer; a conversation that is still too long then will not get shorter
+MAX_CONCURRENT_CALLS = 16  # of one answer
 LEAST_SUMMARISED = 64  # tokens; a model that finds these too long will not be asked for less
+
+
+_TOO_MANY_CALLS = Result(
+    text=f"The answer made more than {MAX_TOOL_CALLS_PER_ANSWER} tool calls. The ones before this one were run; this "
+    f"one and those after it were not. Make at most {MAX_TOOL_CALLS_PER_ANSWER} in one answer.",
+    is_error=True,
+)
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +90,7 @@ class Turn:
         self._on_tool = on_tool
         self._context = Context()
         self._call_ids: set[str] = set()  # of the whole run, which the context may have lost the beginning of
+        self._excess: str | None = None
         self._compactions = 0
         self._used = claim.resumed
         self._client_tools = claim.options.tool_names if claim.options else frozenset[str]()
@@ -194,10 +204,17 @@ class Turn:
                 return self._distinct(answer)
 
     def _distinct(self, answer: Assistant) -> Assistant:
-        """The answer with call ids that no other call of this run has: they are what makes an effect happen once."""
+        """The answer with call ids that no other call of this run has: they are what makes an effect happen once.
+
+        Of too many calls it has as many as are run, and one that is answered with a refusal.
+        """
         content: list[Text | Thinking | ToolCall] = []
+        calls = 0
         for block in answer.content:
             if isinstance(block, ToolCall):
+                calls += 1
+                if calls > KEPT_TOOL_CALLS:
+                    continue
                 number, call = 1, block
                 while call.id in self._call_ids:
                     number, call = number + 1, msgspec.structs.replace(block, id=f"{block.id}-{number + 1}")
@@ -272,26 +289,58 @@ class Turn:
     # --- tools ---
 
     async def _answer_all(self, calls: Sequence[ToolCall], *, resumed: bool) -> None:
-        """Every call gets its result, each in its own commit as soon as it is there."""
+        """Give every call its result, committed as soon as it is there, with those that are there by then."""
+        self._excess = self._excess_call()
         if len(calls) == 1:
-            await self._answer(calls[0], resumed=resumed)
+            await self._commit_results([(calls[0], await self._answer(calls[0], resumed=resumed))])
             return
+        waiting = iter(calls)
+        ready: list[tuple[ToolCall, ToolResult]] = []
+        news = asyncio.Event()
+
+        async def work() -> None:
+            for call in waiting:
+                ready.append((call, await self._answer(call, resumed=resumed)))
+                news.set()
+
         try:
             async with asyncio.TaskGroup() as group:
-                for call in calls:
-                    group.create_task(self._answer(call, resumed=resumed))
+                for _ in range(min(len(calls), MAX_CONCURRENT_CALLS)):
+                    group.create_task(work())
+                left = len(calls)
+                while left:
+                    await news.wait()
+                    news.clear()
+                    left -= await self._commit_results(ready)
         except BaseExceptionGroup as group_error:
             raise group_error.exceptions[0] from None
+        except asyncio.CancelledError:
+            await self._commit_results(ready)  # what they did is done, also in a run that is stopped
+            raise
 
-    async def _answer(self, call: ToolCall, *, resumed: bool) -> None:
+    async def _commit_results(self, ready: list[tuple[ToolCall, ToolResult]]) -> int:
+        batch = ready[:]
+        ready.clear()
+        if batch:
+            await self._commit([result for _, result in batch])
+        for call, result in batch:
+            self._on_tool(self._claim, call, result)
+        return len(batch)
+
+    async def _answer(self, call: ToolCall, *, resumed: bool) -> ToolResult:
         tool = self._setting.tools.get(call.name)
         if resumed and (tool is None or tool.after_crash == "report"):
-            result = context.interrupted(call, self._clock.now())
-        else:
-            self._on_tool(self._claim, call, None)
-            result = self._result(call, await self._invoke(call, tool))
-        await self._commit([result])
-        self._on_tool(self._claim, call, result)
+            return context.interrupted(call, self._clock.now())
+        self._on_tool(self._claim, call, None)
+        refused = call.id == self._excess
+        return self._result(call, _TOO_MANY_CALLS if refused else await self._invoke(call, tool))
+
+    def _excess_call(self) -> str | None:
+        """The id of the call after the last one that the latest answer may make."""
+        answers = (message for message in reversed(self._context.messages) if isinstance(message, Assistant))
+        latest = next(answers, None)
+        after = latest.tool_calls[MAX_TOOL_CALLS_PER_ANSWER:] if latest else []
+        return after[0].id if after else None
 
     async def _invoke(self, call: ToolCall, tool: Tool | None) -> Result:
         if tool is None:
@@ -299,7 +348,9 @@ class Turn:
             return Result(text=f"There is no tool {call.name!r}. The tools are: {known}.", is_error=True)
         if call.native and INVALID_ARGUMENTS in call.native:
             return Result(
-                text=f"The arguments of {call.name!r} were not a JSON object. Call it again.", is_error=True
+                text=f"The arguments of {call.name!r} were not a JSON object, or one nested deeper than "
+                f"{MAX_ARGUMENT_LEVELS} levels. Call it again.",
+                is_error=True,
             )
         claim = self._claim
         try:
