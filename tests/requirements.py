@@ -49,7 +49,10 @@ CONTRACT: dict[str, tuple[Part, str]] = {
     "H2": ("core", "History is raw transcript entries, oldest first; tool results only when asked for."),
     "H3": ("tools", "History is bounded and masked on the way out, and says what was cut."),
     "H4": ("core", "Following the cursors gives the transcript exactly, also while it grows."),
-    "H5": ("tools", "Unknown and invisible sessions look alike."),
+    "H5": (
+        "tools",
+        "Unknown and invisible sessions look alike; an agent is told what it reaches and which setting decides it.",
+    ),
     "S1": ("tools", "sessions_send: targets and parameters."),
     "S2": (
         "tools",

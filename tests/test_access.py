@@ -198,12 +198,12 @@ def test_forbidden_only_where_the_caller_may_read(
 def test_hidden_looks_exactly_like_missing() -> None:
     with pytest.raises(NotFound) as caught:
         authorize(ANN, "read", STRANGER, Grants(), reference="0b1c")
-    expected = missing("0b1c")
+    expected = missing("0b1c", ANN, Grants())
     assert (str(caught.value), caught.value.data) == (str(expected), expected.data)
     assert STRANGER.key not in str(caught.value)
     with pytest.raises(NotFound) as caught:
         authorize(ANN, "control", STRANGER, Grants())
-    assert str(caught.value) == str(missing(STRANGER.key))
+    assert str(caught.value) == str(missing(STRANGER.key, ANN, Grants()))
 
 
 @pytest.mark.requirement("V3", "G30")

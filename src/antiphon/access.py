@@ -138,12 +138,30 @@ class Reach:
         return self.descendants and target.descendant
 
 
-def missing(reference: str) -> NotFound:
-    """The error for a session that does not exist, and for one the caller may not know of."""
-    return NotFound(
-        f"Session {reference!r} was not found.",
-        "Use a key that sessions_list (or `antiphon sessions list`) shows.",
-        reference=reference,
+def missing(reference: str, caller: Caller | None = None, grants: Grants | None = None) -> NotFound:
+    """The error for a session that does not exist, and for one the caller may not know of.
+
+    An agent is told what it reaches and by which settings, which is the same whether or not the session exists.
+    """
+    shows = "Use a key that sessions_list (or `antiphon sessions list`) shows."
+    if caller is not None and grants is not None and not caller.is_operator:
+        shows = f"Use a key that sessions_list shows. {_reach_in_words(caller, grants)}"
+    return NotFound(f"Session {reference!r} was not found.", shows, reference=reference)
+
+
+def _reach_in_words(caller: Caller, grants: Grants) -> str:
+    crosses = bool(_agent_reach(caller, grants, grants.read).other_agents)
+    what = {
+        "self": "this session only",
+        "tree": "this session and the sub-agents below it",
+        "agent": f"the sessions of agent {caller.agent_id!r}",
+        "all": f"the sessions of agent {caller.agent_id!r}"
+        + (" and of the other agents that agents_list names" if crosses else ""),
+    }[grants.read]
+    other = "on" if grants.a2a_enabled else "off"
+    return (
+        f"You can reach {what} now; the owner can change that with tools.sessions.visibility "
+        f"(in effect: {grants.read!r}) and tools.agentToAgent ({other})."
     )
 
 
@@ -233,7 +251,7 @@ def authorize(
         _authorize_spawn(caller, target.agent_id, grants, configured)
     elif not _allowed(caller, action, target, grants):
         if not reach(caller, grants).covers(target):
-            raise missing(reference or target.key)
+            raise missing(reference or target.key, caller, grants)
         require_scope(caller, action)
         raise Forbidden(
             f"Session {target.key!r} may be read from here, but this caller may not {_VERB[action]} it.",

@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 from asking import ALL, ME, answered, ask, put, refused, said, silent, tool_result
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from antiphon import access, keys
 from antiphon.access import Caller, Target
 from antiphon.engine import search
 from antiphon.engine.door import Door
+from antiphon.engine.redaction import redact
 from antiphon.errors import Forbidden
 from antiphon.messages import Assistant, Cost, Usage
 from antiphon.runtimes import Prompt
+from antiphon.store.words import Match, words
 from stage import MAIN, OPERATOR, staged, text, with_settings
 
 pytestmark = pytest.mark.anyio
@@ -202,10 +206,12 @@ async def test_a_snippet_never_shows_a_secret_not_even_half_of_one(tmp_path: Pat
         row = await stage.create(MAIN)
         for gap in range(120, 260, 7):
             await put(stage, row, said(f"needle {'x' * gap} {KEY} {'y ' * 100}"))
-        for query in ("needle", "abcdefghijklmnopqrstuvwxyz0123456789"):
-            hits = (await ask(stage, "sessions_search", query=query, limit=25))["results"]
-            assert hits
-            assert KEY[6:16] not in json.dumps(hits)
+        hits = (await ask(stage, "sessions_search", query="needle", limit=25))["results"]
+        assert hits and KEY[6:16] not in json.dumps(hits)
+        by_secret = await ask(
+            stage, "sessions_search", query="abcdefghijklmnopqrstuvwxyz0123456789", limit=25
+        )
+        assert by_secret["count"] == 0, "nor is it found by what is not shown"
         assert "needle" in (await ask(stage, "sessions_search", query="needle"))["results"][0]["snippet"]
 
 
@@ -213,3 +219,46 @@ async def test_a_caller_of_an_agent_that_is_gone_is_told(tmp_path: Path) -> None
     async with staged(tmp_path, silent) as stage:
         gone = Caller.agent("gone", "agent:gone:main")
         assert "no agent 'gone'" in (await refused(stage, "agents_list", gone))["error"]
+
+
+SECRET_WORDS = st.text("abcdefghkmnpqrstuvwxyz23456789", min_size=4, max_size=24)
+SECRET_CARRIERS = st.sampled_from(
+    ["DB_PASSWORD={}", 'API_TOKEN="{}"', "https://x.test/?api_key={}", "--password {}", '{{"secret": "{}"}}']
+)
+
+
+@pytest.mark.sqlite_only
+@pytest.mark.requirement("A2", "H3")
+@settings(max_examples=200)
+@given(secret=SECRET_WORDS, carrier=SECRET_CARRIERS, length=st.integers(1, 24))
+def test_no_part_of_a_masked_secret_matches_but_what_the_mask_shows(
+    secret: str, carrier: str, length: int
+) -> None:
+    text = f"zzz {carrier.format(secret)} zzz"
+    masked = redact(text)
+    assert secret not in masked
+    guess = secret[:length]
+    asked = Match("words", [guess], beginning=True)
+    assert asked.matches(text)
+    assert asked.matches(masked) == any(word.startswith(guess) for word in words(masked))
+    assert Match("words", ["zzz"], either=["zzz"]).matches(masked)
+
+
+@pytest.mark.requirement("A2", "H3")
+async def test_a_masked_secret_cannot_be_found_letter_by_letter(tmp_path: Path) -> None:
+    secret = "hunter2correct"
+    async with staged(tmp_path, silent) as stage:
+        row = await stage.create(MAIN)
+        spoken = [said(f"the DB_PASSWORD={secret} for entry {number}") for number in range(4)]
+        await put(stage, row, said("a hunter2 in plain sight"), *spoken)
+        for length in range(3, len(secret) + 1):
+            for query in (secret[:length], f'"password {secret[:length]}"', f"password {secret[:length]}"):
+                found = await ask(stage, "sessions_search", query=query, limit=1)
+                snippets = [hit["snippet"] for hit in found["results"]]
+                plain = "hunter2".startswith(query)
+                assert snippets == (["a hunter2 in plain sight"] if plain else []), query
+                assert "truncated" not in found
+        found = await ask(stage, "sessions_search", query="password entry")
+        assert [hit["snippet"] for hit in found["results"]] == [
+            f"the DB_PASSWORD=*** for entry {number}" for number in (3, 2, 1, 0)
+        ]

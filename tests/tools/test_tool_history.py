@@ -286,6 +286,12 @@ async def test_unknown_and_invisible_sessions_look_alike(tmp_path: Path) -> None
                 unseen = await refused(stage, tool, sessionKey=made_up)
                 assert seen["status"] == unseen["status"] == "error"
                 assert seen["error"].replace(real, "…") == unseen["error"].replace(made_up, "…")
+                assert (
+                    "sessions_list" in seen["error"]
+                    and "this session and the sub-agents below it" in seen["error"]
+                )
+                assert "tools.sessions.visibility (in effect: 'tree')" in seen["error"]
+                assert "tools.agentToAgent (off)" in seen["error"]
         for real, made_up in ((OTHER, "agent:nobody:main"), (hidden["session_id"], "agent:no:cron:1")):
             seen = await refused(stage, "sessions_search", query="x", sessionKey=real)
             unseen = await refused(stage, "sessions_search", query="x", sessionKey=made_up)

@@ -83,7 +83,7 @@ class Door:
         access.require_scope(caller, action)
         row = await self._by_label(tx, caller, label, agent_id)
         if row is None:
-            raise access.missing(label)
+            raise access.missing(label, caller, self.grants(caller))
         self.admit(caller, action, row, label)
         return row
 
@@ -108,7 +108,7 @@ class Door:
         ):
             return await self._found(tx, canonical, found_at)
         if row is None:
-            raise access.missing(reference)
+            raise access.missing(reference, caller, self.grants(caller))
         self.admit(caller, action, row, reference)
         return row
 

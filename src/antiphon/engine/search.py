@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import NamedTuple
@@ -142,6 +142,8 @@ class Wish:
     scopes: Sequence[Sequence[str]] = ()
     viewer: str | None = None
     """The session whose descendants are marked as such in the rows."""
+    keep: Callable[[Row, Match], bool] | None = None
+    """Which of the entries that the index finds count; the others take no place on the page."""
 
 
 def of_session(session: int) -> str:
@@ -213,12 +215,17 @@ async def _walk(tx: Tx, match: Match, wish: Wish, until: float, wide: int = 1) -
         here = replace(match, scopes=[*match.scopes, [of_block(n) for n in range(newest, oldest - 1, -1)]])
         after = oldest * BLOCK - 1
         left = wish.limit - len(rows)
-        rows += await tx.all(SQL.find, match=here, after=after, upto=upto, limit=left, viewer=wish.viewer)
-        if len(rows) == wish.limit or oldest == 0:
+        found = await tx.all(SQL.find, match=here, after=after, upto=upto, limit=left, viewer=wish.viewer)
+        rows += found if wish.keep is None else [row for row in found if wish.keep(row, match)]
+        is_page = len(found) == left
+        if len(rows) == wish.limit or (oldest == 0 and not is_page):
             return Found(rows, True, match)
         now = monotonic()
         if now > until:
             return Found(rows, False, match)
+        if is_page:  # some of them did not count: on behind the last one
+            upto = found[-1]["id"] - 1
+            continue
         wide = _wider(wide, (now - began) * BLOCK / (upto - after), until - now)
         upto = after
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
@@ -29,6 +30,7 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
     session: str | None
     sessions: Sequence[str] | None
     include_tools: bool
+    mask: Callable[[str], str] | None
 
 
 class Searches(Core):
@@ -58,6 +60,7 @@ class Searches(Core):
             session=session,
             sessions=_few(sessions),
             include_tools=include_tools,
+            mask=mask,
         )
         indexing = await self._indexing()
         rows, in_time, match = await self._store.read(self._search, caller, asked)
@@ -79,7 +82,13 @@ class Searches(Core):
 
     async def _search(self, tx: Tx, caller: Caller, asked: _Asked) -> Found:
         scopes = await self._scopes(tx, caller, asked)
-        wish = Wish(query=asked.query, limit=asked.limit + 1, scopes=scopes, viewer=caller.session_key)
+        wish = Wish(
+            query=asked.query,
+            limit=asked.limit + 1,
+            scopes=scopes,
+            viewer=caller.session_key,
+            keep=None if asked.mask is None else partial(_is_visible, asked.mask),
+        )
         found = await search.find(tx, wish)
         reach = access.reach(caller, self._door.grants(caller))
         # The index has passed over what is out of reach; who may read a row is decided by the row nevertheless.
@@ -153,6 +162,12 @@ def _hit(caller: Caller, row: Row, match: Match, now: int, mask: Callable[[str],
         snippet=search.snippet(*_masked(row["words"], match, mask)),
         score=round(1 / (1 + max(0, now - row["created_at"]) / DAY), 4),
     )
+
+
+def _is_visible(mask: Callable[[str], str], row: Row, match: Match) -> bool:
+    """Whether an entry also matches as the caller is shown it: else a secret could be guessed letter by letter."""
+    masked = mask(row["words"])
+    return masked == row["words"] or match.matches(masked)
 
 
 def _masked(text: str, match: Match, mask: Callable[[str], str] | None) -> tuple[str, int]:

@@ -103,6 +103,17 @@ class Match:
                     return seen[-len(wanted)][0]
         return 0
 
+    def matches(self, text: str) -> bool:
+        """Whether a text holds what is asked for, whatever the index of another form of it says; scopes aside."""
+        held = f" {' '.join(words(text))} "
+        phrases = [f" {' '.join(found)} " for phrase in self.phrases if (found := words(phrase))]
+        if self.beginning and phrases:
+            phrases[-1] = phrases[-1].rstrip(" ")
+        either = [f" {' '.join(found)} " for phrase in self.either if (found := words(phrase))]
+        return all(phrase in held for phrase in phrases) and (
+            not either or any(one in held for one in either)
+        )
+
     @cached_property
     def _wanted(self) -> list[tuple[str, ...]]:
         return [tuple(found) for phrase in (*self.phrases, *self.either) if (found := words(phrase))]
