@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -75,6 +76,26 @@ def test_replicas_join_beside_each_other_and_commands_find_them(
         assert alone.count("replica ") == 1
         assert second.url in alone
         assert "1 lanes" not in alone
+
+
+def test_a_wait_goes_on_with_another_replica(
+    program: Program, shared: dict[str, Any], tmp_path: Path
+) -> None:
+    """From another machine, where only one address is known; the others are learned from that one."""
+    elsewhere = replace(
+        program,
+        home=tmp_path / "elsewhere",
+        extra={"ANTIPHON_TOKEN": shared["gateway"]["auth"]["token"]},
+    )
+    elsewhere.home.mkdir()
+    with up(program, join=True) as first, up(program, join=True):
+        asking = elsewhere.start("agent", "--message", "slow 3 here it is", "--url", first.url)
+        assert asking.stderr is not None
+        accepted = asking.stderr.readline()
+        assert accepted.startswith("Accepted: run ") and accepted.endswith(" in agent:main:main.\n")
+        first.stop(signal.SIGKILL)
+        out, err = asking.communicate(timeout=BOUND)
+        assert (asking.returncode, out) == (0, "here it is\n"), err
 
 
 def test_replicas_that_start_at_once_take_different_places(program: Program, shared: dict[str, Any]) -> None:

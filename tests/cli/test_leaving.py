@@ -251,6 +251,18 @@ def check_given_up(terminal: Terminal) -> None:
     assert re.search(r"\nError: The gateway at \S+ cannot be reached .*\n.*`antiphon up`\.\n$", terminal.text)
 
 
+def test_a_gateway_that_stays_away_has_not_lost_what_it_accepted(program: Program, hasty: Program) -> None:
+    with up(program) as gateway:
+        asking = hasty.start("send", "main", "slow 600 a b c", "--wait", "900")
+        assert asking.stderr is not None
+        run_id = asking.stderr.readline().split()[2]
+        gateway.stop(signal.SIGKILL)
+        out, err = asking.communicate(timeout=BOUND)
+    assert (asking.returncode, out) == (5, "")
+    assert f"was accepted before (run {run_id}) and is not lost" in err
+    assert "Do not send it again. Look later: antiphon sessions history agent:main:main" in err
+
+
 def test_a_gateway_that_stays_away_ends_an_idle_chat(program: Program, hasty: Program) -> None:
     with up(program) as gateway, hasty.terminal("chat") as terminal:
         terminal.expect("you> ")

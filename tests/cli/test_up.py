@@ -131,6 +131,45 @@ def test_a_port_that_is_none(program: Program) -> None:
     assert program.run("up", "--port", "70000").code == 2
 
 
+def test_it_is_stopped_by_a_command(program: Program) -> None:
+    none = program.run("stop", "--json")
+    assert (none.code, none.error["code"]) == (3, "not_found")
+    with up(program) as gateway:
+        done = program.run("stop")
+        gateway.process.communicate(timeout=BOUND)
+        assert (done.code, gateway.process.returncode) == (0, 0), done.err
+        assert done.out == f"Stopped the gateway at {gateway.url} (process {gateway.facts['pid']}).\n"
+    assert program.run("stop").code == 3
+
+
+def test_the_log_is_shown_and_followed(program: Program) -> None:
+    program.state.mkdir(mode=0o700, parents=True)
+    assert program.run("logs").code == 0
+    log = program.state / "antiphon.log"
+    entry = {
+        "time": "2026-08-01T09:00:00.1Z",
+        "level": "warning",
+        "logger": "x",
+        "event": "one",
+        "run_id": "r1",
+    }
+    log.write_text(f"{json.dumps(entry)}\n" * 2)
+    shown = "2026-08-01T09:00:00 warning  x: one run_id=r1\n"
+    assert program.run("logs").out == shown * 2
+    assert program.run("logs", "-n", "1").out == shown
+    assert json.loads(program.run("logs", "-n", "1", "--json").out) == entry
+    with program.terminal("logs", "-f", "-n", "1") as terminal:
+        terminal.expect("x: one run_id=r1\n")
+        with log.open("a") as more:
+            more.write(f"{json.dumps({**entry, 'event': 'two'})}\n")
+        terminal.expect("x: two run_id=r1\n")
+        log.rename(program.state / "antiphon.log.1")
+        log.write_text(f"{json.dumps({**entry, 'event': 'three'})}\n")
+        terminal.expect("x: three run_id=r1\n")
+        terminal.interrupt()
+        assert terminal.ended() == 130
+
+
 def test_a_key_that_is_missing_is_said_at_the_start(program: Program) -> None:
     key = {"env": "ANTIPHON_TEST_UNSET"}
     provider = {"baseUrl": "http://127.0.0.1:9/v1", "apiKey": key, "models": [{"id": "m"}]}

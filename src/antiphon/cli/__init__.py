@@ -19,6 +19,7 @@ from antiphon.cli.settings import common
 COMMANDS = {
     "demo": ("antiphon.cli.demo", "Watch agents talk with each other. Needs nothing else."),
     "up": ("antiphon.cli.up", "Run the gateway: everything else talks to it while it runs."),
+    "stop": ("antiphon.cli.stop", "Stop the gateway of the state directory."),
     "chat": ("antiphon.cli.chat", "Talk with an agent in this terminal."),
     "send": ("antiphon.cli.send", "Say something to a session."),
     "agent": ("antiphon.cli.agent", "Let an agent do one thing, and print its answer."),
@@ -33,6 +34,7 @@ COMMANDS = {
     "tokens": ("antiphon.cli.tokens", "Who may talk to the gateway."),
     "config": ("antiphon.cli.config", "Check the configuration, or print its schema."),
     "store": ("antiphon.cli.store", "Move everything into another database."),
+    "logs": ("antiphon.cli.logs", "Show what was logged, and follow it."),
     "doctor": ("antiphon.cli.doctor", "Look for anything that is wrong, and say what to do."),
 }
 

@@ -37,10 +37,15 @@ def command(settings: Settings, text: str, agent: str | None, key: str | None, t
 
 
 async def _ask(settings: Settings, message: Message) -> RunView:
-    from antiphon.cli.desk import talking
-    from antiphon.cli.staying import leaving, to_the_end
+    from antiphon.cli.desk import remember_replicas, talking
+    from antiphon.cli.staying import leaving, tell_accepted, to_the_end
 
     async with talking(settings) as (desk, gateway):
-        with leaving(message.session, hosted=gateway is None):
+        hosted = gateway is None
+        await remember_replicas(settings, gateway)
+        with leaving(message.session, hosted=hosted):
             accepted = await desk.submit(message)
+        if not settings.json:
+            tell_accepted(accepted.run_id, accepted.session_key)
+        with leaving(accepted.session_key, hosted=hosted, run_id=accepted.run_id):
             return await to_the_end(desk, accepted.run_id)

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Protocol
 
-from antiphon.cli.running import find
+from antiphon.cli.running import find, find_named
 from antiphon.cli.settings import Settings
 from antiphon.errors import AntiphonError, NotFound, StoreFull, StoreLocked, StoreReadOnly
 
@@ -164,6 +164,9 @@ def calling(settings: Settings, on_change: Callable[[str], None] = _nothing) -> 
     from antiphon.client import Client
     from antiphon.client.link import lost
 
+    if settings.named_gateways:
+        return Client.of_replicas(find_named(settings), on_change)
+
     async def again() -> Site:
         found = find(settings)
         if found is None:
@@ -171,6 +174,16 @@ def calling(settings: Settings, on_change: Callable[[str], None] = _nothing) -> 
         return found
 
     return Client(again, on_change)
+
+
+async def remember_replicas(settings: Settings, client: Client | None) -> None:
+    """Learn where the other replicas are, before a wait in which the one that was named may go away.
+
+    On this machine they are found without.
+    """
+    if client is not None and settings.named_gateways:
+        with suppress(AntiphonError):  # it is only needed if the connection is lost
+            await client.remember_replicas()
 
 
 @asynccontextmanager

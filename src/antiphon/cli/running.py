@@ -43,10 +43,16 @@ def alive(pid: int) -> bool:
 
 def find(settings: Settings) -> Site | None:
     """The gateway that a command is to talk to; None when there is none and the store itself is to be used."""
-    if named := settings.named_gateway:
-        return _site(_web_socket(named), _given_token(settings))
+    if named := settings.named_gateways:
+        return _site(_web_socket(named[0]), _given_token(settings))
     found = next(here(settings.paths.state_dir), None)
     return _site(found.url, _given_token(settings) or _own_token(settings)) if found else None
+
+
+def find_named(settings: Settings) -> list[Site]:
+    """Every gateway that was named, in the order in which they are tried."""
+    token = _given_token(settings)
+    return [_site(_web_socket(url), token) for url in settings.named_gateways]
 
 
 def here(state_dir: Path) -> Iterator[Note]:

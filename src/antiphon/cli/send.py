@@ -92,15 +92,19 @@ def _say(settings: Settings, message: Message, seconds: float | None) -> int:
 
 
 async def _send(settings: Settings, message: Message, seconds: float | None) -> tuple[Accepted, RunView]:
-    from antiphon.cli.desk import talking
-    from antiphon.cli.staying import leaving, to_the_end
+    from antiphon.cli.desk import remember_replicas, talking
+    from antiphon.cli.staying import leaving, tell_accepted, to_the_end
 
     async with talking(settings) as (desk, gateway):
-        with leaving(message.session, hosted=gateway is None):  # it may be accepted before we hear so
+        hosted = gateway is None
+        if seconds:
+            await remember_replicas(settings, gateway)
+        with leaving(message.session, hosted=hosted):  # it may be accepted before we hear so
             accepted = await desk.submit(message)
-            if (
-                seconds is None and gateway is None
-            ):  # nobody else answers: this process stays until it is done
+        if seconds and not settings.json:
+            tell_accepted(accepted.run_id, accepted.session_key)
+        with leaving(accepted.session_key, hosted=hosted, run_id=accepted.run_id):
+            if seconds is None and hosted:  # nobody else answers: this process stays until it is done
                 return accepted, await to_the_end(desk, accepted.run_id)
             return accepted, await desk.wait(accepted.run_id, seconds or 0)
 

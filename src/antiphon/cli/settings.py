@@ -36,7 +36,13 @@ class Settings:
     @property
     def named_gateway(self) -> str | None:
         """The address of a gateway that was named; else that of the state directory is meant."""
-        return self.url or os.environ.get("ANTIPHON_URL") or None
+        return next(iter(self.named_gateways), None)
+
+    @property
+    def named_gateways(self) -> list[str]:
+        """The addresses that were named, with commas between those of several replicas."""
+        given = self.url or os.environ.get("ANTIPHON_URL") or ""
+        return [url.strip() for url in given.split(",") if url.strip()]
 
     def config_when_needed(self) -> Config:
         """The configuration, read when something first asks for more of it than is known without.
@@ -158,7 +164,7 @@ def reaching(function: F) -> F:
         click.option(
             "--url",
             metavar="URL",
-            help="Another gateway than that of the state directory (ANTIPHON_URL).",
+            help="Another gateway than that of the state directory (ANTIPHON_URL); several with commas.",
             expose_value=False,
             callback=_remember,
         ),

@@ -162,20 +162,23 @@ def _attachment(path: Path) -> Attachment:
 async def _spawn(
     settings: Settings, wanted: Spawn, requester: str, seconds: float | None
 ) -> tuple[Spawned, Ended | None]:
-    from antiphon.cli.desk import talking
+    from antiphon.cli.desk import remember_replicas, talking
     from antiphon.cli.parties import present
-    from antiphon.cli.staying import leaving
+    from antiphon.cli.staying import leaving, tell_accepted
 
     async with talking(settings) as (desk, gateway):
         await present(desk, requester)
         silent, hosted = settings.json or seconds is None, gateway is None
+        if seconds is not None:
+            await remember_replicas(settings, gateway)
         with leaving(requester, hosted=hosted):  # it may be accepted before we hear so
             spawned = await desk.spawn(wanted, requester)
         if seconds is None and gateway:
             return spawned, None
         if not silent:
+            tell_accepted(spawned.run_id, spawned.child_session_key)
             _attached(spawned, err=True)
-        with leaving(spawned.child_session_key, hosted=hosted):
+        with leaving(spawned.child_session_key, hosted=hosted, run_id=spawned.run_id):
             ended = await _ended(desk, spawned.run_id, requester, seconds, silent=silent, hosted=hosted)
         return spawned, ended
 

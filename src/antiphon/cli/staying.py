@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from antiphon.cli import output
-from antiphon.errors import NotFound
+from antiphon.errors import NotFound, Unavailable
 
 if TYPE_CHECKING:
     from antiphon.cli.desk import Desk
@@ -23,14 +24,32 @@ POSTING = 5.0  # seconds in which what was posted to a web chat is there
 
 
 @contextmanager
-def leaving(session: str, *, hosted: bool) -> Generator[None]:
-    """Who leaves early (Ctrl-C) is told what becomes of it. `hosted` is work that this very process does."""
+def leaving(session: str, *, hosted: bool, run_id: str | None = None) -> Generator[None]:
+    """Tell those who leave early (Ctrl-C), or lose the gateway, what becomes of the work.
+
+    `hosted` is work that this very process does; `run_id` is known once it was accepted.
+    """
     try:
         yield
     except asyncio.CancelledError:
         on = "is carried on when Antiphon is started again" if hosted else "goes on"
         click.echo(f"The work {on}. Look later: antiphon sessions history {output.line(session)}", err=True)
         raise
+    except Unavailable as error:
+        if run_id is None or "url" not in error.data:  # the connection is not what failed
+            raise
+        raise Unavailable(
+            f"{error.what} The message was accepted before (run {run_id}) and is not lost.",
+            f"Do not send it again. Look later: antiphon sessions history {session}",
+            **error.data,
+            runId=run_id,
+        ) from error
+
+
+def tell_accepted(run_id: str, session_key: str) -> None:
+    """Say on standard error what was accepted, before it is waited for."""
+    text = f"Accepted: run {output.line(run_id)} in {output.line(session_key)}."
+    click.echo(output.dim(text) if sys.stderr.isatty() else text, err=True)
 
 
 async def to_the_end(desk: Desk, run_id: str) -> RunView:

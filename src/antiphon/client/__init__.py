@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -32,6 +32,7 @@ from antiphon.views import (
     ExchangeDetail,
     ExchangePage,
     HistoryPage,
+    ReplicaView,
     RunView,
     SearchPage,
     Sent,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:  # a command that asks one question is over before these would
     from antiphon.filters import HistoryFilter, ListFilter
     from antiphon.operations import Message, Send, Spawn, StopView
 
-__all__ = ["Client", "Lost", "Site"]
+__all__ = ["Client", "Lost", "Replicas", "Site"]
 
 PATIENCE = 60.0  # seconds in which a lost gateway may come back
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0  # seconds between two attempts
@@ -56,6 +57,26 @@ SPOKEN = ("chat", "agent")  # origins of what a person says, which to a gateway 
 
 
 def _nothing(_: str) -> None: ...
+
+
+class Replicas:
+    """Where the replicas of a cluster are, one after the other and over again."""
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        self.sites = [*sites]
+        self._next = 0
+
+    async def following(self) -> Site:
+        site = self.sites[self._next % len(self.sites)]
+        self._next += 1
+        return site
+
+    def add(self, known: Site, addresses: Sequence[str]) -> None:
+        """More of them, as one that is known has told. The secret is not sent less protected than to that one."""
+        if known.url.startswith("wss:"):
+            addresses = [address for address in addresses if address.startswith("wss:")]
+        urls = {site.url.rstrip("/") for site in self.sites}
+        self.sites += [Site(url, known.secret) for url in addresses if url.rstrip("/") not in urls]
 
 
 class Client:
@@ -70,10 +91,33 @@ class Client:
         self._link: Link | None = None
         self._linking = asyncio.Lock()
         self._until: float | None = None
+        self._replicas: Replicas | None = None
+
+    @classmethod
+    def of_replicas(cls, sites: Sequence[Site], on_change: Callable[[str], None] = _nothing) -> Self:
+        """A client of whichever of several replicas answers, in this order."""
+        replicas = Replicas(sites)
+        client = cls(replicas.following, on_change)
+        client._replicas = replicas
+        return client
 
     async def __aenter__(self) -> Self:
-        self._link = await Link.open(await self._find())
+        left = len(self._replicas.sites) if self._replicas else 1
+        while self._link is None:
+            left -= 1
+            try:
+                self._link = await Link.open(await self._find())
+            except Lost:
+                if not left:
+                    raise
         return self
+
+    async def remember_replicas(self) -> None:
+        """Learn from the gateway where its other replicas are, to go on with one of them if it goes away."""
+        if self._replicas:
+            found = msgspec.convert((await self.call("status")).get("replicas") or [], list[ReplicaView])
+            addresses = [replica.address for replica in found if replica.alive and replica.address]
+            self._replicas.add(self.site, addresses)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,0 +1,94 @@
+"""`antiphon logs`: what the processes of a state directory have logged."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+import click
+
+from antiphon.cli import output
+from antiphon.cli.settings import Settings, common
+from antiphon.paths import LOG
+
+POLL_SECONDS = 0.2
+MAX_LINES = 100_000
+ABOUT = ("run_id", "session_key")
+
+
+@click.command(help="Show the end of the log of the state directory, and with -f what is added to it.")
+@click.option("-f", "--follow", is_flag=True, help="Go on with what is logged from now on, until Ctrl-C.")
+@click.option("-n", "--lines", type=click.IntRange(0, MAX_LINES), default=50, show_default=True)
+@common
+@click.pass_obj
+def command(settings: Settings, follow: bool, lines: int) -> None:
+    path = settings.paths.state_dir / LOG
+    if not path.exists() and not follow:
+        click.echo(f"Nothing has been logged in {str(path)!r}.", err=True)
+        return
+    position = 0
+    if path.exists():
+        with path.open(encoding="utf-8", errors="replace") as log:
+            for text in _last(log, lines):
+                _print(settings, text)
+            position = log.tell()
+    if follow:
+        for text in _added(path, position):
+            _print(settings, text)
+
+
+def _last(log: TextIO, count: int) -> Iterator[str]:
+    from collections import deque
+
+    yield from deque(iter(log.readline, ""), maxlen=count)
+
+
+def _added(path: Path, position: int) -> Iterator[str]:
+    """Lines as they are written, also after the file was replaced by a new one because it was full."""
+    log, begun = None, ""
+    while True:
+        try:
+            inode = path.stat().st_ino
+        except FileNotFoundError:
+            inode = None
+        if log is None and inode is not None:
+            log = path.open(encoding="utf-8", errors="replace")
+            log.seek(position)
+        text = log.readline() if log else ""
+        begun += text
+        if begun.endswith("\n"):
+            yield begun
+            begun = ""
+        if text:
+            continue
+        if log is not None and inode != _inode_of(log):
+            log.close()
+            log, position = None, 0
+            continue
+        time.sleep(POLL_SECONDS)
+
+
+def _inode_of(log: TextIO) -> int:
+    import os
+
+    return os.fstat(log.fileno()).st_ino
+
+
+def _print(settings: Settings, text: str) -> None:
+    """A line of the log; for a person, without the JSON around it."""
+    try:
+        given: Any = json.loads(text)
+    except ValueError:
+        given = None
+    if settings.json or not isinstance(given, dict):
+        click.echo(output.clean(text.rstrip("\n")))
+        return
+    entry = cast("dict[str, Any]", given)
+    about = "".join(f" {name}={entry[name]}" for name in ABOUT if entry.get(name))
+    when, level = str(entry.get("time", ""))[:19], str(entry.get("level", ""))
+    click.echo(output.clean(f"{when} {level:<8} {entry.get('logger', '')}: {entry.get('event', '')}{about}"))
+    if trace := entry.get("exception"):
+        click.echo("\n".join(f"    {part}" for part in output.clean(str(trace)).splitlines()))

@@ -1,0 +1,71 @@
+"""`antiphon stop`: end the gateway of the state directory, as Ctrl-C in its terminal would."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import click
+
+from antiphon.cli import output
+from antiphon.cli.quantities import Finite
+from antiphon.cli.settings import Settings, common
+
+POLL_SECONDS = 0.05
+MAX_SECONDS = 3600
+
+
+@click.command(help="Stop the gateway of the state directory, and wait until it is gone.")
+@click.option(
+    "--join", "replicas", is_flag=True, help="Stop replicas that were started with `up --join`, too."
+)
+@click.option(
+    "--timeout",
+    type=Finite("seconds", 0, MAX_SECONDS),
+    default=30,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for that.",
+)
+@common
+@click.pass_obj
+def command(settings: Settings, replicas: bool, timeout: float) -> None:
+    from antiphon.cli.running import alive, running
+    from antiphon.errors import Forbidden, NotFound, Unavailable
+    from antiphon.paths import JOINED
+    from antiphon.store.statedir import StateDir
+
+    state_dir = settings.paths.state_dir
+    places = [state_dir, *sorted((state_dir / JOINED).glob("[0-9]*"))] if replicas else [state_dir]
+    found = {place: note for place in places if (note := running(place))}
+    if not found:
+        raise NotFound(
+            f"No gateway runs on {str(state_dir)!r}.",
+            "See `antiphon status`; --state-dir names another directory, and --join means replicas, too.",
+        )
+    for note in found.values():
+        try:
+            os.kill(note.pid, signal.SIGTERM)
+        except ProcessLookupError:
+            pass  # it has just ended by itself
+        except PermissionError as error:
+            raise Forbidden(
+                f"The gateway (process {note.pid}) belongs to another user.", "Stop it as that user."
+            ) from error
+    until = time.monotonic() + timeout
+    # A process that nobody has waited for yet seems alive; what it held is free all the same.
+    while left := [
+        note for place, note in found.items() if alive(note.pid) and StateDir.look(place).holder is not None
+    ]:
+        if time.monotonic() > until:
+            raise Unavailable(
+                f"The gateway (process {left[0].pid}) is still stopping after {timeout:g} s.",
+                f"Wait, or end it at once with `kill -9 {left[0].pid}`, which loses nothing either.",
+                pid=left[0].pid,
+            )
+        time.sleep(POLL_SECONDS)
+    if settings.json:
+        output.emit({"stopped": [{"pid": note.pid, "url": note.url} for note in found.values()]})
+    for note in () if settings.json else found.values():
+        click.echo(f"Stopped the gateway at {note.url} (process {note.pid}).")
