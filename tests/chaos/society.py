@@ -21,7 +21,7 @@ import random
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,16 +124,17 @@ async def _submit(operations: Operations, planned: list[Planned]) -> None:
         await operations.submit(OPERATOR, Message(session=session, content=text, idempotency_key=key))
 
 
-def fork(state_dir: Path, planned: list[Planned], kill: int | None, place: Place | None) -> int:
+def fork(life: Coroutine[Any, Any, None]) -> int:
     """How a new process ended. It leaves by `_exit`, for it must not go on reading its parent's input."""
     child = os.fork()
     if child:
+        life.close()
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     signal.alarm(PATIENCE)
     logging.basicConfig(level=logging.ERROR, stream=sys.stderr)
     code = 1
     try:
-        asyncio.run(live(state_dir, planned, kill, place))
+        asyncio.run(life)
         code = 0
     except BaseException:  # noqa: BLE001 - nothing may leave this frame
         traceback.print_exc()
@@ -141,11 +142,16 @@ def fork(state_dir: Path, planned: list[Planned], kill: int | None, place: Place
     os._exit(code)
 
 
+def serve(live: Callable[[int | None], Coroutine[Any, Any, None]]) -> None:
+    """A life for each line that is read."""
+    for line in sys.stdin:
+        code = fork(live(int(line) if line.strip() else None))
+        os.write(1, f"{code}\n".encode())
+
+
 def main() -> None:
     state_dir, planned = Path(sys.argv[1]), plan(int(sys.argv[2]))
-    for line in sys.stdin:
-        code = fork(state_dir, planned, int(line) if line.strip() else None, Place.of(sys.argv[3:]))
-        os.write(1, f"{code}\n".encode())
+    serve(lambda kill: live(state_dir, planned, kill, Place.of(sys.argv[3:])))
 
 
 if __name__ == "__main__":

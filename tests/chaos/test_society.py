@@ -41,14 +41,16 @@ ENDS = {"delivered", "blocked", "ambiguous", "dead"}  # of a delivery
 
 
 @contextmanager
-def process(state_dir: Path, seed: int) -> Generator[Callable[[int | None], int]]:
+def process(
+    state_dir: Path, seed: int, script: str = society.__file__
+) -> Generator[Callable[[int | None], int]]:
     """Something that lives one life after the other; given when it is to be killed, how the life ended."""
     tests = Path(society.__file__).parent.parent
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, society.__file__, str(state_dir), str(seed), *whereabouts(state_dir)]
+    command = [sys.executable, script, str(state_dir), str(seed), *whereabouts(state_dir)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as server:

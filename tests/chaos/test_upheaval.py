@@ -1,0 +1,67 @@
+"""Random send, spawn, steer, yield, abort, reset, delete and kill -9 leave nothing for the sweeper and nobody waiting.
+
+`ANTIPHON_UPHEAVAL_SECONDS=600` goes on with further seeds for that long.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from chaos import upheaval
+from chaos.book import Book
+from chaos.harness import KILLED
+from chaos.test_society import ENDS, process
+
+KILLS = 3
+MOMENTS = 60, 500  # calls around commits after which a life may end
+SECONDS = float(os.environ.get("ANTIPHON_UPHEAVAL_SECONDS") or 0)
+FIRST_SEED = int(os.environ.get("ANTIPHON_UPHEAVAL_SEED") or 1)
+
+
+def suffer(home: Path, seed: int) -> Book:
+    """One house in upheaval, killed again and again and then left to work everything off."""
+    dice = random.Random(seed)
+    state_dir = home / f"upheaval-{seed}"
+    with process(state_dir, seed, upheaval.__file__) as live:
+        for _ in range(KILLS):
+            code = live(dice.randint(*MOMENTS))
+            assert code in {KILLED, 0}, f"seed {seed}: a life ended with {code}"
+        assert live(None) == 0, f"seed {seed}: the last life did not end well"
+    book = Book(state_dir)
+    swept = state_dir / upheaval.SWEPT
+    wrong = left(book)
+    if swept.exists():
+        wrong += [f"the sweeper settled {line}" for line in swept.read_text().splitlines()]
+    assert not wrong, f"seed {seed}:\n" + "\n".join(wrong)
+    return book
+
+
+def left(book: Book) -> list[str]:
+    """Whatever is still under way although everything is quiet."""
+    wrong = [f"{run['id']} is {run['state']}" for run in book.runs if run["ended_at"] is None]
+    wrong += [f"{run['id']} waits to be woken" for run in book.runs if run.get("woken_by")]
+    wrong += [f"{s['key']} is {s['state']}" for s in book.sessions if s["state"] != "idle" or s["yielded"]]
+    wrong += [f"{d['key']} is {d['state']}" for d in book.deliveries if d["state"] not in ENDS]
+    for row in (*book.exchanges, *book.tasks):
+        if row["phase"] != "settled" or row["announced"] in (None, "pending", "interrupted"):
+            wrong.append(f"{row['id']} is {row['phase']}, {row['announced']}")
+    return wrong
+
+
+@pytest.mark.requirement("G1", "G2", "G9", "G16", "G18", "S2", "S5")
+@pytest.mark.timeout(150 + 2 * SECONDS)
+def test_nothing_is_left_for_the_sweeper_whatever_is_stopped_and_killed(tmp_path: Path) -> None:
+    until = time.monotonic() + SECONDS
+    seen: set[str] = set()
+    for seed in count(FIRST_SEED):
+        book = suffer(tmp_path, seed)
+        seen |= {run["origin"] for run in book.runs} | {run["state"] for run in book.runs}
+        if time.monotonic() >= until:
+            break
+    assert seen >= {"sessions_send", "sessions_spawn", "wake", "steer", "cancelled", "ok"}
