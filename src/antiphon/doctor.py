@@ -23,6 +23,7 @@ from antiphon.config.addresses import shown_url
 from antiphon.errors import AntiphonError, ConfigError, InvalidInput
 from antiphon.messages import decode
 from antiphon.paths import may_write
+from antiphon.preflight import find_problems
 from antiphon.store import Row, Store, Tx
 from antiphon.store.migrations import migrations
 from antiphon.store.queries import Queries
@@ -78,6 +79,9 @@ async def examine(paths: Paths, *, online: bool = False) -> list[Finding]:
         findings.append(_deleted(home, holder))
     if loaded is not None:
         findings += await _models(loaded.config, online=online)
+        findings += [
+            fail("models", problem.what, problem.hint) for problem in await find_problems(loaded.config)
+        ]
     return findings
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import sqlite3
@@ -20,10 +21,12 @@ from antiphon.cli import COMMANDS
 from antiphon.cli.checkup import look
 from antiphon.cli.failures import report
 from antiphon.cli.running import here
-from antiphon.config import Config, Paths
+from antiphon.config import Config, Paths, parse
 from antiphon.doctor import examine
 from antiphon.errors import AntiphonError, LaneFull, ProviderError, StoreError, StoreLocked
 from antiphon.paths import DATABASE
+from antiphon.preflight import find_problems
+from antiphon.runtimes import catalog
 from antiphon.store.sqlite import SqliteStore
 from antiphon.store.statedir import StateDir
 from antiphon.visits import reading
@@ -394,6 +397,33 @@ def test_the_check_refuses_what_up_refuses(program: Program, config: dict[str, A
     assert (checked.code, checked.err) == (started.code, started.err)
     assert checked.code == 6 and f"'{path}'" in checked.err and checked.out == ""
     assert sorted(program.state.iterdir()) == before
+
+
+@pytest.mark.requirement("C")
+def test_a_configuration_whose_runs_would_all_fail_is_refused(program: Program) -> None:
+    program.configure(
+        {"agents": {"list": [{"id": "a", "runtime": {"type": "function", "target": "json:no_such"}}]}}
+    )
+    checked = program.run("config", "check", "--json")
+    assert (checked.code, checked.error["code"]) == (6, "config_invalid"), checked
+    assert checked.error["data"]["path"] == "agents.list[0].runtime.target"
+    examined = program.run("doctor", "--json")
+    failed = [found["what"] for found in examined.json["findings"] if found["level"] == "fail"]
+    assert examined.code == 1 and checked.error["message"] in failed
+
+
+@pytest.mark.requirement("C")
+def test_the_check_would_have_found_prices_that_no_run_survives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What went unnoticed once: an error in building the model's specification."""
+
+    def broken(**_: object) -> None:
+        raise TypeError("unexpected keyword argument 'cacheRead'")
+
+    monkeypatch.setattr(catalog, "Price", broken)
+    provider = {"baseUrl": "http://x/v1", "models": [{"id": "m", "cost": {"input": 1, "cacheRead": 2}}]}
+    config = parse({"models": {"providers": {"p": provider}}})[0]
+    [problem] = asyncio.run(find_problems(config))
+    assert problem.path == "models.providers.p" and "'m'" in problem.what
 
 
 @pytest.mark.requirement("C")

@@ -23,8 +23,9 @@ def command() -> None: ...
 @common
 @click.pass_obj
 def check(settings: Settings) -> None:
-    """Read the configuration and say what it amounts to. Exit code 6 if it cannot be used."""
+    """Read the configuration, build what runs need, and say what it amounts to. Exit code 6 if it cannot be used."""
     loaded = settings.load()
+    _build(loaded)
     lacking = [*missing_secrets(loaded.config)]
     facts = _facts(settings, loaded, lacking)
     if settings.json:
@@ -37,6 +38,17 @@ def check(settings: Settings) -> None:
         if lacking
         else "The configuration can be used."
     )
+
+
+def _build(loaded: Loaded) -> None:
+    """Refuses a configuration whose runs would all fail."""
+    import asyncio
+
+    from antiphon.config.problems import combined
+    from antiphon.preflight import find_problems
+
+    if problems := asyncio.run(find_problems(loaded.config)):
+        raise combined(problems, str(loaded.path) if loaded.path else None)
 
 
 def _told(settings: Settings, facts: dict[str, Any]) -> Iterator[tuple[str, str]]:

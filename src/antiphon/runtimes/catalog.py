@@ -45,7 +45,10 @@ class Catalog:
             function: Agent = await asyncio.to_thread(load, settings.target)
             self._by_agent[agent_id] = FunctionRuntime(function, history=settings.history, clock=self._clock)
             return self._by_agent[agent_id]
-        ref = model or self._config.model_ref(agent_id)
+        return await self.model_runtime(model or self._config.model_ref(agent_id))
+
+    async def model_runtime(self, ref: str) -> Runtime:
+        """The runtime for a model, named as `provider/model`."""
         if ref in self._by_model:
             return self._by_model[ref]
         found = self._config.find_model(ref)

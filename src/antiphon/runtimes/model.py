@@ -18,13 +18,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 from antiphon.clock import Clock
 from antiphon.config.addresses import shown_url
 from antiphon.errors import ContextOverflow, CredentialsRefused, ProviderError
 from antiphon.messages import Assistant
 from antiphon.runtimes import Deltas, Prompt
+
+if TYPE_CHECKING:
+    import httpx2
 
 Api = Literal["openai-completions", "openai-responses", "anthropic-messages", "google-generative-ai"]
 
@@ -168,17 +171,23 @@ class ModelRuntime:
             return self._reader
 
 
-def open_reader(spec: ModelSpec, patience: Patience, clock: Clock | None = None) -> Reader:
+def open_reader(
+    spec: ModelSpec,
+    patience: Patience,
+    clock: Clock | None = None,
+    *,
+    http: httpx2.AsyncClient | None = None,
+) -> Reader:
     """The reader for a spec: the lean one wherever it does all that the other would."""
     import_module("antiphon.runtimes.retry")  # here, in a thread, and not with the first step
 
     if is_plain(spec):
         from antiphon.runtimes.completions_reader import CompletionsReader  # noqa: PLC0415
 
-        return CompletionsReader(spec, patience, clock=clock)
+        return CompletionsReader(spec, patience, http=http, clock=clock)
     from antiphon.runtimes.pydantic_reader import PydanticReader  # noqa: PLC0415
 
-    return PydanticReader(spec, patience, clock=clock)
+    return PydanticReader(spec, patience, http=http, clock=clock)
 
 
 _FAMILIES_WITH_HABITS = ("anthropic/", "deepseek/", "moonshotai/", "qwen/")

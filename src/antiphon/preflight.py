@@ -1,0 +1,179 @@
+"""Builds what the runs of a configuration need, and makes their first request, without a store and without a network.
+
+What fails here fails in every such run. Secrets are stood in for: whether they are available is for others to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import httpx2
+
+from antiphon import keys
+from antiphon.bus.local import LocalBus
+from antiphon.clock import Clock, SystemClock
+from antiphon.config import Config, Secret
+from antiphon.config.problems import Problem
+from antiphon.engine.actors import Actors
+from antiphon.engine.door import Door
+from antiphon.engine.toolbox import Toolbox
+from antiphon.errors import AntiphonError, ProviderError, StoreError, StoreReadOnly
+from antiphon.messages import User
+from antiphon.operations import Operations
+from antiphon.runtimes import Prompt, ToolSpec
+from antiphon.runtimes.catalog import Catalog
+from antiphon.runtimes.model import ModelRuntime, Patience, open_reader
+from antiphon.store import Script
+from antiphon.tools import session_tools
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+PLACEHOLDER = "a-secret-that-is-not-read"
+REFUSED_STATUS = 401
+
+
+async def find_problems(config: Config) -> list[Problem]:
+    """What would make every run of an agent or a model fail."""
+    stand_in = _without_secrets(config)
+    actors = _actors(stand_in)
+    catalog = Catalog(stand_in)
+    problems: list[Problem] = []
+    tools: dict[str, Sequence[ToolSpec]] = {}
+    try:
+        for number, agent_id in enumerate(config.agent_ids):
+            path = f"agents.list[{number}]"
+            try:
+                tools[agent_id] = _tools(actors, agent_id)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it would end the run
+                problems.append(_problem(f"{path}.tools", f"The tools of agent {agent_id!r}", error))
+            target = config.agent(agent_id).runtime.target
+            if target is None or find_spec(target.partition(".")[0].partition(":")[0]) is None:
+                continue  # a module that is not found is a warning: the gateway may have another PYTHONPATH
+            try:
+                await catalog.runtime(agent_id, None)
+            except Exception as error:  # noqa: BLE001
+                problems.append(
+                    _problem(f"{path}.runtime.target", f"The runtime of agent {agent_id!r}", error)
+                )
+        for ref in config.model_refs:
+            name, _, model_id = ref.partition("/")
+            users = [
+                agent_id
+                for agent_id in tools
+                if config.agent(agent_id).runtime.type == "model" and config.model_ref(agent_id) == ref
+            ]
+            agent_id = next(iter(users), config.default_agent_id)
+            try:
+                await _ask(catalog, ref, agent_id, tools.get(agent_id, ()))
+            except Exception as error:  # noqa: BLE001
+                path = f"models.providers.{name}"
+                problems.append(_problem(path, f"Model {model_id!r} of the provider {name!r}", error))
+    finally:
+        await catalog.aclose()
+    return problems
+
+
+def _problem(path: str, subject: str, error: Exception) -> Problem:
+    if isinstance(error, AntiphonError):
+        return Problem(path, error.what, error.hint)
+    # Not its text: libraries quote addresses and headers, which may hold secrets.
+    return Problem(
+        path, f"{subject} cannot be used ({type(error).__name__}).", f"Check the settings in {path!r}."
+    )
+
+
+def _without_secrets(config: Config) -> Config:
+    """Written secrets stay, since they are checked as parts of a request; others are replaced."""
+
+    def replaced(secret: Secret) -> Secret:
+        return secret if secret.kind == "text" else Secret("text", (PLACEHOLDER,))
+
+    providers = {
+        name: provider.model_copy(
+            update={
+                "api_key": provider.api_key and replaced(provider.api_key),
+                "headers": {header: replaced(secret) for header, secret in provider.headers.items()},
+            }
+        )
+        for name, provider in config.models.providers.items()
+    }
+    return config.model_copy(update={"models": config.models.model_copy(update={"providers": providers})})
+
+
+def _actors(config: Config) -> Actors:
+    toolbox, door = Toolbox(), Door(config)
+    operations = Operations(
+        config=config,
+        store=_NoStore(),
+        bus=LocalBus(),
+        clock=SystemClock(),
+        door=door,
+        engine=None,
+        transcripts_dir=Path("transcripts"),
+        toolbox=toolbox,
+    )
+    for tool in session_tools(operations):
+        toolbox.add(tool)
+    return Actors(config, door, toolbox)
+
+
+def _tools(actors: Actors, agent_id: str) -> list[ToolSpec]:
+    """Those of the agent's main session; those of its sub-agents are built as well."""
+    child = str(keys.subagent_key(agent_id, "check"))
+    actors.of(agent_id, child, sandboxed=False, envelope=None)
+    actor = actors.of(agent_id, str(keys.main_session(agent_id)), sandboxed=False, envelope=None)
+    return [tool.spec for tool in actor.tools.values()]
+
+
+async def _ask(catalog: Catalog, ref: str, agent_id: str, tools: Sequence[ToolSpec]) -> None:
+    """Makes the first request of a run, which is refused before it leaves the process."""
+    runtime = await catalog.model_runtime(ref)
+    if not isinstance(runtime, ModelRuntime):
+        return
+    client = httpx2.AsyncClient(transport=httpx2.MockTransport(lambda _: httpx2.Response(REFUSED_STATUS)))
+    async with client:
+        reader = open_reader(runtime.spec, Patience(), http=client)
+        prompt = Prompt(
+            run_id="check",
+            session_key=str(keys.main_session(agent_id)),
+            agent_id=agent_id,
+            instructions="You are a helpful assistant.",
+            messages=[User(content="Hello.", timestamp=0)],
+            tools=tools,
+        )
+        try:
+            await reader.read(prompt, _Unheard())
+        except ProviderError as error:
+            if error.data.get("status") != REFUSED_STATUS:
+                raise
+
+
+class _Unheard:
+    """Deltas that go nowhere."""
+
+    def text(self, piece: str) -> None: ...
+
+    def thinking(self, piece: str) -> None: ...
+
+    def restart(self) -> None: ...
+
+
+class _NoStore:
+    """A store for building what only a run would use it with."""
+
+    clock: Clock = SystemClock()
+    shared = False
+    identity = ""
+    trouble: StoreError | None = None
+
+    async def tx(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        raise StoreReadOnly("A check of the configuration has no store.", "Start the gateway.")
+
+    async def read(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        raise StoreReadOnly("A check of the configuration has no store.", "Start the gateway.")
+
+    async def close(self) -> None: ...
