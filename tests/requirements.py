@@ -42,9 +42,15 @@ CONTRACT: dict[str, tuple[Part, str]] = {
         "sessions_list filters: kinds, limit, activeMinutes, agentId, label, search, spawnedBy, archived.",
     ),
     "L2": ("core", "Newest first by updatedAt, then key; pages by cursor."),
-    "L3": ("core", "A list row has exactly the agreed names, absent when unknown."),
+    "L3": (
+        "core",
+        "A list row has exactly the agreed names, absent when unknown; its model is one that spawn takes.",
+    ),
     "L4": ("core", "transcriptPath is where the export of that session is."),
-    "L5": ("tools", "A scoped list says so and counts what it hides."),
+    "L5": (
+        "tools",
+        "A scoped list says so, counts what it hides and names the settings that would show more.",
+    ),
     "H1": ("core", "History by key or session id, limited, with cursors both ways."),
     "H2": ("core", "History is raw transcript entries, oldest first; tool results only when asked for."),
     "H3": ("tools", "History is bounded and masked on the way out, and says what was cut."),
@@ -81,7 +87,10 @@ CONTRACT: dict[str, tuple[Part, str]] = {
     "A1": ("tools", "agents_list is what sessions_spawn would accept."),
     "A2": ("tools", "Companion tools."),
     "V1": ("core", "Visibility self, tree, agent, all; cross-agent needs all and agentToAgent."),
-    "V2": ("core", "A sandboxed session is clamped to its tree."),
+    "V2": (
+        "core",
+        "A sandboxed session is clamped to its tree; sessionToolsVisibility all lifts that and stands for all.",
+    ),
     "V3": ("core", "One authorize() on canonical keys; listed if and only if readable."),
     "D1": ("core", "Send policy: override, deny, allow, default, in that order."),
     "D2": (

@@ -686,7 +686,7 @@ EXPLICIT: dict[str, tuple[str, ...]] = {
 DIVERGENCES: dict[str, str] = {
     "001-key-surface": "Accepted; stored and shown in the canonical form, with its agent.",
     "003-row-channel": "A channel that the documents do not know yet appears under its own name.",
-    "001-row-provider": "Only with `session.compat.providerField`; `channel` is always there.",
+    "001-row-provider": "Always there, and equal to `channel`.",
     "003-list-message-limit": "At most 20 a row and 64 KiB a list, and what was cut is said: a list must fit a prompt.",
     "003-history-raw": "Long texts are shortened and secrets masked on the way out, and the answer says so.",
     "003-send-required": "A `label`, or the id of an agent, may stand in place of `sessionKey`.",

@@ -27,6 +27,8 @@ from antiphon.access import (
     reach,
     require_scope,
 )
+from antiphon.config import Config
+from antiphon.engine.door import Door
 from antiphon.errors import AntiphonError, Forbidden, NotFound
 
 VISIBILITIES: tuple[Visibility, ...] = get_args(Visibility)
@@ -307,3 +309,24 @@ def test_reach_is_data_for_a_query() -> None:
     assert [agent for agent in ("a", "b2", "c") if everyone.admits_agent(agent)] == ["a", "b2"]
     assert reach(ANN, Grants("all", a2a_enabled=True)).other_agents == ("*",)
     assert reach(ANN, Grants("all", a2a_enabled=True, a2a_allow=("b",))).other_agents == ()
+
+
+@pytest.mark.requirement("V2")
+@pytest.mark.parametrize(
+    ("tools", "expected"),
+    [
+        ({}, ("all", "all")),
+        ({"sessions": {"visibility": "agent"}}, ("agent", "agent")),
+        ({"sessions": {"visibility": "tree"}}, ("tree", "tree")),
+        ({"sessions": {"send": "self"}}, ("all", "self")),
+    ],
+)
+def test_a_lifted_clamp_stands_for_all_unless_visibility_is_stated(
+    tools: dict[str, object], expected: tuple[Visibility, Visibility]
+) -> None:
+    sandbox = {"mode": "all", "sessionToolsVisibility": "all"}
+    config = Config.model_validate({"agents": {"defaults": {"sandbox": sandbox}}, "tools": tools})
+    grants = Door(config).grants(Caller.agent("main", "agent:main:main", sandboxed=True))
+    assert (grants.read, grants.send) == expected
+    free = Door(config).grants(Caller.agent("main", "agent:main:main"))
+    assert free.read == config.tools.sessions.visibility

@@ -27,7 +27,7 @@ from stage import MAIN, OPERATOR, staged, with_settings
 pytestmark = pytest.mark.anyio
 
 WORDS = """
-    key kind channel displayName label updatedAt sessionId model contextTokens totalTokens thinkingLevel verboseLevel
+    key kind channel displayName label updatedAt sessionId model usedTokens totalTokens thinkingLevel verboseLevel
     systemSent abortedLastRun sendPolicy lastChannel lastTo lastAccountId deliveryContext transcriptPath state
     lastActivityAt agentId parentKey childCount chatType subject inputTokens outputTokens createdAt archived
     modelOverride
@@ -58,6 +58,7 @@ async def test_a_row_has_the_agreed_names_and_leaves_out_what_is_unknown(tmp_pat
         full, plain = rows.pop(child), rows.pop(MAIN)
         assert not rows
         assert set(full) == ROW
+        assert full["usedTokens"] == 5
         assert full["deliveryContext"] == {"channel": "telegram", "to": "7", "accountId": "a"}
         assert full["parentKey"] == MAIN
         assert set(plain) < ROW

@@ -5,7 +5,7 @@ Absent means unknown. Nothing here reads anything; rows of the store are turned 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -72,7 +72,9 @@ class SessionView(_View, frozen=True, kw_only=False, gc=False):
     """A row of a session list. Made by position: by name, each field would be searched for in every row.
 
     `model` is the one that answers, `model_override` the session's own choice; the run that plays is only told
-    of a session that is described alone.
+    of a session that is described alone. `context_tokens` is how many tokens fit into that model's context, as in
+    every answer of the gateway; `used_tokens` is how many of them the last call used, and `total_tokens` what all
+    calls together have used.
     """
 
     key: str
@@ -108,6 +110,14 @@ class SessionView(_View, frozen=True, kw_only=False, gc=False):
     archived: bool | None = None
     model_override: str | None = None
     active_run_id: str | None = None
+    used_tokens: int | None = None
+
+
+class Answerer(NamedTuple):
+    """What answers in a session: a name that the configuration knows, and how many tokens its context holds."""
+
+    model: str | None
+    window: int | None
 
 
 class Summary(_View, omit_defaults=False, frozen=True):
@@ -157,6 +167,8 @@ class Overview(NamedTuple):
     has no body."""
     hidden: int
     """Sessions that the caller's visibility hides, counted to a thousand."""
+    hint: str | None = None
+    """Which settings would show more."""
 
 
 class UsageLine(_View, omit_defaults=False, frozen=True):
@@ -483,7 +495,13 @@ def ended_view(view: RunView, event: RunChanged) -> RunView:
     )
 
 
-def session_view(row: Listed, viewer_agent_id: str | None, transcripts: str) -> SessionView:
+def session_view(
+    row: Listed,
+    viewer_agent_id: str | None,
+    transcripts: str | None,
+    answerer: Callable[[str, str | None, str | None], Answerer],
+) -> SessionView:
+    """Without `transcripts` there are no files of them."""
     # fmt: off
     (
         _, key, kind, channel, agent_id, session_id, updated_at, state, display_name, label, model, last_model,
@@ -491,16 +509,18 @@ def session_view(row: Listed, viewer_agent_id: str | None, transcripts: str) -> 
         last_channel, last_to, last_account, last_thread, parent_key, child_count,
         chat_type, subject, input_tokens, output_tokens, created_at, archived,
     ) = row
+    answering, window = answerer(agent_id, model, last_model)
     route = None
     if last_channel:
         route = Route(channel=last_channel, to=last_to, account_id=last_account, thread_id=last_thread)
     return SessionView(
         keys.display_text(key, viewer_agent_id=viewer_agent_id), kind,
         keys.channel_of(kind, channel, last_channel), agent_id, session_id, updated_at, updated_at,
-        state, display_name, label, model or last_model, context_tokens, total_tokens, thinking, verbose,
+        state, display_name, label, answering, window, total_tokens, thinking, verbose,
         system_sent == 1, aborted == 1, send_policy, last_channel, last_to, last_account, route,
-        f"{transcripts}/{session_id}.jsonl", parent_key, child_count, chat_type, subject, input_tokens,
-        output_tokens, created_at, archived == 1, model,
+        f"{transcripts}/{session_id}.jsonl" if transcripts else None, parent_key, child_count, chat_type, subject,
+        input_tokens,
+        output_tokens, created_at, archived == 1, model, None, context_tokens,
     )
     # fmt: on
 

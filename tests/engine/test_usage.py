@@ -95,7 +95,7 @@ async def test_the_ledger_adds_up_by_run_session_and_tree(tmp_path: Path) -> Non
             # What was used in all, and what the last call looked at, are different numbers.
             assert row.total_tokens == sum(usage.total_tokens for usage in usages)
             last = usages[-1]
-            assert row.context_tokens == last.input + last.cache_read + last.cache_write + last.output
+            assert row.used_tokens == last.input + last.cache_read + last.cache_write + last.output
         tree = [usage for key in (MAIN, CHILD, GRANDCHILD) for usage in spender.spent[key]]
         lines = await stage.operations.usage(OPERATOR, MAIN, tree=True)
         assert totals(lines) == sums(tree)

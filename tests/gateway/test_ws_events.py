@@ -216,6 +216,7 @@ async def test_sessions_do_not_leak_into_each_other(gate: Gate) -> None:
     async with gate.client() as one, gate.client() as both:
         await one.call("sessions.messages.subscribe", key=MAIN)
         for session in (MAIN, OTHER):
+            await both.call("sessions.create", key=session)
             await both.call("sessions.messages.subscribe", key=session)
         for n in range(3):
             await ask(both, f"to main {n}")
@@ -235,6 +236,11 @@ async def test_a_subscription_founds_the_session_for_who_may_write_and_only_for_
         assert "was not found" in error["message"]
         assert (await writer.call("sessions.messages.subscribe", key=MAIN))["subscribed"]
         assert (await reader.call("sessions.messages.subscribe", key=MAIN))["subscribed"]
+        for mistyped in ("agent:main:dashbord:x", "agent:main:cron:none", "agent:nobody:main"):
+            error = await writer.refused("sessions.messages.subscribe", key=mistyped)
+            assert error["details"]["type"] == "not_found"
+        assert [row["key"] for row in (await writer.call("sessions.list"))["sessions"]] == [MAIN]
+        assert len((await writer.call("sessions.list", activeMinutes=0))["sessions"]) == 1
 
 
 async def test_who_unsubscribes_hears_nothing_more(gate: Gate) -> None:
@@ -287,6 +293,7 @@ async def test_a_connection_subscribes_to_so_many_sessions_and_no_more(
     monkeypatch.setattr(subscriptions, "MOST", 2)
     async with gate.client() as client:
         for n in range(2):
+            await client.call("sessions.create", key=f"{OTHER}{n}")
             await client.call("sessions.messages.subscribe", key=f"{OTHER}{n}")
         error = await client.refused("sessions.messages.subscribe", key=MAIN)
         assert error["details"]["field"] == "key"
@@ -606,6 +613,7 @@ async def test_who_comes_and_goes_is_not_looked_for_in_every_session(
     held: Any = gate.served.hub.subscriptions
     monkeypatch.setattr(held, "_channels", _Unwalked())
     async with gate.client() as stays:
+        await stays.call("sessions.create", key=OTHER)
         await stays.call("sessions.messages.subscribe", key=MAIN)
         async with gate.client() as goes:
             for session in (MAIN, OTHER):

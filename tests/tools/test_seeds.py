@@ -411,12 +411,12 @@ async def test_a_row_has_its_channel_by_one_of_the_known_names_or_its_own(tmp_pa
         rows = rows_of(await ask(stage, "sessions_list"))
         assert {key: row["channel"] for key, row in rows.items()} == expected
         assert set(expected.values()) == {*CHANNELS, "internal", "unknown", "matrix"}
-        assert not any("provider" in row for row in rows.values())
+        assert all(row["provider"] == row["channel"] for row in rows.values())
 
 
 @pytest.mark.requirement("L3", "K6", "001-row-provider", "001-provider-as-channel")
-async def test_a_row_has_its_provider_by_the_same_rules_where_that_is_set(tmp_path: Path) -> None:
-    config = with_settings({**WHOLE_AGENT, "session": {"compat": {"providerField": True}}})
+async def test_a_row_has_its_provider_by_the_same_rules(tmp_path: Path) -> None:
+    config = with_settings(WHOLE_AGENT)
     async with staged(tmp_path, silent, config=config) as stage:
         expected = await furnish(stage)
         await stage.ask("hello", "slack:group:7")

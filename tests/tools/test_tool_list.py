@@ -47,8 +47,23 @@ ROW = set(
         "agentId",
         "parentKey",
         "childCount",
+        "provider",
     ]
 )
+MODELS = {
+    "models": {
+        "providers": {
+            "local": {
+                "baseUrl": "http://127.0.0.1:9/v1",
+                "apiKey": "x",
+                "models": [
+                    {"id": "m-main", "contextWindow": 32_000},
+                    {"id": "other", "contextWindow": 8_000},
+                ],
+            }
+        }
+    }
+}
 
 
 def keys_of(result: dict[str, Any]) -> list[str]:
@@ -68,11 +83,13 @@ async def furnish(stage: Stage) -> None:
 
 @pytest.mark.requirement("L3", "L4", "L5", "K2")
 async def test_a_row_has_exactly_the_agreed_names(tmp_path: Path) -> None:
-    async with staged(tmp_path, silent) as stage:
+    async with staged(tmp_path, silent, config=with_settings(MODELS)) as stage:
         await furnish(stage)
         result = await ask(stage, "sessions_list")
         assert {name: result[name] for name in ("count", "scope")} == {"count": 2, "scope": "tree"}
-        assert set(result) == {"count", "sessions", "scope"}
+        assert set(result) == {"count", "sessions", "scope", "hint"}
+        for setting in ("tools.sessions.visibility", "tools.agentToAgent"):
+            assert setting in result["hint"]
         full = next(row for row in result["sessions"] if row["key"] == CHILD)
         assert set(full) == ROW
         assert full["deliveryContext"] == {
@@ -89,11 +106,30 @@ async def test_a_row_has_exactly_the_agreed_names(tmp_path: Path) -> None:
         operator = await ask(stage, "sessions_list", OPERATOR)
         assert sorted(keys_of(operator)) == [MAIN, CHILD]
         assert operator["scope"] == "all"
+        assert "hint" not in operator
+
+
+@pytest.mark.requirement("L3", "G28")
+async def test_the_model_of_a_row_is_one_that_spawn_takes_and_its_window_is_the_context(
+    tmp_path: Path,
+) -> None:
+    async with staged(tmp_path, silent, config=with_settings(MODELS)) as stage:
+        await furnish(stage)
+        rows = {row["key"]: row for row in (await ask(stage, "sessions_list"))["sessions"]}
+        for key, name, window in ((CHILD, "local/m-main", 32_000), ("main", "local/m-main", 32_000)):
+            assert (rows[key]["model"], rows[key]["contextTokens"]) == (name, window)
+            assert stage.operations.config.find_model(rows[key]["model"])
+        await stage.operations.patch(OPERATOR, MAIN, Patch(model="local/other"))
+        rows = {row["key"]: row for row in (await ask(stage, "sessions_list"))["sessions"]}
+        assert (rows["main"]["model"], rows["main"]["contextTokens"]) == ("local/other", 8_000)
+        view = await stage.operations.describe(OPERATOR, CHILD)
+        assert (view.context_tokens, view.used_tokens) == (32_000, 5)
 
 
 @pytest.mark.requirement("L3", "001-row-provider")
-async def test_older_clients_can_be_given_the_provider(tmp_path: Path) -> None:
-    config = with_settings({"session": {"compat": {"providerField": True}}})
+@pytest.mark.parametrize("compat", [{}, {"providerField": True}, {"providerField": False}])
+async def test_a_row_always_has_its_provider(tmp_path: Path, compat: dict[str, bool]) -> None:
+    config = with_settings({"session": {"compat": compat}})
     async with staged(tmp_path, silent, config=config) as stage:
         await furnish(stage)
         for row in (await ask(stage, "sessions_list"))["sessions"]:
@@ -126,6 +162,7 @@ async def test_numbers_are_clamped_and_filters_narrow(tmp_path: Path) -> None:
         stage.rows("UPDATE sessions SET updated_at = updated_at - 600000 WHERE kind = 'cron'")
         assert keys_of(await ask(stage, "sessions_list", activeMinutes=5)) == ["main"]
         assert len(keys_of(await ask(stage, "sessions_list", activeMinutes="inf"))) == 4
+        assert len(keys_of(await ask(stage, "sessions_list", activeMinutes=0))) == 4
 
 
 @pytest.mark.requirement("L1")
@@ -137,7 +174,7 @@ async def test_what_is_not_clamped_is_refused_by_name(tmp_path: Path) -> None:
             in (await refused(stage, "sessions_list", kinds=["mian"]))["error"]
         )
         assert "'limit'" in (await refused(stage, "sessions_list", limit="many"))["error"]
-        assert "'activeMinutes'" in (await refused(stage, "sessions_list", activeMinutes=0))["error"]
+        assert "'activeMinutes'" in (await refused(stage, "sessions_list", activeMinutes=-1))["error"]
         assert "'activeMinutes'" in (await refused(stage, "sessions_list", activeMinutes="nan"))["error"]
         assert "nextCursor" in (await refused(stage, "sessions_list", cursor="x"))["error"]
         assert "was not found" in (await refused(stage, "sessions_list", spawnedBy="agent:x:main"))["error"]

@@ -13,8 +13,6 @@ def session_view(row: Json) -> SessionView:
     own = {**row, "kind": row.get("sessionKind", row["kind"])}
     if row.get("modelProvider"):
         own["model"] = f"{row['modelProvider']}/{row['model']}"
-    if "usedTokens" in row:
-        own["contextTokens"] = own.pop("usedTokens")
     own.setdefault("agentId", None)
     return msgspec.convert(own, SessionView)
 

@@ -194,6 +194,9 @@ class ToolRules:
 
     visibility: Visibility
     send: Visibility
+    lifted_visibility: Visibility
+    """In a sandbox with `sessionToolsVisibility: "all"`, which means all unless `visibility` is stated."""
+    lifted_send: Visibility
     control: Control
     allow: tuple[tuple[str, ...], ...]
     """Every list must admit a tool; no list admits all. Kept apart because patterns cannot be intersected."""
@@ -254,7 +257,10 @@ def _tool_rules(own: EntryTools, general: Tools) -> ToolRules:
     # The nearest level that says anything decides, so that an agent which narrows its visibility narrows its
     # sends too, whatever the general section grants.
     near, far = own.sessions, general.sessions
+    stated = near.visibility or (far.visibility if "visibility" in far.model_fields_set else None)
     return ToolRules(
+        lifted_visibility=stated or "all",
+        lifted_send=near.send or near.visibility or far.send or stated or "all",
         visibility=near.visibility or far.visibility,
         send=near.send or near.visibility or far.send or far.visibility,
         control=near.control

@@ -134,7 +134,9 @@ class Announce(Section):
 class Compat(Section):
     """Names that older clients read."""
 
-    provider_field: bool = Field(default=False, description="Also print `provider` in session rows.")
+    provider_field: bool = Field(
+        default=False, description="Without effect: session rows always have `provider`."
+    )
 
 
 class Session(Section):

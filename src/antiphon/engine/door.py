@@ -39,9 +39,10 @@ class Door:
 
     def _grants(self, agent_id: str, cap: Cap | None, *, sandboxed: bool) -> Grants:
         agent = self._config.agent(agent_id)
+        lifted = sandboxed and agent.sandbox.session_tools_visibility == "all"
         return access.grants_for(
-            visibility=agent.tools.visibility,
-            send_visibility=agent.tools.send,
+            visibility=agent.tools.lifted_visibility if lifted else agent.tools.visibility,
+            send_visibility=agent.tools.lifted_send if lifted else agent.tools.send,
             control=agent.tools.control,
             a2a_enabled=self._config.tools.agent_to_agent.enabled,
             a2a_allow=self._config.tools.agent_to_agent.allow,

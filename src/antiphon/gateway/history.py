@@ -18,10 +18,11 @@ from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 
+from antiphon import access
 from antiphon.access import Caller
 from antiphon.bus import MessageAppended, SessionChanged
 from antiphon.engine.transcripts import Entry
-from antiphon.errors import Conflict, InvalidInput
+from antiphon.errors import Conflict, InvalidInput, InvalidKey
 from antiphon.gateway.auth import Identity
 from antiphon.gateway.gateway import Gateway
 from antiphon.gateway.replies import EventStream, Slots, json_reply, sse
@@ -46,6 +47,7 @@ async def get_history(gateway: Gateway, slots: Slots, identity: Identity, reques
     session = session_in(request, "/history")
     wanted = _wanted(request.query_params)
     operations, caller = gateway.house.operations, identity.caller()
+    _check_nameable(operations, caller, session)
     if not _is_stream(request):
         return json_reply(page_view(await operations.history(caller, session, wanted)))
     story = Story(operations, caller, session, wanted)
@@ -77,6 +79,15 @@ def session_in(request: Request, after: str) -> str:
             "The path names no session.", f"Write /sessions/<key, percent-encoded>{after}.", field="key"
         )
     return session
+
+
+def _check_nameable(operations: Operations, caller: Caller, session: str) -> None:
+    """What cannot be the name of a session is not found, like any other that is not there."""
+    try:
+        operations.is_main(caller, session)
+    except InvalidKey:
+        access.require_scope(caller, "read")
+        raise access.missing(session) from None
 
 
 def page_view(page: HistoryPage) -> dict[str, Any]:
@@ -190,14 +201,14 @@ def _wanted(query: QueryParams) -> HistoryFilter:
 
 
 def _limit(text: str | None) -> int:
-    number = HISTORY_LIMIT if text is None else _number(text)
-    if number is None or not 1 <= number <= HISTORY_MOST:
+    number = HISTORY_LIMIT if text is None else _number(text[:17])  # more digits are more than enough
+    if number is None or number < 1:
         raise InvalidInput(
             f"'limit' is {(text or '')[:40]!r}.",
-            f"Use a whole number from 1 to {HISTORY_MOST}.",
+            f"Use a whole number from 1; more than {HISTORY_MOST} is {HISTORY_MOST}.",
             field="limit",
         )
-    return number
+    return min(number, HISTORY_MOST)
 
 
 def _cursor(text: str | None) -> int | None:

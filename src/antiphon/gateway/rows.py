@@ -19,10 +19,7 @@ def shown(key: str) -> str:
 
 
 class SessionRow(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, gc=False):
-    """A row of `sessions.list`. `kind` is what clients know; `session_kind` is ours.
-
-    As in a `SessionView`, except that `context_tokens`, which to clients is how much would fit, is `used_tokens`.
-    """
+    """A row of `sessions.list`. `kind` is what clients know; `session_kind` is ours. Otherwise as a `SessionView`."""
 
     key: str
     kind: str
@@ -35,6 +32,7 @@ class SessionRow(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True
     display_name: str | None = None
     label: str | None = None
     model: str | None = None
+    context_tokens: int | None = None
     total_tokens: int | None = None
     thinking_level: str | None = None
     verbose_level: str | None = None
@@ -76,12 +74,12 @@ def listed(view: SessionView) -> SessionRow:
     # fmt: off
     return SessionRow(
         view.key, CHAT_KINDS.get(kind, "direct"), view.channel, view.agent_id, view.session_id, view.updated_at,
-        view.last_activity_at, state, view.display_name, view.label, model, view.total_tokens,
+        view.last_activity_at, state, view.display_name, view.label, model, view.context_tokens, view.total_tokens,
         view.thinking_level, view.verbose_level, view.system_sent, view.aborted_last_run, view.send_policy,
         view.last_channel, view.last_to, view.last_account_id, view.delivery_context, view.transcript_path,
         parent, view.child_count, view.chat_type, view.subject, view.input_tokens, view.output_tokens,
         view.created_at, view.archived, view.model_override, run,
-        kind, state == "running", [run] if run else [], STATUS[state], kind == "main", view.context_tokens,
+        kind, state == "running", [run] if run else [], STATUS[state], kind == "main", view.used_tokens,
         provider or None, parent or None, parent or None,
     )
     # fmt: on

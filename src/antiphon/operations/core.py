@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,11 +18,11 @@ from antiphon.engine.actors import Actors
 from antiphon.engine.door import Door
 from antiphon.engine.toolbox import Toolbox
 from antiphon.engine.transcripts import Entry
-from antiphon.errors import NotFound, StoreReadOnly
+from antiphon.errors import NotFound, StoreReadOnly, UnknownModel
 from antiphon.operations.spawns import Rules
 from antiphon.store import Row, Store, Tx
 from antiphon.store.listing import Listed
-from antiphon.views import SessionView
+from antiphon.views import Answerer, SessionView
 
 if TYPE_CHECKING:  # a command that only reads is over before these would be imported
     from antiphon.config import Config
@@ -54,6 +55,7 @@ class Core:
         tools = toolbox or Toolbox()
         self._rules = Rules(config, door, tools, transcripts_dir.parent)
         self._actors = Actors(config, door, tools)
+        self._answerer = lru_cache(maxsize=1024)(self._what_answers)  # the same for most rows of a list
 
     def _running(self) -> Engine:
         if self._engine is None:
@@ -106,12 +108,21 @@ class Core:
 
     # --- views ---
 
+    def _what_answers(self, agent_id: str, chosen: str | None, last: str | None) -> Answerer:
+        """The session's own model, else its agent's; else, for what is not configured, the one that answered."""
+        own = self.config.model_ref(agent_id) if agent_id in self.config.agent_ids else None
+        for name in (chosen, own):
+            with suppress(UnknownModel):
+                if name is not None:
+                    return Answerer(name, self.config.find_model(name).model.context_window)
+        return Answerer(last, None)
+
     def _session_view(self, caller: Caller, row: Row) -> SessionView:
         """Of a session that was `_described`."""
         return self._listed_view(caller, Listed(*row))
 
     def _listed_view(self, caller: Caller, row: Listed) -> SessionView:
-        view = views.session_view(row, caller.agent_id, self._transcripts)
+        view = views.session_view(row, caller.agent_id, self._transcripts, self._answerer)
         return view if caller.is_operator else self._discreet(caller, view, row.key)
 
     def _discreet(self, caller: Caller, view: SessionView, key: str) -> SessionView:

@@ -69,6 +69,25 @@ class Lists(Core):
             cursors=[_cursor_after(row) for row in rows[:limit]],
             said=said,
             hidden=hidden,
+            hint=self._hint(caller, hidden),
+        )
+
+    def _hint(self, caller: Caller, hidden: int) -> str | None:
+        """What decides how much an agent is shown, where that is not everything."""
+        if caller.is_operator:
+            return None
+        scope = self._door.grants(caller).read
+        if scope == "all":
+            if not hidden:
+                return None
+            return (
+                "Sessions of other agents are shown where tools.agentToAgent.enabled is true and "
+                "tools.agentToAgent.allow names both agents."
+            )
+        boxed = " or agents.defaults.sandbox.sessionToolsVisibility" if caller.sandboxed else ""
+        return (
+            f"Only what visibility {scope!r} admits is shown. The operator can widen it with "
+            f"tools.sessions.visibility{boxed}; sessions of other agents need tools.agentToAgent, too."
         )
 
     async def _overview(

@@ -40,6 +40,10 @@ _COLUMNS = {"thinking_level": "thinking", "verbose_level": "verbose"}  # the oth
 
 
 class Sessions(Core):
+    def is_main(self, caller: Caller, session: str) -> bool:
+        """Whether this names the main session of a configured agent, which need not exist yet."""
+        return self._door.is_main(caller, session)
+
     async def open(self, caller: Caller, session: str) -> SessionView:
         """The session, founded if it is not there yet."""
         row, founded = await self._store.tx(self._open, caller, session, self._clock.now())

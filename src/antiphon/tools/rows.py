@@ -8,7 +8,6 @@ import msgspec
 
 from antiphon import keys
 from antiphon.access import Caller
-from antiphon.operations import Operations
 from antiphon.views import SessionView
 
 # A list of what is shown, not of what is hidden: the view also serves the gateway and will grow for it.
@@ -20,11 +19,10 @@ NAMES = (
 )  # fmt: skip
 
 
-def row(operations: Operations, caller: Caller, view: SessionView) -> dict[str, Any]:
+def row(caller: Caller, view: SessionView) -> dict[str, Any]:
     known = msgspec.to_builtins(view)
     shown = {name: known[name] for name in NAMES if name in known}
     if view.parent_key is not None:
         shown["parentKey"] = keys.display_text(view.parent_key, viewer_agent_id=caller.agent_id)
-    if operations.config.session.compat.provider_field:
-        shown["provider"] = view.channel
+    shown["provider"] = view.channel  # its older name
     return shown

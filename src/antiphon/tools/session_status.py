@@ -42,7 +42,7 @@ def session_status(operations: Operations) -> Tool:
         return {
             "ok": True,
             "sessionKey": status.session.key,
-            "session": row(operations, call.caller, status.session),
+            "session": row(call.caller, status.session),
             "runs": [_run(run) for run in status.runs],
             "usage": status.usage,
             "statusText": card(status),
@@ -84,7 +84,7 @@ def _state(runs: Sequence[RunView]) -> str:
 
 def _tokens(session: SessionView, usage: Sequence[UsageLine]) -> str:
     spent = f"{sum(line.input for line in usage)} in, {sum(line.output for line in usage)} out"
-    return _joined(spent, session.context_tokens and f"{session.context_tokens} in the last prompt")
+    return _joined(spent, session.used_tokens and f"{session.used_tokens} in the last prompt")
 
 
 def _cost(usage: Sequence[UsageLine]) -> str:

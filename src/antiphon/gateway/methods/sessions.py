@@ -26,7 +26,7 @@ class List(Params, frozen=True):
     limit: Annotated[int, Meta(ge=1)] | None = None
     cursor: str | None = None
     offset: Annotated[int, Meta(ge=0)] = 0
-    active_minutes: Annotated[float, Meta(gt=0, le=1e9)] | None = None
+    active_minutes: Annotated[float, Meta(ge=0, le=1e9)] | None = None
     kinds: list[str] | None = None
     label: str | None = None
     spawned_by: str | None = None
@@ -60,7 +60,7 @@ async def list_(call: Call, params: List) -> dict[str, Any]:
     wanted = ListFilter(
         kinds=_kinds(params),
         limit=limit,
-        active_minutes=params.active_minutes,
+        active_minutes=params.active_minutes or None,
         agent_id=params.agent_id,
         label=params.label,
         search=params.search or None,
@@ -352,7 +352,7 @@ async def messages_subscribe(call: Call, params: Messages) -> dict[str, Any]:
     try:
         await call.operations.describe(call.caller, session)
     except NotFound:  # clients subscribe to the main session before anything was said in it
-        if WRITE not in call.caller.scopes:
+        if WRITE not in call.caller.scopes or not call.operations.is_main(call.caller, session):
             raise
         await call.operations.open(call.caller, session)
     return await call.hub.subscriptions.add(call.connection, session, params.after_seq, params.session_id)
