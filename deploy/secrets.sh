@@ -21,4 +21,13 @@ make postgres-password "$(random)"
 make nats-password "$(random)"
 make nats-auth.conf "authorization { user: antiphon, password: \"$(cat "$directory/nats-password")\" }
 "
+make nats-route-password "$(random)"
+route=$(cat "$directory/nats-route-password")
+make nats-routes.conf "authorization { user: route, password: \"$route\" }
+routes: [
+  \"nats://route:$route@nats-0.nats:6222\"
+  \"nats://route:$route@nats-1.nats:6222\"
+  \"nats://route:$route@nats-2.nats:6222\"
+]
+"
 echo "The secrets are in $directory. Clients need gateway-token."

@@ -78,6 +78,7 @@ class House:
     """Why the store can keep nothing now, as far as it knows."""
     introduce: Callable[[str], Awaitable[None]]
     """Tell the other replicas where this one can be reached."""
+    store: Store
 
     @property
     def bus(self) -> EventBus:
@@ -146,6 +147,7 @@ async def house(config: Config, state_dir: Path, **options: Unpack[Options]) -> 
                     clock,
                     lambda: store.trouble,
                     engine.introduce,
+                    store,
                 )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
+import urllib.error
+import urllib.request
 from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -202,3 +204,38 @@ def test_a_database_that_is_away_does_not_silence_the_status(
         assert "database     cannot be used now" in told.out
         assert took < WAIT
         assert (facts["running"], facts["failing"], facts["sessions"]) == (True, ["store"], None)
+
+
+def test_replicas_share_the_tokens_that_were_issued(program: Program, shared: dict[str, Any]) -> None:
+    """One that may read is enough for /metrics of each, and a revoked one opens none of them."""
+    with ExitStack() as stack:
+        gateways = [stack.enter_context(up(program, 0, join=True)) for _ in range(2)]
+        token = program.run("tokens", "issue", "prometheus", "--scope", "read").out.strip()
+        assert program.run("tokens", "issue", "prometheus", "--scope", "read").code != 0
+        for gateway in gateways:
+            _until_status(gateway.url, token, 200)
+        listed = program.run("tokens", "list", "--json")
+        assert [it["scopes"] for it in listed.json["tokens"] if it["name"] == "prometheus"] == [
+            ["operator.read"]
+        ]
+        assert token not in listed.out
+        assert program.run("tokens", "revoke", "prometheus").code == 0
+        for gateway in gateways:
+            _until_status(gateway.url, token, 401)
+
+
+def _until_status(url: str, token: str, status: int) -> None:
+    """A replica looks for tokens every two seconds; a wrong one may not be tried too often."""
+    address = f"{url.replace('ws', 'http', 1)}/metrics"
+    request = urllib.request.Request(address, headers={"Authorization": f"Bearer {token}"})  # noqa: S310
+    until = monotonic() + BOUND
+    while monotonic() < until:
+        try:
+            with urllib.request.urlopen(request, timeout=BOUND) as reply:  # noqa: S310
+                found = reply.status
+        except urllib.error.HTTPError as error:
+            with error:
+                found = 401 if error.code == 429 else error.code
+        if found == status:
+            return
+    pytest.fail(f"{address} does not answer {status}")

@@ -63,6 +63,20 @@ def test_nats_takes_its_configuration(tmp_path: Path, conf: Path, secrets: str) 
     assert done.returncode == 0, done.stderr
 
 
+def test_nats_routes_need_a_password_of_their_own(tmp_path: Path) -> None:
+    _make_secrets(tmp_path / "secrets")
+    routes = (tmp_path / "secrets/nats-routes.conf").read_text()
+    password = (tmp_path / "secrets/nats-route-password").read_text()
+    assert f'authorization {{ user: route, password: "{password}" }}' in routes
+    assert (
+        routes.count(f"nats://route:{password}@nats-")
+        == resources()["StatefulSet", "nats"]["spec"]["replicas"]
+    )
+    cluster = (KUBERNETES / "nats.conf").read_text().partition("cluster {")[2].partition("}")[0]
+    assert "nats-routes.conf" in cluster
+    assert "routes:" not in cluster
+
+
 def _make_secrets(place: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run([DEPLOY / "secrets.sh", place], check=True, capture_output=True, timeout=30)

@@ -128,5 +128,5 @@ def test_every_replica_is_scraped_with_a_token() -> None:
     given = one(DEPLOY / "prometheus" / "scrape.yaml")
     assert given["rule_files"] == ["alerts.yaml"]
     for job in given["scrape_configs"]:
-        assert job["authorization"]["credentials_file"].endswith("gateway-token"), job["job_name"]
+        assert job["authorization"]["credentials_file"].endswith("prometheus-token"), job["job_name"]
         assert any(name.endswith("_sd_configs") for name in job), job["job_name"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -11,7 +12,11 @@ from antiphon.cli import output
 from antiphon.cli.settings import Settings, common
 
 if TYPE_CHECKING:
-    from antiphon.gateway.tokens import Tokens
+    from antiphon.config import Config
+    from antiphon.gateway.tokens import Record, Tokens
+    from antiphon.store import Store
+
+T = TypeVar("T")
 
 SCOPES = ("read", "write", "admin")
 
@@ -19,6 +24,22 @@ SCOPES = ("read", "write", "admin")
 @click.group(help="List, issue and revoke the tokens of the gateway.")
 @common
 def command() -> None: ...
+
+
+def _shared(settings: Settings) -> Config | None:
+    """The configuration, where tokens are rows of a database that replicas share."""
+    config = settings.load().config
+    return config if config.store.url is not None else None
+
+
+def _on_store(settings: Settings, config: Config, work: Callable[[Store], Awaitable[T]]) -> T:
+    from antiphon.visits import reading
+
+    async def connected() -> T:
+        async with reading(config, settings.paths.state_dir) as store:
+            return await work(store)
+
+    return asyncio.run(connected())
 
 
 def _tokens(settings: Settings) -> Tokens:
@@ -40,11 +61,27 @@ def _tokens(settings: Settings) -> Tokens:
 @click.pass_obj
 def list_tokens(settings: Settings) -> None:
     """Names and scopes; never a token itself."""
-    records = _tokens(settings).records
+    from antiphon.gateway.tokens import NAME, Tokens
+
+    path = settings.paths.state_dir / NAME
+    if config := _shared(settings):
+        from antiphon.gateway.shared_tokens import read_tokens
+
+        shared = _on_store(settings, config, lambda store: store.read(read_tokens))
+        records = [*(Tokens.read(path).records if path.exists() else ()), *shared]
+    else:
+        records = _tokens(settings).records
     if settings.json:
-        output.emit({"tokens": [{"name": record.name, "scopes": record.scopes} for record in records]})
+        output.emit({"tokens": [_facts(record) for record in records]})
     else:
         output.table(["NAME", "SCOPES"], [[record.name, ", ".join(record.scopes)] for record in records])
+
+
+def _facts(record: Record) -> dict[str, object]:
+    facts: dict[str, object] = {"name": record.name, "scopes": record.scopes}
+    if record.created_at is not None:
+        facts |= {"createdAt": record.created_at, "lastUsedAt": record.last_used_at}
+    return facts
 
 
 @command.command()
@@ -62,12 +99,25 @@ def list_tokens(settings: Settings) -> None:
 def issue(settings: Settings, name: str, scopes: Sequence[str]) -> None:
     """Make a token. It is printed once, on standard output, and kept nowhere."""
     full = [f"operator.{scope}" for scope in scopes]
-    token = _tokens(settings).issue(name, full)
+    if config := _shared(settings):
+        from antiphon.gateway.shared_tokens import issue as issue_shared
+
+        token = _on_store(settings, config, lambda store: issue_shared(store, name, full))
+    else:
+        token = _tokens(settings).issue(name, full)
     if settings.json:
         output.emit({"name": name, "scopes": full, "token": token})
         return
     click.echo(token)
     click.echo("Keep it now: it is not shown again.", err=True)
+
+
+def _is_in_file(settings: Settings, name: str) -> bool:
+    """Whether a token from before the database was shared is meant."""
+    from antiphon.gateway.tokens import NAME, Tokens
+
+    path = settings.paths.state_dir / NAME
+    return path.exists() and any(record.name == name for record in Tokens.read(path).records)
 
 
 @command.command()
@@ -79,14 +129,18 @@ def revoke(settings: Settings, name: str) -> None:
     from antiphon.errors import InvalidInput
     from antiphon.gateway.tokens import OWNER
 
-    tokens = _tokens(settings)
     if name == OWNER:
         raise InvalidInput(
             "The owner's token is what the commands on this machine use.",
             "To replace it, stop the gateway, remove tokens.json and start it again.",
             field="name",
         )
-    tokens.revoke(name)
+    if (config := _shared(settings)) and not _is_in_file(settings, name):
+        from antiphon.gateway.shared_tokens import revoke_token
+
+        _on_store(settings, config, lambda store: store.tx(revoke_token, name))
+    else:
+        _tokens(settings).revoke(name)
     if settings.json:
         output.emit({"revoked": name})
     else:

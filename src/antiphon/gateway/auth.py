@@ -176,6 +176,8 @@ class Guard:
             right = self._password is not None and _same(secret, self._password)
             return EVERYTHING if right else None
         found = Tokens.match(self._records(), secret)
+        if found and found.created_at is not None:
+            self._tokens.used.add(found.digest)
         return Identity(found.name, frozenset(found.scopes), found.digest) if found else None
 
     def _records(self) -> list[Record]:

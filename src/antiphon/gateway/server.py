@@ -28,6 +28,7 @@ from antiphon.gateway.gateway import Gateway
 from antiphon.gateway.heads import bounded_protocol, most_connections
 from antiphon.gateway.hub import Hub
 from antiphon.gateway.line import LineProtocol
+from antiphon.gateway.shared_tokens import SharedTokens
 from antiphon.gateway.tokens import Tokens, configured
 from antiphon.host import House, Options, house
 
@@ -70,12 +71,32 @@ async def serving(
         listener = listen(host, config.gateway.port if port is None else port)
         number = listener.getsockname()[1]
         try:
-            guard = await asyncio.to_thread(_guard, config, opened, tokens_dir or state_dir, host, number)
+            tokens = await asyncio.to_thread(Tokens.open, tokens_dir or state_dir)
+            guard = await asyncio.to_thread(_guard, config, opened, tokens, host, number)
             gateway = Gateway(house=opened, guard=guard, state_dir=state_dir, started_at=opened.clock.now())
-            async with _listening(gateway, listener, _url(host, number), most) as served:
+            async with (
+                _refreshing(opened, tokens),
+                _listening(gateway, listener, _url(host, number), most) as served,
+            ):
                 yield served
         finally:
             listener.close()
+
+
+@asynccontextmanager
+async def _refreshing(opened: House, tokens: Tokens) -> AsyncGenerator[None]:
+    """The tokens that replicas share, known before anyone is let in and kept up to date."""
+    if not opened.store.shared:
+        yield
+        return
+    shared = SharedTokens(opened.store, tokens)
+    await shared.refresh()
+    task = asyncio.create_task(shared.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -138,13 +159,13 @@ def _settings(app: App, most: int) -> uvicorn.Config:
     )
 
 
-def _guard(config: Config, opened: House, tokens_dir: Path, host: str, port: int) -> Guard:
+def _guard(config: Config, opened: House, tokens: Tokens, host: str, port: int) -> Guard:
     """Reads files and may run commands for secrets, so it is called in a thread."""
     auth = config.gateway.auth
     origins = [*own_origins(host, port), *config.gateway.control_ui.allowed_origins]
     return Guard(
         mode=auth.mode,
-        tokens=Tokens.open(tokens_dir),
+        tokens=tokens,
         owner=configured(auth.token.reveal()) if auth.token else None,
         password=auth.password.reveal() if auth.password else None,
         origins=origins,

@@ -39,6 +39,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     scopes: list[str]
     digest: str
     token: str | None = None
+    created_at: int | None = None
+    last_used_at: int | None = None
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -53,6 +55,10 @@ class Tokens:
         self._seen = seen
         self._complained: Mark | None = None
         self.records = list(records)
+        self.shared: list[Record] = []
+        """Those of a database that replicas share; see `shared_tokens`."""
+        self.used: set[str] = set()
+        """Digests of the shared ones that were used since this was last written down."""
 
     def current(self) -> list[Record]:
         """The records as the file has them now: a token that was revoked is not let in any more.
@@ -65,7 +71,7 @@ class Tokens:
                 self._read_again()
             except StoreError as error:
                 self._complain(mark, error)
-        return self.records
+        return [*self.records, *self.shared] if self.shared else self.records
 
     def _read_again(self) -> None:
         fresh = Tokens.read(self._path)
@@ -127,25 +133,14 @@ class Tokens:
 
     def issue(self, name: str, scopes: Iterable[str]) -> str:
         """A new token, which is not kept and cannot be shown again."""
-        wanted = list(dict.fromkeys(scopes))
-        if unknown := set(wanted) - ALL_SCOPES:
-            raise InvalidInput(
-                f"There is no scope {sorted(unknown)[0]!r}.",
-                f"Use {', '.join(sorted(ALL_SCOPES))}.",
-                field="scope",
-            )
-        if not (0 < len(name) <= 64 and name.isprintable() and wanted):
-            raise InvalidInput(
-                "A token needs a name of 1 to 64 characters and a scope.", "Give both.", field="name"
-            )
+        token, record = new_token(name, scopes)
         with self._alone():
             self._read_again()
             if any(record.name == name for record in self.records):
                 raise Conflict(
                     f"There is a token named {name!r} already.", "Choose another name, or revoke that one."
                 )
-            token = secrets.token_urlsafe(32)
-            self._write([*self.records, _record(name, wanted, token)])
+            self._write([*self.records, record])
         return token
 
     def revoke(self, name: str) -> None:
@@ -180,6 +175,23 @@ class Tokens:
         draft.replace(self._path)
         _sync(self._path.parent)
         self.records, self._seen = records, _mark(self._path)
+
+
+def new_token(name: str, scopes: Iterable[str]) -> tuple[str, Record]:
+    """A token, and what is stored of it."""
+    wanted = list(dict.fromkeys(scopes))
+    if unknown := set(wanted) - ALL_SCOPES:
+        raise InvalidInput(
+            f"{sorted(unknown)[0]!r} is not a scope.",
+            f"Use {', '.join(sorted(ALL_SCOPES))}.",
+            field="scope",
+        )
+    if not (0 < len(name) <= 64 and name.isprintable() and wanted):
+        raise InvalidInput(
+            "A token needs a name of 1 to 64 characters and a scope.", "Give both.", field="name"
+        )
+    token = secrets.token_urlsafe(32)
+    return token, _record(name, wanted, token)
 
 
 def _lock(file: int) -> None:

@@ -1,0 +1,86 @@
+"""The tokens of a database that replicas share: rows with digests, in place of each one's token file.
+
+A replica reads them before it listens and then once per `REFRESH_SECONDS`; a revoked token is refused from then on, and
+its open connections end with the next check of the guard. The owner's token, and tokens of a file from before, stay in
+the file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from antiphon.errors import Conflict, NotFound, StoreError
+from antiphon.gateway.tokens import Record, Tokens, new_token
+from antiphon.store import Store, Tx
+from antiphon.store.queries import Queries
+
+log = logging.getLogger(__name__)
+
+SQL = Queries("tokens")
+REFRESH_SECONDS = 2.0
+MAX_TOKENS = 10_000
+
+
+async def read_tokens(tx: Tx) -> list[Record]:
+    rows = await tx.all(SQL.listed, limit=MAX_TOKENS)
+    return [
+        Record(
+            name=row["name"],
+            scopes=row["scopes"].split(),
+            digest=row["digest"],
+            created_at=row["created_at"],
+            last_used_at=row["last_used_at"],
+        )
+        for row in rows
+    ]
+
+
+async def issue_token(tx: Tx, record: Record, now: int) -> None:
+    scopes = " ".join(record.scopes)
+    if not await tx.do(SQL.issue, name=record.name, scopes=scopes, digest=record.digest, now=now):
+        raise Conflict(
+            f"A token named {record.name!r} exists already.", "Choose another name, or revoke that one."
+        )
+
+
+async def revoke_token(tx: Tx, name: str) -> None:
+    if not await tx.do(SQL.revoke, name=name):
+        raise NotFound(f"No token is named {name!r}.", "See `antiphon tokens list`.")
+
+
+async def issue(store: Store, name: str, scopes: list[str]) -> str:
+    """A new token, which is not stored and cannot be shown again."""
+    token, record = new_token(name, scopes)
+    await store.tx(issue_token, record, store.clock.now())
+    return token
+
+
+class SharedTokens:
+    """Keeps the guard's tokens up to date with the rows, and the rows with when a token was last used."""
+
+    def __init__(self, store: Store, tokens: Tokens) -> None:
+        self._store = store
+        self._tokens = tokens
+
+    async def refresh(self) -> None:
+        self._tokens.shared = await self._store.read(read_tokens)
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_SECONDS)
+            try:
+                await self._record_uses()
+                await self.refresh()
+            except StoreError as error:
+                log.debug("The tokens could not be read and stay as they are: %s", error)
+
+    async def _record_uses(self) -> None:
+        used, self._tokens.used = self._tokens.used, set()
+        if used:
+            await self._store.tx(_record_uses, sorted(used), self._store.clock.now())
+
+
+async def _record_uses(tx: Tx, digests: list[str], now: int) -> None:
+    for digest in digests:
+        await tx.do(SQL.use, digest=digest, now=now)
