@@ -73,6 +73,19 @@ def test_sub_agents_are_shown(desk: Program) -> None:
     assert desk.run("subagents", "--for", "agent:helper:main").code == 3
 
 
+@pytest.mark.requirement("P1")
+def test_a_label_names_one_sub_agent_at_a_time(program: Program) -> None:
+    with up(program):
+        assert spawn(program, "calc").code == 0
+        taken = program.run("spawn", "say 2", "--label", "calc", "--json")
+        assert (taken.code, taken.error["code"]) == (2, "conflict")
+        assert program.run("subagents", "kill", "calc").code == 0
+        assert spawn(program, "calc", "--wait").code == 1
+        second = program.run("spawn", "say 2", "--label", "calc", "--wait", "--json").json
+        history = program.run("sessions", "history", "calc", "--json").json
+        assert history["sessionKey"] == second["childSessionKey"]
+
+
 @pytest.mark.requirement("A2", "G16")
 def test_sub_agents_are_stopped_and_redirected(program: Program) -> None:
     program.configure(CONFIG)

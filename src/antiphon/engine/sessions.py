@@ -158,8 +158,18 @@ async def label_is_free(tx: Tx, session: Row, label: Param) -> bool:
 
 async def _check_label(tx: Tx, session: Row, label: Param) -> None:
     if not await label_is_free(tx, session, label):
-        # Whose it is stays unsaid: the caller may not know of that session.
-        raise Conflict(f"label already in use: {label}.", "Choose another one.", field="label")
+        raise label_in_use(label)
+
+
+async def labelled_by(tx: Tx, agent_id: str, label: str) -> Row | None:
+    """The session of an agent that has this label; until the commit no other one can be given it."""
+    await tx.alone(f"label:{agent_id}:{label}")
+    return await tx.one(SQL.label_taken, label=label, agent_id=agent_id, besides=0)
+
+
+def label_in_use(label: Param) -> Conflict:
+    """The error for a label that another session has. Whose it is stays unsaid: the caller may not know of it."""
+    return Conflict(f"label already in use: {label}.", "Choose another one.", field="label")
 
 
 async def note(tx: Tx, session: int, message: Message, now: int) -> Entry:

@@ -96,6 +96,21 @@ async def known(tx: Tx, id: str, requester: int, digest: str) -> Row | None:
     return before
 
 
+async def _free_label(tx: Tx, agent_id: str, label: str, now: int) -> None:
+    """Make sure that a label names one session: a sub-agent that has reported gives it up to the next one.
+
+    Raises:
+        Conflict: a session has it that is at work, or that is no sub-agent.
+    """
+    holder = await sessions.labelled_by(tx, agent_id, label)
+    if holder is None:
+        return
+    task = await tx.one(SQL.by_child, key=holder["key"])
+    if task is None or task["phase"] != "settled":
+        raise sessions.label_in_use(label)
+    await sessions.patch(tx, holder["id"], {"label": None}, now)
+
+
 async def begin(tx: Tx, spawning: Spawning, now: int) -> tuple[Row, Accepted]:
     """The child, its task and its first run."""
     child = await _child(tx, spawning, now)
@@ -124,6 +139,8 @@ async def begin(tx: Tx, spawning: Spawning, now: int) -> tuple[Row, Accepted]:
 
 
 async def _child(tx: Tx, spawning: Spawning, now: int) -> Row:
+    if spawning.label is not None:
+        await _free_label(tx, spawning.child_key.agent_id, spawning.label, now)
     birth = Birth(
         label=spawning.label,
         parent=spawning.requester["id"],

@@ -91,7 +91,7 @@ UPDATE sessions SET label = :label, display_name = :display_name, model = :model
 WHERE id = :id;
 
 -- name: label_taken
-SELECT 1 AS taken FROM sessions
+SELECT id, key FROM sessions
 WHERE label = :label AND agent_id = :agent_id AND archived = 0 AND id <> :besides LIMIT 1;
 
 -- name: place_under
