@@ -49,7 +49,10 @@ def document() -> Schema:
     }
 
 
-def _object(*, required: list[str] | None = None, closed: bool = False, **properties: Schema) -> Schema:
+def _object(
+    shared: Schema | None = None, *, required: list[str] | None = None, closed: bool = False, **own: Schema
+) -> Schema:
+    properties = {**(shared or {}), **own}
     schema: Schema = {"type": "object", "properties": properties}
     schema |= {"required": list(properties) if required is None else required}
     return {**schema, "additionalProperties": False} if closed else schema
@@ -215,12 +218,12 @@ _SAMPLING: dict[str, Schema] = {
     "parallel_tool_calls": _FLAG,
 }
 _CHAT = _object(
+    _SAMPLING,
     model=_TEXT,
     messages=_messages(_part("text", text=_TEXT), _part("image_url", image_url=_object(url=_IMAGE))),
     stream=_FLAG,
     stream_options=_object(include_usage=_FLAG),
     user=_TEXT,
-    **_SAMPLING,
     max_tokens=_COUNT,
     max_completion_tokens=_COUNT,
     stop={"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": 4}]},
@@ -232,6 +235,7 @@ _CHAT = _object(
     required=["model", "messages"],
 )
 _RESPONSES = _object(
+    _SAMPLING,
     model=_TEXT,
     input={
         "anyOf": [
@@ -243,7 +247,6 @@ _RESPONSES = _object(
     previous_response_id=_TEXT,
     stream=_FLAG,
     user=_TEXT,
-    **_SAMPLING,
     max_output_tokens=_COUNT,
     text=_object(required=[], format={"type": "object"}),
     reasoning=_object(required=[], effort=_TEXT),

@@ -19,13 +19,11 @@ from starlette.types import Receive, Scope, Send
 from antiphon import __version__, access
 from antiphon.access import Caller
 from antiphon.errors import AntiphonError, InvalidInput, NotFound
-from antiphon.gateway import health, history, openai_api, openapi, replies, tools_http
+from antiphon.gateway import health, history, openai_api, replies, tools_http
 from antiphon.gateway.auth import Identity
 from antiphon.gateway.gateway import Gateway
 from antiphon.gateway.hooks import Hooks
 from antiphon.gateway.metrics import Metrics
-from antiphon.gateway.openai_chat import post_chat
-from antiphon.gateway.openai_responses import post_responses
 from antiphon.gateway.replies import Slots, json_reply
 
 log = logging.getLogger(__name__)
@@ -77,15 +75,9 @@ class Web:
         ]
 
     def _openai(self) -> list[BaseRoute]:
-        gateway, slots, endpoints = (
-            self._gateway,
-            self.slots,
-            self._gateway.house.config.gateway.http.endpoints,
-        )
+        endpoints = self._gateway.house.config.gateway.http.endpoints
         chat, responses = endpoints.chat_completions.enabled, endpoints.responses.enabled
-        post_completions = self._streaming(partial(post_chat, gateway, slots))
-        post_response = self._streaming(partial(post_responses, gateway, slots))
-        models = self._operator(partial(openai_api.get_models, gateway))
+        models = self._operator(partial(openai_api.get_models, self._gateway))
         switches = (
             "gateway.http.endpoints.chatCompletions.enabled",
             "gateway.http.endpoints.responses.enabled",
@@ -93,14 +85,24 @@ class Web:
         off = Address("/v1/{path:path}", {}, self.metrics, openai_api.error_reply)
         refuse = [_switched_off(switch) for switch in (*switches, " or ".join(switches))]
         routes: list[tuple[str, dict[str, Endpoint]]] = [
-            ("/v1/chat/completions", {"POST": post_completions} if chat else refuse[0]),
-            ("/v1/responses", {"POST": post_response} if responses else refuse[1]),
+            ("/v1/chat/completions", self._chat_completions() if chat else refuse[0]),
+            ("/v1/responses", self._responses() if responses else refuse[1]),
             ("/v1/models", {"GET": models} if chat or responses else refuse[2]),
         ]
         return [
             *(self._openai_route(path, **methods) for path, methods in routes),
             Route("/v1/{path:path}", off),
         ]
+
+    def _chat_completions(self) -> dict[str, Endpoint]:
+        from antiphon.gateway.openai_chat import post_chat  # noqa: PLC0415 - what is off is not loaded
+
+        return {"POST": self._streaming(partial(post_chat, self._gateway, self.slots))}
+
+    def _responses(self) -> dict[str, Endpoint]:
+        from antiphon.gateway.openai_responses import post_responses  # noqa: PLC0415 - as above
+
+        return {"POST": self._streaming(partial(post_responses, self._gateway, self.slots))}
 
     def _openai_route(self, path: str, **methods: Endpoint) -> BaseRoute:
         address = Address(path, methods, self.metrics, openai_api.error_reply, openai_api.unexpected_reply)
@@ -217,5 +219,7 @@ async def _get_root(request: Request) -> Response:
 
 
 async def _get_openapi(caller: Caller, request: Request) -> Response:
+    from antiphon.gateway import openapi  # noqa: PLC0415 - seldom asked for
+
     access.require_scope(caller, "read")
     return json_reply(openapi.document())
