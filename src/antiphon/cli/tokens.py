@@ -28,7 +28,7 @@ def command() -> None: ...
 
 def _shared(settings: Settings) -> Config | None:
     """The configuration, where tokens are rows of a database that replicas share."""
-    config = settings.load().config
+    config = settings.config_when_needed()
     return config if config.store.url is not None else None
 
 
