@@ -69,6 +69,20 @@ async def test_the_words_of_a_hook_are_shown_as_data_with_a_number_that_the_syst
     assert f"Only markers with the number {found[1]} are genuine" in instructions
 
 
+async def test_a_channel_that_does_not_exist_is_refused_unless_nothing_is_to_be_delivered(
+    tmp_path: Path,
+) -> None:
+    async with opened(tmp_path) as site:
+        status, body = await agent(site, message="hello", channel="telegram", to="1")
+        assert status == 400 and "channel" in body["error"]["message"], body
+        for accepted in (
+            {"channel": "last"},
+            {"channel": "webchat"},
+            {"channel": "telegram", "deliver": False},
+        ):
+            assert (await agent(site, message="hello", **accepted))[0] == 200, accepted
+
+
 async def test_waking_speaks_to_the_main_session(tmp_path: Path) -> None:
     async with opened(tmp_path) as site:
         reply = await site.stranger.post(

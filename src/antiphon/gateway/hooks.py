@@ -20,6 +20,7 @@ from antiphon.access import WRITE, Caller
 from antiphon.errors import Forbidden, InvalidInput
 from antiphon.gateway.gateway import Gateway
 from antiphon.gateway.replies import json_reply, read_json
+from antiphon.gateway.speech import check_channel
 from antiphon.messages import Provenance
 from antiphon.operations import Message
 from antiphon.views import Accepted
@@ -34,7 +35,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_un
 
 
 class AgentHook(_Body, frozen=True):
-    """`deliver`, `channel` and `to` say where an answer should go; without a channel it stays in the session."""
+    """What `POST /hooks/agent` takes. The answer stays in the session, which is what the channel `webchat` shows."""
 
     message: str
     name: Annotated[str, msgspec.Meta(max_length=200)] | None = None
@@ -77,6 +78,8 @@ class Hooks:
     async def post_agent(self, request: Request) -> Response:
         wanted = await read_json(request, AgentHook)
         _check_name(wanted.name)
+        if wanted.deliver is not False:
+            check_channel("channel", wanted.channel)
         again = request.headers.get("idempotency-key")
         session = self._session(wanted, again)
         accepted = await self._submit(

@@ -12,11 +12,30 @@ from typing import Literal
 import msgspec
 
 from antiphon.access import Caller
+from antiphon.errors import InvalidInput
 from antiphon.operations import Message, Operations
 from antiphon.views import Accepted
 
 _RENEW = re.compile(r"/(new|reset)", re.IGNORECASE)
 STOPS = frozenset({"/stop", "/abort", "stop", "abort"})
+
+
+CHANNELS_SHOWN_IN_SESSION = frozenset({"webchat", "last"})
+"""The channels that an answer is delivered to by being in its session."""
+
+
+def check_channel(field: str, channel: str | None) -> None:
+    """Refuse to deliver to a channel that this gateway does not have.
+
+    Raises:
+        InvalidInput: naming the field.
+    """
+    if channel and channel.lower() not in CHANNELS_SHOWN_IN_SESSION:
+        raise InvalidInput(
+            f"{field!r} is {channel[:80]!r}, a channel that this gateway does not have.",
+            "Leave it out, or pass 'webchat': the answer is shown in the session.",
+            field=field,
+        )
 
 
 class Spoken(msgspec.Struct, frozen=True):

@@ -19,7 +19,6 @@ from antiphon.operations import Message
 from antiphon.views import RunView
 
 LOOK_AGAIN = 5.0  # seconds between looks for a run that is not there yet, if nothing is heard of its end
-HERE = frozenset({"webchat", "last"})  # the channels that an answer is delivered to by being in the session
 LONGEST_WAIT = 24 * 3600 * 1000  # ms
 
 
@@ -109,13 +108,8 @@ def _check_delivery(params: Agent) -> None:
     """Refuse to deliver to where nothing can be delivered; who asks for the best effort gets what there is."""
     if not params.deliver or params.best_effort_deliver:
         return
-    for field, channel in (("replyChannel", params.reply_channel), ("channel", params.channel)):
-        if channel and channel.lower() not in HERE:
-            raise InvalidInput(
-                f"{field!r} is {channel[:80]!r}, a channel that this gateway does not have.",
-                "Leave it out, or pass 'webchat': the answer is shown in the session.",
-                field=field,
-            )
+    speech.check_channel("replyChannel", params.reply_channel)
+    speech.check_channel("channel", params.channel)
     for field, to in (("replyTo", params.reply_to), ("to", params.to)):
         if to and to not in {params.session_key, params.session_id}:
             raise InvalidInput(
