@@ -544,36 +544,6 @@ def test_each_version_is_reached_from_the_one_before(tmp_path: Path, monkeypatch
     connection.close()
 
 
-@pytest.mark.anyio
-@pytest.mark.requirement("G45", "K3")
-async def test_the_session_that_all_agents_share_is_found_under_its_new_key(tmp_path: Path) -> None:
-    with schema(8):
-        async with opened(tmp_path):
-            pass
-    for statement in (
-        "INSERT INTO transcripts (session_id, key, reason, started_at) VALUES ('t', 'global', 'new', 1)",
-        "INSERT INTO sessions (key, session_id, transcript, agent_id, kind, created_at, updated_at)"
-        " VALUES ('global', 't', 1, 'main', 'main', 1, 1)",
-        "INSERT INTO sessions (key, session_id, transcript, agent_id, kind, parent_key, root_key, created_at,"
-        " updated_at) VALUES ('agent:main:subagent:1', 'u', 2, 'main', 'other', 'global', 'global', 1, 1)",
-        "INSERT INTO usage (at, run_id, session_key, session_id, root_key, agent_id, input, output, cache_read,"
-        " cache_write) VALUES (1, 'r', 'global', 't', 'global', 'main', 5, 0, 0, 0)",
-        "INSERT INTO commands (id, digest, answer, created_at) VALUES ('forgotten:global old', '', 'old', 1)",
-    ):
-        raw(tmp_path / NAME, statement)
-    async with opened(tmp_path):
-        pass
-    found = raw(tmp_path / NAME, "SELECT key, parent_key, root_key FROM sessions ORDER BY id")
-    assert [tuple(row.values()) for row in found] == [
-        ("main", None, None),
-        ("agent:main:subagent:1", "main", "main"),
-    ]
-    assert raw(tmp_path / NAME, "SELECT key FROM transcripts") == [{"key": "main"}]
-    [spent] = raw(tmp_path / NAME, "SELECT session_key, root_key FROM usage")
-    assert set(spent.values()) == {"main"}
-    assert raw(tmp_path / NAME, "SELECT id FROM commands") == [{"id": "forgotten:main old"}]
-
-
 async def planted(path: Path) -> None:
     """A new file with a session in it."""
     async with opened(path):

@@ -1,0 +1,187 @@
+"""What each of the later migrations makes of a database of the schema before it, on SQLite and on PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+from test_postgres_schema import (
+    HOUSE,
+    KNOWN,
+    empty,  # pyright: ignore[reportUnusedImport]  # noqa: F401 - a fixture
+    everything,
+    migrated,
+    on,
+    schema_of,
+    told,
+)
+from test_sqlite import NAME, schema
+
+from antiphon.access import Caller
+from antiphon.config import Config
+from antiphon.host import hosting
+from antiphon.store.postgres.connection import Server
+from antiphon.store.sqlite import check_file
+from stage import BOUND, opened, raw
+
+pytestmark = pytest.mark.anyio
+
+Rows: TypeAlias = list[dict[str, Any]]
+Answers: TypeAlias = Mapping[str, list[tuple[Any, ...]]]
+OF_THE_SCHEMA = {"schema_version", "sqlite_sequence", "unindexed"}
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """One migration: the rows that it meets, which of their values it changes, and what it makes possible."""
+
+    version: int
+    met: list[str]
+    found: Answers
+    """What a question is answered with, right after the migration."""
+    done: list[str] = field(default_factory=list[str])
+    """Statements that the new schema takes."""
+    renamed: dict[str, str] = field(default_factory=dict[str, str])
+
+
+UPGRADES = [
+    Upgrade(
+        9,
+        [
+            "INSERT INTO transcripts (session_id, key, reason, started_at) VALUES ('g', 'global', 'new', 1)",
+            "INSERT INTO sessions (key, session_id, transcript, agent_id, kind, created_at, updated_at)"
+            " VALUES ('global', 'g', 2, 'main', 'main', 1, 1)",
+            "INSERT INTO sessions (key, session_id, transcript, agent_id, kind, parent_key, root_key, created_at,"
+            " updated_at) VALUES ('agent:main:subagent:1', 'u', 3, 'main', 'other', 'global', 'global', 1, 1)",
+            "INSERT INTO usage (at, run_id, session_key, session_id, root_key, agent_id, input, output, cache_read,"
+            " cache_write) VALUES (1, 'r', 'global', 'g', 'global', 'main', 5, 0, 0, 0)",
+            "INSERT INTO commands (id, digest, answer, created_at) VALUES ('forgotten:global old', '', 'old', 1)",
+        ],
+        {
+            "SELECT key, parent_key, root_key FROM sessions WHERE id > 1 ORDER BY id": [
+                ("main", None, None),
+                ("agent:main:subagent:1", "main", "main"),
+            ],
+            "SELECT key FROM transcripts ORDER BY id": [("agent:main:main",), ("main",)],
+            "SELECT id FROM commands": [("forgotten:main old",)],
+            "SELECT DISTINCT agent_id FROM runs": [(None,)],
+        },
+        ["UPDATE runs SET agent_id = 'main' WHERE id = 'waiting'"],
+        {"global": "main", "forgotten:global old": "forgotten:main old"},
+    ),
+    Upgrade(
+        10,
+        ["UPDATE sessions SET yielded = 'all', yield_run = 'cut' WHERE id = 1"],
+        {"SELECT id, woken_by FROM runs ORDER BY id": [("cut", ""), ("waiting", None)]},
+        [
+            "UPDATE runs SET woken_by = 'waiting' WHERE id = 'cut'",
+            "UPDATE runs SET woken_by = NULL",
+            "UPDATE sessions SET yielded = NULL, yield_run = NULL",
+        ],
+    ),
+    Upgrade(
+        11,
+        [],
+        {"SELECT count(*) FROM secrets": [(0,)]},
+        ["INSERT INTO secrets (name, value) VALUES ('frames', 'abcd')"],
+    ),
+    Upgrade(
+        12,
+        [],
+        {"SELECT id, options FROM runs ORDER BY id": [("cut", None), ("waiting", None)]},
+        ["UPDATE runs SET options = '{}' WHERE id = 'waiting'"],
+    ),
+    Upgrade(
+        13,
+        ["INSERT INTO secrets (name, value) VALUES ('frames', 'abcd')"],
+        {"SELECT count(*) FROM tokens": [(0,)]},
+        ["INSERT INTO tokens (name, scopes, digest, created_at) VALUES ('n', 'operator.read', 'd', 1)"],
+    ),
+]
+
+
+def test_every_migration_since_the_ninth_has_its_upgrade() -> None:
+    assert [upgrade.version for upgrade in UPGRADES] == [step.version for step in KNOWN if step.version > 8]
+
+
+upgrades = pytest.mark.parametrize("upgrade", UPGRADES, ids=[f"to-{it.version}" for it in UPGRADES])
+
+
+@pytest.mark.requirement("G45", "K3")
+@upgrades
+async def test_a_file_of_the_schema_before_is_brought_up(tmp_path: Path, upgrade: Upgrade) -> None:
+    path = tmp_path / NAME
+
+    async def bring(version: int) -> None:
+        with schema(version):
+            async with opened(tmp_path):
+                pass
+
+    async def tell(statement: str) -> Rows:
+        return raw(path, statement)
+
+    async def look() -> dict[str, Rows]:
+        names = raw(path, "SELECT name FROM sqlite_schema WHERE type = 'table' AND sql NOT LIKE '%fts5%'")
+        shadows = ("message_words", "session_names")  # of the indexes
+        return {
+            row["name"]: raw(path, f"SELECT * FROM {row['name']}")  # noqa: S608
+            for row in names
+            if not row["name"].startswith(shadows)
+        }
+
+    await _upgrade(upgrade, bring, tell, look)
+    assert raw(path, "PRAGMA user_version") == [{"user_version": upgrade.version}]
+    await _goes_on(Config(), tmp_path)
+    check_file(path)
+
+
+@pytest.mark.requirement("G45", "K3")
+@upgrades
+async def test_a_database_of_the_schema_before_is_brought_up(
+    empty: Server,  # noqa: F811
+    tmp_path: Path,
+    upgrade: Upgrade,
+) -> None:
+    await _upgrade(
+        upgrade,
+        lambda version: migrated(empty, KNOWN[:version]),
+        lambda statement: told(empty, statement),
+        lambda: everything(empty),
+    )
+    assert await schema_of(empty) == (upgrade.version, upgrade.version - 1)
+    await _goes_on(on(empty), tmp_path)
+
+
+async def _upgrade(
+    upgrade: Upgrade,
+    bring: Callable[[int], Awaitable[None]],
+    tell: Callable[[str], Awaitable[Rows]],
+    look: Callable[[], Awaitable[dict[str, Rows]]],
+) -> None:
+    await bring(upgrade.version - 1)
+    for statement in [*HOUSE, *upgrade.met]:
+        await tell(statement)
+    before = await look()
+    await bring(upgrade.version)
+    after = await look()
+    for table in before.keys() - OF_THE_SCHEMA:
+        kept = [{name: row[name] for name in before[table][0]} for row in after[table] if before[table]]
+        expected = [
+            {name: upgrade.renamed.get(value, value) for name, value in row.items()} for row in before[table]
+        ]
+        assert sorted(kept, key=repr) == sorted(expected, key=repr), table
+    for question, answer in upgrade.found.items():
+        assert [tuple(row.values()) for row in await tell(question)] == answer, question
+    for statement in upgrade.done:
+        await tell(statement)
+
+
+async def _goes_on(config: Config, path: Path) -> None:
+    """This version works on it: what was cut off and what waited is answered."""
+    async with hosting(config, path) as operations:
+        for run in ("cut", "waiting"):
+            view = await operations.wait(Caller.operator(), run, BOUND)
+            assert (view.state, view.reply) == ("ok", "hello")
