@@ -139,9 +139,9 @@ class Reach:
 
 
 def missing(reference: str, caller: Caller | None = None, grants: Grants | None = None) -> NotFound:
-    """The error for a session that does not exist, and for one the caller may not know of.
+    """The error for a session that does not exist or that the caller may not know of.
 
-    An agent is told what it reaches and by which settings, which is the same whether or not the session exists.
+    An agent is told what it can reach and which settings decide that, whether or not the session exists.
     """
     shows = "Use a key that sessions_list (or `antiphon sessions list`) shows."
     if caller is not None and grants is not None and not caller.is_operator:

@@ -259,8 +259,8 @@ def test_a_gateway_that_stays_away_has_not_lost_what_it_accepted(program: Progra
         gateway.stop(signal.SIGKILL)
         out, err = asking.communicate(timeout=BOUND)
     assert (asking.returncode, out) == (5, "")
-    assert f"was accepted before (run {run_id}) and is not lost" in err
-    assert "Do not send it again. Look later: antiphon sessions history agent:main:main" in err
+    assert f"was accepted (run {run_id}) and is not lost" in err
+    assert "Do not send it again. Look for the answer later: antiphon sessions history agent:main:main" in err
 
 
 def test_a_gateway_that_stays_away_ends_an_idle_chat(program: Program, hasty: Program) -> None:

@@ -34,7 +34,7 @@ COMMANDS = {
     "tokens": ("antiphon.cli.tokens", "Who may talk to the gateway."),
     "config": ("antiphon.cli.config", "Check the configuration, or print its schema."),
     "store": ("antiphon.cli.store", "Move everything into another database."),
-    "logs": ("antiphon.cli.logs", "Show what was logged, and follow it."),
+    "logs": ("antiphon.cli.logs", "Show the log, and follow it."),
     "doctor": ("antiphon.cli.doctor", "Look for anything that is wrong, and say what to do."),
 }
 
@@ -66,7 +66,7 @@ class Shelf(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         try:
             return super().resolve_command(ctx, args)
-        except click.NoSuchCommand as error:  # click knows only commands that are imported by now
+        except click.NoSuchCommand as error:  # click knows only the commands imported so far
             raise click.NoSuchCommand(error.command_name, possibilities=list(COMMANDS), ctx=ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The whole program; its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     os.umask(0o077)  # whatever is written holds conversations
-    # Looking for plugins of pydantic reads the metadata of every installed package, at each start.
+    # Pydantic would look for plugins in the metadata of every installed package at each start.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         code = root.main(given, prog_name="antiphon", standalone_mode=False)

@@ -1,4 +1,4 @@
-"""`antiphon agents`: the configured agents, what answers for them, and which others each can start and message."""
+"""`antiphon agents`: the configured agents, what answers for each, and which agents each may spawn and message."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from antiphon.views import AgentCard
 
 NO_REACH = (
-    "No agent can message another. To let them, set tools.sessions.visibility to 'all' and tools.agentToAgent.enabled"
+    "No agent can message another. To allow it, set tools.sessions.visibility to 'all' and tools.agentToAgent.enabled"
     " to true in the configuration."
 )
 
 
-@click.command(help="The configured agents, what answers for them, and whom each may spawn and message.")
+@click.command(help="List the agents, what answers for each, and which agents each may spawn and message.")
 @reaching
 @common
 @click.pass_obj

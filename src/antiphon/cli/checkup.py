@@ -98,7 +98,7 @@ def _answers(found: Note) -> Finding:
         return fail(
             "gateway",
             f"process {found.pid} runs at {found.url}, but it cannot use its database.",
-            "Its log says why. If the database file was deleted or replaced: put the right one there and restart it.",
+            "See `antiphon logs`. If the database file was deleted or replaced, put the right one there and restart.",
         )
     return ok("gateway", f"running at {found.url}, process {found.pid}")
 

@@ -1,4 +1,4 @@
-"""Choosing one of several things by what a person calls it."""
+"""Finds the one item that a name, an id or the beginning of one refers to."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ MAX_CANDIDATES = 10
 
 
 def choose(target: str, found: Sequence[T], names: Callable[[T], Sequence[str]], what: str, hint: str) -> T:
-    """The one that is called exactly this, or else the only one with a name that begins with it.
+    """The item with exactly this name, or else the only one with a name that begins with it.
 
-    The first of its names tells two of them apart, and is what an ambiguous one is answered with.
+    `names` gives the names of an item. The first one must be unique: the error for an ambiguous target lists it.
 
     Raises:
-        NotFound: nothing is called this; the nearest name is suggested.
-        Ambiguous: several are.
+        NotFound: no item has this name; the most similar one is suggested.
+        Ambiguous: several items fit.
     """
     fitting = [it for it in found if target in names(it)]
     if not fitting and target:
@@ -28,8 +28,8 @@ def choose(target: str, found: Sequence[T], names: Callable[[T], Sequence[str]],
     if fitting:
         candidates = [names(it)[0] for it in fitting]
         raise Ambiguous(
-            f"{len(fitting)} {what}s fit {target[:80]!r}: {', '.join(candidates[:MAX_CANDIDATES])}.",
-            "Name one of them by its id.",
+            f"{len(fitting)} {what}s match {target[:80]!r}: {', '.join(candidates[:MAX_CANDIDATES])}.",
+            "Use the id of one of them.",
             candidates=candidates[:MAX_CANDIDATES],
         )
     from difflib import get_close_matches

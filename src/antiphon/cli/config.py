@@ -23,7 +23,7 @@ def command() -> None: ...
 @common
 @click.pass_obj
 def check(settings: Settings) -> None:
-    """Read the configuration, build what runs need, and say what it amounts to. Exit code 6 if it cannot be used."""
+    """Check the configuration, build what runs need, and print a summary. Exit code 6 if it is not valid."""
     loaded = settings.load()
     _build(loaded)
     lacking = [*missing_secrets(loaded.config)]
@@ -97,7 +97,7 @@ def _facts(settings: Settings, loaded: Loaded, lacking: list[str]) -> dict[str, 
 
 
 def missing_secrets(config: Config) -> Iterator[str]:
-    """What is known to be missing for this process; another one may have it, so the configuration stays valid."""
+    """Warnings for secrets that this process lacks; another process may have them, so the configuration is valid."""
     from antiphon.config import secrets_in
 
     for path, secret in secrets_in(config):

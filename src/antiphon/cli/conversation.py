@@ -90,7 +90,7 @@ class Conversation:
             "/new": Command(self._new, "start a new conversation; the old one is kept"),
             "/stop": Command(self._stop, "stop the answer (so does Ctrl-C)"),
             "/send": Command(
-                self._switch, "let this session be written to, or not: /send on, off or inherit"
+                self._switch, "allow or block messages to this session: /send on, off or inherit"
             ),
             "/history": Command(self._history, "show the last messages: /history 50"),
             "/status": Command(self._status, "say where this conversation stands"),
@@ -299,7 +299,7 @@ class Conversation:
             async for event in self._desk.follow(self._session):
                 if isinstance(event, MessageAppended):
                     entry = {**msgspec.json.decode(event.body), "runId": event.run_id}
-                    await voices.learn(self._desk, [entry], self._screen.known)
+                    await voices.look_up_speakers(self._desk, [entry], self._screen.known)
                 self._screen.show(event)
         except AntiphonError:
             if self._away:
@@ -352,7 +352,7 @@ class Conversation:
         page = await self._desk.history(
             self._session, HistoryFilter(limit=int(wanted or 10), include_tools=True)
         )
-        await voices.learn(self._desk, page.messages, self._screen.known)
+        await voices.look_up_speakers(self._desk, page.messages, self._screen.known)
         for item in page.messages:
             heading = voices.heading(item, self._screen.known, self._screen.speaker)
             self._screen.tell(f"{heading} {output.said(item)}")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from antiphon.views import RunView
 
 F = TypeVar("F", bound=Callable[..., Any])
-MAX_REPLY_CHARS = 60  # of a reply in a table on a terminal; --json has all of it
+MAX_REPLY_CHARS = 60  # of a reply in a table on a terminal; --json has the whole text
 
 
 @click.group(
@@ -63,7 +63,7 @@ def list_jobs(settings: Settings) -> None:
 
 def _next(job: JobView) -> str:
     at = job.state.next_run_at_ms
-    return "" if at is None else output.moment(at)
+    return "" if at is None else output.format_time(at)
 
 
 def _when(job: JobView) -> str:
@@ -81,21 +81,23 @@ def _when(job: JobView) -> str:
 
 
 def _scheduling(function: F) -> F:
-    """The options that say when a job fires, who answers and where that goes."""
+    """Add the options for when a job fires, which agent answers and where the answer goes."""
     for option in (
-        click.option("--to", metavar="ID", help="Of --channel: whom or which group there."),
+        click.option("--to", metavar="ID", help="With --channel: the person or group to post to."),
         click.option(
             "--channel",
             metavar="NAME",
-            help="Of --announce: which channel; default: where the agent last heard from.",
+            help="With --announce: the channel to post to; default: where the agent last received a message.",
         ),
-        click.option("--agent", metavar="ID", help="Who does it; default: the default agent."),
-        click.option("--tz", metavar="ZONE", help="The time zone of --cron; default: the machine's."),
+        click.option("--agent", metavar="ID", help="The agent that answers; default: the default agent."),
+        click.option("--tz", metavar="ZONE", help="The time zone for --cron; default: that of the machine."),
         click.option(
-            "--cron", "expression", metavar="EXPR", help="By a cron expression, such as '0 9 * * 1-5'."
+            "--cron", "expression", metavar="EXPR", help="Fire by a cron expression, such as '0 9 * * 1-5'."
         ),
-        click.option("--at", metavar="TIME", help="Once, such as 2026-08-01T09:00:00+02:00."),
-        click.option("--every", type=Interval(), metavar="INTERVAL", help="So often, such as 10m or 6h."),
+        click.option("--at", metavar="TIME", help="Fire once, such as 2026-08-01T09:00:00+02:00."),
+        click.option(
+            "--every", type=Interval(), metavar="INTERVAL", help="Fire at this interval, such as 10m or 6h."
+        ),
     ):
         function = option(function)
     return function
@@ -144,8 +146,8 @@ def add(
 
 @command.command()
 @click.argument("job", metavar="JOB")
-@click.option("--name", help="Call it this.")
-@click.option("--message", metavar="TEXT", help="Say this when it fires.")
+@click.option("--name", help="Rename the job.")
+@click.option("--message", metavar="TEXT", help="The new message of the job.")
 @click.option("--announce/--no-announce", default=None, help="Whether each answer is also posted to a chat.")
 @_scheduling
 @reaching
@@ -165,18 +167,18 @@ def edit(
     channel: str | None,
     to: str | None,
 ) -> None:
-    """Change a job; what is not named stays. A new time counts from now."""
+    """Change the given options of a job and keep the rest. A new schedule starts now."""
     patch: dict[str, Any] = {
         field: given for field, given in (("name", name), ("agentId", agent)) if given is not None
     }
     if any(given is not None for given in (every, at, expression)):
         patch["schedule"] = _schedule(every, at, expression, tz)
     elif tz is not None:
-        raise click.UsageError("--tz is for --cron; give that, too.")
+        raise click.UsageError("--tz applies only to --cron. Give both.")
     if announce is not None or channel is not None or to is not None:
         patch["delivery"] = _delivery(bool(announce), channel, to)
     if not patch and message is None:
-        raise click.UsageError("Say what to change, such as --message TEXT or --every 1h.")
+        raise click.UsageError("Nothing to change. Give an option, such as --message TEXT or --every 1h.")
 
     def changes(view: JobView) -> dict[str, Any]:
         return {**patch, "payload": _saying(view, message)} if message is not None else patch
@@ -190,7 +192,7 @@ def edit(
 @common
 @click.pass_obj
 def enable(settings: Settings, job: str) -> None:
-    """Let a job fire again. What it has missed is not made up for."""
+    """Let a job fire again. Missed firings are not made up for."""
     _tell_changed(settings, asyncio.run(_update(settings, job, lambda _: {"enabled": True})), "Enabled")
 
 
@@ -215,7 +217,7 @@ async def _update(
 
 
 def _saying(view: JobView, message: str) -> dict[str, Any]:
-    """The job's payload with other words; everything else in it stays."""
+    """The payload of a job with a new message and everything else unchanged."""
     import msgspec
 
     payload: dict[str, Any] = msgspec.to_builtins(view.payload)
@@ -237,15 +239,15 @@ def _tell_changed(settings: Settings, view: JobView, done: str) -> None:
 @common
 @click.pass_obj
 def runs(settings: Settings, job: str, limit: int) -> None:
-    """What a job has run, the newest first, and how each run ended."""
+    """List the runs of a job, newest first, and how each ended."""
     from antiphon.cli.timetable import consulted, find_job
 
-    async def told() -> tuple[JobView, Sequence[RunView]]:
+    async def find_runs() -> tuple[JobView, Sequence[RunView]]:
         async with consulted(settings) as timetable:
             view = await find_job(timetable, job)
             return view, await timetable.runs(view.id, limit)
 
-    view, found = asyncio.run(told())
+    view, found = asyncio.run(find_runs())
     if settings.json:
         output.emit({"jobId": view.id, "runs": found})
     elif not found:
@@ -253,17 +255,17 @@ def runs(settings: Settings, job: str, limit: int) -> None:
     else:
         rows = [
             [
-                output.moment(run.created_at),
+                output.format_time(run.created_at),
                 run.state,
                 output.lasting(run.running_ms or 0),
                 run.run_id,
                 run.error or "",
-                output.brief(run.reply or "", MAX_REPLY_CHARS),
+                output.shorten(run.reply or "", MAX_REPLY_CHARS),
             ]
             for run in found
         ]
         output.table(["AT", "STATE", "LASTED", "RUN", "ERROR", "REPLY"], rows)
-        click.echo(output.dim(f"All of it: antiphon sessions history {output.line(found[0].session_key)}"))
+        click.echo(output.dim(f"Full replies: antiphon sessions history {output.line(found[0].session_key)}"))
 
 
 def _schedule(every: int | None, at: str | None, expression: str | None, tz: str | None) -> dict[str, Any]:

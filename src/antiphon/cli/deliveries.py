@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 STATES = ("pending", "sending", "delivered", "blocked", "ambiguous", "dead")
 STUCK = frozenset({"blocked", "ambiguous", "dead"})
-MAX_TEXT_CHARS = 60  # of a text in a table on a terminal; --json has more
+MAX_TEXT_CHARS = 60  # of a text in a table on a terminal; --json has more of it
 
 
 def _filters(function: F) -> F:
@@ -79,7 +79,7 @@ def _print_page(page: DeliveryPage) -> None:
             _tries(delivery),
             delivery.key,
             delivery.error or "",
-            output.brief(delivery.text, MAX_TEXT_CHARS),
+            output.shorten(delivery.text, MAX_TEXT_CHARS),
         ]
         for delivery in page.deliveries
     ]

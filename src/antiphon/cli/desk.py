@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from antiphon.filters import HistoryFilter, ListFilter
     from antiphon.operations import Message, Operations, Send, Spawn, StopView
 
-MAX_SESSIONS_COMPARED = 200  # the latest ones, when a name is looked for that somebody may have meant
+MAX_SESSIONS_COMPARED = 200  # the latest ones, to suggest one for a mistyped name
 INDEXING = 5.0  # seconds that somebody who searches waits for the index
 TURN = 0.4  # seconds of them in one go, in which nobody else can own the directory
 
@@ -177,18 +177,18 @@ def calling(settings: Settings, on_change: Callable[[str], None] = _nothing) -> 
 
 
 async def remember_replicas(settings: Settings, client: Client | None) -> None:
-    """Learn where the other replicas are, before a wait in which the one that was named may go away.
+    """Ask the gateway for its other replicas, in case it goes away during a wait.
 
-    On this machine they are found without.
+    Replicas on this machine are found without asking.
     """
     if client is not None and settings.named_gateways:
-        with suppress(AntiphonError):  # it is only needed if the connection is lost
+        with suppress(AntiphonError):  # needed only if the connection is lost
             await client.remember_replicas()
 
 
 @asynccontextmanager
 async def _suggesting(desk: Desk) -> AsyncGenerator[None]:
-    """Add the session that was probably meant to the error for one that does not exist."""
+    """Suggest a similarly named session in the error for one that does not exist."""
     try:
         yield
     except NotFound as error:
@@ -199,7 +199,7 @@ async def _suggesting(desk: Desk) -> AsyncGenerator[None]:
 
 
 async def _nearest(desk: Desk, reference: str) -> str | None:
-    """The session whose key, label or agent is spelled most like this; None if nothing is similar."""
+    """The session whose key, label or agent id is most similar to the reference; None if none is."""
     from difflib import get_close_matches
 
     from antiphon.filters import ListFilter
@@ -207,7 +207,7 @@ async def _nearest(desk: Desk, reference: str) -> str | None:
     try:
         rows = (await desk.list(ListFilter(limit=MAX_SESSIONS_COMPARED))).sessions
         names = {card.id: f"agent:{card.id}:main" for card in await desk.roster()}
-    except AntiphonError:  # the first error is the one to tell
+    except AntiphonError:  # report the first error instead
         return None
     names |= {row.key.split(":", 2)[-1]: row.key for row in rows if ":subagent:" not in row.key}
     names |= {name: name for row in rows for name in (row.key, row.label) if name}

@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from antiphon.views import ExchangeDetail, ExchangePage
 
 F = TypeVar("F", bound=Callable[..., Any])
-MAX_TEXT_CHARS = 40  # of a text in a table on a terminal; `exchanges show` has all of it
+MAX_TEXT_CHARS = 40  # of a text in a table on a terminal; `exchanges show` prints the whole text
 
 
 def _filters(function: F) -> F:
     for option in (
-        click.option("--cursor", help="Go on after an earlier page."),
+        click.option("--cursor", help="Continue after an earlier page."),
         click.option("--limit", type=click.IntRange(1, 500), default=50, show_default=True),
-        click.option("--unsettled", is_flag=True, help="Only those that still go on."),
-        click.option("--session", metavar="KEY", help="Only those from or to this session."),
+        click.option("--unsettled", is_flag=True, help="Only exchanges that are not finished."),
+        click.option("--session", metavar="KEY", help="Only exchanges from or to this session."),
     ):
         function = option(function)
     return function
 
 
 @click.group(
-    help="See what sessions have said to each other, the newest first, and what came of it. Alone: as `list`.",
+    help="Show what sessions have said to each other, newest first, and the outcome. Without a subcommand: `list`.",
     invoke_without_command=True,
 )
 @_filters
@@ -50,7 +50,7 @@ def command(ctx: click.Context, session: str | None, unsettled: bool, limit: int
 def list_exchanges(
     settings: Settings, session: str | None, unsettled: bool, limit: int, cursor: str | None
 ) -> None:
-    """Exchanges, the newest first."""
+    """List exchanges, newest first."""
     _list(settings, session, unsettled=unsettled, limit=limit, cursor=cursor)
 
 
@@ -72,7 +72,7 @@ def _list(
 @common
 @click.pass_obj
 def show(settings: Settings, id: str) -> None:
-    """One exchange from its first message to its announcement. ID may be the beginning of an id."""
+    """Print one exchange from its first message to its announcement. ID may be the beginning of an id."""
     detail = asyncio.run(_detail(settings, id))
     if settings.json:
         output.emit(detail)
@@ -98,13 +98,13 @@ def _print_detail(detail: ExchangeDetail) -> None:
     click.echo(f"  {output.line(', '.join(facts))}")
     if exchange.chain_id != exchange.id:
         click.echo(f"  hop {exchange.hop} of chain {output.line(exchange.chain_id)}")
-    output.said_by(exchange.created_at, f"{sender}>", exchange.message or "(forgotten)")
+    output.print_entry(exchange.created_at, f"{sender}>", exchange.message or "(forgotten)")
     for step in detail.steps:
         what = (
             "announcement" if step.turn is None else f"turn {step.turn}/{exchange.turns}" if step.turn else ""
         )
         words = step.reply or step.error or f"({step.state})"
-        output.said_by(step.at, f"{', '.join(filter(None, [step.session_key, what]))}>", words)
+        output.print_entry(step.at, f"{', '.join(filter(None, [step.session_key, what]))}>", words)
 
 
 async def _page(
@@ -126,14 +126,14 @@ def _print(page: ExchangePage) -> None:
             f"{exchange.turn}/{exchange.turns}",
             exchange.announced or "-",
             exchange.id,
-            output.brief(exchange.message or "-", MAX_TEXT_CHARS),
-            output.brief(exchange.latest_reply or "-", MAX_TEXT_CHARS),
+            output.shorten(exchange.message or "-", MAX_TEXT_CHARS),
+            output.shorten(exchange.latest_reply or "-", MAX_TEXT_CHARS),
         ]
         for exchange in page.exchanges
     ]
     output.table(
         ["PHASE", "FROM", "TO", "SINCE", "TURNS", "ANNOUNCED", "ID", "MESSAGE", "LATEST REPLY"], rows
     )
-    click.echo(output.dim("All of one: antiphon exchanges show ID"))
+    click.echo(output.dim("One exchange in full: antiphon exchanges show ID"))
     if page.next_cursor:
         click.echo(output.dim(f"There are more: --cursor {output.clean(page.next_cursor)}"))

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 MOST_PROBLEMS = 20
 ACCESS_HINT = (
-    "Pass the right one with --token-file FILE or in ANTIPHON_TOKEN. "
-    "The owner's token is in tokens.json of the gateway's state directory; `antiphon tokens issue` makes others."
+    "Pass a valid token with --token-file FILE or in ANTIPHON_TOKEN. "
+    "The owner's token is in tokens.json of the gateway's state directory; `antiphon tokens issue` creates others."
 )
 
 
@@ -50,7 +50,7 @@ def report(error: Exception, arguments: Sequence[str]) -> int:
 
 
 def _next_step(error: AntiphonError) -> str:
-    """The hint; for a refused token, what that is called on the command line."""
+    """The hint of an error; for a refused token, how to pass one on the command line."""
     if isinstance(error, TooManyFailures):
         return error.hint
     if isinstance(error, Unauthorized) and "code" in error.data:  # from a gateway

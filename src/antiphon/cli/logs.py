@@ -1,4 +1,4 @@
-"""`antiphon logs`: what the processes of a state directory have logged."""
+"""`antiphon logs`: show the log of a state directory, and follow it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ MAX_LINES = 100_000
 ABOUT = ("run_id", "session_key")
 
 
-@click.command(help="Show the end of the log of the state directory, and with -f what is added to it.")
-@click.option("-f", "--follow", is_flag=True, help="Go on with what is logged from now on, until Ctrl-C.")
+@click.command(help="Show the end of the log in the state directory, and follow it with -f.")
+@click.option("-f", "--follow", is_flag=True, help="Print new lines as they are logged, until Ctrl-C.")
 @click.option("-n", "--lines", type=click.IntRange(0, MAX_LINES), default=50, show_default=True)
 @common
 @click.pass_obj
 def command(settings: Settings, follow: bool, lines: int) -> None:
     path = settings.paths.state_dir / LOG
     if not path.exists() and not follow:
-        click.echo(f"Nothing has been logged in {str(path)!r}.", err=True)
+        click.echo(f"No log exists at {str(path)!r}.", err=True)
         return
     position = 0
     if path.exists():
@@ -47,7 +47,7 @@ def _last(log: TextIO, count: int) -> Iterator[str]:
 
 
 def _added(path: Path, position: int) -> Iterator[str]:
-    """Lines as they are written, also after the file was replaced by a new one because it was full."""
+    """Lines as they are written, also after the log file was rotated."""
     log, begun = None, ""
     while True:
         try:
@@ -78,7 +78,7 @@ def _inode_of(log: TextIO) -> int:
 
 
 def _print(settings: Settings, text: str) -> None:
-    """A line of the log; for a person, without the JSON around it."""
+    """Print a line of the log; as plain text unless JSON was asked for."""
     try:
         given: Any = json.loads(text)
     except ValueError:

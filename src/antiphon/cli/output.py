@@ -14,10 +14,16 @@ from typing import Any, cast
 import click
 
 LONGEST = 4000  # characters of one message in a listing for people; --json has everything
-MAX_PADDED_CHARS = 60  # width of a column in a pipe; longer cells are printed whole
-MAX_CALL_CHARS, MAX_BRIEF_CALL_CHARS = 200, 60  # of a tool call's words in a history, and in a chat
-TARGETS = ("label", "sessionKey", "agentId", "target", "key")  # arguments that say whom a tool call is about
-WORDS = ("message", "task", "text", "query")  # and those that are said
+MAX_PADDED_CHARS = 60  # column width in a pipe; longer cells are printed in full
+MAX_CALL_CHARS, MAX_BRIEF_CALL_CHARS = 200, 60  # of a tool call's text in a history, and in a chat
+TARGET_ARGUMENTS = (
+    "label",
+    "sessionKey",
+    "agentId",
+    "target",
+    "key",
+)  # of a tool call: the session or agent meant
+TEXT_ARGUMENTS = ("message", "task", "text", "query")
 SMALLER = {"d": "h", "h": "min", "min": "s"}
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _C1 = re.compile(rb"\xc2([\x80-\x9f])")  # U+0080 to U+009F in UTF-8
@@ -83,28 +89,30 @@ def ago(ms: int) -> str:
     return "just now"
 
 
-def moment(ms: int) -> str:
-    """A time as the machine's clock would show it, to the minute."""
+def format_time(ms: int) -> str:
+    """A time in the machine's time zone, to the minute."""
     from datetime import datetime
 
     return datetime.fromtimestamp(ms / 1000).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
-def brief(text: str, most: int) -> str:
-    """The beginning of a long text, in one line, for a terminal; the whole of it for a pipe."""
+def shorten(text: str, most: int) -> str:
+    """A text on one line, shortened for a terminal and whole for a pipe."""
     words = " ".join(text.split())
     return words if len(words) <= most or not sys.stdout.isatty() else f"{words[: most - 1]}…"
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows in columns, or stacked where a terminal is too narrow for the columns. Nothing is ever cut."""
+    """Print rows in columns, or stacked if the terminal is too narrow for the columns. Cells are never cut."""
     edge = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     cells = [[line(cell) for cell in row] for row in rows]
-    if edge is not None:  # room is scarce there, and a pipe is read by column
+    if (
+        edge is not None
+    ):  # empty columns are left out on a terminal; a pipe keeps them, since it is read by column
         used = [not cells or any(row[i] for row in cells) for i in range(len(headings))]
         headings, *cells = ([*compress(row, used)] for row in (headings, *cells))
     widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
-    if edge is None:  # one long text does not widen every line
+    if edge is None:  # so that one long text does not widen every line
         widths = [min(width, MAX_PADDED_CHARS) for width in widths]
     lines = [_aligned(row, widths) for row in (headings, *cells)]
     if edge is None or max(map(len, lines)) <= edge:
@@ -119,9 +127,9 @@ def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _stacked(headings: Sequence[str], cells: Sequence[str], edge: int) -> list[str]:
-    """One row over several lines: its first cell, then the others with their names, as many as fit on a line.
+    """One row on several lines: its first cell, then the others with their names, as many as fit on a line.
 
-    A word that is wider than the terminal is left whole, so that a key can be copied.
+    A word that is wider than the terminal is not broken, so that a key can be copied.
     """
     import textwrap
 
@@ -145,14 +153,14 @@ def _stacked(headings: Sequence[str], cells: Sequence[str], edge: int) -> list[s
     return [bold(title) + lines[0][len(title) :], *lines[1:]]
 
 
-def fact(name: str, text: str) -> None:
-    """Print a fact under a heading, with the lines that follow the first one indented."""
+def print_fact(name: str, text: str) -> None:
+    """Print a name and its text under a heading, with continuation lines indented."""
     lines = clean(text).split("\n")
     click.echo("\n".join([f"  {name:<6} {lines[0]}", *(f"         {more}" for more in lines[1:])]))
 
 
-def said_by(ms: int | None, speaker: str, text: str, number: int | None = None) -> None:
-    """Print an entry of a conversation: when, who and what, with the lines that follow the first one indented."""
+def print_entry(ms: int | None, speaker: str, text: str, number: int | None = None) -> None:
+    """Print an entry of a conversation with its time and speaker, and with continuation lines indented."""
     from datetime import datetime
 
     at = " " * 8 if ms is None else datetime.fromtimestamp(ms / 1000).astimezone().strftime("%H:%M:%S")
@@ -164,7 +172,7 @@ def said_by(ms: int | None, speaker: str, text: str, number: int | None = None) 
 
 
 def _folded(text: str, indent: int, taken: int) -> list[str]:
-    """The lines of a text; on a terminal those that do not fit beside the indentation are broken between words."""
+    """The lines of a text, wrapped between words on a terminal."""
     lines = text.split("\n")
     if not sys.stdout.isatty():
         return lines
@@ -173,7 +181,7 @@ def _folded(text: str, indent: int, taken: int) -> list[str]:
     width = max(20, shutil.get_terminal_size().columns - indent)
     folded: list[str] = []
     for number, whole in enumerate(lines):
-        used = " " * taken if number == 0 else ""  # the speaker stands before the first line
+        used = " " * taken if number == 0 else ""  # room for the speaker
         if len(used) + len(whole) <= width:
             folded.append(whole)
             continue
@@ -187,7 +195,7 @@ def _folded(text: str, indent: int, taken: int) -> list[str]:
 def said(item: Mapping[str, Any]) -> str:
     """The words of a history entry, as a person would want to read them."""
     if item.get("role") == "compaction":
-        return clean(clip(f"(of what came before) {item.get('summary', '')}"))
+        return clean(clip(f"(summary of earlier messages) {item.get('summary', '')}"))
     content = item.get("content")
     blocks = cast("list[Any]", content) if isinstance(content, list) else [{"type": "text", "text": content}]
     failure = item.get("errorMessage")
@@ -210,8 +218,8 @@ def _block(block: Any) -> str:
             return f"[{other}]"
 
 
-def calls(body: Mapping[str, Any]) -> list[str]:
-    """The tool calls of a message in short: which tool, whom it is about, and the words that go there."""
+def describe_calls(body: Mapping[str, Any]) -> list[str]:
+    """The tool calls of a message on one line each: the tool, its target and the text sent to it."""
     content: Any = body.get("content")
     blocks = cast("list[Any]", content) if isinstance(content, list) else []
     found = [cast("dict[str, Any]", block) for block in blocks if isinstance(block, dict)]
@@ -219,12 +227,12 @@ def calls(body: Mapping[str, Any]) -> list[str]:
 
 
 def _call(block: Mapping[str, Any], most: int, *, whole: bool = False) -> str:
-    """`sessions_send → helper: "When does…"`; with `whole` the other arguments, too."""
+    """A tool call as `sessions_send → helper: "When does…"`; with `whole`, also its other arguments."""
     given: object = block.get("arguments") or {}
     name = str(block.get("name"))
     arguments = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
-    target = next((field for field in TARGETS if isinstance(arguments.get(field), str)), None)
-    words = next((field for field in WORDS if isinstance(arguments.get(field), str)), None)
+    target = next((field for field in TARGET_ARGUMENTS if isinstance(arguments.get(field), str)), None)
+    words = next((field for field in TEXT_ARGUMENTS if isinstance(arguments.get(field), str)), None)
     if target is None and words is None:
         return f"{name} {clip(_json(cast('Any', given)), most)}" if given else name
     said = f"{name} → {agent_or_key(arguments[target])}" if target else name
@@ -236,13 +244,13 @@ def _call(block: Mapping[str, Any], most: int, *, whole: bool = False) -> str:
 
 
 def agent_or_key(key: str) -> str:
-    """A session by its agent if that is its main one; else by its key."""
+    """The agent's id for its main session, else the session key."""
     parts = key.split(":")
     return parts[1] if len(parts) == 3 and parts[0] == "agent" and parts[2] == "main" else key
 
 
-def day(ms: int) -> str:
-    return moment(ms)[:10]
+def format_day(ms: int) -> str:
+    return format_time(ms)[:10]
 
 
 def _json(value: object) -> str:

@@ -50,7 +50,7 @@ def find(settings: Settings) -> Site | None:
 
 
 def find_named(settings: Settings) -> list[Site]:
-    """Every gateway that was named, in the order in which they are tried."""
+    """The gateways named by the user, in the order in which they are tried."""
     token = _given_token(settings)
     return [_site(_web_socket(url), token) for url in settings.named_gateways]
 

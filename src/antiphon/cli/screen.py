@@ -19,7 +19,7 @@ import msgspec
 
 from antiphon.bus import Delta, Event, MessageAppended, RunChanged, ToolPhase
 from antiphon.cli import voices
-from antiphon.cli.output import bold, calls, clean, dim, line, red
+from antiphon.cli.output import bold, clean, describe_calls, dim, line, red
 
 Style = Literal["conversation", "answers", "silent"]
 """For a person at a terminal; only what was answered; nothing at all."""
@@ -168,7 +168,7 @@ class Screen:
             self._write(event.text)
 
     def _tool(self, event: ToolPhase) -> None:
-        """Only a failure: the call itself is shown with the message that makes it."""
+        """Show a failed tool call. The call itself is shown with the message that makes it."""
         if event.phase != "start" and event.is_error:
             self.note(f"  · {event.name} failed")
 
@@ -186,11 +186,11 @@ class Screen:
                 self._said[event.run_id or ""] = text
             else:
                 self._overheard(voices.answerer(entry, self.known, self.speaker), text)
-            for call in calls(body):
+            for call in describe_calls(body):
                 self.note(f"  · {call}")
         elif body.get("role") == "user" and event.run_id not in self._mine and not voices.is_step(body):
             # Without a name it was typed elsewhere, into the same session.
-            self.note(f"{voices.speaker(entry, self.known) or 'somebody'}> {_text(body)}")
+            self.note(f"{voices.speaker(entry, self.known) or 'another user'}> {_text(body)}")
 
     def _overheard(self, name: str, text: str) -> None:
         """An entry that answers nothing the reader has asked."""

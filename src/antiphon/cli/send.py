@@ -99,12 +99,14 @@ async def _send(settings: Settings, message: Message, seconds: float | None) -> 
         hosted = gateway is None
         if seconds:
             await remember_replicas(settings, gateway)
-        with leaving(message.session, hosted=hosted):  # it may be accepted before we hear so
+        with leaving(message.session, hosted=hosted):  # it may be accepted before the acknowledgement arrives
             accepted = await desk.submit(message)
         if seconds and not settings.json:
             tell_accepted(accepted.run_id, accepted.session_key)
         with leaving(accepted.session_key, hosted=hosted, run_id=accepted.run_id):
-            if seconds is None and hosted:  # nobody else answers: this process stays until it is done
+            if (
+                seconds is None and hosted
+            ):  # only this process can answer, so it stays until the run has ended
                 return accepted, await to_the_end(desk, accepted.run_id)
             return accepted, await desk.wait(accepted.run_id, seconds or 0)
 

@@ -160,10 +160,10 @@ def history(
     day = None
     for item in page.messages:
         at: int | None = item.get("timestamp")
-        if at is not None and output.day(at) != day:
-            day = output.day(at)
+        if at is not None and output.format_day(at) != day:
+            day = output.format_day(at)
             click.echo(output.dim(f"      {day}"))
-        output.said_by(at, voices.heading(item, known), output.said(item), item["seq"])
+        output.print_entry(at, voices.heading(item, known), output.said(item), item["seq"])
     if page.next_cursor:
         way = "--before" if after is None else "--after"
         sure = "may be" if wanted.narrow else "is"
@@ -177,7 +177,7 @@ async def _history(settings: Settings, key: str, wanted: HistoryFilter) -> tuple
         page = await desk.history(key, wanted)
         known = voices.Known(page.session_key)
         if not settings.json:
-            await voices.learn(desk, page.messages, known)
+            await voices.look_up_speakers(desk, page.messages, known)
         return page, known
 
 

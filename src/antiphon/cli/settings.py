@@ -40,7 +40,7 @@ class Settings:
 
     @property
     def named_gateways(self) -> list[str]:
-        """The addresses that were named, with commas between those of several replicas."""
+        """The gateway addresses that the user named; several replicas are separated by commas."""
         given = self.url or os.environ.get("ANTIPHON_URL") or ""
         return [url.strip() for url in given.split(",") if url.strip()]
 
@@ -164,7 +164,7 @@ def reaching(function: F) -> F:
         click.option(
             "--url",
             metavar="URL",
-            help="Another gateway than that of the state directory (ANTIPHON_URL); several with commas.",
+            help="A gateway other than that of the state directory (ANTIPHON_URL); separate replicas with commas.",
             expose_value=False,
             callback=_remember,
         ),

@@ -25,9 +25,9 @@ POSTING = 5.0  # seconds in which what was posted to a web chat is there
 
 @contextmanager
 def leaving(session: str, *, hosted: bool, run_id: str | None = None) -> Generator[None]:
-    """Tell those who leave early (Ctrl-C), or lose the gateway, what becomes of the work.
+    """Explain what happens to the work when the user leaves early (Ctrl-C) or the gateway is lost.
 
-    `hosted` is work that this very process does; `run_id` is known once it was accepted.
+    `hosted` means that this process does the work; `run_id` is set once the message was accepted.
     """
     try:
         yield
@@ -39,15 +39,15 @@ def leaving(session: str, *, hosted: bool, run_id: str | None = None) -> Generat
         if run_id is None or "url" not in error.data:  # the connection is not what failed
             raise
         raise Unavailable(
-            f"{error.what} The message was accepted before (run {run_id}) and is not lost.",
-            f"Do not send it again. Look later: antiphon sessions history {session}",
+            f"{error.what} The message was accepted (run {run_id}) and is not lost.",
+            f"Do not send it again. Look for the answer later: antiphon sessions history {session}",
             **error.data,
             runId=run_id,
         ) from error
 
 
 def tell_accepted(run_id: str, session_key: str) -> None:
-    """Say on standard error what was accepted, before it is waited for."""
+    """Print the accepted run on standard error, before waiting for it."""
     text = f"Accepted: run {output.line(run_id)} in {output.line(session_key)}."
     click.echo(output.dim(text) if sys.stderr.isatty() else text, err=True)
 

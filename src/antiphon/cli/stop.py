@@ -1,4 +1,4 @@
-"""`antiphon stop`: end the gateway of the state directory, as Ctrl-C in its terminal would."""
+"""`antiphon stop`: stop the gateway of the state directory, as Ctrl-C in its terminal would."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from antiphon.cli.quantities import Finite
 from antiphon.cli.settings import Settings, common
 
 POLL_SECONDS = 0.05
-MAX_SECONDS = 3600
+MAX_TIMEOUT_SECONDS = 3600
 
 
-@click.command(help="Stop the gateway of the state directory, and wait until it is gone.")
+@click.command(help="Stop the gateway of the state directory, and wait until it has stopped.")
 @click.option(
-    "--join", "replicas", is_flag=True, help="Stop replicas that were started with `up --join`, too."
+    "--join", "replicas", is_flag=True, help="Also stop replicas that were started with `up --join`."
 )
 @click.option(
     "--timeout",
-    type=Finite("seconds", 0, MAX_SECONDS),
+    type=Finite("seconds", 0, MAX_TIMEOUT_SECONDS),
     default=30,
     show_default=True,
     metavar="SECONDS",
-    help="How long to wait for that.",
+    help="How long to wait.",
 )
 @common
 @click.pass_obj
@@ -41,8 +41,8 @@ def command(settings: Settings, replicas: bool, timeout: float) -> None:
     found = {place: note for place in places if (note := running(place))}
     if not found:
         raise NotFound(
-            f"No gateway runs on {str(state_dir)!r}.",
-            "See `antiphon status`; --state-dir names another directory, and --join means replicas, too.",
+            f"No gateway is running in {str(state_dir)!r}.",
+            "Choose another directory with --state-dir, or include replicas with --join.",
         )
     for note in found.values():
         try:
@@ -54,14 +54,14 @@ def command(settings: Settings, replicas: bool, timeout: float) -> None:
                 f"The gateway (process {note.pid}) belongs to another user.", "Stop it as that user."
             ) from error
     until = time.monotonic() + timeout
-    # A process that nobody has waited for yet seems alive; what it held is free all the same.
+    # A zombie process looks alive, but has released its lock.
     while left := [
         note for place, note in found.items() if alive(note.pid) and StateDir.look(place).holder is not None
     ]:
         if time.monotonic() > until:
             raise Unavailable(
                 f"The gateway (process {left[0].pid}) is still stopping after {timeout:g} s.",
-                f"Wait, or end it at once with `kill -9 {left[0].pid}`, which loses nothing either.",
+                f"Wait, or kill it with `kill -9 {left[0].pid}`; nothing is lost.",
                 pid=left[0].pid,
             )
         time.sleep(POLL_SECONDS)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from antiphon.views import TaskView
 
 F = TypeVar("F", bound=Callable[..., Any])
-MAX_RESULT_CHARS = 60  # of a result in a table on a terminal; `subagents show` has all of it
+MAX_RESULT_CHARS = 60  # of a result in a table on a terminal; `subagents show` prints the whole report
 EVERY = "all"
 STATES = {"running": "at work", "waiting": "waiting for its own", "announcing": "wording its report"}
 
@@ -35,7 +35,7 @@ def _whose(function: F) -> F:
 
 
 @click.group(
-    help="See what a session has had sub-agents do and report, and stop or redirect one. Alone: as `list`.",
+    help="List a session's sub-agents, print a report, stop or redirect one. Without a subcommand: `list`.",
     invoke_without_command=True,
 )
 @_whose
@@ -66,7 +66,9 @@ def _list(settings: Settings, requester: str) -> None:
     else:
         rows = [_row(number, task) for number, task in enumerate(found, 1)]
         output.table(["LABEL", "STATE", "AGENT", "SINCE", "TOKENS", "ERROR", "RESULT"], rows)
-        click.echo(output.dim("One of them: antiphon subagents show|kill LABEL; or its number, or `last`"))
+        click.echo(
+            output.dim("One of them: antiphon subagents show|kill TARGET (a label, a number or `last`)")
+        )
 
 
 async def _tasks(settings: Settings, requester: str) -> list[TaskView]:
@@ -84,7 +86,7 @@ def _row(number: int, task: TaskView) -> list[str]:
         output.ago(task.created_at),
         "" if task.total_tokens is None else str(task.total_tokens),
         task.error or "",
-        output.brief(task.result or "", MAX_RESULT_CHARS),
+        output.shorten(task.result or "", MAX_RESULT_CHARS),
     ]
 
 
@@ -95,7 +97,7 @@ def _row(number: int, task: TaskView) -> list[str]:
 @common
 @click.pass_obj
 def show(settings: Settings, target: str, requester: str) -> None:
-    """One of them with its whole report. TARGET is its label, number, key or run id, or `last`."""
+    """Print one sub-agent with its whole report. TARGET is a label, number, key or run id, or `last`."""
     task, report = asyncio.run(_report(settings, target, requester))
     if settings.json:
         import msgspec
@@ -111,10 +113,10 @@ def show(settings: Settings, target: str, requester: str) -> None:
             ("key", task.child_session_key),
             ("run", task.run_id),
             ("agent", task.agent_id),
-            ("since", output.moment(task.created_at)),
+            ("since", output.format_time(task.created_at)),
             ("task", task.task),
         ):
-            output.fact(name, fact)
+            output.print_fact(name, fact)
     click.echo(output.clean(report or "It has not reported yet."))
 
 
@@ -127,7 +129,7 @@ async def _report(settings: Settings, target: str, requester: str) -> tuple[Task
             task = _chosen(target, await desk.tasks(requester))
         except NotFound as error:
             try:
-                return None, await desk.task_report(target)  # one that ended long ago is in no list
+                return None, await desk.task_report(target)  # it may have ended too long ago to be listed
             except NotFound:
                 raise error from None
         return task, await desk.task_report(task.run_id)
@@ -225,7 +227,7 @@ async def _settled(desk: Desk, requester: str, tasks: Sequence[TaskView]) -> Non
 
 
 def _chosen(target: str, found: Sequence[TaskView]) -> TaskView:
-    """By whatever the table shows of it, or by its key or its run id."""
+    """The sub-agent that a label, table number, key, run id or `last` refers to."""
     from antiphon.cli.choices import choose
 
     if target == "last" and found:
@@ -233,7 +235,13 @@ def _chosen(target: str, found: Sequence[TaskView]) -> TaskView:
     exact = any(target in _names(task) for task in found)
     if not exact and target.isdecimal() and 0 < int(target) <= len(found):
         return found[int(target) - 1]
-    return choose(target, found, _names, "sub-agent", "See `antiphon subagents`; --for says whose.")
+    return choose(
+        target,
+        found,
+        _names,
+        "sub-agent",
+        "See `antiphon subagents`, with --for SESSION for those of another session.",
+    )
 
 
 def _names(task: TaskView) -> Sequence[str]:

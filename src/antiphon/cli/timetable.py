@@ -82,7 +82,7 @@ class _Kept:
 
 
 async def find_job(timetable: Timetable, reference: str) -> JobView:
-    """The job with this id or name, in full or its beginning if no other begins so."""
+    """The job with this id or name, or the only one whose id or name begins with it."""
     jobs = await timetable.list()
     return choose(reference, jobs, lambda job: (job.id, job.name), "job", "See `antiphon cron list`.")
 

@@ -121,7 +121,7 @@ def _announce(settings: Settings, loaded: Loaded, state_dir: Path, url: str) -> 
         return
     for warning in loaded.warnings:
         click.echo(output.dim(f"warning: {output.clean(warning)}"))
-    for warning in missing:  # what needs it fails at its first run, so this is to be seen
+    for warning in missing:  # shown here because runs that need it will fail
         click.echo(f"{output.red('warning:')} {output.clean(warning)}")
     _tell(settings, loaded, state_dir, url)
 

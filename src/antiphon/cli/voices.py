@@ -1,7 +1,7 @@
-"""Who speaks in an entry of a transcript, by a name that a person knows.
+"""Names for the speakers of transcript entries, as people see them.
 
-A person is `you`, the agent of the session goes by its id, and another session by a double arrow and its name, with
-the turn where the two answer each other: `↔ helper, turn 2/5`.
+A person is `you`, the session's agent is shown by its id, and another session by a double arrow and its name, with the
+turn if the two are in an exchange: `↔ helper, turn 2/5`.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 REPORT = "subagent_result"
 STEPS = {"announce_step": "announce step", "wake": "wake"}
 """What this house itself says to a session so that it goes on. Nobody is addressed by it."""
-TURN = "turn:"  # what the ids of runs begin with in which a session answers the reply of another
+TURN_PREFIX = "turn:"  # of the ids of runs that answer a reply of another session
 
 Item = Mapping[str, Any]
 
 
 @dataclass
 class Known:
-    """What has been looked up about those who speak."""
+    """What has been looked up about the speakers in one session."""
 
     session_key: str = ""
-    """The session in which they do."""
+    """The session whose entries are shown."""
     labels: dict[str, str] = field(default_factory=dict[str, str])
-    """Sessions of sub-agents, and what they were called by those that spawned them."""
+    """Labels of sub-agents by session key."""
     exchanges: dict[str, ExchangeView | None] = field(default_factory=dict[str, "ExchangeView | None"])
 
     @property
     def agent(self) -> str:
-        """Who answers in this session."""
+        """The id of the agent that answers in this session."""
         kind, _, rest = self.session_key.partition(":")
         return rest.partition(":")[0] if kind == "agent" else "agent"
 
@@ -53,7 +53,7 @@ def is_step(item: Item) -> bool:
 
 
 def speaker(item: Item, known: Known) -> str | None:
-    """Who said an entry that came from elsewhere; None for what was typed or answered here."""
+    """The speaker of an entry that came from elsewhere; None if it was typed or answered in this session."""
     given = provenance(item)
     kind, source = given.get("kind"), str(given.get("sourceSessionKey") or "")
     if not kind:
@@ -65,12 +65,12 @@ def speaker(item: Item, known: Known) -> str | None:
     if not source:
         return line(str(kind))
     exchange_id, turn = _place(item)
-    # What begins a turn is what the other side has said in the one before.
+    # A turn begins with what the other side said in the previous turn.
     return line(f"↔ {_short_name(source, known.labels)}{_turn_of(exchange_id, turn - 1, known)}")
 
 
 def answerer(item: Item, known: Known, agent: str) -> str:
-    """Who said an entry that was answered here, and to which other session if that was not a person."""
+    """The speaker of an answer given in this session, and the other session if it was not for a person."""
     if provenance(item):
         return speaker(item, known) or line(agent)
     exchange_id, turn = _place(item)
@@ -101,10 +101,10 @@ def heading(item: Item, known: Known, agent: str | None = None) -> str:
 
 
 def _place(item: Item) -> tuple[str, int]:
-    """The exchange that an entry belongs to, and the turn in which it was answered; 0 is the first answer."""
+    """The exchange that an entry belongs to, and its turn; 0 is the first answer."""
     run_id = str(item.get("runId") or "")
-    if run_id.startswith(TURN):
-        exchange_id, _, turn = run_id.removeprefix(TURN).rpartition(":")
+    if run_id.startswith(TURN_PREFIX):
+        exchange_id, _, turn = run_id.removeprefix(TURN_PREFIX).rpartition(":")
         return exchange_id, int(turn) if turn.isdecimal() else 0
     return str(provenance(item).get("exchangeId") or run_id), 0
 
@@ -120,8 +120,8 @@ def _short_name(key: str, labels: Mapping[str, str]) -> str:
     return labels.get(key) or agent_or_key(key)
 
 
-async def learn(desk: Desk, items: Iterable[Item], known: Known) -> None:
-    """Look up those who speak in these entries; a session that is gone goes by its key."""
+async def look_up_speakers(desk: Desk, items: Iterable[Item], known: Known) -> None:
+    """Look up the speakers of these entries; a session that no longer exists is shown by its key."""
     for item in items:
         given = provenance(item)
         if given.get("kind") == REPORT:

@@ -60,7 +60,7 @@ def _nothing(_: str) -> None: ...
 
 
 class Replicas:
-    """Where the replicas of a cluster are, one after the other and over again."""
+    """The addresses of a cluster's replicas, tried in rotation."""
 
     def __init__(self, sites: Sequence[Site]) -> None:
         self.sites = [*sites]
@@ -72,7 +72,7 @@ class Replicas:
         return site
 
     def add(self, known: Site, addresses: Sequence[str]) -> None:
-        """More of them, as one that is known has told. The secret is not sent less protected than to that one."""
+        """Add replicas that a known one has named. A secret that was sent over TLS is only sent over TLS."""
         if known.url.startswith("wss:"):
             addresses = [address for address in addresses if address.startswith("wss:")]
         urls = {site.url.rstrip("/") for site in self.sites}
@@ -95,7 +95,7 @@ class Client:
 
     @classmethod
     def of_replicas(cls, sites: Sequence[Site], on_change: Callable[[str], None] = _nothing) -> Self:
-        """A client of whichever of several replicas answers, in this order."""
+        """A client of the first of several replicas that answers."""
         replicas = Replicas(sites)
         client = cls(replicas.following, on_change)
         client._replicas = replicas
@@ -113,7 +113,7 @@ class Client:
         return self
 
     async def remember_replicas(self) -> None:
-        """Learn from the gateway where its other replicas are, to go on with one of them if it goes away."""
+        """Ask the gateway for its other replicas, to continue with one of them if it goes away."""
         if self._replicas:
             found = msgspec.convert((await self.call("status")).get("replicas") or [], list[ReplicaView])
             addresses = [replica.address for replica in found if replica.alive and replica.address]
