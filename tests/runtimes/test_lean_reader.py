@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import httpx2
+import pydantic_ai.profiles.openai as openai_profiles
 import pytest
 from hypothesis import given, settings
 from test_model import KEY, Recorder, prompt_of, result_of, spec_for, transcripts
@@ -34,6 +35,7 @@ from antiphon.messages import (
 )
 from antiphon.runtimes import Prompt, completions_reader
 from antiphon.runtimes.answers import MOST_TOKENS
+from antiphon.runtimes.completions_efforts import library_efforts, reasoning_efforts
 from antiphon.runtimes.completions_reader import CompletionsReader
 from antiphon.runtimes.event_stream import Events
 from antiphon.runtimes.model import INVALID_ARGUMENTS, ModelSpec, Patience, Price, is_plain
@@ -168,6 +170,44 @@ async def test_both_ask_for_the_same_effort(provider: str, model: str) -> None:
     for level in ("off", "minimal", "low", "medium", "high", "xhigh"):
         lean, library = await bodies_of(prompt_of(thinking=level), spec_of(provider=provider, model=model))
         assert lean == library, level
+
+
+LISTED_BY_THE_LIBRARY: tuple[str, ...] = tuple(vars(openai_profiles)["_REASONING_SUPPORT_BY_PREFIX"])
+VENDORS = (
+    "amazon",
+    "bedrock",
+    "cohere",
+    "elsewhere",
+    "google",
+    "groq",
+    "meta",
+    "meta-llama",
+    "mistral",
+    "mistralai",
+)
+VENDORS_MODELS = (
+    "gpt-5",
+    "gemini-3-pro",
+    "grok-4.5",
+    "command-a-reasoning",
+    "magistral-medium",
+    "muse-1",
+    "glm-5.3",
+)
+
+
+@pytest.mark.parametrize("provider", ["openai", "router"])
+async def test_the_listed_efforts_are_those_of_the_library(provider: str) -> None:
+    """Every family that the library lists, so that a new one is noticed here, under every vendor's name."""
+    names = [
+        f"{name}{end}" for name in (*LISTED_BY_THE_LIBRARY, "gpt-4.1", "llama3") for end in ("", "-mini")
+    ]
+    names += [f"openai/{name}" for name in names]
+    names += [f"{vendor}/{name}" for vendor in (*VENDORS, "x-ai", "zai-org") for name in VENDORS_MODELS]
+    for name in names:
+        spec = spec_of(provider=provider, model=name)
+        if is_plain(spec):
+            assert await reasoning_efforts(spec) == library_efforts(spec), name
 
 
 def chunk(delta: Any = None, finish: str | None = None, **fields: Any) -> dict[str, Any]:
@@ -470,3 +510,27 @@ def test_the_lean_reader_needs_no_provider_library() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("level", [None, "high"])
+async def test_a_request_needs_no_provider_library(level: str | None) -> None:
+    """Importing one takes seconds, in which the request waits."""
+    code = (
+        "import asyncio, sys\n"
+        "from antiphon.messages import User\n"
+        "from antiphon.runtimes import Prompt\n"
+        "from antiphon.runtimes.model import ModelRuntime, ModelSpec\n"
+        "class Hush:\n"
+        "    text = thinking = restart = lambda *_: None\n"
+        "spec = ModelSpec(provider='openai', model='gpt-5', api='openai-completions', base_url=sys.argv[1])\n"
+        "prompt = Prompt(run_id='r', session_key='k', agent_id='main', instructions='', thinking=sys.argv[2] or None,\n"
+        "    messages=[User(content='hi', timestamp=1)])\n"
+        "print(asyncio.run(ModelRuntime(spec).step(prompt, Hush())).text)\n"
+        "print([name for name in ('pydantic_ai', 'openai', 'anthropic') if name in sys.modules])"
+    )
+    async with asyncio.timeout(60), Provider().running() as provider:
+        arguments = (sys.executable, "-c", code, f"{provider.url}/v1", level or "")
+        process = await asyncio.create_subprocess_exec(*arguments, stdout=asyncio.subprocess.PIPE)
+        printed, _ = await process.communicate()
+    assert printed.decode().splitlines() == ["Hello there.", "[]"]
+    assert provider.bodies[0].get("reasoning_effort") == level

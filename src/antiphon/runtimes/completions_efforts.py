@@ -1,20 +1,104 @@
 """The reasoning efforts that a chat completions model takes.
 
-Which model takes which is known to pydantic-ai, which is slow to import: it is imported by the call, not by this
-module.
+pydantic-ai knows them too, but takes seconds to import while a request waits. So those of OpenAI's models are listed
+here, which a test compares with the library, and it is asked only about the vendors that it has rules of their own for.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import cast
 
 from antiphon.runtimes.model import ModelSpec
 
+LEVELS = {
+    "minimal": "minimal",
+    "low": "low",
+    "medium": "medium",
+    "high": "high",
+    "xhigh": "xhigh",
+    "max": "xhigh",
+}
+"""The effort that stands for each level of thinking but `off`."""
 
-def reasoning_efforts(spec: ModelSpec) -> dict[str, str | None]:
+VENDORS_OF_THE_LIBRARY = ("cohere", "google", "groq", "meta", "meta-llama", "mistral", "mistralai", "x-ai")
+
+_ORDER = ("none", "minimal", "low", "medium", "high", "xhigh")
+
+
+@dataclass(frozen=True, slots=True)
+class _Support:
+    """What a family of models takes, the least first."""
+
+    efforts: tuple[str, ...]
+    off: str | None
+    """Sent for `off`; None sends nothing."""
+
+
+def _taking(*efforts: str) -> _Support:
+    return _Support(efforts, efforts[0])
+
+
+_FROM_NONE = _taking("none", "minimal", "low", "medium", "high", "xhigh")
+_WITHOUT_MINIMAL = _taking("none", "low", "medium", "high", "xhigh")
+_FROM_LOW = _taking("low", "medium", "high", "xhigh")
+_FROM_MEDIUM = _taking("medium", "high", "xhigh")
+_MEDIUM_ONLY = _taking("medium")
+_UNTIL_HIGH = _taking("low", "medium", "high")
+_CODEX = _Support(("minimal", "low", "medium", "high", "xhigh"), off=None)
+
+_SUPPORT_BY_PREFIX: dict[str, _Support | None] = {
+    "gpt-6-astra": _FROM_LOW,
+    "gpt-6.1-sol": _FROM_LOW,
+    "gpt-6.1-terra": _WITHOUT_MINIMAL,
+    "gpt-6-sol": _WITHOUT_MINIMAL,
+    "gpt-6-luna": _WITHOUT_MINIMAL,
+    "gpt-5.6": _WITHOUT_MINIMAL,
+    "gpt-5.5-pro": _FROM_MEDIUM,
+    "gpt-5.5": _FROM_NONE,
+    "gpt-5.4-pro": _FROM_MEDIUM,
+    "gpt-5.4": _FROM_NONE,
+    "gpt-5.3-chat": _MEDIUM_ONLY,
+    "gpt-5.3": _FROM_NONE,
+    "gpt-5.2-pro": _FROM_MEDIUM,
+    "gpt-5.2-chat": _MEDIUM_ONLY,
+    "gpt-5.2": _FROM_NONE,
+    "gpt-5.1-codex": _CODEX,
+    "gpt-5.1-chat": _MEDIUM_ONLY,
+    "gpt-5.1": _FROM_NONE,
+    "gpt-5-chat": None,
+    "gpt-5-pro": _taking("high"),
+    "gpt-5-codex": _CODEX,
+    "gpt-5": _taking("minimal", "low", "medium", "high"),
+    "o1": _UNTIL_HIGH,
+    "o3": _UNTIL_HIGH,
+    "o4": _UNTIL_HIGH,
+}
+"""The first prefix that fits counts, so the longer ones stand before the shorter; what fits none takes no effort."""
+
+
+async def reasoning_efforts(spec: ModelSpec) -> Mapping[str, str | None]:
     """What to send for each level of thinking: the nearest effort the model takes, or nothing if it takes none."""
-    from pydantic_ai.profiles.openai import OPENAI_REASONING_EFFORT_MAP, OpenAIModelProfile  # noqa: PLC0415
+    if spec.provider == "openai":
+        return listed_efforts(spec.model)
+    vendor, _, model = spec.model.partition("/")
+    if model and vendor in VENDORS_OF_THE_LIBRARY:
+        return await asyncio.to_thread(library_efforts, spec)
+    return listed_efforts(model if vendor == "openai" and model else spec.model)
+
+
+def listed_efforts(model: str) -> dict[str, str | None]:
+    """For a model of OpenAI, or one that nothing is known about."""
+    fitting = (support for prefix, support in _SUPPORT_BY_PREFIX.items() if model.startswith(prefix))
+    support = next(fitting, None)
+    return _nearest(support) if support else {}
+
+
+def library_efforts(spec: ModelSpec) -> dict[str, str | None]:
+    """As pydantic-ai knows them. Importing it is slow: not for the event loop."""
+    from pydantic_ai.profiles.openai import OpenAIModelProfile  # noqa: PLC0415
     from pydantic_ai.providers.openai import OpenAIProvider  # noqa: PLC0415
     from pydantic_ai.providers.openai_compatible import OpenAICompatibleProvider  # noqa: PLC0415
 
@@ -23,23 +107,19 @@ def reasoning_efforts(spec: ModelSpec) -> dict[str, str | None]:
     always = profile.get("thinking_always_enabled", False)
     if not (profile.get("supports_thinking", False) or always):
         return {}
-    levels = {str(level): str(effort) for level, effort in OPENAI_REASONING_EFFORT_MAP.items() if level}
     taken = profile.get("openai_reasoning_efforts")
     if taken is None:
         least = "minimal" if profile.get("openai_supports_minimal_reasoning_effort", True) else "low"
-        return {**levels, "minimal": least, "off": None if always else OPENAI_REASONING_EFFORT_MAP[False]}
-    most = profile.get("openai_chat_supports_max_reasoning_effort", False)
-    return _nearest(levels, [it for it in _EFFORTS if it in taken and (it != "max" or most)])
+        return {**LEVELS, "minimal": least, "off": None if always else "none"}
+    accepted = tuple(effort for effort in _ORDER if effort in taken)
+    return _nearest(_taking(*accepted)) if accepted else {}
 
 
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-
-
-def _nearest(levels: Mapping[str, str], accepted: list[str]) -> dict[str, str | None]:
-    """For each level the least effort that is not below it, else the most there is; for none, the least."""
-    active = [effort for effort in accepted if effort != "none"]
-    nearest: dict[str, str | None] = {"off": next(iter(accepted), None)}
-    for level, effort in levels.items():
-        enough = (it for it in active if _EFFORTS.index(it) >= _EFFORTS.index(effort))
+def _nearest(support: _Support) -> dict[str, str | None]:
+    """For each level the least effort that is not below it, else the most there is."""
+    active = [effort for effort in support.efforts if effort != "none"]
+    nearest: dict[str, str | None] = {"off": support.off}
+    for level, effort in LEVELS.items():
+        enough = (it for it in active if _ORDER.index(it) >= _ORDER.index(effort))
         nearest[level] = next(enough, active[-1] if active else None)
     return nearest

@@ -76,8 +76,7 @@ class CompletionsReader(HttpReader):
         if level is None:
             return None
         if self._efforts is None:
-            # Which model takes which effort is known to a library that is slow to import and else not needed.
-            self._efforts = await asyncio.to_thread(reasoning_efforts, self._spec)
+            self._efforts = await reasoning_efforts(self._spec)
         return self._efforts.get(level)
 
     async def _listen(self, response: httpx2.Response, answer: Answer) -> None:
