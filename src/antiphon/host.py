@@ -38,6 +38,7 @@ from antiphon.links import Links, linked
 from antiphon.operations import Operations
 from antiphon.runtimes import Runtime
 from antiphon.runtimes.catalog import Catalog
+from antiphon.runtimes.model import ModelRuntime
 from antiphon.runtimes.slots import Slotted
 from antiphon.schedules import Schedules
 from antiphon.store import Store
@@ -228,7 +229,9 @@ class _Settings:
         self._catalog = catalog
         self._agents = {agent_id: config.agent(agent_id) for agent_id in config.agent_ids}
         self._actors = actors
-        self._slots = asyncio.Semaphore(config.agents.defaults.subagents.max_concurrent)
+        self._max_subagent_steps = config.agents.defaults.subagents.max_concurrent
+        self._subagent_slots: dict[str | None, asyncio.Semaphore] = {}
+        """By provider, and None for agents without one: what is stuck at one provider delays no other."""
 
     async def __call__(self, claim: Claim) -> Setting:
         agent = self._agents.get(claim.agent_id)
@@ -239,13 +242,16 @@ class _Settings:
             )
         key = keys.parse(claim.session_key)
         runtime = await self._catalog.runtime(agent.id, claim.model)
+        spec = runtime.spec if isinstance(runtime, ModelRuntime) else None
+        if key.shape == "subagent":
+            runtime = Slotted(runtime, self._slots_of(spec.provider if spec else None))
         actor = self._actors.of(
             agent.id, claim.session_key, sandboxed=claim.sandboxed, envelope=claim.envelope
         )
         nonce = framing.nonce_of(self._secret, claim.session_key, claim.session_id)
         return Setting(
             nonce=nonce,
-            runtime=Slotted(runtime, self._slots) if key.shape == "subagent" else runtime,
+            runtime=runtime,
             caller=actor.caller,
             instructions=_instructions(agent, claim, nonce),
             tools=actor.tools,
@@ -255,6 +261,9 @@ class _Settings:
             max_result_chars=RESULT_CHARS,
             thinking=agent.thinking_default,
         )
+
+    def _slots_of(self, provider: str | None) -> asyncio.Semaphore:
+        return self._subagent_slots.setdefault(provider, asyncio.Semaphore(self._max_subagent_steps))
 
 
 def _instructions(agent: AgentConfig, claim: Claim, nonce: str) -> str:

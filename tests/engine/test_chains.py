@@ -16,6 +16,7 @@ from antiphon.errors import WaitCycle
 from antiphon.messages import Assistant
 from antiphon.runtimes import Prompt
 from antiphon.store import Row
+from providers import Answer, Provider
 from stage import DATABASE, calls, dump, raw, soon
 from tools.troupe import HELPER, MAIN, Player, cast_of, heard, house, result_in, warnings_of
 
@@ -254,6 +255,25 @@ async def test_who_waits_holds_no_slot(tmp_path: Path) -> None:
         free.set()
         await troupe.quiet()
         assert {row["outcome"] for row in troupe.rows("SELECT outcome FROM tasks")} == {"ok"}
+
+
+@pytest.mark.requirement("G12")
+async def test_sub_agents_of_a_stuck_provider_delay_those_of_no_other(tmp_path: Path) -> None:
+    async with Provider().running() as stuck, Provider().running() as quick:
+        stuck.default = Answer(text=("late",), hold_after=0)
+        servers = {"stuck": stuck.url, "quick": quick.url}
+        providers = {name: {"baseUrl": f"{url}/v1", "models": [{"id": "m"}]} for name, url in servers.items()}
+        defaults = {"model": "rehearsal/rehearsal", "subagents": {"maxConcurrent": 1}}
+        config = cast_of(agents={"defaults": defaults}, models={"providers": providers})
+        async with house(config, tmp_path) as troupe:
+            late = [await troupe.does("sessions_spawn", task="wait", model="stuck/m") for _ in range(2)]
+            await soon(stuck.arrived)
+            prompt = await troupe.does("sessions_spawn", task="go", model="quick/m")
+            assert (await troupe.ended(prompt["runId"])).reply == "Hello there."
+            assert len(stuck.received) == 1, "one of two may ask"
+            stuck.release()
+            assert [(await troupe.ended(run["runId"])).reply for run in late] == ["late", "late"]
+            await troupe.quiet()
 
 
 # --- chains that would not end ---

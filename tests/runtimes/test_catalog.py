@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, MutableMapping
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_limits import endless
 
 from antiphon.config import Config, parse
 from antiphon.errors import ProviderError
@@ -16,7 +17,7 @@ from antiphon.messages import Assistant, Text, User
 from antiphon.runtimes import Deltas, Prompt
 from antiphon.runtimes.catalog import Catalog
 from antiphon.runtimes.model import ModelRuntime, ModelSpec, failure
-from providers import Answer, Failure, Provider
+from providers import Answer, Failure, Provider, served
 
 pytestmark = pytest.mark.anyio
 BOUND = 20.0
@@ -63,6 +64,39 @@ async def test_a_slow_model_holds_up_no_other(tmp_path: Path) -> None:
             assert answer.text == "Hello there."
             assert not any(task.done() for task in waiting)
             slow.release()
+
+
+@pytest.mark.requirement("G12")
+async def test_a_provider_that_only_drips_delays_no_other() -> None:
+    """It has all of its slots taken, and more requests wait for one."""
+    drip, both = endless(b": keep-alive\n\n"), asyncio.Event()
+    arrived: list[str] = []
+
+    async def dripping(scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        arrived.append(scope["path"])
+        if len(arrived) == 2:
+            both.set()
+        await drip(scope, receive, send)
+
+    async with served(dripping) as stuck, Provider().running() as quick:
+        local = {"apiKey": "k", "api": "openai-completions", "models": [{"id": "m"}]}
+        providers = {"stuck": {**local, "baseUrl": stuck}, "quick": {**local, "baseUrl": f"{quick.url}/v1"}}
+        agents = {"defaults": {"maxConcurrent": 2}}
+        config, _ = parse({"models": {"providers": providers}, "agents": agents})
+        async with asyncio.timeout(BOUND), aclosing(Catalog(config)) as catalog:
+            held = await catalog.runtime("main", "stuck/m")
+            waiting = [asyncio.create_task(held.step(prompt(), Hush())) for _ in range(4)]
+            try:
+                await both.wait()
+                other = await catalog.runtime("main", "quick/m")
+                for _ in range(3):
+                    assert (await other.step(prompt(), Hush())).text == "Hello there."
+                assert not any(task.done() for task in waiting)
+                assert len(arrived) == 2, "the others wait for a slot"
+            finally:
+                for task in waiting:
+                    task.cancel()
+                await asyncio.gather(*waiting, return_exceptions=True)
 
 
 # --- secrets that are replaced while it runs ---
