@@ -260,6 +260,7 @@ class _Settings:
             keep_tokens=agent.compaction.keep_recent_tokens,
             max_result_chars=RESULT_CHARS,
             thinking=agent.thinking_default,
+            model=spec.model if spec else None,
         )
 
     def _slots_of(self, provider: str | None) -> asyncio.Semaphore:

@@ -68,6 +68,12 @@ def has_token(text: str) -> bool:
     return _TOKEN.search(text.translate(_FOLDING)) is not None
 
 
+def is_plain_name(name: str) -> bool:
+    """Whether a name that came from outside holds no control token, marker, session key or secret."""
+    folded = name.translate(_FOLDING)
+    return not (_CUT.search(folded) or _KEYS.search(folded)) and redact(name) == name
+
+
 def clear(text: str, *, stats: str | None = None, own_key: str | None = None) -> str:
     """What may leave for a human; empty means that nothing is to be sent.
 

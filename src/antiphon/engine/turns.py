@@ -16,7 +16,7 @@ import msgspec
 
 from antiphon.access import Caller
 from antiphon.clock import Clock
-from antiphon.engine import compaction, context, framing, runs, transcripts
+from antiphon.engine import compaction, context, framing, gate, runs, transcripts
 from antiphon.engine.context import Context
 from antiphon.engine.deltas import DeltaStream
 from antiphon.engine.patience import until_there_is_room
@@ -66,6 +66,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     max_result_chars: int
     thinking: str | None = None
     """What holds where neither the run nor its session says how much to think."""
+    model: str | None = None
+    """The configured id of the model; it stands in for a name of the provider's that is not fit to be shown."""
 
 
 class Turn:
@@ -201,7 +203,14 @@ class Turn:
             else:
                 if not self._too_long():
                     self._compactions = 0
-                return self._distinct(answer)
+                return self._distinct(self._named(answer))
+
+    def _named(self, answer: Assistant) -> Assistant:
+        """The answer with a model name that people and agents can be shown: providers report what they like."""
+        name = answer.model
+        if name is None or name == self._setting.model or gate.is_plain_name(name):
+            return answer
+        return msgspec.structs.replace(answer, model=self._setting.model)
 
     def _distinct(self, answer: Assistant) -> Assistant:
         """The answer with call ids that no other call of this run has: they are what makes an effect happen once.
@@ -279,7 +288,9 @@ class Turn:
         tokens = sum(map(context.weigh, messages))
         while True:
             try:
-                return await compaction.summarise(self._setting.runtime, self._prompt(), messages)
+                return self._named(
+                    await compaction.summarise(self._setting.runtime, self._prompt(), messages)
+                )
             except ContextOverflow:
                 tokens //= 4
                 if tokens < LEAST_SUMMARISED:
