@@ -773,7 +773,7 @@ def test_agents_that_may_reach_each_other_but_do_not_see_that_far_are_told() -> 
 )
 def test_a_list_that_leaves_no_tool_is_told(raw: dict[str, Any], path: str) -> None:
     [warning] = parse(raw)[1]
-    assert warning.startswith(f"'{path}' names no tool that exists here (") and "it leaves no tool" in warning
+    assert warning.startswith(f"'{path}' matches no existing tool (") and "it leaves no tool" in warning
     assert parse({"tools": {"allow": ["read", "sessions_*"]}})[1] == ()
 
 

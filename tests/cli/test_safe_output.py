@@ -121,7 +121,7 @@ def test_the_log_cannot_command_a_terminal(tmp_path: Path, monkeypatch: pytest.M
         ("https://[::1]:8080/v1", "https://[::1]:8080/v1"),
         ("http://user:s3c#s3cret@h/v1", "http://…"),
         ("http://user:s3c/s3cret@h/v1", "http://…"),
-        ("http://[s3cret", "an address that cannot be read"),
+        ("http://[s3cret", "an invalid address"),
         (None, "the provider's public address"),
     ],
 )
@@ -171,7 +171,7 @@ def test_the_doctor_neither_shows_nor_sends_the_secrets_of_an_address(
         done = program.run("doctor", *arguments)
         assert f"http://127.0.0.1:{port}/v1" in done.out
         assert "s3cret" not in done.out + done.err
-        assert "'wrong' at an address that cannot be read" in done.out
+        assert "'wrong' at an invalid address" in done.out
     assert "answers (HTTP 401)" in done.out
     assert sent == ["/v1 "]
 

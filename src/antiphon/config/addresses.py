@@ -83,14 +83,14 @@ def _scheme(url: str) -> str:
 
 
 def shown_url(url: str | None) -> str:
-    """Scheme, host, port and path of a provider's address: names, passwords and query strings may be secrets."""
+    """A provider's address without user name, password and query string, which may be secrets."""
     if url is None:
         return "the provider's public address"
     try:
         parts = urlsplit(url)
     except ValueError:
-        return "an address that cannot be read"
-    # A password with / ? or # in it would be taken for a host.
+        return "an invalid address"
+    # A password that contains / ? or # would be parsed as a host.
     if "@" in parts.path + parts.query + parts.fragment:
         return f"{parts.scheme}://…"
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()

@@ -155,7 +155,7 @@ class AgentDefaults(Section):
     workspace: Text | None = None
     timeout_seconds: Count = Field(default=172_800, description="Longest run.")
     max_concurrent: Count = Field(
-        default=256, description="Model steps at the same time in one process, for each provider."
+        default=256, description="Concurrent model steps in one process, per provider."
     )
     max_steps: Count = Field(default=100, description="Model steps in one run.")
     thinking_default: Thinking | None = None
@@ -195,7 +195,7 @@ class ToolRules:
     visibility: Visibility
     send: Visibility
     lifted_visibility: Visibility
-    """In a sandbox with `sessionToolsVisibility: "all"`, which means all unless `visibility` is stated."""
+    """Visibility in a sandbox with `sessionToolsVisibility: "all"`: everything, unless `visibility` is set."""
     lifted_send: Visibility
     control: Control
     allow: tuple[tuple[str, ...], ...]

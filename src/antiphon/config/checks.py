@@ -149,19 +149,19 @@ def _no_tools(config: Config) -> Iterator[str]:
 
 
 def _no_tool_left(config: Config) -> Iterator[str]:
-    """Lists of allowed tools that allow none of those there are."""
+    """Warnings for lists of allowed tools that match no existing tool."""
     for path, names in _tool_lists(config):
         if not path.endswith("tools.allow") or path.startswith("gateway.") or not names:
             continue
         if not any(fnmatchcase(tool, name) for tool in SESSION_TOOLS for name in names):
             yield (
-                f"{path!r} names no tool that exists here ({', '.join(map(repr, names))}), so it leaves no tool."
-                f" Name some of: {', '.join(SESSION_TOOLS)}."
+                f"{path!r} matches no existing tool ({', '.join(map(repr, names))}), so it leaves no tool."
+                f" Use some of: {', '.join(SESSION_TOOLS)}."
             )
 
 
 def _reach_without_effect(config: Config) -> Iterator[str]:
-    """Agents that may reach each other, but whose tools do not see that far."""
+    """A warning if `agentToAgent` is enabled but no agent's tools can see other agents' sessions."""
     if len(config.agent_ids) < 2 or not config.tools.agent_to_agent.enabled:
         return
     agents = [config.agent(agent_id) for agent_id in config.agent_ids]

@@ -119,12 +119,12 @@ def _validated(known: dict[str, Any], base: Path | None, file: str | None) -> Co
 
 
 def _check_commands_trusted(path: Path, status: os.stat_result, key: str) -> None:
-    """Refuses commands from a file that other users can change: they would run as this user.
+    """Refuse commands from a file that other users can change, since they would run as this user.
 
-    A file on a read-only mount, as containers are given, is accepted whatever its owner and mode are.
+    A file on a read-only mount, as in containers, is accepted whatever its owner and mode.
 
     Raises:
-        ConfigError: they can, or they can put another file in its place.
+        ConfigError: other users can change or replace the file.
     """
     mode, folder = stat.S_IMODE(status.st_mode), path.absolute().parent
     around = folder.stat()

@@ -61,7 +61,8 @@ class SendRule(Section):
 
     action: Action
     match: SendMatch = Field(
-        default_factory=SendMatch.model_construct, description="Left out: every session."
+        default_factory=SendMatch.model_construct,
+        description="Sessions the rule applies to; if left out, every session.",
     )
 
 
@@ -135,7 +136,7 @@ class Compat(Section):
     """Names that older clients read."""
 
     provider_field: bool = Field(
-        default=False, description="Without effect: session rows always have `provider`."
+        default=False, description="Has no effect: session rows always have `provider`."
     )
 
 
@@ -384,7 +385,7 @@ class Store(Section):
         default="full", description="`normal` may lose the last moments at a power cut."
     )
     message_max_bytes: int = Field(
-        default=MIB, ge=1024, le=LARGEST, description="Cap on one message, an answer included."
+        default=MIB, ge=1024, le=LARGEST, description="Maximum size of one message or one answer."
     )
     lane_max_queued: Count = Field(default=1000, description="Messages one session may have waiting.")
 

@@ -47,7 +47,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     chain: str | None = None
     hop: int = 0
     agent_id: str | None = None
-    """Who is to answer, where that is not the agent that the session belongs to."""
+    """The agent that answers, if it is not the one that the session belongs to."""
 
     @property
     def digest(self) -> str:
@@ -145,9 +145,9 @@ async def _accepted_before(tx: Tx, submission: Submission) -> Accepted:
 async def record_command(
     tx: Tx, run_id: str, session: int, command: str, now: int, reply: str | None = None
 ) -> bool:
-    """Whether a command is new under its key. It is on record afterwards, as a run that had nothing to do.
+    """Record a command under its key, as a run that has already ended. False if it was recorded before.
 
-    `reply` is what the person who gave it is told; it stands in no transcript.
+    `reply` is the answer to the person who gave the command; it is in no transcript.
     """
     digest = hashlib.sha256(f"{session}\ncommand\n{command}".encode()).hexdigest()[:32]
     if await tx.do(SQL.record_command, id=run_id, session=session, digest=digest, reply=reply, now=now):

@@ -21,7 +21,7 @@ SEARCHED = (
 )
 
 
-HIDDEN = "(hidden session)"  # what stands for a session that the caller may not know of
+HIDDEN = "(hidden session)"  # shown instead of a session that the caller may not know of
 
 
 def _hidden(session: Row) -> str:

@@ -171,7 +171,7 @@ def mend(messages: Iterable[Message]) -> list[Message]:
 
 
 def _can_begin(message: Message) -> bool:
-    """A client may say that its conversation began with an answer; what precedes it then is a reader's affair."""
+    """Whether a message may come first. A client may say that its conversation began with an answer."""
     return isinstance(message, User | Compaction) or (
         isinstance(message, Assistant) and message.provider == CLIENT and not message.tool_calls
     )
@@ -186,7 +186,7 @@ def _is_question(message: Message) -> bool:
 
 
 def _completed(message: Assistant) -> Assistant:
-    """The answer, with a note at its end if it is not complete. A model is never shown half a thought."""
+    """The answer, with a note at its end if it is not complete. Thinking that was cut off is left out."""
     note = _missing(message)
     if note is None:
         return message
@@ -196,7 +196,7 @@ def _completed(message: Assistant) -> Assistant:
 
 
 def _missing(message: Assistant) -> str | None:
-    """What to say where an answer should be or go on; None for one that is complete."""
+    """The note for an answer that is missing or incomplete; None for one that is complete."""
     broken = message.stop_reason in {"error", "aborted"}
     if message.tool_calls:
         return None

@@ -63,7 +63,7 @@ class Door:
         )
 
     def spoken_to(self, caller: Caller, reference: str) -> str | None:
-        """Whom a reference to the session that all agents share addresses, if not the agent it belongs to.
+        """The agent that a reference to the shared session addresses; None for the agent that the session belongs to.
 
         Raises:
             NotFound: no such agent is configured.
@@ -114,7 +114,7 @@ class Door:
         return row
 
     def is_main(self, caller: Caller, reference: str) -> bool:
-        """Whether a reference means the main session of a configured agent, which need not exist yet."""
+        """Whether a reference names the main session of a configured agent, which need not exist yet."""
         key = self.canonical(caller, reference)
         if not isinstance(key, SessionKey) or key.kind != "main":
             return False
@@ -142,10 +142,10 @@ class Door:
         return mode == "all" or (mode == "non-main" and key.kind != "main")
 
     def may_send(self, row: Row, said_on: str | None = None) -> bool:
-        """Whether the policy lets anything be sent to this session, whoever may send to it.
+        """Whether the send policy allows messages to this session, apart from what the sender may do.
 
-        `said_on` is the channel that words come from. It counts where the session has none on record; what is for
-        a main session without one is shown on the page.
+        `said_on` is the channel that a message came from. It counts only if the session has no channel on record; a
+        main session without either is on the web chat.
         """
         channel = row["channel"] or row["last_channel"] or said_on
         if channel is None and keys.parse(row["key"]).kind == "main":

@@ -44,11 +44,11 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     link: Link
     max_queued: int
     agent_id: str | None = None
-    """Who is to answer, where that is not the agent that the target belongs to."""
+    """The agent that answers, if it is not the one that the target belongs to."""
 
 
 async def known(tx: Tx, id: str, requester: int | None, target: int, message: str) -> bool:
-    """Whether this id already stands for this very message of this very requester.
+    """Whether this id already stands for the same message from the same requester.
 
     Raises:
         Conflict: it stands for another message or requester, or for one whose session is gone.
@@ -108,9 +108,9 @@ def _primary(exchange: Row, opening: Opening, *, known: bool, now: int) -> Submi
 
 
 async def record_sent(tx: Tx, opening: Opening, now: int) -> Accepted | None:
-    """Put what was sent in a session's name into its own transcript, so that it knows what the replies are about.
+    """Add a message that was sent in a session's name to its transcript, so that later replies have their context.
 
-    What its agent sends in a run stands there already, as the call of the tool.
+    What its agent sends during a run is already there, as a tool call.
     """
     assert opening.requester is not None
     note = Submission(
@@ -150,7 +150,7 @@ async def advance(tx: Tx, step: Step, now: int) -> Sequel:
 
 
 async def give_up(tx: Tx, n: int, run_id: str, now: int) -> None:
-    """End an exchange whose run has yielded and is not woken any more."""
+    """End an exchange whose run has yielded and will not be woken."""
     exchange = await tx.one(SQL.at, n=n, run_id=run_id)
     if exchange is None:
         return

@@ -1,9 +1,8 @@
 """The words of the one outbound gate: what a text must lose before a human gets it.
 
-Control tokens and the markers of frames are cut out wherever they stand, the address in a session key (a direct peer,
-a phone number, an e-mail address) and secrets are masked. What is looked for is what a human would read: capitals,
-invisible characters, look-alike Unicode forms of a letter and Markdown's marks make no difference. Everything else
-passes unchanged.
+Control tokens and frame markers are removed wherever they occur; secrets and the address in a session key (a direct
+peer, a phone number, an e-mail address) are masked. The search ignores case, invisible characters, look-alike Unicode
+letters and Markdown marks, because a human would read the same. Everything else passes unchanged.
 
 Whether something is sent at all, and where to, is decided elsewhere (`policy`, the outbox).
 """
@@ -47,7 +46,7 @@ _BREAKS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _MARKDOWN = "\\*`~"  # escapes and emphasis; `_` is part of the tokens
 _FENCE = re.compile(r"^[ \t>]*(?:```|~~~)[ \t]*[\w+.#-]*[ \t]*$", re.MULTILINE)
 _SHELL = frozenset({"Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "Sk", "Sm", "Zs", "Zl", "Zp", "Cc", "Cf"})
-"""Categories of what stood around a token and says nothing without it: quotes, punctuation, an empty code block."""
+"""Unicode categories of what may surround a token and means nothing alone: quotes, punctuation, white space."""
 
 _DIRECT = re.compile(rf"{_COLON}(?:direct|dm|openai-user){_COLON}")
 _PHONE = re.compile(r"(?:\+|%2b)[0-9]{6,}")
@@ -59,7 +58,7 @@ def is_skip(text: str | None, token: str) -> bool:
 
 
 def is_silence(text: str) -> bool:
-    """Whether an answer is nothing but control tokens, in any case, quotes, code fence or punctuation, or empty."""
+    """Whether an answer is empty or only control tokens, also quoted, in a code fence or with punctuation."""
     return not text.strip() or (has_token(text) and not cut_tokens(text))
 
 
@@ -77,8 +76,8 @@ def is_plain_name(name: str) -> bool:
 def clear(text: str, *, stats: str | None = None, own_key: str | None = None) -> str:
     """What may leave for a human; empty means that nothing is to be sent.
 
-    `stats` is a line of ours, which names the session on purpose: it is put below as it is. `own_key` is the session
-    that the human is in: the address in it is theirs, and stays.
+    `stats` is a line of this system that names the session on purpose; it is appended unchanged. `own_key` is the key
+    of the reader's own session: the address in it is theirs and is not masked.
     """
     text = _settled(text, lambda folded: _address(folded, own_key))
     if not text or stats is None:
@@ -87,17 +86,17 @@ def clear(text: str, *, stats: str | None = None, own_key: str | None = None) ->
 
 
 def clear_for_agents(text: str) -> str:
-    """What may be put before another agent: as for people, but every session key stays one that can be used."""
+    """The text as another agent may see it: sanitized as for people, but with usable session keys."""
     return _settled(text, lambda _: None)
 
 
 def cut_tokens(text: str) -> str:
-    """The text without control tokens and markers, and otherwise as it is; empty where nothing else is left."""
+    """The text without control tokens and markers, otherwise unchanged; empty if nothing else is left."""
     return _settled(text, lambda _: None, lambda same: same)
 
 
 def _address(key: str, own_key: str | None) -> int | None:
-    """Where in a folded session key the address of somebody begins, if it holds one that is not the reader's own."""
+    """The position of the address in a folded session key; None if it has none or it is the reader's own."""
     if own_key is not None and key == own_key.translate(_FOLDING):
         return None
     found = [match.start() for match in (_PHONE.search(key),) if match]
@@ -144,7 +143,7 @@ _FOLDING = _Folding()
 def _without(text: str, address: Callable[[str], int | None]) -> str:
     """The text without what is forbidden, found in its folded form and cut out of the real one."""
     folded = text.translate(_FOLDING)
-    # Tokens first: one may stand in the middle of a key.
+    # Tokens first, since one may be in the middle of a key.
     if cuts := [match.span() for match in _CUT.finditer(folded)]:
         rest = _replaced(text, cuts, None)
         return "" if _is_shell(rest) else rest
@@ -154,7 +153,7 @@ def _without(text: str, address: Callable[[str], int | None]) -> str:
 
 
 def _replaced(text: str, spans: Iterable[tuple[int, int]], put: str | None) -> str:
-    """The text with spans of its folded form replaced; None cuts them out."""
+    """The text with spans of its folded form replaced, or removed if `put` is None."""
     ends = list(accumulate(map(len, map(_fold, text))))
     pieces: list[str | None] = []
     done = 0

@@ -120,7 +120,7 @@ class Terms:
     config: Config
     door: Door
     channels: frozenset[str] = frozenset()
-    """Channels that this process can deliver to, beside the web chat."""
+    """Channels that this process can deliver to, besides the web chat."""
 
 
 # --- what is accepted ---
@@ -176,7 +176,7 @@ def _check_payload(spec: JobSpec, config: Config) -> None:
 
 
 def check_channel(delivery: Delivery, terms: Terms) -> None:
-    """Refuses a delivery that would fail each time. Jobs that are stored already keep theirs.
+    """Refuse a delivery that would always fail. Jobs that are already stored keep theirs.
 
     Raises:
         InvalidInput: this gateway has no such channel.
@@ -185,7 +185,7 @@ def check_channel(delivery: Delivery, terms: Terms) -> None:
         known = ", ".join(repr(name) for name in sorted({WEBCHAT, *terms.channels}))
         raise InvalidInput(
             f"This gateway has no channel {delivery.channel!r}.",
-            f"Use {known}, or leave the channel out to deliver to where the agent last heard from.",
+            f"Use {known}, or leave the channel out to post where the agent last received a message.",
             field="delivery.channel",
         )
 

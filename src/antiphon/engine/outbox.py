@@ -226,7 +226,7 @@ class Outbox:
             try:
                 return await self.store.tx(_settle, row, outcome, self.clock.now(), attempts)
             except StoreReplaced:
-                return False  # the log has said it, and nothing can be put on record before a restart
+                return False  # already logged, and nothing can be written before a restart
             except StoreError as error:
                 log.error("What became of delivery %r cannot be put on record yet: %s", row["key"], error)
                 await asyncio.sleep(RECORD_AGAIN)

@@ -57,7 +57,7 @@ _TELLING = (
     "key", "oken", "ecret", "assw", "bearer", "authorization",
     "sk-", "ghp_", "github_pat_", "xox", "xapp-", "gsk_", "aiza", "pplx-", "npm_",
 )  # fmt: skip
-"""In lower case: a text with none of these matches no pattern but the last one."""
+"""Lower-case substrings: a text without any of them can match only the last pattern."""
 _QUOTED = re.compile(r"""["'\\]""")
 _MASKED = re.compile(r"[*…]+|.{6}….{4}", re.DOTALL)
 
@@ -78,7 +78,7 @@ def redact(text: str) -> str:
 
 
 def _may_hold_secret(text: str) -> bool:
-    """A quick look, because most texts hold none and the patterns cost ten times as much."""
+    """Whether a text needs the patterns at all. Most do not, and the patterns cost ten times as much."""
     folded = text.casefold()
     if any(word in folded for word in _TELLING):
         return True

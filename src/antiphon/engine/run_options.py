@@ -1,7 +1,7 @@
-"""What a request set for its own run beside its words: model settings, client-side tools, earlier messages.
+"""Options that a request sets for its run: model settings, client-side tools, earlier messages.
 
-It is one column of the run's row, so a run that is taken up after a crash is played with the same. Calls of client-side
-tools are not run here: they end the run, and their results come with a later request.
+They are stored in one column of the run's row, so a run that is resumed after a crash has the same options. Calls of
+client-side tools are not executed here: they end the run, and their results come with a later request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from antiphon.store import Tx
 from antiphon.store.queries import Queries
 
 SQL = Queries("transcripts")
-MAX_ENTRIES_COMPARED = 1000  # of a session's own, with the earlier messages of a request
+MAX_ENTRIES_COMPARED = 1000  # of a session with the earlier messages of a request
 MAX_BYTES_COMPARED = 8 * 2**20
 ENTRIES_PER_PAGE = 64
 
@@ -26,7 +26,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: Sampling | None = None
     tools: list[ToolSpec] = []
     earlier: list[User | Assistant | ToolResult] = []
-    """What the client says was said before; what the session lacks of it is put before the run's own message."""
+    """The client's account of the conversation; messages that the session lacks are added before the new one."""
 
     @property
     def tool_names(self) -> frozenset[str]:
@@ -47,7 +47,7 @@ def decode_options(stored: str | None) -> RunOptions | None:
 async def unknown_messages(
     tx: Tx, transcript: int, options: RunOptions
 ) -> Sequence[User | Assistant | ToolResult]:
-    """The earlier messages of a request that are not among the latest entries of the session yet."""
+    """The earlier messages of a request that are not among the latest entries of the session."""
     if not options.earlier:
         return []
     known = await _latest_messages(tx, transcript)
@@ -61,7 +61,7 @@ async def unknown_messages(
         message
         for message in options.earlier
         if _identify(message) not in identities
-        # A streamed answer of several steps is one text for the client; it ends with the last of ours.
+        # For the client, an answer of several steps is one text that ends with the last step's text.
         and not (
             isinstance(message, Assistant)
             and not message.tool_calls

@@ -267,7 +267,7 @@ async def _start(tx: Tx, row: Row, worker: Worker, lane: Row | None = None) -> C
 
 
 async def _put_earlier(tx: Tx, row: Row, lane: Row, now: int) -> list[Entry]:
-    """Append what the request says was said before, as far as the session lacks it; its own message comes next."""
+    """Append the request's earlier messages that the session lacks; its new message is appended next."""
     options = decode_options(row["options"])
     assert options is not None
     unknown = [
@@ -376,7 +376,7 @@ async def finish(
 
 
 def _notice(ending: Ending, now: int) -> list[Message]:
-    """The entry that closes a turn without an answer, so that the next question stays apart from this one."""
+    """The entry that closes a turn without an answer, so that the next question stays separate."""
     if ending.state == "ok":
         return []
     reason: StopReason = "error" if ending.state in {"error", "incomplete"} else "aborted"
@@ -493,7 +493,7 @@ async def cancel(tx: Tx, session: int, run_id: str | None, now: int) -> Stopped:
             # A note is no work that could be stopped: it says what has already happened.
             waiting = await tx.all(SQL.queued_in, session=member["id"])
             ended += [await _drop(tx, row, now) for row in waiting if row["origin"] != NOTE]
-        # What it waits for does not wake it any more.
+        # Its sub-agents no longer wake it.
         sequel += await tasks.abandon(tx, member["key"], now)
         for row in await tx.all(SQL.active_in, session=member["id"]):
             await tx.do(SQL.ask_to_stop, n=row["n"], now=now)

@@ -143,7 +143,7 @@ class Wish:
     viewer: str | None = None
     """The session whose descendants are marked as such in the rows."""
     keep: Callable[[Row, Match], bool] | None = None
-    """Which of the entries that the index finds count; the others take no place on the page."""
+    """A filter for entries that the index finds; the others do not count towards the limit."""
 
 
 def of_session(session: int) -> str:
@@ -223,7 +223,7 @@ async def _walk(tx: Tx, match: Match, wish: Wish, until: float, wide: int = 1) -
         now = monotonic()
         if now > until:
             return Found(rows, False, match)
-        if is_page:  # some of them did not count: on behind the last one
+        if is_page:  # some did not count: continue after the last one
             upto = found[-1]["id"] - 1
             continue
         wide = _wider(wide, (now - began) * BLOCK / (upto - after), until - now)

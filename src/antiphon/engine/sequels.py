@@ -39,7 +39,7 @@ async def addressee_of(tx: Tx, run_id: str | None) -> Addressee | None:
 async def after(tx: Tx, step: Step, now: int) -> Sequel:
     sequel, answer = NOTHING, step
     if step.yielded and not await yields.end(tx, step.run_id):
-        # It was stopped after that: nobody is woken to say what it was to say.
+        # It was stopped after it yielded: no run will answer for it.
         answer = step._replace(yielded=False, state="cancelled", reply=None)
     if not answer.yielded:
         sequel += await _answer(tx, answer, now)
@@ -49,7 +49,7 @@ async def after(tx: Tx, step: Step, now: int) -> Sequel:
 
 
 async def _answer(tx: Tx, step: Step, now: int) -> Sequel:
-    """To everybody who is to hear what a run came to, also to those for whose runs it was woken."""
+    """Pass the outcome of a run to its exchange and addressee, and to those of the runs it was woken for."""
     sequel, addressees = NOTHING, set[str]()
     answered: list[Row] = await yields.answered_by(tx, step.run_id) if step.origin == WAKE else []
     parts = [(step.run_id, step.exchange, step.target)]
@@ -64,15 +64,15 @@ async def _answer(tx: Tx, step: Step, now: int) -> Sequel:
 
 
 async def stop_waiting(tx: Tx, session: int, now: int) -> None:
-    """Nothing wakes a session any more: exchanges that its yielded runs were to answer end without a reply."""
+    """Stop a session from being woken; the exchanges of its yielded runs end without a reply."""
     for exchange, run_id in await yields.stop(tx, session):
         await exchanges.give_up(tx, exchange, run_id, now)
 
 
 async def _pass_on(tx: Tx, step: Step, asked: str, target: str, now: int) -> Sequel:
-    """The reply goes to the chat that was named for it, and into that session's transcript.
+    """Post the reply to the chat that was named for it, and add it to that session's transcript.
 
-    `asked` is the run that it was named for: the one that answers, or one that it was woken for.
+    `asked` is the run that named the chat: the one that answers, or one that it was woken for.
     """
     addressee = msgspec.json.decode(target, type=Addressee)
     said = step.said or ""

@@ -162,13 +162,13 @@ async def _check_label(tx: Tx, session: Row, label: Param) -> None:
 
 
 async def labelled_by(tx: Tx, agent_id: str, label: str) -> Row | None:
-    """The session of an agent that has this label; until the commit no other one can be given it."""
+    """The session of an agent that has this label. The label stays locked until the commit."""
     await tx.alone(f"label:{agent_id}:{label}")
     return await tx.one(SQL.label_taken, label=label, agent_id=agent_id, besides=0)
 
 
 def label_in_use(label: Param) -> Conflict:
-    """The error for a label that another session has. Whose it is stays unsaid: the caller may not know of it."""
+    """The error for a label in use. It does not name the other session, which the caller may not know of."""
     return Conflict(f"label already in use: {label}.", "Choose another one.", field="label")
 
 

@@ -97,10 +97,10 @@ async def known(tx: Tx, id: str, requester: int, digest: str) -> Row | None:
 
 
 async def _free_label(tx: Tx, agent_id: str, label: str, now: int) -> None:
-    """Make sure that a label names one session: a sub-agent that has reported gives it up to the next one.
+    """Free a label for a new sub-agent, by taking it from a sub-agent that has reported.
 
     Raises:
-        Conflict: a session has it that is at work, or that is no sub-agent.
+        Conflict: the label belongs to a sub-agent that is at work, or to another session.
     """
     holder = await sessions.labelled_by(tx, agent_id, label)
     if holder is None:
@@ -498,7 +498,7 @@ async def standing(tx: Tx, session: int, run_id: str | None) -> tuple[int, Row |
 
 
 async def woken_anyway(tx: Tx, session: int, run_id: str | None) -> bool:
-    """Whether a session is woken by its sub-agents anyway when this run has ended; that turn finishes its work."""
+    """Whether a session's sub-agents wake it anyway after this run; that turn then finishes its work."""
     waking = await tx.one(RUNS.waking, session=session)
     if waking is None:
         return False

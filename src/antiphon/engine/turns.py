@@ -58,7 +58,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Who the session is to the tools it calls."""
     instructions: str
     nonce: str
-    """The number in the markers around what others wrote (`framing`); the instructions name it."""
+    """The number in the markers around framed text (`framing`); the instructions name it."""
     tools: Mapping[str, Tool]
     max_steps: int
     reserve_tokens: int
@@ -141,13 +141,13 @@ class Turn:
         return None
 
     def _own(self, calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
-        """The calls that are answered here, and not by the client that asked."""
+        """The calls that are executed here, not by the client."""
         return (
             [call for call in calls if call.name not in self._client_tools] if self._client_tools else calls
         )
 
     def _left_to_client(self) -> Ending | None:
-        """The ending of a run whose last answer calls tools of the client: the results come with a later request."""
+        """The ending of a run whose last answer calls client-side tools; the results come with a later request."""
         if not self._client_tools:
             return None
         for message in reversed(self._context.since(self._claim.first_seq)):
@@ -213,9 +213,9 @@ class Turn:
         return msgspec.structs.replace(answer, model=self._setting.model)
 
     def _distinct(self, answer: Assistant) -> Assistant:
-        """The answer with call ids that no other call of this run has: they are what makes an effect happen once.
+        """The answer with call ids that are unique in this run, since they make an effect happen once.
 
-        Of too many calls it has as many as are run, and one that is answered with a refusal.
+        If it has too many calls, only those that are run are kept, and one more that is refused.
         """
         content: list[Text | Thinking | ToolCall] = []
         calls = 0
@@ -247,7 +247,7 @@ class Turn:
         )
 
     def _offered_tools(self) -> list[ToolSpec]:
-        """The session's own and the client's; only the latter where the client demands that one is called."""
+        """The session's tools and the client's; only the client's if the client requires a call."""
         own = [tool.spec for tool in self._setting.tools.values()]
         options = self._claim.options
         if options is None or not options.tools:
@@ -300,7 +300,7 @@ class Turn:
     # --- tools ---
 
     async def _answer_all(self, calls: Sequence[ToolCall], *, resumed: bool) -> None:
-        """Give every call its result, committed as soon as it is there, with those that are there by then."""
+        """Run the calls and commit each result as soon as possible, together with others that are ready."""
         self._excess = self._excess_call()
         if len(calls) == 1:
             await self._commit_results([(calls[0], await self._answer(calls[0], resumed=resumed))])
@@ -326,7 +326,7 @@ class Turn:
         except BaseExceptionGroup as group_error:
             raise group_error.exceptions[0] from None
         except asyncio.CancelledError:
-            await self._commit_results(ready)  # what they did is done, also in a run that is stopped
+            await self._commit_results(ready)  # finished calls keep their results, even if the run is stopped
             raise
 
     async def _commit_results(self, ready: list[tuple[ToolCall, ToolResult]]) -> int:
@@ -347,7 +347,7 @@ class Turn:
         return self._result(call, _TOO_MANY_CALLS if refused else await self._invoke(call, tool))
 
     def _excess_call(self) -> str | None:
-        """The id of the call after the last one that the latest answer may make."""
+        """The id of the first call of the latest answer that exceeds the limit; None if none does."""
         answers = (message for message in reversed(self._context.messages) if isinstance(message, Assistant))
         latest = next(answers, None)
         after = latest.tool_calls[MAX_TOOL_CALLS_PER_ANSWER:] if latest else []
@@ -359,7 +359,7 @@ class Turn:
             return Result(text=f"There is no tool {call.name!r}. The tools are: {known}.", is_error=True)
         if call.native and INVALID_ARGUMENTS in call.native:
             return Result(
-                text=f"The arguments of {call.name!r} were not a JSON object, or one nested deeper than "
+                text=f"The arguments of {call.name!r} were not a JSON object, or were nested deeper than "
                 f"{MAX_ARGUMENT_LEVELS} levels. Call it again.",
                 is_error=True,
             )

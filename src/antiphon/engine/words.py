@@ -25,7 +25,7 @@ def check(said: Content, most: int, *, beside: str | None = None, field: str = "
 
 
 def check_size(said: Content, most: int, *, beside: str | None = None, field: str = "message") -> None:
-    """Valid Unicode of at most so many bytes."""
+    """Check that a message is valid Unicode of at most `most` bytes."""
     size = _bytes(said, field) + len((beside or "").encode(errors="replace"))
     if size > most:
         raise TooLarge(

@@ -22,17 +22,17 @@ EXCHANGES = Queries("exchanges")
 
 
 async def begin(tx: Tx, session: int, run_id: str | None, how: Literal["all", "any"]) -> None:
-    """A run of a session is to be woken when all sub-agents have reported, or any of them."""
+    """Let a run wait until all of its session's sub-agents have reported, or any of them."""
     row = await tx.one(SESSIONS.by_id, id=session)
     if row is not None and row["yielded"] is None:
-        # A replica of the version before wakes only for the last run, and leaves the others as they are.
+        # A replica of the previous version wakes the session only for the last run and ignores the others.
         await tx.do(RUNS.stop_waiting, session=session)
     await tx.do(TASKS.yield_to, session=session, how=how, run_id=run_id)
     await tx.do(RUNS.wait_for_wake, id=run_id)
 
 
 async def hand_all(tx: Tx, session: Row, wake: str) -> None:
-    """Let one run answer for all that wait in a session, which waits for nothing any more."""
+    """Let one run answer for all that wait in a session, and stop the session's waiting."""
     await _adopt(tx, session)
     await tx.do(TASKS.yield_to, session=session["id"], how=None, run_id=None)
     for run in await tx.all(RUNS.waiting_for_wake, session=session["id"]):
@@ -42,14 +42,14 @@ async def hand_all(tx: Tx, session: Row, wake: str) -> None:
 
 
 async def hand_one(tx: Tx, run_id: str | None, wake: str) -> None:
-    """Let a wake that is queued answer for a run that is about to yield."""
+    """Let a queued wake answer for a run that is about to yield."""
     await tx.do(RUNS.hand_to_wake, id=run_id, wake=wake)
 
 
 async def end(tx: Tx, run_id: str) -> bool:
-    """Whether somebody answers for a run that has ended by yielding; hand on what it was to answer, if it is known who.
+    """Hand on what a run that ended by yielding was to answer. False if no run will answer for it.
 
-    The session may have been stopped since it asked to be woken.
+    That is so if its session was stopped after the run yielded.
     """
     run = await tx.one(RUNS.yielding, id=run_id)
     if run is None or run["woken_by"] is None:
@@ -60,14 +60,14 @@ async def end(tx: Tx, run_id: str) -> bool:
 
 
 async def answered_by(tx: Tx, wake: str) -> list[Row]:
-    """The runs that a wake has answered for when it ends. It is asked once."""
+    """The runs that a wake answers for, which are then no longer assigned to it: call this once, at its end."""
     runs = await tx.all(RUNS.answered_for, id=wake)
     await tx.do(RUNS.clear_wake, id=wake)
     return runs
 
 
 async def stop(tx: Tx, session: int) -> list[tuple[int, str]]:
-    """Nothing wakes a session any more; the exchanges that this leaves without an answer, and the runs they are in."""
+    """Stop a session from being woken. Returns the exchanges left without an answer, each with its run."""
     row = await tx.one(SESSIONS.by_id, id=session)
     if row is None or (row["yielded"] is None and row["yield_run"] is None):
         return []
@@ -83,17 +83,17 @@ async def stop(tx: Tx, session: int) -> list[tuple[int, str]]:
 
 
 async def _adopt(tx: Tx, session: Row) -> None:
-    """A replica of the version before names the run that waits in the session alone."""
+    """Mark the waiting run of a session that yielded on a replica of the previous version."""
     if session["yield_run"] is not None:
         await tx.do(RUNS.wait_unless_handed, id=session["yield_run"])
 
 
 async def _hand_on(tx: Tx, run: Row, wake: str) -> None:
-    """Also what the run itself was woken to answer."""
+    """Hand on a run's exchange, and those that it was itself woken to answer."""
     handed = [run, *await tx.all(RUNS.answered_for, id=run["id"])]
     for each in handed:
         if each["exchange"] is not None:
             await tx.do(EXCHANGES.hand_on, n=each["exchange"], run_id=run["id"], next=wake)
         await tx.do(RUNS.hand_to_wake, id=each["id"], wake=wake)
-    # For a replica of the version before, which knows of one exchange and one addressee of a run.
+    # For a replica of the previous version, which knows one exchange and one addressee per run.
     await tx.do(RUNS.take_over, id=wake, exchange=run["exchange"], target=run["target"])
