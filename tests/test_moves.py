@@ -14,6 +14,7 @@ import sys
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from threading import Thread
@@ -27,6 +28,7 @@ from antiphon.engine.jobs import AgentTurn, JobSpec
 from antiphon.engine.slots import Every
 from antiphon.errors import AntiphonError, Conflict, StoreDamaged, StoreError, StoreLocked
 from antiphon.filters import HistoryFilter, ListFilter
+from antiphon.gateway.tokens import Tokens
 from antiphon.host import hosting, house
 from antiphon.operations import Message, Operations, Patch, Send, Spawn
 from antiphon.runtimes import Prompt
@@ -54,7 +56,12 @@ SETTINGS: dict[str, Any] = {
     "tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}},
 }
 CONFIG = Config.model_validate(SETTINGS)
-STAYING = {"owners", "watch", "search_cursor"}  # of processes that are gone, and of an index
+STAYING = {
+    "owners",
+    "watch",
+    "search_cursor",
+    "tokens",
+}  # of processes that are gone, of an index, and in a file
 NEW_INDEX = {"message_words", "unindexed"}  # made anew from the messages
 ASKING = {
     "agentId": "slow",
@@ -289,7 +296,11 @@ async def test_a_house_goes_on_where_the_other_stopped(state: Path, database: Pa
 async def test_every_row_is_there_and_numbers_go_on_behind_those_that_were_given_out(
     database: Path, target: Server
 ) -> None:
-    change(database, "DELETE FROM usage WHERE id = (SELECT max(id) FROM usage)")  # its number was given out
+    change(
+        database,
+        "DELETE FROM usage WHERE id = (SELECT max(id) FROM usage)",  # its number was given out
+        "UPDATE runs SET agent_id = 'helper', woken_by = '', options = '{}' WHERE id = 'r2'",
+    )
     before = rows_of(database)
     content = digest(database)
     assert not [name for name, rows in before.items() if not rows], "something of everything is tried"
@@ -593,6 +604,17 @@ async def test_a_gateway_on_the_target_is_refused(database: Path, target: Server
     await migrate(database, target, ignore)
 
 
+async def test_a_target_on_which_a_gateway_was_only_started_takes_the_secrets_of_the_source(
+    database: Path, target: Server, tmp_path: Path
+) -> None:
+    async with hosting(on(target), tmp_path / "elsewhere"):
+        pass
+    assert ask(target, "SELECT count(*) FROM secrets") == [(1,)]
+    ask(target, "DELETE FROM owners")  # whose lease would run out by itself
+    await migrate(database, target, ignore)
+    assert ask(target, "SELECT name, value FROM secrets") == rows_of(database)["secrets"]
+
+
 async def test_a_state_directory_that_is_in_use_is_refused(
     state: Path, database: Path, target: Server
 ) -> None:
@@ -695,6 +717,30 @@ async def test_the_command_says_how_it_goes_and_what_is_next(
     again = program.run(*arguments)
     assert again.code == 0 and again.out.startswith("Comparing chains"), again.err
     assert "Everything was there already" in again.out
+
+
+@pytest.mark.requirement("R")
+async def test_issued_tokens_are_valid_after_the_move_and_are_revoked_everywhere(
+    program: Program, target: Server, tmp_path: Path
+) -> None:
+    token = Tokens.open(program.state).issue("dashboard", ["operator.read"])
+    config = {**SETTINGS, "store": {"url": target.url, "password": PASSWORD}}
+    program.configure(config)
+    for _ in range(2):  # also of a command that is given again
+        assert json.loads(program.run("store", "migrate", "--json").out.splitlines()[-1])["tokens"] == 1
+    elsewhere = replace(program, home=tmp_path / "elsewhere", extra={"ANTIPHON_TOKEN": token})
+    elsewhere.configure(config)
+    with up(elsewhere) as gateway:
+        listed = elsewhere.run("sessions", "list", "--url", gateway.url)
+        assert listed.code == 0, listed.err
+        assert elsewhere.run("spawn", "say no", "--url", gateway.url).code != 0, "it may only read"
+        assert gateway.stop() == 0
+    with up(program):
+        assert [record.name for record in Tokens.open(program.state).records] == ["owner"]
+        names = [row["name"] for row in program.run("tokens", "list", "--json").json["tokens"]]
+        assert names == ["owner", "dashboard"]
+        assert elsewhere.run("tokens", "revoke", "dashboard").code == 0
+        assert [row["name"] for row in program.run("tokens", "list", "--json").json["tokens"]] == ["owner"]
 
 
 @pytest.mark.requirement("R")

@@ -56,10 +56,35 @@ def migrate(settings: Settings, origin: str, goal: str | None, password_file: Pa
     server = _server(settings.load().config, goal, password_file)
     show = _Json() if settings.json else _Bars() if _live() else _Lines()
     moved = asyncio.run(move(source, server, show))
+    tokens = _move_tokens(source, server)
     if settings.json:
-        output.emit({"event": "done", **_plain(moved)}, compact=True)
+        output.emit({"event": "done", **_plain(moved), "tokens": tokens}, compact=True)
     else:
-        _print(moved, server)
+        _print(moved, tokens, server)
+
+
+def _move_tokens(source: Path, server: Server) -> int:
+    """Make rows of the tokens that were issued into the file beside the database; how many there were."""
+    from antiphon.gateway.shared_tokens import adopt_tokens
+    from antiphon.gateway.tokens import NAME, Tokens
+    from antiphon.paths import DATABASE
+    from antiphon.store.postgres import PgStore
+
+    path = source.with_name(NAME)
+    if source.name != DATABASE or not path.exists():
+        return 0
+    issued = [record for record in Tokens.read(path).records if record.token is None]
+
+    async def adopt() -> None:
+        store = await PgStore.open(server, writers=1, readers=1, migrate=False)
+        try:
+            await store.tx(adopt_tokens, issued, store.clock.now())
+        finally:
+            await store.close()
+
+    if issued:
+        asyncio.run(adopt())
+    return len(issued)
 
 
 def _source(settings: Settings, origin: str) -> Path:
@@ -111,7 +136,7 @@ def _plain(moved: Moved) -> dict[str, object]:
     return {"tables": moved.tables, "replaced": moved.replaced, "already": moved.already}
 
 
-def _print(moved: Moved, server: Server) -> None:
+def _print(moved: Moved, tokens: int, server: Server) -> None:
     rows = sum(moved.tables.values())
     done = "Everything was there already" if moved.already else "Everything is there"
     click.echo(f"{done}: {rows:,} rows of {len(moved.tables)} tables, the same on both sides.")
@@ -119,6 +144,8 @@ def _print(moved: Moved, server: Server) -> None:
         click.echo(
             f"In {moved.replaced:,} texts U+0000, which PostgreSQL cannot store, was replaced by U+FFFD."
         )
+    if tokens:
+        click.echo(f"Tokens that were issued are valid there, too: {tokens:,}.")
     click.echo(f"Next: set store.url to the database {server.named} and start `antiphon up`.")
 
 

@@ -68,7 +68,9 @@ def list_tokens(settings: Settings) -> None:
         from antiphon.gateway.shared_tokens import read_tokens
 
         shared = _on_store(settings, config, lambda store: store.read(read_tokens))
-        records = [*(Tokens.read(path).records if path.exists() else ()), *shared]
+        digests = {record.digest for record in shared}
+        in_file = Tokens.read(path).records if path.exists() else ()
+        records = [*(record for record in in_file if record.digest not in digests), *shared]
     else:
         records = _tokens(settings).records
     if settings.json:
@@ -125,7 +127,7 @@ def _is_in_file(settings: Settings, name: str) -> bool:
 @common
 @click.pass_obj
 def revoke(settings: Settings, name: str) -> None:
-    """Let nobody in with this token any more; what is open with it ends within a minute."""
+    """Let nobody in with this token any more; what is open with it ends within seconds."""
     from antiphon.errors import InvalidInput
     from antiphon.gateway.tokens import OWNER
 
@@ -135,12 +137,13 @@ def revoke(settings: Settings, name: str) -> None:
             "To replace it, stop the gateway, remove tokens.json and start it again.",
             field="name",
         )
-    if (config := _shared(settings)) and not _is_in_file(settings, name):
+    config, in_file = _shared(settings), _is_in_file(settings, name)
+    if in_file or config is None:
+        _tokens(settings).revoke(name)
+    if config is not None:
         from antiphon.gateway.shared_tokens import revoke_token
 
-        _on_store(settings, config, lambda store: store.tx(revoke_token, name))
-    else:
-        _tokens(settings).revoke(name)
+        _on_store(settings, config, lambda store: store.tx(revoke_token, name, or_none=in_file))
     if settings.json:
         output.emit({"revoked": name})
     else:

@@ -90,7 +90,7 @@ async def _refreshing(opened: House, tokens: Tokens) -> AsyncGenerator[None]:
         yield
         return
     shared = SharedTokens(opened.store, tokens)
-    await shared.refresh()
+    await shared.start()
     task = asyncio.create_task(shared.run())
     try:
         yield

@@ -1,14 +1,15 @@
 """The tokens of a database that replicas share: rows with digests, in place of each one's token file.
 
 A replica reads them before it listens and then once per `REFRESH_SECONDS`; a revoked token is refused from then on, and
-its open connections end with the next check of the guard. The owner's token, and tokens of a file from before, stay in
-the file.
+its open connections end with the next check of the guard. Tokens that were issued into a file before are taken over as
+rows when a replica starts, so that they can be revoked everywhere; the owner's token stays in the file.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from antiphon.errors import Conflict, NotFound, StoreError
 from antiphon.gateway.tokens import Record, Tokens, new_token
@@ -44,8 +45,17 @@ async def issue_token(tx: Tx, record: Record, now: int) -> None:
         )
 
 
-async def revoke_token(tx: Tx, name: str) -> None:
-    if not await tx.do(SQL.revoke, name=name):
+async def adopt_tokens(tx: Tx, records: Sequence[Record], now: int) -> set[str]:
+    """Make rows of the tokens of a file whose names are free. Returns the digests that are rows then."""
+    for record in records:
+        scopes = " ".join(record.scopes)
+        await tx.do(SQL.issue, name=record.name, scopes=scopes, digest=record.digest, now=now)
+    known = {record.digest for record in await read_tokens(tx)}
+    return {record.digest for record in records if record.digest in known}
+
+
+async def revoke_token(tx: Tx, name: str, *, or_none: bool = False) -> None:
+    if not await tx.do(SQL.revoke, name=name) and not or_none:
         raise NotFound(f"No token is named {name!r}.", "See `antiphon tokens list`.")
 
 
@@ -62,6 +72,25 @@ class SharedTokens:
     def __init__(self, store: Store, tokens: Tokens) -> None:
         self._store = store
         self._tokens = tokens
+
+    async def start(self) -> None:
+        """Know every token before anyone is let in."""
+        await self._adopt()
+        await self.refresh()
+
+    async def _adopt(self) -> None:
+        issued = [record for record in self._tokens.current() if record.token is None]
+        if not issued:
+            return
+        rows = await self._store.tx(adopt_tokens, issued, self._store.clock.now())
+        try:
+            await asyncio.to_thread(self._tokens.drop, rows)
+        except (OSError, StoreError) as error:
+            log.warning("The tokens of the file stay valid here until they are removed from it. %s", error)
+        if left := sorted(record.name for record in issued if record.digest not in rows):
+            log.warning(
+                "Other tokens of the same names are in the database, so these stay in the file: %s", left
+            )
 
     async def refresh(self) -> None:
         self._tokens.shared = await self._store.read(read_tokens)

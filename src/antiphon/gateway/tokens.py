@@ -14,7 +14,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Container, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -150,6 +150,12 @@ class Tokens:
             if len(left) == len(self.records):
                 raise NotFound(f"There is no token named {name!r}.", "See `antiphon tokens list`.")
             self._write(left)
+
+    def drop(self, digests: Container[str]) -> None:
+        """Remove tokens that are stored elsewhere from now on; never the owner's."""
+        with self._alone():
+            self._read_again()
+            self._write([it for it in self.records if it.token is not None or it.digest not in digests])
 
     @contextmanager
     def _alone(self) -> Generator[None]:

@@ -21,8 +21,9 @@ from antiphon.store.tables import INSTEAD, NUL, Column, Key, Kind, Sum, Table, V
 
 BATCH_ROWS = 5_000
 BATCH_BYTES = 8 * 2**20  # after which a batch is full, however few its rows
-STAYING = frozenset({"owners", "watch", "search_cursor"})
-"""Leases of processes that are gone, and how far an index is that is made anew."""
+STAYING = frozenset({"owners", "watch", "search_cursor", "tokens"})
+"""Leases of processes that are gone, how far an index is that is made anew, and tokens: with SQLite they
+are in a file, which `antiphon store migrate` takes over."""
 NAMES = Table("session_names", (Column("rowid", "integer"), Column("names", "words")), ("rowid",))
 """An index over few words, whose texts SQLite keeps with it."""
 
