@@ -7,14 +7,16 @@ import json
 import signal
 import urllib.error
 import urllib.request
-from collections.abc import Generator
-from contextlib import ExitStack
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
 
 from antiphon.store.postgres.worker import WAIT
 from cli.gateways import up
@@ -222,6 +224,49 @@ def test_replicas_share_the_tokens_that_were_issued(program: Program, shared: di
         assert program.run("tokens", "revoke", "prometheus").code == 0
         for gateway in gateways:
             _until_status(gateway.url, token, 401)
+
+
+@pytest.mark.requirement("W7")
+def test_every_replica_closes_the_sockets_of_a_token_that_is_revoked(
+    program: Program, shared: dict[str, Any]
+) -> None:
+    with ExitStack() as stack:
+        token = program.run("tokens", "issue", "dashboard", "--scope", "read").out.strip()
+        gateways = [stack.enter_context(up(program, 0, join=True)) for _ in range(2)]
+        watching = [stack.enter_context(_connected(gateway.url, token)) for gateway in gateways]
+        owners = [
+            stack.enter_context(_connected(gateway.url, shared["gateway"]["auth"]["token"]))
+            for gateway in gateways
+        ]
+        assert program.run("tokens", "revoke", "dashboard").code == 0
+        for socket in watching:
+            with pytest.raises(ConnectionClosed) as closed:
+                _receive_until(socket, lambda frame: False)
+            assert closed.value.rcvd is not None
+            assert (closed.value.rcvd.code, closed.value.rcvd.reason) == (1008, "the token was revoked")
+        for socket in owners:
+            assert _ask(socket, "health")["ok"]
+
+
+@contextmanager
+def _connected(url: str, token: str) -> Generator[ClientConnection]:
+    client = {"id": "gateway-client", "version": "1", "platform": "tests", "mode": "backend"}
+    with connect(url, open_timeout=BOUND, close_timeout=BOUND) as socket:
+        answer = _ask(socket, "connect", minProtocol=3, maxProtocol=4, client=client, auth={"token": token})
+        assert answer["ok"], answer
+        yield socket
+
+
+def _ask(socket: ClientConnection, method: str, **params: object) -> dict[str, Any]:
+    socket.send(json.dumps({"type": "req", "id": method, "method": method, "params": params}))
+    return _receive_until(socket, lambda frame: frame.get("id") == method)
+
+
+def _receive_until(socket: ClientConnection, is_wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    until = monotonic() + BOUND
+    while not is_wanted(frame := json.loads(socket.recv(timeout=until - monotonic()))):
+        pass
+    return frame
 
 
 def _until_status(url: str, token: str, status: int) -> None:
