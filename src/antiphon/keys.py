@@ -48,7 +48,7 @@ _WORDS = frozenset({"agent", "main", "node", "global", "unknown", "current", *_O
 """What a channel cannot be called, because a key or a reference that starts so means something else."""
 
 _SHARED = ("main", "global")
-"""What the session of all agents is stored as, and what it was until schema 9."""
+"""The stored key of the session that all agents share, and the one used before schema 9."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _FULL = re.compile(r"agent:([^:]+):(.+)", re.IGNORECASE | re.ASCII | re.DOTALL)

@@ -1,6 +1,6 @@
 """Builds what the runs of a configuration need, and makes their first request, without a store and without a network.
 
-What fails here fails in every such run. Secrets are stood in for: whether they are available is for others to say.
+What fails here fails in every such run. Secrets are replaced by placeholders: this does not check that they exist.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REFUSED_STATUS = 401
 
 
 async def find_problems(config: Config) -> list[Problem]:
-    """What would make every run of an agent or a model fail."""
+    """Problems that would make every run of an agent or a model fail."""
     stand_in = _without_secrets(config)
     actors = _actors(stand_in)
     catalog = Catalog(stand_in)

@@ -411,7 +411,7 @@ async def test_each_retry_is_logged_in_our_words(
     told = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert [record.name for record in told] == ["antiphon.runtimes.retry"] * 2
     text = told[0].getMessage()
-    assert f"Attempt 1 at {spec.provider}/{spec.model} failed and is made again in " in text
+    assert f"Attempt 1 at {spec.provider}/{spec.model} failed; retrying in " in text
     assert "could not answer" in text
     assert "s3cr3t" not in caplog.text
 

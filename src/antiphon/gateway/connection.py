@@ -28,8 +28,8 @@ LITTLE = 2**20  # bytes waiting up to which a connection is not to blame for wha
 REASON = 120  # bytes of why a connection is closed; a close frame holds 123
 
 CHAT_DELTAS = "chat-deltas"
-"""The capability of a client that puts an answer together from its increments."""
-WINDOW_MODE = "ui"  # of terminals and apps that show `message` of a delta and do not look at its increment
+"""The capability of a client that assembles an answer from its increments."""
+WINDOW_MODE = "ui"  # of terminals and apps that show the `message` of a delta and ignore its increment
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -77,7 +77,7 @@ class Connection:
         self.caller = Caller.operator(())
         self.identity: Identity | None = None
         self.reads_increments = False
-        """Whether an answer that grows is sent piece by piece, or again and again as a whole."""
+        """Whether a growing answer is sent as increments, or as the whole text each time."""
         self.every_session = False
         """Whether it hears of every session (`sessions.subscribe`)."""
         self.tasks: set[asyncio.Task[None]] = set()
@@ -103,7 +103,7 @@ class Connection:
 
     @property
     def knows_increments(self) -> bool:
-        """Whether it says itself that it needs no whole to begin with."""
+        """Whether the client has declared that it needs no whole text to begin with."""
         return self.client is not None and CHAT_DELTAS in self.client.caps
 
     # --- putting in ---

@@ -1,6 +1,6 @@
 """Limits for unauthenticated connections: the bytes and seconds of a request's head, and how many are open.
 
-When too many are, those that have said nothing yet make room, the oldest first (`PendingPeers`). The rest of a request
+When too many are open, the oldest that have sent nothing yet are closed (`PendingPeers`). The rest of a request
 is bounded by what answers it (`replies`), and a WebSocket by its protocol (`line`) and its door (`socket`).
 """
 
@@ -31,10 +31,10 @@ def most_connections() -> int:
 
 
 class PendingPeers:
-    """Peers that have not identified themselves. One of them makes room where a newcomer would find none.
+    """Peers that have not identified themselves yet. One is evicted when there is no room for a new one.
 
-    That is the oldest of the address that has most of them, so that an address which fills the place with silent
-    connections displaces its own first. Where all share an address, as behind a proxy, it is the oldest of all.
+    It is the oldest one of the address with the most such peers, so an address that opens many silent connections
+    loses its own first. If all share an address, as behind a proxy, it is the oldest of all.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class PendingPeers:
         return len(self._peers)
 
     def add(self, address: str, evict: Callable[[], None]) -> int:
-        """A ticket to discard the peer by. `evict` is called at most once, when the peer has been discarded."""
+        """Add a peer and return a ticket to discard it by. `evict` is called at most once, after it was discarded."""
         self._next_ticket += 1
         self._peers[self._next_ticket] = address, evict
         self._count_by_address[address] += 1
@@ -61,7 +61,7 @@ class PendingPeers:
                 del self._count_by_address[address]
 
     def evict_one(self) -> bool:
-        """Whether there was one to evict."""
+        """Evict one peer; False if there is none."""
         if not self._peers:
             return False
         most = max(self._count_by_address.values())
@@ -74,7 +74,7 @@ class PendingPeers:
 
 
 def bounded_protocol() -> type[BoundedProtocol]:
-    """The protocol of one server, whose connections share a limit."""
+    """A protocol class for one server, whose connections share a limit."""
 
     class Protocol(BoundedProtocol):
         pending = PendingPeers()
@@ -86,7 +86,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """HTTP/1.1 as uvicorn speaks it, for unknown peers. At most `limit_concurrency` - 1 are connected."""
 
     pending: PendingPeers
-    """Connections that have no request under way: their next head, or their first, has to arrive yet."""
+    """Connections without a request in progress: the head of their next request has not arrived yet."""
     _ticket = 0
     _timer: asyncio.TimerHandle | None = None
     _upgraded = False
@@ -143,7 +143,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def handle_websocket_upgrade(self) -> None:
         self._upgraded = True
         super().handle_websocket_upgrade()
-        self.parser = None  # which refers to this object, and is not needed any more
+        self.parser = None  # it refers to this object, and is no longer needed
 
     def _count(self, size: int) -> None:
         self._unheard = 0

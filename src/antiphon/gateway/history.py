@@ -82,7 +82,7 @@ def session_in(request: Request, after: str) -> str:
 
 
 def _check_nameable(operations: Operations, caller: Caller, session: str) -> None:
-    """What cannot be the name of a session is not found, like any other that is not there."""
+    """Answer an invalid session key with 404, like that of a session that does not exist."""
     try:
         operations.is_main(caller, session)
     except InvalidKey:
@@ -201,11 +201,11 @@ def _wanted(query: QueryParams) -> HistoryFilter:
 
 
 def _limit(text: str | None) -> int:
-    number = HISTORY_LIMIT if text is None else _number(text[:17])  # more digits are more than enough
+    number = HISTORY_LIMIT if text is None else _number(text[:17])  # enough digits for any limit
     if number is None or number < 1:
         raise InvalidInput(
             f"'limit' is {(text or '')[:40]!r}.",
-            f"Use a whole number from 1; more than {HISTORY_MOST} is {HISTORY_MOST}.",
+            f"Use a whole number from 1; anything above {HISTORY_MOST} counts as {HISTORY_MOST}.",
             field="limit",
         )
     return min(number, HISTORY_MOST)

@@ -51,11 +51,11 @@ EVENTS = [
     "shutdown",
     "tick",
 ]
-CHANGE_GATHER_SECONDS = 0.1  # in which changes of a session are gathered before its row is read
+CHANGE_GATHER_SECONDS = 0.1  # to collect changes of a session before its row is read
 MAX_SESSIONS_PER_GATHERING = 500
 MIN_DELTA_SECONDS, MAX_DELTA_SECONDS = 0.05, 0.5  # between two increments of an answer
-DELTA_CHARACTERS_PER_SECOND = 25_000  # the longer the answer is by now, the longer they are gathered
-MIN_WHOLE_SECONDS, MAX_WHOLE_SECONDS = 0.05, 3.0  # between two wholes of an answer that grows
+DELTA_CHARACTERS_PER_SECOND = 25_000  # the longer the answer, the longer increments are collected
+MIN_WHOLE_SECONDS, MAX_WHOLE_SECONDS = 0.05, 3.0  # between two whole texts of a growing answer
 WHOLE_CHARACTERS_PER_SECOND = 10_000
 REVOCATION_CHECK_SECONDS = 0.5
 TOOL_EVENTS = "tool-events"
@@ -75,29 +75,29 @@ HOLD = 0.04  # seconds: see `Hub.acknowledged`
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """A run under way, as far as it was told of. What is streamed is of its current step."""
+    """A run in progress and what clients have been sent of it. Only its current step is streamed."""
 
     session_key: str
     pieces: list[str] = field(default_factory=list[str])
     """The text so far."""
     length: int = 0
-    """Of the text so far, in characters."""
+    """Length of the text so far, in characters."""
     unsent: list[str] = field(default_factory=list[str])
-    """What the readers of increments were not sent yet."""
+    """Text that readers of increments have not been sent yet."""
     unsent_thinking: list[str] = field(default_factory=list[str])
     increments_due: float = 0.0
     whole_length: int = 0
-    """How much of the text the readers of wholes were sent."""
+    """How many characters readers of whole texts have been sent."""
     whole_due: float = 0.0
     timer: asyncio.TimerHandle | None = None
     followers: set[Connection] = field(default_factory=set[Connection])
-    """Readers of increments that were sent all of the text so far."""
+    """Readers of increments that have been sent all of the text so far."""
     left_out: set[Connection] = field(default_factory=set[Connection])
-    """Readers that lagged: they are sent no more of this step's text, for it would have a hole."""
+    """Readers that lagged: they get no more of this step's text, since it would have a gap."""
     chat_seq: int = 0
-    """Of events to readers of increments; a reader sees none missing."""
+    """Sequence number of events for readers of increments, without gaps."""
     whole_seq: int = 0
-    """Of events to readers of wholes."""
+    """Sequence number of events for readers of whole texts."""
     agent_seq: int = 0
     message: msgspec.Raw | dict[str, Any] | None = None
 
@@ -136,7 +136,7 @@ class Hub:
         self._ended: OrderedDict[str, None] = OrderedDict()
         """Runs whose end was told of; after a gap the event of it may still come."""
         self._changes: dict[str, dict[str, dict[str, Any]]] = {}
-        """Facts by session and by phase or reason; the latest of each."""
+        """The latest facts by session, and by phase or reason."""
         self._changed = asyncio.Event()
         self._holds: dict[tuple[Connection, str], float] = {}
         self._presence = 1
@@ -323,7 +323,7 @@ class Hub:
         self._stream(event.run_id, run)
 
     def _stream(self, run_id: str, run: _Run) -> None:
-        """Send what is due of a run, and come back for what is not."""
+        """Send what is due of a run, and schedule the rest."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         if (run.unsent or run.unsent_thinking) and now >= run.increments_due:
@@ -341,7 +341,7 @@ class Hub:
             self._stream(run_id, run)
 
     def _send_increments(self, run_id: str, run: _Run) -> None:
-        """What is new, to whoever has the text before it; the text so far to whoever has nothing of it."""
+        """Send the new text to readers that have the rest, and the whole text so far to the others."""
         if run.unsent_thinking:
             self._agent(run_id, run, "thinking", {"delta": "".join(run.unsent_thinking)}, droppable=True)
             run.unsent_thinking.clear()
@@ -353,7 +353,7 @@ class Hub:
 
     def _send_text(self, run_id: str, run: _Run, increment: str) -> None:
         run.chat_seq += 1
-        texts: dict[bool | None, str] = {}  # by whether it has the text before, or knows increments
+        texts: dict[bool | None, str] = {}  # None: for followers; else by whether the reader knows increments
         for connection in self._readers():
             if not connection.reads_increments or connection in run.left_out:
                 continue
@@ -376,7 +376,7 @@ class Hub:
         return frames.event("chat", payload)
 
     def _send_whole(self, run_id: str, run: _Run) -> None:
-        """The text so far, as clients show it that do not put increments together. The longer, the less often."""
+        """Send the whole text so far to clients that do not assemble increments; the longer it is, the less often."""
         readers = [connection for connection in self._readers() if not connection.reads_increments]
         if readers:
             run.whole_seq += 1
@@ -396,7 +396,7 @@ class Hub:
         run.whole_due = asyncio.get_running_loop().time() + pace
 
     def _tell_restart(self, run_id: str, run: _Run) -> None:
-        """What was said of this step does not count."""
+        """Tell clients to discard the text of the current step."""
         run.chat_seq += 1
         run.whole_seq += 1
         for connection in self._readers():
@@ -584,7 +584,7 @@ class Hub:
             self._holds = {held: until for held, until in self._holds.items() if until > late}
 
     async def _close_revoked(self) -> None:
-        """Hang up on clients whose token does not count any more, soon after it was revoked."""
+        """Close connections whose token was revoked."""
         while True:
             await asyncio.sleep(REVOCATION_CHECK_SECONDS)
             identities = {connection.identity for connection in self.connections if connection.identity}

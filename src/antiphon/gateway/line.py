@@ -4,10 +4,9 @@ Limits: a message is bounded while it is being read, and tightly until the peer 
 the fragments of a message, the control frames per second and the frames that one callback of the event loop handles.
 What a closed connection held is freed with its last reference: nothing is left to the garbage collector.
 
-Sending at once: what ASGI offers is a coroutine. To tell a thousand listeners something, it would wake a thousand
-tasks, each for one write, and wrap the text for each of them in what the protocol needs for the rest of its life.
-Here a text is framed and handed to the socket in one call. A client that lags, or a connection that is not open,
-refuses it, and the outbox takes over (`connection`).
+Sending at once: ASGI sends with a coroutine, so an event for a thousand listeners would wake a thousand tasks for one
+write each. Here a text is framed and handed to the socket in one call. If the client lags or the connection is not
+open, the call is refused and the outbox takes over (`connection`).
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ STRANGER_MAX_FRAGMENTS = 64  # of a message, before the peer has authenticated
 MAX_FRAGMENTS_PER_MESSAGE = 4096  # some clients cut messages into pieces of 2 KiB
 CONTROL_FRAMES_PER_SECOND = 20
 CONTROL_FRAME_BURST = 100
-MAX_FRAMES_PER_CALLBACK = 64  # then other connections have their turn
-MIN_SLICE_BYTES, MAX_SLICE_BYTES = 1024, 16 * 1024  # that are parsed before frames are counted
-STRANGER_CLOSE_SECONDS = 0.5  # in which a peer that has not authenticated has to answer a close frame
+MAX_FRAMES_PER_CALLBACK = 64  # then other connections get their turn
+MIN_SLICE_BYTES, MAX_SLICE_BYTES = 1024, 16 * 1024  # parsed before frames are counted
+STRANGER_CLOSE_SECONDS = 0.5  # for an unauthenticated peer to answer a close frame
 
 
 class LineProtocol(WebSocketsSansIOProtocol):
@@ -102,7 +101,7 @@ class LineProtocol(WebSocketsSansIOProtocol):
         return message
 
     def _must_hold(self) -> bool:
-        """Whether what arrives is kept: the application has a message to take first, or a handshake to accept."""
+        """Whether to hold what arrives until the application has taken a message or accepted the handshake."""
         return self.read_paused or (self.handshake_initiated and not self.handshake_complete)
 
     def _read_on(self) -> None:
@@ -123,7 +122,7 @@ class LineProtocol(WebSocketsSansIOProtocol):
         self._parse()
 
     def _parse(self) -> None:
-        """Parse what has arrived, until it is used up, the application has to act, or others are to have a turn."""
+        """Parse what has arrived until it is used up, the application must act, or it is others' turn."""
         handled = 0
         while self._unparsed and not self._must_hold():
             if self.disconnected or self.transport.is_closing():
@@ -145,7 +144,7 @@ class LineProtocol(WebSocketsSansIOProtocol):
             self.transport.resume_reading()
 
     def _feed(self, data: bytes) -> int:
-        """Parse these bytes and handle the frames that are whole now; how many they were."""
+        """Parse these bytes, handle the frames that are complete, and return their number."""
         self.conn.receive_data(data)
         if self.conn.parser_exc is not None:
             self.handle_parser_exception()
@@ -162,7 +161,7 @@ class LineProtocol(WebSocketsSansIOProtocol):
         return count
 
     def _excess(self, events: Sequence[Event]) -> str | None:
-        """Why these frames are too many, if they are."""
+        """The reason why these frames are too many; None if they are not."""
         control = 0
         for event in events:
             if not isinstance(event, Frame):
@@ -193,7 +192,7 @@ class LineProtocol(WebSocketsSansIOProtocol):
     # --- control frames ---
 
     def handle_ping(self) -> None:
-        """While the peer does not read, only its latest ping is answered, when it has."""
+        """Answer a ping. While the peer does not read, only its latest ping is answered, once it reads again."""
         if self.writable.is_set():
             super().handle_ping()
         elif output := self.conn.data_to_send():

@@ -58,7 +58,7 @@ Said = User | Assistant | ToolResult
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """The messages of a request, whichever endpoint it came to; what is no message of a turn is a rule."""
+    """The messages of a request to either endpoint; `rules` are its system and developer messages."""
 
     rules: list[str]
     messages: list[Said]
@@ -152,7 +152,7 @@ def message_of(
     if last is None or isinstance(last, Assistant):
         raise InvalidInput(
             "The last message is neither from the user nor the result of a tool.",
-            "Send one of these last.",
+            "Send one of them last.",
             field="messages",
         )
     if place.fresh and (open_calls := unanswered(said.messages)):
@@ -246,7 +246,7 @@ def body_limit(config: Config) -> int:
 
 
 def refuse_unsupported(wanted: msgspec.Struct, allowed: Mapping[str, Sequence[object]]) -> None:
-    """Fields that are there only to be refused by name, unless their value asks for nothing."""
+    """Refuse unsupported fields by name, unless their value asks for nothing."""
     for field, values in allowed.items():
         value = getattr(wanted, field)
         if value is None or any(type(value) is type(one) and value == one for one in values):
@@ -271,13 +271,13 @@ def client_tools(gateway: Gateway, wishes: Sequence[ToolWish]) -> list[ToolSpec]
     for wish in wishes:
         if not TOOL_NAME.fullmatch(wish.name):
             raise InvalidInput(
-                f"{wish.name[:80]!r} is not a valid name of a tool.",
+                f"{wish.name[:80]!r} is not a valid tool name.",
                 "Use 1 to 64 letters, digits, '_' or '-'.",
                 field=wish.where,
             )
         if wish.name in taken:
             raise InvalidInput(
-                f"A tool named {wish.name!r} exists already.",
+                f"A tool named {wish.name!r} already exists.",
                 "Choose another name: the agents here have tools of their own.",
                 field=wish.where,
             )
@@ -306,7 +306,7 @@ def run_options(sampling: Sampling, tools: list[ToolSpec], choice: str | None) -
         sampling = msgspec.structs.replace(sampling, tool_required=True, tool_name=name)
     elif choice not in {None, "auto", "none"}:
         raise InvalidInput(
-            "'tool_choice' is not one that is known here.",
+            "'tool_choice' has an unknown value.",
             "Use 'auto', 'none', 'required' or a function with its name.",
             field="tool_choice",
         )
@@ -325,7 +325,7 @@ def response_format(wanted: Mapping[str, Any] | None, where: str) -> dict[str, A
     ):
         return dict(wanted)
     raise InvalidInput(
-        f"{where!r} is of no known type.",
+        f"{where!r} has an unknown type.",
         "Use text, json_object, or json_schema with a name and a schema.",
         field=where,
     )

@@ -41,7 +41,7 @@ async def issue_token(tx: Tx, record: Record, now: int) -> None:
     scopes = " ".join(record.scopes)
     if not await tx.do(SQL.issue, name=record.name, scopes=scopes, digest=record.digest, now=now):
         raise Conflict(
-            f"A token named {record.name!r} exists already.", "Choose another name, or revoke that one."
+            f"A token named {record.name!r} already exists.", "Choose another name, or revoke that one."
         )
 
 
@@ -60,7 +60,7 @@ async def revoke_token(tx: Tx, name: str, *, or_none: bool = False) -> None:
 
 
 async def issue(store: Store, name: str, scopes: list[str]) -> str:
-    """A new token, which is not stored and cannot be shown again."""
+    """Issue a token. Only its digest is stored, so it cannot be shown again."""
     token, record = new_token(name, scopes)
     await store.tx(issue_token, record, store.clock.now())
     return token
@@ -102,7 +102,7 @@ class SharedTokens:
                 await self._record_uses()
                 await self.refresh()
             except StoreError as error:
-                log.debug("The tokens could not be read and stay as they are: %s", error)
+                log.debug("Failed to refresh tokens, keeping the current ones: %s", error)
 
     async def _record_uses(self) -> None:
         used, self._tokens.used = self._tokens.used, set()

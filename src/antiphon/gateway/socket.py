@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 FIRST_WORD = 15.0  # seconds a client may take to say who it is
 LAST_WORD = 0.5  # seconds in which a client has to take what was still meant for it
 MOST_CONNECTIONS = 4096
-MAX_STRANGERS = 64  # that have not said who they are; another one takes the place of one of them
+MAX_STRANGERS = 64  # unauthenticated connections; a new one beyond these evicts another
 MOST_FOREIGN = 8  # strangers among them that come from a page which may not, and only get to hear so
 MOST_WAITING = 256  # requests of one connection that wait for something
 

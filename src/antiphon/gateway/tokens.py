@@ -58,7 +58,7 @@ class Tokens:
         self.shared: list[Record] = []
         """Those of a database that replicas share; see `shared_tokens`."""
         self.used: set[str] = set()
-        """Digests of the shared ones that were used since this was last written down."""
+        """Digests of the shared tokens used since the last update of the database."""
 
     def current(self) -> list[Record]:
         """The records as the file has them now: a token that was revoked is not let in any more.

@@ -85,7 +85,9 @@ async def _begins_with(tx: Tx, prefix: str) -> Row:
         limit=MAX_CANDIDATES + 1,
     )
     if not found or not prefix:
-        raise NotFound(f"There is no exchange {prefix[:80]!r}.", "Use an id that `antiphon exchanges` shows.")
+        raise NotFound(
+            f"Exchange {prefix[:80]!r} was not found.", "Use an id that `antiphon exchanges` shows."
+        )
     if len(found) > 1:
         candidates = [row["id"] for row in found[:MAX_CANDIDATES]]
         raise Ambiguous(

@@ -183,7 +183,7 @@ class Exchanges(Runs, Links):
     async def _open_or_found_main(
         self, tx: Tx, caller: Caller, action: Action, reference: str, now: int, founded: list[Row]
     ) -> Row:
-        """The session; a main session that nobody has used yet is founded and put on the list.
+        """The session; a main session that does not exist yet is created and added to `founded`.
 
         Any other key must exist: a mistyped one is an error and not a new session.
         """
@@ -265,7 +265,7 @@ async def _exchange_of(tx: Tx, id: str) -> Row:
 
 
 def _unanswered(exchange: Row, reason: str) -> RunView:
-    """What stands for the run that would have answered."""
+    """A cancelled run in place of the one that would have answered."""
     return RunView(
         run_id=exchange["id"],
         session_key=exchange["target_key"],

@@ -73,7 +73,7 @@ class Lists(Core):
         )
 
     def _hint(self, caller: Caller, hidden: int) -> str | None:
-        """What decides how much an agent is shown, where that is not everything."""
+        """The settings that decide what an agent is shown; None if it is shown everything."""
         if caller.is_operator:
             return None
         scope = self._door.grants(caller).read

@@ -38,7 +38,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     timeout_seconds: float | None = None
     provenance: Provenance | None = None
     literal: bool = False
-    """Words and nothing else, even if they look like a command."""
+    """Whether the content is only text, even if it looks like a command."""
 
 
 class _Place(NamedTuple):
@@ -88,7 +88,7 @@ class Submissions(Links):
     async def _switch_sending(
         self, tx: Tx, caller: Caller, session: str, wanted: policy.SendCommand, run_id: str, now: int
     ) -> tuple[admissions.Accepted, Row, str | None, bool]:
-        """The owner's command, also where the policy lets nothing else in. Anybody else's changes nothing."""
+        """Run the owner's `/send` command, even if the send policy blocks messages. From others it has no effect."""
         row, founded = await self._opened_or_founded(tx, caller, "send", session, now)
         checks.current(row, session)
         reply = _SWITCHED[wanted] if access.ADMIN in caller.scopes else None

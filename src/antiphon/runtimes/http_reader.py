@@ -1,4 +1,4 @@
-"""What every `Reader` has that asks a provider over HTTP: a guarded client, and a message that says who answered when.
+"""The base of readers that ask a provider over HTTP: a client with limits, and the assembly of the message.
 
 A provider is not trusted with memory or time. Whatever reads its answer, a reader of ours or an SDK, reads it off
 streams that end at a limit, follows no redirect to another origin, and waits only so long for content. How a request
@@ -186,16 +186,16 @@ class AnswerMeter:
             raise failure(self._spec, "stalled", reason=waited) from None
 
     def add(self, piece: str) -> None:
-        """Part of the answer has arrived."""
+        """Count a part of the answer."""
         if piece:
             self._grow(len(piece) if piece.isascii() else len(piece.encode(errors="surrogatepass")))
 
     def begin_block(self) -> None:
-        """A text, a thought or a tool call begins."""
+        """Count the beginning of a text, a thought or a tool call."""
         self._grow(BLOCK_BYTES)
 
     def begin_call(self) -> None:
-        """A tool call begins. The first of too many are told to the model, but not so many: libraries slow down."""
+        """Count the beginning of a tool call. The limit keeps libraries from slowing down."""
         self._calls += 1
         if self._calls > MAX_TOOL_CALLS_READ:
             raise failure(self._spec, "tooManyCalls", reason=f"more than {MAX_TOOL_CALLS_READ}")

@@ -58,7 +58,7 @@ def _log_retry(details: RetryDetails) -> None:
     error = details.caused_by
     if isinstance(error, ProviderError):
         log.warning(
-            "Attempt %d at %s/%s failed and is made again in %.1f seconds: %s",
+            "Attempt %d at %s/%s failed; retrying in %.1f seconds: %s",
             details.retry_num,
             error.data.get("provider"),
             error.data.get("model"),

@@ -79,7 +79,7 @@ def full() -> StoreFull:
 
 def replaced(path: Path) -> StoreReplaced:
     return StoreReplaced(
-        f"The database {str(path)!r} was deleted or replaced while it was open, so nothing is accepted any more.",
+        f"The database {str(path)!r} was deleted or replaced while it was open, so nothing more is accepted.",
         "Put the right file there, then restart Antiphon; docs/operating.md says how to save what was written.",
         path=str(path),
     )
