@@ -59,6 +59,10 @@ CONTRACT: dict[str, tuple[Part, str]] = {
         "tools",
         "Unknown and invisible sessions look alike; an agent is told what it reaches and which setting decides it.",
     ),
+    "H6": (
+        "tools",
+        "People are shown the conversation: no control tokens, step prompts or blocked announces; raw history has all.",
+    ),
     "S1": ("tools", "sessions_send: targets and parameters."),
     "S2": (
         "tools",

@@ -708,6 +708,7 @@ BEYOND_THE_SEEDS: dict[str, str] = {
     "L5": "None says that a list was scoped; who reads it must know.",
     "H3": "None bounds or masks a history; prompts have an end, and secrets leak.",
     "H4": "None says how to read on beyond the limit, except over HTTP.",
+    "H6": "None tells what people are shown from what is on record.",
     "S7": "None speaks of oneself, of cycles or of chains without end.",
     "S9": "None speaks of repeating a send.",
     "P5": "They post to the requester's chat only; the requester's model must know, too.",

@@ -42,10 +42,14 @@ class HistoryFilter(msgspec.Struct, frozen=True, kw_only=True):
     tool: str | None = None
     """Only answers that called this tool, and what it returned."""
 
+    without_internal: bool = False
+    """Only what a person would call the conversation (see `engine.internal`)."""
+
     @property
     def narrow(self) -> bool:
         """Whether most of a transcript may be left out, so that looking for the rest has to be bounded."""
-        return self.roles is not None or self.since is not None or self.errors or self.tool is not None
+        narrowed = self.roles is not None or self.since is not None or self.errors or self.tool is not None
+        return narrowed or self.without_internal
 
     @property
     def hides_results(self) -> bool:

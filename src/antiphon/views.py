@@ -526,7 +526,7 @@ def session_view(
 
 
 def history_item(entry: Entry) -> dict[str, Any]:
-    """The raw entry with its number and id. One that cannot be read is shown as such, not hidden."""
+    """The raw entry with its number and id, marked if it is not for people. A damaged one is shown as such."""
     try:
         item: dict[str, Any] = msgspec.json.decode(entry.body, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):
@@ -536,7 +536,8 @@ def history_item(entry: Entry) -> dict[str, Any]:
             "errorMessage": "This entry is damaged and cannot be shown.",
         }
     run = {"runId": entry.run_id} if entry.run_id else {}
-    return {**item, "id": entry.id, "seq": entry.seq, **run}
+    internal = {"internal": True} if entry.internal else {}
+    return {**item, "id": entry.id, "seq": entry.seq, **run, **internal}
 
 
 def preview_item(entry: Entry, max_chars: int) -> PreviewItem | None:

@@ -182,6 +182,35 @@ def test_silence_is_silent(token: str, capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.requirement("H6")
+def test_an_announcement_is_shown_when_it_is_posted(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen("conversation", "main")
+    for run_id in ("announce:1", "announce:2"):
+        screen.show(msgspec.structs.replace(entry(run_id, "assistant", "raw words"), internal=True))
+    assert capsys.readouterr().out == ""
+    posted = Delivered(session_key="k", key="exchange:1", run_id="announce:1", kind="announce", text="words")
+    for _ in range(2):
+        screen.show(posted)
+    assert capsys.readouterr().out == "main> words\n"
+
+
+@pytest.mark.requirement("H6")
+def test_an_answer_that_is_a_token_is_not_shown_in_parts_either(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen("conversation", "main")
+    screen.expect("mine")
+    for number, piece in enumerate(("`NO_", "REPLY`"), 1):
+        screen.show(Delta(session_key="k", run_id="mine", number=number, text=piece))
+    screen.show(msgspec.structs.replace(entry("mine", "assistant", "`NO_REPLY`"), internal=True))
+    screen.show(ends("mine", "`NO_REPLY`"))
+    assert capsys.readouterr().out == ""
+    screen.expect("next")
+    for number, piece in enumerate(("NO", "body"), 1):
+        screen.show(Delta(session_key="k", run_id="next", number=number, text=piece))
+    screen.show(entry("next", "assistant", "NObody"))
+    screen.show(ends("next", "NObody"))
+    assert capsys.readouterr().out == "main> NObody\n"
+
+
 def test_what_was_posted_is_no_run() -> None:
     place = Place("k", 0)
     message = {"role": "assistant", "content": [{"type": "text", "text": "posted"}]}

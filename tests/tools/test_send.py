@@ -16,9 +16,11 @@ from antiphon.engine.context import weigh
 from antiphon.engine.framing import MARKER
 from antiphon.errors import Conflict, ContextOverflow, NotFound
 from antiphon.messages import Assistant, Text, ToolCall
-from antiphon.operations import Patch, Send
+from antiphon.operations import HistoryFilter, Patch, Send
 from antiphon.runtimes import Prompt
-from stage import DATABASE, calls, dump, soon
+from antiphon.store.migrations import migrations
+from bases import chosen
+from stage import DATABASE, calls, dump, raw, soon
 
 pytestmark = pytest.mark.anyio
 
@@ -782,7 +784,7 @@ async def test_the_announcement_goes_where_it_was_to_go_when_the_message_was_acc
         assert (where.to, where.account_id, where.thread_id) == ("u1", "a1", "t1")
 
 
-@pytest.mark.requirement("D3", "G33", "003-policy-replies")
+@pytest.mark.requirement("D3", "G33", "003-policy-replies", "H6")
 async def test_an_announcement_that_the_policy_forbids_by_then_is_blocked_and_nothing_else_is(
     tmp_path: Path,
 ) -> None:
@@ -804,6 +806,49 @@ async def test_an_announcement_that_the_policy_forbids_by_then_is_blocked_and_no
         assert delivery["state"] == "blocked" and "send blocked by session policy" in delivery["error"]
         words = [row["content"] for row in await troupe.transcript(GROUP)]
         assert words[0] == "?" and words[-1] == [{"type": "text", "text": "announced"}]
+        assert await shown(troupe, GROUP) == ["?", "at last"]
+        await troupe.operations.patch(OPERATOR, GROUP, Patch(send_policy=None))
+        (blocked,) = (await troupe.operations.deliveries(OPERATOR)).deliveries
+        await troupe.operations.deliver_again(OPERATOR, blocked.key)
+        await troupe.quiet()
+        assert await shown(troupe, GROUP) == ["?", "at last", "announced"]
+
+
+async def shown(troupe: Troupe, key: str) -> list[str]:
+    """What people see of a session; its last words are the same in a preview."""
+    page = await troupe.operations.history(OPERATOR, key, HistoryFilter(without_internal=True))
+    [preview] = await troupe.operations.preview(OPERATOR, [key])
+    contents = [item["content"] for item in page.messages]
+    texts = [content if isinstance(content, str) else content[0]["text"] for content in contents]
+    assert [item.text for item in preview.items] == texts
+    return texts
+
+
+@pytest.mark.requirement("H6", "G45")
+async def test_announcements_from_before_the_upgrade_are_shown_unless_they_were_blocked(
+    tmp_path: Path,
+) -> None:
+    """Schema 13 did not say."""
+    async with house(cast_of("helper"), tmp_path) as troupe:
+        await troupe.found(MAIN, HELPER)
+        for _ in range(2):
+            said = await troupe.use("sessions_send", sessionKey=HELPER, message="say yes", replyBack=0)
+            assert said["status"] == "ok", said
+            await troupe.quiet()
+        first, second = troupe.rows("SELECT n, body, state FROM deliveries ORDER BY n")
+        assert first["state"] == second["state"] == "delivered"
+        before = await shown(troupe, HELPER)
+        troupe.rows("UPDATE deliveries SET state = 'blocked' WHERE n = ?", first["n"])
+    path = tmp_path / DATABASE
+    raw(path, "ALTER TABLE runs DROP COLUMN shown")
+    [upgrade] = [
+        step for step in migrations("postgres" if chosen.postgres else "sqlite") if step.name == "shown"
+    ]
+    for statement in upgrade.statements():
+        raw(path, statement)
+    async with house(cast_of("helper"), tmp_path) as troupe:
+        assert len(before) == 6  # twice what was asked, answered and announced
+        assert await shown(troupe, HELPER) == [*before[:2], *before[3:]]
 
 
 @pytest.mark.requirement("G43")

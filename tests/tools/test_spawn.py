@@ -33,7 +33,7 @@ from antiphon.engine.attachments import Attachment, Receipt
 from antiphon.engine.toolbox import Call, Result, Tool
 from antiphon.errors import Conflict, SpawnRefused
 from antiphon.messages import Assistant, Cost, Usage, User
-from antiphon.operations import Operations, Patch, Spawn
+from antiphon.operations import HistoryFilter, Operations, Patch, Spawn
 from antiphon.runtimes import Prompt
 from stage import BOUND, DATABASE, calls, dump, soon, text, tool
 
@@ -850,7 +850,7 @@ async def test_nobody_hears_of_a_child_that_is_not_to_be_announced(tmp_path: Pat
         assert (task["announced"], task["result"]) == ("none", "found")
 
 
-@pytest.mark.requirement("D3", "G33", "003-policy-replies")
+@pytest.mark.requirement("D3", "G33", "003-policy-replies", "H6")
 async def test_a_report_to_a_chat_that_may_not_be_written_to_is_blocked_and_still_on_record(
     tmp_path: Path,
 ) -> None:
@@ -862,11 +862,14 @@ async def test_a_report_to_a_chat_that_may_not_be_written_to_is_blocked_and_stil
         await troupe.quiet()
         assert discord.tries == [] and task_of(troupe)["announced"] == "blocked"
         assert len(noted(await troupe.transcript(group))) == 1
+        wanted = HistoryFilter(without_internal=True)
+        assert (await troupe.operations.history(OPERATOR, group, wanted)).messages == []
         await troupe.operations.patch(OPERATOR, group, Patch(send_policy=None))
         (delivery,) = (await troupe.operations.deliveries(OPERATOR)).deliveries
         await troupe.operations.deliver_again(OPERATOR, delivery.key)
         await troupe.quiet()
         assert len(discord.posts) == 1 and task_of(troupe)["announced"] == "delivered"
+        assert len((await troupe.operations.history(OPERATOR, group, wanted)).messages) == 1
 
 
 @pytest.mark.requirement("G6", "P4")

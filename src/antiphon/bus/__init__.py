@@ -37,6 +37,8 @@ class MessageAppended(_Event, tag="message", frozen=True):
     entry: str
     body: str
     run_id: str | None = None
+    internal: bool = False
+    """It is not part of what a person would call the conversation."""
 
 
 class Spent(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):

@@ -350,7 +350,7 @@ class Conversation:
             self._screen.tell("Write how many, from 1 to 1000: /history 50")
             return
         page = await self._desk.history(
-            self._session, HistoryFilter(limit=int(wanted or 10), include_tools=True)
+            self._session, HistoryFilter(limit=int(wanted or 10), include_tools=True, without_internal=True)
         )
         await voices.look_up_speakers(self._desk, page.messages, self._screen.known)
         for item in page.messages:
@@ -410,7 +410,7 @@ class Conversation:
         return "at the gateway once it is back" if self._away else "without you"
 
     async def _last_question(self) -> str:
-        page = await self._desk.history(self._session, HistoryFilter(limit=20))
+        page = await self._desk.history(self._session, HistoryFilter(limit=20, without_internal=True))
         asked = [output.said(item) for item in page.messages if item.get("role") == "user"]
         if not asked:
             return "its question waits"

@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 import click
 import msgspec
 
-from antiphon.bus import Delta, Event, MessageAppended, RunChanged, ToolPhase
+from antiphon.bus import Delivered, Delta, Event, MessageAppended, RunChanged, ToolPhase
 from antiphon.cli import voices
 from antiphon.cli.output import bold, clean, describe_calls, dim, line, red
 
@@ -26,7 +26,7 @@ Style = Literal["conversation", "answers", "silent"]
 SILENCE = {"REPLY_SKIP": "({} ended the conversation)", "ANNOUNCE_SKIP": None, "NO_REPLY": None}
 """What an agent answers to say nothing, as `antiphon.engine.gate` calls it; and what a person is told of that."""
 
-
+WRAPPING = " \t\r\n`*\"'"
 REMEMBERED = 256  # runs that are over
 
 
@@ -49,6 +49,8 @@ class Screen:
         self._over: deque[str] = deque(maxlen=REMEMBERED)
         self._answers: dict[str, str] = {}
         """The last words of those that are over; what else comes of them is late, and shown already."""
+        self._unposted: dict[str, str] = {}
+        """Runs whose words are shown once they are posted, and who says them."""
         self._ends: dict[str, asyncio.Event] = {}
         self._begin(None)
 
@@ -60,6 +62,8 @@ class Screen:
 
     def _begin_step(self) -> None:
         self._step = ""
+        self._held = ""
+        """The beginning of a step that may turn out to be a control token."""
         self._lost = False
 
     def expect(self, run_id: str) -> None:
@@ -110,6 +114,8 @@ class Screen:
                 self._tool(event)
             case MessageAppended():
                 self._message(event)
+            case Delivered() if name := self._unposted.pop(event.run_id or "", None):
+                self._overheard(name, event.text)
             case _:
                 pass
         self._flush()
@@ -121,7 +127,7 @@ class Screen:
         self._over.append(run_id)
         ours = self._run in {None, run_id}  # else it ended in the queue, while another is being shown
         said = self._said.pop(run_id, None)
-        if ours and run_id in self._mine and reply and reply != said:
+        if ours and run_id in self._mine and reply and reply != said and reply.strip() not in SILENCE:
             self._complete(reply)
         if run_id in self._mine:
             self._mine.remove(run_id)
@@ -164,8 +170,11 @@ class Screen:
                 self.note("(the answer was cut off; it starts again)")
             self._begin_step()
         if event.text and not self._lost:
-            self._step += event.text
-            self._write(event.text)
+            self._held += event.text
+            if self._step or not _may_be_token(self._held):
+                self._step += self._held
+                self._write(self._held)
+                self._held = ""
 
     def _tool(self, event: ToolPhase) -> None:
         """Show a failed tool call. The call itself is shown with the message that makes it."""
@@ -180,17 +189,31 @@ class Screen:
         entry = {**body, "runId": event.run_id}
         if body.get("role") == "assistant":
             text = _text(body)
-            if event.run_id in self._mine:
+            if event.internal:
+                self._leave_out(entry, event.run_id, text)
+            elif event.run_id in self._mine:
                 self._complete(text)
                 self._begin_step()
                 self._said[event.run_id or ""] = text
             else:
                 self._overheard(voices.answerer(entry, self.known, self.speaker), text)
-            for call in describe_calls(body):
+            for call in [] if event.internal else describe_calls(body):
                 self.note(f"  · {call}")
-        elif body.get("role") == "user" and event.run_id not in self._mine and not voices.is_step(body):
+        elif body.get("role") == "user" and event.run_id not in self._mine and not _is_hidden(event, body):
             # Without a name it was typed elsewhere, into the same session.
             self.note(f"{voices.speaker(entry, self.known) or 'another user'}> {_text(body)}")
+
+    def _leave_out(self, entry: voices.Item, run_id: str | None, text: str) -> None:
+        """An answer that is not for people, or not before it is posted."""
+        if run_id in self._mine:
+            self._begin_step()
+            self._said[run_id or ""] = text
+        elif text.strip() in SILENCE:
+            self._overheard("", text)
+        elif run_id:
+            self._unposted[run_id] = voices.answerer(entry, self.known, self.speaker)
+            if len(self._unposted) > REMEMBERED:
+                del self._unposted[next(iter(self._unposted))]
 
     def _overheard(self, name: str, text: str) -> None:
         """An entry that answers nothing the reader has asked."""
@@ -236,6 +259,15 @@ class Screen:
         self._shown.clear()
 
     _mid_line = False
+
+
+def _is_hidden(event: MessageAppended, body: dict[str, Any]) -> bool:
+    return event.internal or voices.is_step(body)
+
+
+def _may_be_token(text: str) -> bool:
+    begun = text.strip(WRAPPING)
+    return any(token.startswith(begun) for token in SILENCE)
 
 
 def _text(body: dict[str, Any]) -> str:

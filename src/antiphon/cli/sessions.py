@@ -109,6 +109,7 @@ def _print_page(page: SessionPage) -> None:
 @click.argument("key")
 @click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True)
 @click.option("--tools", is_flag=True, help="Show what tools returned, too.")
+@click.option("--all", "everything", is_flag=True, help="Show what was not meant for people, too.")
 @click.option(
     "--before", type=click.IntRange(1, LAST), metavar="SEQ", help="Only entries before this number."
 )
@@ -133,6 +134,7 @@ def history(
     key: str,
     limit: int,
     tools: bool,
+    everything: bool,
     before: int | None,
     after: int | None,
     roles: tuple[str, ...],
@@ -152,6 +154,7 @@ def history(
         since=since,
         errors=errors,
         tool=tool,
+        without_internal=not everything,
     )
     page, known = asyncio.run(_history(settings, key, wanted))
     if settings.json:

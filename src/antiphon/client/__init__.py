@@ -329,6 +329,7 @@ class Client:
             "since": wanted.since,
             "errors": wanted.errors or None,
             "tool": wanted.tool,
+            "withoutInternal": wanted.without_internal or None,
         }
         page = await self.call("sessions.history", _given(given))
         return msgspec.convert(page, HistoryPage)

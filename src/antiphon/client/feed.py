@@ -85,6 +85,7 @@ class Place:
         self.session_id, self.seq = session_id, seq
         body = item(payload["message"])
         run_id = body.pop("runId", None)
+        internal = bool(body.pop("internal", False))
         del body["id"], body["seq"]
         return MessageAppended(
             session_key=self.key,
@@ -93,6 +94,7 @@ class Place:
             entry=payload["messageId"],
             body=msgspec.json.encode(body).decode(),
             run_id=run_id,
+            internal=internal,
         )
 
     def _gap(self, payload: Json) -> Event:

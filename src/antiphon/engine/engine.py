@@ -34,7 +34,7 @@ from antiphon.engine.outbox import Outbox
 from antiphon.engine.patience import until_there_is_room
 from antiphon.engine.replicas import Replica
 from antiphon.engine.runs import Claim, Ended, Ending, Stopped, Worker
-from antiphon.engine.steps import GATED, QUIET, Outcome, Sequel
+from antiphon.engine.steps import ANNOUNCE, GATED, QUIET, Outcome, Sequel
 from antiphon.engine.transcripts import Entry
 from antiphon.engine.trial import Trial
 from antiphon.engine.turns import Setting, Turn
@@ -465,10 +465,18 @@ class Engine:
     def _on_entries(self, claim: Claim, entries: Sequence[Entry]) -> None:
         if entries:
             self._trial.leave(claim.session)  # it gets on
-        self._publish_entries(claim.session, claim.session_key, claim.session_id, claim.run_id, entries)
+        self._publish_entries(
+            claim.session, claim.session_key, claim.session_id, claim.run_id, claim.origin, entries
+        )
 
     def _publish_entries(
-        self, session: int, key: str, session_id: str, run_id: str | None, entries: Sequence[Entry]
+        self,
+        session: int,
+        key: str,
+        session_id: str,
+        run_id: str | None,
+        origin: str,
+        entries: Sequence[Entry],
     ) -> None:
         if entries and self._bus.wanted("sessions"):
             self._bus.publish("sessions", SessionChanged(session_key=key, reason="message"))
@@ -482,6 +490,7 @@ class Engine:
                     entry=entry.id,
                     body=entry.body,
                     run_id=run_id,
+                    internal=origin == ANNOUNCE or entry.internal,  # until it is posted
                 )
                 self._bus.publish(topic, event)
 
@@ -506,7 +515,9 @@ class Engine:
         """Whoever listens, and whatever the end has led to."""
         note = ended.origin == NOTE
         run_id = None if note else ended.run_id
-        self._publish_entries(ended.session, ended.session_key, ended.session_id, run_id, ended.entries)
+        self._publish_entries(
+            ended.session, ended.session_key, ended.session_id, run_id, ended.origin, ended.entries
+        )
         topics = (run_topic(ended.run_id), session_topic(ended.session))
         if not note and any(map(self._bus.wanted, topics)):
             event = _end_event(ended, claim)

@@ -100,4 +100,5 @@ def _appended(place: _Place, entry: Entry) -> MessageAppended:
         entry=entry.id,
         body=entry.body,
         run_id=entry.run_id,
+        internal=entry.internal,
     )

@@ -285,6 +285,8 @@ async def _settle(tx: Tx, row: Row, outcome: _Outcome, now: int, attempts: int |
     )
     if state == "pending" or not settled:
         return bool(settled)
+    if row["entry_run"] is not None:
+        await tx.do(SQL.mark_shown, run_id=row["entry_run"], shown=int(state != "blocked"))
     if row["exchange"] is not None:
         await tx.do(EXCHANGES.announced, n=row["exchange"], announced=state)
     if row["task"] is not None:

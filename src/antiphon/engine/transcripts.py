@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from antiphon.engine.internal import is_internal
 from antiphon.errors import InvalidInput
 from antiphon.filters import HistoryFilter
 from antiphon.messages import Assistant, Message, ToolCall, ToolResult, decode, encode, failed, used
@@ -35,6 +36,13 @@ class Entry(msgspec.Struct, frozen=True):
     created_at: int
     run_id: str | None = None
     """Given where it was asked for: when a page is read."""
+    shown: int = 1
+    """Likewise: 0 where its run has put words here for people that did not get to them."""
+
+    @property
+    def internal(self) -> bool:
+        """Whether it is no part of what a person would call the conversation."""
+        return not self.shown or is_internal(self.role, self.body)
 
 
 class Page(NamedTuple):
@@ -146,6 +154,8 @@ async def _sift(
 
 def _fits(entry: Entry, wanted: HistoryFilter) -> bool:
     """By what only its body says."""
+    if wanted.without_internal and entry.internal:
+        return False
     if wanted.errors and not failed(entry.role, entry.body):
         return False
     return wanted.tool is None or used(wanted.tool, entry.role, entry.body)

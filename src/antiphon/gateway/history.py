@@ -154,7 +154,8 @@ class Story:
                     yield self._gap(place.session_id, "deleted")
 
     def _appended(self, event: MessageAppended) -> ServerSentEvent | None:
-        item = history_item(Entry(event.seq, event.entry, "unknown", event.body, 0, event.run_id))
+        entry = Entry(event.seq, event.entry, "unknown", event.body, 0, event.run_id, int(not event.internal))
+        item = history_item(entry)
         if item["role"] == "toolResult" and not self._wanted.include_tools:
             return None
         data = {

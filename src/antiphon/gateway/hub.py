@@ -277,13 +277,14 @@ class Hub:
 
     def _message(self, event: MessageAppended) -> None:
         run = self._known(event.run_id, event.session_key)
-        message = rows.appended(event.body, event.entry, event.seq, event.run_id)
+        message = rows.appended(event.body, event.entry, event.seq, event.run_id, internal=event.internal)
         if run and message.get("role") == "assistant":
             self._send_increments(event.run_id or "", run)
             run.message = msgspec.Raw(event.body.encode())
             run.begin_step()
         key = rows.shown(event.session_key)
-        if event.run_id is None and message.get("model") == INJECTED and "provenance" not in message:
+        injected = message.get("model") == INJECTED and "provenance" not in message
+        if event.run_id is None and injected and not event.internal:
             said = {"runId": f"inject-{event.entry}", "sessionKey": key, "seq": 0, "state": "final"}
             chat = frames.event("chat", {**said, "message": message})
             for connection in self._readers():

@@ -101,7 +101,7 @@ def message(item: dict[str, Any]) -> dict[str, Any]:
     return {**item, "__openclaw": marks}
 
 
-def appended(body: str, entry: str, seq: int, run_id: str | None) -> dict[str, Any]:
+def appended(body: str, entry: str, seq: int, run_id: str | None, *, internal: bool) -> dict[str, Any]:
     """An entry as it is told of live; damaged ones are told of, too."""
     try:
         item: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
@@ -112,4 +112,5 @@ def appended(body: str, entry: str, seq: int, run_id: str | None) -> dict[str, A
             "errorMessage": "This entry is damaged and cannot be shown.",
         }
     given = {"runId": run_id} if run_id else {}
-    return message({**item, "id": entry, "seq": seq, **given})
+    marked = {"internal": True} if internal else {}
+    return message({**item, "id": entry, "seq": seq, **given, **marked})

@@ -62,7 +62,7 @@ class Channel:
             self._gap(list(self.seen), "reset")
         elif isinstance(event, MessageAppended):
             self.seq = event.seq
-            message = rows.appended(event.body, event.entry, event.seq, event.run_id)
+            message = rows.appended(event.body, event.entry, event.seq, event.run_id, internal=event.internal)
             text = _message(self.key, event.session_id, message)
             for connection, seen in self.seen.items():
                 if event.seq > seen:

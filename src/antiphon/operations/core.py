@@ -103,6 +103,7 @@ class Core:
             seq=entry.seq,
             entry=entry.id,
             body=entry.body,
+            internal=entry.internal,
         )
         self._bus.publish(session_topic(row["id"]), event)
 

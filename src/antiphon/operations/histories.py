@@ -73,7 +73,11 @@ class Histories(Core):
         transcript, _ = sessions.named(row)
         # Of the steps of a long answer most have no words, only calls.
         page = await transcripts.page_before(tx, transcript, transcripts.END, 4 * limit, tools=False)
-        items = [item for entry in page.entries if (item := views.preview_item(entry, max_chars))]
+        items = [
+            item
+            for entry in page.entries
+            if not entry.internal and (item := views.preview_item(entry, max_chars))
+        ]
         return Preview(key=reference, status="ok" if items else "empty", items=items[-limit:])
 
     async def follow(

@@ -41,7 +41,10 @@ class History(Params, frozen=True):
 
 @method("chat.history", READ, History)
 async def history(call: Call, params: History) -> dict[str, Any]:
-    """The newest messages, oldest first. A session that is not there yet has none."""
+    """The newest messages of the conversation, oldest first. A session that is not there yet has none.
+
+    Entries that are not for people are left out; `sessions.history` has all of them.
+    """
     reference = params.session_id or named(params.session_key, params.agent_id)
     try:
         page = await call.operations.history(call.caller, reference, await _wanted(call, reference, params))
@@ -50,7 +53,7 @@ async def history(call: Call, params: History) -> dict[str, Any]:
         page, info = HistoryPage(params.session_key, "", [], 0, False), None
     messages, left_out = bounded([rows.message(item) for item in page.messages], params.max_bytes)
     more = page.has_more or left_out > 0
-    first = next((item["seq"] for item in page.messages[left_out:]), None)
+    first = page.messages[left_out]["seq"] if left_out else int(page.next_cursor or 0)
     return {
         "sessionKey": params.session_key,
         "sessionId": page.session_id,
@@ -75,20 +78,20 @@ def _thinking(call: Call, row: dict[str, Any]) -> str:
 
 
 async def _wanted(call: Call, reference: str, params: History) -> HistoryFilter:
+    before = None
     if params.cursor is not None:
         seq = params.cursor.removeprefix("seq:")
         if not (seq.isdecimal() and len(seq) < 18):
             raise InvalidInput(
                 f"The cursor {params.cursor[:40]!r} is not one of ours.", "Pass nextCursor.", field="cursor"
             )
-        return HistoryFilter(limit=params.limit, include_tools=True, before=int(seq))
-    if params.offset:
+        before = int(seq)
+    elif params.offset:
         end = await call.operations.history(
             call.caller, reference, HistoryFilter(limit=1, include_tools=True)
         )
         before = max(1, end.total - params.offset + 1)
-        return HistoryFilter(limit=params.limit, include_tools=True, before=before)
-    return HistoryFilter(limit=params.limit, include_tools=True)
+    return HistoryFilter(limit=params.limit, include_tools=True, before=before, without_internal=True)
 
 
 def bounded(messages: list[dict[str, Any]], most: int = MOST_BYTES) -> tuple[list[msgspec.Raw], int]:

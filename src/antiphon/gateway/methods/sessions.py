@@ -272,6 +272,7 @@ class History(Params, frozen=True):
     since: Annotated[int, Meta(ge=0, le=2**53)] | None = None
     errors: bool = False
     tool: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    without_internal: bool = False
 
 
 @method("sessions.history", READ, History)
@@ -286,6 +287,7 @@ async def history(call: Call, params: History) -> HistoryPage:
         since=params.since,
         errors=params.errors,
         tool=params.tool,
+        without_internal=params.without_internal,
     )
     return await call.operations.history(call.caller, named(params.key, params.agent_id), wanted)
 

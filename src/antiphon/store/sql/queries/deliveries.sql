@@ -27,6 +27,10 @@ UPDATE deliveries SET state = :state, error = :error, message_id = :message_id, 
        settled_at = CASE WHEN :state = 'pending' THEN NULL ELSE CAST(:now AS BIGINT) END
 WHERE n = :n AND state IN ('pending', 'sending') AND attempts = :attempts;
 
+-- name: mark_shown
+-- Of words that nobody was waiting for: whether people see the entry in which they stand.
+UPDATE runs SET shown = CAST(:shown AS INTEGER) WHERE id = :run_id AND origin IN ('announce', 'note');
+
 -- name: left_sending
 -- Of owners that are gone: nobody knows whether they were sent. Its own are for the caller to judge.
 SELECT d.* FROM deliveries d LEFT JOIN owners o ON o.id = d.owner

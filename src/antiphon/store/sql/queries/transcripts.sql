@@ -6,31 +6,44 @@ VALUES (:transcript, :seq, :entry, :role, :run, :body, :now)
 /*pg: RETURNING id) INSERT INTO unindexed (message) SELECT id FROM appended */;
 
 -- name: before
-SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id FROM messages m LEFT JOIN runs r ON r.n = m.run
+-- What an announce step came to is shown when it was posted, a note unless it was kept from people.
+SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id,
+       CASE r.origin WHEN 'announce' THEN coalesce(r.shown, 0) WHEN 'note' THEN coalesce(r.shown, 1) ELSE 1 END AS shown
+FROM messages m LEFT JOIN runs r ON r.n = m.run
 WHERE m.transcript = :transcript AND m.seq < :seq ORDER BY m.seq DESC LIMIT :limit;
 
 -- name: before_without_tools
-SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id FROM messages m LEFT JOIN runs r ON r.n = m.run
+SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id,
+       CASE r.origin WHEN 'announce' THEN coalesce(r.shown, 0) WHEN 'note' THEN coalesce(r.shown, 1) ELSE 1 END AS shown
+FROM messages m LEFT JOIN runs r ON r.n = m.run
 WHERE m.transcript = :transcript AND m.seq < :seq AND m.role <> 'toolResult' ORDER BY m.seq DESC LIMIT :limit;
 
 -- name: after
-SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id FROM messages m LEFT JOIN runs r ON r.n = m.run
+SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id,
+       CASE r.origin WHEN 'announce' THEN coalesce(r.shown, 0) WHEN 'note' THEN coalesce(r.shown, 1) ELSE 1 END AS shown
+FROM messages m LEFT JOIN runs r ON r.n = m.run
 WHERE m.transcript = :transcript AND m.seq > :seq ORDER BY m.seq LIMIT :limit;
 
 -- name: after_without_tools
-SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id FROM messages m LEFT JOIN runs r ON r.n = m.run
+SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id,
+       CASE r.origin WHEN 'announce' THEN coalesce(r.shown, 0) WHEN 'note' THEN coalesce(r.shown, 1) ELSE 1 END AS shown
+FROM messages m LEFT JOIN runs r ON r.n = m.run
 WHERE m.transcript = :transcript AND m.seq > :seq AND m.role <> 'toolResult' ORDER BY m.seq LIMIT :limit;
 
 -- name: before_narrowed
 -- Down to :edge, however little is found: a page may not read a whole transcript.
-SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id FROM messages m LEFT JOIN runs r ON r.n = m.run
+SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id,
+       CASE r.origin WHEN 'announce' THEN coalesce(r.shown, 0) WHEN 'note' THEN coalesce(r.shown, 1) ELSE 1 END AS shown
+FROM messages m LEFT JOIN runs r ON r.n = m.run
 WHERE m.transcript = :transcript AND m.seq < :seq AND m.seq >= :edge AND m.created_at >= :since AND m.role <> :hidden
   AND (CAST(:roles AS TEXT) IS NULL OR m.role IN
        (SELECT /*lite*/ value FROM json_each(:roles) /*pg: json_array_elements_text(CAST(CAST(:roles AS TEXT) AS json)) */))
 ORDER BY m.seq DESC LIMIT :limit;
 
 -- name: after_narrowed
-SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id FROM messages m LEFT JOIN runs r ON r.n = m.run
+SELECT m.seq, m.entry, m.role, m.body, m.created_at, r.id AS run_id,
+       CASE r.origin WHEN 'announce' THEN coalesce(r.shown, 0) WHEN 'note' THEN coalesce(r.shown, 1) ELSE 1 END AS shown
+FROM messages m LEFT JOIN runs r ON r.n = m.run
 WHERE m.transcript = :transcript AND m.seq > :seq AND m.seq <= :edge AND m.created_at >= :since AND m.role <> :hidden
   AND (CAST(:roles AS TEXT) IS NULL OR m.role IN
        (SELECT /*lite*/ value FROM json_each(:roles) /*pg: json_array_elements_text(CAST(CAST(:roles AS TEXT) AS json)) */))

@@ -1,0 +1,93 @@
+"""What people are shown of an exchange, and what the raw history has of it; with a real gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from antiphon.client import Client, Site
+from cli.gateways import token, up
+from cli.terminal import BOUND, Program
+
+pytestmark = [pytest.mark.anyio, pytest.mark.requirement("H6")]
+
+MAIN, HELPER = "agent:main:main", "agent:helper:main"
+CONFIG: dict[str, Any] = {
+    "agents": {"list": [{"id": "main", "default": True}, {"id": "helper"}]},
+    "tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}},
+}
+
+
+def words(item: dict[str, Any]) -> str:
+    content = item["content"]
+    return content if isinstance(content, str) else "".join(block.get("text", "") for block in content)
+
+
+def is_hidden(text: str) -> bool:
+    return text.strip("`") in {"REPLY_SKIP", "ANNOUNCE_SKIP"} or "announce step." in text
+
+
+async def settled(desk: Client) -> None:
+    async with asyncio.timeout(BOUND):
+        while any(
+            each["phase"] != "settled" or each.get("announced") == "pending"
+            for each in (await desk.call("exchanges.list", {}))["exchanges"]
+        ):
+            pass
+
+
+async def test_tokens_and_step_prompts_are_in_the_raw_history_and_nowhere_else(program: Program) -> None:
+    program.configure(CONFIG)
+    with up(program) as gateway:
+
+        async def find() -> Site:
+            return Site(gateway.url, token(program))
+
+        async with asyncio.timeout(4 * BOUND), Client(find) as desk:
+            for key, message in (
+                (HELPER, "say say pong\nannounce `ANNOUNCE_SKIP`"),
+                (MAIN, "say x\nannounce news"),
+            ):
+                other = MAIN if key == HELPER else HELPER
+                asked = {"key": key, "message": message, "fromSessionKey": other, "timeoutSeconds": 30}
+                assert (await desk.call("sessions.send", asked))["status"] == "ok"
+                await settled(desk)
+            raw = {key: await everything(desk, key) for key in (MAIN, HELPER)}
+            for key, items in raw.items():
+                assert [item["seq"] for item in items] == [*range(1, len(items) + 1)]
+                assert any("announce step" in words(item) and item["internal"] for item in items)
+                shown = (await desk.call("chat.history", {"sessionKey": key}))["messages"]
+                left = [item["id"] for item in items if "internal" not in item]
+                assert [item["id"] for item in shown] == left and 0 < len(left) < len(items)
+                assert not any(is_hidden(words(item)) for item in shown)
+                paged = [item["id"] for item in await pages(desk, key)]
+                assert paged == left
+                preview = await desk.call("sessions.preview", {"keys": [key]})
+                [previewed] = preview["previews"]
+                assert previewed["items"] and not any(is_hidden(item["text"]) for item in previewed["items"])
+            assert {"REPLY_SKIP", "`ANNOUNCE_SKIP`"} <= {words(item) for item in [*raw[MAIN], *raw[HELPER]]}
+            [posted] = [item for item in raw[MAIN] if words(item) == "news"]
+            assert "internal" not in posted  # it was delivered
+        plain = program.run("sessions", "history", HELPER).out
+        assert "helper> `ANNOUNCE_SKIP`" not in plain and "announce step>" not in plain
+        complete = program.run("sessions", "history", HELPER, "--all").out
+        assert "helper> `ANNOUNCE_SKIP`" in complete and "announce step>" in complete
+
+
+async def everything(desk: Client, key: str) -> list[dict[str, Any]]:
+    page = await desk.call("sessions.history", {"key": key, "includeTools": True, "limit": 1000})
+    return page["messages"]
+
+
+async def pages(desk: Client, key: str) -> list[dict[str, Any]]:
+    """The same, an entry at a time."""
+    found: list[dict[str, Any]] = []
+    more: dict[str, Any] = {}
+    while True:
+        page = await desk.call("chat.history", {"sessionKey": key, "limit": 1, **more})
+        found = [*page["messages"], *found]
+        if not page["hasMore"]:
+            return found
+        more = {"cursor": page["nextCursor"]}
