@@ -54,6 +54,7 @@ def test_one_session_sends_to_another(desk: Program) -> None:
     assert (again["runId"], again["status"], again["sessionKey"]) == ("k1", "accepted", HELPER)
     late = desk.run("send", HELPER, "slow 30 a b", "--from", "main", "--reply-back", "0", "--wait", "0.2")
     assert (late.code, late.out) == (1, "")
+    assert late.err.startswith("Accepted: run ")
     assert "The message was delivered and has been worked on" in late.err
     assert f"antiphon sessions history {HELPER}" in late.err
 
@@ -188,8 +189,8 @@ def test_who_is_there(desk: Program) -> None:
     assert cards["main"]["default"]
     assert cards["helper"]["model"] == "rehearsal/rehearsal"
     table = desk.run("agents").out.splitlines()
-    assert table[0].split() == ["AGENT", "NAME", "MODEL", "MAY", "SPAWN"]
-    assert table[1].split() == ["main", "*", "rehearsal/rehearsal", "itself,", "helper"]
+    assert table[0].split() == ["AGENT", "NAME", "MODEL", "MAY", "SPAWN", "MAY", "MESSAGE"]
+    assert table[1].split() == ["main", "*", "rehearsal/rehearsal", "itself,", "helper", "helper"]
 
 
 @pytest.mark.requirement("G43")

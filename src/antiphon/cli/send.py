@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from typing import TYPE_CHECKING
 
 import click
@@ -72,7 +73,7 @@ def command(
         session=session,
         message=text,
         timeout_seconds=seconds or 0,
-        idempotency_key=key,
+        idempotency_key=key or str(uuid.uuid4()),
         reply_back=reply_back,
         announce="none" if no_announce else "target",
     )
@@ -112,16 +113,23 @@ async def _send(settings: Settings, message: Message, seconds: float | None) -> 
 
 
 async def _exchange(settings: Settings, wanted: Send, sender: str) -> tuple[Sent, RunView]:
+    import msgspec
+
     from antiphon.cli.desk import talking
     from antiphon.cli.parties import present
-    from antiphon.cli.staying import leaving, quiet
+    from antiphon.cli.staying import leaving, quiet, tell_accepted
 
     target = wanted.session or ""
     async with talking(settings) as (desk, gateway):
         for session in (sender, target):
             await present(desk, session)
         with leaving(target, hosted=gateway is None):
-            sent = await desk.send(wanted, sender)
+            sent = await desk.send(msgspec.structs.replace(wanted, timeout_seconds=0), sender)
+        if wanted.timeout_seconds and not settings.json:
+            tell_accepted(sent.run_id, sent.session_key)
+        with leaving(sent.session_key, hosted=gateway is None, run_id=sent.run_id):
+            if wanted.timeout_seconds:  # the same key is the same message, so this only waits
+                sent = await desk.send(wanted, sender)
             if gateway is None and sent.status != "timeout":  # as above, and the two may have more to say
                 await quiet(desk, sender, sent.session_key)
             return sent, await desk.wait(sent.run_id, 0)
