@@ -46,7 +46,7 @@ CONTRACT: dict[str, tuple[Part, str]] = {
         "core",
         "A list row has exactly the agreed names, absent when unknown; its model is one that spawn takes.",
     ),
-    "L4": ("core", "transcriptPath is where the export of that session is."),
+    "L4": ("core", "transcriptPath names a JSONL file that exists; without a file it is left out."),
     "L5": (
         "tools",
         "A scoped list says so, counts what it hides and names the settings that would show more.",

@@ -35,6 +35,7 @@ from antiphon.runtimes import Runtime, ToolSpec
 from antiphon.runtimes.function import Agent, FunctionRuntime
 from antiphon.store import Row, Store, Tx
 from antiphon.store.opening import Phase
+from antiphon.store.transcript_files import TranscriptFiles
 from antiphon.views import RunView
 from bases import dump, open_base, raw
 
@@ -157,7 +158,8 @@ async def staged(
         clock=clock,
         door=Door(config),
         engine=engine,
-        transcripts_dir=path / "transcripts",
+        state_dir=path,
+        files=TranscriptFiles(path / "transcripts"),
     )
     try:
         await engine.start()

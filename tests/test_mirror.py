@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from antiphon.clock import Clock, ManualClock, SystemClock
 from antiphon.config import Config, parse
 from antiphon.engine import sessions
 from antiphon.engine.sessions import Birth
+from antiphon.filters import ListFilter
 from antiphon.host import hosting
 from antiphon.keys import parse as parse_key
 from antiphon.operations import Message, Operations
@@ -24,13 +26,16 @@ from antiphon.store import Store
 from antiphon.transfers import mirror as mirrors
 from antiphon.transfers.exports import export_all
 from antiphon.transfers.mirror import Mirror
-from antiphon.visits import keeping, reading
+from antiphon.views import SessionView
+from antiphon.visits import keeping, looking, reading
 
 pytestmark = pytest.mark.anyio
 OPERATOR = Caller.operator()
 MAIN = "agent:main:main"
 GROUP = "agent:main:telegram:group:1"
 BOUND = 10.0
+MIRRORED, _ = parse({"session": {"transcripts": {"mirror": True}}})
+UNMIRRORED, _ = parse({"session": {"transcripts": {"mirror": False}}})
 
 
 async def say(operations: Operations, text: str, session: str = "main") -> None:
@@ -40,14 +45,19 @@ async def say(operations: Operations, text: str, session: str = "main") -> None:
 
 async def talked(state: Path, *keys: str, clock: Clock | None = None) -> list[Path]:
     """Sessions in which something was said; their files, which are not written yet."""
-    async with hosting(Config(), state, clock=clock) as operations:
+    async with hosting(UNMIRRORED, state, clock=clock) as operations:
         for key in keys:
             await say(operations, "say hello", key)
-        return [await file_of(operations, key) for key in keys]
+        return [await file_of(operations, key, state) for key in keys]
 
 
-async def file_of(operations: Operations, key: str) -> Path:
-    return Path((await operations.describe(OPERATOR, key)).transcript_path or "")
+async def file_of(operations: Operations, key: str, state: Path) -> Path:
+    session_id = (await operations.describe(OPERATOR, key)).session_id
+    return state / "transcripts" / f"{session_id}.jsonl"
+
+
+def is_file(view: SessionView) -> bool:
+    return view.transcript_path is not None and Path(view.transcript_path).is_file()
 
 
 def changed(key: str) -> SessionChanged:
@@ -95,10 +105,9 @@ class Busy:
 
 @pytest.mark.requirement("L4")
 async def test_the_file_a_row_names_is_what_an_export_would_write(tmp_path: Path) -> None:
-    config, _ = parse({"session": {"transcripts": {"mirror": True}}})
     files: set[Path] = set()
     for number in range(2):  # the second time it goes on with a file that another process wrote
-        async with hosting(config, tmp_path) as operations:
+        async with hosting(MIRRORED, tmp_path) as operations:
             await say(operations, f"say {number}")
             await say(operations, "say more")
             row = await operations.describe(OPERATOR, "main")
@@ -164,11 +173,11 @@ async def test_the_files_of_a_deleted_session_go_whoever_wrote_them(
 ) -> None:
     monkeypatch.setattr(mirrors, "PAGE", 2)
     files: list[Path] = []
-    async with hosting(Config(), tmp_path) as operations:
+    async with hosting(UNMIRRORED, tmp_path) as operations:
         await operations.open(OPERATOR, GROUP)
         for _ in range(3):
             await say(operations, "say a secret", GROUP)
-            files.append(await file_of(operations, GROUP))
+            files.append(await file_of(operations, GROUP, tmp_path))
             await operations.renew(OPERATOR, GROUP)
     (kept,) = await talked(tmp_path, MAIN)
     foreign = kept.with_name("11111111-1111-4111-8111-111111111111.jsonl")
@@ -201,7 +210,6 @@ async def test_a_file_stays_whose_conversation_has_come_back(tmp_path: Path) -> 
 
 
 async def test_what_was_deleted_without_a_mirror_keeps_its_exports(tmp_path: Path) -> None:
-    config, _ = parse({"session": {"transcripts": {"mirror": True}}})
     keys = [f"{GROUP}{n}" for n in range(2)]
     exports: list[Path] = []
     clock = ManualClock()
@@ -213,7 +221,7 @@ async def test_what_was_deleted_without_a_mirror_keeps_its_exports(tmp_path: Pat
         exports.append(file)
         clock.advance(seconds=1)
         for _ in range(2):
-            async with hosting(config, tmp_path, clock=clock):
+            async with hosting(MIRRORED, tmp_path, clock=clock):
                 clock.advance(seconds=1)
             assert [file.exists() for file in exports] == [True] * len(exports)
 
@@ -260,13 +268,12 @@ async def test_a_file_that_could_not_be_removed_is_removed_at_the_next_start(tmp
 
 
 async def test_what_is_deleted_after_a_restart_leaves_no_file(tmp_path: Path) -> None:
-    config, _ = parse({"session": {"transcripts": {"mirror": True}}})
-    async with hosting(config, tmp_path) as operations:
+    async with hosting(MIRRORED, tmp_path) as operations:
         await operations.open(OPERATOR, GROUP)
         await say(operations, "say a secret", GROUP)
-        file = await file_of(operations, GROUP)
+        file = await file_of(operations, GROUP, tmp_path)
     assert file.exists()
-    async with hosting(config, tmp_path) as operations:
+    async with hosting(MIRRORED, tmp_path) as operations:
         assert await operations.delete(OPERATOR, GROUP)
     assert not file.exists()
 
@@ -297,3 +304,84 @@ async def test_the_file_of_a_deleted_session_goes_though_its_key_is_used_again(t
         (new,) = await talked(tmp_path, key)
         await mirrored(mirror, bus, SessionChanged(session_key=key, reason="delete"), changed(key))
     assert (old.exists(), new.exists()) == (False, True)
+
+
+@pytest.mark.requirement("L4")
+async def test_a_row_names_a_file_that_exists(tmp_path: Path) -> None:
+    async with hosting(Config(), tmp_path) as operations:
+        await say(operations, "say hello")
+        for view in (
+            await operations.describe(OPERATOR, "main"),
+            (await operations.status(OPERATOR, "main")).session,
+            (await operations.list(OPERATOR, ListFilter())).sessions[0],
+        ):
+            assert is_file(view)
+        before = await operations.describe(OPERATOR, "main")
+        after = await operations.renew(OPERATOR, "main")
+        assert after.transcript_path is None or is_file(after)
+        after = await operations.describe(OPERATOR, "main")
+        assert is_file(after)
+        assert before.transcript_path != after.transcript_path
+    async with looking(Config(), tmp_path) as operations:
+        row = await operations.describe(OPERATOR, "main")
+        assert row.transcript_path == after.transcript_path
+        (await file_of(operations, "main", tmp_path)).unlink()
+    async with looking(Config(), tmp_path) as operations:
+        assert (await operations.describe(OPERATOR, "main")).transcript_path is None
+
+
+@pytest.mark.requirement("L4")
+async def test_without_files_no_row_names_one(tmp_path: Path) -> None:
+    async with hosting(UNMIRRORED, tmp_path) as operations:
+        await say(operations, "say hello")
+        row = await operations.describe(OPERATOR, "main")
+        assert (row.transcript_path, (tmp_path / "transcripts").exists()) == (None, False)
+
+
+@pytest.mark.requirement("L4")
+async def test_files_are_kept_unless_replicas_share_the_store() -> None:
+    shared = [{"store": {"url": "postgresql://h/d"}}, {"bus": {"url": "nats://h"}}]
+    configs = [parse(given)[0] for given in [{}, *shared]]
+    assert [config.mirrors_transcripts for config in configs] == [True, False, False]
+    assert [config.mirrors_transcripts for config in (MIRRORED, UNMIRRORED)] == [True, False]
+
+
+@pytest.mark.requirement("L4")
+async def test_files_that_are_missing_or_behind_are_written_without_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what was imported, and of what was said while nothing was mirrored or before a crash."""
+    monkeypatch.setattr(mirrors, "PAGE", 2)
+    monkeypatch.setattr(mirrors, "MARGIN", -(10**6))  # nothing was active just now
+    monkeypatch.setattr(mirrors, "CATCH_UP_PAUSE_SECONDS", 0)
+    files = await talked(tmp_path, MAIN, *(f"cron:c{n}" for n in range(4)))
+    behind, current = files[0], files[1]
+    async with reading(Config(), tmp_path) as store:
+        await export_all(store, tmp_path / "out")
+        behind.parent.mkdir()
+        behind.write_text("torn")
+        os.utime(behind, (1, 1))
+        current.write_text("as new as its session")
+        task = asyncio.create_task(Mirror(store, LocalBus(), behind.parent).run())
+        expected = [(tmp_path / "out" / file.name).read_bytes() for file in files]
+        expected[1] = current.read_bytes()
+        async with asyncio.timeout(BOUND):
+            while [file.read_bytes() if file.exists() else None for file in files] != expected:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_file_that_was_taken_away_is_begun_anew(tmp_path: Path) -> None:
+    async with hosting(UNMIRRORED, tmp_path) as operations:
+        await say(operations, "say hello")
+        file = await file_of(operations, "main", tmp_path)
+    async with reading(Config(), tmp_path) as store:
+        bus = LocalBus()
+        mirror = Mirror(store, bus, file.parent)
+        await mirrored(mirror, bus, changed(MAIN))
+        file.unlink()
+        await talked(tmp_path, MAIN)
+        await mirrored(mirror, bus, changed(MAIN))
+        await export_all(store, tmp_path / "out")
+    assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()

@@ -275,7 +275,7 @@ async def desk(config: Config, path: Path) -> AsyncGenerator[Desk]:
             clock=SystemClock(),
             door=door,
             engine=None,
-            transcripts_dir=path / "transcripts",
+            state_dir=path,
         )
         tools = {tool.spec.name: tool for tool in session_tools(operations)}
         yield Desk(store, door, tools, Actors(config, door, Toolbox()))

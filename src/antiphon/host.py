@@ -121,8 +121,16 @@ async def house(config: Config, state_dir: Path, **options: Unpack[Options]) -> 
                 alone=not store.shared,
                 replica=_replica(clock),
             )
+            mirror = Mirror(store, links.bus, home.transcripts, clock) if config.mirrors_transcripts else None
             operations = operations_on(
-                config, store, home, bus=links.bus, clock=clock, engine=engine, toolbox=toolbox
+                config,
+                store,
+                home,
+                bus=links.bus,
+                clock=clock,
+                engine=engine,
+                toolbox=toolbox,
+                files=mirror.files if mirror else None,
             )
             scheduler = Scheduler(
                 terms=Terms(config, door, frozenset(options.get("channels") or {})),
@@ -136,7 +144,7 @@ async def house(config: Config, state_dir: Path, **options: Unpack[Options]) -> 
             for tool in [*session_tools(operations), *(more(operations) if more else ())]:
                 toolbox.add(tool)
             async with (
-                _mirroring(config, store, links.bus, home, clock),
+                _mirroring(mirror, home),
                 _playing(engine, scheduler, links.grace),
             ):
                 yield House(
@@ -185,15 +193,12 @@ async def _firing(scheduler: Scheduler) -> AsyncGenerator[None]:
 
 
 @asynccontextmanager
-async def _mirroring(
-    config: Config, store: Store, bus: EventBus, home: StateDir, clock: Clock
-) -> AsyncGenerator[None]:
+async def _mirroring(mirror: Mirror | None, home: StateDir) -> AsyncGenerator[None]:
     """Transcript files beside the store, if they are wanted; up to date when the context is left."""
-    if not config.session.transcripts.mirror:
+    if mirror is None:
         await asyncio.to_thread(leave, home.transcripts)
         yield
         return
-    mirror = Mirror(store, bus, home.transcripts, clock)
     task = asyncio.create_task(mirror.run())
     try:
         await asyncio.sleep(0)  # so that it listens before the first run

@@ -113,7 +113,7 @@ def _actors(config: Config) -> Actors:
         clock=SystemClock(),
         door=door,
         engine=None,
-        transcripts_dir=Path("transcripts"),
+        state_dir=Path(),
         toolbox=toolbox,
     )
     for tool in session_tools(operations):

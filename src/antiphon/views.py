@@ -498,10 +498,9 @@ def ended_view(view: RunView, event: RunChanged) -> RunView:
 def session_view(
     row: Listed,
     viewer_agent_id: str | None,
-    transcripts: str | None,
+    transcript_path: str | None,
     answerer: Callable[[str, str | None, str | None], Answerer],
 ) -> SessionView:
-    """Without `transcripts` there are no files of them."""
     # fmt: off
     (
         _, key, kind, channel, agent_id, session_id, updated_at, state, display_name, label, model, last_model,
@@ -518,8 +517,7 @@ def session_view(
         keys.channel_of(kind, channel, last_channel), agent_id, session_id, updated_at, updated_at,
         state, display_name, label, answering, window, total_tokens, thinking, verbose,
         system_sent == 1, aborted == 1, send_policy, last_channel, last_to, last_account, route,
-        f"{transcripts}/{session_id}.jsonl" if transcripts else None, parent_key, child_count, chat_type, subject,
-        input_tokens,
+        transcript_path, parent_key, child_count, chat_type, subject, input_tokens,
         output_tokens, created_at, archived == 1, model, None, context_tokens,
     )
     # fmt: on

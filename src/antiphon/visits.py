@@ -20,6 +20,7 @@ from antiphon.errors import Unavailable
 from antiphon.operations import Operations
 from antiphon.store.opening import open_store
 from antiphon.store.statedir import StateDir
+from antiphon.store.transcript_files import TranscriptFiles
 
 if TYPE_CHECKING:
     from antiphon.bus import EventBus
@@ -86,8 +87,14 @@ def operations_on(
     clock: Clock | None = None,
     engine: Engine | None = None,
     toolbox: Toolbox | None = None,
+    files: TranscriptFiles | None = None,
 ) -> Operations:
-    """Everything that can be asked of this store; without an engine, only questions."""
+    """Everything that can be asked of this store; without an engine, only questions.
+
+    Without `files`, rows name the transcript files that are there, where sessions have any.
+    """
+    if files is None and config.mirrors_transcripts:
+        files = TranscriptFiles(home.transcripts)
     return Operations(
         config=config,
         store=store,
@@ -95,6 +102,7 @@ def operations_on(
         clock=clock or store.clock,
         door=Door(config),
         engine=engine,
-        transcripts_dir=home.transcripts,
+        state_dir=home.path,
+        files=files,
         toolbox=toolbox,
     )

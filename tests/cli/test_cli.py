@@ -814,3 +814,19 @@ def test_the_module_is_the_program(program: Program) -> None:
         [script, "--version"], capture_output=True, env=program.environ, timeout=BOUND, check=True
     )
     assert done.stdout.decode() == f"antiphon {__version__}\n"
+
+
+@pytest.mark.requirement("L4")
+def test_a_row_of_a_gateway_names_a_file_with_what_was_said(program: Program) -> None:
+    with up(program):
+        assert program.run("send", "main", "say hello", "--wait", "30").code == 0
+        (row,) = program.run("sessions", "list", "--json").json["sessions"]
+        assert Path(row["transcriptPath"]).is_file()
+    first, *said = map(json.loads, Path(row["transcriptPath"]).read_text().splitlines())
+    assert (first["type"], first["id"]) == ("session", row["sessionId"])
+    assert [line["message"]["role"] for line in said] == ["user", "assistant"]
+
+    program.configure({"session": {"transcripts": {"mirror": False}}})
+    with up(program):
+        (row,) = program.run("sessions", "list", "--json").json["sessions"]
+    assert "transcriptPath" not in row

@@ -35,7 +35,7 @@ from antiphon.errors import Conflict, SpawnRefused
 from antiphon.messages import Assistant, Cost, Usage, User
 from antiphon.operations import HistoryFilter, Operations, Patch, Spawn
 from antiphon.runtimes import Prompt
-from stage import BOUND, DATABASE, calls, dump, soon, text, tool
+from stage import BOUND, DATABASE, calls, dump, soon, text, tool, until
 
 pytestmark = pytest.mark.anyio
 
@@ -627,8 +627,13 @@ async def test_a_report_is_what_the_child_words_in_our_form_with_a_line_of_facts
     used = Usage(input=1200, output=300, total_tokens=1500, cost=Cost(total=0.0375))
     child = worker("the whole story", "Status: brilliant\nResult: in short\nNotes: take care", usage=used)
 
+    async def written() -> bool:
+        found = troupe.rows("SELECT session_id FROM sessions WHERE key LIKE 'agent:main:subagent:%'")
+        return all((tmp_path / "transcripts" / f"{row['session_id']}.jsonl").exists() for row in found)
+
     async def timed(prompt: Prompt) -> Assistant:
         clock.advance(seconds=65 if phase_of(prompt) == "request" else 5)
+        await until(written)  # a report names no file that does not exist
         return await child(prompt)
 
     group = "agent:main:discord:group:g1"

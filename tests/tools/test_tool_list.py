@@ -85,6 +85,10 @@ async def furnish(stage: Stage) -> None:
 async def test_a_row_has_exactly_the_agreed_names(tmp_path: Path) -> None:
     async with staged(tmp_path, silent, config=with_settings(MODELS)) as stage:
         await furnish(stage)
+        session_id = (await stage.operations.describe(OPERATOR, CHILD)).session_id
+        file = tmp_path / "transcripts" / f"{session_id}.jsonl"
+        file.parent.mkdir()
+        file.touch()
         result = await ask(stage, "sessions_list")
         assert {name: result[name] for name in ("count", "scope")} == {"count": 2, "scope": "tree"}
         assert set(result) == {"count", "sessions", "scope", "hint"}
@@ -99,9 +103,10 @@ async def test_a_row_has_exactly_the_agreed_names(tmp_path: Path) -> None:
             "threadId": "t",
         }
         assert full["parentKey"] == "main"
-        assert full["transcriptPath"] == str(tmp_path / "transcripts" / f"{full['sessionId']}.jsonl")
+        assert full["transcriptPath"] == str(file)
         plain = next(row for row in result["sessions"] if row["key"] == "main")
         assert set(plain) < ROW
+        assert "transcriptPath" not in plain
         assert plain["channel"] == "unknown"
         operator = await ask(stage, "sessions_list", OPERATOR)
         assert sorted(keys_of(operator)) == [MAIN, CHILD]

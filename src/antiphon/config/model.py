@@ -68,6 +68,12 @@ class Config(Section):
         return tuple(self._entries)
 
     @property
+    def mirrors_transcripts(self) -> bool:
+        """Whether sessions have transcript files: by default those of a store that one process has to itself."""
+        wanted = self.session.transcripts.mirror
+        return (self.store.url is None and self.bus.url is None) if wanted is None else wanted
+
+    @property
     def default_agent_id(self) -> str:
         """The agent marked as default, else the first."""
         marked = (entry.id for entry in self.agents.list if entry.default)

@@ -123,7 +123,10 @@ class Retention(Section):
 class Transcripts(Section):
     """Transcript files beside the store."""
 
-    mirror: bool = Field(default=False, description="Keep a JSONL file of each session up to date.")
+    mirror: bool | None = Field(
+        default=None,
+        description="Keep a JSONL file of each session up to date. By default it is, unless replicas share the store.",
+    )
 
 
 class Announce(Section):

@@ -11,6 +11,7 @@ goes, in which language and what happens to the child afterwards was put into th
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -50,7 +51,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_de
     announce_ms: int = 90_000
     archive_minutes: int = 60
     transcripts: str = ""
-    """The directory of transcript files."""
+    """The directory of transcript files; empty where none are written."""
     workspace: str | None = None
     attachments: str | None = None
     """The folder of its files below the workspace's attachments."""
@@ -341,9 +342,17 @@ async def _stats(tx: Tx, task: Row, options: Options) -> Stats:
         cost=spent["cost"],
         session_key=task["child_key"],
         session_id=task["child_session_id"],
-        transcript_path=f"{options.transcripts}/{task['child_session_id']}.jsonl",
+        transcript_path=_transcript_path(options, task["child_session_id"]),
         model=task["model"],
     )
+
+
+def _transcript_path(options: Options, session_id: str) -> str | None:
+    """Of a file that exists, and does not go with the child as soon as this is told."""
+    if not options.transcripts or options.cleanup == "delete":
+        return None
+    path = f"{options.transcripts}/{session_id}.jsonl"
+    return path if Path(path).is_file() else None
 
 
 async def _tell(tx: Tx, task: Row, options: Options, text: str, now: int) -> tuple[Sequel, str | None]:

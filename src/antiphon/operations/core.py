@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from antiphon.errors import NotFound, StoreReadOnly, UnknownModel
 from antiphon.operations.spawns import Rules
 from antiphon.store import Row, Store, Tx
 from antiphon.store.listing import Listed
+from antiphon.store.transcript_files import TranscriptFiles
 from antiphon.views import Answerer, SessionView
 
 if TYPE_CHECKING:  # a command that only reads is over before these would be imported
@@ -42,7 +44,8 @@ class Core:
         clock: Clock,
         door: Door,
         engine: Engine | None,
-        transcripts_dir: Path,
+        state_dir: Path,
+        files: TranscriptFiles | None = None,
         toolbox: Toolbox | None = None,
     ) -> None:
         self.config = config
@@ -51,9 +54,9 @@ class Core:
         self._clock = clock
         self._door = door
         self._engine = engine
-        self._transcripts = str(transcripts_dir)
+        self._files = files
         tools = toolbox or Toolbox()
-        self._rules = Rules(config, door, tools, transcripts_dir.parent)
+        self._rules = Rules(config, door, tools, state_dir, files)
         self._actors = Actors(config, door, tools)
         self._answerer = lru_cache(maxsize=1024)(self._what_answers)  # the same for most rows of a list
 
@@ -118,12 +121,18 @@ class Core:
                     return Answerer(name, self.config.find_model(name).model.context_window)
         return Answerer(last, None)
 
+    async def _look_for_files(self, sessions: Iterable[tuple[str, str]]) -> None:
+        """Before rows are shown, given the id and the key of each: only a path that has been found is in them."""
+        if self._files is not None:
+            await self._files.look_for(sessions)
+
     def _session_view(self, caller: Caller, row: Row) -> SessionView:
         """Of a session that was `_described`."""
         return self._listed_view(caller, Listed(*row))
 
     def _listed_view(self, caller: Caller, row: Listed) -> SessionView:
-        view = views.session_view(row, caller.agent_id, self._transcripts, self._answerer)
+        path = None if self._files is None else self._files.path_of(row.session_id)
+        view = views.session_view(row, caller.agent_id, path, self._answerer)
         return view if caller.is_operator else self._discreet(caller, view, row.key)
 
     def _discreet(self, caller: Caller, view: SessionView, key: str) -> SessionView:

@@ -41,11 +41,12 @@ class Lists(Core):
         access.require_scope(caller, "list")
         limit = between(wanted.limit, 1, LIST_MOST, "limit")
         rows = await self._store.read(self._list, caller, wanted, limit + 1)
-        return self._page(caller, rows, limit)
+        return await self._page(caller, rows, limit)
 
-    def _page(self, caller: Caller, rows: Sequence[Listed], limit: int) -> SessionPage:
+    async def _page(self, caller: Caller, rows: Sequence[Listed], limit: int) -> SessionPage:
         """Of `rows`, one more than `limit` only says that there are more."""
         shown = rows[:limit]
+        await self._look_for_files((row.session_id, row.key) for row in shown)
         return SessionPage(
             count=len(shown),
             sessions=[self._listed_view(caller, row) for row in shown],
@@ -65,7 +66,7 @@ class Lists(Core):
         messages = between(messages, 0, MESSAGES_MOST, "messages")
         rows, said, hidden = await self._store.read(self._overview, caller, wanted, limit + 1, messages, room)
         return Overview(
-            page=self._page(caller, rows, limit),
+            page=await self._page(caller, rows, limit),
             cursors=[_cursor_after(row) for row in rows[:limit]],
             said=said,
             hidden=hidden,
@@ -147,6 +148,7 @@ class Lists(Core):
     async def describe(self, caller: Caller, session: str) -> SessionView:
         """One session as a list row, with the run that plays in it."""
         row, active = await self._store.read(self._describe, caller, session)
+        await self._look_for_files([(row["session_id"], row["key"])])
         view = self._session_view(caller, row)
         return msgspec.structs.replace(view, active_run_id=active["id"]) if active else view
 

@@ -28,6 +28,7 @@ from antiphon.errors import Forbidden, InvalidInput, NotFound, SpawnRefused
 from antiphon.keys import SessionKey
 from antiphon.operations import checks
 from antiphon.store import Row, Tx
+from antiphon.store.transcript_files import TranscriptFiles
 
 if TYPE_CHECKING:
     from antiphon.config import AgentConfig, Config
@@ -94,12 +95,15 @@ class Spawn(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 class Rules:
     """The configuration's word on spawning."""
 
-    def __init__(self, config: Config, door: Door, toolbox: Toolbox, state_dir: Path) -> None:
+    def __init__(
+        self, config: Config, door: Door, toolbox: Toolbox, state_dir: Path, files: TranscriptFiles | None
+    ) -> None:
         self._config = config
         self._door = door
         self._toolbox = toolbox
         self._envelopes = Envelopes(config, toolbox)
         self._state_dir = state_dir
+        self._transcripts = "" if files is None else str(files.folder)
 
     # --- what can be refused without looking anything up ---
 
@@ -313,7 +317,7 @@ class Rules:
             locale=self._config.session.announce.locale,
             announce_ms=settings.announce_timeout_ms,
             archive_minutes=settings.archive_after_minutes,
-            transcripts=str(self._state_dir / "transcripts"),
+            transcripts=self._transcripts,
             workspace=workspace if wanted.attachments else None,
             attachments=folder if wanted.attachments else None,
             retain=self._config.tools.sessions_spawn.attachments.retain_on_session_keep,

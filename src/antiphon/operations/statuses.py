@@ -16,6 +16,7 @@ class Statuses(Lists, Histories, Runs):
     async def status(self, caller: Caller, session: str) -> StatusView:
         """For whoever may read the session."""
         row, runs, usage = await self._store.read(self._status, caller, session)
+        await self._look_for_files([(row["session_id"], row["key"])])
         return StatusView(session=self._session_view(caller, row), runs=runs, usage=usage)
 
     async def _status(

@@ -69,6 +69,7 @@ class Tasks(Exchanges, Sessions):
         if accepted is not None:
             self._tell_created(task["child_key"])
             await engine.accepted(accepted)
+            await self._look_for_files([(task["child_session_id"], task["child_key"])])  # for its report
         return _spawned(caller, task, files)
 
     async def _spawn_with(self, files: Files, given: Asked) -> tuple[Row, Accepted | None]:

@@ -8,7 +8,6 @@ configuration and never in a transcript.
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -25,14 +24,13 @@ from antiphon.engine.transcripts import Entry
 from antiphon.errors import InvalidInput, StoreError
 from antiphon.store import Row, Store, Tx
 from antiphon.store.queries import Queries
+from antiphon.store.transcript_files import SESSION_ID
 from antiphon.transfers import index, jsonl
 from antiphon.transfers.index import Told
 
 SQL = Queries("transfers")
 INDEX = "sessions.json"
 PAGE = 200  # entries read at a time
-SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-"""Session ids that can be the name of a file; those we make are UUIDs."""
 
 
 class Exported(msgspec.Struct, rename="camel", kw_only=True):

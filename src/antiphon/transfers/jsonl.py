@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from typing import Any, TypeAlias, cast
 
 import msgspec
@@ -33,8 +34,12 @@ Lines: TypeAlias = Callable[[], Iterable[bytes]]
 def iso(ms: int) -> str:
     """Milliseconds since the epoch as the format writes them."""
     ms = min(max(ms, 0), _LAST)
-    whole = datetime.fromtimestamp(ms // 1000, UTC).replace(tzinfo=None)
-    return f"{whole.isoformat()}.{ms % 1000:03d}Z"
+    return f"{_iso_second(ms // 1000)}.{ms % 1000:03d}Z"
+
+
+@lru_cache(maxsize=256)  # what is written together was said within a few seconds
+def _iso_second(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).replace(tzinfo=None).isoformat()
 
 
 def moment(value: object) -> int | None:
@@ -61,13 +66,16 @@ def line(entry: Entry, parent: str | None, first_kept: str | None = None) -> byt
     body = as_object(entry.body)
     if body is None:
         return None
-    place = {"id": entry.id, "parentId": parent, "timestamp": iso(entry.created_at)}
+    at = iso(entry.created_at)
     if entry.role != COMPACTION:
-        return _line(type="message", **place, message=msgspec.Raw(_one_line(entry.body).encode()))
+        said = _Said("message", entry.id, parent, at, msgspec.Raw(_one_line(entry.body).encode()))
+        return msgspec.json.encode(said) + b"\n"
     rest = {name: value for name, value in body.items() if name not in _BODY_FIELDS}
     return _line(
         type=COMPACTION,
-        **place,
+        id=entry.id,
+        parentId=parent,
+        timestamp=at,
         summary=body.get("summary"),
         firstKeptEntryId=first_kept,
         tokensBefore=body.get("tokensBefore"),
@@ -88,6 +96,14 @@ def as_object(text: str | bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return cast("dict[str, Any]", found) if isinstance(found, dict) else None
+
+
+class _Said(msgspec.Struct, rename="camel"):
+    type: str
+    id: str
+    parent_id: str | None
+    timestamp: str
+    message: msgspec.Raw
 
 
 class _Line(msgspec.Struct, rename="camel"):

@@ -1,8 +1,9 @@
-"""Keeping the JSONL file of every active session up to date, for `session.transcripts.mirror`.
+"""Keeping the JSONL file of every session up to date, for `session.transcripts.mirror`.
 
-A derived copy, written a moment after the commits it shows and never read back: a file that a crash left behind
-is written anew the next time its session changes. Files are appended to in a thread, so a slow disk delays
-nobody but the mirror. Where events were dropped, the rows say what may have changed meanwhile.
+A derived copy, written a moment after the commits it shows and never read back. What changed within that moment is read
+at once and appended in a thread, so a slow disk delays only the mirror. A row that is to be shown before its file is
+there has it written first (`TranscriptFiles`). Where events were dropped, the rows say what may have changed meanwhile;
+files that are missing or older than their session, after a crash or an import, are written anew one after the other.
 
 What is deleted from the store is deleted here, whoever wrote the file, an export too: the words of a deleted session
 stay in no file of this folder. It goes by the record of what was deleted and not by what the store does not know, so
@@ -16,30 +17,32 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from antiphon.bus import Event, EventBus, Gap, SessionChanged
 from antiphon.clock import Clock, SystemClock
-from antiphon.engine import sessions, transcripts
+from antiphon.engine import transcripts
 from antiphon.engine.transcripts import Entry
 from antiphon.engine.words import FORGOTTEN
 from antiphon.errors import AntiphonError
-from antiphon.keys import parse
 from antiphon.store import Row, Store, Tx
-from antiphon.store.listing import Wish, page
-from antiphon.transfers import jsonl
-from antiphon.transfers.exports import SESSION_ID, SQL, Draft, entry_at
+from antiphon.store.listing import Listed, Wish, page
+from antiphon.store.transcript_files import SESSION_ID, TranscriptFiles
+from antiphon.transfers import index, jsonl
+from antiphon.transfers.exports import SQL, Draft, entry_at
 
 log = logging.getLogger(__name__)
 
-DELAY = 0.25  # seconds that a change may wait for others to be written with it
+DELAY = 0.4  # seconds that a change may wait for others to be written with it
 MARGIN = 10_000  # milliseconds that a row's time may be behind its event
 PAGE = 200
 MARK = ".mirrored"  # the file that says since when, in milliseconds
 FILES = 4096  # whose place is remembered, the most recently changed ones
+CATCH_UP_PAUSE_SECONDS = 0.05  # between two files that are written only because they are behind
 
 
 @dataclass(slots=True)
@@ -48,6 +51,27 @@ class _Place:
 
     seq: int = 0
     entry: str | None = None
+    ended: bool = False
+    """Nothing is said in this conversation any more, unless it is restored."""
+
+
+class _News(NamedTuple):
+    """What a file has yet to be given; `more` if that is not all of it."""
+
+    session_id: str
+    header: bytes
+    """Empty where the file is gone on with."""
+    entries: list[Entry]
+    kept: dict[int, str | None]
+    """The first entry that each compaction kept, by the compaction's number."""
+    ended: bool
+    more: bool
+
+
+class _Addition(NamedTuple):
+    session_id: str
+    content: bytes
+    fresh: bool
 
 
 class Mirror:
@@ -58,7 +82,10 @@ class Mirror:
         self._bus = bus
         self._folder = folder
         self._clock = clock or SystemClock()
-        self._changed: set[str] = set()
+        self.files = TranscriptFiles(folder, self.write)
+        self._changed: dict[str, bool] = {}
+        """Keys of sessions, and whether more may have happened there than that something was said."""
+        self._lock = asyncio.Lock()  # one writer at a time
         self._places: dict[str, _Place] = {}
         self._missed = True  # whatever happened before it listened
         self._due: float | None = None
@@ -70,18 +97,22 @@ class Mirror:
     async def run(self) -> None:
         async with self._bus.listen("sessions") as events:
             self._due = asyncio.get_running_loop().time()
+            catching_up = asyncio.create_task(self._catch_up())
             try:
                 while True:
                     self._hear(await events.get(self._left()))
                     if self._left() == 0:
-                        await self._flush_whole()
+                        await _wholly(self.flush())
             finally:  # whoever ends this flushes once more
+                catching_up.cancel()
+                await asyncio.gather(catching_up, return_exceptions=True)
                 while (event := await events.get(0)) is not None:
                     self._hear(event)
 
     def _hear(self, event: Event | None) -> None:
         if isinstance(event, SessionChanged):
-            self._changed.add(event.session_key)
+            key = event.session_key
+            self._changed[key] = self._changed.get(key, False) or event.reason != "message"
         elif isinstance(event, Gap):
             self._missed = True
         else:
@@ -93,34 +124,47 @@ class Mirror:
         """Seconds until something has to be written, or None while nothing has changed."""
         return None if self._due is None else max(0.0, self._due - asyncio.get_running_loop().time())
 
-    async def _flush_whole(self) -> None:
-        """To its end even when cancelled: a file that is being appended to must not be begun anew meanwhile."""
-        flushing = asyncio.create_task(self.flush())
-        try:
-            await asyncio.shield(flushing)
-        finally:
-            await flushing
-
     async def flush(self) -> None:
         self._due = None
-        if self._missed:
-            await self._rescan()
-        if not self._missed:
-            self._begun.append(self._clock.now())
-        while self._changed:
-            key = self._changed.pop()
-            try:
-                await self._update(key)
-            except (AntiphonError, OSError):
-                log.exception(
-                    "The transcript file of %r could not be written; it is tried at its next change", key
-                )
+        async with self._lock:
+            if self._missed:
+                await self._rescan()
+            if not self._missed:
+                self._begun.append(self._clock.now())
+            while self._changed:
+                changed, self._changed = self._changed, {}
+                await self._update(changed)
+
+    async def write(self, keys: Iterable[str]) -> None:
+        """Write the files of these sessions now."""
+        async with self._lock:
+            changed = {key: self._changed.pop(key, False) for key in keys}
+            await self._update(changed)
+
+    async def _catch_up(self) -> None:
+        """Write what is missing or older than its session, without haste: imports, and what a crash left behind."""
+        cursor: tuple[int, str] | None = None
+        try:
+            while True:
+                await asyncio.sleep(CATCH_UP_PAUSE_SECONDS)
+                rows = await self._store.read(page, Wish(limit=PAGE, archived=True, cursor=cursor))
+                for key in await asyncio.to_thread(_behind, self._folder, rows):
+                    await _wholly(self.write([key]))
+                    await asyncio.sleep(CATCH_UP_PAUSE_SECONDS)
+                if len(rows) < PAGE:
+                    return
+                cursor = rows[-1].updated_at, rows[-1].key
+        except (AntiphonError, OSError):
+            log.exception(
+                "Which transcript files are missing could not be found out; that is tried at the next start"
+            )
 
     async def _rescan(self) -> None:
         """Events were dropped: whatever was active since then may have changed, and any session may be gone."""
         try:
             since = self._begun[0] - MARGIN
-            self._changed |= await self._active_since(since)
+            for key in await self._active_since(since):
+                self._changed.setdefault(key, False)
             mark = await asyncio.to_thread(_marked, self._folder)
             self._since = self._since if mark is None else min(mark, self._clock.now())
             if await self._remove(FORGOTTEN):
@@ -142,11 +186,22 @@ class Mirror:
                 return keys
             cursor = rows[-1].updated_at, rows[-1].key
 
-    async def _update(self, key: str) -> None:
-        await self._remove(f"{FORGOTTEN}{key} ")  # also where the key stands for another session now
-        for row in await self._store.read(_recent, key):
-            if SESSION_ID.fullmatch(row["named_session_id"]):
-                await self._write(row["named_session_id"], row["named_transcript"], row["started_at"])
+    async def _update(self, changed: Mapping[str, bool]) -> None:
+        try:
+            for key, more in changed.items():
+                if more:
+                    await self._remove(
+                        f"{FORGOTTEN}{key} "
+                    )  # also where the key stands for another session now
+            left = list(changed)
+            while left:
+                news, done = await self._store.read(_news, left, changed, self._places)
+                again = await self._append(news)
+                left = left[done:] if not again else left
+        except (AntiphonError, OSError):
+            log.exception(
+                "Transcript files could not be written; that is tried when their sessions change again"
+            )
 
     async def _remove(self, prefix: str) -> bool:
         """Remove the files of what was deleted, as far as the record of it begins like that; whether all are gone."""
@@ -159,57 +214,130 @@ class Mirror:
                 clean &= await asyncio.to_thread(_unlink, self._folder, gone)
             for session_id in gone:
                 self._places.pop(session_id, None)
+                self.files.discard(session_id)
             if len(rows) < PAGE:
                 return clean
             after = rows[-1]["id"]
 
-    async def _write(self, session_id: str, transcript: int, started_at: int) -> None:
-        place = self._places.pop(session_id, None) or _Place()
-        self._places[session_id] = _Place()  # for the case that it cannot be written completely
-        while True:
-            fresh = place.seq == 0
-            entries = await self._store.read(transcripts.after, transcript, place.seq, PAGE, tools=True)
-            lines = [jsonl.header(session_id, started_at, "")] if fresh else []
-            for entry in entries:
-                lines.append(await self._line(transcript, entry, place) or b"")
-            if lines:
-                await asyncio.to_thread(_append, self._folder, session_id, b"".join(lines), fresh)
-            if len(entries) < PAGE:
-                break
-        self._places[session_id] = place
-        if len(self._places) > FILES:
+    async def _append(self, news: Sequence[_News]) -> bool:
+        """Whether there is more to be written of these."""
+        additions: list[_Addition] = []
+        places: dict[str, _Place] = {}
+        for item in news:
+            place = self._places.pop(item.session_id, None) or _Place()
+            self._places[item.session_id] = _Place()  # for the case that it cannot be written completely
+            content = b"".join([item.header, *(_line(entry, place, item.kept) for entry in item.entries)])
+            place.ended = item.ended and not item.more
+            places[item.session_id] = place
+            if content:
+                additions.append(_Addition(item.session_id, content, bool(item.header)))
+        failed = await asyncio.to_thread(_write, self._folder, additions) if additions else {}
+        for session_id, place in places.items():
+            if session_id in failed:
+                self.files.discard(session_id)
+            else:
+                self._places[session_id] = place
+                self.files.add(session_id)
+        while len(self._places) > FILES:
             del self._places[next(iter(self._places))]  # written anew when it changes again
-
-    async def _line(self, transcript: int, entry: Entry, place: _Place) -> bytes | None:
-        kept = jsonl.first_kept_seq(entry)
-        first_kept = None if kept is None else await self._store.read(entry_at, transcript, kept)
-        line = jsonl.line(entry, place.entry, first_kept)
-        place.seq = entry.seq
-        if line is not None:
-            place.entry = entry.id
-        return line
+        return any(failed.get(item.session_id, item.more) for item in news)
 
 
-async def _recent(tx: Tx, key: str) -> list[Row]:
-    """The current conversation, and the one before it: `/new` may have ended it before it was written out."""
-    found = await sessions.find(tx, parse(key), None)
-    if found is None:
-        return []
-    newest = [row["id"] for row in (await sessions.conversations(tx, found))[:2]]
-    rows = [await tx.one(SQL.conversation, transcript=id_) for id_ in {found["transcript"], *newest}]
-    return [row for row in rows if row is not None]
+def _line(entry: Entry, place: _Place, kept: Mapping[int, str | None]) -> bytes:
+    line = jsonl.line(entry, place.entry, kept.get(entry.seq))
+    place.seq = entry.seq
+    if line is None:
+        return b""
+    place.entry = entry.id
+    return line
+
+
+async def _news(
+    tx: Tx, keys: Sequence[str], changed: Mapping[str, bool], places: Mapping[str, _Place]
+) -> tuple[list[_News], int]:
+    """What the first of these keys have that their files do not, and of how many keys; a page, or little more."""
+    news: list[_News] = []
+    entries = 0
+    for number, key in enumerate(keys):
+        if entries >= PAGE:
+            return news, number
+        rows = [] if changed[key] else await tx.all(SQL.current_conversation, key=key)
+        if not rows or rows[0]["session_id"] not in places:  # another may have ended a moment ago
+            rows = await tx.all(SQL.recent_conversations, key=key)
+        for row in rows:
+            place = places.get(row["session_id"]) or _Place()
+            ended = row["ended_at"] is not None
+            if SESSION_ID.fullmatch(row["session_id"]) and not (ended and place.ended):
+                news.append(await _news_of(tx, row, place))
+                entries += len(news[-1].entries)
+    return news, len(keys)
+
+
+async def _news_of(tx: Tx, row: Row, place: _Place) -> _News:
+    found = await transcripts.after(tx, row["id"], place.seq, PAGE, tools=True)
+    kept: dict[int, str | None] = {}
+    for entry in found:
+        if (seq := jsonl.first_kept_seq(entry)) is not None:
+            kept[entry.seq] = await entry_at(tx, row["id"], seq)
+    header = b""
+    if place.seq == 0:
+        cwd = index.extra_of(row).get("cwd")
+        header = jsonl.header(row["session_id"], row["started_at"], cwd if isinstance(cwd, str) else "")
+    return _News(row["session_id"], header, found, kept, row["ended_at"] is not None, len(found) == PAGE)
+
+
+async def _wholly(writing: Coroutine[Any, Any, None]) -> None:
+    """To its end even when cancelled: a file that is being appended to must not be begun anew meanwhile."""
+    task = asyncio.create_task(writing)
+    try:
+        await asyncio.shield(task)
+    finally:
+        await task
 
 
 async def _forgotten(tx: Tx, after: str, until: str, since: int) -> list[Row]:
     return await tx.all(SQL.forgotten, after=after, until=until, since=since, limit=PAGE)
 
 
-def _append(folder: Path, session_id: str, content: bytes, fresh: bool) -> None:
+def _write(folder: Path, additions: Sequence[_Addition]) -> dict[str, bool]:
+    """Those that could not be written, and whether it helps to begin them anew at once."""
+    failed: dict[str, bool] = {}
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (os.O_TRUNC if fresh else os.O_APPEND)
-    file = os.open(folder / f"{session_id}.jsonl", flags, 0o600)
-    with os.fdopen(file, "wb") as opened:
-        opened.write(content)
+    for session_id, content, fresh in additions:
+        flags = os.O_WRONLY | os.O_NOFOLLOW | (os.O_CREAT | os.O_TRUNC if fresh else os.O_APPEND)
+        try:
+            file = os.open(f"{folder}/{session_id}.jsonl", flags, 0o600)
+            try:
+                written = os.write(file, content)
+                while written < len(content):
+                    written += os.write(file, content[written:])
+            finally:
+                os.close(file)
+        except OSError as error:
+            failed[session_id] = isinstance(error, FileNotFoundError) and not fresh
+            if not failed[session_id]:
+                log.exception(
+                    "The transcript file of %r could not be written; it is tried at its next change",
+                    session_id,
+                )
+    return failed
+
+
+def _behind(folder: Path, rows: Sequence[Listed]) -> list[str]:
+    """The keys of sessions whose file is missing, or was last written before the session changed."""
+    return [
+        row.key
+        for row in rows
+        if SESSION_ID.fullmatch(row.session_id) and _written_at(folder, row) < row.updated_at
+    ]
+
+
+def _written_at(folder: Path, row: Listed) -> int:
+    """In milliseconds, as a session's times are."""
+    try:
+        return (folder / f"{row.session_id}.jsonl").stat().st_mtime_ns // 1_000_000
+    except OSError:
+        return -1
 
 
 def _unlink(folder: Path, session_ids: Sequence[str]) -> bool:

@@ -9,6 +9,18 @@ SELECT s.*, t.id AS named_transcript, t.session_id AS named_session_id, t.starte
 FROM transcripts t JOIN sessions s ON s.key = t.key
 WHERE t.id > :after ORDER BY t.id LIMIT :limit;
 
+-- name: current_conversation
+SELECT t.id, t.session_id, t.started_at, t.ended_at, s.extra FROM sessions s JOIN transcripts t ON t.id = s.transcript
+WHERE s.key = :key;
+
+-- name: recent_conversations
+-- The current one, and the newest: `/new` may have ended one a moment ago.
+SELECT t.id, t.session_id, t.started_at, t.ended_at, s.extra FROM transcripts t JOIN sessions s ON s.key = t.key
+WHERE t.id IN (SELECT c.transcript FROM sessions c WHERE c.key = :key
+               UNION SELECT newest.id FROM (SELECT p.id FROM transcripts p WHERE p.key = :key
+                                            ORDER BY p.id DESC LIMIT 2) AS newest)
+ORDER BY t.id;
+
 -- name: entry_at
 SELECT entry FROM messages WHERE transcript = :transcript AND seq = :seq;
 

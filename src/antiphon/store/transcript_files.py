@@ -1,0 +1,67 @@
+"""Which sessions have a transcript file, so that no row names a file that does not exist.
+
+Found files are remembered: a list of sessions that were shown before looks at nothing on the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import TypeAlias
+
+SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+"""Session ids that can be the name of a file; those we make are UUIDs."""
+MAX_KNOWN_FILES = 20_000
+WRITE_WAIT_SECONDS = 1.0  # that a row waits for its file; after that it is shown without one
+
+Writer: TypeAlias = Callable[[list[str]], Awaitable[None]]
+"""Writes the files of the sessions with these keys now."""
+
+
+class TranscriptFiles:
+    """`path_of` answers from memory what `look_for` has found, or what `add` was told.
+
+    With a `writer`, a file that is looked for and missing is written.
+    """
+
+    def __init__(self, folder: Path, writer: Writer | None = None) -> None:
+        self.folder = folder
+        self._prefix = f"{folder}/"
+        self._writer = writer
+        self._known: dict[str, None] = {}
+        self._writing: set[asyncio.Task[None]] = set()
+
+    def path_of(self, session_id: str) -> str | None:
+        return f"{self._prefix}{session_id}.jsonl" if session_id in self._known else None
+
+    def add(self, session_id: str) -> None:
+        self._known[session_id] = None
+        if len(self._known) > MAX_KNOWN_FILES:
+            del self._known[next(iter(self._known))]
+
+    def discard(self, session_id: str) -> None:
+        self._known.pop(session_id, None)
+
+    async def look_for(self, sessions: Iterable[tuple[str, str]]) -> None:
+        """Find the files of these sessions, each given by its id and its key."""
+        missing = {session_id: key for session_id, key in sessions if session_id not in self._known}
+        if not missing:
+            return
+        for session_id in await asyncio.to_thread(_find, self.folder, list(missing)):
+            self.add(session_id)
+            del missing[session_id]
+        if missing and self._writer is not None:
+            await self._write(self._writer, list(missing.values()))
+
+    async def _write(self, writer: Writer, keys: list[str]) -> None:
+        """Wait a moment for it; it goes on even when the caller does not."""
+        task = asyncio.ensure_future(writer(keys))
+        self._writing.add(task)
+        task.add_done_callback(self._writing.discard)
+        await asyncio.wait({task}, timeout=WRITE_WAIT_SECONDS)
+
+
+def _find(folder: Path, session_ids: list[str]) -> list[str]:
+    return [id_ for id_ in session_ids if SESSION_ID.fullmatch(id_) and (folder / f"{id_}.jsonl").is_file()]
