@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
 from antiphon.errors import Conflict, NotFound, StoreError
+from antiphon.gateway import shared_tokens
 from antiphon.gateway import tokens as module
+from antiphon.gateway.shared_tokens import SharedTokens, read_tokens, revoke_token
 from antiphon.gateway.tokens import LOCK, NAME, Tokens
+from antiphon.store.sqlite import SqliteStore
 
 pytestmark = pytest.mark.requirement("W7")
 READ = ["operator.read"]
@@ -117,3 +122,50 @@ def test_the_new_name_of_the_file_is_written_to_the_disk(
     last, content = synced[-1]
     assert last == tmp_path.stat().st_ino
     assert '"a"' in content  # after the file has got its name
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("error", [StoreError("It is full.", "Make room."), OSError("It is full.")])
+async def test_a_revoked_token_is_refused_while_the_database_takes_no_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """The failure is logged once, and the uses of the tokens are recorded when writes work again."""
+    monkeypatch.setattr(shared_tokens, "REFRESH_SECONDS", 0.0)
+    tokens = Tokens.open(tmp_path)
+    store = await SqliteStore.open(tmp_path / "antiphon.db")
+    shared = SharedTokens(store, tokens)
+    for name in ("kept", "revoked"):
+        await shared_tokens.issue(store, name, READ)
+    await shared.start()
+    tokens.used = {record.digest for record in tokens.shared}
+    await store.tx(revoke_token, "revoked")
+
+    write, attempts, tried_thrice, recorded = store.tx, list[str](), asyncio.Event(), asyncio.Event()
+
+    async def fail(*_: object) -> NoReturn:
+        attempts.append("failed")
+        if len(attempts) == 3:
+            tried_thrice.set()
+        raise error
+
+    async def succeed(*given: Any) -> None:
+        await write(*given)
+        recorded.set()
+
+    monkeypatch.setattr(store, "tx", fail)
+    updating = asyncio.create_task(shared.run())
+    try:
+        async with asyncio.timeout(30):
+            with caplog.at_level(logging.WARNING):
+                await tried_thrice.wait()
+            assert names(tokens) == ["owner", "kept"]
+            assert len(caplog.records) == 1
+            monkeypatch.setattr(store, "tx", succeed)
+            await recorded.wait()
+            [record] = await store.read(read_tokens)
+            assert (record.name, record.last_used_at is not None) == ("kept", True)
+            assert not tokens.used
+    finally:
+        updating.cancel()
+        await asyncio.gather(updating, return_exceptions=True)
+        await store.close()

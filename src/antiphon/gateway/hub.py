@@ -93,7 +93,9 @@ class _Run:
     followers: set[Connection] = field(default_factory=set[Connection])
     """Readers of increments that have been sent all of the text so far."""
     left_out: set[Connection] = field(default_factory=set[Connection])
-    """Readers that lagged: they get no more of this step's text, since it would have a gap."""
+    """Readers that get no more of this step's text: they lagged, or have the entry that completes it."""
+    seq: int = 0
+    """Sequence number of the last entry of the run that has completed a step."""
     chat_seq: int = 0
     """Sequence number of events for readers of increments, without gaps."""
     whole_seq: int = 0
@@ -127,7 +129,7 @@ class Hub:
         self._gateway = gateway
         self._clock = gateway.house.clock
         self._operations = gateway.house.operations
-        self.subscriptions = Subscriptions(self._operations)
+        self.subscriptions = Subscriptions(self._operations, self._complete_step)
         config = gateway.house.config
         self._agents, self._default_agent = config.agent_ids, config.default_agent_id
         self.survey = Survey(self._operations, self._clock, self._agents, gateway.database)
@@ -281,6 +283,7 @@ class Hub:
         if run and message.get("role") == "assistant":
             self._send_increments(event.run_id or "", run)
             run.message = msgspec.Raw(event.body.encode())
+            run.seq = event.seq
             run.begin_step()
         key = rows.shown(event.session_key)
         injected = message.get("model") == INJECTED and "provenance" not in message
@@ -306,6 +309,17 @@ class Hub:
                 connection.event(text)
         facts = {"phase": "message", "messageId": event.entry, "messageSeq": event.seq, "runId": event.run_id}
         self._change(event.session_key, facts)
+
+    def _complete_step(self, message: dict[str, Any], readers: Iterable[Connection]) -> None:
+        """Send readers the rest of a step before its entry, and nothing of it afterwards.
+
+        Subscriptions learn of an entry by themselves, possibly before the hub does.
+        """
+        run_id = message.get("runId")
+        run = self._runs.get(run_id) if run_id and message.get("role") == "assistant" else None
+        if run_id and run and message["seq"] > run.seq:
+            self._send_increments(run_id, run)
+            run.left_out.update(readers)
 
     # --- an answer that grows ---
 
@@ -378,7 +392,11 @@ class Hub:
 
     def _send_whole(self, run_id: str, run: _Run) -> None:
         """Send the whole text so far to clients that do not assemble increments; the longer it is, the less often."""
-        readers = [connection for connection in self._readers() if not connection.reads_increments]
+        readers = [
+            connection
+            for connection in self._readers()
+            if not connection.reads_increments and connection not in run.left_out
+        ]
         if readers:
             run.whole_seq += 1
             increment = run.text[run.whole_length :]  # without which clients of protocol 4 drop the event

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from typing import Any
 
@@ -27,11 +28,16 @@ PAGE = 200
 MOST = 200  # sessions that one connection may subscribe to
 READER = Caller.operator({READ})
 
+Announce = Callable[[dict[str, Any], Iterable[Connection]], None]
+"""Called before a message is sent to these connections, so that none of its text is streamed to them afterwards."""
+
 
 class Channel:
     """One followed session, under the key that operators see. `seq` is the last number handed out live."""
 
-    def __init__(self, operations: Operations, key: str, session_id: str, seq: int) -> None:
+    def __init__(
+        self, operations: Operations, announce: Announce, key: str, session_id: str, seq: int
+    ) -> None:
         self.key = key
         self.session_id = session_id
         self.seq = seq
@@ -39,6 +45,7 @@ class Channel:
         self.arriving: dict[Connection, object] = {}
         """Who is catching up, and the one visit of it that counts."""
         self._operations = operations
+        self._announce = announce
         self.task: asyncio.Task[None] | None = None
 
     @property
@@ -64,10 +71,11 @@ class Channel:
             self.seq = event.seq
             message = rows.appended(event.body, event.entry, event.seq, event.run_id, internal=event.internal)
             text = _message(self.key, event.session_id, message)
-            for connection, seen in self.seen.items():
-                if event.seq > seen:
-                    self.seen[connection] = event.seq
-                    connection.event(text)
+            readers = [connection for connection, seen in self.seen.items() if event.seq > seen]
+            self._announce(message, readers)
+            for connection in readers:
+                self.seen[connection] = event.seq
+                connection.event(text)
 
     def _gap(self, connections: list[Connection], reason: str) -> None:
         for connection in connections:
@@ -94,8 +102,9 @@ def gap(key: str, session_id: str, reason: str) -> str:
 
 
 class Subscriptions:
-    def __init__(self, operations: Operations) -> None:
+    def __init__(self, operations: Operations, announce: Announce) -> None:
         self._operations = operations
+        self._announce = announce
         self._channels: dict[str, Channel] = {}
         self._joined: dict[Connection, set[Channel]] = {}
         """What each connection is subscribed to; without it, who leaves would be looked for everywhere."""
@@ -140,7 +149,7 @@ class Subscriptions:
             channel = self._channels.get(key)
             if channel is None:
                 page = await self._operations.history(READER, key, HistoryFilter(limit=1, include_tools=True))
-                channel = Channel(self._operations, key, page.session_id, page.total)
+                channel = Channel(self._operations, self._announce, key, page.session_id, page.total)
                 channel.task = asyncio.create_task(self._keep(channel))
                 self._channels[key] = channel
             return channel
@@ -180,6 +189,7 @@ class Subscriptions:
                     if channel.arriving.get(connection) is not visit:
                         return
                     seq = item["seq"]
+                    self._announce(item, [connection])
                     connection.event(_message(channel.key, session_id, rows.message(item)))
                 if not page.has_more and channel.session_id == session_id and channel.seq <= seq:
                     channel.drop(connection)
