@@ -12,8 +12,10 @@ import msgspec
 import pytest
 from sockets import Client, opened
 
+from antiphon.bus import Delta, Event, MessageAppended
 from antiphon.engine import deltas
-from antiphon.gateway import connection
+from antiphon.gateway import connection, hub
+from antiphon.gateway.hub import Hub
 from antiphon.runtimes import Prompt
 from stage import BOUND, MAIN, OPERATOR, soon, until
 
@@ -140,6 +142,47 @@ async def test_who_lags_is_sent_no_text_with_a_hole_in_it(
         await other.event("chat", state="final")
         assert [texts(client), texts(other)] == ["one ", "one 0 1 "]
         assert final["message"]["content"][0]["text"] == "one 0 1 "
+
+
+@pytest.mark.usefixtures("every_piece")
+@pytest.mark.parametrize(("late", "streamed"), [(Delta, "like"), (MessageAppended, "like this")])
+async def test_no_increment_comes_after_the_entry_that_completes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: type[Event], streamed: str
+) -> None:
+    """Whatever the hub hears late: the last increment, or only the entry."""
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    async def agent(prompt: Prompt) -> AsyncGenerator[str]:
+        yield "like"
+        begun.set()
+        await go_on.wait()
+        yield " this"
+
+    held: list[Event] = []
+    hear = Hub._on  # pyright: ignore[reportPrivateUsage]
+
+    def hear_late(hub: Hub, event: Event) -> None:
+        if held or (isinstance(event, late) and go_on.is_set()):
+            held.append(event)
+        else:
+            hear(hub, event)
+
+    monkeypatch.setattr(hub, "MIN_DELTA_SECONDS", BOUND)
+    async with opened(tmp_path, agent) as gate, gate.client(caps=["chat-deltas"]) as client:
+        await client.call("sessions.messages.subscribe", key="main", afterSeq=0)
+        await client.call("chat.send", sessionKey="main", message="x", idempotencyKey="r1")
+        await soon(begun)
+        await client.event("chat", state="delta")
+        with monkeypatch.context() as patches:
+            patches.setattr(Hub, "_on", hear_late)
+            go_on.set()
+            await client.event("session.message", messageSeq=2)
+        for event in held:
+            hear(gate.served.hub, event)
+        await client.event("chat", state="final")
+        names = [frame["event"] for frame in client.events if frame["payload"].get("state") != "final"]
+        assert texts(client) == streamed
+        assert "chat" not in names[names.index("session.message", names.index("chat")) :]
 
 
 async def test_changes_of_a_session_are_gathered_with_one_row(tmp_path: Path) -> None:
