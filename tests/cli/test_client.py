@@ -15,7 +15,7 @@ from websockets.asyncio.server import ServerConnection, serve
 
 from antiphon import errors
 from antiphon.bus import Delta, Event, MessageAppended, RunChanged, SessionChanged
-from antiphon.client import Client, Lost, Site, link
+from antiphon.client import Client, Lost, Replicas, Site, link
 from antiphon.messages import Provenance, Text
 from antiphon.operations import HistoryFilter, ListFilter, Message, Send
 from cli.gateways import Gateway, token, up
@@ -378,3 +378,24 @@ async def test_what_cannot_be_carried_is_refused_by_name(field: str, value: Any)
             )
         assert refused.value.data["field"] == field
         assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("named", "added"),
+    [
+        ("ws://127.0.0.1:1", ["ws://127.0.0.1:2", "ws://[::1]:2", "wss://gw.example:2"]),
+        ("ws://localhost:1", ["ws://127.0.0.1:2", "ws://[::1]:2", "wss://gw.example:2"]),
+        ("wss://gw.example:1", ["wss://gw.example:2"]),
+        (
+            "ws://10.0.0.6:1",
+            ["ws://127.0.0.1:2", "ws://[::1]:2", "ws://10.0.0.7:2", "ws://gw:2", "wss://gw.example:2"],
+        ),
+    ],
+)
+async def test_a_token_is_not_sent_in_clear_to_a_replica_that_the_user_did_not_name(
+    named: str, added: list[str]
+) -> None:
+    replicas = Replicas([Site(named, "a token")])
+    found = ["ws://127.0.0.1:2", "ws://[::1]:2", "ws://10.0.0.7:2", "ws://gw:2", "wss://gw.example:2"]
+    replicas.add(replicas.sites[0], found)
+    assert [site.url for site in replicas.sites] == [named, *added]

@@ -72,11 +72,32 @@ class Replicas:
         return site
 
     def add(self, known: Site, addresses: Sequence[str]) -> None:
-        """Add replicas that a known one has named. A secret that was sent over TLS is only sent over TLS."""
-        if known.url.startswith("wss:"):
-            addresses = [address for address in addresses if address.startswith("wss:")]
+        """Add replicas that a known one has named. A secret that others could not read is not sent in clear to them.
+
+        Over TLS only replicas with TLS are added, and on this machine also those on it.
+        """
+        protection = _protection(known.url)
         urls = {site.url.rstrip("/") for site in self.sites}
-        self.sites += [Site(url, known.secret) for url in addresses if url.rstrip("/") not in urls]
+        self.sites += [
+            Site(url, known.secret)
+            for url in addresses
+            if url.rstrip("/") not in urls and _protection(url) >= protection
+        ]
+
+
+def _protection(url: str) -> int:
+    """How well a secret is protected on its way: 2 by TLS, 1 by staying on this machine, 0 not at all."""
+    from ipaddress import ip_address  # noqa: PLC0415 - only for a client of replicas
+    from urllib.parse import urlsplit  # noqa: PLC0415
+
+    try:
+        parts = urlsplit(url)
+        if parts.scheme == "wss":
+            return 2
+        host = parts.hostname or ""
+        return int(host == "localhost" or ip_address(host).is_loopback)
+    except ValueError:  # a name, which may be of any machine
+        return 0
 
 
 class Client:
