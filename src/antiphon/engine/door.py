@@ -77,6 +77,10 @@ class Door:
             return None
         return self._config.agent(key.agent_id).id
 
+    def acting_agent(self, caller: Caller, reference: str, row: Row) -> str:
+        """The agent that acts in a session: an agent itself, or the one that an operator's reference addresses."""
+        return caller.agent_id or self.spoken_to(caller, reference) or row["agent_id"]
+
     async def open_labelled(
         self, tx: Tx, caller: Caller, action: Action, label: str, agent_id: str | None = None
     ) -> Row:

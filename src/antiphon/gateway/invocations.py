@@ -23,9 +23,9 @@ from antiphon.engine.toolbox import Call, Result, Tool
 from antiphon.engine.turns import obedient
 from antiphon.errors import AntiphonError, InvalidInput, NotFound, StoreError
 from antiphon.gateway.gateway import Gateway
+from antiphon.operations.acting import Acting
 from antiphon.operations.exchanges import LONGEST
 from antiphon.tools.results import refusal
-from antiphon.views import SessionView
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ async def invoke(gateway: Gateway, caller: Caller, wanted: Invocation, key: str 
     _offered(gateway, name, gateway.house.toolbox.allowed((), ()))  # before a session is founded for it
     words.check_key(key)
     acting = await gateway.house.operations.act_as(caller, _reference(gateway.house.config, wanted))
-    _check_agent(acting.session, wanted.agent_id)
+    _check_agent(acting, wanted.agent_id)
     tool = _offered(gateway, name, acting.actor.tools)
     call = Call(
         caller=acting.actor.caller,
@@ -97,11 +97,11 @@ def _reference(config: Config, wanted: Invocation) -> str:
     return f"agent:{config.agent(keys.checked_agent_id(wanted.agent_id)).id}:main"
 
 
-def _check_agent(session: SessionView, wanted: str | None) -> None:
-    agent_id = session.agent_id or ""
+def _check_agent(acting: Acting, wanted: str | None) -> None:
+    agent_id = acting.actor.caller.agent_id
     if wanted is not None and wanted.lower() != agent_id:
         raise InvalidInput(
-            f"Session {session.key!r} belongs to the agent {agent_id!r}, not to {wanted[:80]!r}.",
+            f"Session {acting.session.key!r} belongs to the agent {agent_id!r}, not to {wanted[:80]!r}.",
             "Leave 'agentId' out, or name a session of that agent.",
             field="agentId",
         )

@@ -38,11 +38,11 @@ class Actings(Core):
         found, founded = await self._store.tx(self._act_as, caller, session, self._clock.now())
         if founded:
             self._tell(found.described, "create")
-        return self._acting_as(caller, found)
+        return self._acting_as(caller, session, found)
 
     async def tools_of(self, caller: Caller, session: str) -> Acting:
         """The same, for who only wants to know what the session could do. Nothing is founded."""
-        return self._acting_as(caller, await self._store.read(self._look_at, caller, session))
+        return self._acting_as(caller, session, await self._store.read(self._look_at, caller, session))
 
     async def _act_as(self, tx: Tx, caller: Caller, session: str, now: int) -> tuple[_Found, bool]:
         row, founded = await self._opened_or_founded(tx, caller, "send", session, now)
@@ -58,9 +58,10 @@ class Actings(Core):
         assert row is not None
         return _Found(await self._described(tx, id), row)
 
-    def _acting_as(self, caller: Caller, found: _Found) -> Acting:
+    def _acting_as(self, caller: Caller, session: str, found: _Found) -> Acting:
         row = found.row
+        agent_id = self._door.spoken_to(caller, session) or row["agent_id"]
         actor = self._actors.of(
-            row["agent_id"], row["key"], sandboxed=bool(row["sandboxed"]), envelope=row["envelope"]
+            agent_id, row["key"], sandboxed=bool(row["sandboxed"]), envelope=row["envelope"]
         )
         return Acting(self._session_view(caller, found.described), actor)

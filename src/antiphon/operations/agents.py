@@ -11,6 +11,7 @@ from antiphon.engine.door import Door
 from antiphon.engine.envelopes import Envelope
 from antiphon.errors import Forbidden, NotFound
 from antiphon.operations.core import Core
+from antiphon.operations.spawns import Requester
 from antiphon.store import Tx
 from antiphon.views import AgentCard, AgentLine, AgentsView
 
@@ -33,7 +34,7 @@ class Agents(Core):
         requester = caller.agent_id or self.config.default_agent_id
         patterns = self._door.grants(caller).spawn_agents
         roster = Roster(self.config, self._door)
-        envelope = await self._store.read(self._within, caller.session_key) if caller.session_key else None
+        envelope = await self._store.read(self._within, caller, requester) if caller.session_key else None
         anybody = envelope is None and ANY in (pattern.strip() for pattern in patterns)
         spawnable = [
             agent
@@ -53,9 +54,9 @@ class Agents(Core):
             hint=None if any(agent != requester for agent in messageable) else REACH_HINT,
         )
 
-    async def _within(self, tx: Tx, session_key: str) -> Envelope | None:
-        row = await tx.one(sessions.SQL.whole_by_key, key=session_key)
-        return self._rules.within(row) if row else None
+    async def _within(self, tx: Tx, caller: Caller, agent_id: str) -> Envelope | None:
+        row = await tx.one(sessions.SQL.whole_by_key, key=caller.session_key)
+        return self._rules.within(Requester(row, agent_id)) if row else None
 
     def _stays_in_sandbox(self, caller: Caller, agent_id: str) -> bool:
         return not caller.sandboxed or self._door.sandboxes(agent_id, keys.subagent_key(agent_id, "new"))

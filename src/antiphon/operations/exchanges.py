@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from antiphon import access, keys
-from antiphon.access import Action, Caller
+from antiphon.access import Action, Caller, Target
 from antiphon.bus import SessionChanged, session_topic
 from antiphon.engine import chains, exchanges, runs, sessions, words
 from antiphon.engine.admissions import Accepted
@@ -176,9 +176,18 @@ class Exchanges(Runs, Links):
         if reference is None:
             agent_id = keys.checked_agent_id(wanted.agent_id or "")
             reference = f"agent:{agent_id}:main"
+        self._check_addressed(caller, reference)
         row = await self._open_or_found_main(tx, caller, "send", reference, now, founded)
         checks.current(row, reference)
         return await self._whole(tx, row)
+
+    def _check_addressed(self, caller: Caller, reference: str) -> None:
+        """Reaching the shared main session is not enough to have another agent answer in it."""
+        agent_id = self._door.spoken_to(caller, reference)
+        if agent_id is None or agent_id == caller.agent_id:
+            return
+        target = Target(str(keys.main_session(agent_id)), agent_id)
+        access.authorize(caller, "send", target, self._door.grants(caller), reference=reference)
 
     async def _open_or_found_main(
         self, tx: Tx, caller: Caller, action: Action, reference: str, now: int, founded: list[Row]

@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
 from antiphon import access, keys
-from antiphon.access import Action, Caller, Cap, Target
+from antiphon.access import Action, Caller, Target
 from antiphon.engine import attachments, deliveries, tasks, wording, words
 from antiphon.engine.attachments import Attachment, Limits
 from antiphon.engine.chains import Link
@@ -92,6 +93,13 @@ class Spawn(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         ]
 
 
+class Requester(NamedTuple):
+    """A session that spawns, and the agent that acts in it: in the shared main session that may be any agent."""
+
+    session: Row
+    agent_id: str
+
+
 class Rules:
     """The configuration's word on spawning."""
 
@@ -153,43 +161,54 @@ class Rules:
     # --- what depends on who asks ---
 
     async def plan(
-        self, tx: Tx, caller: Caller, requester: Row, wanted: Spawn, task_id: str, link: Link, now: int
+        self,
+        tx: Tx,
+        caller: Caller,
+        requester: Requester,
+        wanted: Spawn,
+        task_id: str,
+        link: Link,
+        now: int,
     ) -> Spawning:
         """The child that may be spawned.
 
         Raises:
             SpawnRefused: a rule is against it; `data['reason']` says which.
         """
-        own = self._config.agent(requester["agent_id"])
+        session = requester.session
+        own = self._config.agent(requester.agent_id)
+        actor = self._actor(caller, requester)
         target = self._target_agent(caller, requester, own, wanted)
-        parent = self._envelope_of(requester, own)
+        parent = self._envelope_of(requester, own, actor)
         # A caller's key may be any text; what is made of it is part of a key and the name of a folder.
-        child_id = str(uuid.uuid5(NAMESPACE, f"{requester['key']}\n{task_id}"))
+        child_id = str(uuid.uuid5(NAMESPACE, f"{session['key']}\n{task_id}"))
         child_key = keys.subagent_key(target.id, child_id)
-        self._check_depth(requester, parent)
-        await self._check_children(tx, requester, own)
+        self._check_depth(session, parent)
+        await self._check_children(tx, session, own)
         await _check_breaker(tx, target.id, wanted.task, now)
-        sandboxed = self._sandboxed(requester, target, child_key, wanted)
-        envelope = self._envelope(requester, target, parent)
+        sandboxed = self._sandboxed(actor, target, child_key, wanted)
+        envelope = self._envelope(actor, target, parent)
         return Spawning(
             id=task_id,
-            digest=wanted.digest(requester["key"]),
-            requester=requester,
+            digest=wanted.digest(session["key"]),
+            requester=session,
             child_key=child_key,
             task=wanted.task,
             label=wanted.label.strip() if wanted.label else None,
             model=wanted.model or _usual_model(target),
             thinking=wanted.thinking or target.subagents.thinking,
             deadline_at=_deadline(target, wanted, now),
-            instructions=self._instructions(requester, child_key, envelope, wanted),
+            instructions=self._instructions(session, child_key, envelope, wanted),
             sandboxed=sandboxed,
             envelope=envelope,
             options=self._options(target, wanted, child_id),
-            destination=deliveries.of_session(requester),
+            destination=deliveries.of_session(session),
             link=link,
         )
 
-    def _target_agent(self, caller: Caller, requester: Row, own: AgentConfig, wanted: Spawn) -> AgentConfig:
+    def _target_agent(
+        self, caller: Caller, requester: Requester, own: AgentConfig, wanted: Spawn
+    ) -> AgentConfig:
         if wanted.agent_id is None and own.subagents.require_agent_id:
             raise InvalidInput(
                 "An agent must be named.", "Call agents_list, then pass agentId.", field="agentId"
@@ -208,35 +227,40 @@ class Rules:
             )
         return self._config.agent(agent_id)
 
-    def within(self, session: Row) -> Envelope | None:
+    def within(self, requester: Requester) -> Envelope | None:
         """The envelope of a session that is a sub-agent's."""
-        return self._envelopes.of(session["agent_id"], session["key"], session["envelope"])
+        session = requester.session
+        return self._envelopes.of(requester.agent_id, session["key"], session["envelope"])
 
-    def _envelope_of(self, session: Row, agent: AgentConfig) -> Envelope:
+    def _envelope_of(self, requester: Requester, agent: AgentConfig, actor: Caller) -> Envelope:
         """What a session has now: what its agent is granted, less what its sandbox and its own envelope take away."""
-        stored = self.within(session)
-        grants = self._door.grants(self._caller(session, stored.cap if stored else None))
+        stored = self.within(requester)
+        grants = self._door.grants(actor)
+        left = agent.subagents.max_spawn_depth - requester.session["depth"]
         return Envelope(
             tools=_left(self._toolbox.allowed(agent.tools.allow, agent.tools.deny), stored and stored.tools),
             agents=_left(self._spawnable(agent.id, grants.spawn_agents), stored and stored.agents),
             read=grants.read,
             send=grants.send,
-            depth=stored.depth if stored else max(0, agent.subagents.max_spawn_depth - session["depth"]),
+            depth=stored.depth if stored else max(0, left),
         )
 
-    def _caller(self, session: Row, cap: Cap | None) -> Caller:
-        return Caller.agent(session["agent_id"], session["key"], sandboxed=self._in_sandbox(session), cap=cap)
-
-    def _in_sandbox(self, session: Row) -> bool:
-        """Since it was founded, or since the configuration says so."""
-        key = keys.parse(session["key"])
-        return bool(session["sandboxed"]) or self._door.sandboxes(session["agent_id"], key)
+    def _actor(self, caller: Caller, requester: Requester) -> Caller:
+        """The requester as it acts now: in a sandbox if the caller is, or by the session's row or the configuration."""
+        session, agent_id = requester
+        stored = self.within(requester)
+        inside = (
+            caller.sandboxed
+            or bool(session["sandboxed"])
+            or self._door.sandboxes(agent_id, keys.parse(session["key"]))
+        )
+        return Caller.agent(agent_id, session["key"], sandboxed=inside, cap=stored.cap if stored else None)
 
     def _spawnable(self, agent_id: str, patterns: Sequence[str]) -> list[str]:
         return [id for id in self._config.agent_ids if id == agent_id or access.matches(id, patterns)]
 
-    def _envelope(self, requester: Row, target: AgentConfig, parent: Envelope) -> Envelope:
-        above = self._caller(requester, parent.cap)
+    def _envelope(self, actor: Caller, target: AgentConfig, parent: Envelope) -> Envelope:
+        above = replace(actor, cap=parent.cap)
         depth = max(0, parent.depth - 1)
         grants = self._door.grants(Caller.agent(target.id, "agent:x:main"))
         return Envelope(
@@ -279,9 +303,9 @@ class Rules:
                 "Wait for one of them with sessions_yield, or stop one with subagents.",
             )
 
-    def _sandboxed(self, requester: Row, target: AgentConfig, child_key: SessionKey, wanted: Spawn) -> bool:
+    def _sandboxed(self, actor: Caller, target: AgentConfig, child_key: SessionKey, wanted: Spawn) -> bool:
         sandboxed = self._door.sandboxes(target.id, child_key)
-        if self._in_sandbox(requester) and not sandboxed:
+        if actor.sandboxed and not sandboxed:
             raise _refused(
                 "sandbox",
                 "A sandboxed session may not spawn a child outside of a sandbox.",

@@ -22,7 +22,7 @@ from antiphon.operations.checks import between
 from antiphon.operations.exchanges import Exchanges, request_id
 from antiphon.operations.links import Origin
 from antiphon.operations.sessions import Sessions
-from antiphon.operations.spawns import Spawn
+from antiphon.operations.spawns import Requester, Spawn
 from antiphon.store import Row, Tx
 from antiphon.views import Spawned, TaskView, task_view
 
@@ -104,7 +104,8 @@ class Tasks(Exchanges, Sessions):
             return before
         await _check_at_work(tx, origin)
         link = await self._link(tx, origin, above["id"], task_id)
-        spawning = await self._rules.plan(tx, caller, above, wanted, task_id, link, now)
+        asking = Requester(above, self._door.acting_agent(caller, requester, above))
+        spawning = await self._rules.plan(tx, caller, asking, wanted, task_id, link, now)
         addressee = await sequels.addressee_of(tx, origin.run_id)
         if addressee is None:
             return spawning
