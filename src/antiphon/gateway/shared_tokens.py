@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from antiphon.errors import Conflict, NotFound, StoreError
 from antiphon.gateway.tokens import Record, Tokens, new_token
@@ -72,6 +72,7 @@ class SharedTokens:
     def __init__(self, store: Store, tokens: Tokens) -> None:
         self._store = store
         self._tokens = tokens
+        self._failing: set[str] = set()
 
     async def start(self) -> None:
         """Know every token before anyone is let in."""
@@ -96,18 +97,32 @@ class SharedTokens:
         self._tokens.shared = await self._store.read(read_tokens)
 
     async def run(self) -> None:
+        """Refresh first: a database that takes no writes can still say which tokens are revoked."""
         while True:
             await asyncio.sleep(REFRESH_SECONDS)
-            try:
-                await self._record_uses()
-                await self.refresh()
-            except StoreError as error:
-                log.debug("Failed to refresh tokens, keeping the current ones: %s", error)
+            await self._attempt(self.refresh, "read the issued tokens; the known ones stay valid")
+            await self._attempt(self._record_uses, "record when tokens were used; it is recorded later")
+
+    async def _attempt(self, work: Callable[[], Awaitable[None]], what: str) -> None:
+        """Do one part of an update. A part that keeps failing is logged once, until it has succeeded again."""
+        try:
+            await work()
+        except Exception as error:  # noqa: BLE001 - whatever it was, the next update is due
+            if what not in self._failing:
+                log.warning("Failed to %s. %s", what, error)
+            self._failing.add(what)
+        else:
+            self._failing.discard(what)
 
     async def _record_uses(self) -> None:
         used, self._tokens.used = self._tokens.used, set()
-        if used:
+        if not used:
+            return
+        try:
             await self._store.tx(_record_uses, sorted(used), self._store.clock.now())
+        except BaseException:
+            self._tokens.used |= used
+            raise
 
 
 async def _record_uses(tx: Tx, digests: list[str], now: int) -> None:
