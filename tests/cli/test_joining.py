@@ -18,6 +18,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
+from antiphon.gateway.tokens import Tokens
 from antiphon.store.postgres.worker import WAIT
 from cli.gateways import up
 from cli.terminal import BOUND, Program
@@ -246,6 +247,24 @@ def test_every_replica_closes_the_sockets_of_a_token_that_is_revoked(
             assert (closed.value.rcvd.code, closed.value.rcvd.reason) == (1008, "the token was revoked")
         for socket in owners:
             assert _ask(socket, "health")["ok"]
+
+
+@pytest.mark.requirement("W7")
+def test_a_name_is_of_one_token_in_the_database_or_the_file(program: Program, shared: dict[str, Any]) -> None:
+    """Otherwise one that is listed and revoked could be another than the one that is used."""
+    assert program.run("tokens", "issue", "both", "--scope", "read").code == 0
+    in_file = Tokens.open(program.state)
+    for name in ("both", "old"):
+        in_file.issue(name, ["operator.read"])
+    for name in ("owner", "old", "both"):
+        refused = program.run("tokens", "issue", name, "--scope", "read")
+        assert refused.code == 2
+        assert f"A token named '{name}' already exists." in refused.err
+    for name in ("both", "old"):
+        assert program.run("tokens", "revoke", name).code == 0
+    listed = program.run("tokens", "list", "--json").json["tokens"]
+    assert [token["name"] for token in listed] == ["owner"]
+    assert program.run("tokens", "revoke", "both").code == 3
 
 
 @contextmanager

@@ -102,8 +102,15 @@ def issue(settings: Settings, name: str, scopes: Sequence[str]) -> None:
     """Make a token. It is printed once, on standard output, and kept nowhere."""
     full = [f"operator.{scope}" for scope in scopes]
     if config := _shared(settings):
+        from antiphon.errors import Conflict
         from antiphon.gateway.shared_tokens import issue as issue_shared
+        from antiphon.gateway.tokens import OWNER
 
+        if name == OWNER or _is_in_file(settings, name):
+            raise Conflict(
+                f"A token named {name!r} already exists.",
+                "Choose another name." if name == OWNER else "Choose another name, or revoke that one.",
+            )
         token = _on_store(settings, config, lambda store: issue_shared(store, name, full))
     else:
         token = _tokens(settings).issue(name, full)
