@@ -12,8 +12,6 @@ import asyncio
 import gc
 import os
 from collections.abc import Coroutine
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -40,20 +38,28 @@ async def _bounded(main: Coroutine[Any, Any, T]) -> T:
 
 async def _collect_when_grown() -> None:
     """Bound garbage by bytes, where the size of the process is known."""
-    with suppress(OSError):
-        settled = _resident_bytes()
+    try:
+        statm = os.open(
+            "/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC
+        )  # kept, for when no more files can be opened
+    except OSError:
+        return
+    try:
+        settled = _resident_bytes(statm)
         while True:
             await asyncio.sleep(GROWTH_CHECK_SECONDS)
-            size = _resident_bytes()
+            size = _resident_bytes(statm)
             if size - settled > max(MIN_GROWTH_BYTES, settled // 4):
                 gc.collect()
-                settled = _resident_bytes()
+                settled = _resident_bytes(statm)
             else:
                 settled = min(settled, size)
+    finally:
+        os.close(statm)
 
 
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def _resident_bytes(statm: int) -> int:
+    return int(os.pread(statm, 256, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _factory() -> Any:
