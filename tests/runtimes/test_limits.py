@@ -7,6 +7,7 @@ import gzip
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -188,6 +189,14 @@ async def test_a_name_that_is_no_models_is_not_repeated(api: Api, name: str, lib
     async with asyncio.timeout(BOUND), Provider().running() as provider:
         provider.script(Answer(text=("hi",), model=name))
         assert (await step(spec_for(api, provider.url))).model == MODELS[api]
+
+
+@every
+async def test_a_short_key_or_header_may_be_part_of_a_models_name(api: Api, library: None) -> None:
+    async with asyncio.timeout(BOUND), Provider().running() as provider:
+        provider.script(Answer(text=("hi",), model="kimi-k2-preview"))
+        spec = replace(spec_for(api, provider.url), api_key="k", headers={"x-tier": "preview"})
+        assert (await step(spec)).model == "kimi-k2-preview"
 
 
 def nested(levels: int) -> str:

@@ -44,6 +44,8 @@ PIECE_BYTES = 16 * 1024
 MAX_TOOL_CALLS_READ = 1024
 BLOCK_BYTES = 64
 """What a block of an answer costs besides its words: thousands of empty ones are not free, either."""
+MIN_SECRET_CHARACTERS = 8
+"""Of a key or header that is looked for in a model's name: a shorter one is part of ordinary names."""
 
 _EVENT_END = re.compile(rb"\n\r?\n|\r\r")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9./_~@][A-Za-z0-9./_~@:+-]{0,127}")
@@ -112,7 +114,9 @@ class HttpReader(ABC):
         if (
             reported is None
             or not _MODEL_NAME.fullmatch(reported)
-            or any(secret and secret in reported for secret in secrets)
+            or any(
+                len(secret) >= MIN_SECRET_CHARACTERS and secret in reported for secret in secrets if secret
+            )
         ):
             return self._spec.model
         return reported
