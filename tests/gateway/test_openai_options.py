@@ -12,6 +12,7 @@ import openai
 import pytest
 from website import EVERYTHING, Site, served
 
+from antiphon.engine import run_options
 from antiphon.operations import HistoryFilter
 from antiphon.runtimes import Prompt
 from providers import Answer, Call, Provider
@@ -99,6 +100,80 @@ async def test_settings_and_earlier_messages_reach_the_provider(tmp_path: Path, 
     assert "Speak like a pirate." in system["content"]
     said = [message["content"] for message in messages if message["role"] in {"user", "assistant"}]
     assert said[-4:] == ["How can I help?", "first", "second", "third"]
+
+
+def assistant(text: str) -> Any:
+    return {"role": "assistant", "content": text}
+
+
+def said_in(body: Any) -> list[str]:
+    """What a provider was told, without the system prompt."""
+    return [message["content"] for message in body["messages"] if message["role"] in {"user", "assistant"}]
+
+
+HELLO = [user("hello"), assistant("ok.")]
+NO = assistant("No, never delete, that is not ok.")
+
+
+@pytest.mark.parametrize(
+    ("earlier", "added"),
+    [
+        ([*HELLO, user("delete all?"), NO, user("hello"), assistant("Hi again")], 2),
+        ([*HELLO, *HELLO, *HELLO], 2),
+        ([user("hello"), NO, user("more"), assistant("ok.")], 0),
+        ([user("else"), assistant("ok."), user("hello"), assistant("ok.")], 0),
+        ([assistant(" ok.\n")], 1),
+    ],
+)
+async def test_a_session_gets_what_it_lacks_whole_and_in_the_order_of_the_client(
+    tmp_path: Path, provider: Provider, earlier: list[Any], added: int
+) -> None:
+    """Twice, since what was added the first time is known the second time."""
+    provider.default = Answer(text=("ok.",))
+    async with gateway(tmp_path, provider) as (_, client):
+        for messages in ([], earlier, [*earlier, user("next?"), assistant("ok.")]):
+            last = user("next?" if messages else "hello")
+            await client.chat.completions.create(model="antiphon", messages=[*messages, last], user="ada")
+    _, second, third = map(said_in, provider.bodies)
+    rest = [message["content"] for message in earlier[added:]]
+    assert second == ["hello", "ok.", *rest, "next?"]
+    assert third == [*second, "ok.", "next?"]
+
+
+async def test_messages_older_than_what_is_compared_are_not_added_again(
+    tmp_path: Path, provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_options, "ENTRIES_PER_PAGE", 2)
+    monkeypatch.setattr(run_options, "MAX_ENTRIES_COMPARED", 2)
+    provider.default = Answer(text=("ok.",))
+    messages: list[Any] = []
+    async with gateway(tmp_path, provider) as (_, client):
+        for question in ("one", "two", "three", "four"):
+            messages.append(user(question))
+            await client.chat.completions.create(model="antiphon", messages=messages, user="ada")
+            messages.append(assistant("ok."))
+    assert said_in(provider.bodies[-1]) == ["one", "ok.", "two", "ok.", "three", "ok.", "four"]
+
+
+async def test_the_steps_of_a_streamed_answer_are_known_as_one(tmp_path: Path, provider: Provider) -> None:
+    provider.script(
+        Answer(text=("Let me see.",), calls=(Call("session_status", "{}", id="call_s"),)),
+        Answer(text=("Ready.",)),
+    )
+    async with gateway(tmp_path, provider) as (_, client):
+        stream = await client.chat.completions.create(
+            model="antiphon", messages=[user("hello")], user="ada", stream=True
+        )
+        told = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+        assert told == "Let me see.\n\nReady."
+        for earlier in ([user("hello"), assistant(told)], [user("hello"), assistant("Not Ready.")]):
+            await client.chat.completions.create(
+                model="antiphon", messages=[*earlier, user("next?")], user="ada"
+            )
+    steps = said_in(provider.bodies[1])
+    known, other = map(said_in, provider.bodies[2:])
+    assert known == [*steps, "Ready.", "next?"]
+    assert other[len(known) + 1 :] == ["hello", "Not Ready.", "next?"]
 
 
 @pytest.mark.parametrize("asked", [100, 5000])

@@ -6,27 +6,31 @@ client-side tools are not executed here: they end the run, and their results com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import TypeAlias
 
 import msgspec
 
 from antiphon.engine import transcripts
-from antiphon.messages import Assistant, Compaction, Message, Text, ToolResult, User
+from antiphon.messages import Assistant, Compaction, Text, ToolResult, User
 from antiphon.runtimes import Sampling, ToolSpec
-from antiphon.store import Tx
+from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
 
 SQL = Queries("transcripts")
 MAX_ENTRIES_COMPARED = 1000  # of a session with the earlier messages of a request
 MAX_BYTES_COMPARED = 8 * 2**20
 ENTRIES_PER_PAGE = 64
+MAX_STARTS_TRIED = 32  # places where the entries compared may begin among the messages of a client
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: Sampling | None = None
     tools: list[ToolSpec] = []
     earlier: list[User | Assistant | ToolResult] = []
-    """The client's account of the conversation; messages that the session lacks are added before the new one."""
+    """The client's account of the conversation; what the session lacks of it is added before the new message."""
 
     @property
     def tool_names(self) -> frozenset[str]:
@@ -47,51 +51,113 @@ def decode_options(stored: str | None) -> RunOptions | None:
 async def unknown_messages(
     tx: Tx, transcript: int, options: RunOptions
 ) -> Sequence[User | Assistant | ToolResult]:
-    """The earlier messages of a request that are not among the latest entries of the session."""
+    """The earlier messages of a request from the first on that the session lacks.
+
+    Afterwards the session has all of them in the client's order. What is between them there (steps with tools, messages
+    of other clients) does not matter. An answer that differs from the one in the session is added with its question.
+    """
     if not options.earlier:
         return []
-    known = await _latest_messages(tx, transcript)
-    if not known:
-        return options.earlier
-    identities = {_identify(message) for message in known}
-    answers = tuple(
-        {text for message in known if isinstance(message, Assistant) and (text := message.text.strip())}
-    )
-    return [
-        message
-        for message in options.earlier
-        if _identify(message) not in identities
-        # For the client, an answer of several steps is one text that ends with the last step's text.
-        and not (
-            isinstance(message, Assistant)
-            and not message.tool_calls
-            and message.text.strip().endswith(answers)
-        )
-    ]
+    earlier = options.earlier
+    identities = [_identify(message) for message in earlier]
+    entries, complete = await _latest_entries(tx, transcript)
+    count = _count_known(identities, entries, complete=complete)
+    if (
+        0 < count < len(earlier)
+        and isinstance(earlier[count], Assistant)
+        and identities[count - 1] not in entries[-1]
+    ):
+        # Apart from its question, another answer would be read as a part of the latest one.
+        while count and isinstance(earlier[count - 1], User):
+            count -= 1
+    return earlier[count:]
 
 
-async def _latest_messages(tx: Tx, transcript: int) -> list[Message]:
-    found: list[Message] = []
-    before, size = transcripts.END, 0
-    while len(found) < MAX_ENTRIES_COMPARED and size < MAX_BYTES_COMPARED:
-        rows = await tx.all(SQL.tail, transcript=transcript, since=1, before=before, limit=ENTRIES_PER_PAGE)
-        found += [message for row in rows if (message := transcripts.readable(row)) is not None]
-        if len(rows) < ENTRIES_PER_PAGE:
+Identity: TypeAlias = tuple[str, str | bytes]
+
+
+def _count_known(earlier: Sequence[Identity], known: Sequence[frozenset[Identity]], *, complete: bool) -> int:
+    """How many messages from the first on are among the entries, in this order.
+
+    Where the session goes back further than the entries, messages before the first match are taken to be older still.
+    """
+    if complete:
+        return _count_in_order(earlier, known)
+    anywhere = frozenset[Identity]().union(*known)
+    starts = (at for at, identity in enumerate(earlier) if identity in anywhere)
+    best = 0
+    for start in islice(starts, MAX_STARTS_TRIED):
+        best = max(best, start + _count_in_order(earlier[start:], known))
+        if best == len(earlier):
             break
-        size += sum(len(row["body"]) for row in rows)
-        before = rows[-1]["seq"]
-    return found
+    return best
 
 
-def _identify(message: Message) -> tuple[str, ...]:
+def _count_in_order(earlier: Sequence[Identity], known: Sequence[frozenset[Identity]]) -> int:
+    count = 0
+    for entry in known:
+        if count < len(earlier) and earlier[count] in entry:
+            count += 1
+    return count
+
+
+async def _latest_entries(tx: Tx, transcript: int) -> tuple[list[frozenset[Identity]], bool]:
+    """The latest entries by what a client may know them as, oldest first, and whether they are all there are."""
+    rows: list[Row] = []
+    before, size, complete = transcripts.END, 0, False
+    while not complete and len(rows) < MAX_ENTRIES_COMPARED and size < MAX_BYTES_COMPARED:
+        page = await tx.all(SQL.tail, transcript=transcript, since=1, before=before, limit=ENTRIES_PER_PAGE)
+        rows += page
+        complete = len(page) < ENTRIES_PER_PAGE
+        size += sum(len(row["body"]) for row in page)
+        before = page[-1]["seq"] if page else before
+    return _identify_entries(reversed(rows)), complete
+
+
+def _identify_entries(rows: Iterable[Row]) -> list[frozenset[Identity]]:
+    entries: list[frozenset[Identity]] = []
+    run: int | None = None
+    steps = hashlib.sha256()
+    for row in rows:
+        message = transcripts.readable(row)
+        if message is None:
+            continue
+        if row["run"] is None or row["run"] != run:
+            run, steps = row["run"], hashlib.sha256()
+        if isinstance(message, Assistant):
+            steps.update(_squeezed(message.text))
+            # A client that was told the steps of a run as they came has them as one text.
+            entries.append(
+                frozenset(
+                    [
+                        _identify_answer(message.text),
+                        ("answer", steps.digest()),
+                        *(("call", call.id) for call in message.tool_calls),
+                    ]
+                )
+            )
+        elif not isinstance(message, Compaction):
+            entries.append(frozenset([_identify(message)]))
+    return entries
+
+
+def _identify(message: User | Assistant | ToolResult) -> Identity:
+    """What a message of a client is known by. Of its calls one is enough: the ids are the model's."""
     match message:
         case ToolResult():
             return "result", message.tool_call_id
         case Assistant():
-            calls = [call.id for call in message.tool_calls]
-            return ("calls", *calls) if calls else ("assistant", message.text.strip())
+            calls = message.tool_calls
+            return ("call", calls[0].id) if calls else _identify_answer(message.text)
         case User():
             blocks = [Text(text=message.content)] if isinstance(message.content, str) else message.content
             return "user", "\n".join(b.text if isinstance(b, Text) else b.data for b in blocks).strip()
-        case Compaction():
-            return ("compaction",)
+
+
+def _identify_answer(text: str) -> Identity:
+    return "answer", hashlib.sha256(_squeezed(text)).digest()
+
+
+def _squeezed(text: str) -> bytes:
+    """A text without its white space, which clients trim and which separates the steps of an answer."""
+    return "".join(text.split()).encode(errors="surrogatepass")
