@@ -23,6 +23,7 @@ from test_sqlite import NAME, schema
 from antiphon.access import Caller
 from antiphon.config import Config
 from antiphon.host import hosting
+from antiphon.store.migrations import migrations, missing
 from antiphon.store.postgres.connection import Server
 from antiphon.store.sqlite import check_file
 from stage import BOUND, opened, raw
@@ -100,7 +101,20 @@ UPGRADES = [
         {"SELECT count(*) FROM tokens": [(0,)]},
         ["INSERT INTO tokens (name, scopes, digest, created_at) VALUES ('n', 'operator.read', 'd', 1)"],
     ),
+    Upgrade(
+        14,
+        [],
+        {"SELECT id, shown FROM runs ORDER BY id": [("cut", None), ("waiting", None)]},
+        ["UPDATE runs SET shown = 1 WHERE id = 'waiting'"],
+    ),
 ]
+RELEASED_SCHEMA = 8
+
+
+def test_replicas_of_the_last_release_can_work_on_the_newest_schema() -> None:
+    known = migrations("postgres")
+    released = [migration for migration in known if migration.version <= RELEASED_SCHEMA]
+    assert missing(known[-1].version, known[-1].oldest, released) == []
 
 
 def test_every_migration_since_the_ninth_has_its_upgrade() -> None:
@@ -151,7 +165,7 @@ async def test_a_database_of_the_schema_before_is_brought_up(
         lambda statement: told(empty, statement),
         lambda: everything(empty),
     )
-    assert await schema_of(empty) == (upgrade.version, upgrade.version - 1)
+    assert await schema_of(empty) == (upgrade.version, RELEASED_SCHEMA)
     await _goes_on(on(empty), tmp_path)
 
 

@@ -1,3 +1,4 @@
+-- oldest: 8
 -- The session that all agents share is stored as what it is called, `main`, so that no door has to translate its key.
 -- A replica of the version before that still has the old name begins another one until it is replaced, too.
 

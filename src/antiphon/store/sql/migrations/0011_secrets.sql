@@ -1,3 +1,4 @@
+-- oldest: 8
 -- Random values that every replica on this database has to agree on, made by the first that needs one.
 
 CREATE TABLE secrets (

@@ -1,3 +1,4 @@
+-- oldest: 8
 -- Tokens of `antiphon tokens issue` where several replicas share this database: only digests, never a token.
 
 CREATE TABLE tokens (

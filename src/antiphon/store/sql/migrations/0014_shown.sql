@@ -1,3 +1,4 @@
+-- oldest: 8
 -- Whether people were shown what a run put into a transcript: 1 posted, 0 kept from them, null where that is not asked.
 -- Of announcements before this only those that are known to be blocked, or on their way, count as not shown.
 
