@@ -645,6 +645,24 @@ def test_the_address_that_has_most_strangers_loses_its_oldest() -> None:
     assert (len(peers), peers.evict_one()) == (0, False)
 
 
+def test_a_peer_with_many_addresses_of_one_network_loses_its_own() -> None:
+    """An IPv6 host has a /64 to choose from, and a socket for both protocols shows IPv4 addresses as IPv6."""
+    peers, evicted = PendingPeers(), list[str]()
+    for name, address in (
+        ("other", "2001:db8:0:2::1"),
+        ("host1", "2001:db8:0:1::1"),
+        ("host2", "2001:db8:0:1:ffff::2"),
+        ("host3", "2001:db8:0:1::3"),
+        ("v4a", "192.0.2.1"),
+        ("v4b", "::ffff:192.0.2.1"),
+        ("v4other", "::ffff:192.0.2.2"),
+        ("link", "fe80::1%eth0"),
+    ):
+        peers.add(address, partial(evicted.append, name))
+    assert [peers.evict_one() for _ in range(8)] == [True] * 8
+    assert evicted == ["host1", "host2", "v4a", "other", "host3", "v4b", "v4other", "link"]
+
+
 # --- liveness ---
 
 

@@ -10,6 +10,7 @@ import asyncio
 import resource
 from collections import Counter
 from collections.abc import Callable
+from ipaddress import IPv6Address
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -34,7 +35,8 @@ class PendingPeers:
     """Peers that have not identified themselves yet. One is evicted when there is no room for a new one.
 
     It is the oldest one of the address with the most such peers, so an address that opens many silent connections
-    loses its own first. If all share an address, as behind a proxy, it is the oldest of all.
+    loses its own first. The addresses of an IPv6 /64 count as one, since a single host has all of them. If all peers
+    share an address, as behind a proxy, it is the oldest of all.
     """
 
     def __init__(self) -> None:
@@ -47,6 +49,7 @@ class PendingPeers:
 
     def add(self, address: str, evict: Callable[[], None]) -> int:
         """Add a peer and return a ticket to discard it by. `evict` is called at most once, after it was discarded."""
+        address = _counted_address(address)
         self._next_ticket += 1
         self._peers[self._next_ticket] = address, evict
         self._count_by_address[address] += 1
@@ -71,6 +74,19 @@ class PendingPeers:
                 evict()
                 return True
         return False
+
+
+def _counted_address(address: str) -> str:
+    """The address under which a peer is counted: an IPv4 address, or the /64 of an IPv6 address."""
+    if ":" not in address:
+        return address
+    try:
+        found = IPv6Address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
+    return f"{IPv6Address(int(found) >> 64 << 64)}/64"
 
 
 def bounded_protocol() -> type[BoundedProtocol]:
