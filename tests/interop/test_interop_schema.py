@@ -89,7 +89,8 @@ def test_hello_and_the_events_of_turns(gateway: Gateway, protocol: int) -> None:
             (f"{name}-stopped", "aborted"),
         } <= states
         streams = {frame["payload"]["stream"] for frame in wire.events("agent")}
-        assert {"lifecycle", *(["assistant"] if protocol == 3 else [])} <= streams
+        assert "lifecycle" in streams
+        assert "assistant" not in streams, "the text of `chat` events again"
         assert mistakes(wire) == []
 
 

@@ -30,6 +30,14 @@ REASON = 120  # bytes of why a connection is closed; a close frame holds 123
 CHAT_DELTAS = "chat-deltas"
 """The capability of a client that assembles an answer from its increments."""
 WINDOW_MODE = "ui"  # of terminals and apps that show the `message` of a delta and ignore its increment
+AGENT_TEXT_READERS = {
+    "openclaw-android",
+    "openclaw-ios",
+    "openclaw-linux",
+    "openclaw-macos",
+    "openclaw-watchos",
+}
+"""Apps that show a growing answer from `agent` events, and nothing of a `chat` event before the final one."""
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -105,6 +113,11 @@ class Connection:
     def knows_increments(self) -> bool:
         """Whether the client has declared that it needs no whole text to begin with."""
         return self.client is not None and CHAT_DELTAS in self.client.caps
+
+    @property
+    def reads_agent_text(self) -> bool:
+        """Whether whole texts of a growing answer are sent as `agent` events instead of `chat` events."""
+        return self.client is not None and self.client.id in AGENT_TEXT_READERS
 
     # --- putting in ---
 

@@ -55,8 +55,10 @@ CHANGE_GATHER_SECONDS = 0.1  # to collect changes of a session before its row is
 MAX_SESSIONS_PER_GATHERING = 500
 MIN_DELTA_SECONDS, MAX_DELTA_SECONDS = 0.05, 0.5  # between two increments of an answer
 DELTA_CHARACTERS_PER_SECOND = 25_000  # the longer the answer, the longer increments are collected
-MIN_WHOLE_SECONDS, MAX_WHOLE_SECONDS = 0.05, 3.0  # between two whole texts of a growing answer
-WHOLE_CHARACTERS_PER_SECOND = 10_000
+WHOLE_INTERVAL_SECONDS = 0.15  # between two whole texts of a growing answer
+WHOLE_GROWTH = 1.2  # by which a text has grown when the whole of it is sent again
+# All whole texts together are at most these characters and one and a half times as long as the answer.
+FREE_WHOLE_CHARACTERS = 8_000
 REVOCATION_CHECK_SECONDS = 0.5
 TOOL_EVENTS = "tool-events"
 PAUSE = 1.0  # seconds after which a telling that failed begins again
@@ -86,8 +88,10 @@ class _Run:
     """Text that readers of increments have not been sent yet."""
     unsent_thinking: list[str] = field(default_factory=list[str])
     increments_due: float = 0.0
-    whole_length: int = 0
-    """How many characters readers of whole texts have been sent."""
+    whole_spent: int = 0
+    """Length of all whole texts of this step that have been sent."""
+    next_whole_length: int = 1
+    """Length from which the whole text is sent again."""
     whole_due: float = 0.0
     timer: asyncio.TimerHandle | None = None
     followers: set[Connection] = field(default_factory=set[Connection])
@@ -113,7 +117,8 @@ class _Run:
         self.pieces.clear()
         self.unsent.clear()
         self.unsent_thinking.clear()
-        self.length = self.whole_length = 0
+        self.length = self.whole_spent = 0
+        self.next_whole_length = 1
         self.followers.clear()
         self.left_out.clear()
         self.cancel_timer()
@@ -343,10 +348,10 @@ class Hub:
         now = loop.time()
         if (run.unsent or run.unsent_thinking) and now >= run.increments_due:
             self._send_increments(run_id, run)
-        if run.length > run.whole_length and now >= run.whole_due:
+        if run.length >= run.next_whole_length and now >= run.whole_due:
             self._send_whole(run_id, run)
         due = [run.increments_due] if run.unsent or run.unsent_thinking else []
-        due += [run.whole_due] if run.length > run.whole_length else []
+        due += [run.whole_due] if run.length >= run.next_whole_length else []
         if due and run.timer is None:
             run.timer = loop.call_at(min(due), self._stream_later, run_id)
 
@@ -399,20 +404,23 @@ class Hub:
         ]
         if readers:
             run.whole_seq += 1
-            increment = run.text[run.whole_length :]  # without which clients of protocol 4 drop the event
             payload = {
                 **self._of_run(run_id, run, run.whole_seq),
                 "state": "delta",
                 "message": self._said(run.text),
-                "deltaText": increment,
+                "deltaText": "",  # without the field clients of protocol 4 drop the event
             }
             chat = frames.event("chat", payload)
             for connection in readers:
-                connection.event(chat, droppable=True)
-            self._agent(run_id, run, "assistant", {"text": run.text}, to=readers, droppable=True)
-        run.whole_length = run.length
-        pace = min(max(run.length / WHOLE_CHARACTERS_PER_SECOND, MIN_WHOLE_SECONDS), MAX_WHOLE_SECONDS)
-        run.whole_due = asyncio.get_running_loop().time() + pace
+                if not connection.reads_agent_text:
+                    connection.event(chat, droppable=True)
+            apps = [connection for connection in readers if connection.reads_agent_text]
+            if apps:
+                self._agent(run_id, run, "assistant", {"text": run.text}, to=apps, droppable=True)
+        run.whole_spent += run.length
+        affordable = 2 * (run.whole_spent - FREE_WHOLE_CHARACTERS)
+        run.next_whole_length = max(int(run.length * WHOLE_GROWTH), run.length + 1, affordable)
+        run.whole_due = asyncio.get_running_loop().time() + WHOLE_INTERVAL_SECONDS
 
     def _tell_restart(self, run_id: str, run: _Run) -> None:
         """Tell clients to discard the text of the current step."""
