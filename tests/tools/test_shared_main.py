@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
-from troupe import HELPER, MAIN, OPERATOR, cast_of, house
+from troupe import HELPER, MAIN, OPERATOR, Player, cast_of, house, phase_of, result_in
 
 from antiphon import keys
 from antiphon.errors import SpawnRefused
-from antiphon.operations import Spawn
+from antiphon.messages import Assistant
+from antiphon.operations import Send, Spawn
+from antiphon.runtimes import Prompt
+from stage import calls, text
 
 pytestmark = pytest.mark.anyio
 
@@ -66,3 +70,68 @@ async def test_an_agent_that_may_not_be_messaged_is_not_reached_through_the_shar
         said = await troupe.does("sessions_send", SIDE, sessionKey=MAIN, message="say yes", replyBack=0)
         assert said["reply"] == "yes"
         await troupe.quiet()
+
+
+# --- who answers later steps ---
+
+
+class Delegating:
+    """An agent that has a sub-agent do it, may wait for that, and says who it is. The sub-agent waits for `free`."""
+
+    def __init__(self, name: str, free: asyncio.Event, *, waits: bool) -> None:
+        self.name, self.free, self.waits = name, free, waits
+
+    async def __call__(self, prompt: Prompt) -> Assistant:
+        if "subagent" in prompt.session_key:
+            await self.free.wait()
+        elif phase_of(prompt) == "request":
+            if result_in(prompt) is None:
+                return calls("sessions_spawn", task="compute", announce="parent")
+            if self.waits:
+                return calls("sessions_yield")
+        return text(f"{self.name} says so")
+
+
+@pytest.mark.requirement("K3", "W9")
+@pytest.mark.parametrize("waits", [True, False])
+async def test_each_agent_that_waits_in_the_shared_session_is_woken(tmp_path: Path, waits: bool) -> None:
+    free = asyncio.Event()
+    players = {name: Player(Delegating(name, free, waits=waits)) for name in ("main", "helper")}
+    async with house(cast_of("helper", **ONE_MAIN), tmp_path, functions=players) as troupe:
+        await troupe.found(MAIN)
+        for number, session in enumerate((HELPER, MAIN, HELPER)):
+            sent = Send(
+                session=session, message="go", timeout_seconds=0, announce="none", idempotency_key=f"{number}"
+            )
+            await troupe.operations.send(OPERATOR, sent)
+            assert (await troupe.ended(f"{number}")).yielded == waits
+        free.set()
+        await troupe.quiet()
+        wakes = troupe.rows("SELECT agent_id, reply FROM runs WHERE origin = 'wake'")
+        said = sorted((row["agent_id"] or "main", row["reply"]) for row in wakes)
+        woken = ["helper", "main"] if waits else ["helper", "helper", "main"]
+        assert said == [(name, f"{name} says so") for name in woken]
+        answers = troupe.rows("SELECT first_reply FROM exchanges ORDER BY n")
+        names = ("helper", "main", "helper")
+        assert [row["first_reply"] for row in answers] == [f"{name} says so" for name in names]
+
+
+@pytest.mark.requirement("K3", "W9")
+async def test_replies_to_the_shared_session_are_answered_by_the_agent_that_wrote(tmp_path: Path) -> None:
+    there = "agent:main:dashboard:there"
+
+    def answer(prompt: Prompt) -> str | Assistant:
+        if phase_of(prompt) == "request" and result_in(prompt) is None and prompt.session_key == "main":
+            return calls("sessions_send", sessionKey=there, message="hello", replyBack=1)
+        return "helper says so"
+
+    players = {"main": Player("main says so"), "helper": Player(answer)}
+    async with house(cast_of("helper", **ONE_MAIN), tmp_path, functions=players) as troupe:
+        await troupe.found(MAIN, there)
+        await troupe.ask("go", HELPER)
+        await troupe.operations.send(
+            OPERATOR, Send(session=there, message="hello", reply_back=1), requester=HELPER
+        )
+        await troupe.quiet()
+        turns = troupe.rows("SELECT reply FROM runs WHERE id LIKE 'turn:%'")
+        assert [row["reply"] for row in turns] == ["helper says so"] * 2

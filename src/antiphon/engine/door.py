@@ -81,6 +81,11 @@ class Door:
         """The agent that acts in a session: an agent itself, or the one that an operator's reference addresses."""
         return caller.agent_id or self.spoken_to(caller, reference) or row["agent_id"]
 
+    def other_agent(self, caller: Caller, reference: str | None, row: Row) -> str | None:
+        """The agent that acts in a session, if it is not the one that the session belongs to (`runs.agent_id`)."""
+        agent_id = self.acting_agent(caller, reference or "current", row)
+        return None if agent_id == row["agent_id"] else agent_id
+
     async def open_labelled(
         self, tx: Tx, caller: Caller, action: Action, label: str, agent_id: str | None = None
     ) -> Row:

@@ -45,6 +45,8 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     max_queued: int
     agent_id: str | None = None
     """The agent that answers, if it is not the one that the target belongs to."""
+    requester_agent: str | None = None
+    """The agent that sends, if it is not the one that the requester belongs to."""
 
 
 async def known(tx: Tx, id: str, requester: int | None, target: int, message: str) -> bool:
@@ -81,6 +83,7 @@ async def begin(tx: Tx, opening: Opening, now: int) -> Accepted:
         destination=deliveries.of_session(target).text,
         chain=opening.link.chain,
         hop=opening.link.hop,
+        requester_agent=opening.requester_agent,
         now=now,
     )
     exchange = await tx.one(SQL.by_id, id=opening.id)
@@ -186,6 +189,7 @@ async def _reply(tx: Tx, exchange: Row, said: str, now: int) -> Sequel:
         exchange=exchange["n"],
         chain=exchange["chain"],
         hop=exchange["hop"] + turn,
+        agent_id=None if by_target else exchange["requester_agent"],  # the target's is that of the first run
     )
     accepted = await admissions.follow(tx, submission, now)
     if accepted is None:

@@ -58,6 +58,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_de
     retain: bool = False
     """Whether its files stay when it is archived."""
     mount_path: str | None = None
+    requester_agent: str | None = None
+    """The agent that asked, if it is not the one that the requester's session belongs to."""
 
 
 class Spawning(msgspec.Struct, frozen=True, kw_only=True):
@@ -360,9 +362,10 @@ async def _tell(tx: Tx, task: Row, options: Options, text: str, now: int) -> tup
 
     It waits its turn in the lane, so that it stands between two runs and never between a call and its result.
     """
-    session = await _living(tx, task)
-    if session is None:
+    living = await _living(tx, task)
+    if living is None:
         return NOTHING, None
+    session, agent_id = living
     if session["id"] != task["requester"]:
         text = f"{text}\n\n{wording.passed_up(keys.spoken(task['requester_key']))}"
     direct = options.announce == "parent" and bool(task["wakes"]) and session["yielded"] is None
@@ -378,6 +381,7 @@ async def _tell(tx: Tx, task: Row, options: Options, text: str, now: int) -> tup
         task=own,
         chain=task["chain"] if direct else None,
         hop=task["hop"] - 1,
+        agent_id=agent_id if direct else None,
     )
     accepted = await admissions.follow(tx, submission, now)
     return queued(accepted), run_id if session["id"] == task["requester"] else None
@@ -399,12 +403,12 @@ def _words(task: Row, text: str, now: int, *, by_user: bool) -> User | Assistant
     )
 
 
-async def _living(tx: Tx, task: Row) -> Row | None:
-    """The requester; if it is gone, whoever had asked it, and so on."""
+async def _living(tx: Tx, task: Row) -> tuple[Row, str | None] | None:
+    """The requester and its agent (`Options.requester_agent`); if it is gone, the one that had asked it, and so on."""
     for _ in range(ANCESTORS):
         session = await tx.one(SESSIONS.by_id, id=task["requester"])
         if session is not None:
-            return session
+            return session, read_options(task).requester_agent
         above = await tx.one(SQL.by_child, key=task["requester_key"])
         if above is None:
             return None
@@ -446,15 +450,21 @@ async def _settle(tx: Tx, task: Row, report: Report | None, announced: str, now:
 
 async def _wake(tx: Tx, task: Row, now: int) -> Sequel:
     """Wake who has ended its turn to wait for this, when it has nothing more to wait for."""
-    session = await _living(tx, task)
-    if session is None or session["yielded"] is None or not task["wakes"]:
+    living = await _living(tx, task)
+    if living is None or living[0]["yielded"] is None or not task["wakes"]:
         return NOTHING
+    session, agent_id = living
     if session["yielded"] == "all" and await _awaited(tx, session["id"]):
         return NOTHING
-    accepted = await wake(tx, Waking(session["id"], session["key"], task["id"]), task, now)
-    if accepted is not None:
-        await yields.hand_all(tx, session, accepted.run_id)
-    return queued(accepted)
+    sequel, wakes = NOTHING, dict[str | None, str]()
+    for agent in await yields.waiting_agents(tx, session) or [agent_id]:
+        accepted = await wake(tx, Waking(session["id"], session["key"], task["id"], agent), task, now)
+        if accepted is not None:
+            wakes[agent] = accepted.run_id
+            sequel += queued(accepted)
+    if wakes:
+        await yields.hand_all(tx, session, wakes)
+    return sequel
 
 
 async def _awaited(tx: Tx, session: int) -> int:
@@ -468,11 +478,16 @@ async def _awaited(tx: Tx, session: int) -> int:
 
 
 class Waking(NamedTuple):
-    """A session that is to be woken, and what makes it this waking."""
+    """A session that is to be woken, what makes it this waking, and the agent that has yielded (`runs.agent_id`)."""
 
     session: int
     key: str
     id: str
+    agent_id: str | None = None
+
+    @property
+    def run_id(self) -> str:
+        return f"wake:{self.id}" if self.agent_id is None else f"wake:{self.id}:{self.agent_id}"
 
 
 async def wake(tx: Tx, waking: Waking, reported: Row, now: int) -> Accepted | None:
@@ -480,7 +495,7 @@ async def wake(tx: Tx, waking: Waking, reported: Row, now: int) -> Accepted | No
 
     It finishes the session's task; what runs that have yielded were to answer is handed to it (`engine.yields`).
     """
-    session, key, run_id = waking.session, waking.key, f"wake:{waking.id}"
+    session, key, run_id = waking.session, waking.key, waking.run_id
     own, deadline_at = await _hand_on(tx, key, run_id)
     submission = Submission(
         run_id=run_id,
@@ -496,6 +511,7 @@ async def wake(tx: Tx, waking: Waking, reported: Row, now: int) -> Accepted | No
         task=own,
         chain=reported["chain"],
         hop=reported["hop"] - 1,  # it goes on where it was when it spawned; a chain's runs bound how often
+        agent_id=waking.agent_id,
     )
     return await admissions.follow(tx, submission, now)
 
@@ -506,9 +522,9 @@ async def standing(tx: Tx, session: int, run_id: str | None) -> tuple[int, Row |
     return await _awaited(tx, session), reported
 
 
-async def woken_anyway(tx: Tx, session: int, run_id: str | None) -> bool:
-    """Whether a session's sub-agents wake it anyway after this run; that turn then finishes its work."""
-    waking = await tx.one(RUNS.waking, session=session)
+async def woken_anyway(tx: Tx, session: int, run_id: str | None, agent_id: str | None) -> bool:
+    """Whether a session's sub-agents wake this agent in it anyway after this run; that turn then finishes its work."""
+    waking = await tx.one(RUNS.waking, session=session, agent_id=agent_id)
     if waking is None:
         return False
     await yields.hand_one(tx, run_id, waking["id"])

@@ -4,12 +4,14 @@
                    └──(the session is stopped)──▶ ended without an answer
 
 `runs.woken_by` is '' for a run that waits, and later the id of the run that its session is woken for. Several runs of
-one session may wait at once: one wake answers for all of them. A run that yields keeps its exchange until it has ended,
-because it may still fail; it is handed on after that. Who is woken when is decided in `engine.tasks`.
+one session may wait at once: one wake answers for all of them, or one for each agent in the session that all agents
+share. A run that yields keeps its exchange until it has ended, because it may still fail; it is handed on after that.
+Who is woken when is decided in `engine.tasks`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from antiphon.store import Row, Tx
@@ -31,11 +33,18 @@ async def begin(tx: Tx, session: int, run_id: str | None, how: Literal["all", "a
     await tx.do(RUNS.wait_for_wake, id=run_id)
 
 
-async def hand_all(tx: Tx, session: Row, wake: str) -> None:
-    """Let one run answer for all that wait in a session, and stop the session's waiting."""
+async def waiting_agents(tx: Tx, session: Row) -> list[str | None]:
+    """The agents of the runs that wait in a session, as `runs.agent_id` names them; one wake is due to each."""
     await _adopt(tx, session)
+    waiting = await tx.all(RUNS.waiting_for_wake, session=session["id"])
+    return list(dict.fromkeys(run["agent_id"] for run in waiting))
+
+
+async def hand_all(tx: Tx, session: Row, wakes: Mapping[str | None, str]) -> None:
+    """Let the wake of each agent answer for all its runs that wait in a session, and stop the session's waiting."""
     await tx.do(TASKS.yield_to, session=session["id"], how=None, run_id=None)
     for run in await tx.all(RUNS.waiting_for_wake, session=session["id"]):
+        wake = wakes[run["agent_id"]]
         await tx.do(RUNS.hand_to_wake, id=run["id"], wake=wake)
         if run["yielded"]:
             await _hand_on(tx, run, wake)

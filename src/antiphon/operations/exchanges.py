@@ -99,7 +99,11 @@ class Exchanges(Runs, Links):
             self._door.check_send(target)
             if requester is not None:
                 link = await self._link(tx, origin, requester["id"], run_id)
-        opening = self._opening(run_id, requester, target, wanted, link, self._addressed(caller, wanted))
+        opening = msgspec.structs.replace(
+            self._opening(run_id, requester, target, wanted, link),
+            agent_id=self._addressed(caller, wanted),
+            requester_agent=requester and self._door.other_agent(caller, acting_for, requester),
+        )
         note = None
         if requester is not None and await chains.under_way(tx, origin.run_id, requester["id"]) is None:
             note = await exchanges.record_sent(tx, opening, now)  # before anything that answers it is queued
@@ -113,9 +117,7 @@ class Exchanges(Runs, Links):
             return None
         return self._door.spoken_to(caller, wanted.session or f"agent:{wanted.agent_id}:main")
 
-    def _opening(
-        self, id: str, requester: Row | None, target: Row, wanted: Send, link: Link, agent_id: str | None
-    ) -> Opening:
+    def _opening(self, id: str, requester: Row | None, target: Row, wanted: Send, link: Link) -> Opening:
         turns = self.config.session.agent_to_agent.max_ping_pong_turns
         return Opening(
             id=id,
@@ -126,7 +128,6 @@ class Exchanges(Runs, Links):
             announce=wanted.announce,
             link=link,
             max_queued=self.config.store.lane_max_queued,
-            agent_id=agent_id,
         )
 
     async def _wait_for(

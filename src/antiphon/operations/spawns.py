@@ -99,6 +99,11 @@ class Requester(NamedTuple):
     session: Row
     agent_id: str
 
+    @property
+    def other_agent(self) -> str | None:
+        """The agent, if it is not the one that the session belongs to."""
+        return None if self.agent_id == self.session["agent_id"] else self.agent_id
+
 
 class Rules:
     """The configuration's word on spawning."""
@@ -201,7 +206,7 @@ class Rules:
             instructions=self._instructions(session, child_key, envelope, wanted),
             sandboxed=sandboxed,
             envelope=envelope,
-            options=self._options(target, wanted, child_id),
+            options=self._options(requester, target, wanted, child_id),
             destination=deliveries.of_session(session),
             link=link,
         )
@@ -330,7 +335,7 @@ class Rules:
             attachments=attachments.rel_dir(child_key.id) if wanted.attachments else None,
         )
 
-    def _options(self, target: AgentConfig, wanted: Spawn, folder: str) -> Options:
+    def _options(self, requester: Requester, target: AgentConfig, wanted: Spawn, folder: str) -> Options:
         settings = target.subagents
         mode = wanted.mode or ("session" if wanted.thread else "run")
         workspace = target.workspace or str(self._state_dir / "workspaces" / target.id)
@@ -346,6 +351,7 @@ class Rules:
             attachments=folder if wanted.attachments else None,
             retain=self._config.tools.sessions_spawn.attachments.retain_on_session_keep,
             mount_path=wanted.mount_path,
+            requester_agent=requester.other_agent,
         )
 
 

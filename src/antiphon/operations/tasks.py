@@ -244,13 +244,15 @@ class Tasks(Exchanges, Sessions):
         self, tx: Tx, caller: Caller, origin: Origin, how: Literal["all", "any"], now: int
     ) -> tuple[int, Accepted | None]:
         row = await self._door.open(tx, caller, "control", "current")
+        agent_id = self._door.other_agent(caller, "current", row)
         left, reported = await tasks.standing(tx, row["id"], origin.run_id)
         if not left or how == "any":
             # Repeated after a crash, or after a report that wakes by itself: there is one wake for a turn.
-            if await tasks.woken_anyway(tx, row["id"], origin.run_id):
+            if await tasks.woken_anyway(tx, row["id"], origin.run_id, agent_id):
                 return left, None
             if reported:
-                woken = await tasks.wake(tx, Waking(row["id"], row["key"], origin.key or ""), reported, now)
+                waking = Waking(row["id"], row["key"], origin.key or "", agent_id)
+                woken = await tasks.wake(tx, waking, reported, now)
                 if woken is not None:
                     await yields.hand_one(tx, origin.run_id, woken.run_id)
                 return left, woken

@@ -1,8 +1,8 @@
 -- name: insert
 INSERT INTO exchanges (id, requester, requester_key, requester_channel, target, target_key, target_channel, message,
-                       phase, current, turns, announce, destination, chain, hop, created_at)
+                       phase, current, turns, announce, destination, chain, hop, requester_agent, created_at)
 VALUES (:id, :requester, :requester_key, :requester_channel, :target, :target_key, :target_channel, :message,
-        'primary', :id, :turns, :announce, :destination, :chain, :hop, :now)
+        'primary', :id, :turns, :announce, :destination, :chain, :hop, :requester_agent, :now)
 ON CONFLICT (id) DO NOTHING RETURNING n;
 
 -- name: answered

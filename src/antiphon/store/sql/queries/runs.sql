@@ -87,8 +87,9 @@ SELECT r.n, r.id, r.session, r.origin, r.target, r.exchange, r.task, s.key FROM 
 WHERE r.session = :session AND r.state = 'queued' ORDER BY r.n LIMIT 5000;
 
 -- name: waking
--- The run that a lane is woken for by sub-agents anyway, after everything they have reported.
-SELECT w.id FROM runs w WHERE w.session = :session AND w.state = 'queued' AND w.origin = 'wake' AND NOT EXISTS
+-- The run that an agent is woken for in a lane by sub-agents anyway, after everything they have reported.
+SELECT w.id FROM runs w WHERE w.session = :session AND w.state = 'queued' AND w.origin = 'wake'
+  AND coalesce(w.agent_id, '') = coalesce(CAST(:agent_id AS TEXT), '') AND NOT EXISTS
   (SELECT 1 FROM runs q WHERE q.session = w.session AND q.state = 'queued' AND q.origin = 'note' AND q.n > w.n)
 ORDER BY w.n DESC LIMIT 1;
 
@@ -106,7 +107,7 @@ UPDATE runs SET woken_by = '' WHERE id = :id AND woken_by IS NULL;
 UPDATE runs SET woken_by = :wake WHERE id = :id;
 
 -- name: waiting_for_wake
-SELECT id, exchange, target, yielded FROM runs WHERE woken_by = '' AND session = :session ORDER BY n;
+SELECT id, exchange, target, yielded, agent_id FROM runs WHERE woken_by = '' AND session = :session ORDER BY n;
 
 -- name: stop_waiting
 UPDATE runs SET woken_by = NULL WHERE woken_by = '' AND session = :session;
