@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -39,6 +40,10 @@ NEITHER = ("engine/test_attachments.py", "gateway/test_auth.py", "gateway/test_t
 
 SHARE = 5
 """Of the examples of Hypothesis: each makes a database, and what a statement means does not depend on their number."""
+
+
+def pytest_configure() -> None:
+    os.umask(0o022)  # the loader refuses configurations with secrets that a group can write
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -280,9 +280,21 @@ def test_every_key_that_stands_again_is_found_in_whatever_the_parser_takes(
 
 
 RUNS_A_COMMAND = '{ gateway: { auth: { token: { exec: ["cat", "token"] } } } }'
+IN_DANGER = {
+    "gateway.auth.token": RUNS_A_COMMAND,
+    "hooks.token": '{ hooks: { enabled: true, token: "a token of sixteen or more" } }',
+    "models.providers.p.apiKey": (
+        '{ models: { providers: { p: { baseUrl: "http://h/v1", apiKey: { env: "KEY" }, models: [{ id: "m" }] } } } }'
+    ),
+    "models.providers.p.baseUrl": (
+        '{ models: { providers: { p: { baseUrl: "http://a:b@h/v1", models: [{ id: "m" }] } } } }'
+    ),
+    "store.password": '{ store: { url: "postgresql://host/db", password: { file: "password" } } }',
+}
 
 
 @pytest.mark.requirement("C")
+@pytest.mark.parametrize("key", IN_DANGER)
 @pytest.mark.parametrize(
     ("mode", "folder_mode", "owner", "refused"),
     [
@@ -295,44 +307,48 @@ RUNS_A_COMMAND = '{ gateway: { auth: { token: { exec: ["cat", "token"] } } } }'
         (0o644, 0o755, 4711, "belongs to another user (uid 4711).* chown "),
     ],
 )
-def test_commands_are_taken_only_from_a_file_that_no_other_user_can_change(
-    open_path: Path, mode: int, folder_mode: int, owner: int | None, refused: str | None
+def test_commands_and_secrets_are_taken_only_from_a_file_that_no_other_user_can_change(
+    open_path: Path, mode: int, folder_mode: int, owner: int | None, refused: str | None, key: str
 ) -> None:
+    """They could have a command run, or a secret sent to an address of theirs. Other files only get a warning."""
     if owner is not None and os.geteuid() != 0:
         pytest.skip("only root can give a file away")
     folder = open_path / "kept"
     folder.mkdir()
     file = folder / "config.json5"
-    file.write_text(RUNS_A_COMMAND)
+    file.write_text(IN_DANGER[key])
     file.chmod(mode)
     folder.chmod(folder_mode)
     if owner is not None:
         os.chown(file, owner, owner)
     if refused is None:
-        assert load(file).config.gateway.auth.token is not None
+        assert not [it for it in load(file).warnings if "other user" in it or "all users" in it]
         return
-    with pytest.raises(ConfigError, match=refused.replace("(", r"\(").replace(")", r"\)")) as error:
+    wanted = refused.replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(ConfigError, match=wanted) as error:
         load(file)
-    assert error.value.data["path"] == "gateway.auth.token"
+    assert error.value.data["path"] == key
     file.write_text("{}")
-    assert load(file).config == Config()  # without a command it is only a file
+    loaded = load(file)
+    assert loaded.config == Config()
+    [warning] = loaded.warnings
+    assert re.search(wanted, warning)
 
 
 @pytest.mark.requirement("C")
-def test_a_file_on_a_read_only_mount_is_trusted_with_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("text", [*IN_DANGER.values(), "{}"])
+def test_a_file_on_a_read_only_mount_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     """As containers are given one: it keeps the owner and the mode that it has outside."""
-    file = tmp_path / "config.json5"
-    file.write_text(RUNS_A_COMMAND)
-    file.chmod(0o666)
+    file = written(tmp_path, text, 0o666)
     mounted = os.statvfs_result((*os.statvfs(file)[:8], os.ST_RDONLY, 255))
 
     def statvfs(_: object) -> os.statvfs_result:
         return mounted
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    assert load(file).config.gateway.auth.token is not None
+    assert not [it for it in load(file).warnings if "other users" in it]
 
 
 @pytest.mark.requirement("C")

@@ -21,8 +21,8 @@ FILES = [DEPLOY / "antiphon.json5", KUBERNETES / "antiphon.json5"]
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.parent.name)
 @pytest.mark.requirement("C")
-def test_the_loader_takes_it_without_a_word(path: Path) -> None:
-    loaded = load(path, required=True)
+def test_the_loader_takes_it_without_a_word(path: Path, tmp_path: Path) -> None:
+    loaded = _load_copy(path, tmp_path)
     assert not loaded.warnings
     config = loaded.config
     assert config.store.url is not None and config.bus.url is not None
@@ -32,7 +32,7 @@ def test_the_loader_takes_it_without_a_word(path: Path) -> None:
     assert config.bus.lanes >= config.agents.defaults.max_concurrent
 
 
-def test_the_configurations_name_what_is_deployed() -> None:
+def test_the_configurations_name_what_is_deployed(tmp_path: Path) -> None:
     text = FILES[0].read_text("utf-8")
     gateway = compose()["services"]["gateway"]
     for name in gateway["secrets"]:
@@ -45,7 +45,7 @@ def test_the_configurations_name_what_is_deployed() -> None:
     [where] = [given["value"] for given in container["env"] if given["name"] == "BUS_URL"]
     wanted = [f"nats://nats-{n}.{nats['serviceName']}:4222" for n in range(nats["replicas"])]
     assert where.split(",") == wanted
-    assert load(FILES[1], required=True).config.bus.replicas == nats["replicas"]
+    assert _load_copy(FILES[1], tmp_path).config.bus.replicas == nats["replicas"]
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,18 @@ def _at_home(tmp_path: Path) -> Loaded:
     for there, here in {"/run/secrets": str(tmp_path / "secrets"), 'bind: "lan"': 'bind: "loopback"'}.items():
         assert there in text
         text = text.replace(there, here)
+    return _load_private(text, tmp_path)
+
+
+def _load_copy(path: Path, tmp_path: Path) -> Loaded:
+    """The mode of a file in a checkout depends on the umask, and the loader refuses files that a group can write."""
+    return _load_private(path.read_text("utf-8"), tmp_path)
+
+
+def _load_private(text: str, tmp_path: Path) -> Loaded:
     file = tmp_path / "antiphon.json5"
     file.write_text(text)
+    file.chmod(0o600)
     return load(file, required=True)
 
 

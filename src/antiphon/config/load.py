@@ -57,11 +57,11 @@ def load(path: Path | None = None, *, required: bool = True) -> Loaded:
     content, status = found
     config, warnings = parse(_decode(content, path), base=path.parent, file=str(path))
     secrets = list(secrets_in(config))
-    for key, secret in secrets:
-        if secret.kind == "exec":
-            _check_commands_trusted(path, status, key)
+    if exposure := _find_exposure(path, status):
+        _check_harmless(exposure, path, config, secrets)
+        warnings = (*warnings, f"The config file {str(path)!r} {exposure.why}. Run: {exposure.fix}")
     mode = stat.S_IMODE(status.st_mode)
-    if mode & 0o077 and (any(secret.is_written for _, secret in secrets) or _has_url_credentials(config)):
+    if mode & 0o077 and (any(secret.is_written for _, secret in secrets) or _urls_with_credentials(config)):
         readable = f"{str(path)!r} holds secrets and is not only for its owner (mode {mode:04o})."
         warnings = (*warnings, f"{readable} Run: chmod 600 {str(path)!r}")
     return Loaded(config, path, warnings)
@@ -118,13 +118,16 @@ def _validated(known: dict[str, Any], base: Path | None, file: str | None) -> Co
     raise combined(problems, file)
 
 
-def _check_commands_trusted(path: Path, status: os.stat_result, key: str) -> None:
-    """Refuse commands from a file that other users can change, since they would run as this user.
+@dataclass(frozen=True, slots=True)
+class _Exposure:
+    why: str
+    fix: str
+
+
+def _find_exposure(path: Path, status: os.stat_result) -> _Exposure | None:
+    """How other users can change or replace the file.
 
     A file on a read-only mount, as in containers, is accepted whatever its owner and mode.
-
-    Raises:
-        ConfigError: other users can change or replace the file.
     """
     mode, folder = stat.S_IMODE(status.st_mode), path.absolute().parent
     around = folder.stat()
@@ -136,19 +139,39 @@ def _check_commands_trusted(path: Path, status: os.stat_result, key: str) -> Non
     elif replaceable:
         why, fix = f"is in {str(folder)!r}, which all users can write to", f"chmod o-w {str(folder)!r}"
     else:
-        return
-    if not os.statvfs(path).f_flag & os.ST_RDONLY:
+        return None
+    return None if os.statvfs(path).f_flag & os.ST_RDONLY else _Exposure(why, fix)
+
+
+def _check_harmless(
+    exposure: _Exposure, path: Path, config: Config, secrets: list[tuple[str, Secret]]
+) -> None:
+    """Refuse commands and secrets: other users could have a command run, or a secret sent to an address of theirs.
+
+    Raises:
+        ConfigError: the file has one of them.
+    """
+    found = {key: "names a command to run" for key, secret in secrets if secret.kind == "exec"}
+    found |= {
+        key: "is a secret" for key, secret in secrets if secret.kind in ("env", "file") or secret.is_written
+    }
+    found |= {key: "may contain a password" for key in _urls_with_credentials(config)}
+    for key, what in found.items():
         raise ConfigError(
-            f"{key!r} names a command to run, but the config file {str(path)!r} {why}.",
-            f"Run: {fix}",
+            f"{key!r} {what}, but the config file {str(path)!r} {exposure.why}.",
+            f"Run: {exposure.fix}",
             path=key,
             file=str(path),
         )
 
 
-def _has_url_credentials(config: Config) -> bool:
-    urls = [provider.base_url or "" for provider in config.models.providers.values()]
-    return any("@" in url or "?" in url for url in urls)
+def _urls_with_credentials(config: Config) -> list[str]:
+    providers = config.models.providers.items()
+    return [
+        dotted(("models", "providers", name, "baseUrl"))
+        for name, provider in providers
+        if "@" in (provider.base_url or "") or "?" in (provider.base_url or "")
+    ]
 
 
 def _read(path: Path, *, required: bool) -> tuple[str, os.stat_result] | None:
