@@ -13,10 +13,11 @@ import pytest
 from website import EVERYTHING, Site, served
 
 from antiphon.engine import run_options
+from antiphon.gateway.openai_api import MAX_MESSAGES_PER_REQUEST
 from antiphon.operations import HistoryFilter
 from antiphon.runtimes import Prompt
 from providers import Answer, Call, Provider
-from stage import BOUND, OPERATOR
+from stage import BOUND, DATABASE, OPERATOR, raw
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W5")]
 
@@ -138,6 +139,31 @@ async def test_a_session_gets_what_it_lacks_whole_and_in_the_order_of_the_client
     rest = [message["content"] for message in earlier[added:]]
     assert second == ["hello", "ok.", *rest, "next?"]
     assert third == [*second, "ok.", "next?"]
+
+
+@pytest.mark.parametrize("field", ["messages", "input"])
+async def test_a_request_carries_a_bounded_number_of_messages(
+    tmp_path: Path, provider: Provider, field: str
+) -> None:
+    async with gateway(tmp_path, provider) as (_, client):
+        messages: Any = [user(f"word-{at}") for at in range(MAX_MESSAGES_PER_REQUEST + 1)]
+
+        async def ask(these: Any) -> None:
+            if field == "input":
+                await client.responses.create(model="antiphon", input=these)
+            else:
+                await client.chat.completions.create(model="antiphon", messages=these)
+
+        with pytest.raises(
+            openai.BadRequestError, match=f"'{field}' has 501 messages, and at most 500"
+        ) as refused:
+            await ask(messages)
+        assert refused.value.param == field
+        await ask(messages[1:])
+        assert len(provider.bodies) == 1
+        # What is in the transcript is not kept with the run as well.
+        [run] = raw(tmp_path / DATABASE, "SELECT options FROM runs")
+        assert run["options"] == "{}"
 
 
 async def test_messages_older_than_what_is_compared_are_not_added_again(

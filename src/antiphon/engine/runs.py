@@ -21,7 +21,7 @@ import msgspec
 from antiphon.engine import sequels, tasks, transcripts
 from antiphon.engine.admissions import NOTE
 from antiphon.engine.context import interrupted
-from antiphon.engine.run_options import RunOptions, decode_options, unknown_messages
+from antiphon.engine.run_options import RunOptions, decode_options, encode_options, unknown_messages
 from antiphon.engine.steps import ANNOUNCE, NOTHING, WAKE, Outcome, Sequel, Step
 from antiphon.engine.transcripts import Entry
 from antiphon.engine.trial import SUSPECTED
@@ -243,8 +243,10 @@ async def _start(tx: Tx, row: Row, worker: Worker, lane: Row | None = None) -> C
     if lane is None:
         raise StoreError(f"Run {row['id']!r} has no session.", "Run `antiphon doctor`.")
     entries: list[Entry] = []
-    if fresh and row["options"] is not None:
-        entries = await _put_earlier(tx, row, lane, worker.now)
+    options = decode_options(row["options"])
+    if fresh and options is not None and options.earlier:
+        entries = await _put_earlier(tx, row, lane, options, worker.now)
+        options = msgspec.structs.replace(options, earlier=[])  # what is in the transcript is not kept twice
     first_seq = lane["last_seq"] + len(entries) if fresh else row["first_seq"]
     started = await tx.do(
         SQL.start,
@@ -254,6 +256,7 @@ async def _start(tx: Tx, row: Row, worker: Worker, lane: Row | None = None) -> C
         epoch=lane["lane_epoch"],
         transcript=lane["transcript"],
         first_seq=first_seq,
+        options=encode_options(options),
         now=worker.now,
     )
     if not started:
@@ -263,13 +266,11 @@ async def _start(tx: Tx, row: Row, worker: Worker, lane: Row | None = None) -> C
         role = "user" if row["options"] is None else str(decode(row["input"]).__struct_config__.tag)
         entries.append(transcripts.new_entry(first_seq, role, row["input"], worker.now))
         await transcripts.append_raw(tx, lane["transcript"], row["n"], entries[-1])
-    return _claim_of(row, lane, worker, first_seq, entries)
+    return _claim_of(row, lane, worker, first_seq, entries, options)
 
 
-async def _put_earlier(tx: Tx, row: Row, lane: Row, now: int) -> list[Entry]:
+async def _put_earlier(tx: Tx, row: Row, lane: Row, options: RunOptions, now: int) -> list[Entry]:
     """Append the request's earlier messages that the session lacks; its new message is appended next."""
-    options = decode_options(row["options"])
-    assert options is not None
     unknown = [
         msgspec.structs.replace(message, timestamp=now)
         for message in await unknown_messages(tx, lane["transcript"], options)
@@ -294,7 +295,9 @@ async def client_calls(tx: Tx, run_id: str) -> list[ToolCall]:
     return [call for call in answer.tool_calls if call.name in options.tool_names]
 
 
-def _claim_of(row: Row, lane: Row, worker: Worker, first_seq: int, entries: list[Entry]) -> Claim:
+def _claim_of(
+    row: Row, lane: Row, worker: Worker, first_seq: int, entries: list[Entry], options: RunOptions | None
+) -> Claim:
     return Claim(
         n=row["n"],
         run_id=row["id"],
@@ -322,7 +325,7 @@ def _claim_of(row: Row, lane: Row, worker: Worker, first_seq: int, entries: list
         cancelled=row["cancel_at"] is not None,
         started_at=row["started_at"] or worker.now,
         entries=entries,
-        options=decode_options(row["options"]),
+        options=options,
     )
 
 

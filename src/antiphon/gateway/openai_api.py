@@ -43,6 +43,8 @@ _STATUS = {"timeout": 504, "cancelled": 409}  # of a run that gave no answer; an
 TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 UNNAMED_TOOL = "client_tool"  # a result whose call only the session knows
 MAX_TOOLS_PER_REQUEST = 128
+MAX_MESSAGES_PER_REQUEST = 500
+"""They enter a transcript in one commit, and others wait for it."""
 
 Content = str | list[Text | Image]
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
@@ -142,6 +144,15 @@ def _named(config: Config, reference: str, agent_id: str) -> str:
 
 
 # --- words ---
+
+
+def check_count(messages: Sequence[object], field: str) -> None:
+    if len(messages) > MAX_MESSAGES_PER_REQUEST:
+        raise InvalidInput(
+            f"{field!r} has {len(messages)} messages, and at most {MAX_MESSAGES_PER_REQUEST} are accepted.",
+            "Send the latest ones; a session (header or 'user') remembers the others.",
+            field=field,
+        )
 
 
 def message_of(

@@ -155,6 +155,7 @@ async def post_chat(gateway: Gateway, slots: Slots, identity: Identity, request:
         request, ChatRequest, openai.body_limit(config), hint=openai.fields_hint(ChatRequest)
     )
     openai.refuse_unsupported(wanted, UNSUPPORTED)
+    openai.check_count(wanted.messages, "messages")
     place = openai.place_for(config, request, openai.agent_named(config, wanted.model), wanted.user)
     message = msgspec.structs.replace(
         openai.message_of(request, place, _conversation(wanted, place), None, _options(gateway, wanted)),

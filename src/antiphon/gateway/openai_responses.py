@@ -134,6 +134,8 @@ async def post_responses(gateway: Gateway, slots: Slots, identity: Identity, req
         request, ResponseRequest, openai.body_limit(config), hint=openai.fields_hint(ResponseRequest)
     )
     openai.refuse_unsupported(wanted, UNSUPPORTED)
+    if not isinstance(wanted.input, str):
+        openai.check_count(wanted.input, "input")
     agent_id = openai.agent_named(config, wanted.model)
     place = openai.place_for(config, request, agent_id, wanted.user)
     if wanted.previous_response_id is not None:

@@ -63,7 +63,7 @@ SELECT r.n, r.id, r.session, r.input, r.options, r.instructions, r.model, r.thin
 FROM runs r WHERE r.session = :session AND r.state = 'queued' ORDER BY r.n LIMIT 1;
 
 -- name: start
-UPDATE runs SET state = 'running', owner = :owner, epoch = :epoch, attempts = attempts + 1,
+UPDATE runs SET state = 'running', owner = :owner, epoch = :epoch, attempts = attempts + 1, options = :options,
        transcript = :transcript, first_seq = coalesce(first_seq, :first_seq), started_at = coalesce(started_at, :now)
 WHERE n = :n AND state IN ('queued', 'running') AND epoch = :seen;
 
