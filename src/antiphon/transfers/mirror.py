@@ -37,7 +37,8 @@ from antiphon.transfers.exports import SQL, Draft, entry_at
 
 log = logging.getLogger(__name__)
 
-DELAY = 0.4  # seconds that a change may wait for others to be written with it
+DELAY = 1.0  # seconds that a change may wait for others to be written with it
+LISTEN_SECONDS = 0.05  # between two looks at what was heard: to be woken by every event would cost each turn
 MARGIN = 10_000  # milliseconds that a row's time may be behind its event
 PAGE = 200
 MARK = ".mirrored"  # the file that says since when, in milliseconds
@@ -100,7 +101,12 @@ class Mirror:
             catching_up = asyncio.create_task(self._catch_up())
             try:
                 while True:
-                    self._hear(await events.get(self._left()))
+                    if (left := self._left()) is None:
+                        self._hear(await events.get())
+                        continue
+                    await asyncio.sleep(min(left, LISTEN_SECONDS))
+                    while (event := await events.get(0)) is not None:
+                        self._hear(event)
                     if self._left() == 0:
                         await _wholly(self.flush())
             finally:  # whoever ends this flushes once more
