@@ -122,6 +122,11 @@ def test_the_log_cannot_command_a_terminal(tmp_path: Path, monkeypatch: pytest.M
         ("http://user:s3c#s3cret@h/v1", "http://…"),
         ("http://user:s3c/s3cret@h/v1", "http://…"),
         ("http://[s3cret", "an invalid address"),
+        ("http://h/v1;key=s3cret", "http://h/v1"),
+        ("http://h/a;key=s3cret/v1;s3cret", "http://h/a/v1"),
+        ("https://h/s3cretS3cretS3cret/v1", "https://h/…/v1"),
+        ("https://h/v1/sk-s3cret", "https://h/v1/…"),
+        ("https://h/openai/deployments/gpt-4o/", "https://h/openai/deployments/gpt-4o/"),
         (None, "the provider's public address"),
     ],
 )

@@ -6,6 +6,7 @@ Of a URL that is refused only its beginning is shown, for any other part may be 
 
 from __future__ import annotations
 
+import re
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -13,6 +14,10 @@ from antiphon.errors import ConfigError
 
 STORES = ("postgresql", "postgres")
 BUSES = ("nats", "tls")
+_TOKEN_SHAPE = re.compile(
+    r"(?=.*[A-Za-z])(?=.*[0-9]).{16,}|(?:sk|pk|rk|xox[a-z]|xapp|pplx)-.+|(?:sk|pk|gh[a-z]|github_pat|gsk|npm|hf)_.+|AIza.+"
+)
+"""A segment of a path that may be a token: long, with letters and digits, or with a prefix of well-known ones."""
 
 
 def check_store(url: str) -> None:
@@ -83,7 +88,7 @@ def _scheme(url: str) -> str:
 
 
 def shown_url(url: str | None) -> str:
-    """A provider's address without user name, password and query string, which may be secrets."""
+    """A provider's address without user name, password, parameters and what looks like a token in its path."""
     if url is None:
         return "the provider's public address"
     try:
@@ -93,4 +98,10 @@ def shown_url(url: str | None) -> str:
     # A password that contains / ? or # would be parsed as a host.
     if "@" in parts.path + parts.query + parts.fragment:
         return f"{parts.scheme}://…"
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+    host, path = parts.netloc.rpartition("@")[2], "/".join(map(_shown_segment, parts.path.split("/")))
+    return parts._replace(netloc=host, path=path, query="", fragment="").geturl()
+
+
+def _shown_segment(segment: str) -> str:
+    segment = segment.partition(";")[0]
+    return "…" if _TOKEN_SHAPE.fullmatch(segment) else segment
