@@ -47,7 +47,8 @@ _CHATS: dict[str, ChatType] = {"group": "group", "channel": "channel", "direct":
 _WORDS = frozenset({"agent", "main", "node", "global", "unknown", "current", *_OWNED, *_CHATS})
 """What a channel cannot be called, because a key or a reference that starts so means something else."""
 
-_SHARED = ("main", "global")
+_SHARED_BEFORE = "global"  # what versions before schema 9 store the shared session as
+_SHARED = ("main", _SHARED_BEFORE)
 """The stored key of the session that all agents share, and the one used before schema 9."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -275,6 +276,8 @@ def display(key: SessionKey, *, viewer_agent_id: str | None) -> str:
 
 def display_text(text: str, *, viewer_agent_id: str | None) -> str:
     """`display` of a stored key, taking it apart only where that can make a difference: lists have many."""
+    if text == _SHARED_BEFORE:
+        return str(GLOBAL)
     if viewer_agent_id is None or not text.startswith(f"agent:{viewer_agent_id}:"):
         return text
     return display(parse(text), viewer_agent_id=viewer_agent_id)

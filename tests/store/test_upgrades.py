@@ -32,6 +32,7 @@ pytestmark = pytest.mark.anyio
 
 Rows: TypeAlias = list[dict[str, Any]]
 Answers: TypeAlias = Mapping[str, list[tuple[Any, ...]]]
+FOR_THE_SHARED_SESSION = '{"session":1,"sessionKey":"global","destination":{"to":"global"}}'
 OF_THE_SCHEMA = {"schema_version", "sqlite_sequence", "unindexed"}
 
 
@@ -106,6 +107,27 @@ UPGRADES = [
         [],
         {"SELECT id, shown FROM runs ORDER BY id": [("cut", None), ("waiting", None)]},
         ["UPDATE runs SET shown = 1 WHERE id = 'waiting'"],
+    ),
+    Upgrade(
+        15,
+        [],
+        {"SELECT count(requester_agent) FROM exchanges": [(0,)]},
+        ["UPDATE exchanges SET requester_agent = 'main'"],
+    ),
+    Upgrade(
+        16,
+        [
+            'UPDATE runs SET target = \'{"session":1,"sessionKey":"global","destination":{"to":"global"}}\''
+            " WHERE id = 'waiting'"
+        ],
+        {
+            "SELECT id, target FROM runs ORDER BY id": [
+                ("cut", None),
+                ("waiting", FOR_THE_SHARED_SESSION.replace("global", "main")),
+            ]
+        },
+        ["UPDATE runs SET target = NULL"],
+        {FOR_THE_SHARED_SESSION: FOR_THE_SHARED_SESSION.replace("global", "main")},
     ),
 ]
 RELEASED_SCHEMA = 8

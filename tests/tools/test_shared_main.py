@@ -14,7 +14,7 @@ from antiphon.errors import SpawnRefused
 from antiphon.messages import Assistant
 from antiphon.operations import Send, Spawn
 from antiphon.runtimes import Prompt
-from stage import calls, text
+from stage import DATABASE, calls, raw, text
 
 pytestmark = pytest.mark.anyio
 
@@ -135,3 +135,31 @@ async def test_replies_to_the_shared_session_are_answered_by_the_agent_that_wrot
         await troupe.quiet()
         turns = troupe.rows("SELECT reply FROM runs WHERE id LIKE 'turn:%'")
         assert [row["reply"] for row in turns] == ["helper says so"] * 2
+
+
+# --- rolling upgrades ---
+
+
+@pytest.mark.requirement("K3", "003-key-global-is-main")
+@pytest.mark.sqlite_only
+async def test_a_shared_session_that_an_older_replica_started_is_shown_as_main_and_answers(
+    tmp_path: Path,
+) -> None:
+    async with house(cast_of("helper", **ONE_MAIN), tmp_path) as troupe:
+        await troupe.found(MAIN, SIDE)
+        await troupe.ask("say before", SIDE)
+        (row,) = troupe.rows("SELECT session_id FROM sessions WHERE key = ?", SIDE)
+        old = row["session_id"]
+    raw(tmp_path / DATABASE, "UPDATE sessions SET key = 'global' WHERE session_id = ?", old)
+    raw(tmp_path / DATABASE, "UPDATE transcripts SET key = 'global' WHERE session_id = ?", old)
+    async with house(cast_of("helper", **ONE_MAIN), tmp_path) as troupe:
+        assert (await troupe.ask("say after", old)).reply == "after"
+        assert {"before", "after"} <= {
+            entry["content"][0]["text"]
+            for entry in await troupe.transcript(old)
+            if entry["role"] == "assistant"
+        }
+        listed = await troupe.does("sessions_list", MAIN)
+        assert {row["key"] for row in listed["sessions"]} == {"main"}
+        for tool in ("session_status", "sessions_history"):
+            assert (await troupe.does(tool, MAIN, sessionKey=old))["sessionKey"] == "main"
