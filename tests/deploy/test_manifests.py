@@ -135,6 +135,22 @@ def _secrets(place: Path) -> set[str]:
     return {path.name for path in (place / "secrets").iterdir()}
 
 
+def test_the_guide_adds_the_secret_that_nats_mounts_and_restarts_all_its_servers(tmp_path: Path) -> None:
+    guide = (DEPLOY.parent / "docs/operations/upgrade.md").read_text("utf-8")
+    [commands] = [
+        block for block in guide.split("```") if block.startswith("sh\n") and "nats-routes" in block
+    ]
+    nats = resources()["StatefulSet", "nats"]
+    [secret] = [it["secret"] for it in nats["spec"]["template"]["spec"]["volumes"] if "secret" in it]
+    assert "nats-routes.conf" in {item["key"] for item in secret["items"]}
+    assert f"patch secret {secret['secretName']} " in commands
+    assert f"scale statefulset {nats['metadata']['name']} --replicas=0" in commands
+    [label] = nats["spec"]["selector"]["matchLabels"].items()
+    assert f"-l {'='.join(label)} " in commands
+    assert "nats-routes.conf" in _secrets(tmp_path)
+    assert "docs/operations/upgrade.md" in (KUBERNETES / "nats.yaml").read_text("utf-8")
+
+
 def test_secrets_are_made_once_and_behind_a_closed_door(tmp_path: Path) -> None:
     names = _secrets(tmp_path)
     place = tmp_path / "secrets"
