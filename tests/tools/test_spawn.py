@@ -1080,6 +1080,24 @@ async def test_files_of_a_spawn_that_is_refused_after_all_are_removed(
         await troupe.quiet()
 
 
+@pytest.mark.requirement("P1")
+async def test_a_label_is_taken_over_only_from_a_sub_agent_of_the_same_session(tmp_path: Path) -> None:
+    other = "agent:main:dashboard:other"
+    async with house(cast_of(), tmp_path) as troupe:
+        await troupe.found(MAIN, other)
+        wish = {"task": "say .", "label": "calc", "announce": "none"}
+        first = await troupe.use("sessions_spawn", **wish)
+        await troupe.quiet()
+        refused = await troupe.use("sessions_spawn", other, **wish)
+        assert (refused["status"], refused["code"], refused["field"]) == ("error", "conflict", "label")
+        (row,) = troupe.rows("SELECT key FROM sessions WHERE label = 'calc'")
+        assert row["key"] == first["childSessionKey"]
+        second = await troupe.use("sessions_spawn", **wish)
+        await troupe.quiet()
+        (row,) = troupe.rows("SELECT key FROM sessions WHERE label = 'calc'")
+        assert row["key"] == second["childSessionKey"]
+
+
 # --- sandboxes ---
 
 BOXED = {"sandbox": {"mode": "all"}}

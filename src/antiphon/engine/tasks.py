@@ -99,17 +99,17 @@ async def known(tx: Tx, id: str, requester: int, digest: str) -> Row | None:
     return before
 
 
-async def _free_label(tx: Tx, agent_id: str, label: str, now: int) -> None:
-    """Free a label for a new sub-agent, by taking it from a sub-agent that has reported.
+async def _free_label(tx: Tx, requester: int, agent_id: str, label: str, now: int) -> None:
+    """Free a label for a new sub-agent, by taking it from a sub-agent of the same requester that has reported.
 
     Raises:
-        Conflict: the label belongs to a sub-agent that is at work, or to another session.
+        Conflict: the label belongs to a sub-agent that is at work or another requester's, or to another session.
     """
     holder = await sessions.labelled_by(tx, agent_id, label)
     if holder is None:
         return
     task = await tx.one(SQL.by_child, key=holder["key"])
-    if task is None or task["phase"] != "settled":
+    if task is None or task["requester"] != requester or task["phase"] != "settled":
         raise sessions.label_in_use(label)
     await sessions.patch(tx, holder["id"], {"label": None}, now)
 
@@ -143,7 +143,7 @@ async def begin(tx: Tx, spawning: Spawning, now: int) -> tuple[Row, Accepted]:
 
 async def _child(tx: Tx, spawning: Spawning, now: int) -> Row:
     if spawning.label is not None:
-        await _free_label(tx, spawning.child_key.agent_id, spawning.label, now)
+        await _free_label(tx, spawning.requester["id"], spawning.child_key.agent_id, spawning.label, now)
     birth = Birth(
         label=spawning.label,
         parent=spawning.requester["id"],
