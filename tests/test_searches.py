@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from antiphon.errors import Forbidden, InvalidInput, NotFound
 from antiphon.gateway.server import serving
 from antiphon.host import looking
 from antiphon.messages import Text, ToolResult, User
-from antiphon.operations import HistoryFilter, Operations, Patch
+from antiphon.operations import HistoryFilter, Operations, Patch, searches
 from antiphon.runtimes import Prompt
 from antiphon.store import Tx
 from antiphon.views import SearchHit, SearchPage
@@ -358,3 +359,47 @@ async def test_the_method(tmp_path: Path) -> None:
         for keys_ in ([], ["main"] * 201):
             refused = await ask("sessions.search", query="x", sessionKeys=keys_)
             assert refused["error"]["code"] == "INVALID_REQUEST"
+
+
+# --- what callers are shown masked ---
+
+
+@pytest.mark.anyio
+async def test_each_text_is_masked_once_and_not_in_the_event_loop(tmp_path: Path) -> None:
+    masked: list[str] = []
+    threads: set[int] = set()
+
+    def mask(text: str) -> str:
+        masked.append(text)
+        threads.add(threading.get_ident())
+        return text.replace("hunter2", "***")
+
+    async with staged(tmp_path, echo) as stage:
+        for text in ("the password is hunter2", "a passwordless word", "my password"):
+            await stage.ask(text)
+        page = await stage.operations.search(OPERATOR, "password", mask=mask)
+        assert shown(page) == ["my password", "a passwordless word", "the password is ***"]
+        assert sorted(masked) == sorted(set(masked)), (
+            "by whole words, then by beginnings, then for the snippet"
+        )
+        assert threading.get_ident() not in threads
+        assert shown(await stage.operations.search(OPERATOR, "hunter2", mask=mask)) == []
+
+
+@pytest.mark.anyio
+async def test_a_mask_that_takes_long_ends_the_search_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def mask(text: str) -> str:
+        nonlocal now
+        now += searches.MASKING_SECONDS * 0.6
+        return text
+
+    monkeypatch.setattr(searches, "monotonic", lambda: now)
+    async with staged(tmp_path, echo) as stage:
+        for number in range(6):
+            await stage.ask(f"number {number}")
+        page = await stage.operations.search(OPERATOR, "number", mask=mask)
+        assert (shown(page), page.truncated) == (["number 5", "number 4"], True)

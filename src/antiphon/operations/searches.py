@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
+from time import monotonic
 
 import msgspec
 
@@ -20,6 +22,7 @@ from antiphon.views import SearchHit, SearchPage
 
 SEARCH_LIMIT, SEARCH_MOST = 20, 50
 SEARCH_SESSIONS = 200  # that can be searched by name
+MASKING_SECONDS = 0.25  # after which no other entry is masked
 DAY = 86_400_000  # milliseconds
 
 
@@ -30,7 +33,46 @@ class _Asked(msgspec.Struct, frozen=True, kw_only=True):
     session: str | None
     sessions: Sequence[str] | None
     include_tools: bool
-    mask: Callable[[str], str] | None
+    masking: _Masking | None
+
+
+class _Masking:
+    """The masked texts of what a search has found, each masked once, and which of them still match.
+
+    A script of the store takes every entry to match until it was looked at here, in a thread of its own.
+    """
+
+    def __init__(self, mask: Callable[[str], str]) -> None:
+        self._mask = mask
+        self._until = monotonic() + MASKING_SECONDS
+        self._texts: dict[int, str] = {}
+        self._verdicts: dict[tuple[int, str], bool] = {}
+
+    def text(self, row: Row) -> str:
+        return self._texts[row["id"]]
+
+    def may_match(self, row: Row, match: Match) -> bool:
+        return self._verdicts.get((row["id"], match.fts5()), True)
+
+    def look(self, found: Found) -> Found:
+        """What also matches as the caller is shown it: else a secret could be guessed letter by letter."""
+        asked = found.match.fts5()
+        rows: list[Row] = []
+        for number, row in enumerate(found.rows):
+            if number and monotonic() > self._until:
+                return found._replace(rows=rows, complete=False)
+            at = (row["id"], asked)
+            if at not in self._verdicts:
+                self._verdicts[at] = self._matches(row, found.match)
+            if self._verdicts[at]:
+                rows.append(row)
+        return found._replace(rows=rows)
+
+    def _matches(self, row: Row, match: Match) -> bool:
+        masked = self._texts.get(row["id"])
+        if masked is None:
+            masked = self._texts[row["id"]] = self._mask(row["words"])
+        return masked == row["words"] or match.matches(masked)
 
 
 class Searches(Core):
@@ -60,13 +102,13 @@ class Searches(Core):
             session=session,
             sessions=_few(sessions),
             include_tools=include_tools,
-            mask=mask,
+            masking=None if mask is None else _Masking(mask),
         )
         indexing = await self._indexing()
-        rows, in_time, match = await self._store.read(self._search, caller, asked)
-        now = self._clock.now()
+        rows, in_time, match = await self._find(caller, asked)
+        hits = partial(_hits, caller, rows[: asked.limit], match, self._clock.now(), asked.masking)
         return SearchPage(
-            results=[_hit(caller, row, match, now, mask) for row in rows[: asked.limit]],
+            results=await asyncio.to_thread(hits) if rows else [],
             indexing=indexing,
             truncated=len(rows) > asked.limit or not in_time,
         )
@@ -80,6 +122,16 @@ class Searches(Core):
                 last = await self._store.tx(search.index, search.BATCH)
         return last < head
 
+    async def _find(self, caller: Caller, asked: _Asked) -> Found:
+        """What the index has, without what does not match once it is masked; others take its place."""
+        while True:
+            found = await self._store.read(self._search, caller, asked)
+            if asked.masking is None:
+                return found
+            seen = await asyncio.to_thread(asked.masking.look, found)
+            if len(seen.rows) == len(found.rows) or not seen.complete:
+                return seen
+
     async def _search(self, tx: Tx, caller: Caller, asked: _Asked) -> Found:
         scopes = await self._scopes(tx, caller, asked)
         wish = Wish(
@@ -87,7 +139,7 @@ class Searches(Core):
             limit=asked.limit + 1,
             scopes=scopes,
             viewer=caller.session_key,
-            keep=None if asked.mask is None else partial(_is_visible, asked.mask),
+            keep=None if asked.masking is None else asked.masking.may_match,
         )
         found = await search.find(tx, wish)
         reach = access.reach(caller, self._door.grants(caller))
@@ -151,7 +203,15 @@ def _target(row: Row) -> Target:
     return Target(row["key"], row["agent_id"], bool(row["descendant"]))
 
 
-def _hit(caller: Caller, row: Row, match: Match, now: int, mask: Callable[[str], str] | None) -> SearchHit:
+def _hits(
+    caller: Caller, rows: Sequence[Row], match: Match, now: int, masking: _Masking | None
+) -> list[SearchHit]:
+    return [
+        _hit(caller, row, match, now, row["words"] if masking is None else masking.text(row)) for row in rows
+    ]
+
+
+def _hit(caller: Caller, row: Row, match: Match, now: int, text: str) -> SearchHit:
     return SearchHit(
         session_key=keys.display_text(row["key"], viewer_agent_id=caller.agent_id),
         session_id=row["session_id"],
@@ -159,21 +219,6 @@ def _hit(caller: Caller, row: Row, match: Match, now: int, mask: Callable[[str],
         seq=row["seq"],
         role=row["role"],
         timestamp=row["created_at"],
-        snippet=search.snippet(*_masked(row["words"], match, mask)),
+        snippet=search.snippet(text, match.found_in(text)),
         score=round(1 / (1 + max(0, now - row["created_at"]) / DAY), 4),
     )
-
-
-def _is_visible(mask: Callable[[str], str], row: Row, match: Match) -> bool:
-    """Whether an entry also matches as the caller is shown it: else a secret could be guessed letter by letter."""
-    masked = mask(row["words"])
-    return masked == row["words"] or match.matches(masked)
-
-
-def _masked(text: str, match: Match, mask: Callable[[str], str] | None) -> tuple[str, int]:
-    """The text without its secrets, and about where the match is; a match may have been a part of one."""
-    at = match.found_in(text)
-    masked = text if mask is None else mask(text)
-    if mask is None or masked == text:
-        return text, at
-    return masked, min(len(mask(text[:at])), len(masked))
