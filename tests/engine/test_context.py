@@ -5,26 +5,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.config.agents import Compaction as Compacting
-from antiphon.engine import compaction, context, transcripts
+from antiphon.engine import compaction, context, framing, transcripts
 from antiphon.engine.context import Context
 from antiphon.engine.toolbox import Call, Result
 from antiphon.engine.transcripts import Entry
 from antiphon.errors import ContextOverflow
 from antiphon.messages import (
+    INJECTED,
     Assistant,
     Compaction,
     Image,
     Message,
+    Provenance,
     Text,
     Thinking,
     ToolCall,
@@ -33,13 +35,15 @@ from antiphon.messages import (
     User,
     encode,
 )
-from antiphon.operations import HistoryFilter
+from antiphon.operations import HistoryFilter, Send
 from antiphon.runtimes import Deltas, Prompt
 from antiphon.runtimes.model import Api, ModelSpec, Patience
 from antiphon.runtimes.pydantic_reader import PydanticReader
 from antiphon.store import Tx
 from providers import Provider
-from stage import MAIN, OPERATOR, calls, opened, raw, staged, text, tool
+from stage import BOUND, MAIN, OPERATOR, calls, opened, raw, staged, text, tool
+
+OTHER = "agent:main:other"
 
 # --- any transcript ---
 
@@ -152,11 +156,8 @@ def is_silent(message: Message) -> bool:
 @pytest.mark.requirement("W8")
 @settings(max_examples=200, deadline=None)
 @given(ANYTHING | played())
-def test_no_question_is_glued_to_the_one_before(messages: list[Message]) -> None:
-    mended = context.mend(messages)
-    for before, after in pairwise(mended):
-        assert not (isinstance(before, User) and isinstance(after, User))
-    for message in mended:
+def test_every_answer_says_something(messages: list[Message]) -> None:
+    for message in context.mend(messages):
         assert not isinstance(message, Assistant) or message.tool_calls or message.text.strip()
 
 
@@ -168,20 +169,83 @@ def test_no_question_is_glued_to_the_one_before(messages: list[Message]) -> None
         (Assistant(content=[], timestamp=2, stop_reason="error", error_message="sk-no"), context.FAILED),
         (Assistant(content=[Thinking(thinking="hm")], timestamp=2, stop_reason="stop"), context.SILENT),
         (text("par", stop_reason="aborted"), f"par{context.CUT_SHORT}"),
-        (None, context.SILENT),
     ],
 )
 def test_a_turn_without_an_answer_says_so_to_the_model_and_to_its_summary(
-    answer: Assistant | None, note: str
+    answer: Assistant, note: str
 ) -> None:
     questions = User(content="LONG", timestamp=1), User(content="NEXT", timestamp=3)
-    messages = [questions[0], *([answer] if answer else []), questions[1]]
+    messages = [questions[0], answer, questions[1]]
     first, noted, second = context.mend(messages)
     assert (first, second) == questions
     assert isinstance(noted, Assistant)
     assert (noted.text, noted.stop_reason) == (note, "stop")
-    if answer:
-        assert note.removeprefix("par") in context.as_text(messages, 1000)
+    assert note.removeprefix("par") in context.as_text(messages, 1000)
+
+
+@pytest.mark.requirement("W8")
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("runs", "noted"),
+    [((7, 8), True), ((7, None), True), ((None, 8), False), ((None, None), False), ((7, 7), False)],
+)
+async def test_only_a_run_that_left_no_answer_is_said_to_have_none(
+    tmp_path: Path, runs: tuple[int | None, int | None], noted: bool
+) -> None:
+    """What a client or an import says twice in a row is not a turn that failed."""
+
+    async def write(tx: Tx) -> None:
+        for seq, (words, run) in enumerate(zip(("LONG", "NEXT"), runs, strict=True), 1):
+            await transcripts.append(tx, 7, seq, run, [User(content=words, timestamp=seq)], 1)
+
+    async with opened(tmp_path) as store:
+        await store.tx(write)
+        loaded = await store.read(context.load, 7, 2, None)
+    between = [context.SILENT] if noted else []
+    shown = [
+        message.text if isinstance(message, Assistant) else getattr(message, "content", None)
+        for message in context.mend(loaded.messages)
+    ]
+    assert shown == ["LONG", *between, "NEXT"]
+    assert loaded.since(2)[-1] == User(content="NEXT", timestamp=2)
+
+
+@pytest.mark.requirement("S9")
+@pytest.mark.anyio
+async def test_a_session_that_begins_with_what_was_sent_in_its_name_is_shown_it(tmp_path: Path) -> None:
+    prompts: list[Prompt] = []
+
+    async def agent(prompt: Prompt) -> str:
+        prompts.append(prompt)
+        return "fine"
+
+    async with staged(tmp_path, agent) as stage:
+        for key in (MAIN, OTHER):
+            await stage.operations.open(OPERATOR, key)
+        wanted = Send(
+            session=OTHER, message="What is new?", reply_back=0, announce="none", timeout_seconds=BOUND
+        )
+        await stage.operations.send(OPERATOR, wanted, requester=MAIN)
+        await stage.ask("Well?")
+    first, second = next(prompt for prompt in prompts if prompt.session_key == MAIN).messages
+    assert isinstance(first, User)
+    assert isinstance(first.content, str)
+    assert f"Message sent from this session to {OTHER}:\n\nWhat is new?" in first.content
+    assert first.content.startswith("A record of what was sent or said in the name of this session follows.")
+    assert isinstance(second, User)
+    assert second.content == "Well?"
+
+
+def test_notes_and_reports_may_come_first() -> None:
+    """A report has a provenance, by which it is framed as data; what a model said in the middle of a turn may not."""
+    note = Assistant(content=[Text(text="sent")], timestamp=1, provider="antiphon", model=INJECTED)
+    report = msgspec.structs.replace(note, provenance=Provenance(kind="subagent_result"))
+    question = User(content="and?", timestamp=2)
+    for message in (note, report):
+        shown = framing.framed(context.mend([text("rest"), message, question]), "0123456789ab")
+        assert [type(each) for each in shown] == [User, User]
+        assert problem(shown) is None
+        assert context.mend(context.mend([message, question])) == context.mend([message, question])
 
 
 @lru_cache

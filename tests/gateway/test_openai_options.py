@@ -166,6 +166,17 @@ async def test_a_request_carries_a_bounded_number_of_messages(
         assert run["options"] == "{}"
 
 
+async def test_a_document_and_a_question_after_it_stay_as_they_are(
+    tmp_path: Path, provider: Provider
+) -> None:
+    async with gateway(tmp_path, provider) as (_, client):
+        messages = [user("a document"), user("another one"), user("what do they say?")]
+        await client.chat.completions.create(model="antiphon", messages=messages, user="ada")
+    [body] = provider.bodies
+    assert "assistant" not in [message["role"] for message in body["messages"]]
+    assert "\n\n".join(said_in(body)) == "a document\n\nanother one\n\nwhat do they say?"
+
+
 async def test_messages_older_than_what_is_compared_are_not_added_again(
     tmp_path: Path, provider: Provider, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,8 +2,9 @@
 
 The transcript is the checkpoint, so any prefix of it must make a valid request: every tool call is followed
 by its results and nothing else, no result stands alone, and a turn that was stopped or failed says so in the place
-of its answer, so that the next question is not taken for a part of it. `mend` gives that guarantee whatever a crash, an
-import or another program left behind; the stored entries stay as they are.
+of its answer, so that the next question is not taken for a part of it. `load` says so where a run of ours left nothing
+behind; questions that came one after the other from a client or an import stay that way. `mend` gives the rest of that
+guarantee whatever a crash, an import or another program left behind; the stored entries stay as they are.
 """
 
 from __future__ import annotations
@@ -11,16 +12,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, TypeGuard
 
 import msgspec
 
+from antiphon.engine.framing import RECORD
 from antiphon.engine.transcripts import END, SQL, readable
 from antiphon.messages import (
     CLIENT,
+    INJECTED,
     Assistant,
     Compaction,
     Image,
     Message,
+    Provenance,
     Text,
     Thinking,
     ToolCall,
@@ -46,9 +51,20 @@ CUT_SHORT = "(This answer was stopped here and is not complete.)"
 INTERRUPTED = "This call was interrupted: it may or may not have taken effect. Check before repeating it."
 
 
+class Numbered(NamedTuple):
+    """A stored message: its number, and the run that has written it, if one of ours has."""
+
+    seq: int
+    message: Message
+    run: int | None
+
+
 @dataclass(slots=True)
 class Context:
-    """Numbered messages, oldest first, as they are in the transcript (not yet mended)."""
+    """Numbered messages, oldest first, as they are in the transcript (not yet mended).
+
+    What stands for an answer that is missing has the number of the question after it.
+    """
 
     seqs: list[int] = field(default_factory=list[int])
     messages: list[Message] = field(default_factory=list[Message])
@@ -74,7 +90,7 @@ async def load(tx: Tx, transcript: int, question: int, window: int | None) -> Co
     head = await latest_compaction(tx, transcript)
     since = head[1].first_kept_seq if head else 1
     found, first = await _tail(tx, transcript, since, UNBOUNDED if window is None else 2 * window)
-    asked: list[tuple[int, Message]] = []
+    asked: list[Numbered] = []
     if first > question >= since:
         rows = await tx.all(SQL.tail, transcript=transcript, since=question, before=question + 1, limit=1)
         asked = _readable(rows)
@@ -85,9 +101,26 @@ async def load(tx: Tx, transcript: int, question: int, window: int | None) -> Co
         context.add(seq, left_out(count, earlier, first, now=0))
     elif head:
         context.add(*head)
-    for seq, message in (*asked, *found):
-        context.add(seq, message)
+    before: Numbered | None = None
+    for entry in (*asked, *found):
+        if before is not None and _lacks_answer(before, entry):
+            silent = Assistant(
+                content=[Text(text=SILENT)], timestamp=entry.message.timestamp, stop_reason="stop"
+            )
+            context.add(entry.seq, silent)
+        context.add(entry.seq, entry.message)
+        before = entry
     return context
+
+
+def _lacks_answer(entry: Numbered, following: Numbered) -> bool:
+    """Whether a run has asked one and ended, and something else asked the other."""
+    return (
+        entry.run is not None
+        and entry.run != following.run
+        and _is_question(entry.message)
+        and _is_question(following.message)
+    )
 
 
 async def calls_since(tx: Tx, transcript: int, question: int) -> set[str]:
@@ -108,15 +141,15 @@ async def latest_compaction(tx: Tx, transcript: int) -> tuple[int, Compaction] |
     return None
 
 
-async def _tail(tx: Tx, transcript: int, since: int, tokens: int) -> tuple[list[tuple[int, Message]], int]:
+async def _tail(tx: Tx, transcript: int, since: int, tokens: int) -> tuple[list[Numbered], int]:
     """The last entries that weigh about so much, and the number that they begin with."""
-    found: list[tuple[int, Message]] = []
+    found: list[Numbered] = []
     before, size = END, 0
     while tokens > 0 and size < MOST_BYTES:
         page = await tx.all(SQL.tail, transcript=transcript, since=since, before=before, limit=PAGE)
         messages = _readable(page)
         found += messages
-        tokens -= sum(weigh(message) for _, message in messages)
+        tokens -= sum(weigh(entry.message) for entry in messages)
         size += sum(len(row["body"]) for row in page)
         if len(page) < PAGE:
             return found[::-1], since
@@ -124,8 +157,10 @@ async def _tail(tx: Tx, transcript: int, since: int, tokens: int) -> tuple[list[
     return found[::-1], before
 
 
-def _readable(rows: Iterable[Row]) -> list[tuple[int, Message]]:
-    return [(row["seq"], message) for row in rows if (message := readable(row)) is not None]
+def _readable(rows: Iterable[Row]) -> list[Numbered]:
+    return [
+        Numbered(row["seq"], message, row["run"]) for row in rows if (message := readable(row)) is not None
+    ]
 
 
 def _left_out_before(earlier: Compaction | None) -> int:
@@ -161,20 +196,43 @@ def mend(messages: Iterable[Message]) -> list[Message]:
                 continue
             message = _without_repeated_ids(_completed(message))  # noqa: PLW2901
             waiting = {call.id: call for call in message.tool_calls}
-        elif mended and _is_question(mended[-1]) and _is_question(message):
-            mended.append(Assistant(content=[Text(text=SILENT)], timestamp=moment, stop_reason="stop"))
         mended.append(message)
     mended += _interruptions(waiting, moment)
-    while mended and not _can_begin(mended[0]):
-        del mended[0]  # A bounded tail may begin in the middle of a turn; providers want a question first.
-    return mended
+    # A bounded tail may begin in the middle of a turn; providers want a question first.
+    first = next((at for at, message in enumerate(mended) if _can_begin(message) or _is_note(message)), None)
+    if first is None:
+        return []
+    return [_as_record(mended[first]), *mended[first + 1 :]]
 
 
 def _can_begin(message: Message) -> bool:
-    """Whether a message may come first. A client may say that its conversation began with an answer."""
+    """Whether a message may come first. A client may say that its conversation began with an answer.
+
+    What has a provenance is framed as data on the side of the user (`engine.framing`), also where it is an answer.
+    """
     return isinstance(message, User | Compaction) or (
-        isinstance(message, Assistant) and message.provider == CLIENT and not message.tool_calls
+        isinstance(message, Assistant)
+        and not message.tool_calls
+        and (message.provider == CLIENT or message.provenance is not None)
     )
+
+
+def _is_note(message: Message) -> TypeGuard[Assistant]:
+    """Whether it was said in the session's name without asking its model."""
+    return (
+        isinstance(message, Assistant)
+        and message.model == INJECTED
+        and message.provider != CLIENT
+        and message.provenance is None
+        and not message.tool_calls
+    )
+
+
+def _as_record(message: Message) -> Message:
+    """A message as it may come first: a note of ours becomes data that its model reads as such."""
+    if not _is_note(message):
+        return message
+    return User(content=message.text, timestamp=message.timestamp, provenance=Provenance(kind=RECORD))
 
 
 def _interruptions(waiting: dict[str, ToolCall], moment: int) -> list[ToolResult]:
