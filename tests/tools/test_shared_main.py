@@ -92,7 +92,7 @@ class Delegating:
         return text(f"{self.name} says so")
 
 
-@pytest.mark.requirement("K3", "W9")
+@pytest.mark.requirement("K3")
 @pytest.mark.parametrize("waits", [True, False])
 async def test_each_agent_that_waits_in_the_shared_session_is_woken(tmp_path: Path, waits: bool) -> None:
     free = asyncio.Event()
@@ -116,7 +116,7 @@ async def test_each_agent_that_waits_in_the_shared_session_is_woken(tmp_path: Pa
         assert [row["first_reply"] for row in answers] == [f"{name} says so" for name in names]
 
 
-@pytest.mark.requirement("K3", "W9")
+@pytest.mark.requirement("K3")
 async def test_replies_to_the_shared_session_are_answered_by_the_agent_that_wrote(tmp_path: Path) -> None:
     there = "agent:main:dashboard:there"
 
