@@ -59,7 +59,17 @@ class Settings:
         if b"session" not in said and b"agents" not in said:
             known["default_agent_id"] = DEFAULT_AGENT_ID
             known["session"] = _Later(lambda: self.load().config.session, NAMES)
+        if b"agents" not in said and b"models" not in said:
+            known["agent_ids"] = (DEFAULT_AGENT_ID,)
+            known["model_ref"] = lambda agent_id: REHEARSAL_MODEL  # pyright: ignore[reportUnknownLambdaType]
+            known["find_model"] = self._find_model
+        if not any(name in said for name in (b"mirror", b"store", b"bus")):
+            known["mirrors_transcripts"] = True
         return cast("Config", _Later(lambda: self.load().config, known))
+
+    def _find_model(self, ref: str) -> object:
+        """As the configuration finds it; of the built-in model everything is known without one."""
+        return _Found() if ref == REHEARSAL_MODEL else self.load().config.find_model(ref)
 
     def _written(self) -> bytes | None:
         """What the file says: nothing where there is none and need not be, and None where it cannot be read."""
@@ -81,6 +91,22 @@ class Settings:
 
 NAMES = {"main_key": "main", "scope": "per-sender"}
 """What says which session a name means, where the section `session` does not."""
+
+
+REHEARSAL_MODEL = "rehearsal/rehearsal"
+"""What answers where no model is configured."""
+
+
+class _Model(NamedTuple):
+    """What rows say about the built-in model."""
+
+    context_window: None = None
+
+
+class _Found(NamedTuple):
+    """The built-in model, as the configuration would find it."""
+
+    model: _Model = _Model()
 
 
 class _File(NamedTuple):
