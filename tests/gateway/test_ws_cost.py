@@ -236,4 +236,5 @@ async def test_one_exchange_and_one_spawn_cost_a_subscriber_little(tmp_path: Pat
         spent = Counter[str]()
         for frame in subscriber.events:
             spent[frame["event"]] += len(msgspec.json.encode(frame))
-        assert spent.total() < 25_000, spent
+        assert not [row for row in subscriber.told("sessions.changed") if "transcriptPath" in row]
+        assert spent.total() < 24_000, spent

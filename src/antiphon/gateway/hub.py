@@ -594,9 +594,13 @@ class Hub:
 
     async def _row(self, key: str) -> dict[str, Any] | None:
         try:
-            return rows.session_row(await self._operations.describe(READER, rows.shown(key)))
+            row = rows.session_row(await self._operations.describe(READER, rows.shown(key)))
         except AntiphonError:
             return None
+        row.pop(
+            "transcriptPath", None
+        )  # the longest field, and what happens does not change it: lists have it
+        return row
 
     # --- by the clock ---
 
