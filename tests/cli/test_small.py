@@ -57,7 +57,7 @@ def test_sub_agents_are_shown(desk: Program) -> None:
     assert heading.split() == ["LABEL", "STATE", "AGENT", "SINCE", "TOKENS", "ERROR", "RESULT"]
     assert row.split()[:4] == ["1", "calc", "ok", "main"]
     assert row.endswith("forty two")
-    assert "show|kill LABEL" in hint
+    assert "show|kill TARGET" in hint
     [task] = desk.run("subagents", "--json").json["subagents"]
     for target in ("calc", "cal", "1", "last", task["runId"], task["runId"][:8], task["childSessionKey"]):
         shown = desk.run("subagents", "show", target, "--json").json
