@@ -517,6 +517,7 @@ READ_WITHIN = {
     "$schema": "for editors",
     "session.sendPolicy.rules.[].match.surface": "as channel_name",
     "models.mode": "there is nothing that could be merged or replaced",
+    "session.compat.providerField": "rows always have it",
 }
 
 
