@@ -66,6 +66,7 @@ def kind_of(thing: object) -> str:
 
 async def visit(gate: Gate, session: str, number: str, *, cut: bool) -> None:
     """One client: it subscribes, says some things, waits for the answers, asks for what never comes, and goes."""
+    await gate.operations.open(OPERATOR, session)
     async with gate.client() as client:
         await client.call("sessions.subscribe")
         await client.call("sessions.messages.subscribe", key=session, afterSeq=0)

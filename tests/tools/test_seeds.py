@@ -487,6 +487,7 @@ async def heard(events: asyncio.Queue[Any], count: int) -> list[dict[str, Any]]:
 async def test_unsubscribing_ends_the_messages_of_that_session_and_no_others(tmp_path: Path) -> None:
     other = "agent:main:dashboard:other"
     async with wired(tmp_path) as wire:
+        await wire.call("sessions.create", key=other)
         with wire.link.listening() as events:
             for key in (MAIN, other):
                 await wire.call("sessions.messages.subscribe", key=key)
@@ -557,8 +558,7 @@ async def test_the_owner_and_nobody_else_sets_the_policy_by_a_command(tmp_path: 
         for word, policy in (("on", "allow"), ("off", "deny"), ("inherit", None)):
             given = {"sessionKey": "main", "message": f"/send {word}", "idempotencyKey": f"not {word}"}
             before = await policy_of(wire)
-            with pytest.raises(AntiphonError):
-                await writer.ask("chat.send", given)
+            await writer.ask("chat.send", given)  # ignored
             assert await policy_of(wire) == before
             done = await wire.call("chat.send", **{**given, "idempotencyKey": word})
             assert done["status"] == "ok"
