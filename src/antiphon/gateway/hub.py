@@ -321,8 +321,10 @@ class Hub:
         Subscriptions learn of an entry by themselves, possibly before the hub does.
         """
         run_id = message.get("runId")
-        run = self._runs.get(run_id) if run_id and message.get("role") == "assistant" else None
-        if run_id and run and message["seq"] > run.seq:
+        if not isinstance(run_id, str) or message.get("role") != "assistant":  # an import may hold anything
+            return
+        run = self._runs.get(run_id)
+        if run and message["seq"] > run.seq:
             self._send_increments(run_id, run)
             run.left_out.update(readers)
 
@@ -594,7 +596,7 @@ class Hub:
 
     async def _row(self, key: str) -> dict[str, Any] | None:
         try:
-            row = rows.session_row(await self._operations.describe(READER, rows.shown(key)))
+            row = rows.session_row(await self._operations.describe(READER, rows.shown(key), with_file=False))
         except AntiphonError:
             return None
         row.pop(

@@ -173,6 +173,7 @@ class Subscriptions:
         self, channel: Channel, connection: Connection, visit: object, seq: int, session_id: str | None
     ) -> None:
         """After that number, or from the beginning if it is a number of another conversation."""
+        known = channel.seq  # what is streamed now comes after it
         try:
             while True:
                 wanted = HistoryFilter(limit=PAGE, include_tools=True, after=seq)
@@ -189,7 +190,7 @@ class Subscriptions:
                     if channel.arriving.get(connection) is not visit:
                         return
                     seq = item["seq"]
-                    self._announce(item, [connection])
+                    self._announce(item, [connection] if seq > known else [])
                     connection.event(_message(channel.key, session_id, rows.message(item)))
                 if not page.has_more and channel.session_id == session_id and channel.seq <= seq:
                     channel.drop(connection)

@@ -145,10 +145,11 @@ class Lists(Core):
         access.require_operator(caller, "list")
         return await self._store.read(_summary)
 
-    async def describe(self, caller: Caller, session: str) -> SessionView:
-        """One session as a list row, with the run that plays in it."""
+    async def describe(self, caller: Caller, session: str, *, with_file: bool = True) -> SessionView:
+        """One session as a list row, with the run that plays in it; `with_file` looks for its transcript file."""
         row, active = await self._store.read(self._describe, caller, session)
-        await self._look_for_files([(row["session_id"], row["key"])])
+        if with_file:
+            await self._look_for_files([(row["session_id"], row["key"])])
         view = self._session_view(caller, row)
         return msgspec.structs.replace(view, active_run_id=active["id"]) if active else view
 

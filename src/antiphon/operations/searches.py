@@ -44,7 +44,7 @@ class _Masking:
 
     def __init__(self, mask: Callable[[str], str]) -> None:
         self._mask = mask
-        self._until = monotonic() + MASKING_SECONDS
+        self._seconds_left = MASKING_SECONDS
         self._texts: dict[int, str] = {}
         self._verdicts: dict[tuple[int, str], bool] = {}
 
@@ -56,17 +56,20 @@ class _Masking:
 
     def look(self, found: Found) -> Found:
         """What also matches as the caller is shown it: else a secret could be guessed letter by letter."""
-        asked = found.match.fts5()
+        asked, until = found.match.fts5(), monotonic() + self._seconds_left
         rows: list[Row] = []
-        for number, row in enumerate(found.rows):
-            if number and monotonic() > self._until:
-                return found._replace(rows=rows, complete=False)
-            at = (row["id"], asked)
-            if at not in self._verdicts:
-                self._verdicts[at] = self._matches(row, found.match)
-            if self._verdicts[at]:
-                rows.append(row)
-        return found._replace(rows=rows)
+        try:
+            for number, row in enumerate(found.rows):
+                if number and monotonic() > until:
+                    return found._replace(rows=rows, complete=False)
+                at = (row["id"], asked)
+                if at not in self._verdicts:
+                    self._verdicts[at] = self._matches(row, found.match)
+                if self._verdicts[at]:
+                    rows.append(row)
+            return found._replace(rows=rows)
+        finally:
+            self._seconds_left = until - monotonic()
 
     def _matches(self, row: Row, match: Match) -> bool:
         masked = self._texts.get(row["id"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import TypeAlias
@@ -14,6 +15,7 @@ from typing import TypeAlias
 SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Session ids that can be the name of a file; those we make are UUIDs."""
 MAX_KNOWN_FILES = 20_000
+RETRY_SECONDS = 60.0  # after which a file that could not be written is tried again
 WRITE_WAIT_SECONDS = 1.0  # that a row waits for its file; after that it is shown without one
 
 Writer: TypeAlias = Callable[[list[str]], Awaitable[None]]
@@ -31,6 +33,7 @@ class TranscriptFiles:
         self._prefix = f"{folder}/"
         self._writer = writer
         self._known: dict[str, None] = {}
+        self._retry_at: dict[str, float] = {}
         self._writing: set[asyncio.Task[None]] = set()
 
     def path_of(self, session_id: str) -> str | None:
@@ -52,8 +55,21 @@ class TranscriptFiles:
         for session_id in await asyncio.to_thread(_find, self.folder, list(missing)):
             self.add(session_id)
             del missing[session_id]
-        if missing and self._writer is not None:
-            await self._write(self._writer, list(missing.values()))
+        now = time.monotonic()
+        due = {id_: key for id_, key in missing.items() if self._retry_at.get(id_, now) <= now}
+        if due and self._writer is not None:
+            await self._write(self._writer, list(due.values()))
+            for session_id in due:
+                self._note(session_id, now + RETRY_SECONDS)
+
+    def _note(self, session_id: str, retry_at: float) -> None:
+        """Try a file that could not be written again, but not with every list."""
+        if session_id in self._known:
+            self._retry_at.pop(session_id, None)
+            return
+        self._retry_at[session_id] = retry_at
+        if len(self._retry_at) > MAX_KNOWN_FILES:
+            del self._retry_at[next(iter(self._retry_at))]
 
     async def _write(self, writer: Writer, keys: list[str]) -> None:
         """Wait a moment for it; it goes on even when the caller does not."""

@@ -193,18 +193,21 @@ class Mirror:
             cursor = rows[-1].updated_at, rows[-1].key
 
     async def _update(self, changed: Mapping[str, bool]) -> None:
+        """Write what is new. A session that cannot be written keeps back no other, and does not end the mirror."""
         try:
             for key, more in changed.items():
-                if more:
-                    await self._remove(
-                        f"{FORGOTTEN}{key} "
-                    )  # also where the key stands for another session now
+                if more:  # also where the key stands for another session now
+                    await self._remove(f"{FORGOTTEN}{key} ")
             left = list(changed)
             while left:
                 news, done = await self._store.read(_news, left, changed, self._places)
                 again = await self._append(news)
                 left = left[done:] if not again else left
-        except (AntiphonError, OSError):
+        except Exception:
+            if len(changed) > 1:
+                for key, more in changed.items():
+                    await self._update({key: more})
+                return
             log.exception(
                 "Transcript files could not be written; that is tried when their sessions change again"
             )
