@@ -15,7 +15,7 @@ from sockets import ADMIN, READ, WRITE, Client, Gate, opened
 
 from antiphon.engine.toolbox import Call, Result
 from antiphon.gateway.methods import METHODS
-from antiphon.messages import Assistant
+from antiphon.messages import Assistant, User
 from antiphon.paths import LOG
 from antiphon.runtimes import Prompt
 from stage import MAIN, OPERATOR, calls, soon, text, tool
@@ -438,8 +438,13 @@ async def test_the_send_policy_is_switched_by_a_text_and_holds_for_everybody(gat
         await say(client, "again")
 
 
-async def test_words_of_another_program_are_never_commands(gate: Gate) -> None:
-    async with gate.client() as client:
+async def test_words_of_another_program_are_never_commands(tmp_path: Path) -> None:
+    async def repeat(prompt: Prompt) -> str:
+        last = prompt.messages[-1]
+        assert isinstance(last, User) and isinstance(last.content, str)
+        return last.content
+
+    async with opened(tmp_path, repeat) as gate, gate.client() as client:
         await say(client)
         before = (await client.call("sessions.describe", key=MAIN))["session"]["sessionId"]
         provenance = {"kind": "inter_session", "sourceSessionKey": OTHER}
