@@ -205,6 +205,7 @@ def test_two_agents_that_cannot_reach_each_other_are_told_what_to_set(program: P
         assert "MAY MESSAGE" in listed and "tools.agentToAgent.enabled" in listed
     checked = program.run("config", "check").out
     assert "may spawn itself; may message no other agent" in checked
+    assert "tools.agentToAgent" in checked
     program.configure(
         {"agents": TWO, "tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}}}
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from antiphon.cli import output
+from antiphon.cli.agents import NO_REACH
 from antiphon.cli.settings import Settings, common
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def _told(settings: Settings, facts: dict[str, Any]) -> Iterator[tuple[str, str]
                 "",
                 f"  may spawn {', '.join(['itself', *others])}; may message {_listed(agent['mayMessage'])}",
             )
+    if len(facts["agents"]) > 1 and not any(agent["mayMessage"] for agent in facts["agents"]):
+        yield "hint", NO_REACH
     yield "providers", ", ".join(facts["providers"]) or "none: the built-in rehearsal model answers"
     for warning in facts["warnings"]:
         yield "warning", warning

@@ -188,7 +188,7 @@ def _in_use(error: StoreLocked, state_dir: Path) -> StoreLocked:
         return error
     return StoreLocked(
         f"A gateway runs on {str(state_dir)!r} already, at {found.url} (process {found.pid}).",
-        f"Use that one (`antiphon status`), stop it with `kill {found.pid}`, or choose another --state-dir.",
+        "Use that one (`antiphon status`), stop it with `antiphon stop`, or choose another --state-dir.",
         pid=str(found.pid),
         url=found.url,
     )
