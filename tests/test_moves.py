@@ -54,6 +54,7 @@ SETTINGS: dict[str, Any] = {
         "list": [{"id": "main", "default": True}, {"id": "helper"}, {"id": "slow"}],
     },
     "tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}},
+    "session": {"transcripts": {"mirror": False}},  # the files are not part of a database
 }
 CONFIG = Config.model_validate(SETTINGS)
 STAYING = {

@@ -90,8 +90,8 @@ async def transcript(state: Path, reference: str = MAIN) -> list[dict[str, Any]]
         return (await operations.history(OPERATOR, reference, wanted)).messages
 
 
-async def described(state: Path, reference: str) -> dict[str, Any]:
-    async with looking(Config(), state) as operations:
+async def described(state: Path, reference: str, config: Config | None = None) -> dict[str, Any]:
+    async with looking(config or Config(), state) as operations:
         return msgspec.to_builtins(await operations.describe(OPERATOR, reference))
 
 
@@ -794,9 +794,9 @@ async def test_only_one_agent_and_its_model_override(tmp_path: Path) -> None:
     folder(tmp_path, {"main": {"sessionId": FIRST, **override}}, {}, "a")
     folder(tmp_path, {"main": {"sessionId": SECOND, "modelOverride": "q/x"}}, {}, "b")
     assert (await brought(tmp_path / "new", tmp_path, config, agent_id="a")).imported == 1
-    assert (await described(tmp_path / "new", FIRST))["model"] == "p/m"
+    assert (await described(tmp_path / "new", FIRST, config))["model"] == "p/m"
     assert (await brought(tmp_path / "new", tmp_path, config)).imported == 1
-    assert "model" not in await described(tmp_path / "new", SECOND), (
+    assert (await described(tmp_path / "new", SECOND, config)).get("model") != "q/x", (
         "a model nobody serves would fail every turn"
     )
     again = await export_everything(tmp_path / "new", tmp_path / "out")

@@ -59,7 +59,8 @@ def test_the_token_is_nowhere_but_in_its_private_file(program: Program) -> None:
         assert secret not in arguments + environment
         assert secret.decode() not in json.dumps(gateway.facts)
         assert gateway.stop() == 0
-    holding = [file.name for file in program.state.iterdir() if secret in file.read_bytes()]
+    files = [path for path in program.state.rglob("*") if path.is_file()]
+    holding = [file.name for file in files if secret in file.read_bytes()]
     assert holding == ["tokens.json"]
     assert (program.state / "tokens.json").stat().st_mode & 0o777 == 0o600
 
