@@ -284,7 +284,7 @@ def display_text(text: str, *, viewer_agent_id: str | None) -> str:
 
 
 def spoken(text: str) -> str:
-    """A stored key as it is said to whoever may be of any agent: in full, but no one meets `global`."""
+    """A stored key as every agent and operator reads it: in full, and never `global`."""
     return display_text(text, viewer_agent_id=None)
 
 

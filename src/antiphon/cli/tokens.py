@@ -134,7 +134,7 @@ def _is_in_file(settings: Settings, name: str) -> bool:
 @common
 @click.pass_obj
 def revoke(settings: Settings, name: str) -> None:
-    """Let nobody in with this token any more; what is open with it ends within seconds."""
+    """Revoke a token; connections that use it end within seconds."""
     from antiphon.errors import InvalidInput
     from antiphon.gateway.tokens import OWNER
 
