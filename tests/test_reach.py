@@ -198,7 +198,8 @@ def _entry_of(settings: Settings, me: Fact) -> dict[str, Any]:
 
 def _width(settings: Settings, me: Fact, action: Action) -> int:
     near, far = _entry_of(settings, me)["tools"]["sessions"], settings["tools"]["sessions"]
-    seen: Visibility = near.get("visibility") or far.get("visibility") or "tree"
+    unset: Visibility = "all" if _lifted(settings, me) else "tree"
+    seen: Visibility = near.get("visibility") or far.get("visibility") or unset
     if action == "send":
         seen = near.get("send") or near.get("visibility") or far.get("send") or seen
     width = WIDTH[seen]
@@ -217,14 +218,25 @@ def _control(settings: Settings, me: Fact) -> int:
 
 
 def _clamped(settings: Settings, me: Fact) -> bool:
-    box = {
+    return _sandboxed(settings, me) and _sandbox(settings, me)["sessionToolsVisibility"] == "spawned"
+
+
+def _lifted(settings: Settings, me: Fact) -> bool:
+    return _sandboxed(settings, me) and _sandbox(settings, me)["sessionToolsVisibility"] == "all"
+
+
+def _sandboxed(settings: Settings, me: Fact) -> bool:
+    mode = _sandbox(settings, me)["mode"]
+    return me.born.sandboxed or mode == "all" or (mode == "non-main" and not _is_main(me))
+
+
+def _sandbox(settings: Settings, me: Fact) -> dict[str, str]:
+    return {
         "mode": "off",
         "sessionToolsVisibility": "spawned",
         **settings["agents"]["defaults"]["sandbox"],
         **_entry_of(settings, me)["sandbox"],
     }
-    inside = me.born.sandboxed or box["mode"] == "all" or (box["mode"] == "non-main" and not _is_main(me))
-    return inside and box["sessionToolsVisibility"] == "spawned"
 
 
 def _is_main(me: Fact) -> bool:

@@ -144,7 +144,7 @@ async def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name == "nats" or name.startswith("nats.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "nats", None)
-    with pytest.raises(ConfigError, match=r"Install antiphon\[cluster\]."):
+    with pytest.raises(ConfigError, match=r"scripts/extra cluster`\.$"):
         await NatsBus(Servers(url="nats://127.0.0.1:4222")).start()
 
 
