@@ -15,7 +15,7 @@ from test_model import HURRIED, KEY, MODELS, Recorder, every, library, prompt_of
 
 from antiphon.config import parse
 from antiphon.errors import ProviderError
-from antiphon.messages import Text, ToolResult
+from antiphon.messages import Text, ToolCall, ToolResult
 from antiphon.runtimes.catalog import spec_of
 from antiphon.runtimes.completions_reader import CompletionsReader
 from antiphon.runtimes.http_reader import HttpReader
@@ -105,6 +105,22 @@ async def test_an_answer_without_end_is_cut_off(
     assert not error.retryable
     assert "longer answer of 'gpt-5' than may be kept" in str(error)
     assert "store.messageMaxBytes" in str(error)
+
+
+@readers
+async def test_files_in_the_arguments_of_calls_are_counted_apart(reader: type[HttpReader]) -> None:
+    """A sub-agent's files may be larger than a message; words may not take their place."""
+    limits: dict[str, Any] = {"max_answer_bytes": 10_000, "max_attachment_bytes": 50_000}
+    given = {"x": "1" * 40_000}
+    async with asyncio.timeout(BOUND), Provider().running() as provider:
+        provider.script(Answer(calls=(Call("add", json.dumps(given)),)))
+        opened = reader(spec_for("openai-completions", provider.url, **limits), HURRIED)
+        answer = await opened.read(prompt_of(), Recorder())
+        await opened.close()
+    assert [block.arguments for block in answer.content if isinstance(block, ToolCall)] == [given]
+    for flood in ("arguments", "text"):
+        async with reading(reader, endless(FLOODS[flood]), **limits) as opened:
+            assert "longer answer" in str(await failing(opened))
 
 
 @readers
@@ -302,7 +318,7 @@ async def test_a_configured_price_is_charged(api: Api, library: None) -> None:
             }
         }
     )
-    price = spec_of(config.find_model("p/m"), 1024).price
+    price = spec_of(config.find_model("p/m"), config).price
     assert price == Price(input=1, output=2, cache_read=3, cache_write=4)
     async with asyncio.timeout(BOUND), Provider().running() as provider:
         provider.script(Answer(text=("hi",), tokens=Tokens(input=1_000_000, output=1_000_000)))

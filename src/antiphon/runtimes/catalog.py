@@ -69,7 +69,7 @@ class Catalog:
             if self._by_model.get(ref) is runtime:
                 del self._by_model[ref]
 
-        spec = await asyncio.to_thread(spec_of, found, self._config.store.message_max_bytes)
+        spec = await asyncio.to_thread(spec_of, found, self._config)
         slots = self._slots.setdefault(
             found.provider_name, asyncio.Semaphore(self._config.agents.defaults.max_concurrent)
         )
@@ -117,10 +117,18 @@ class _Keyed(ModelRuntime):
             await reader.close()
 
 
-def spec_of(found: FoundModel, max_answer_bytes: int) -> ModelSpec:
+ENCODED_FACTOR = 2
+"""Characters of a tool call for each byte of a file: base64 takes four for three, and escapes as many again.
+
+Somewhat more than is allowed fits, too, so that the tool can refuse it and the model learns why.
+"""
+
+
+def spec_of(found: FoundModel, config: Config) -> ModelSpec:
     """Reveals secrets, which may read a file or start a program: not for the event loop."""
     name, provider, model = found
     cost = model.cost
+    attachments = config.tools.sessions_spawn.attachments
     return ModelSpec(
         provider=name,
         model=model.id,
@@ -130,6 +138,7 @@ def spec_of(found: FoundModel, max_answer_bytes: int) -> ModelSpec:
         headers={header: secret.reveal() for header, secret in provider.headers.items()},
         context_window=model.context_window,
         max_tokens=model.max_tokens,
-        max_answer_bytes=max_answer_bytes,
+        max_answer_bytes=config.store.message_max_bytes,
+        max_attachment_bytes=ENCODED_FACTOR * attachments.max_total_bytes if attachments.enabled else 0,
         price=Price(**cost.model_dump(by_alias=False)) if cost else None,
     )

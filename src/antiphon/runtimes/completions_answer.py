@@ -222,10 +222,10 @@ class Answer:
         if delta.extra_content and not is_too_deep(delta.extra_content):
             part.extra = delta.extra_content
         if isinstance(function.arguments, str):
-            self._meter.add(function.arguments)
+            self._meter.add_arguments(function.arguments)
             part.pieces.append(function.arguments)
         elif function.arguments:
-            self._meter.add(str(function.arguments))
+            self._meter.add_arguments(str(function.arguments))
             part.arguments = function.arguments
 
     def _call_part(self, index: int | None, name: str | None) -> _Part:

@@ -169,7 +169,7 @@ class AnswerMeter:
     def __init__(self, spec: ModelSpec, patience: float) -> None:
         self._spec = spec
         self._patience = patience
-        self._bytes = self._calls = 0
+        self._bytes = self._argument_bytes = self._calls = 0
         self._loop = asyncio.get_running_loop()
         self._latest = self._loop.time()
         self._limit = asyncio.timeout(None)
@@ -190,9 +190,15 @@ class AnswerMeter:
             raise failure(self._spec, "stalled", reason=waited) from None
 
     def add(self, piece: str) -> None:
-        """Count a part of the answer."""
+        """Count a part of a text, a thought or a name."""
         if piece:
-            self._grow(len(piece) if piece.isascii() else len(piece.encode(errors="surrogatepass")))
+            self._grow(_utf8_bytes(piece))
+
+    def add_arguments(self, piece: str) -> None:
+        """Count a part of a tool call's arguments, which may be longer: files are handed over in them."""
+        if piece:
+            self._argument_bytes += _utf8_bytes(piece)
+            self._grow(0)
 
     def begin_block(self) -> None:
         """Count the beginning of a text, a thought or a tool call."""
@@ -208,7 +214,8 @@ class AnswerMeter:
     def _grow(self, size: int) -> None:
         self._latest = self._loop.time()
         self._bytes += size
-        if self._bytes > self._spec.max_answer_bytes:
+        attached = min(self._argument_bytes, self._spec.max_attachment_bytes)
+        if self._bytes + self._argument_bytes - attached > self._spec.max_answer_bytes:
             raise too_long(self._spec)
 
     def _look(self) -> None:
@@ -218,6 +225,10 @@ class AnswerMeter:
             self._limit.reschedule(self._loop.time())
         else:
             self._timer = self._loop.call_at(due, self._look)
+
+
+def _utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
 
 
 class _Bounded(httpx2.AsyncByteStream):
@@ -254,9 +265,10 @@ class _Bounded(httpx2.AsyncByteStream):
     async def _events(self) -> AsyncGenerator[bytes]:
         held = bytearray()  # the beginning of an event
         seen = 0
+        max_bytes = self._spec.max_answer_bytes + self._spec.max_attachment_bytes
         async for piece in self._pieces():
             seen += len(piece)
-            if seen > max(MIN_WIRE_BYTES, WIRE_FACTOR * self._spec.max_answer_bytes):
+            if seen > max(MIN_WIRE_BYTES, WIRE_FACTOR * max_bytes):
                 raise failure(self._spec, "tooLong", reason=f"{seen} bytes with what is around it")
             if not held and len(piece) <= PIECE_BYTES and piece.endswith(b"\n\n"):
                 yield piece
@@ -267,7 +279,7 @@ class _Bounded(httpx2.AsyncByteStream):
                 yield bytes(held[:end])
                 del held[:end]
                 await asyncio.sleep(0)
-            if len(held) > max(MIN_EVENT_BYTES, EVENT_FACTOR * self._spec.max_answer_bytes):
+            if len(held) > max(MIN_EVENT_BYTES, EVENT_FACTOR * max_bytes):
                 raise failure(self._spec, "tooLong", reason=f"one event of it has {len(held)} bytes")
         if held:
             self._check_lines(held, 0, len(held))

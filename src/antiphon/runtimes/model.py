@@ -69,6 +69,8 @@ class ModelSpec:
     """Most tokens of one answer; None leaves it to the provider."""
     max_answer_bytes: int = 1024 * 1024
     """Most bytes of one answer: its texts, thoughts and tool calls together."""
+    max_attachment_bytes: int = 0
+    """Bytes that the arguments of its tool calls may have besides: files are handed over in them."""
     price: Price | None = None
     """None means the bundled price list, and an unknown cost for what is not on it."""
 

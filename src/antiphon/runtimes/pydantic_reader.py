@@ -215,7 +215,7 @@ def _count(event: ModelResponseStreamEvent, meter: AnswerMeter) -> None:
             case ToolCallPart():
                 meter.add(event.part.tool_name)
                 meter.add(event.part.tool_call_id)
-                meter.add(str(event.part.args or ""))
+                meter.add_arguments(str(event.part.args or ""))
             case _:
                 pass
     elif isinstance(event, PartDeltaEvent):
@@ -227,7 +227,7 @@ def _count(event: ModelResponseStreamEvent, meter: AnswerMeter) -> None:
                 meter.add(event.delta.signature_delta or "")
             case ToolCallPartDelta():
                 meter.add(event.delta.tool_name_delta or "")
-                meter.add(event.delta.args_delta if isinstance(event.delta.args_delta, str) else "")
+                meter.add_arguments(event.delta.args_delta if isinstance(event.delta.args_delta, str) else "")
             case _:
                 pass
 
