@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
+
+import msgspec
 
 from antiphon.errors import Forbidden, NotFound
 
@@ -64,8 +65,7 @@ class Cap(NamedTuple):
     send: Visibility
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True):
     """Who asks. There is no default caller: every operation is told, from what the server itself knows."""
 
     scopes: frozenset[str] = frozenset()
@@ -93,8 +93,7 @@ class Caller:
         return self.agent_id is None
 
 
-@dataclass(frozen=True, slots=True)
-class Grants:
+class Grants(msgspec.Struct, frozen=True):
     """What an agent may reach. Reading and sending are granted separately, each may be the wider one."""
 
     read: Visibility = "tree"
@@ -107,8 +106,7 @@ class Grants:
     """Agents besides its own that it may spawn; `*` is every configured one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(msgspec.Struct, frozen=True):
     """A session as far as access is concerned."""
 
     key: str
@@ -117,8 +115,7 @@ class Target:
     """Spawned below the caller's session, at any depth."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reach:
+class Reach(msgspec.Struct, frozen=True):
     """The sessions a caller reaches, as data that a store can turn into a query."""
 
     everything: bool = False

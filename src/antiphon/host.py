@@ -13,9 +13,10 @@ import socket
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
+
+import msgspec
 
 from antiphon import __version__, keys
 from antiphon.bus import EventBus
@@ -65,8 +66,7 @@ class Options(TypedDict, total=False):
     on_commit: Callable[[Phase], None] | None
 
 
-@dataclass(frozen=True, slots=True)
-class House:
+class House(msgspec.Struct, frozen=True):
     """One process that hosts sessions: what can be asked of it, and what whoever opens a door to it needs."""
 
     operations: Operations

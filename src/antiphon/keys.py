@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, TypeAlias
+
+import msgspec
 
 from antiphon.errors import InvalidKey
 
@@ -67,8 +68,7 @@ _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE |
 _BLANKS = " \t\r\n"
 
 
-@dataclass(frozen=True, slots=True)
-class Thread:
+class Thread(msgspec.Struct, frozen=True):
     """A thread inside a chat. Telegram calls its forum threads topics, and so do the keys."""
 
     id: str
@@ -78,8 +78,7 @@ class Thread:
 _Parts: TypeAlias = tuple[Shape, str, str | None, str | None, Thread | None]
 
 
-@dataclass(frozen=True, slots=True)
-class SessionKey:
+class SessionKey(msgspec.Struct, frozen=True):
     """A canonical key, taken apart. `str(key)` is what is stored; the builders below lower-case the names."""
 
     agent_id: str
@@ -170,11 +169,10 @@ class SessionKey:
     @property
     def parent(self) -> SessionKey | None:
         """The chat a thread hangs under."""
-        return replace(self, thread=None) if self.thread else None
+        return msgspec.structs.replace(self, thread=None) if self.thread else None
 
 
-@dataclass(frozen=True, slots=True)
-class SessionIdRef:
+class SessionIdRef(msgspec.Struct, frozen=True):
     """A reference that is no key; the store looks it up as a session id."""
 
     value: str
@@ -334,7 +332,7 @@ def thread_key(
     parent: SessionKey, thread_id: str, *, word: Literal["thread", "topic"] = "thread"
 ) -> SessionKey:
     """A thread of a chat or of the main session. A thread has no threads of its own: it is replaced."""
-    return replace(parent, thread=Thread(thread_id, word))
+    return msgspec.structs.replace(parent, thread=Thread(thread_id, word))
 
 
 def owned_key(agent_id: str, shape: OwnedShape, owned_id: str) -> SessionKey:

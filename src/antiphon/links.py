@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from antiphon.bus import EventBus
 from antiphon.bus.local import LocalBus
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 LEASE = 0.6  # of the time after which a silent gateway's lanes are given to others, who find its runs free by then
 
 
-@dataclass(frozen=True, slots=True)
-class Links:
+class Links(msgspec.Struct, frozen=True):
     """What moves lanes and news, how patient the engine has to be with them, and how long a leave may take."""
 
     lanes: LaneEngine

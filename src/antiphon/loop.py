@@ -24,6 +24,7 @@ MIN_GROWTH_BYTES = (
 def run(main: Coroutine[Any, Any, T]) -> T:
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+    gc.enable()
     with asyncio.Runner(loop_factory=_factory()) as runner:
         return runner.run(_bounded(main))
 

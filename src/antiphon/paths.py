@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 CONFIG, DATABASE, LOG = "config.json5", "antiphon.db", "antiphon.log"  # in the state directory
 JOINED = "replicas"  # directories in it, of gateways that share a store with others on the same machine
 
 
-@dataclass(frozen=True, slots=True)
-class Paths:
+class Paths(msgspec.Struct, frozen=True):
     """Where this process keeps its things."""
 
     config: Path

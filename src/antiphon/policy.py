@@ -7,8 +7,9 @@ about what comes in, which is always recorded. Older names of rule fields are se
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from antiphon.keys import ChatType, parse
 
@@ -27,8 +28,7 @@ _ARGUMENTS: dict[str, SendCommand] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class SendRule:
+class SendRule(msgspec.Struct, frozen=True):
     """Matches when every field that is given matches; a rule without fields matches everything."""
 
     action: Decision = "allow"
@@ -40,16 +40,14 @@ class SendRule:
     """Tried on the whole key only."""
 
 
-@dataclass(frozen=True, slots=True)
-class SendPolicy:
+class SendPolicy(msgspec.Struct, frozen=True):
     """Rules have no order: one matching deny outweighs every allow."""
 
     rules: tuple[SendRule, ...] = ()
     default: Decision = "allow"
 
 
-@dataclass(frozen=True, slots=True)
-class _Facts:
+class _Facts(msgspec.Struct, frozen=True):
     channel: str | None
     chat_type: ChatType | None
     key: str

@@ -6,30 +6,35 @@ needs the extra `antiphon[otel]`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-
-from opentelemetry import trace
-from opentelemetry.trace import Span
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from typing import TYPE_CHECKING
 
 from antiphon.errors import ConfigError, install
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
 ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
-_tracer = trace.get_tracer("antiphon")
-_propagator = TraceContextTextMapPropagator()
-_NOBODY = nullcontext(None)
+_NO_SPAN = nullcontext(None)
 
 
 def span(
     name: str, parent: str | None = None, **attributes: str | int | None
 ) -> AbstractContextManager[Span | None]:
     """Something that takes time. `parent` is a `traceparent` that came with a request."""
-    if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
-        return _NOBODY
-    above = _propagator.extract({"traceparent": parent}) if parent else None
+    trace = sys.modules.get("opentelemetry.trace")  # a process that has not imported it collects nothing
+    if trace is None or isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        return _NO_SPAN
+    from opentelemetry.trace.propagation import tracecontext  # noqa: PLC0415
+
+    propagator = tracecontext.TraceContextTextMapPropagator()
+    above = propagator.extract({"traceparent": parent}) if parent else None
     given = {f"antiphon.{key}": value for key, value in attributes.items() if value is not None}
-    return _tracer.start_as_current_span(f"antiphon.{name}", context=above, attributes=given)
+    return trace.get_tracer("antiphon").start_as_current_span(
+        f"antiphon.{name}", context=above, attributes=given
+    )
 
 
 def export(environ: Mapping[str, str]) -> bool:
@@ -37,6 +42,7 @@ def export(environ: Mapping[str, str]) -> bool:
     if not environ.get(ENDPOINT):
         return False
     try:
+        from opentelemetry import trace  # noqa: PLC0415
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import (  # noqa: PLC0415 - an extra
             OTLPSpanExporter,
         )

@@ -483,7 +483,10 @@ async def test_retry_after_may_be_a_date(provider: Provider, seconds: int) -> No
     """Too far away for this patience or not, it is understood."""
     moment = format_datetime(datetime.now(UTC) + timedelta(seconds=seconds), usegmt=True)
     provider.script(Failure(status=503, headers=(("retry-after", moment),), body={"error": "back soon"}))
-    spec, patience = spec_for("openai-completions", provider.url), replace(HURRIED, retry_after=30.0)
+    spec, patience = (
+        spec_for("openai-completions", provider.url),
+        structs.replace(HURRIED, retry_after=30.0),
+    )
     if seconds < 30:
         assert (await step(spec, patience=patience)).text == "Hello there."
     else:
@@ -884,7 +887,7 @@ def test_what_a_provider_needs_survives_the_transcript(
     stored = decode(encode(answer))
     sent = conversation([User(content="hi", timestamp=1), stored], dialect)[1]
     assert isinstance(sent, ModelResponse)
-    back = blocks(sent.parts, replace(dialect, provider="system-name"), set())
+    back = blocks(sent.parts, structs.replace(dialect, provider="system-name"), set())
     assert back == answer.content
 
 

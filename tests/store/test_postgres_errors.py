@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import ssl
 import sys
-from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import cast
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -121,7 +121,7 @@ async def test_another_database_behind_a_reference_is_refused_before_any_package
 @pytest.mark.requirement("G21")
 async def test_a_user_without_rights_is_told(postgres: Postgres, server: Server, tmp_path: Path) -> None:
     await altered(server, f"CREATE ROLE guest LOGIN PASSWORD '{PASSWORD.replace(chr(39), chr(39) * 2)}'")
-    guest = replace(server, url=server.url.replace("antiphon@", "guest@"))
+    guest = msgspec.structs.replace(server, url=server.url.replace("antiphon@", "guest@"))
     try:
         with pytest.raises(StoreReadOnly, match="refuses this user") as caught:
             await within(PgStore.open(guest))
@@ -241,7 +241,7 @@ def test_no_name_of_a_server_has_a_part_of_its_password(password: str, where: st
 
 
 async def test_without_prepared_statements_it_is_the_same(server: Server) -> None:
-    async with opened(replace(server, prepared=False)) as store:
+    async with opened(msgspec.structs.replace(server, prepared=False)) as store:
         values = await within(asyncio.gather(*(store.tx(increase, "n") for _ in range(50))))
         assert sorted(values) == list(range(1, 51))
         assert await within(store.read(listing.page, listing.Wish(limit=5, search="some words"))) == []

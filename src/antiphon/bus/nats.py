@@ -16,7 +16,6 @@ import uuid
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -46,14 +45,13 @@ class _Parcel(msgspec.Struct, array_like=True, frozen=True):
     event: Event
 
 
-@dataclass(slots=True)
-class _Interest:
+class _Interest(msgspec.Struct):
     """A topic that somebody here listens to."""
 
     listeners: int = 0
     subscription: Subscription | None = None
     entering: asyncio.Task[None] | None = None
-    last: OrderedDict[str, int] = field(default_factory=OrderedDict[str, int])
+    last: OrderedDict[str, int] = msgspec.field(default_factory=OrderedDict[str, int])
 
 
 class NatsBus:

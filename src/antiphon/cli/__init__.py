@@ -6,6 +6,7 @@ runs, because `antiphon --version` is over before a model library would be loade
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -92,6 +93,7 @@ def root(ctx: click.Context) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The whole program; its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    gc.disable()  # imports make hardly any garbage; an event loop turns it on again
     os.umask(0o077)  # whatever is written holds conversations
     # Pydantic would look for plugins in the metadata of every installed package at each start.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")

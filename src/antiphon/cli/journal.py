@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import MutableMapping
+import time
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,10 +20,35 @@ from antiphon.store import TROUBLES
 
 MOST_BYTES = 2**20
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-ABOUT = ("run_id", "session_key")  # of what is given as `extra`; nothing else is written, whoever logs
+CONTEXT_FIELDS = (
+    "run_id",
+    "session_key",
+)  # of what is given as `extra`; nothing else is written, whoever logs
 
 
-class _Cleaned(logging.Formatter):
+class _JsonFormatter(logging.Formatter):
+    """One JSON object per line, its fields always in the same order."""
+
+    converter = time.gmtime
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
+
+    def format(self, record: logging.LogRecord) -> str:
+        event: dict[str, Any] = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": record.getMessage(),
+            **{name: getattr(record, name, None) for name in CONTEXT_FIELDS},
+            "exception": self.formatException(record.exc_info) if record.exc_info else None,
+        }
+        return json.dumps(
+            {name: clean(str(value)) for name, value in event.items() if value is not None},
+            ensure_ascii=False,
+        )
+
+
+class _CleanFormatter(logging.Formatter):
     """A log is read on a terminal, and quotes what others have said."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -43,7 +68,7 @@ class _File(_Unwritten, RotatingFileHandler): ...
 class _Terminal(_Unwritten, logging.StreamHandler[TextIO]):
     def __init__(self, format_: str) -> None:
         super().__init__()
-        self.setFormatter(_Cleaned(format_))
+        self.setFormatter(_CleanFormatter(format_))
 
 
 def keep_journal(state_dir: Path, *, debug: bool) -> None:
@@ -52,33 +77,9 @@ def keep_journal(state_dir: Path, *, debug: bool) -> None:
     That nothing can be kept for now is said there in any case: else whoever waits would not know what for.
     """
     file = _File(state_dir / LOG, maxBytes=MOST_BYTES, backupCount=2, delay=True, encoding="utf-8")
-    file.setFormatter(_lines())
+    file.setFormatter(_JsonFormatter())
     watched = _Terminal(FORMAT if debug else "%(message)s")
     if not debug:
         watched.addFilter(logging.Filter(TROUBLES))
     handlers: list[logging.Handler] = [file, watched]
     logging.basicConfig(level=logging.INFO if debug else logging.WARNING, handlers=handlers)
-
-
-def _lines() -> logging.Formatter:
-    from structlog import processors, stdlib
-
-    return stdlib.ProcessorFormatter(
-        foreign_pre_chain=[
-            stdlib.add_log_level,
-            stdlib.add_logger_name,
-            stdlib.ExtraAdder(ABOUT),
-            processors.TimeStamper(fmt="iso", utc=True, key="time"),
-        ],
-        processors=[
-            stdlib.ProcessorFormatter.remove_processors_meta,
-            processors.format_exc_info,
-            _in_order,
-            processors.JSONRenderer(serializer=json.dumps, ensure_ascii=False),
-        ],
-    )
-
-
-def _in_order(_: object, __: str, event: MutableMapping[str, Any]) -> dict[str, str]:
-    names = ("time", "level", "logger", "event", *ABOUT, "exception")
-    return {name: clean(str(event[name])) for name in names if event.get(name) is not None}

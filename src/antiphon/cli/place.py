@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import socket
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from antiphon.errors import ConfigError, StoreLocked, Unavailable
 from antiphon.paths import JOINED
@@ -19,8 +20,7 @@ MOST = 100  # replicas of one configuration on one machine
 PATIENCE = 3600.0  # seconds for one that started before to take its place, perhaps after a migration
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     state_dir: Path
     port: int | None
     turn: StateDir | None = None

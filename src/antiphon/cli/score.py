@@ -8,7 +8,6 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -40,8 +39,7 @@ class Move(NamedTuple):
 # --- what happened ---
 
 
-@dataclass
-class Tally:
+class Tally(msgspec.Struct):
     """How much one voice has said, and what that took."""
 
     runs: int = 0

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import click
+import msgspec
 
 from antiphon.paths import Paths, locate
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@dataclass
-class Settings:
+class Settings(msgspec.Struct):
     config: str | None = None
     state_dir: str | None = None
     json: bool = False

@@ -98,7 +98,7 @@ def _source(settings: Settings, origin: str) -> Path:
 
 def _server(config: Config, goal: str | None, password_file: Path | None) -> Server:
     """The server to move to, with the configuration's password only where it is the configuration's server."""
-    from dataclasses import replace
+    from msgspec.structs import replace
 
     from antiphon.store.opening import server_of
     from antiphon.store.postgres.connection import Server

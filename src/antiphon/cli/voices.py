@@ -7,8 +7,9 @@ turn if the two are in an exchange: `↔ helper, turn 2/5`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
 
 from antiphon.cli.output import agent_or_key, line
 from antiphon.errors import AntiphonError
@@ -25,15 +26,16 @@ TURN_PREFIX = "turn:"  # of the ids of runs that answer a reply of another sessi
 Item = Mapping[str, Any]
 
 
-@dataclass
-class Known:
+class Known(msgspec.Struct):
     """What has been looked up about the speakers in one session."""
 
     session_key: str = ""
     """The session whose entries are shown."""
-    labels: dict[str, str] = field(default_factory=dict[str, str])
+    labels: dict[str, str] = msgspec.field(default_factory=dict[str, str])
     """Labels of sub-agents by session key."""
-    exchanges: dict[str, ExchangeView | None] = field(default_factory=dict[str, "ExchangeView | None"])
+    exchanges: dict[str, ExchangeView | None] = msgspec.field(
+        default_factory=dict[str, "ExchangeView | None"]
+    )
 
     @property
     def agent(self) -> str:

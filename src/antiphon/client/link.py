@@ -7,7 +7,6 @@ import platform
 import uuid
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -31,8 +30,7 @@ Heard = tuple[str, Json]
 """The name of an event and what it says."""
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(msgspec.Struct, frozen=True):
     """Where a gateway is, and the secret it knows us by. The secret is in no text that is made of this."""
 
     url: str

@@ -3,9 +3,9 @@
 `AgentDefaults` and `AgentEntry` are what the file says; `AgentConfig` is what follows from both.
 """
 
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, cast
 
+import msgspec
 from pydantic import BeforeValidator, Field, Strict
 
 from antiphon.config.base import (
@@ -188,8 +188,7 @@ class Agents(Section):
     list: Annotated[tuple[AgentEntry, ...], Strict(False)] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolRules:
+class ToolRules(msgspec.Struct, frozen=True, kw_only=True):
     """What tools an agent has and how far its session tools reach, all levels considered."""
 
     visibility: Visibility
@@ -203,8 +202,7 @@ class ToolRules:
     deny: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentConfig:
+class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One agent with the defaults filled in."""
 
     id: str

@@ -7,10 +7,10 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pyjson5
 from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
@@ -29,8 +29,7 @@ from antiphon.paths import locate
 MAX_BYTES = 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(msgspec.Struct, frozen=True):
     """A config that can be used, where it came from, and what its owner should know of."""
 
     config: Config
@@ -118,8 +117,7 @@ def _validated(known: dict[str, Any], base: Path | None, file: str | None) -> Co
     raise combined(problems, file)
 
 
-@dataclass(frozen=True, slots=True)
-class _Exposure:
+class _Exposure(msgspec.Struct, frozen=True):
     why: str
     fix: str
 

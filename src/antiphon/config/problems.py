@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
+import msgspec
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
@@ -22,8 +22,7 @@ from antiphon.errors import ConfigError
 Location = Sequence[str | int]
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(msgspec.Struct, frozen=True):
     """One thing to mend. `hint` is empty when `what` already says what is allowed."""
 
     path: str

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, TypeGuard
 
 import msgspec
@@ -59,15 +58,14 @@ class Numbered(NamedTuple):
     run: int | None
 
 
-@dataclass(slots=True)
-class Context:
+class Context(msgspec.Struct):
     """Numbered messages, oldest first, as they are in the transcript (not yet mended).
 
     What stands for an answer that is missing has the number of the question after it.
     """
 
-    seqs: list[int] = field(default_factory=list[int])
-    messages: list[Message] = field(default_factory=list[Message])
+    seqs: list[int] = msgspec.field(default_factory=list[int])
+    messages: list[Message] = msgspec.field(default_factory=list[Message])
 
     def add(self, seq: int, message: Message) -> None:
         self.seqs.append(seq)

@@ -11,8 +11,9 @@ import logging
 import uuid
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
 
 from antiphon.bus import (
     EventBus,
@@ -60,8 +61,7 @@ STOPS = "stops"  # the topic on which every process hears of requests to stop
 IN_A_ROW = 64  # runs of one lane, after which others that wait for a place have theirs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """How patient the engine is. Times in seconds."""
 
     lease: float = 10.0
@@ -72,8 +72,7 @@ class Pace:
     max_attempts: int = 5
 
 
-@dataclass(slots=True)
-class _Play:
+class _Play(msgspec.Struct):
     """A run being played: how to stop it, and as what it then ends."""
 
     lane: int
@@ -149,7 +148,7 @@ class Engine:
 
     async def introduce(self, address: str) -> None:
         """Tell the others where this process can be reached."""
-        self._replica = replace(self._replica, address=address)
+        self._replica = msgspec.structs.replace(self._replica, address=address)
         await self._renew()
 
     async def accepted(self, accepted: Accepted) -> None:

@@ -7,7 +7,8 @@ again whenever an event shows a hole, is a `Gap`, or has been silent for a while
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+
+import msgspec
 
 from antiphon.bus import Event, EventBus, Gap, MessageAppended, SessionChanged
 from antiphon.engine import sessions, transcripts
@@ -18,8 +19,7 @@ LOOK_AGAIN = 5.0  # seconds of silence after which the rows are read anyway
 PAGE = 200
 
 
-@dataclass(slots=True)
-class _Place:
+class _Place(msgspec.Struct):
     """Where a feed is: the transcript it reads and the last number it has given out."""
 
     session: int

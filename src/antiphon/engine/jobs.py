@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import msgspec
@@ -113,8 +112,7 @@ class Job(Struct, frozen=True, kw_only=True):
     last_error: str | None
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(msgspec.Struct, frozen=True):
     """What every firing is judged by."""
 
     config: Config

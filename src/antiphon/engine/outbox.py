@@ -13,8 +13,9 @@ import logging
 import random
 from collections.abc import Mapping, Set
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from antiphon.bus import Delivered, EventBus, session_topic
 from antiphon.clock import Clock
@@ -63,15 +64,14 @@ class Channel(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Outbox:
+class Outbox(msgspec.Struct):
     store: Store
     bus: EventBus
     clock: Clock
     door: Door
-    channels: Mapping[str, Channel] = field(default_factory=dict[str, Channel])
-    _woken: asyncio.Event = field(default_factory=asyncio.Event)
-    _under_way: dict[str, asyncio.Task[None]] = field(default_factory=dict[str, asyncio.Task[None]])
+    channels: Mapping[str, Channel] = msgspec.field(default_factory=dict[str, Channel])
+    _woken: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
+    _under_way: dict[str, asyncio.Task[None]] = msgspec.field(default_factory=dict[str, asyncio.Task[None]])
 
     def wake(self) -> None:
         self._woken.set()

@@ -6,7 +6,7 @@ another when it is silent; two that both believe to have it do each other no har
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
@@ -14,8 +14,7 @@ from antiphon.store.queries import Queries
 SQL = Queries("replicas")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replica:
+class Replica(msgspec.Struct, frozen=True, kw_only=True):
     """What a process says of itself. `id` is new with every start."""
 
     id: str

@@ -6,9 +6,10 @@ Nothing is due unless it is configured. Carried out by the first message after i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import datetime, timedelta, tzinfo
 from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from antiphon.keys import SessionKey
 
@@ -24,8 +25,7 @@ Reason = Literal["daily", "idle"]
 ChatType = Literal["direct", "group", "thread"]
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(msgspec.Struct, frozen=True):
     at_hour: int | None = None
     """Local hour of the daily reset; None: there is none."""
     idle_minutes: int | None = None
@@ -38,8 +38,7 @@ class Rule:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
+class Rules(msgspec.Struct, frozen=True):
     by_type: dict[ChatType, Rule]
     by_channel: dict[str, Rule]
 

@@ -8,8 +8,9 @@ and commands goes by the same time as archived sessions, once it is over.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import TypeAlias
+
+import msgspec
 
 from antiphon.engine import sessions
 from antiphon.store import Store, Tx
@@ -26,8 +27,7 @@ OVER = (SQL.old_exchanges, SQL.old_tasks, SQL.old_deliveries, SQL.old_chains, SQ
 Step: TypeAlias = Callable[[Tx, str, int, int], Awaitable[list[str]]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keep:
+class Keep(msgspec.Struct, frozen=True, kw_only=True):
     """Days without activity before archiving, days in the archive before deleting; None is for ever."""
 
     archive_after_days: float | None = None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from time import monotonic
 from typing import NamedTuple
 
@@ -133,8 +132,7 @@ def _words(row: Row) -> str:
 # --- finding ---
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
     """What to look for. Of every group of `scopes` at least one word must fit; no group is no limit."""
 
     query: str
@@ -212,7 +210,8 @@ async def _walk(tx: Tx, match: Match, wish: Wish, until: float, wide: int = 1) -
         began = monotonic()
         newest = upto // BLOCK
         oldest = max(0, newest + 1 - wide)
-        here = replace(match, scopes=[*match.scopes, [of_block(n) for n in range(newest, oldest - 1, -1)]])
+        blocks = [of_block(n) for n in range(newest, oldest - 1, -1)]
+        here = msgspec.structs.replace(match, scopes=[*match.scopes, blocks])
         after = oldest * BLOCK - 1
         left = wish.limit - len(rows)
         found = await tx.all(SQL.find, match=here, after=after, upto=upto, limit=left, viewer=wish.viewer)

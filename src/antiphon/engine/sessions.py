@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 from antiphon import keys
 from antiphon.engine import search, transcripts
@@ -29,8 +30,7 @@ TASKS = Queries("tasks")
 SETTINGS = ("label", "display_name", "model", "thinking", "verbose", "send_policy", "archived")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Birth:
+class Birth(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a session when it is created."""
 
     agent_id: str | None = None

@@ -8,7 +8,6 @@ call that may have happened is reported to the model as interrupted and never re
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -39,8 +38,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     is_error: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tool:
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
     spec: ToolSpec
     invoke: Callable[[Call], Awaitable[Result]]
     after_crash: Literal["settle", "report"] = "report"
@@ -54,7 +52,7 @@ class Tool:
     """The tool as one agent sees it, by the agent's id: with the choices that this agent has."""
 
     def as_seen_by(self, agent_id: str) -> Tool:
-        return self if self.fit is None else replace(self, spec=self.fit(agent_id), fit=None)
+        return self if self.fit is None else msgspec.structs.replace(self, spec=self.fit(agent_id), fit=None)
 
 
 class Toolbox:

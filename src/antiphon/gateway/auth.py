@@ -10,9 +10,10 @@ from __future__ import annotations
 import hmac
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
+
+import msgspec
 
 from antiphon.access import ADMIN, Caller
 from antiphon.clock import Clock
@@ -28,8 +29,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 CARD = "Pass the right one; the owner's token is in tokens.json of the gateway's state directory."
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(msgspec.Struct, frozen=True):
     """Somebody with a right secret. `scopes` is what the record grants, before a client narrows it."""
 
     name: str

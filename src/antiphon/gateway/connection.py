@@ -13,8 +13,9 @@ import sys
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from antiphon.access import Caller
 from antiphon.gateway import frames
@@ -42,8 +43,7 @@ AGENT_TEXT_READERS = {
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True)
-class Client:
+class Client(msgspec.Struct, frozen=True):
     """Who connected, in their own words; nothing is decided by it."""
 
     id: str

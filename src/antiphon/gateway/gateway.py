@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from antiphon.gateway.auth import Guard
 from antiphon.host import House
 from antiphon.paths import DATABASE
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gateway:
+class Gateway(msgspec.Struct, frozen=True, kw_only=True):
     house: House
     guard: Guard
     state_dir: Path
     started_at: int
     """Milliseconds, by the house's clock."""
-    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    closing: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
     """Set when the process begins to stop: whoever streams ends its stream."""
 
     @property

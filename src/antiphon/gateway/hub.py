@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -75,18 +74,17 @@ NO_HEARTBEAT = {
 HOLD = 0.04  # seconds: see `Hub.acknowledged`
 
 
-@dataclass(slots=True, eq=False)
-class _Run:
+class _Run(msgspec.Struct, eq=False):
     """A run in progress and what clients have been sent of it. Only its current step is streamed."""
 
     session_key: str
-    pieces: list[str] = field(default_factory=list[str])
+    pieces: list[str] = msgspec.field(default_factory=list[str])
     """The text so far."""
     length: int = 0
     """Length of the text so far, in characters."""
-    unsent: list[str] = field(default_factory=list[str])
+    unsent: list[str] = msgspec.field(default_factory=list[str])
     """Text that readers of increments have not been sent yet."""
-    unsent_thinking: list[str] = field(default_factory=list[str])
+    unsent_thinking: list[str] = msgspec.field(default_factory=list[str])
     increments_due: float = 0.0
     whole_spent: int = 0
     """Length of all whole texts of this step that have been sent."""
@@ -94,9 +92,9 @@ class _Run:
     """Length from which the whole text is sent again."""
     whole_due: float = 0.0
     timer: asyncio.TimerHandle | None = None
-    followers: set[Connection] = field(default_factory=set[Connection])
+    followers: set[Connection] = msgspec.field(default_factory=set[Connection])
     """Readers of increments that have been sent all of the text so far."""
-    left_out: set[Connection] = field(default_factory=set[Connection])
+    left_out: set[Connection] = msgspec.field(default_factory=set[Connection])
     """Readers that get no more of this step's text: they lagged, or have the entry that completes it."""
     seq: int = 0
     """Sequence number of the last entry of the run that has completed a step."""

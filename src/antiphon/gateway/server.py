@@ -12,10 +12,10 @@ import os
 import socket
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
+import msgspec
 import uvicorn
 
 from antiphon.config import Config
@@ -37,8 +37,7 @@ BACKLOG = 2048
 STALLED = 30_000  # ms after which the system gives up a peer that takes nothing
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
+class Served(msgspec.Struct, frozen=True):
     """A gateway that is listening."""
 
     url: str

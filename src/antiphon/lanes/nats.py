@@ -14,8 +14,9 @@ import itertools
 import logging
 import random
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from antiphon.errors import AntiphonError
 from antiphon.lanes import Drain, Waiting
@@ -33,8 +34,7 @@ OURS = 0.8  # the part of `ack_wait` we count on: the server's clock for a lease
 BREATH = 256  # messages written before others have their turn
 
 
-@dataclass(slots=True)
-class _Lease:
+class _Lease(msgspec.Struct):
     """A message in our hands: where to answer it, and until when nobody else can have been given it."""
 
     reply: str

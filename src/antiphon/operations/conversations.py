@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from antiphon import access
 from antiphon.access import READ, Caller
@@ -27,8 +28,7 @@ LABEL_MOST = 100  # characters
 _PATIENT = Caller.operator([READ])
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
+class _Plan(msgspec.Struct, frozen=True):
     """What is to become of a session when it is idle: whether that was done before, may be done, and doing it."""
 
     done: Callable[[Tx, int], Awaitable[bool]]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -265,7 +264,7 @@ class Rules:
         return [id for id in self._config.agent_ids if id == agent_id or access.matches(id, patterns)]
 
     def _envelope(self, actor: Caller, target: AgentConfig, parent: Envelope) -> Envelope:
-        above = replace(actor, cap=parent.cap)
+        above = msgspec.structs.replace(actor, cap=parent.cap)
         depth = max(0, parent.depth - 1)
         grants = self._door.grants(Caller.agent(target.id, "agent:x:main"))
         return Envelope(

@@ -8,7 +8,6 @@ runtime keeps no state between steps, knows no store and never runs a tool.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -16,8 +15,7 @@ import msgspec
 from antiphon.messages import Assistant, Message
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolSpec:
+class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A tool as the model sees it."""
 
     name: str

@@ -7,7 +7,6 @@ for the reader to judge, and what its tokens cost is not known here.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
@@ -82,15 +81,14 @@ def _halved_chunk_in(data: bytes) -> Chunk:
         raise Unreadable("a piece of the stream cannot be read") from None
 
 
-@dataclass(slots=True, eq=False)
-class _Part:
+class _Part(msgspec.Struct, eq=False):
     """A block of the answer while it grows. `source` is the field it comes from, `tags` or `call`."""
 
     source: str
-    pieces: list[str] = field(default_factory=list[str])
+    pieces: list[str] = msgspec.field(default_factory=list[str])
     arguments: _Json | None = None
     """Of a call whose server sends them as an object, and not as text."""
-    names: list[str] = field(default_factory=list[str])
+    names: list[str] = msgspec.field(default_factory=list[str])
     id: str = ""
     extra: Any = None
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import cast
+
+import msgspec
 
 from antiphon.runtimes.model import ModelSpec
 
@@ -28,8 +29,7 @@ VENDORS_OF_THE_LIBRARY = ("cohere", "google", "groq", "meta", "meta-llama", "mis
 _ORDER = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
-@dataclass(frozen=True, slots=True)
-class _Support:
+class _Support(msgspec.Struct, frozen=True):
     """What a family of models takes, the least first."""
 
     efforts: tuple[str, ...]

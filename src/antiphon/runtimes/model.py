@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
+import msgspec
+
 from antiphon.clock import Clock
 from antiphon.config.addresses import shown_url
 from antiphon.errors import ContextOverflow, CredentialsRefused, ProviderError
@@ -42,8 +44,7 @@ instead of running the tool. The text goes back to the model as it was written.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Price:
+class Price(msgspec.Struct, frozen=True, kw_only=True):
     """US dollars per million tokens; what has no price here is unknown, not free."""
 
     input: float | None = None
@@ -75,8 +76,7 @@ class ModelSpec:
     """None means the bundled price list, and an unknown cost for what is not on it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class Patience(msgspec.Struct, frozen=True, kw_only=True):
     """How often and how long a step tries before it gives up. Times are in seconds."""
 
     attempts: int = 4

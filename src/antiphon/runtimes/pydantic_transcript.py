@@ -15,7 +15,6 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any
 
@@ -61,8 +60,7 @@ from antiphon.runtimes.tool_calls import KEPT_TOOL_CALLS, sendable_id, tool_call
 _RequestPart = UserPromptPart | ToolReturnPart
 
 
-@dataclass(frozen=True, slots=True)
-class Dialect:
+class Dialect(msgspec.Struct, frozen=True):
     """What has to be known of the model a conversation is meant for."""
 
     api: Api

@@ -23,9 +23,10 @@ import asyncio
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from hashlib import blake2s
 from typing import Any, cast
+
+import msgspec
 
 from antiphon.clock import Clock, SystemClock
 from antiphon.errors import ProviderError
@@ -46,20 +47,18 @@ _CALL = re.compile(r"call\s+(\S+)\s*")
 _PLUS = re.compile(r"\s*\+\s*(?=call\s)")
 
 
-@dataclass(slots=True)
-class _Act:
+class _Act(msgspec.Struct):
     """What one step does: think, then ask for tools; the last act has no calls and replies."""
 
-    thoughts: list[str] = field(default_factory=list[str])
-    calls: list[tuple[str, dict[str, Any]]] = field(default_factory=list[tuple[str, dict[str, Any]]])
+    thoughts: list[str] = msgspec.field(default_factory=list[str])
+    calls: list[tuple[str, dict[str, Any]]] = msgspec.field(default_factory=list[tuple[str, dict[str, Any]]])
 
 
-@dataclass(slots=True)
-class _Script:
+class _Script(msgspec.Struct):
     acts: list[_Act]
     """Those that call tools, in order."""
     ending: _Act
-    lines: list[str] = field(default_factory=list[str])
+    lines: list[str] = msgspec.field(default_factory=list[str])
     """What `say` said."""
     seconds: float = 0.0
     failure: str | None = None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -29,8 +28,7 @@ MOST_AGENTS = 10_000  # that are told apart
 KINDS = ("main", "group", "cron", "hook", "node", "other")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
     """What to list. `agents` None means every agent; `own_key` and `descendants` add the caller's own tree."""
 
     limit: int
@@ -93,7 +91,7 @@ async def page(tx: Tx, wish: Wish) -> list[Listed]:
     if wish.own_key is None:
         return sorted(await _found(tx, wish, prefix=prefix), key=_place)
     # A session of the own tree may be in another stream, too.
-    found = await _found(tx, replace(wish, limit=2 * wish.limit), prefix=prefix)
+    found = await _found(tx, msgspec.structs.replace(wish, limit=2 * wish.limit), prefix=prefix)
     return sorted({row.id: row for row in found}.values(), key=_place)[: wish.limit]
 
 

@@ -10,10 +10,11 @@ import sqlite3
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Self, cast
+
+import msgspec
 
 from antiphon.errors import StoreDamaged
 from antiphon.store.sqlite import check_file
@@ -35,8 +36,7 @@ _KINDS: dict[str, Kind] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True):
     """Rows as they can be stored anywhere; `last` is the key of the last of them as it is here."""
 
     rows: Sequence[tuple[Value, ...]]

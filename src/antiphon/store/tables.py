@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+import msgspec
 
 Value: TypeAlias = str | int | float | None
 Key: TypeAlias = tuple[str | int, ...]
@@ -23,14 +24,12 @@ _TAGS: dict[Kind, bytes] = {"integer": b"\1", "real": b"\2", "text": b"\3"}
 _NOTHING = b"\0"
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(msgspec.Struct, frozen=True):
     name: str
     kind: Kind
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(msgspec.Struct, frozen=True):
     """`key` names the columns of its primary key, by which its rows are read."""
 
     name: str
@@ -46,8 +45,7 @@ class Table:
         return tuple(part for name in self.key if isinstance(part := row[names.index(name)], str | int))
 
 
-@dataclass(slots=True)
-class Sum:
+class Sum(msgspec.Struct):
     """How many rows there are and what they amount to."""
 
     rows: int = 0

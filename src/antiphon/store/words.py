@@ -11,8 +11,9 @@ import re
 import unicodedata
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
+
+import msgspec
 
 _WORD = re.compile(r"[^\W_]+")
 _LONGEST = 128  # characters of a word that are looked at
@@ -35,8 +36,7 @@ def words(text: str) -> list[str]:
     return [word[:_LONGEST] for word in _WORD.findall(folded(text))]
 
 
-@dataclass(frozen=True, slots=True)
-class Vector:
+class Vector(msgspec.Struct, frozen=True):
     """The words of a text with their places, and beside them those of a scope, which are never mistaken for them."""
 
     text: str
@@ -52,8 +52,7 @@ class Vector:
         return " ".join([*said, *(_quoted(f"~{word}") for word in self.scope.lower().split())])
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(msgspec.Struct, frozen=True, dict=True):
     """Texts with all of `phrases`, one of `either` if there are any, and of every group of `scopes` one word.
 
     With `beginning`, the last phrase may end in the middle of a word. Nothing asked for is nothing found.

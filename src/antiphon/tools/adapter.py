@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from antiphon.engine.toolbox import Call, Result, Tool
 from antiphon.errors import AntiphonError
@@ -57,6 +58,6 @@ def _fitting(spec: ToolSpec, agents: Callable[[str], Sequence[str]]) -> Callable
     def fit(agent_id: str) -> ToolSpec:
         narrowed = copy.deepcopy(dict(spec.parameters))
         narrowed["properties"]["agentId"]["enum"] = list(agents(agent_id))
-        return replace(spec, parameters=narrowed)
+        return msgspec.structs.replace(spec, parameters=narrowed)
 
     return fit

@@ -13,7 +13,6 @@ import os.path
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
@@ -85,24 +84,21 @@ class Imported(msgspec.Struct, rename="camel", kw_only=True):
     """Agents of imported sessions that are not configured here, so that nobody answers for them yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class Folder:
+class Folder(msgspec.Struct, frozen=True):
     """A directory with a `sessions.json`, and the agent that its short keys belong to."""
 
     path: Path
     agent_id: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Past:
+class Past(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation that ended before the current one of its key began, or was left for it."""
 
     told: Told
     file: Path
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Found(msgspec.Struct, frozen=True, kw_only=True):
     """One session of a `sessions.json`."""
 
     key: SessionKey
@@ -144,16 +140,14 @@ class Found:
         return str(self.entry.get("label"))
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(msgspec.Struct, frozen=True):
     """What there is to import, and the report on it as far as reading the indexes has come."""
 
     sessions: Sequence[Found]
     report: Imported
 
 
-@dataclass(slots=True)
-class _Done:
+class _Done(msgspec.Struct):
     outcome: Outcome = "skipped"
     past: int = 0
     messages: int = 0

@@ -19,9 +19,10 @@ import os
 from collections import deque
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from antiphon.bus import Event, EventBus, Gap, SessionChanged
 from antiphon.clock import Clock, SystemClock
@@ -46,8 +47,7 @@ FILES = 4096  # whose place is remembered, the most recently changed ones
 CATCH_UP_PAUSE_SECONDS = 0.05  # between two files that are written only because they are behind
 
 
-@dataclass(slots=True)
-class _Place:
+class _Place(msgspec.Struct):
     """How far a file has got: the last number in it, and that entry's id. At 0 it is begun anew."""
 
     seq: int = 0

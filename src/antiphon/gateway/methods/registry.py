@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,8 +19,7 @@ from antiphon.operations import Operations
 P = TypeVar("P", bound=Params)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """One request: who asks is `caller`, from the server's own record."""
 
     gateway: Gateway
@@ -46,8 +44,7 @@ class Call:
         return self.gateway.house.clock.now()
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
+class Method(msgspec.Struct, frozen=True):
     name: str
     scope: str
     params: type[Params]

@@ -6,9 +6,10 @@ import re
 import ssl
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 from urllib.parse import urlsplit
+
+import msgspec
 
 from antiphon.errors import AntiphonError, StoreError, StoreFull, StoreReadOnly, install
 from antiphon.store import Row
@@ -119,8 +120,7 @@ async def _heard(answer: Awaitable[T]) -> T:
         raise Lost(error) from error
 
 
-@dataclass(frozen=True, slots=True)
-class Server:
+class Server(msgspec.Struct, frozen=True):
     """Where the database is and how to get in; what the URL says is not repeated."""
 
     url: str

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import msgspec
@@ -57,12 +56,11 @@ class Filling(Connection, Protocol):
     ) -> str: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(msgspec.Struct, frozen=True):
     """How far a table is: the last key that was copied, and what the rows up to it amount to."""
 
     last: Key | None = None
-    sum: Sum = field(default_factory=Sum)
+    sum: Sum = msgspec.field(default_factory=Sum)
     replaced: int = 0
 
 
