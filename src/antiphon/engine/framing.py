@@ -14,6 +14,7 @@ import re
 import secrets
 import unicodedata
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 import msgspec
@@ -64,6 +65,7 @@ async def installation_secret(tx: Tx) -> bytes:
     return bytes.fromhex(row["value"])
 
 
+@lru_cache(maxsize=4096)  # every run of a conversation asks for its own
 def nonce_of(secret: bytes, session_key: str, session_id: str) -> str:
     """The number in the markers of one conversation."""
     digest = hmac.new(secret, f"{session_key}\n{session_id}".encode(errors="surrogatepass"), hashlib.sha256)

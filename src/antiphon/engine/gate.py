@@ -67,6 +67,7 @@ def has_token(text: str) -> bool:
     return _TOKEN.search(text.translate(_FOLDING)) is not None
 
 
+@lru_cache(maxsize=256)  # every answer repeats the name of its model
 def is_plain_name(name: str) -> bool:
     """Whether a name that came from outside holds no control token, marker, session key or secret."""
     folded = name.translate(_FOLDING)

@@ -49,17 +49,20 @@ class TranscriptFiles:
 
     async def look_for(self, sessions: Iterable[tuple[str, str]]) -> None:
         """Find the files of these sessions, each given by its id and its key."""
-        missing = {session_id: key for session_id, key in sessions if session_id not in self._known}
+        now = time.monotonic()
+        missing = {
+            session_id: key
+            for session_id, key in sessions
+            if session_id not in self._known and self._retry_at.get(session_id, now) <= now
+        }
         if not missing:
             return
         for session_id in await asyncio.to_thread(_find, self.folder, list(missing)):
             self.add(session_id)
             del missing[session_id]
-        now = time.monotonic()
-        due = {id_: key for id_, key in missing.items() if self._retry_at.get(id_, now) <= now}
-        if due and self._writer is not None:
-            await self._write(self._writer, list(due.values()))
-            for session_id in due:
+        if missing and self._writer is not None:
+            await self._write(self._writer, list(missing.values()))
+            for session_id in missing:
                 self._note(session_id, now + RETRY_SECONDS)
 
     def _note(self, session_id: str, retry_at: float) -> None:

@@ -63,13 +63,15 @@ def header(session_id: str, started_at: int, cwd: str) -> bytes:
 
 def line(entry: Entry, parent: str | None, first_kept: str | None = None) -> bytes | None:
     """One stored entry, or None when what is stored is not JSON. `first_kept` is for compactions."""
+    at = iso(entry.created_at)
+    if entry.role != COMPACTION:
+        if not _is_object(entry.body):
+            return None
+        said = _Said("message", entry.id, parent, at, msgspec.Raw(_one_line(entry.body).encode()))
+        return msgspec.json.encode(said) + b"\n"
     body = as_object(entry.body)
     if body is None:
         return None
-    at = iso(entry.created_at)
-    if entry.role != COMPACTION:
-        said = _Said("message", entry.id, parent, at, msgspec.Raw(_one_line(entry.body).encode()))
-        return msgspec.json.encode(said) + b"\n"
     rest = {name: value for name, value in body.items() if name not in _BODY_FIELDS}
     return _line(
         type=COMPACTION,
@@ -96,6 +98,21 @@ def as_object(text: str | bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return cast("dict[str, Any]", found) if isinstance(found, dict) else None
+
+
+class _Object(msgspec.Struct):
+    """Any JSON object: its fields are passed over, which is cheaper than to build them."""
+
+
+_object_decoder = msgspec.json.Decoder(_Object)
+
+
+def _is_object(text: str) -> bool:
+    try:
+        _object_decoder.decode(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 class _Said(msgspec.Struct, rename="camel"):

@@ -1,0 +1,41 @@
+"""Transcript files that rows name: found once, written if missing, and not looked for with every list."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from antiphon.store import transcript_files
+from antiphon.store.transcript_files import TranscriptFiles
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_file_that_cannot_be_written_is_neither_looked_for_nor_tried_with_every_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[list[str]] = []
+
+    async def write(keys: list[str]) -> None:
+        written.append(keys)
+
+    files = TranscriptFiles(tmp_path, write)
+    (tmp_path / "there.jsonl").touch()
+    sessions = [("there", "agent:main:a"), ("missing", "agent:main:b")]
+    await files.look_for(sessions)
+    assert files.path_of("there") == f"{tmp_path}/there.jsonl"
+    assert files.path_of("missing") is None
+    assert written == [["agent:main:b"]]
+
+    def look(folder: Path, session_ids: list[str]) -> list[str]:
+        raise AssertionError(f"looked for {session_ids}")
+
+    monkeypatch.setattr(transcript_files, "_find", look)
+    await files.look_for(sessions)
+    assert written == [["agent:main:b"]]
+    monkeypatch.undo()
+    monkeypatch.setattr(transcript_files.time, "monotonic", lambda: 10.0**9)
+    (tmp_path / "missing.jsonl").touch()
+    await files.look_for(sessions)
+    assert files.path_of("missing") == f"{tmp_path}/missing.jsonl"
