@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,7 +36,7 @@ async def test_a_file_that_cannot_be_written_is_neither_looked_for_nor_tried_wit
     await files.look_for(sessions)
     assert written == [["agent:main:b"]]
     monkeypatch.undo()
-    monkeypatch.setattr(transcript_files.time, "monotonic", lambda: 10.0**9)
+    monkeypatch.setattr(transcript_files, "time", SimpleNamespace(monotonic=lambda: 10.0**9))
     (tmp_path / "missing.jsonl").touch()
     await files.look_for(sessions)
     assert files.path_of("missing") == f"{tmp_path}/missing.jsonl"
