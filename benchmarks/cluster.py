@@ -28,15 +28,15 @@ from tests.cluster.database import PASSWORD, Postgres
 from tests.cluster.servers import NatsServer, nats_server
 
 from antiphon.access import Caller
+from antiphon.app import App, open_app
 from antiphon.config import Config, parse
-from antiphon.host import House, house
+from antiphon.event_loop import run
 from antiphon.lanes.nats import NatsLanes
-from antiphon.loop import run
-from antiphon.operations import ListFilter, Message
+from antiphon.operations import IncomingMessage, ListFilter
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import FunctionRuntime
 from antiphon.store.postgres import PgStore
-from antiphon.store.postgres.connection import Server
+from antiphon.store.postgres.connection import PgServer
 from figures import Figure, at_least, at_most, main, p95, typical_p95
 
 OPERATOR = Caller.operator()
@@ -71,14 +71,16 @@ async def servers() -> AsyncGenerator[tuple[Postgres, NatsServer]]:
 
 
 @asynccontextmanager
-async def replicas(count: int, given: dict[str, Any], agent: Any = instant) -> AsyncGenerator[list[House]]:
+async def replicas(count: int, given: dict[str, Any], agent: Any = instant) -> AsyncGenerator[list[App]]:
     """In this process, as far from each other as processes are: they share servers and nothing else."""
     async with AsyncExitStack() as stack:
-        houses: list[House] = []
+        houses: list[App] = []
         for _ in range(count):
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             functions = {"main": FunctionRuntime(agent, history=False)}
-            houses.append(await stack.enter_async_context(house(config(given), folder, functions=functions)))
+            houses.append(
+                await stack.enter_async_context(open_app(config(given), folder, functions=functions))
+            )
         yield houses
 
 
@@ -95,7 +97,7 @@ async def turns(counts: dict[str, int]) -> list[Figure]:
         given = settings((await postgres.database("turns")).url, nats)
         async with replicas(1, given, marking) as (one,):
             for number in range(counts["turns"]):
-                message = Message(session=f"agent:main:dm:{number % 20}", content="hello")
+                message = IncomingMessage(session=f"agent:main:dm:{number % 20}", content="hello")
                 began = time.perf_counter()
                 accepted = await one.operations.submit(OPERATOR, message)
                 at = time.perf_counter()
@@ -118,7 +120,7 @@ async def runs(counts: dict[str, int]) -> list[Figure]:
             async def speak(number: int) -> None:
                 operations = houses[number % 2].operations
                 for _ in range(counts["runs"] // 100):
-                    message = Message(session=f"agent:main:dm:{number}", content="hello")
+                    message = IncomingMessage(session=f"agent:main:dm:{number}", content="hello")
                     accepted = await operations.submit(OPERATOR, message)
                     await operations.wait(OPERATOR, accepted.run_id, BOUND)
 
@@ -140,7 +142,7 @@ async def takeover(counts: dict[str, int]) -> list[Figure]:
     return [at_most("takeover of a killed replica's run", max(seconds), "s", counts["ack"] + 1)]
 
 
-async def _killed(watcher: House, given: dict[str, Any], number: int) -> float:
+async def _killed(watcher: App, given: dict[str, Any], number: int) -> float:
     """One that never answers is started first and gets the run; then it is killed, and the watcher has it."""
     given = {**given, "agents": {"list": [{"id": "main"}, {"id": f"slow{number}"}]}}
     process = await asyncio.create_subprocess_exec(
@@ -175,7 +177,9 @@ async def be_replica(given: dict[str, Any]) -> None:
     async with replicas(1, given, forever) as (one,):
         session = sys.stdin.readline().strip()
         while not begun.is_set():  # the watcher may be quicker: then another message is tried
-            accepted = await one.operations.submit(OPERATOR, Message(session=session, content="hello"))
+            accepted = await one.operations.submit(
+                OPERATOR, IncomingMessage(session=session, content="hello")
+            )
             view = await one.operations.wait(OPERATOR, accepted.run_id, 1.0)
             if view.state == "ok":
                 continue
@@ -190,7 +194,7 @@ async def lists(counts: dict[str, int]) -> list[Figure]:
         await _fill(server, counts["sessions"])
         with tempfile.TemporaryDirectory() as folder:
             store = {"url": server.url, "password": PASSWORD}
-            async with house(config({"store": store}), Path(folder)) as one:
+            async with open_app(config({"store": store}), Path(folder)) as one:
                 newest = await typical_p95(lambda: one.operations.list(OPERATOR, ListFilter(limit=200)))
                 kinds = ListFilter(limit=200, kinds=["main", "group"])
                 some = await typical_p95(lambda: one.operations.list(OPERATOR, kinds))
@@ -215,7 +219,7 @@ FROM generate_series(1, CAST($2 AS BIGINT)) AS i
 """
 
 
-async def _fill(server: Server, count: int) -> None:
+async def _fill(server: PgServer, count: int) -> None:
     store = await PgStore.open(server)
     await store.close()
     connection = await server.connect()

@@ -22,20 +22,21 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from antiphon.access import Caller
+from antiphon.app import open_app_operations, open_operations_readonly
 from antiphon.config import Config, parse
-from antiphon.engine import sessions, transcripts
-from antiphon.host import hosting, looking
-from antiphon.messages import Text, User
-from antiphon.operations import HistoryFilter, ListFilter, Message, Operations
+from antiphon.engine.sessions import session_rows, transcripts
+from antiphon.messages import TextBlock, UserMessage
+from antiphon.operations import HistoryFilter, IncomingMessage, ListFilter, Operations
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import FunctionRuntime
 from antiphon.store import Tx
-from antiphon.store.sqlite import SqliteStore
+from antiphon.store.sqlite.store import SqliteStore
 from figures import Figure, at_least, at_most, main, p95, typical_p95
 
 OPERATOR = Caller.operator()
@@ -65,15 +66,19 @@ async def instant(prompt: Prompt) -> str:
 
 
 @asynccontextmanager
-async def host(agent: Callable[[Prompt], Awaitable[str]] = instant) -> AsyncGenerator[Operations]:
+async def host(
+    agent: Callable[[Prompt], Awaitable[str]] = instant, *, transcript_files: bool = False
+) -> AsyncGenerator[Operations]:
+    """An engine without transcript files, unless they are asked for: they are measured apart."""
+    config, _ = parse({"session": {"transcripts": {"mirror": transcript_files}}})
     with tempfile.TemporaryDirectory() as folder:
         functions = {"main": FunctionRuntime(agent, history=False)}
-        async with hosting(Config(), Path(folder), functions=functions) as operations:
+        async with open_app_operations(config, Path(folder), functions=functions) as operations:
             yield operations
 
 
 async def one_run(operations: Operations, session: str) -> None:
-    accepted = await operations.submit(OPERATOR, Message(session=session, content="hello"))
+    accepted = await operations.submit(OPERATOR, IncomingMessage(session=session, content="hello"))
     view = await operations.wait(OPERATOR, accepted.run_id, 30)
     assert view.state == "ok", view
 
@@ -89,7 +94,7 @@ async def latency(counts: dict[str, int]) -> list[Figure]:
     waits: list[float] = []
     async with host(agent) as operations:
         for _ in range(counts["latency"]):
-            accepted = await operations.submit(OPERATOR, Message(session="main", content="hello"))
+            accepted = await operations.submit(OPERATOR, IncomingMessage(session="main", content="hello"))
             at = time.perf_counter()
             await operations.wait(OPERATOR, accepted.run_id, 30)
             waits.append((started[-1] - at) * 1000)
@@ -101,22 +106,25 @@ async def latency(counts: dict[str, int]) -> list[Figure]:
 
 async def runs(counts: dict[str, int]) -> list[Figure]:
     """100 sessions: with their messages queued up, and one at a time (the next when the last is answered)."""
-    async with host() as operations:
 
-        async def queued(session: str) -> None:
-            for _ in range(counts["runs"] - 1):
-                await operations.submit(OPERATOR, Message(session=session, content="hello"))
+    async def queued(operations: Operations, session: str) -> None:
+        for _ in range(counts["runs"] - 1):
+            await operations.submit(OPERATOR, IncomingMessage(session=session, content="hello"))
+        await one_run(operations, session)
+
+    async def in_turn(operations: Operations, session: str) -> None:
+        for _ in range(counts["runs"]):
             await one_run(operations, session)
 
-        async def in_turn(session: str) -> None:
-            for _ in range(counts["runs"]):
-                await one_run(operations, session)
-
-        throughput, cpu = await rate(queued, counts)
-        closed, closed_cpu = await rate(in_turn, counts)
+    async with host() as operations:
+        throughput, cpu = await rate(partial(queued, operations), counts)
+        closed, closed_cpu = await rate(partial(in_turn, operations), counts)
+    async with host(transcript_files=True) as operations:
+        _, mirrored_cpu = await rate(partial(queued, operations), counts)
     return [
         at_least("runs/s, instant agent, 100 sessions", throughput, "/s", 3000),
         at_most("… CPU per run", cpu, "ms", 0.5),
+        at_most("… CPU per run, with transcript files", mirrored_cpu, "ms", 0.65),
         at_least("runs/s, each session waiting for its answers", closed, "/s", 1500),
         at_most("… CPU per run and wait", closed_cpu, "ms", 0.8),
     ]
@@ -140,9 +148,9 @@ async def appends(counts: dict[str, int]) -> list[Figure]:
 
     async def append(tx: Tx, session: int) -> None:
         now = time.time_ns() // 1_000_000
-        row = await tx.one(sessions.SQL.advance_unfenced, id=session, count=1, now=now)
+        row = await tx.one(session_rows.SQL.advance_unfenced, id=session, count=1, now=now)
         assert row is not None
-        message = User(content=[Text(text="x" * 400)], timestamp=now)
+        message = UserMessage(content=[TextBlock(text="x" * 400)], timestamp=now)
         await transcripts.append(tx, row["transcript"], row["last_seq"], None, [message], now)
 
     async def writer(store: SqliteStore, session: int, times: int) -> None:
@@ -226,7 +234,7 @@ async def lists(counts: dict[str, int]) -> list[Figure]:
             await (await SqliteStore.open(path)).close()
             fill_sessions(path, size)
             os.sync()  # what filling it has left to write is not what is measured
-            async with looking(Config(), Path(folder)) as operations:
+            async with open_operations_readonly(Config(), Path(folder)) as operations:
                 nothing = await typical_p95(lambda: operations.describe(OPERATOR, "agent:a1:dashboard:1"))
                 figures.append(at_most(f"one session, {size:,}, p95: the machine's unrest", nothing, "ms", 1))
                 for name, wanted in FILTERS.items():
@@ -262,10 +270,12 @@ async def history(counts: dict[str, int]) -> list[Figure]:
         )
         db.commit()
         db.close()
-        async with looking(Config(), Path(folder)) as operations:
+        async with open_operations_readonly(Config(), Path(folder)) as operations:
 
             async def once() -> None:
-                page = await operations.history(OPERATOR, "agent:a1:dashboard:1", HistoryFilter(limit=200))
+                page = await operations.read_history(
+                    OPERATOR, "agent:a1:dashboard:1", HistoryFilter(limit=200)
+                )
                 assert len(page.messages) == 200
 
             return [at_most("last 200 of 100,000 entries, p95", await typical_p95(once), "ms", 10)]
@@ -274,7 +284,7 @@ async def history(counts: dict[str, int]) -> list[Figure]:
 async def http(counts: dict[str, int]) -> list[Figure]:
     """A whole turn against a streaming HTTP model in another process: CPU of this process only."""
     server = subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, str(ROOT / "tests" / "providers.py"), "--port", "0"],
+        [sys.executable, str(ROOT / "tests" / "support" / "model_provider.py"), "--port", "0"],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -286,7 +296,7 @@ async def http(counts: dict[str, int]) -> list[Figure]:
         cpus: list[float] = []
         walls: list[float] = []
         with tempfile.TemporaryDirectory() as folder:
-            async with hosting(config, Path(folder)) as operations:
+            async with open_app_operations(config, Path(folder)) as operations:
                 await one_run(operations, "main")
                 for _ in range(counts["http"]):
                     await operations.renew(OPERATOR, "main")
@@ -326,7 +336,7 @@ async def commands(counts: dict[str, int]) -> list[Figure]:
     """
     with tempfile.TemporaryDirectory() as folder:
         state = Path(folder) / "state"
-        async with hosting(Config(), state) as operations:
+        async with open_app_operations(Config(), state) as operations:
             await one_run(operations, "main")
         figures = [at_most("antiphon --version", command_time(folder, ["--version"]), "s", 0.15)]
         for words in ("status", "sessions list", "sessions history main", "deliveries"):

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from antiphon import loop
+from antiphon import event_loop
 
 
 class Figure(NamedTuple):
@@ -69,7 +69,7 @@ def main(about: str | None, parts: Mapping[str, Part], counts: dict[str, int], q
     print(f"{load()}; Python {sys.version.split()[0]}, SQLite {sqlite3.sqlite_version}")
     missed = 0
     for part in given.parts or parts:
-        for figure in loop.run(parts[part](quick if given.quick else counts)):
+        for figure in event_loop.run(parts[part](quick if given.quick else counts)):
             missed += not figure.good
             mark = "ok  " if figure.good else "MISS"
             print(

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from antiphon.store.sqlite import SqliteStore
+from antiphon.store.sqlite.store import SqliteStore
 from core import command_time, fill_sessions
 from figures import Figure, at_least, at_most, main, timed, typical_p95
 from wire import Client, Wire
@@ -281,7 +281,11 @@ async def _turns(running: Up, counts: dict[str, int], model: str) -> list[Figure
 async def http_turns(counts: dict[str, int]) -> list[Figure]:
     """The same with a model that streams over HTTP, from a process beside this one."""
     provider = await asyncio.create_subprocess_exec(
-        sys.executable, str(ROOT / "tests" / "providers.py"), "--port", "0", stdout=subprocess.PIPE
+        sys.executable,
+        str(ROOT / "tests" / "support" / "model_provider.py"),
+        "--port",
+        "0",
+        stdout=subprocess.PIPE,
     )
     try:
         assert provider.stdout is not None

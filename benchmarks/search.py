@@ -20,11 +20,11 @@ from time import perf_counter
 from typing import Any
 
 from antiphon.access import Caller
+from antiphon.app import open_operations_readonly
 from antiphon.config import Config
-from antiphon.engine import search
-from antiphon.host import looking
+from antiphon.engine.sessions import search
 from antiphon.operations import Operations
-from antiphon.store.sqlite import SqliteStore
+from antiphon.store.sqlite.store import SqliteStore
 from core import fill_sessions
 from figures import Figure, at_least, at_most, main, p95, typical_p95
 
@@ -51,10 +51,10 @@ async def searches(counts: dict[str, int]) -> list[Figure]:
         fill_sessions(path, counts["sessions"])
         fill_messages(path, counts["messages"], counts["sessions"])
         figures = await indexed(path)
-        async with looking(Config(), Path(folder)) as operations:
+        async with open_operations_readonly(Config(), Path(folder)) as operations:
             figures += await timed(operations, OPERATOR, "operator")
         for visibility in ("self", "tree", "agent", "all"):
-            async with looking(config(visibility), Path(folder)) as operations:
+            async with open_operations_readonly(config(visibility), Path(folder)) as operations:
                 figures += await timed(operations, AGENT, f"agent ({visibility})")
     return figures
 
@@ -109,16 +109,16 @@ async def indexed(path: Path) -> list[Figure]:
     """Everything, batch by batch."""
     store = await SqliteStore.open(path)
     times: list[float] = []
-    last, head = await store.read(search.place)
+    last, head = await store.read(search.load_index_position)
     count = head - last
     while last < head:
         began = perf_counter()
-        last = await store.tx(search.index, search.BATCH)
+        last = await store.tx(search.index_entries, search.INDEX_BATCH_ENTRIES)
         times.append((perf_counter() - began) * 1000)
     await store.close()
     return [
         at_least("entries indexed/s", 1000 * count / sum(times), "/s", 2000),
-        at_most(f"a batch of {search.BATCH}, p95", p95(times), "ms", 100),
+        at_most(f"a batch of {search.INDEX_BATCH_ENTRIES}, p95", p95(times), "ms", 100),
     ]
 
 

@@ -22,9 +22,9 @@ from typing import Any, Literal
 
 import psutil
 
-from antiphon.host import House, house
-from antiphon.loop import run
-from antiphon.operations import Message
+from antiphon.app import App, open_app
+from antiphon.event_loop import run
+from antiphon.operations import IncomingMessage
 from antiphon.runtimes.function import FunctionRuntime
 from cluster import BOUND, OPERATOR, config, instant, servers, settings
 from figures import load
@@ -68,14 +68,14 @@ def now(commits: Commits) -> Cost:
     return Cost(commits.count, time.process_time() * 1000, spent("postgres"), spent("nats-server"))
 
 
-async def speak(one: House, session: int, runs: int) -> None:
+async def speak(one: App, session: int, runs: int) -> None:
     for _ in range(runs):
-        message = Message(session=f"agent:main:dm:{session}", content="hello")
+        message = IncomingMessage(session=f"agent:main:dm:{session}", content="hello")
         accepted = await one.operations.submit(OPERATOR, message)
         await one.operations.wait(OPERATOR, accepted.run_id, BOUND)
 
 
-async def loop(one: House, commits: Commits, sessions: int, runs: int) -> Cost:
+async def loop(one: App, commits: Commits, sessions: int, runs: int) -> Cost:
     await asyncio.gather(*(speak(one, number, 3) for number in range(sessions)))
     before = now(commits)
     await asyncio.gather(*(speak(one, number, runs // sessions) for number in range(sessions)))
@@ -88,7 +88,7 @@ async def measure(runs: int) -> tuple[Cost, Cost]:
         commits = Commits()
         functions = {"main": FunctionRuntime(instant, history=False)}
         with tempfile.TemporaryDirectory() as folder:
-            async with house(config(given), Path(folder), functions=functions, on_commit=commits) as one:
+            async with open_app(config(given), Path(folder), functions=functions, on_commit=commits) as one:
                 return await loop(one, commits, FEW, runs), await loop(one, commits, MANY, runs)
 
 

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.access import Caller
-from antiphon.bus import EVERY_SESSION, Delivered, Listener
+from antiphon.app import App, open_app
+from antiphon.bus import ALL_SESSIONS_TOPIC, Delivered, Listener
 from antiphon.config import Config, parse
-from antiphon.engine.toolbox import Call, Result
-from antiphon.host import House, house
-from antiphon.operations import Message
+from antiphon.engine.toolbox import ToolOutput, ToolRequest
+from antiphon.operations import IncomingMessage
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import FunctionRuntime
-from antiphon.store.sqlite import SqliteStore
+from antiphon.store.sqlite.store import SqliteStore
 from core import fill_sessions
 from figures import Figure, at_least, at_most, main, p95, typical_p95
 from search import fill_messages, indexed
@@ -55,18 +55,18 @@ async def instant(prompt: Prompt) -> str:
 
 
 @asynccontextmanager
-async def hosted(folder: Path, agent: Callable[[Prompt], Awaitable[str]] = instant) -> AsyncGenerator[House]:
+async def hosted(folder: Path, agent: Callable[[Prompt], Awaitable[str]] = instant) -> AsyncGenerator[App]:
     functions = {name: FunctionRuntime(agent, history=False) for name in ("main", "helper")}
-    async with house(config(), folder, functions=functions) as opened:
+    async with open_app(config(), folder, functions=functions) as opened:
         for name in functions:
             await opened.operations.open(OPERATOR, f"agent:{name}:main")
         yield opened
 
 
-async def call(opened: House, tool: str, **arguments: Any) -> Result:
+async def call(opened: App, tool: str, **arguments: Any) -> ToolOutput:
     """As a run's step would, without the run."""
-    made = Call(caller=MAIN, run_id="benchmark", call_id=uuid.uuid4().hex, arguments=arguments)
-    result = await opened.toolbox.allowed((), ())[tool].invoke(made)
+    made = ToolRequest(caller=MAIN, run_id="benchmark", call_id=uuid.uuid4().hex, arguments=arguments)
+    result = await opened.toolbox.select_allowed((), ())[tool].invoke(made)
     assert not result.is_error, result.text
     return result
 
@@ -109,7 +109,7 @@ async def exchanges(counts: dict[str, int]) -> list[Figure]:
     """From the call to the announcement in the target's chat: the first reply, five turns, the announce step."""
     times: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        async with hosted(Path(folder)) as opened, opened.bus.listen(EVERY_SESSION) as events:
+        async with hosted(Path(folder)) as opened, opened.bus.listen(ALL_SESSIONS_TOPIC) as events:
             for _ in range(counts["exchanges"]):
                 began = time.perf_counter()
                 await call(opened, "sessions_send", sessionKey="agent:helper:main", message="hello")
@@ -125,7 +125,7 @@ async def spawns(counts: dict[str, int]) -> list[Figure]:
     """From the first call to the last report in the requester's chat."""
     count = counts["spawns"]
     with tempfile.TemporaryDirectory() as folder:
-        async with hosted(Path(folder)) as opened, opened.bus.listen(EVERY_SESSION) as events:
+        async with hosted(Path(folder)) as opened, opened.bus.listen(ALL_SESSIONS_TOPIC) as events:
             began = time.perf_counter()
             hearing = asyncio.create_task(delivered(events, count))
             for start in range(0, count, 100):
@@ -151,7 +151,7 @@ async def delivered(events: Listener, count: int) -> None:
 async def turns(counts: dict[str, int]) -> list[Figure]:
     """A model-driven send: the whole run of an agent that asks another one and then answers."""
     with tempfile.TemporaryDirectory() as folder:
-        async with house(config(), Path(folder)) as opened:
+        async with open_app(config(), Path(folder)) as opened:
             await opened.operations.open(OPERATOR, "agent:helper:main")
             asked = {
                 "sessionKey": "agent:helper:main",
@@ -163,7 +163,9 @@ async def turns(counts: dict[str, int]) -> list[Figure]:
             times: list[float] = []
             for _ in range(counts["sends"]):
                 began = time.perf_counter()
-                accepted = await opened.operations.submit(OPERATOR, Message(session="main", content=text))
+                accepted = await opened.operations.submit(
+                    OPERATOR, IncomingMessage(session="main", content=text)
+                )
                 view = await opened.operations.wait(OPERATOR, accepted.run_id, 30)
                 times.append((time.perf_counter() - began) * 1000)
                 assert view.reply == "done", view

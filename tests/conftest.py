@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-import bases
-from antiphon import host, visits
+from antiphon import app, state_access
 from cluster.database import Postgres
+from support import databases
 
 BOTH = (
     "chaos/",
@@ -103,9 +103,9 @@ def base(request: pytest.FixtureRequest) -> Iterator[str]:
     server: Postgres = request.getfixturevalue("postgres")
     # Not the patches of the test: it may undo those at any time.
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(bases.chosen, "postgres", server)
-        patches.setattr(host, "open_store", bases.open_store)
-        patches.setattr(visits, "open_store", bases.open_store)
+        patches.setattr(databases.chosen, "postgres", server)
+        patches.setattr(app, "open_store", databases.open_store)
+        patches.setattr(state_access, "open_store", databases.open_store)
         own = getattr(request.function, EXAMPLES, None)
         if isinstance(own, settings):
             fewer = settings(own, max_examples=-(-own.max_examples // SHARE))

@@ -9,26 +9,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.access import (
-    ADMIN,
+    ADMIN_SCOPE,
     ALL_SCOPES,
-    READ,
-    WRITE,
+    READ_SCOPE,
+    WRITE_SCOPE,
     Action,
     Caller,
     Control,
     Grants,
     Reach,
     SessionToolsVisibility,
-    Target,
+    TargetSession,
     Visibility,
     authorize,
-    grants_for,
-    missing,
-    reach,
+    build_session_missing_error,
+    compute_reach,
     require_scope,
+    resolve_grants,
 )
 from antiphon.config import Config
-from antiphon.engine.door import Door
+from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.errors import AntiphonError, Forbidden, NotFound
 
 VISIBILITIES: tuple[Visibility, ...] = get_args(Visibility)
@@ -36,11 +36,11 @@ ACTIONS: tuple[Action, ...] = get_args(Action)
 TOOLS_VISIBILITIES: tuple[SessionToolsVisibility, ...] = get_args(SessionToolsVisibility)
 ON_TARGETS: tuple[Action, ...] = ("list", "read", "send", "control", "manage")
 
-OWN = Target("agent:a:main", "a")
-CHILD = Target("agent:a:subagent:1", "a", descendant=True)
-FOREIGN_CHILD = Target("agent:b:subagent:2", "b", descendant=True)
-SIBLING = Target("agent:a:irc:group:#x", "a")
-STRANGER = Target("agent:b:main", "b")
+OWN = TargetSession("agent:a:main", "a")
+CHILD = TargetSession("agent:a:subagent:1", "a", descendant=True)
+FOREIGN_CHILD = TargetSession("agent:b:subagent:2", "b", descendant=True)
+SIBLING = TargetSession("agent:a:irc:group:#x", "a")
+STRANGER = TargetSession("agent:b:main", "b")
 ANN = Caller.agent("a", OWN.key)
 
 agent_ids = st.sampled_from(["a", "b", "ops-1", "ops-2"])
@@ -48,7 +48,7 @@ patterns = st.lists(st.sampled_from(["a", "B", "*", "ops-*", "*-2", "nobody", ""
 visibilities = st.sampled_from(VISIBILITIES)
 controls: st.SearchStrategy[Control] = st.sampled_from(("self", "tree"))
 names = st.sampled_from(["main", "subagent:1", "irc:group:x"])
-scopes = st.frozensets(st.sampled_from([READ, WRITE, ADMIN, "operator.approvals"]))
+scopes = st.frozensets(st.sampled_from([READ_SCOPE, WRITE_SCOPE, ADMIN_SCOPE, "operator.approvals"]))
 grants_of = st.builds(Grants, visibilities, visibilities, controls, st.booleans(), patterns, patterns)
 
 
@@ -68,8 +68,8 @@ settings_of = st.builds(
 )
 
 
-def target_of(agent: str, name: str, descendant: bool) -> Target:
-    return Target(f"agent:{agent}:{name}", agent, descendant)
+def target_of(agent: str, name: str, descendant: bool) -> TargetSession:
+    return TargetSession(f"agent:{agent}:{name}", agent, descendant)
 
 
 def agent_caller(agent: str, name: str) -> Caller:
@@ -80,7 +80,7 @@ targets = st.builds(target_of, agent_ids, names, st.booleans())
 callers = st.builds(Caller.operator, scopes) | st.builds(agent_caller, agent_ids, names)
 
 
-def verdict(caller: Caller, action: Action, target: Target, grants: Grants, **more: str) -> str:
+def verdict(caller: Caller, action: Action, target: TargetSession, grants: Grants, **more: str) -> str:
     try:
         authorize(caller, action, target, grants, **more)
     except AntiphonError as error:
@@ -88,7 +88,7 @@ def verdict(caller: Caller, action: Action, target: Target, grants: Grants, **mo
     return "ok"
 
 
-def allowed(caller: Caller, action: Action, target: Target, grants: Grants) -> bool:
+def allowed(caller: Caller, action: Action, target: TargetSession, grants: Grants) -> bool:
     return verdict(caller, action, target, grants) == "ok"
 
 
@@ -103,15 +103,15 @@ def allowed(caller: Caller, action: Action, target: Target, grants: Grants) -> b
     ],
 )
 @pytest.mark.parametrize("action", ["list", "read", "send"])
-def test_visibility(action: Action, visibility: Visibility, seen: set[Target]) -> None:
-    grants = grants_for(visibility=visibility, a2a_enabled=True)
+def test_visibility(action: Action, visibility: Visibility, seen: set[TargetSession]) -> None:
+    grants = resolve_grants(visibility=visibility, a2a_enabled=True)
     everyone = (OWN, CHILD, FOREIGN_CHILD, SIBLING, STRANGER)
     assert {target for target in everyone if allowed(ANN, action, target, grants)} == seen
 
 
 @pytest.mark.requirement("V1")
 def test_default_is_tree_without_agent_to_agent() -> None:
-    assert grants_for() == Grants() == Grants("tree", "tree", "tree", False, (), ())
+    assert resolve_grants() == Grants() == Grants("tree", "tree", "tree", False, (), ())
 
 
 @pytest.mark.requirement("V1")
@@ -136,7 +136,7 @@ def test_default_is_tree_without_agent_to_agent() -> None:
 def test_another_agent_needs_agent_to_agent_with_both_ids(
     enabled: bool, allow: tuple[str, ...], seen: bool
 ) -> None:
-    grants = grants_for(visibility="all", a2a_enabled=enabled, a2a_allow=allow)
+    grants = resolve_grants(visibility="all", a2a_enabled=enabled, a2a_allow=allow)
     assert allowed(ANN, "read", STRANGER, grants) is seen
     assert allowed(ANN, "send", STRANGER, grants) is seen
     assert allowed(ANN, "read", SIBLING, grants)
@@ -145,10 +145,10 @@ def test_another_agent_needs_agent_to_agent_with_both_ids(
 
 @pytest.mark.requirement("V1")
 def test_patterns_match_whole_ids_without_regard_to_case() -> None:
-    grants = grants_for(visibility="all", a2a_enabled=True, a2a_allow=("a", "OPS-*-eu"))
-    assert allowed(ANN, "read", Target("agent:ops-1-eu:main", "ops-1-eu"), grants)
-    assert not allowed(ANN, "read", Target("agent:ops-1-eu2:main", "ops-1-eu2"), grants)
-    assert not allowed(ANN, "read", Target("agent:xops-1-eu:main", "xops-1-eu"), grants)
+    grants = resolve_grants(visibility="all", a2a_enabled=True, a2a_allow=("a", "OPS-*-eu"))
+    assert allowed(ANN, "read", TargetSession("agent:ops-1-eu:main", "ops-1-eu"), grants)
+    assert not allowed(ANN, "read", TargetSession("agent:ops-1-eu2:main", "ops-1-eu2"), grants)
+    assert not allowed(ANN, "read", TargetSession("agent:xops-1-eu:main", "xops-1-eu"), grants)
 
 
 @pytest.mark.requirement("V2")
@@ -156,20 +156,22 @@ def test_patterns_match_whole_ids_without_regard_to_case() -> None:
     ("wanted", "clamped"), [("self", "self"), ("tree", "tree"), ("agent", "tree"), ("all", "tree")]
 )
 def test_sandbox_clamp(wanted: Visibility, clamped: Visibility) -> None:
-    boxed = grants_for(visibility=wanted, sandboxed=True)
+    boxed = resolve_grants(visibility=wanted, sandboxed=True)
     assert (boxed.read, boxed.send) == (clamped, clamped)
-    lifted = grants_for(visibility=wanted, sandboxed=True, session_tools_visibility="all")
+    lifted = resolve_grants(visibility=wanted, sandboxed=True, session_tools_visibility="all")
     assert (lifted.read, lifted.send) == (wanted, wanted)
-    sending = grants_for(visibility="self", send_visibility=wanted, sandboxed=True)
+    sending = resolve_grants(visibility="self", send_visibility=wanted, sandboxed=True)
     assert (sending.read, sending.send) == ("self", clamped)
 
 
 @pytest.mark.requirement("V2")
 @settings(max_examples=200, deadline=None)
 @given(settings_of, st.sampled_from(TOOLS_VISIBILITIES), targets)
-def test_the_clamp_never_widens(given: Settings, tools: SessionToolsVisibility, target: Target) -> None:
-    free = grants_for(**given, a2a_enabled=True)
-    boxed = grants_for(**given, a2a_enabled=True, sandboxed=True, session_tools_visibility=tools)
+def test_the_clamp_never_widens(
+    given: Settings, tools: SessionToolsVisibility, target: TargetSession
+) -> None:
+    free = resolve_grants(**given, a2a_enabled=True)
+    boxed = resolve_grants(**given, a2a_enabled=True, sandboxed=True, session_tools_visibility=tools)
     for action in ON_TARGETS:
         if allowed(ANN, action, target, boxed):
             assert allowed(ANN, action, target, free)
@@ -179,16 +181,16 @@ def test_the_clamp_never_widens(given: Settings, tools: SessionToolsVisibility, 
 @pytest.mark.requirement("V3", "G30")
 @settings(max_examples=300, deadline=None)
 @given(callers, targets, grants_of)
-def test_listed_if_and_only_if_readable(caller: Caller, target: Target, grants: Grants) -> None:
+def test_listed_if_and_only_if_readable(caller: Caller, target: TargetSession, grants: Grants) -> None:
     listed = allowed(caller, "list", target, grants)
-    assert listed == allowed(caller, "read", target, grants) == reach(caller, grants).covers(target)
+    assert listed == allowed(caller, "read", target, grants) == compute_reach(caller, grants).covers(target)
 
 
 @pytest.mark.requirement("V3", "G30")
 @settings(max_examples=200, deadline=None)
 @given(callers, targets, grants_of, st.sampled_from(ON_TARGETS))
 def test_forbidden_only_where_the_caller_may_read(
-    caller: Caller, target: Target, grants: Grants, action: Action
+    caller: Caller, target: TargetSession, grants: Grants, action: Action
 ) -> None:
     result = verdict(caller, action, target, grants)
     if result != "ok":
@@ -200,20 +202,20 @@ def test_forbidden_only_where_the_caller_may_read(
 def test_hidden_looks_exactly_like_missing() -> None:
     with pytest.raises(NotFound) as caught:
         authorize(ANN, "read", STRANGER, Grants(), reference="0b1c")
-    expected = missing("0b1c", ANN, Grants())
+    expected = build_session_missing_error("0b1c", ANN, Grants())
     assert (str(caught.value), caught.value.data) == (str(expected), expected.data)
     assert STRANGER.key not in str(caught.value)
     with pytest.raises(NotFound) as caught:
         authorize(ANN, "control", STRANGER, Grants())
-    assert str(caught.value) == str(missing(STRANGER.key, ANN, Grants()))
+    assert str(caught.value) == str(build_session_missing_error(STRANGER.key, ANN, Grants()))
 
 
 @pytest.mark.requirement("V3", "G30")
 def test_read_and_send_are_separate() -> None:
-    reader = grants_for(visibility="agent", send_visibility="self")
+    reader = resolve_grants(visibility="agent", send_visibility="self")
     assert verdict(ANN, "read", SIBLING, reader) == "ok"
     assert verdict(ANN, "send", SIBLING, reader) == "forbidden"
-    sender = grants_for(visibility="self", send_visibility="agent")
+    sender = resolve_grants(visibility="self", send_visibility="agent")
     assert verdict(ANN, "read", SIBLING, sender) == "not_found"
     assert verdict(ANN, "send", SIBLING, sender) == "ok"
 
@@ -221,13 +223,13 @@ def test_read_and_send_are_separate() -> None:
 @pytest.mark.requirement("V3", "S5")
 @pytest.mark.parametrize("visibility", VISIBILITIES)
 def test_control_reaches_only_the_own_tree(visibility: Visibility) -> None:
-    grants = grants_for(visibility=visibility, control="tree", a2a_enabled=True)
+    grants = resolve_grants(visibility=visibility, control="tree", a2a_enabled=True)
     assert allowed(ANN, "control", OWN, grants)
     assert allowed(ANN, "control", FOREIGN_CHILD, grants)
     assert not allowed(ANN, "control", SIBLING, grants)
     assert not allowed(ANN, "control", STRANGER, grants)
-    assert not allowed(ANN, "control", CHILD, grants_for(visibility=visibility, control="self"))
-    assert allowed(ANN, "control", CHILD, grants_for(visibility=visibility)) is (visibility != "self")
+    assert not allowed(ANN, "control", CHILD, resolve_grants(visibility=visibility, control="self"))
+    assert allowed(ANN, "control", CHILD, resolve_grants(visibility=visibility)) is (visibility != "self")
     for target in (OWN, CHILD, FOREIGN_CHILD, SIBLING, STRANGER):  # an agent has no scopes that could differ
         assert verdict(ANN, "manage", target, grants) == verdict(ANN, "control", target, grants)
 
@@ -247,8 +249,8 @@ def test_control_reaches_only_the_own_tree(visibility: Visibility) -> None:
     ],
 )
 def test_spawn(agent: str, spawn_agents: tuple[str, ...], ok: bool) -> None:
-    child = Target(f"agent:{agent}:subagent:1", agent)
-    grants = grants_for(visibility="all", a2a_enabled=True, spawn_agents=spawn_agents)
+    child = TargetSession(f"agent:{agent}:subagent:1", agent)
+    grants = resolve_grants(visibility="all", a2a_enabled=True, spawn_agents=spawn_agents)
     if ok:
         authorize(ANN, "spawn", child, grants, configured=("a", "b", "c"))
     else:
@@ -262,9 +264,9 @@ def test_spawn(agent: str, spawn_agents: tuple[str, ...], ok: bool) -> None:
     [
         ((), set[str]()),
         (("operator.approvals",), set[str]()),
-        ((READ,), {"list", "read"}),
-        ((WRITE,), set(ACTIONS) - {"manage"}),
-        ((ADMIN,), set(ACTIONS)),
+        ((READ_SCOPE,), {"list", "read"}),
+        ((WRITE_SCOPE,), set(ACTIONS) - {"manage"}),
+        ((ADMIN_SCOPE,), set(ACTIONS)),
         (ALL_SCOPES, set(ACTIONS)),
     ],
 )
@@ -282,8 +284,8 @@ def test_operator_scopes(scopes: tuple[str, ...], may: set[str]) -> None:
 @pytest.mark.requirement("V3", "S3")
 def test_identity_is_explicit() -> None:
     assert Caller.operator().is_operator
-    assert Caller.operator([ADMIN]).scopes == ALL_SCOPES
-    assert Caller.operator([WRITE]).scopes == {READ, WRITE}
+    assert Caller.operator([ADMIN_SCOPE]).scopes == ALL_SCOPES
+    assert Caller.operator([WRITE_SCOPE]).scopes == {READ_SCOPE, WRITE_SCOPE}
     assert not ANN.is_operator
     assert not ANN.scopes
     nobody = Caller()
@@ -298,17 +300,17 @@ def test_agents_have_no_operator_scopes_to_lack() -> None:
 
 @pytest.mark.requirement("V3")
 def test_reach_is_data_for_a_query() -> None:
-    assert reach(Caller.operator([READ]), Grants()) == Reach(everything=True)
-    assert reach(Caller.operator([]), Grants()) == Reach()
-    assert reach(ANN, Grants("self")) == Reach(own_key=OWN.key)
-    assert reach(ANN, Grants("tree")) == Reach(own_key=OWN.key, descendants=True)
-    assert reach(ANN, Grants("agent")) == Reach(own_key=OWN.key, descendants=True, own_agent="a")
+    assert compute_reach(Caller.operator([READ_SCOPE]), Grants()) == Reach(everything=True)
+    assert compute_reach(Caller.operator([]), Grants()) == Reach()
+    assert compute_reach(ANN, Grants("self")) == Reach(own_key=OWN.key)
+    assert compute_reach(ANN, Grants("tree")) == Reach(own_key=OWN.key, descendants=True)
+    assert compute_reach(ANN, Grants("agent")) == Reach(own_key=OWN.key, descendants=True, own_agent="a")
     wide = Grants("all", a2a_enabled=True, a2a_allow=("a", "b*"))
     everyone = Reach(own_key=OWN.key, descendants=True, own_agent="a", other_agents=("a", "b*"))
-    assert reach(ANN, wide) == everyone
+    assert compute_reach(ANN, wide) == everyone
     assert [agent for agent in ("a", "b2", "c") if everyone.admits_agent(agent)] == ["a", "b2"]
-    assert reach(ANN, Grants("all", a2a_enabled=True)).other_agents == ("*",)
-    assert reach(ANN, Grants("all", a2a_enabled=True, a2a_allow=("b",))).other_agents == ()
+    assert compute_reach(ANN, Grants("all", a2a_enabled=True)).other_agents == ("*",)
+    assert compute_reach(ANN, Grants("all", a2a_enabled=True, a2a_allow=("b",))).other_agents == ()
 
 
 @pytest.mark.requirement("V2")
@@ -326,7 +328,7 @@ def test_a_lifted_clamp_stands_for_all_unless_visibility_is_stated(
 ) -> None:
     sandbox = {"mode": "all", "sessionToolsVisibility": "all"}
     config = Config.model_validate({"agents": {"defaults": {"sandbox": sandbox}}, "tools": tools})
-    grants = Door(config).grants(Caller.agent("main", "agent:main:main", sandboxed=True))
+    grants = SessionResolver(config).get_grants(Caller.agent("main", "agent:main:main", sandboxed=True))
     assert (grants.read, grants.send) == expected
-    free = Door(config).grants(Caller.agent("main", "agent:main:main"))
+    free = SessionResolver(config).get_grants(Caller.agent("main", "agent:main:main"))
     assert free.read == config.tools.sessions.visibility

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
-from antiphon.access import READ, WRITE, Caller
+from antiphon.access import READ_SCOPE, WRITE_SCOPE, Caller
 from antiphon.bus import Event, Gap, MessageAppended, RunChanged, SessionChanged, session_topic
 from antiphon.bus.local import LocalBus
 from antiphon.clock import ManualClock
-from antiphon.engine import admissions, runs
-from antiphon.engine.admissions import Submission
-from antiphon.engine.engine import Pace
-from antiphon.engine.runs import Stopped
-from antiphon.engine.toolbox import Call, Result
+from antiphon.engine.engine import EngineTimings
+from antiphon.engine.runs import lifecycle as runs
+from antiphon.engine.runs import run_queue
+from antiphon.engine.runs.lifecycle import Effects
+from antiphon.engine.runs.run_queue import Submission
+from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.errors import (
     AntiphonError,
     Conflict,
@@ -29,12 +30,33 @@ from antiphon.errors import (
     TooLarge,
     UnknownModel,
 )
-from antiphon.messages import Assistant, Compaction, Text, ToolCall, ToolResult, User, encode
-from antiphon.operations import HistoryFilter, ListFilter, Operations, Patch, Send
+from antiphon.messages import (
+    AssistantMessage,
+    CompactionEntry,
+    TextBlock,
+    ToolCall,
+    ToolResult,
+    UserMessage,
+    encode_message,
+)
+from antiphon.operations import HistoryFilter, ListFilter, Operations, SendRequest, SessionPatch
 from antiphon.runtimes import Prompt
 from antiphon.store import Tx
-from antiphon.views import Preview, PreviewItem
-from stage import BOUND, MAIN, OPERATOR, Stage, calls, dump, soon, staged, text, tool, until, with_settings
+from antiphon.views import PreviewItem, SessionPreview
+from support.app_fixture import (
+    BOUND,
+    MAIN,
+    OPERATOR,
+    AppFixture,
+    calls,
+    dump,
+    open_app_fixture,
+    soon,
+    text,
+    tool,
+    until,
+    with_settings,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -42,7 +64,7 @@ MODEL = "rehearsal/rehearsal"
 SIDE = "agent:main:dashboard:side"
 TWO = with_settings({"agents": {"list": [{"id": "main"}, {"id": "other"}]}})
 GLOBAL = with_settings({"session": {"scope": "global"}})
-STUCK = Pace(lease=3600, sweep=3600, stop_grace=3600)  # nobody ends a run but its owner
+STUCK = EngineTimings(lease=3600, sweep=3600, stop_grace=3600)  # nobody ends a run but its owner
 
 
 async def echo(prompt: Prompt) -> str:
@@ -68,7 +90,7 @@ class Busy:
 
 
 async def heard(
-    stage: Stage, change: Callable[[], Awaitable[object]], topic: str = "sessions"
+    stage: AppFixture, change: Callable[[], Awaitable[object]], topic: str = "sessions"
 ) -> list[Event]:
     """What a topic tells of a change."""
     async with stage.bus.listen(topic) as events:
@@ -83,7 +105,7 @@ def reasons(told: list[Event]) -> list[tuple[str, str]]:
     return [(event.session_key, event.reason) for event in told if isinstance(event, SessionChanged)]
 
 
-async def found(stage: Stage, search: str) -> list[str]:
+async def found(stage: AppFixture, search: str) -> list[str]:
     page = await stage.operations.list(OPERATOR, ListFilter(search=search))
     return [row.key for row in page.sessions]
 
@@ -91,7 +113,7 @@ async def found(stage: Stage, search: str) -> list[str]:
 # --- who may ---
 
 MANAGING: dict[str, Callable[[Operations, Caller], Awaitable[object]]] = {
-    "patch": lambda o, c: o.patch(c, SIDE, Patch(send_policy="deny")),
+    "patch": lambda o, c: o.patch(c, SIDE, SessionPatch(send_policy="deny")),
     "renew": lambda o, c: o.renew(c, SIDE),
     "restore": lambda o, c: o.restore(c, SIDE),
     "reset": lambda o, c: o.reset(c, SIDE),
@@ -100,16 +122,16 @@ MANAGING: dict[str, Callable[[Operations, Caller], Awaitable[object]]] = {
     "inject": lambda o, c: o.inject(c, SIDE, "hello"),
 }
 NAMING: dict[str, Callable[[Operations, Caller], Awaitable[object]]] = {
-    "patch": lambda o, c: o.patch(c, SIDE, Patch(label="mine")),
+    "patch": lambda o, c: o.patch(c, SIDE, SessionPatch(label="mine")),
     "create": lambda o, c: o.create(c, session=SIDE, label="mine"),
 }
 
 
 @pytest.mark.requirement("V3", "G30")
 @pytest.mark.parametrize("name", MANAGING)
-@pytest.mark.parametrize("scope", [READ, WRITE])
+@pytest.mark.parametrize("scope", [READ_SCOPE, WRITE_SCOPE])
 async def test_only_an_administrator_changes_sessions(tmp_path: Path, name: str, scope: str) -> None:
-    async with staged(tmp_path, echo, clock=ManualClock()) as stage:
+    async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as stage:
         await stage.ask("hello", SIDE)
         before = dump(stage.path)
         with pytest.raises(Forbidden, match=r"lacks 'operator\."):
@@ -121,20 +143,20 @@ async def test_only_an_administrator_changes_sessions(tmp_path: Path, name: str,
 @pytest.mark.requirement("V3", "G30")
 @pytest.mark.parametrize("name", NAMING)
 async def test_who_may_write_may_name(tmp_path: Path, name: str) -> None:
-    async with staged(tmp_path, echo, clock=ManualClock()) as stage:
+    async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as stage:
         await stage.ask("hello", SIDE)
         before = dump(stage.path)
         with pytest.raises(Forbidden, match=r"lacks 'operator\."):
-            await NAMING[name](stage.operations, Caller.operator([READ]))
+            await NAMING[name](stage.operations, Caller.operator([READ_SCOPE]))
         assert dump(stage.path) == before
-        await NAMING[name](stage.operations, Caller.operator([WRITE]))
+        await NAMING[name](stage.operations, Caller.operator([WRITE_SCOPE]))
         assert (await stage.operations.describe(OPERATOR, SIDE)).label == "mine"
 
 
 @pytest.mark.requirement("V3", "G30")
 @pytest.mark.parametrize("name", MANAGING)
 async def test_an_agent_changes_only_its_own_tree(tmp_path: Path, name: str) -> None:
-    async with staged(tmp_path, echo, clock=ManualClock()) as stage:
+    async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as stage:
         await stage.create(MAIN)
         await stage.create("agent:main:direct:stranger")
         await stage.create(SIDE, MAIN)
@@ -151,14 +173,14 @@ async def test_an_agent_changes_only_its_own_tree(tmp_path: Path, name: str) -> 
 
 async def test_stopping_needs_no_administrator(tmp_path: Path) -> None:
     agent = Busy()
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         run_id = await stage.say("go")
         await soon(agent.begun)
         with pytest.raises(Forbidden):
-            await stage.operations.stop(Caller.operator([READ]), MAIN)
-        told = await heard(stage, lambda: stage.operations.stop(Caller.operator([WRITE]), MAIN))
+            await stage.operations.stop(Caller.operator([READ_SCOPE]), MAIN)
+        told = await heard(stage, lambda: stage.operations.stop(Caller.operator([WRITE_SCOPE]), MAIN))
         assert reasons(told)[:1] == [(MAIN, "abort")]
-        assert (await stage.ended(run_id)).state == "cancelled"
+        assert (await stage.wait_for_end(run_id)).state == "cancelled"
         assert await heard(stage, lambda: stage.operations.stop(OPERATOR, MAIN)) == []
 
 
@@ -166,15 +188,15 @@ async def test_stopping_needs_no_administrator(tmp_path: Path) -> None:
 
 
 async def test_a_session_is_founded_under_a_key_of_its_own(tmp_path: Path) -> None:
-    writer = Caller.operator([WRITE])
-    async with staged(tmp_path, echo, config=TWO) as stage:
+    writer = Caller.operator([WRITE_SCOPE])
+    async with open_app_fixture(tmp_path, echo, config=TWO) as stage:
         plain = await stage.operations.create(writer)
         named = await stage.operations.create(
             writer, agent_id="Other", label=" plan ", display_name="The plan", model=MODEL, parent=plain.key
         )
     assert plain.key.startswith("agent:main:dashboard:")
     assert named.key.startswith("agent:other:dashboard:")
-    async with staged(tmp_path, echo, config=TWO) as stage:
+    async with open_app_fixture(tmp_path, echo, config=TWO) as stage:
         view = await stage.operations.describe(OPERATOR, named.key)
         assert (view.label, view.display_name, view.model_override) == ("plan", "The plan", MODEL)
         assert (view.parent_key, view.archived, view.chat_type) == (plain.key, False, None)
@@ -189,10 +211,10 @@ async def test_a_session_is_founded_under_a_key_of_its_own(tmp_path: Path) -> No
 
 
 async def test_creating_what_exists_changes_only_what_is_asked_for(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo, clock=ManualClock()) as stage:
+    async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as stage:
         first = await stage.operations.create(OPERATOR, session=SIDE, label="plan")
         before = dump(stage.path)
-        writer = Caller.operator([WRITE])
+        writer = Caller.operator([WRITE_SCOPE])
         for wanted in ({}, {"label": "plan"}, {"agent_id": "main", "parent": SIDE}):
             assert await stage.operations.create(writer, session=SIDE, **wanted) == first
         assert dump(stage.path) == before
@@ -228,7 +250,7 @@ async def test_creating_what_exists_changes_only_what_is_asked_for(tmp_path: Pat
 async def test_what_cannot_be_founded_changes_nothing(
     tmp_path: Path, wanted: dict[str, Any], error: type[AntiphonError], words: str
 ) -> None:
-    async with staged(tmp_path, echo, config=TWO, clock=ManualClock()) as stage:
+    async with open_app_fixture(tmp_path, echo, config=TWO, clock=ManualClock()) as stage:
         await stage.operations.create(OPERATOR, session=SIDE, label="taken")
         before = dump(stage.path)
 
@@ -241,7 +263,7 @@ async def test_what_cannot_be_founded_changes_nothing(
 
 
 async def test_agents_found_nothing(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         await stage.create(MAIN)
         with pytest.raises(NotFound):
             await stage.operations.create(Caller.agent("main", MAIN))
@@ -250,12 +272,12 @@ async def test_agents_found_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.requirement("W3")
 async def test_founding_is_told_once_however_it_happens(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         asked = [
             lambda: stage.ask("hello"),
             lambda: stage.operations.open(OPERATOR, SIDE),
             lambda: stage.operations.create(OPERATOR, session="agent:main:dashboard:2", label="a"),
-            lambda: stage.operations.patch(OPERATOR, "agent:main:dashboard:3", Patch(label="b")),
+            lambda: stage.operations.patch(OPERATOR, "agent:main:dashboard:3", SessionPatch(label="b")),
         ]
         keys = [MAIN, SIDE, "agent:main:dashboard:2", "agent:main:dashboard:3"]
         for key, ask in zip(keys, asked, strict=True):
@@ -267,7 +289,7 @@ async def test_founding_is_told_once_however_it_happens(tmp_path: Path) -> None:
 
 # --- settings ---
 
-SET = Patch(
+SET = SessionPatch(
     label="plan",
     display_name="The plan",
     model=MODEL,
@@ -275,17 +297,17 @@ SET = Patch(
     verbose_level="full",
     send_policy="deny",
 )
-CLEARED = Patch(
+CLEARED = SessionPatch(
     label=None, display_name=None, model=None, thinking_level=None, verbose_level=None, send_policy=None
 )
 
 
 async def test_settings_are_kept_and_can_be_cleared(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         await stage.operations.open(OPERATOR, SIDE)
         told = await heard(stage, lambda: stage.operations.patch(OPERATOR, SIDE, SET))
         assert reasons(told) == [(SIDE, "patch")]
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         view = await stage.operations.describe(OPERATOR, "plan")
         assert (view.key, view.label, view.display_name) == (SIDE, "plan", "The plan")
         assert (view.model, view.thinking_level, view.verbose_level) == (MODEL, "high", "full")
@@ -293,11 +315,11 @@ async def test_settings_are_kept_and_can_be_cleared(tmp_path: Path) -> None:
         with pytest.raises(Forbidden, match="send blocked by session policy"):
             await stage.say("hello", SIDE)
         assert await found(stage, "side") == await found(stage, "plan") == [SIDE]
-        after = await stage.operations.patch(OPERATOR, SIDE, Patch(label="goal"))
+        after = await stage.operations.patch(OPERATOR, SIDE, SessionPatch(label="goal"))
         assert (after.label, after.display_name, after.thinking_level) == ("goal", "The plan", "high")
         assert await found(stage, "goal") == [SIDE]
         await stage.operations.patch(OPERATOR, SIDE, CLEARED)
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         view = await stage.operations.describe(OPERATOR, SIDE)
         assert (view.label, view.display_name, view.model_override) == (None, None, None)
         assert (view.thinking_level, view.verbose_level, view.send_policy) == (None, None, None)
@@ -307,33 +329,35 @@ async def test_settings_are_kept_and_can_be_cleared(tmp_path: Path) -> None:
 
 
 async def test_a_patch_of_nothing_changes_and_tells_nothing(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         await stage.operations.open(OPERATOR, SIDE)
         before = dump(stage.path)
-        assert await heard(stage, lambda: stage.operations.patch(OPERATOR, SIDE, Patch())) == []
+        assert await heard(stage, lambda: stage.operations.patch(OPERATOR, SIDE, SessionPatch())) == []
         assert dump(stage.path) == before
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (Patch(label=""), "invalid label"),
-        (Patch(label="x" * 65), "1 to 64"),
-        (Patch(label="a\x1b[2J"), "invalid label"),
-        (Patch(label="taken"), "label already in use: taken"),
-        (Patch(display_name=" "), "invalid displayName"),
-        (Patch(model="nobody/nothing"), "not configured"),
-        (Patch(model=""), "not configured"),
-        (Patch(thinking_level="lots"), r"invalid thinkingLevel \(use "),
-        (Patch(verbose_level="loud"), r'invalid verboseLevel \(use "off"\|"on"\|"full"\)'),
-        (Patch(send_policy="maybe"), r'invalid sendPolicy \(use "allow"\|"deny"\)'),
-        (Patch(label="fine", send_policy="maybe"), "sendPolicy"),
-        (Patch(model=MODEL, label="taken"), "label already in use: taken"),
+        (SessionPatch(label=""), "invalid label"),
+        (SessionPatch(label="x" * 65), "1 to 64"),
+        (SessionPatch(label="a\x1b[2J"), "invalid label"),
+        (SessionPatch(label="taken"), "label already in use: taken"),
+        (SessionPatch(display_name=" "), "invalid displayName"),
+        (SessionPatch(model="nobody/nothing"), "not configured"),
+        (SessionPatch(model=""), "not configured"),
+        (SessionPatch(thinking_level="lots"), r"invalid thinkingLevel \(use "),
+        (SessionPatch(verbose_level="loud"), r'invalid verboseLevel \(use "off"\|"on"\|"full"\)'),
+        (SessionPatch(send_policy="maybe"), r'invalid sendPolicy \(use "allow"\|"deny"\)'),
+        (SessionPatch(label="fine", send_policy="maybe"), "sendPolicy"),
+        (SessionPatch(model=MODEL, label="taken"), "label already in use: taken"),
     ],
 )
 @pytest.mark.parametrize("key", [SIDE, "agent:main:dashboard:new"])
-async def test_a_bad_patch_changes_nothing(tmp_path: Path, changes: Patch, words: str, key: str) -> None:
-    async with staged(tmp_path, echo, clock=ManualClock()) as stage:
+async def test_a_bad_patch_changes_nothing(
+    tmp_path: Path, changes: SessionPatch, words: str, key: str
+) -> None:
+    async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as stage:
         await stage.operations.create(OPERATOR, label="taken")
         await stage.operations.create(OPERATOR, session=SIDE, label="mine")
         before = dump(stage.path)
@@ -347,30 +371,30 @@ async def test_a_bad_patch_changes_nothing(tmp_path: Path, changes: Patch, words
 
 
 async def test_a_label_is_one_session_of_an_agent_that_is_not_archived(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo, config=TWO) as stage:
+    async with open_app_fixture(tmp_path, echo, config=TWO) as stage:
         keys = [f"agent:main:dashboard:{number}" for number in range(2)]
         await stage.operations.create(OPERATOR, session=keys[0], label="plan")
-        await stage.operations.patch(OPERATOR, keys[0], Patch(label="plan"))  # its own
+        await stage.operations.patch(OPERATOR, keys[0], SessionPatch(label="plan"))  # its own
         await stage.operations.create(OPERATOR, agent_id="other", label="plan")
-        await stage.operations.patch(OPERATOR, keys[0], Patch(archived=True))
+        await stage.operations.patch(OPERATOR, keys[0], SessionPatch(archived=True))
         await stage.operations.create(OPERATOR, session=keys[1], label="plan")
         with pytest.raises(Conflict, match="label already in use: plan"):
-            await stage.operations.patch(OPERATOR, keys[0], Patch(archived=False))
-        back = await stage.operations.patch(OPERATOR, keys[0], Patch(archived=False, label="old plan"))
+            await stage.operations.patch(OPERATOR, keys[0], SessionPatch(archived=False))
+        back = await stage.operations.patch(OPERATOR, keys[0], SessionPatch(archived=False, label="old plan"))
         assert (back.archived, back.label) == (False, "old plan")
 
 
 @pytest.mark.requirement("G27")
 async def test_archiving_hides_until_something_is_said(tmp_path: Path) -> None:
     agent = Busy()
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         run_id = await stage.say("hello", SIDE)
         await soon(agent.begun)
         with pytest.raises(Conflict, match="or stop it"):
-            await stage.operations.patch(OPERATOR, SIDE, Patch(archived=True))
+            await stage.operations.patch(OPERATOR, SIDE, SessionPatch(archived=True))
         agent.release.set()
-        await stage.ended(run_id)
-        assert (await stage.operations.patch(OPERATOR, SIDE, Patch(archived=True))).archived
+        await stage.wait_for_end(run_id)
+        assert (await stage.operations.patch(OPERATOR, SIDE, SessionPatch(archived=True))).archived
         assert (await stage.operations.list(OPERATOR, ListFilter())).count == 0
         (row,) = (await stage.operations.list(OPERATOR, ListFilter(include_archived=True))).sessions
         assert (row.key, row.archived) == (SIDE, True)
@@ -381,14 +405,14 @@ async def test_archiving_hides_until_something_is_said(tmp_path: Path) -> None:
 
 async def test_only_a_description_names_the_run_that_plays(tmp_path: Path) -> None:
     agent = Busy()
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         run_id = await stage.say("hello")
         await soon(agent.begun)
         assert (await stage.operations.describe(OPERATOR, MAIN)).active_run_id == run_id
         (row,) = (await stage.operations.list(OPERATOR, ListFilter())).sessions
         assert (row.active_run_id, row.state) == (None, "running")
         agent.release.set()
-        await stage.ended(run_id)
+        await stage.wait_for_end(run_id)
         assert (await stage.operations.describe(OPERATOR, MAIN)).active_run_id is None
 
 
@@ -398,10 +422,12 @@ async def test_only_a_description_names_the_run_that_plays(tmp_path: Path) -> No
 @pytest.mark.requirement("G25", "G16")
 async def test_a_busy_session_is_reset_and_keeps_its_settings(tmp_path: Path) -> None:
     agent = Busy()
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         await stage.create(MAIN)
         child = await stage.create("agent:main:subagent:11111111-1111-1111-1111-111111111111", MAIN)
-        kept = Patch(label="plan", model=MODEL, thinking_level="low", verbose_level="on", send_policy="allow")
+        kept = SessionPatch(
+            label="plan", model=MODEL, thinking_level="low", verbose_level="on", send_policy="allow"
+        )
         await stage.operations.patch(OPERATOR, MAIN, kept)
         stage.rows("UPDATE sessions SET last_channel = 'telegram', last_to = '7' WHERE key = ?", MAIN)
         old = await stage.operations.describe(OPERATOR, MAIN)
@@ -409,19 +435,19 @@ async def test_a_busy_session_is_reset_and_keeps_its_settings(tmp_path: Path) ->
         await soon(agent.begun)
         told = reasons(await heard(stage, lambda: stage.operations.reset(OPERATOR, MAIN)))
         assert [(key, reason) for key, reason in told if reason != "message"] == [(MAIN, "reset")]
-        assert [(await stage.ended(run_id)).state for run_id in runs] == ["cancelled"] * 3
+        assert [(await stage.wait_for_end(run_id)).state for run_id in runs] == ["cancelled"] * 3
         new = await stage.operations.describe(OPERATOR, MAIN)
         assert new.session_id != old.session_id
         for name in ("label", "model", "thinking_level", "verbose_level", "send_policy", "delivery_context"):
             assert getattr(new, name) == getattr(old, name), name
     agent = Busy()
     agent.release.set()
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         assert (await stage.operations.describe(OPERATOR, MAIN)).session_id == new.session_id
         assert await stage.transcript() == []
         assert [entry["role"] for entry in await stage.transcript(old.session_id)] == ["user", "assistant"]
         assert (await stage.ask("three")).state == "ok"
-        conversations = await stage.operations.conversations(OPERATOR, MAIN)
+        conversations = await stage.operations.list_conversations(OPERATOR, MAIN)
         assert [conversation.reason for conversation in conversations] == ["reset", "created"]
 
 
@@ -429,7 +455,7 @@ async def test_a_busy_session_is_reset_and_keeps_its_settings(tmp_path: Path) ->
 @pytest.mark.parametrize("change", ["reset", "delete"])
 async def test_what_does_not_stop_is_not_changed(tmp_path: Path, change: str) -> None:
     agent = Busy(stubborn=True)
-    async with staged(tmp_path, agent, pace=STUCK) as stage:
+    async with open_app_fixture(tmp_path, agent, pace=STUCK) as stage:
         run_id = await stage.say("hello", SIDE)
         await soon(agent.begun)
         before = (await stage.operations.describe(OPERATOR, SIDE)).session_id
@@ -441,7 +467,7 @@ async def test_what_does_not_stop_is_not_changed(tmp_path: Path, change: str) ->
         agent.release.set()
         await asyncio.wait_for(later, BOUND)
         if change == "reset":
-            assert (await stage.ended(run_id)).ended
+            assert (await stage.wait_for_end(run_id)).has_ended
             assert (await stage.operations.describe(OPERATOR, SIDE)).session_id != before
         else:
             with pytest.raises(NotFound):
@@ -449,7 +475,7 @@ async def test_what_does_not_stop_is_not_changed(tmp_path: Path, change: str) ->
 
 
 async def test_resets_tell_followers_and_lists_what_each_needs(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         await stage.ask("hello")
         old = (await stage.operations.describe(OPERATOR, MAIN)).session_id
         topic = session_topic(stage.rows("SELECT id FROM sessions")[0]["id"])
@@ -462,7 +488,7 @@ async def test_resets_tell_followers_and_lists_what_each_needs(tmp_path: Path) -
             async with stage.bus.listen(topic) as events:
                 assert reasons(await heard(stage, change)) == [(MAIN, reason)]
                 assert await events.get(0) == SessionChanged(session_key=MAIN, reason="renewed")
-        ended = (await stage.operations.conversations(OPERATOR, MAIN))[0].session_id
+        ended = (await stage.operations.list_conversations(OPERATOR, MAIN))[0].session_id
         operations = stage.operations
         for change in (operations.reset, operations.renew, operations.delete, operations.compact):
             with pytest.raises(Conflict, match="has ended"):
@@ -476,7 +502,7 @@ async def test_resets_tell_followers_and_lists_what_each_needs(tmp_path: Path) -
 async def test_a_deleted_session_is_gone_and_what_it_spawned_stays(tmp_path: Path) -> None:
     agent = Busy()
     child, grandchild = (f"agent:main:subagent:{digit * 8}-1111-1111-1111-111111111111" for digit in "12")
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         await stage.create(MAIN)
         await stage.create(SIDE, MAIN)
         await stage.create(child, SIDE)
@@ -487,7 +513,7 @@ async def test_a_deleted_session_is_gone_and_what_it_spawned_stays(tmp_path: Pat
         told = reasons(await heard(stage, lambda: stage.operations.delete(OPERATOR, SIDE)))
         assert told[-1] == (SIDE, "delete")
         assert not await stage.operations.delete(OPERATOR, SIDE)
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         for reading in (stage.operations.describe(OPERATOR, SIDE), stage.transcript(SIDE)):
             with pytest.raises(NotFound):
                 await reading
@@ -506,7 +532,7 @@ async def test_a_deleted_session_is_gone_and_what_it_spawned_stays(tmp_path: Pat
 @pytest.mark.parametrize("config", [TWO, GLOBAL])
 async def test_the_main_session_is_not_deleted(tmp_path: Path, config: Any) -> None:
     agent = Busy()
-    async with staged(tmp_path, agent, config=config) as stage:
+    async with open_app_fixture(tmp_path, agent, config=config) as stage:
         run_id = await stage.say("hello", "main")
         await soon(agent.begun)
         (row,) = stage.rows("SELECT key FROM sessions")
@@ -514,7 +540,7 @@ async def test_the_main_session_is_not_deleted(tmp_path: Path, config: Any) -> N
             await stage.operations.delete(OPERATOR, "main")
         assert str(caught.value).startswith(f"Cannot delete the main session ({row['key']}).")
         agent.release.set()
-        assert (await stage.ended(run_id)).state == "ok", "and it was not stopped either"
+        assert (await stage.wait_for_end(run_id)).state == "ok", "and it was not stopped either"
         assert not await stage.operations.delete(OPERATOR, "agent:main:dashboard:nobody")
 
 
@@ -530,10 +556,10 @@ class Deaf(LocalBus):
 async def test_a_feed_ends_with_its_session(
     tmp_path: Path, bus: type[LocalBus], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from antiphon.engine import feeds
+    from antiphon.engine.sessions import feeds
 
-    monkeypatch.setattr(feeds, "LOOK_AGAIN", 3600 if bus is LocalBus else 0.01)
-    async with staged(tmp_path, echo, bus=bus(), pace=Pace(sweep=0.01)) as stage:
+    monkeypatch.setattr(feeds, "IDLE_REREAD_SECONDS", 3600 if bus is LocalBus else 0.01)
+    async with open_app_fixture(tmp_path, echo, bus=bus(), pace=EngineTimings(sweep=0.01)) as stage:
         await stage.ask("hello", SIDE)
         seen: list[Event] = []
         ready = asyncio.Event()
@@ -555,7 +581,7 @@ async def test_a_feed_ends_with_its_session(
 
 @pytest.mark.requirement("G13")
 async def test_deleting_and_speaking_at_once_leaves_nothing_behind(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
 
         async def talk() -> None:
             for _ in range(20):
@@ -583,15 +609,15 @@ async def test_what_is_queued_because_something_was_stopped_is_stopped_too(
 ) -> None:
     """A turn that is dropped can lead to another one in the same session and the same commit."""
     agent, ended = Busy(), [f"follows-{number}" for number in range(2)]
-    dropped = runs.cancel
+    dropped = runs.cancel_runs
 
-    async def cancel(tx: Tx, session: int, run_id: str | None, now: int) -> Stopped:
+    async def cancel(tx: Tx, session: int, run_id: str | None, now: int) -> Effects:
         stopped = await dropped(tx, session, run_id, now)
         if not await tx.all(runs.SQL.active_in, session=session):
             for id in ended:
                 if await tx.one(runs.SQL.accepted_before, id=id) is None:
-                    message = User(content="next", timestamp=now)
-                    await admissions.follow(
+                    message = UserMessage(content="next", timestamp=now)
+                    await run_queue.submit_follow_up(
                         tx,
                         Submission(
                             run_id=id, session=session, session_key=SIDE, origin="announce", message=message
@@ -601,8 +627,8 @@ async def test_what_is_queued_because_something_was_stopped_is_stopped_too(
                     break
         return stopped
 
-    monkeypatch.setattr(runs, "cancel", cancel)
-    async with staged(tmp_path, agent) as stage:
+    monkeypatch.setattr(runs, "cancel_runs", cancel)
+    async with open_app_fixture(tmp_path, agent) as stage:
         await stage.say("one", SIDE)
         await soon(agent.begun)
         agent.begun.clear()
@@ -622,11 +648,11 @@ async def test_the_words_of_a_deleted_session_are_nowhere(tmp_path: Path) -> Non
     async def agent(prompt: Prompt) -> str:
         return "the SECRET is 7" if prompt.session_key == SIDE else "nothing"
 
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         for key in (MAIN, SIDE, other):
             await stage.create(key)
         for requester, target in ((MAIN, SIDE), (SIDE, other), (MAIN, other)):
-            sending = Send(session=target, message="tell me the PIN", reply_back=0)
+            sending = SendRequest(session=target, message="tell me the PIN", reply_back=0)
             await stage.operations.send(OPERATOR, sending, requester=requester)
 
         async def over() -> bool:
@@ -652,14 +678,14 @@ async def test_the_words_of_a_deleted_session_are_nowhere(tmp_path: Path) -> Non
 WORDS = {"message", "first_reply", "latest_reply", "body"}
 
 
-def records(stage: Stage) -> dict[str, list[dict[str, Any]]]:
+def records(stage: AppFixture) -> dict[str, list[dict[str, Any]]]:
     return {name: stage.rows(f"SELECT * FROM {name} ORDER BY n") for name in ("exchanges", "deliveries")}  # noqa: S608
 
 
 # --- leaving out ---
 
 
-async def fill(stage: Stage, key: str, *messages: Any) -> None:
+async def fill(stage: AppFixture, key: str, *messages: Any) -> None:
     """A transcript with these entries, past everything."""
     row = await stage.create(key)
     for seq, message in enumerate(messages, 1):
@@ -669,7 +695,7 @@ async def fill(stage: Stage, key: str, *messages: Any) -> None:
             seq,
             f"{seq:08x}",
             message.__struct_config__.tag,
-            encode(message),
+            encode_message(message),
         )
     stage.rows("UPDATE sessions SET last_seq = ?, context_tokens = 99 WHERE key = ?", len(messages), key)
 
@@ -688,8 +714,8 @@ class Listening:
 @pytest.mark.requirement("G26", "G23")
 async def test_compacting_leaves_out_of_prompts_and_not_out_of_the_transcript(tmp_path: Path) -> None:
     agent = Listening()
-    async with staged(tmp_path, agent) as stage:
-        await fill(stage, SIDE, *(User(content=f"number {n}", timestamp=n) for n in range(1, 11)))
+    async with open_app_fixture(tmp_path, agent) as stage:
+        await fill(stage, SIDE, *(UserMessage(content=f"number {n}", timestamp=n) for n in range(1, 11)))
         before = await stage.transcript(SIDE)
         view = await stage.operations.compact(OPERATOR, SIDE, keep=10)
         assert (view.compacted, view.kept, view.reason) == (False, 10, "short enough")
@@ -703,10 +729,10 @@ async def test_compacting_leaves_out_of_prompts_and_not_out_of_the_transcript(tm
         assert stage.rows("SELECT context_tokens FROM sessions") == [{"context_tokens": None}]
         again = await stage.operations.compact(OPERATOR, SIDE, keep=4)
         assert (again.compacted, again.kept) == (False, 4)
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         await stage.ask("next", SIDE)
-        assert isinstance(agent.shown[0], Compaction)
-        asked = [m.content for m in agent.shown if isinstance(m, User)]  # notes in between
+        assert isinstance(agent.shown[0], CompactionEntry)
+        asked = [m.content for m in agent.shown if isinstance(m, UserMessage)]  # notes in between
         assert asked == [*(f"number {n}" for n in range(7, 11)), "next"]
         view = await stage.operations.compact(OPERATOR, SIDE, keep=2)
         assert (view.compacted, view.kept) == (True, 2)
@@ -724,18 +750,18 @@ async def test_compacting_separates_no_call_from_its_result_and_keeps_an_earlier
     tmp_path: Path,
 ) -> None:
     turn = (
-        User(content="go", timestamp=1),
-        Assistant(
+        UserMessage(content="go", timestamp=1),
+        AssistantMessage(
             content=[ToolCall(id="a", name="x", arguments={}), ToolCall(id="b", name="x", arguments={})],
             timestamp=1,
         ),
-        ToolResult(tool_call_id="a", tool_name="x", content=[Text(text="1")], timestamp=1),
-        ToolResult(tool_call_id="b", tool_name="x", content=[Text(text="2")], timestamp=1),
+        ToolResult(tool_call_id="a", tool_name="x", content=[TextBlock(text="1")], timestamp=1),
+        ToolResult(tool_call_id="b", tool_name="x", content=[TextBlock(text="2")], timestamp=1),
         text("done"),
     )
-    summary = Compaction(summary="They met.", first_kept_seq=6, tokens_before=9, timestamp=1)
+    summary = CompactionEntry(summary="They met.", first_kept_seq=6, tokens_before=9, timestamp=1)
     expected = {1: (16, 1), 2: (13, 4), 3: (13, 4), 4: (13, 4), 5: (12, 5), 6: (10, 6), 9: (7, 9)}
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         for keep, (first, kept) in expected.items():
             key = f"agent:main:dashboard:{keep}"
             # 1–5 are summarised by 11, which does not count.
@@ -749,7 +775,7 @@ async def test_compacting_separates_no_call_from_its_result_and_keeps_an_earlier
 @pytest.mark.requirement("G13")
 async def test_a_session_that_is_answering_is_not_compacted(tmp_path: Path) -> None:
     agent = Busy()
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         agent.release.set()
         await stage.ask("one")
         agent.begun.clear()
@@ -759,7 +785,7 @@ async def test_a_session_that_is_answering_is_not_compacted(tmp_path: Path) -> N
         with pytest.raises(Conflict, match="still answering"):
             await stage.operations.compact(OPERATOR, MAIN, keep=1)
         agent.release.set()
-        await stage.ended(run_id)
+        await stage.wait_for_end(run_id)
         assert (await stage.operations.compact(OPERATOR, MAIN, keep=1)).compacted
 
 
@@ -769,7 +795,7 @@ async def test_a_session_that_is_answering_is_not_compacted(tmp_path: Path) -> N
 @pytest.mark.requirement("G26", "W3")
 async def test_an_injected_entry_is_told_kept_and_shown_to_the_model(tmp_path: Path) -> None:
     agent = Listening()
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         await stage.ask("hello")
         topic = session_topic(stage.rows("SELECT id FROM sessions")[0]["id"])
         async with stage.bus.listen(topic) as events:
@@ -780,7 +806,7 @@ async def test_an_injected_entry_is_told_kept_and_shown_to_the_model(tmp_path: P
         assert isinstance(appended, MessageAppended)
         view = await stage.operations.describe(OPERATOR, MAIN)
         assert (appended.seq, appended.session_id) == (3, view.session_id)
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         (entry,) = (await stage.transcript())[2:]
         assert (entry["id"], entry["role"], entry["stopReason"]) == (appended.entry, "assistant", "stop")
         assert (entry["provider"], entry["model"]) == ("antiphon", "gateway-injected")
@@ -789,7 +815,7 @@ async def test_an_injected_entry_is_told_kept_and_shown_to_the_model(tmp_path: P
         assert (injected.seq, injected.session_key, injected.session_id) == (4, MAIN, view.session_id)
         assert (await stage.transcript())[-1]["id"] == injected.message_id
         await stage.ask("what?")
-        said = [m.text for m in agent.shown if isinstance(m, Assistant)]
+        said = [m.text for m in agent.shown if isinstance(m, AssistantMessage)]
         assert said == ["ok", "[cron]\n\nBy the way.", "And again."]
 
 
@@ -808,7 +834,7 @@ async def test_an_injected_entry_is_told_kept_and_shown_to_the_model(tmp_path: P
 async def test_what_cannot_be_injected_changes_nothing(
     tmp_path: Path, session: str, words: str, label: str | None, error: type[AntiphonError]
 ) -> None:
-    async with staged(tmp_path, echo, clock=ManualClock()) as stage:
+    async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as stage:
         await stage.create(MAIN)
         before = dump(stage.path)
         with pytest.raises(error):
@@ -821,17 +847,17 @@ async def test_nothing_is_injected_between_a_call_and_its_result(tmp_path: Path)
     """While the model thinks it is fine: the run's own entries come after it, numbered without a hole."""
     thinking, working = Busy(), Busy()
 
-    async def work(call: Call) -> Result:
+    async def work(call: ToolRequest) -> ToolOutput:
         await working(None)  # pyright: ignore[reportArgumentType]
-        return Result(text="done")
+        return ToolOutput(text="done")
 
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         if not any(isinstance(message, ToolResult) for message in prompt.messages):
             await thinking(prompt)
             return calls("work")
         return text("finished")
 
-    async with staged(tmp_path, agent, tools=[tool("work", work)]) as stage:
+    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)]) as stage:
         run_id = await stage.say("go")
         await soon(thinking.begun)
         assert (await stage.operations.inject(OPERATOR, MAIN, "meanwhile")).seq == 2
@@ -840,7 +866,7 @@ async def test_nothing_is_injected_between_a_call_and_its_result(tmp_path: Path)
         with pytest.raises(Conflict, match="waiting for a tool"):
             await stage.operations.inject(OPERATOR, MAIN, "no")
         working.release.set()
-        assert (await stage.ended(run_id)).reply == "finished"
+        assert (await stage.wait_for_end(run_id)).reply == "finished"
         entries = await stage.transcript()
         assert [(entry["seq"], entry["role"]) for entry in entries] == [
             (1, "user"),
@@ -855,14 +881,14 @@ async def test_nothing_is_injected_between_a_call_and_its_result(tmp_path: Path)
 @pytest.mark.requirement("G26", "G2")
 async def test_a_run_with_an_injected_entry_in_it_is_taken_up(tmp_path: Path) -> None:
     first = Busy()
-    async with staged(tmp_path, first) as stage:
+    async with open_app_fixture(tmp_path, first) as stage:
         run_id = await stage.say("go")
         await soon(first.begun)
         await stage.operations.inject(OPERATOR, MAIN, "meanwhile")
     second = Listening()
-    async with staged(tmp_path, second) as stage:
-        assert (await stage.ended(run_id)).state == "ok"
-        assert [type(message) for message in second.shown] == [User, Assistant]
+    async with open_app_fixture(tmp_path, second) as stage:
+        assert (await stage.wait_for_end(run_id)).state == "ok"
+        assert [type(message) for message in second.shown] == [UserMessage, AssistantMessage]
         assert [entry["seq"] for entry in await stage.transcript()] == [1, 2, 3]
 
 
@@ -871,15 +897,17 @@ async def test_a_run_with_an_injected_entry_in_it_is_taken_up(tmp_path: Path) ->
 
 @pytest.mark.requirement("V3")
 async def test_previews_are_the_last_words_of_what_may_be_read(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         await fill(
             stage,
             SIDE,
-            User(content="first", timestamp=1),
+            UserMessage(content="first", timestamp=1),
             text("  many\n\n words "),
             calls("look"),
-            ToolResult(tool_call_id="look_0", tool_name="look", content=[Text(text="secret")], timestamp=1),
-            User(content=[Text(text="and"), Text(text="so on")], timestamp=1),
+            ToolResult(
+                tool_call_id="look_0", tool_name="look", content=[TextBlock(text="secret")], timestamp=1
+            ),
+            UserMessage(content=[TextBlock(text="and"), TextBlock(text="so on")], timestamp=1),
             text("x" * 100),
         )
         await stage.create(MAIN)
@@ -887,7 +915,7 @@ async def test_previews_are_the_last_words_of_what_may_be_read(tmp_path: Path) -
         gone = "agent:main:dashboard:nobody"
         previews = await stage.operations.preview(OPERATOR, [SIDE, "main", gone, ""], max_chars=20)
         assert previews == [
-            Preview(
+            SessionPreview(
                 key=SIDE,
                 status="ok",
                 items=[
@@ -896,9 +924,9 @@ async def test_previews_are_the_last_words_of_what_may_be_read(tmp_path: Path) -
                     PreviewItem(role="assistant", text="x" * 19 + "…"),
                 ],
             ),
-            Preview(key="main", status="empty", items=[]),
-            Preview(key=gone, status="missing", items=[]),
-            Preview(key="", status="missing", items=[]),
+            SessionPreview(key="main", status="empty", items=[]),
+            SessionPreview(key=gone, status="missing", items=[]),
+            SessionPreview(key="", status="missing", items=[]),
         ]
         (short,) = await stage.operations.preview(OPERATOR, [SIDE], limit=1)
         assert [item.text for item in short.items] == ["x" * 100]
@@ -910,9 +938,9 @@ async def test_previews_are_the_last_words_of_what_may_be_read(tmp_path: Path) -
 
 
 async def test_what_was_added_is_in_every_page_of_history(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         await stage.ask("hello")
         await stage.operations.inject(OPERATOR, MAIN, "note")
         await stage.operations.compact(OPERATOR, MAIN, keep=1)
-        page = await stage.operations.history(OPERATOR, MAIN, HistoryFilter())
+        page = await stage.operations.read_history(OPERATOR, MAIN, HistoryFilter())
         assert [item["role"] for item in page.messages] == ["user", "assistant", "assistant", "compaction"]

@@ -22,27 +22,27 @@ from hypothesis import strategies as st
 
 import antiphon
 from antiphon.config import (
-    REHEARSAL_REF,
+    REHEARSAL_MODEL_REF,
     Config,
-    Loaded,
+    LoadedConfig,
     Secret,
-    json_schema,
+    build_json_schema,
+    list_secrets,
     load,
-    locate,
+    locate_paths,
     parse,
     secrets,
-    secrets_in,
 )
 from antiphon.config.base import Section
-from antiphon.config.foreign import FOREIGN
-from antiphon.config.repeats import repeated
-from antiphon.config.toolnames import GROUPS, SESSION_TOOLS
-from antiphon.config.unused import WITHOUT_EFFECT
+from antiphon.config.duplicate_keys import find_duplicate_keys
+from antiphon.config.foreign_keys import FOREIGN_KEYS
+from antiphon.config.tool_names import SESSION_TOOL_NAMES, TOOL_GROUPS
+from antiphon.config.unused_keys import UNUSED_KEYS
 from antiphon.errors import ConfigError, NotFound, UnknownModel
 from antiphon.operations import Operations
-from antiphon.runtimes.catalog import Catalog
-from antiphon.tools import session_tools
-from nobody import unprivileged
+from antiphon.runtimes.registry import RuntimeRegistry
+from antiphon.tools import create_session_tools
+from support.privileges import unprivileged
 
 pytestmark = pytest.mark.requirement("C")
 
@@ -213,7 +213,7 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path, text: str, key: str,
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_no_example_has_a_key_twice(name: str) -> None:
-    assert list(repeated(EXAMPLES[name])) == []
+    assert list(find_duplicate_keys(EXAMPLES[name])) == []
 
 
 JSON = st.recursive(
@@ -224,10 +224,10 @@ JSON = st.recursive(
 @given(st.dictionaries(st.text(), JSON, min_size=1), st.booleans())
 def test_a_repeated_key_is_found_wherever_texts_look_like_keys(document: dict[str, Any], ascii: bool) -> None:
     text = json.dumps(document, ensure_ascii=ascii, indent=1)
-    assert list(repeated(text)) == []
+    assert list(find_duplicate_keys(text)) == []
     key = next(iter(document))
     again = f"{text[:-1]}, {json.dumps(key)}: {{}}}}"
-    assert list(repeated(again)) == [(key, len(text) + 1)]
+    assert list(find_duplicate_keys(again)) == [(key, len(text) + 1)]
 
 
 SPACES = st.lists(
@@ -276,7 +276,7 @@ def test_every_key_that_stands_again_is_found_in_whatever_the_parser_takes(
 ) -> None:
     text = f"{before}{document[0]}{after}"
     pyjson5.decode(text)
-    assert [name for name, _ in repeated(text)] == document[1]
+    assert [name for name, _ in find_duplicate_keys(text)] == document[1]
 
 
 RUNS_A_COMMAND = '{ gateway: { auth: { token: { exec: ["cat", "token"] } } } }'
@@ -381,7 +381,7 @@ def test_every_secret_is_found_by_its_path() -> None:
     config, _ = parse(
         {"models": {"providers": {"openai": provider}}, "gateway": {"auth": {"token": {"env": "X"}}}}
     )
-    found = {path: secret.kind for path, secret in secrets_in(config)}
+    found = {path: secret.kind for path, secret in list_secrets(config)}
     assert found == {"models.providers.openai.apiKey": "text", "gateway.auth.token": "env"}
 
 
@@ -409,8 +409,8 @@ def test_contract_example_means_what_it_says() -> None:
 
     assert warnings == ()
     assert (config.default_agent_id, config.agent_ids) == ("main", ("main", "helper"))
-    assert config.model_ref("helper") == "local/m1"
-    assert config.agent("helper").tools.visibility == "all"
+    assert config.get_model_ref("helper") == "local/m1"
+    assert config.get_agent("helper").tools.visibility == "all"
     assert config.gateway.auth.token is not None
     assert config.gateway.auth.token.reveal() == "…"
 
@@ -470,7 +470,7 @@ def within(place: str, value: object) -> Any:
     return {"p": {"baseUrl": "http://h", **inner}} if step == "*" else {step: inner}
 
 
-@pytest.mark.parametrize("place", WITHOUT_EFFECT)
+@pytest.mark.parametrize("place", UNUSED_KEYS)
 def test_each_key_without_effect_is_told_with_what_to_do_instead(place: str) -> None:
     values: dict[str, tuple[object, object]] = {  # one to be told of, and one that asks for nothing
         "fallbacks": (["p/m"], []),
@@ -490,7 +490,7 @@ def test_each_key_without_effect_is_told_with_what_to_do_instead(place: str) -> 
         said = {key: value, **({"primary": "p/m"} if key == "fallbacks" else {})}
         _, warnings = parse({**P, **within(parent, said)})
         path = place.replace(".[]", "[0]").replace("*", "p")
-        expected = [f"{path!r} has no effect: {WITHOUT_EFFECT[place]}"] if heard else []
+        expected = [f"{path!r} has no effect: {UNUSED_KEYS[place]}"] if heard else []
         assert [text for text in warnings if "no effect" in text] == expected
 
 
@@ -529,8 +529,8 @@ def test_every_key_is_read_somewhere_or_known_to_have_no_effect() -> None:
     places = dict(fields(Config))
     dead = {place for place, name in places.items() if name not in read} - READ_WITHIN.keys()
 
-    assert not {place for place in dead if not any(f"{place}.".startswith(f"{it}.") for it in WITHOUT_EFFECT)}
-    for place in (*WITHOUT_EFFECT, *READ_WITHIN):
+    assert not {place for place in dead if not any(f"{place}.".startswith(f"{it}.") for it in UNUSED_KEYS)}
+    for place in (*UNUSED_KEYS, *READ_WITHIN):
         assert any(f"{known}.".startswith(f"{place}.") for known in places), place
 
 
@@ -740,15 +740,15 @@ def test_a_session_tool_that_is_misspelt_is_told(path: str, config: dict[str, An
 
 def test_tools_that_may_come_from_anywhere_are_not_told() -> None:
     names = ["exec", "read", "message", "memory_search", "browser", "cron", "group:sessions", "*"]
-    lists = {"allow": [*SESSION_TOOLS, *names], "deny": ["sessions_*"]}
-    assert parse({"tools": lists, "gateway": {"tools": {"allow": list(SESSION_TOOLS)}}})[1] == ()
+    lists = {"allow": [*SESSION_TOOL_NAMES, *names], "deny": ["sessions_*"]}
+    assert parse({"tools": lists, "gateway": {"tools": {"allow": list(SESSION_TOOL_NAMES)}}})[1] == ()
     [warning] = parse({"gateway": {"tools": {"allow": ["sessions_*"]}}})[1]
     assert "Write out the name of each tool." in warning
 
 
 def test_a_group_stands_for_its_tools_and_one_that_has_none_is_told() -> None:
     config, warnings = parse({"gateway": {"tools": {"deny": ["cron", "group:sessions"]}}})
-    assert config.gateway.tools.deny == ("cron", *GROUPS["group:sessions"])
+    assert config.gateway.tools.deny == ("cron", *TOOL_GROUPS["group:sessions"])
     assert warnings == ()
     told = {name: parse({"tools": {"deny": [name]}})[1] for name in ("group:fs", "Group:Session", "group:*")}
     has_none = "a group that has no tools here."
@@ -762,7 +762,7 @@ def test_a_group_stands_for_its_tools_and_one_that_has_none_is_told() -> None:
 
 
 def test_the_session_tools_are_those_there_are() -> None:
-    assert {tool.spec.name for tool in session_tools(Mock(spec=Operations))} == set(SESSION_TOOLS)
+    assert {tool.spec.name for tool in create_session_tools(Mock(spec=Operations))} == set(SESSION_TOOL_NAMES)
 
 
 @pytest.mark.requirement("V1")
@@ -825,8 +825,8 @@ def test_config_of_a_related_gateway_loads_with_a_warning_for_each_foreign_part(
 
 
 def test_no_key_is_both_ours_and_foreign() -> None:
-    schema = json_schema()
-    for place, keys in FOREIGN.items():
+    schema = build_json_schema()
+    for place, keys in FOREIGN_KEYS.items():
         node = schema
         for step in place.split(".") if place else ():
             inner = {"*": "additionalProperties", "[]": "items"}
@@ -1081,7 +1081,7 @@ def test_missing_file_is_an_error_only_when_it_was_asked_for(
     missing = tmp_path / "none.json5"
     with pytest.raises(ConfigError, match="does not exist"):
         load(missing)
-    assert load(missing, required=False) == Loaded(Config(), None, ())
+    assert load(missing, required=False) == LoadedConfig(Config(), None, ())
 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("ANTIPHON_STATE_DIR", raising=False)
@@ -1105,27 +1105,27 @@ def test_paths_prefer_flags_then_environment_then_home() -> None:
     home = {"HOME": "/h"}
     environ = {**home, "ANTIPHON_CONFIG": "/e/c.json5", "ANTIPHON_STATE_DIR": "/e/state"}
 
-    default = locate(None, None, home)
+    default = locate_paths(None, None, home)
     assert (str(default.config), default.config_explicit) == ("/h/.antiphon/config.json5", False)
     assert str(default.state_dir) == "/h/.antiphon"
 
-    named = locate(None, None, environ)
+    named = locate_paths(None, None, environ)
     assert (str(named.config), named.config_explicit, str(named.state_dir)) == (
         "/e/c.json5",
         True,
         "/e/state",
     )
 
-    flagged = locate("~/c.json5", "/f", environ)
+    flagged = locate_paths("~/c.json5", "/f", environ)
     assert (str(flagged.config), flagged.config_explicit, str(flagged.state_dir)) == (
         "/h/c.json5",
         True,
         "/f",
     )
 
-    moved = locate("", "/f", home)
+    moved = locate_paths("", "/f", home)
     assert (str(moved.config), moved.config_explicit) == ("/f/config.json5", False)
-    assert locate("c.json5", None, home).config == Path.cwd() / "c.json5"
+    assert locate_paths("c.json5", None, home).config == Path.cwd() / "c.json5"
 
 
 # Questions
@@ -1133,7 +1133,7 @@ def test_paths_prefer_flags_then_environment_then_home() -> None:
 
 def test_agent_is_merged_with_the_defaults() -> None:
     config, _ = parse(pyjson5.decode(FULL))
-    ann, b = config.agent("ann"), config.agent("b")
+    ann, b = config.get_agent("ann"), config.get_agent("b")
 
     assert config.agent_ids == ("ann", "b", "c")
     assert (ann.instructions, b.instructions) == ("", "Be brief.")
@@ -1151,13 +1151,13 @@ def test_agent_is_merged_with_the_defaults() -> None:
         "all",
         "non-main",
     )
-    assert (ann.tools.allow, ann.tools.deny) == ((GROUPS["group:sessions"], ("x",)), ("z", "y"))
-    assert (b.runtime.type, b.runtime.target, config.agent("c").runtime.type) == (
+    assert (ann.tools.allow, ann.tools.deny) == ((TOOL_GROUPS["group:sessions"], ("x",)), ("z", "y"))
+    assert (b.runtime.type, b.runtime.target, config.get_agent("c").runtime.type) == (
         "function",
         "pkg.mod:answer",
         "model",
     )
-    assert (config.model_ref("ann"), config.model_ref("b")) == ("p/two", "p/one")
+    assert (config.get_model_ref("ann"), config.get_model_ref("b")) == ("p/two", "p/one")
 
 
 @pytest.mark.requirement("V1")
@@ -1180,14 +1180,14 @@ def test_reach_of_session_tools_is_decided_by_the_nearest_level(
     general: dict[str, str], own: dict[str, str], reach: tuple[str, str, str]
 ) -> None:
     raw = {"tools": {"sessions": general}, "agents": {"list": [{"id": "a", "tools": {"sessions": own}}]}}
-    rules = parse(raw)[0].agent("a").tools
+    rules = parse(raw)[0].get_agent("a").tools
 
     assert (rules.visibility, rules.send, rules.control) == reach
 
 
 def test_default_agent_is_the_marked_one_else_the_first_else_main() -> None:
     assert Config().default_agent_id == "main"
-    assert Config().agent("main").timeout_seconds == 172_800
+    assert Config().get_agent("main").timeout_seconds == 172_800
     assert parse({"agents": {"list": [{"id": "x"}, {"id": "y"}]}})[0].default_agent_id == "x"
     assert parse({"agents": {"list": [{"id": "x"}, {"id": "y", "default": True}]}})[0].default_agent_id == "y"
 
@@ -1195,14 +1195,14 @@ def test_default_agent_is_the_marked_one_else_the_first_else_main() -> None:
 def test_unknown_agent_lists_the_known_ones() -> None:
     config, _ = parse({"agents": {"list": [{"id": "alpha"}, {"id": "beta"}]}})
     with pytest.raises(NotFound, match="Did you mean 'alpha'") as caught:
-        config.agent("alhpa")
+        config.get_agent("alhpa")
     assert "'beta'" in caught.value.hint
 
 
 def test_model_falls_back_to_the_first_there_is_then_to_the_rehearsal() -> None:
-    assert Config().model_ref("main") == REHEARSAL_REF == "rehearsal/rehearsal"
+    assert Config().get_model_ref("main") == REHEARSAL_MODEL_REF == "rehearsal/rehearsal"
     config, _ = parse({"models": {"providers": {"openai": {}, "google": {"models": [{"id": "m"}]}}}})
-    assert config.model_ref("main") == "google/m"
+    assert config.get_model_ref("main") == "google/m"
 
 
 def test_models_are_found_by_reference() -> None:
@@ -1210,7 +1210,7 @@ def test_models_are_found_by_reference() -> None:
 
     name, provider, model = config.find_model("p/org/three")
     assert (name, provider.api, model.id) == ("p", "anthropic-messages", "org/three")
-    assert config.find_model(REHEARSAL_REF).model.id == "rehearsal"
+    assert config.find_model(REHEARSAL_MODEL_REF).model.id == "rehearsal"
     with pytest.raises(UnknownModel, match="Did you mean 'p/two'"):
         config.find_model("p/tow")
     with pytest.raises(UnknownModel, match=r"Valid models: .*'p/one'"):
@@ -1222,7 +1222,7 @@ async def test_choosing_a_model_of_a_known_provider_implies_it(monkeypatch: pyte
     model = {"primary": "anthropic/claude-opus-4-5", "fallbacks": ["openai/gpt-5.2"]}
     subagents = {"model": "anthropic/claude-haiku-4-5"}
     listed = [{"id": "a"}, {"id": "b", "model": "google/org/m"}, {"id": "c", "model": model}]
-    monkeypatch.setattr("antiphon.config.checks.find_spec", str)  # as if everything were installed
+    monkeypatch.setattr("antiphon.config.validate.find_spec", str)  # as if everything were installed
     config, warnings = parse(
         {"agents": {"defaults": {"model": model, "subagents": subagents}, "list": listed}}
     )
@@ -1230,7 +1230,7 @@ async def test_choosing_a_model_of_a_known_provider_implies_it(monkeypatch: pyte
     paths = ["agents.defaults.model.fallbacks", "agents.list[2].model.fallbacks"]
     assert [text.partition(" has no effect")[0] for text in warnings] == [repr(path) for path in paths]
     assert config.model_refs == (
-        REHEARSAL_REF,  # first: what is meant for one agent answers for no other that has no model
+        REHEARSAL_MODEL_REF,  # first: what is meant for one agent answers for no other that has no model
         "anthropic/claude-opus-4-5",
         "anthropic/claude-haiku-4-5",
         "google/org/m",
@@ -1240,13 +1240,13 @@ async def test_choosing_a_model_of_a_known_provider_implies_it(monkeypatch: pyte
     assert implied == {name: Secret.parse({"env": variable}) for name, variable in keys.items()}
     monkeypatch.delenv("ANTHROPIC_API_KEY", raising=False)
     with pytest.raises(ConfigError, match=r"The environment variable 'ANTHROPIC_API_KEY'.* is not set\."):
-        await Catalog(config).runtime("a", None)
+        await RuntimeRegistry(config).get_runtime("a", None)
 
 
 def test_a_fallback_that_nothing_has_refuses_nothing() -> None:
-    [warning] = parse({"agents": {"defaults": {"model": {"primary": REHEARSAL_REF, "fallbacks": ["x/y"]}}}})[
-        1
-    ]
+    [warning] = parse(
+        {"agents": {"defaults": {"model": {"primary": REHEARSAL_MODEL_REF, "fallbacks": ["x/y"]}}}}
+    )[1]
     assert warning.startswith("'agents.defaults.model.fallbacks' has no effect")
 
 
@@ -1478,7 +1478,7 @@ def test_a_secret_file_that_is_not_there_is_missed_without_being_opened(
     (open_path / "locked").chmod(0)
     secret = Secret.parse({"file": name}, open_path)
     with unprivileged():
-        missed = secret.lacks
+        missed = secret.availability_error
         with pytest.raises(ConfigError) as caught:
             secret.reveal()
     assert missed is not None
@@ -1542,7 +1542,7 @@ def test_secret_command_that_hangs_is_ended(
 ) -> None:
     os.mkfifo(tmp_path / "never")
     hang = 'sh -c "echo \\$\\$ > pid; exec cat never"'
-    monkeypatch.setattr(secrets, "EXEC_TIMEOUT", 1.0)
+    monkeypatch.setattr(secrets, "EXEC_TIMEOUT_SECONDS", 1.0)
     # A child of the command that keeps the output open must not keep us waiting either.
     secret = Secret.parse({"exec": ["sh", "-c", f"{hang} &" if detached else hang]}, tmp_path)
 
@@ -1603,7 +1603,7 @@ def _object_fits(value: dict[str, object], schema: dict[str, Any], root: dict[st
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_schema_accepts_the_examples(name: str) -> None:
-    schema = json_schema()
+    schema = build_json_schema()
     assert fits(pyjson5.decode(EXAMPLES[name]), schema, schema)
 
 
@@ -1620,19 +1620,19 @@ def test_schema_accepts_the_examples(name: str) -> None:
     ],
 )
 def test_schema_refuses_what_the_loader_refuses(raw: dict[str, Any]) -> None:
-    schema = json_schema()
+    schema = build_json_schema()
     assert not fits(raw, schema, schema)
     refused(raw)
 
 
 def test_schema_has_titles_and_descriptions_and_is_json() -> None:
-    schema = json.loads(json.dumps(json_schema()))
+    schema = json.loads(json.dumps(build_json_schema()))
 
     assert (schema["title"], schema["$schema"][:30]) == ("Antiphon config", "https://json-schema.org/draft/")
     assert all(definition.get("description") for definition in schema["$defs"].values())
     turns = schema["$defs"]["AgentToAgentTurns"]["properties"]["maxPingPongTurns"]
     assert (turns["title"], turns["default"], turns["maximum"]) == ("Max ping pong turns", 5, 5)
-    assert "sessions_spawn" in schema["$defs"]["Tools"]["properties"]
+    assert "sessions_spawn" in schema["$defs"]["ToolsConfig"]["properties"]
 
 
 # Whatever is in the file, it loads or it is a ConfigError
@@ -1690,7 +1690,7 @@ def test_any_document_loads_or_is_a_config_error(document: object) -> None:
         assert "path" in error.data
         return
     for agent_id in config.agent_ids:
-        config.find_model(config.model_ref(agent_id))
+        config.find_model(config.get_model_ref(agent_id))
     assert config.default_agent_id in config.agent_ids
     shown(config)
     assert all(warnings)

@@ -13,30 +13,30 @@ from hypothesis import strategies as st
 from antiphon import keys as grammar
 from antiphon.errors import InvalidKey
 from antiphon.keys import (
-    GLOBAL,
-    MAX_LENGTH,
-    Kind,
-    OwnedShape,
+    GLOBAL_KEY,
+    MAX_KEY_CHARACTERS,
+    ChatThread,
+    KeyShape,
+    OwnedKeyShape,
     SessionIdRef,
     SessionKey,
-    Shape,
-    Thread,
+    SessionKind,
     canonicalise,
-    channel_of,
-    checked_agent_id,
     direct_key,
-    display,
+    display_key,
     group_key,
-    main_session,
+    main_session_key,
     normalize_agent_id,
     owned_key,
     parse,
+    resolve_list_channel,
     subagent_key,
     thread_key,
+    validate_agent_id,
 )
 
 UUID = "6f1c2b54-8d0e-4a35-9a37-0f0c2f6f7e11"
-OWNED: tuple[OwnedShape, ...] = get_args(OwnedShape)
+OWNED: tuple[OwnedKeyShape, ...] = get_args(OwnedKeyShape)
 RESERVED = (
     "agent",
     "main",
@@ -72,10 +72,10 @@ ids = st.lists(ID_PIECES, min_size=1, max_size=8).map("".join)
 agents = st.sampled_from(["main", "helper", "a-b_c", "0"])
 channels = st.sampled_from(["telegram", "matrix", "ms-teams", "thread", "topic", "openai2"])
 accounts = ids.filter(lambda text: text.lower() not in ("group", "channel", "direct", "dm"))
-threads = st.none() | st.builds(Thread, ids, st.sampled_from(["thread", "topic"]))
+threads = st.none() | st.builds(ChatThread, ids, st.sampled_from(["thread", "topic"]))
 
 keys = st.one_of(
-    st.just(GLOBAL),
+    st.just(GLOBAL_KEY),
     st.builds(SessionKey, agents, st.just("main"), thread=threads),
     st.builds(SessionKey, agents, st.sampled_from(["group", "channel"]), ids, channels, thread=threads),
     st.builds(SessionKey, agents, st.just("direct"), ids, st.none() | channels, thread=threads),
@@ -99,13 +99,13 @@ keys = st.one_of(
         ("agent:a:signal:Work:direct:+49", SessionKey("a", "direct", "+49", "signal", "Work")),
         (
             "agent:a:slack:channel:C1:thread:17.5",
-            SessionKey("a", "channel", "C1", "slack", thread=Thread("17.5")),
+            SessionKey("a", "channel", "C1", "slack", thread=ChatThread("17.5")),
         ),
         (
             "agent:a:telegram:group:-1:topic:7",
-            SessionKey("a", "group", "-1", "telegram", thread=Thread("7", "topic")),
+            SessionKey("a", "group", "-1", "telegram", thread=ChatThread("7", "topic")),
         ),
-        ("agent:a:main:thread:5", SessionKey("a", "main", thread=Thread("5"))),
+        ("agent:a:main:thread:5", SessionKey("a", "main", thread=ChatThread("5"))),
         (f"agent:a:subagent:{UUID}", SessionKey("a", "subagent", UUID)),
         (f"agent:a:acp:{UUID}", SessionKey("a", "acp", UUID)),
         ("agent:a:cron:nightly", SessionKey("a", "cron", "nightly")),
@@ -115,7 +115,7 @@ keys = st.one_of(
         (f"agent:a:openai:{UUID}", SessionKey("a", "openai", UUID)),
         ("agent:a:openai-user:bob", SessionKey("a", "openai-user", "bob")),
         ("agent:a:telegram:slash:5", SessionKey("a", "other", "telegram:slash:5")),
-        ("main", GLOBAL),
+        ("main", GLOBAL_KEY),
     ],
 )
 def test_stored_forms(text: str, key: SessionKey) -> None:
@@ -143,7 +143,7 @@ def test_no_collision_among_all_small_hostile_keys() -> None:
     words = ["".join(some) for size in (1, 2, 3) for some in itertools.product(pieces, repeat=size)]
     hostile = list(dict.fromkeys(words))
     short = [word for word in hostile if len(word) <= 9][:40]
-    parts: list[tuple[Shape, str | None, str | None]] = [
+    parts: list[tuple[KeyShape, str | None, str | None]] = [
         ("direct", None, None),
         ("direct", "x", None),
         ("group", "x", None),
@@ -155,7 +155,7 @@ def test_no_collision_among_all_small_hostile_keys() -> None:
         for word in hostile
     ]
     threaded = [
-        SessionKey("a", "group", word, "x", thread=Thread(thread)) for word in short for thread in short
+        SessionKey("a", "group", word, "x", thread=ChatThread(thread)) for word in short for thread in short
     ]
     accounts_too = [
         SessionKey("a", "direct", word, "x", account)
@@ -251,7 +251,7 @@ def test_an_account_cannot_be_called_like_a_chat(account: str) -> None:
     [
         ("A", "main"), ("", "main"), ("a", "main", "x"), ("a", "global"), ("a", "group", "1"),
         ("a", "group", "", "irc"), ("a", "direct", "1", None, "acc"), ("a", "cron", "1", "irc"),
-        ("a", "cron", "1", None, None, Thread("5")), ("a", "main", "", None, None, Thread("")),
+        ("a", "cron", "1", None, None, ChatThread("5")), ("a", "main", "", None, None, ChatThread("")),
         ("a", "other", "main"), ("a", "other", "Cron:x"), ("a", "other", "irc:dm:x"),
     ],
 )  # fmt: skip
@@ -266,7 +266,7 @@ def test_an_empty_part_is_named_as_such() -> None:
         ("", "irc", None, None),
         ("x", "", None, None),
         ("x", "irc", "", None),
-        ("x", "irc", None, Thread("")),
+        ("x", "irc", None, ChatThread("")),
     ):
         with pytest.raises(InvalidKey, match="has an empty part"):
             SessionKey("a", "direct", *parts)
@@ -275,13 +275,13 @@ def test_an_empty_part_is_named_as_such() -> None:
 @pytest.mark.requirement("K1")
 def test_length_is_bounded() -> None:
     prefix = len("agent:a:cron:")
-    longest = owned_key("a", "cron", "x" * (MAX_LENGTH - prefix))
-    assert len(str(longest)) == MAX_LENGTH
+    longest = owned_key("a", "cron", "x" * (MAX_KEY_CHARACTERS - prefix))
+    assert len(str(longest)) == MAX_KEY_CHARACTERS
     with pytest.raises(InvalidKey, match="at most 512") as caught:
-        owned_key("a", "cron", "x" * (MAX_LENGTH - prefix + 1))
+        owned_key("a", "cron", "x" * (MAX_KEY_CHARACTERS - prefix + 1))
     assert len(str(caught.value)) < 200
     with pytest.raises(InvalidKey, match="at most 512"):
-        canonicalise("x" * (MAX_LENGTH + 1), agent_id="a")
+        canonicalise("x" * (MAX_KEY_CHARACTERS + 1), agent_id="a")
 
 
 @pytest.mark.requirement("K2", "K4")
@@ -343,8 +343,12 @@ def test_global_scope_has_one_main_session(reference: str) -> None:
     found = canonicalise(
         reference, agent_id="a", main_key="work", scope="global", current=SessionKey("a", "main")
     )
-    assert found == GLOBAL == main_session("c", scope="global")
-    assert (str(GLOBAL), GLOBAL.kind, display(GLOBAL, viewer_agent_id="a")) == ("main", "main", "main")
+    assert found == GLOBAL_KEY == main_session_key("c", scope="global")
+    assert (str(GLOBAL_KEY), GLOBAL_KEY.kind, display_key(GLOBAL_KEY, viewer_agent_id="a")) == (
+        "main",
+        "main",
+        "main",
+    )
 
 
 @pytest.mark.requirement("K3")
@@ -363,7 +367,7 @@ def test_the_configured_main_key_is_another_name_for_main() -> None:
 
 @pytest.mark.requirement("K2", "G32")
 @settings(max_examples=150, deadline=None)
-@given(keys.filter(lambda key: key != GLOBAL), agents)
+@given(keys.filter(lambda key: key != GLOBAL_KEY), agents)
 def test_canonical_keys_are_accepted_unchanged(key: SessionKey, agent: str) -> None:
     assert canonicalise(str(key), agent_id=agent) == key
 
@@ -372,8 +376,8 @@ def test_canonical_keys_are_accepted_unchanged(key: SessionKey, agent: str) -> N
 @settings(max_examples=150, deadline=None)
 @given(keys, agents)
 def test_what_is_displayed_is_accepted_back(key: SessionKey, viewer: str) -> None:
-    scope = "global" if key == GLOBAL else "per-sender"
-    shown = display(key, viewer_agent_id=viewer)
+    scope = "global" if key == GLOBAL_KEY else "per-sender"
+    shown = display_key(key, viewer_agent_id=viewer)
     assert canonicalise(shown, agent_id=viewer, scope=scope) == key
 
 
@@ -408,9 +412,9 @@ def test_canonicalise_is_idempotent(text: str, agent: str, prefix: str) -> None:
     ],
 )
 def test_display_is_short_for_ones_own_agent_only(text: str, own: str, others: str) -> None:
-    assert display(parse(text), viewer_agent_id="a") == own
-    assert display(parse(text), viewer_agent_id="b") == others
-    assert display(parse(text), viewer_agent_id=None) == text
+    assert display_key(parse(text), viewer_agent_id="a") == own
+    assert display_key(parse(text), viewer_agent_id="b") == others
+    assert display_key(parse(text), viewer_agent_id=None) == text
 
 
 @pytest.mark.requirement("K6")
@@ -432,7 +436,7 @@ def test_display_is_short_for_ones_own_agent_only(text: str, own: str, others: s
         ("agent:a:custom", "other", None, None),
     ],
 )
-def test_kind_and_chat_type(text: str, kind: Kind, chat_type: str | None, channel: str | None) -> None:
+def test_kind_and_chat_type(text: str, kind: SessionKind, chat_type: str | None, channel: str | None) -> None:
     key = parse(text)
     assert (key.kind, key.chat_type, key.channel) == (kind, chat_type, channel)
 
@@ -451,8 +455,8 @@ def test_kind_and_chat_type(text: str, kind: Kind, chat_type: str | None, channe
         ("node", None, "x", "internal"),
     ],
 )
-def test_channel_of(kind: Kind, recorded: str | None, last: str | None, shown: str) -> None:
-    assert channel_of(kind, recorded, last) == shown
+def test_channel_of(kind: SessionKind, recorded: str | None, last: str | None, shown: str) -> None:
+    assert resolve_list_channel(kind, recorded, last) == shown
 
 
 @pytest.mark.requirement("K7")
@@ -467,7 +471,7 @@ def test_direct_scopes() -> None:
     assert key("per-channel-peer") == "agent:main:signal:direct:+49Ab"
     assert key("per-account-channel-peer") == "agent:main:signal:default:direct:+49Ab"
     assert key("per-account-channel-peer", "Work") == "agent:main:signal:Work:direct:+49Ab"
-    assert direct_key("main", "signal", "1", scope="global") == GLOBAL
+    assert direct_key("main", "signal", "1", scope="global") == GLOBAL_KEY
 
 
 @pytest.mark.requirement("K7")
@@ -502,7 +506,7 @@ def test_threads_hang_under_chats() -> None:
     topic = thread_key(group, "7", word="topic")
     assert (topic.parent, group.parent) == (group, None)
     assert str(thread_key(topic, "8")) == "agent:a:telegram:group:-1:thread:8"
-    for loner in (subagent_key("a", UUID), GLOBAL, parse("agent:a:custom")):
+    for loner in (subagent_key("a", UUID), GLOBAL_KEY, parse("agent:a:custom")):
         with pytest.raises(InvalidKey):
             thread_key(loner, "5")
 
@@ -524,23 +528,23 @@ def test_agent_ids_are_normalised(raw: str, normal: str) -> None:
 @given(st.text(max_size=80))
 def test_a_normalised_agent_id_is_valid(raw: str) -> None:
     normal = normalize_agent_id(raw)
-    assert checked_agent_id(normal) == normal == normalize_agent_id(normal)
+    assert validate_agent_id(normal) == normal == normalize_agent_id(normal)
 
 
 @pytest.mark.requirement("K5")
 @pytest.mark.parametrize("text", ["", " a", "a b", "a:b", "-a", "é", "\u212a", "a" * 65, "a\n"])
 def test_an_invalid_agent_id_is_never_guessed(text: str) -> None:
     with pytest.raises(InvalidKey, match="Agent id"):
-        checked_agent_id(text)
+        validate_agent_id(text)
     with pytest.raises(InvalidKey, match="Agent id"):
-        main_session(text)
+        main_session_key(text)
     with pytest.raises(InvalidKey, match="Agent id"):
         canonicalise("main", agent_id=text)
 
 
 def test_references_that_were_read_are_remembered_without_what_stood_around_them() -> None:
     """Whoever writes a million blanks behind a name has them kept by nobody."""
-    kept = grammar._canonical.cache_info  # pyright: ignore[reportPrivateUsage]
+    kept = grammar._canonicalise_text.cache_info  # pyright: ignore[reportPrivateUsage]
     before = kept().currsize
     for blanks in range(0, 1_000_000, 50_000):
         assert canonicalise(f"main{' ' * blanks}", agent_id="padded") == SessionKey("padded", "main")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stage import BOUND
+from support.app_fixture import BOUND
 
 pytestmark = pytest.mark.sqlite_only
 
@@ -18,9 +18,9 @@ import asyncio
 import os
 import resource
 import sys
-from antiphon import loop
+from antiphon import event_loop
 
-loop.GROWTH_CHECK_SECONDS = 0.0
+event_loop.GROWTH_CHECK_SECONDS = 0.0
 
 class Held:
     def __init__(self):
@@ -49,7 +49,7 @@ async def main():
         highest = max(highest, read_resident_bytes())
     print(highest)
 
-loop.run(main())
+event_loop.run(main())
 """
 
 

@@ -12,22 +12,22 @@ from pathlib import Path
 import pytest
 
 from antiphon.access import Caller
+from antiphon.app import open_app_operations
 from antiphon.bus import Event, EventBus, Gap, SessionChanged
 from antiphon.bus.local import LocalBus
 from antiphon.clock import Clock, ManualClock, SystemClock
 from antiphon.config import Config, parse
-from antiphon.engine import sessions
-from antiphon.engine.sessions import Birth
+from antiphon.engine.sessions import session_rows
+from antiphon.engine.sessions.session_rows import NewSession
 from antiphon.filters import ListFilter
-from antiphon.host import hosting
 from antiphon.keys import parse as parse_key
-from antiphon.operations import Message, Operations
+from antiphon.operations import IncomingMessage, Operations
+from antiphon.state_access import open_operations_readonly, open_store_exclusive, open_store_readonly
 from antiphon.store import Store
 from antiphon.transfers import mirror as mirrors
 from antiphon.transfers.exports import export_all
-from antiphon.transfers.mirror import Mirror
+from antiphon.transfers.mirror import TranscriptMirror
 from antiphon.views import SessionView
-from antiphon.visits import keeping, looking, reading
 
 pytestmark = pytest.mark.anyio
 OPERATOR = Caller.operator()
@@ -39,13 +39,13 @@ UNMIRRORED, _ = parse({"session": {"transcripts": {"mirror": False}}})
 
 
 async def say(operations: Operations, text: str, session: str = "main") -> None:
-    accepted = await operations.submit(OPERATOR, Message(session=session, content=text))
+    accepted = await operations.submit(OPERATOR, IncomingMessage(session=session, content=text))
     assert (await operations.wait(OPERATOR, accepted.run_id, 10)).state == "ok"
 
 
 async def talked(state: Path, *keys: str, clock: Clock | None = None) -> list[Path]:
     """Sessions in which something was said; their files, which are not written yet."""
-    async with hosting(UNMIRRORED, state, clock=clock) as operations:
+    async with open_app_operations(UNMIRRORED, state, clock=clock) as operations:
         for key in keys:
             await say(operations, "say hello", key)
         return [await file_of(operations, key, state) for key in keys]
@@ -64,11 +64,11 @@ def changed(key: str) -> SessionChanged:
     return SessionChanged(session_key=key, reason="message")
 
 
-async def mirrored(mirror: Mirror, bus: EventBus, *events: Event) -> None:
+async def mirrored(mirror: TranscriptMirror, bus: EventBus, *events: Event) -> None:
     """What a host does: listen, and bring everything up to date at the end."""
     task = asyncio.create_task(mirror.run())
     await asyncio.sleep(0)
-    assert bus.wanted("sessions")
+    assert bus.has_listeners("sessions")
     for event in events:
         bus.publish("sessions", event)
     async with asyncio.timeout(BOUND):
@@ -85,7 +85,7 @@ class Busy:
         self._until = time.monotonic() + BOUND
         self.seen = asyncio.Event()
 
-    def wanted(self, topic: str) -> bool:
+    def has_listeners(self, topic: str) -> bool:
         return True
 
     def publish(self, topic: str, event: Event) -> None: ...
@@ -107,7 +107,7 @@ class Busy:
 async def test_the_file_a_row_names_is_what_an_export_would_write(tmp_path: Path) -> None:
     files: set[Path] = set()
     for number in range(2):  # the second time it goes on with a file that another process wrote
-        async with hosting(MIRRORED, tmp_path) as operations:
+        async with open_app_operations(MIRRORED, tmp_path) as operations:
             await say(operations, f"say {number}")
             await say(operations, "say more")
             row = await operations.describe(OPERATOR, "main")
@@ -116,7 +116,7 @@ async def test_the_file_a_row_names_is_what_an_export_would_write(tmp_path: Path
                 await operations.renew(OPERATOR, "main")
                 await say(operations, "say anew")
                 files.add(Path((await operations.describe(OPERATOR, "main")).transcript_path or ""))
-    async with reading(Config(), tmp_path) as store:
+    async with open_store_readonly(Config(), tmp_path) as store:
         await export_all(store, tmp_path / "out")
     assert len(files) == 2
     for file in files:
@@ -127,8 +127,8 @@ async def test_the_file_a_row_names_is_what_an_export_would_write(tmp_path: Path
 async def test_steady_traffic_does_not_put_a_file_off(tmp_path: Path) -> None:
     (file,) = await talked(tmp_path, MAIN)
     bus = Busy(file)
-    async with reading(Config(), tmp_path) as store:
-        task = asyncio.create_task(Mirror(store, bus, file.parent).run())
+    async with open_store_readonly(Config(), tmp_path) as store:
+        task = asyncio.create_task(TranscriptMirror(store, bus, file.parent).run())
         async with asyncio.timeout(2 * BOUND):
             await bus.seen.wait()
         task.cancel()
@@ -139,13 +139,13 @@ async def test_steady_traffic_does_not_put_a_file_off(tmp_path: Path) -> None:
 async def test_after_a_gap_whatever_may_have_changed_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirrors, "PAGE", 2)
+    monkeypatch.setattr(mirrors, "MIRRORED_ROWS_PER_PAGE", 2)
     clock = ManualClock()
     (old,) = await talked(tmp_path, "cron:old", clock=clock)
     clock.advance(days=1)
-    async with reading(Config(), tmp_path) as store:
+    async with open_store_readonly(Config(), tmp_path) as store:
         bus = LocalBus()
-        mirror = Mirror(store, bus, old.parent, clock)
+        mirror = TranscriptMirror(store, bus, old.parent, clock)
         clock.advance(seconds=60)
         files = await talked(tmp_path, MAIN, *(f"cron:c{n}" for n in range(4)), clock=clock)
         await mirrored(mirror, bus, Gap())
@@ -154,9 +154,9 @@ async def test_after_a_gap_whatever_may_have_changed_is_written(
 
 
 async def forget(store: Store, key: str, clock: Clock | None = None) -> None:
-    row = await store.read(sessions.find, parse_key(key), None)
+    row = await store.read(session_rows.find_session, parse_key(key), None)
     assert row is not None
-    await store.tx(sessions.forget, row["id"], key, (clock or SystemClock()).now())
+    await store.tx(session_rows.delete_session, row["id"], key, (clock or SystemClock()).now())
 
 
 @pytest.mark.parametrize(
@@ -171,9 +171,9 @@ async def forget(store: Store, key: str, clock: Clock | None = None) -> None:
 async def test_the_files_of_a_deleted_session_go_whoever_wrote_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, events: list[Event]
 ) -> None:
-    monkeypatch.setattr(mirrors, "PAGE", 2)
+    monkeypatch.setattr(mirrors, "MIRRORED_ROWS_PER_PAGE", 2)
     files: list[Path] = []
-    async with hosting(UNMIRRORED, tmp_path) as operations:
+    async with open_app_operations(UNMIRRORED, tmp_path) as operations:
         await operations.open(OPERATOR, GROUP)
         for _ in range(3):
             await say(operations, "say a secret", GROUP)
@@ -181,31 +181,31 @@ async def test_the_files_of_a_deleted_session_go_whoever_wrote_them(
             await operations.renew(OPERATOR, GROUP)
     (kept,) = await talked(tmp_path, MAIN)
     foreign = kept.with_name("11111111-1111-4111-8111-111111111111.jsonl")
-    async with keeping(Config(), tmp_path) as store:
+    async with open_store_exclusive(Config(), tmp_path) as store:
         await export_all(store, kept.parent)
         foreign.write_bytes(kept.read_bytes())
         bus = LocalBus()
-        await mirrored(Mirror(store, bus, kept.parent), bus)
+        await mirrored(TranscriptMirror(store, bus, kept.parent), bus)
         await forget(store, GROUP)
-        await mirrored(Mirror(store, bus, kept.parent), bus, *events)
+        await mirrored(TranscriptMirror(store, bus, kept.parent), bus, *events)
     assert [file.exists() for file in files] == [False] * 3
     assert kept.exists() and foreign.exists()
 
 
 async def test_a_file_stays_whose_conversation_has_come_back(tmp_path: Path) -> None:
     (file,) = await talked(tmp_path, GROUP)
-    async with keeping(Config(), tmp_path) as store:
+    async with open_store_exclusive(Config(), tmp_path) as store:
         await export_all(store, file.parent)
         bus = LocalBus()
-        await mirrored(Mirror(store, bus, file.parent), bus)
+        await mirrored(TranscriptMirror(store, bus, file.parent), bus)
         await forget(store, GROUP)
-        await store.tx(sessions.create, parse_key(GROUP), 1, Birth(session_id=file.stem))
+        await store.tx(session_rows.create_session, parse_key(GROUP), 1, NewSession(session_id=file.stem))
         await mirrored(
-            Mirror(store, bus, file.parent), bus, SessionChanged(session_key=GROUP, reason="delete")
+            TranscriptMirror(store, bus, file.parent), bus, SessionChanged(session_key=GROUP, reason="delete")
         )
         assert file.exists()
         await forget(store, GROUP)
-        await mirrored(Mirror(store, bus, file.parent), bus)
+        await mirrored(TranscriptMirror(store, bus, file.parent), bus)
         assert not file.exists()
 
 
@@ -215,13 +215,13 @@ async def test_what_was_deleted_without_a_mirror_keeps_its_exports(tmp_path: Pat
     clock = ManualClock()
     for key in keys:  # before there was one, and while it was switched off again
         (file,) = await talked(tmp_path, key, clock=clock)
-        async with keeping(Config(), tmp_path) as store:
+        async with open_store_exclusive(Config(), tmp_path) as store:
             await export_all(store, file.parent)
             await forget(store, key, clock)
         exports.append(file)
         clock.advance(seconds=1)
         for _ in range(2):
-            async with hosting(MIRRORED, tmp_path, clock=clock):
+            async with open_app_operations(MIRRORED, tmp_path, clock=clock):
                 clock.advance(seconds=1)
             assert [file.exists() for file in exports] == [True] * len(exports)
 
@@ -229,9 +229,9 @@ async def test_what_was_deleted_without_a_mirror_keeps_its_exports(tmp_path: Pat
 async def test_a_deletion_is_followed_once_and_one_after_an_import_again(tmp_path: Path) -> None:
     clock = ManualClock()
     (file,) = await talked(tmp_path, GROUP, clock=clock)
-    async with keeping(Config(), tmp_path) as store:
+    async with open_store_exclusive(Config(), tmp_path) as store:
         bus = LocalBus()
-        mirror = Mirror(store, bus, file.parent, clock)
+        mirror = TranscriptMirror(store, bus, file.parent, clock)
         await mirrored(mirror, bus, changed(GROUP))
         assert file.exists()
         await forget(store, GROUP, clock)
@@ -241,9 +241,11 @@ async def test_a_deletion_is_followed_once_and_one_after_an_import_again(tmp_pat
         assert not file.exists()
         file.touch()  # put back, to be imported
         await mirrored(mirror, bus, Gap(), changed(GROUP))
-        await mirrored(Mirror(store, bus, file.parent, clock), bus)
+        await mirrored(TranscriptMirror(store, bus, file.parent, clock), bus)
         assert file.exists()
-        await store.tx(sessions.create, parse_key(GROUP), clock.now(), Birth(session_id=file.stem))
+        await store.tx(
+            session_rows.create_session, parse_key(GROUP), clock.now(), NewSession(session_id=file.stem)
+        )
         await forget(store, GROUP, clock)
         await mirrored(mirror, bus, Gap())
         assert not file.exists()
@@ -252,37 +254,37 @@ async def test_a_deletion_is_followed_once_and_one_after_an_import_again(tmp_pat
 async def test_a_file_that_could_not_be_removed_is_removed_at_the_next_start(tmp_path: Path) -> None:
     clock = ManualClock()
     (file,) = await talked(tmp_path, GROUP, clock=clock)
-    async with keeping(Config(), tmp_path) as store:
+    async with open_store_exclusive(Config(), tmp_path) as store:
         bus = LocalBus()
-        await mirrored(Mirror(store, bus, file.parent, clock), bus)
+        await mirrored(TranscriptMirror(store, bus, file.parent, clock), bus)
         await forget(store, GROUP, clock)
         file.unlink(missing_ok=True)
         file.mkdir()
         for _ in range(3):
             clock.advance(seconds=60)
-            await mirrored(Mirror(store, bus, file.parent, clock), bus)
+            await mirrored(TranscriptMirror(store, bus, file.parent, clock), bus)
         file.rmdir()
         file.touch()
-        await mirrored(Mirror(store, bus, file.parent, clock), bus)
+        await mirrored(TranscriptMirror(store, bus, file.parent, clock), bus)
     assert not file.exists()
 
 
 async def test_what_is_deleted_after_a_restart_leaves_no_file(tmp_path: Path) -> None:
-    async with hosting(MIRRORED, tmp_path) as operations:
+    async with open_app_operations(MIRRORED, tmp_path) as operations:
         await operations.open(OPERATOR, GROUP)
         await say(operations, "say a secret", GROUP)
         file = await file_of(operations, GROUP, tmp_path)
     assert file.exists()
-    async with hosting(MIRRORED, tmp_path) as operations:
+    async with open_app_operations(MIRRORED, tmp_path) as operations:
         assert await operations.delete(OPERATOR, GROUP)
     assert not file.exists()
 
 
 async def test_a_file_that_could_not_be_written_is_written_anew(tmp_path: Path) -> None:
     (file,) = await talked(tmp_path, MAIN)
-    async with reading(Config(), tmp_path) as store:
+    async with open_store_readonly(Config(), tmp_path) as store:
         bus = LocalBus()
-        mirror = Mirror(store, bus, file.parent)
+        mirror = TranscriptMirror(store, bus, file.parent)
         file.mkdir(parents=True)
         await mirrored(mirror, bus, changed(MAIN))
         file.rmdir()
@@ -294,12 +296,12 @@ async def test_a_file_that_could_not_be_written_is_written_anew(tmp_path: Path) 
 async def test_the_file_of_a_deleted_session_goes_though_its_key_is_used_again(tmp_path: Path) -> None:
     key = "agent:main:cron:job"
     (old,) = await talked(tmp_path, key)
-    async with reading(Config(), tmp_path) as store:
+    async with open_store_readonly(Config(), tmp_path) as store:
         bus = LocalBus()
-        mirror = Mirror(store, bus, old.parent)
+        mirror = TranscriptMirror(store, bus, old.parent)
         await mirrored(mirror, bus, changed(key))
         assert old.exists()
-        async with keeping(Config(), tmp_path) as owner:
+        async with open_store_exclusive(Config(), tmp_path) as owner:
             await forget(owner, key)
         (new,) = await talked(tmp_path, key)
         await mirrored(mirror, bus, SessionChanged(session_key=key, reason="delete"), changed(key))
@@ -308,11 +310,11 @@ async def test_the_file_of_a_deleted_session_goes_though_its_key_is_used_again(t
 
 @pytest.mark.requirement("L4")
 async def test_a_row_names_a_file_that_exists(tmp_path: Path) -> None:
-    async with hosting(Config(), tmp_path) as operations:
+    async with open_app_operations(Config(), tmp_path) as operations:
         await say(operations, "say hello")
         for view in (
             await operations.describe(OPERATOR, "main"),
-            (await operations.status(OPERATOR, "main")).session,
+            (await operations.get_session_status(OPERATOR, "main")).session,
             (await operations.list(OPERATOR, ListFilter())).sessions[0],
         ):
             assert is_file(view)
@@ -322,17 +324,17 @@ async def test_a_row_names_a_file_that_exists(tmp_path: Path) -> None:
         after = await operations.describe(OPERATOR, "main")
         assert is_file(after)
         assert before.transcript_path != after.transcript_path
-    async with looking(Config(), tmp_path) as operations:
+    async with open_operations_readonly(Config(), tmp_path) as operations:
         row = await operations.describe(OPERATOR, "main")
         assert row.transcript_path == after.transcript_path
         (await file_of(operations, "main", tmp_path)).unlink()
-    async with looking(Config(), tmp_path) as operations:
+    async with open_operations_readonly(Config(), tmp_path) as operations:
         assert (await operations.describe(OPERATOR, "main")).transcript_path is None
 
 
 @pytest.mark.requirement("L4")
 async def test_without_files_no_row_names_one(tmp_path: Path) -> None:
-    async with hosting(UNMIRRORED, tmp_path) as operations:
+    async with open_app_operations(UNMIRRORED, tmp_path) as operations:
         await say(operations, "say hello")
         row = await operations.describe(OPERATOR, "main")
         assert (row.transcript_path, (tmp_path / "transcripts").exists()) == (None, False)
@@ -351,18 +353,18 @@ async def test_files_that_are_missing_or_behind_are_written_without_a_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of what was imported, and of what was said while nothing was mirrored or before a crash."""
-    monkeypatch.setattr(mirrors, "PAGE", 2)
-    monkeypatch.setattr(mirrors, "MARGIN", -(10**6))  # nothing was active just now
+    monkeypatch.setattr(mirrors, "MIRRORED_ROWS_PER_PAGE", 2)
+    monkeypatch.setattr(mirrors, "CLOCK_MARGIN_MILLISECONDS", -(10**6))  # nothing was active just now
     monkeypatch.setattr(mirrors, "CATCH_UP_PAUSE_SECONDS", 0)
     files = await talked(tmp_path, MAIN, *(f"cron:c{n}" for n in range(4)))
     behind, current = files[0], files[1]
-    async with reading(Config(), tmp_path) as store:
+    async with open_store_readonly(Config(), tmp_path) as store:
         await export_all(store, tmp_path / "out")
         behind.parent.mkdir()
         behind.write_text("torn")
         os.utime(behind, (1, 1))
         current.write_text("as new as its session")
-        task = asyncio.create_task(Mirror(store, LocalBus(), behind.parent).run())
+        task = asyncio.create_task(TranscriptMirror(store, LocalBus(), behind.parent).run())
         expected = [(tmp_path / "out" / file.name).read_bytes() for file in files]
         expected[1] = current.read_bytes()
         async with asyncio.timeout(BOUND):
@@ -373,12 +375,12 @@ async def test_files_that_are_missing_or_behind_are_written_without_a_change(
 
 
 async def test_a_file_that_was_taken_away_is_begun_anew(tmp_path: Path) -> None:
-    async with hosting(UNMIRRORED, tmp_path) as operations:
+    async with open_app_operations(UNMIRRORED, tmp_path) as operations:
         await say(operations, "say hello")
         file = await file_of(operations, "main", tmp_path)
-    async with reading(Config(), tmp_path) as store:
+    async with open_store_readonly(Config(), tmp_path) as store:
         bus = LocalBus()
-        mirror = Mirror(store, bus, file.parent)
+        mirror = TranscriptMirror(store, bus, file.parent)
         await mirrored(mirror, bus, changed(MAIN))
         file.unlink()
         await talked(tmp_path, MAIN)

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from antiphon import misfits
+from antiphon import validation_errors
 from antiphon.config import Config
-from antiphon.config.base import LONGEST_NAME, nearest
+from antiphon.config.base import MAX_COMPARED_NAME_CHARACTERS, find_nearest
 from antiphon.errors import AntiphonError
-from antiphon.gateway import frames
-from antiphon.tools import arguments
+from antiphon.gateway.ws import frames
+from antiphon.tools import _arguments
 
 pytestmark = pytest.mark.requirement("W1")
 
@@ -31,7 +31,7 @@ class Outer(frames.Params, frozen=True):
     inner: tuple[Inner, ...] = ()
 
 
-class Taken(arguments.Arguments, frozen=True):
+class Taken(_arguments.ToolArguments, frozen=True):
     mode: Literal["a", "b"] = "a"
 
 
@@ -59,9 +59,9 @@ def test_what_is_said_of_a_name_is_short_however_long_it_is(params: object, says
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda: Config().agent(MEGABYTES),
+        lambda: Config().get_agent(MEGABYTES),
         lambda: Config().find_model(MEGABYTES),
-        lambda: arguments.read(Taken, {"mode": MEGABYTES}),
+        lambda: _arguments.parse_arguments(Taken, {"mode": MEGABYTES}),
     ],
 )
 def test_neither_is_what_nothing_is_called_repeated(ask: Any) -> None:
@@ -71,9 +71,9 @@ def test_neither_is_what_nothing_is_called_repeated(ask: Any) -> None:
 
 
 def test_only_a_name_is_compared_with_others() -> None:
-    name = "n" * LONGEST_NAME
-    assert nearest(name, [name.upper()]) == name.upper()
-    assert nearest(name + "n", [name + "n"]) is None
+    name = "n" * MAX_COMPARED_NAME_CHARACTERS
+    assert find_nearest(name, [name.upper()]) == name.upper()
+    assert find_nearest(name + "n", [name + "n"]) is None
 
 
 ESCAPES = st.sampled_from(
@@ -85,12 +85,12 @@ ESCAPES = st.sampled_from(
 def test_halves_of_characters_are_mended_and_nothing_else(text: str, as_bytes: bool) -> None:
     raw = f'{{"{text}": ["{text}"]}}'
     whole = json.dumps(json.loads(raw), ensure_ascii=False).encode("utf-16", "surrogatepass")
-    mended = misfits.mended(raw.encode() if as_bytes else raw)
+    mended = validation_errors.replace_lone_surrogates(raw.encode() if as_bytes else raw)
     assert msgspec.json.decode(mended) == json.loads(whole.decode("utf-16", "replace"))
 
 
 def test_what_is_no_json_does_not_become_any() -> None:
     with pytest.raises(ValueError, match="NUL"):
-        misfits.mended('["\0"]')
-    assert misfits.mended(b'\xef\xbb\xbf["\xed\xa0\x80"]') == '["\ufffd"]'.encode()
-    assert misfits.mended("[NaN") == b"[NaN"
+        validation_errors.replace_lone_surrogates('["\0"]')
+    assert validation_errors.replace_lone_surrogates(b'\xef\xbb\xbf["\xed\xa0\x80"]') == '["\ufffd"]'.encode()
+    assert validation_errors.replace_lone_surrogates("[NaN") == b"[NaN"

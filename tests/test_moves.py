@@ -23,26 +23,26 @@ from typing import Any, TypeVar
 import msgspec
 import pytest
 
+from antiphon.app import open_app, open_app_operations
 from antiphon.config import Config
-from antiphon.engine.jobs import AgentTurn, JobSpec
-from antiphon.engine.slots import Every
+from antiphon.engine.jobs.jobs import AgentTurn, JobSpec
+from antiphon.engine.jobs.schedule_slots import EverySchedule
 from antiphon.errors import AntiphonError, Conflict, StoreDamaged, StoreError, StoreLocked
 from antiphon.filters import HistoryFilter, ListFilter
-from antiphon.gateway.tokens import Tokens
-from antiphon.host import hosting, house
-from antiphon.operations import Message, Operations, Patch, Send, Spawn
+from antiphon.gateway.tokens import TokenRegistry
+from antiphon.operations import IncomingMessage, Operations, SendRequest, SessionPatch, SpawnRequest
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import FunctionRuntime
-from antiphon.store import source as sources
-from antiphon.store.postgres.connection import Server
-from antiphon.store.source import Source
+from antiphon.state_access import open_operations_readonly
+from antiphon.store.postgres.connection import PgServer
+from antiphon.store.sqlite import copy_source as sources
+from antiphon.store.sqlite.copy_source import CopySource
 from antiphon.store.statedir import StateDir
-from antiphon.transfers.moves import Moved, Progress, migrate
-from antiphon.visits import looking
+from antiphon.transfers.postgres_migration import MigrationProgress, MigrationResult, migrate_to_postgres
 from cli.gateways import up
 from cli.terminal import Program
 from cluster.database import PASSWORD, Postgres
-from stage import BOUND, MAIN, OPERATOR, until
+from support.app_fixture import BOUND, MAIN, OPERATOR, until
 
 pytestmark = pytest.mark.anyio
 T = TypeVar("T")
@@ -85,41 +85,49 @@ async def fill(path: Path) -> None:
         await asyncio.Event().wait()
         raise AssertionError("unreachable")
 
-    async with house(CONFIG, path, functions={"slow": FunctionRuntime(hold)}) as home:
+    async with open_app(CONFIG, path, functions={"slow": FunctionRuntime(hold)}) as home:
         operations = home.operations
         await told(operations, MAIN, "say the first answer is saffron")
         await operations.renew(OPERATOR, MAIN)
         await told(operations, MAIN, "say the second answer is madder \0 root")
         await told(operations, GROUP, "call agents_list {}\nsay hello group")
-        await operations.patch(OPERATOR, GROUP, Patch(label="The Choir", display_name="Sönntag"))
-        asked = Send(session=GROUP, message="say say yes", timeout_seconds=BOUND)
+        await operations.patch(OPERATOR, GROUP, SessionPatch(label="The Choir", display_name="Sönntag"))
+        asked = SendRequest(session=GROUP, message="say say yes", timeout_seconds=BOUND)
         assert (await operations.send(OPERATOR, asked, requester=MAIN)).status == "ok"
-        await operations.spawn(OPERATOR, Spawn(task="say 42", label="calc"), requester=MAIN)
+        await operations.spawn(OPERATOR, SpawnRequest(task="say 42", label="calc"), requester=MAIN)
         await until(lambda: _settled(operations))
         await told(operations, "agent:main:telegram:group:8", "say goodbye")
-        await operations.patch(OPERATOR, "agent:main:telegram:group:8", Patch(archived=True))
+        await operations.patch(OPERATOR, "agent:main:telegram:group:8", SessionPatch(archived=True))
         spec = JobSpec(
-            name="daily", schedule=Every(every_ms=86_400_000), payload=AgentTurn(message="say morning")
+            name="daily",
+            schedule=EverySchedule(every_ms=86_400_000),
+            payload=AgentTurn(message="say morning"),
         )
         await home.schedules.add(OPERATOR, spec, key="the job")
         await told(operations, "agent:main:telegram:group:9", "say forget me")
         await operations.delete(OPERATOR, "agent:main:telegram:group:9")
-        await operations.submit(OPERATOR, Message(session=SLOW, content="begin", idempotency_key="r1"))
+        await operations.submit(
+            OPERATOR, IncomingMessage(session=SLOW, content="begin", idempotency_key="r1")
+        )
         await asyncio.wait_for(held.wait(), BOUND)
-        await operations.submit(OPERATOR, Message(session=SLOW, content="then this", idempotency_key="r2"))
+        await operations.submit(
+            OPERATOR, IncomingMessage(session=SLOW, content="then this", idempotency_key="r2")
+        )
         words = f"call sessions_send {json.dumps(ASKING)}"
-        await operations.submit(OPERATOR, Message(session=HELPER, content=words, idempotency_key="r3"))
+        await operations.submit(
+            OPERATOR, IncomingMessage(session=HELPER, content=words, idempotency_key="r3")
+        )
         await until(lambda: _waits(path))
 
 
 async def told(operations: Operations, session: str, text: str) -> None:
-    run = await operations.submit(OPERATOR, Message(session=session, content=text))
+    run = await operations.submit(OPERATOR, IncomingMessage(session=session, content=text))
     assert (await operations.wait(OPERATOR, run.run_id, BOUND)).state == "ok"
 
 
 async def _settled(operations: Operations) -> bool:
-    page = await operations.exchanges(OPERATOR, None, unsettled=True, limit=10)
-    tasks = await operations.tasks(OPERATOR, MAIN)
+    page = await operations.list_exchanges(OPERATOR, None, unsettled=True, limit=10)
+    tasks = await operations.list_subagents(OPERATOR, MAIN)
     return not page.exchanges and all(task.ended_at for task in tasks)
 
 
@@ -164,7 +172,7 @@ def aside(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     return results[0]
 
 
-async def _ask(server: Server, sql: str) -> list[tuple[Any, ...]]:
+async def _ask(server: PgServer, sql: str) -> list[tuple[Any, ...]]:
     connection = await server.connect()
     try:
         return [tuple(row.values()) for row in await connection.fetch(sql)]  # pyright: ignore
@@ -172,12 +180,12 @@ async def _ask(server: Server, sql: str) -> list[tuple[Any, ...]]:
         await connection.close(timeout=BOUND)
 
 
-def ask(server: Server, sql: str) -> list[tuple[Any, ...]]:
+def ask(server: PgServer, sql: str) -> list[tuple[Any, ...]]:
     return aside(lambda: _ask(server, sql))
 
 
 @contextmanager
-def _made(postgres: Postgres) -> Generator[Server]:
+def _made(postgres: Postgres) -> Generator[PgServer]:
     name = f"m{uuid.uuid4().hex[:16]}"
     ask(postgres.server("postgres"), f'CREATE DATABASE "{name}"')
     yield postgres.server(name)
@@ -185,17 +193,17 @@ def _made(postgres: Postgres) -> Generator[Server]:
 
 
 @pytest.fixture
-def target(postgres: Postgres) -> Iterator[Server]:
+def target(postgres: Postgres) -> Iterator[PgServer]:
     """A database with nothing in it, not even our tables."""
     with _made(postgres) as server:
         yield server
 
 
-def on(server: Server) -> Config:
+def on(server: PgServer) -> Config:
     return Config.model_validate({**SETTINGS, "store": {"url": server.url, "password": PASSWORD}})
 
 
-def everything(server: Server) -> dict[str, list[tuple[Any, ...]]]:
+def everything(server: PgServer) -> dict[str, list[tuple[Any, ...]]]:
     """Every row of every table there."""
     names = ask(server, "SELECT tablename FROM pg_tables WHERE schemaname = 'public'")
     return {name: sorted(ask(server, f'SELECT * FROM "{name}"'), key=repr) for (name,) in names}  # noqa: S608
@@ -207,10 +215,10 @@ def rows_of(database: Path) -> dict[str, list[tuple[Any, ...]]]:
     def stored(row: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(value.replace("\0", "\ufffd") if isinstance(value, str) else value for value in row)
 
-    with closing(Source.open(database)) as source, closing(sqlite3.connect(database)) as connection:
+    with closing(CopySource.open(database)) as source, closing(sqlite3.connect(database)) as connection:
         return {
             table.name: sorted(map(stored, connection.execute(f'SELECT * FROM "{table.name}"')), key=repr)  # noqa: S608
-            for table in source.tables()
+            for table in source.list_tables()
             if table.name != "session_names"
         }
 
@@ -219,7 +227,7 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def ignore(progress: Progress) -> None: ...
+def ignore(progress: MigrationProgress) -> None: ...
 
 
 class Stopped(Exception):
@@ -232,7 +240,7 @@ class Stop:
     def __init__(self, table: str) -> None:
         self._table = table
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: MigrationProgress) -> None:
         if progress.table == self._table and progress.rows:
             raise Stopped
 
@@ -247,16 +255,16 @@ async def seen(operations: Operations) -> dict[str, Any]:
     found = {
         "list": listed,
         "choir": await operations.list(OPERATOR, ListFilter(search="choir sonn")),
-        "histories": [await operations.history(OPERATOR, row.key, wanted) for row in listed.sessions],
+        "histories": [await operations.read_history(OPERATOR, row.key, wanted) for row in listed.sessions],
         "past": [
-            await operations.history(OPERATOR, past.session_id, wanted)
-            for past in await operations.conversations(OPERATOR, MAIN)
+            await operations.read_history(OPERATOR, past.session_id, wanted)
+            for past in await operations.list_conversations(OPERATOR, MAIN)
         ],
-        "exchanges": await operations.exchanges(OPERATOR, None, unsettled=False, limit=100),
-        "deliveries": await operations.deliveries(OPERATOR, None, 100),
-        "usage": await operations.usage(OPERATOR, MAIN, tree=True),
+        "exchanges": await operations.list_exchanges(OPERATOR, None, unsettled=False, limit=100),
+        "deliveries": await operations.list_deliveries(OPERATOR, None, 100),
+        "usage": await operations.get_usage(OPERATOR, MAIN, tree=True),
         "runs": [
-            msgspec.structs.replace(await operations.run(OPERATOR, run), queued_ms=None, running_ms=None)
+            msgspec.structs.replace(await operations.get_run(OPERATOR, run), queued_ms=None, running_ms=None)
             for run in ("r1", "r2", "r3")
         ],
     }
@@ -264,12 +272,12 @@ async def seen(operations: Operations) -> dict[str, Any]:
 
 
 @pytest.mark.requirement("G21")
-async def test_a_house_goes_on_where_the_other_stopped(state: Path, database: Path, target: Server) -> None:
-    async with looking(CONFIG, state) as operations:
+async def test_a_house_goes_on_where_the_other_stopped(state: Path, database: Path, target: PgServer) -> None:
+    async with open_operations_readonly(CONFIG, state) as operations:
         before = await seen(operations)
-    moved = await migrate(database, target, ignore)
+    moved = await migrate_to_postgres(database, target, ignore)
     assert moved.tables["messages"] > 10
-    async with looking(on(target), state) as operations:
+    async with open_operations_readonly(on(target), state) as operations:
         assert await seen(operations) == before
     assert before["choir"]["sessions"][0]["key"] == GROUP
 
@@ -279,7 +287,7 @@ async def test_a_house_goes_on_where_the_other_stopped(state: Path, database: Pa
         played.append(repr(prompt.messages[-1]))
         return f"done with {len(played)}"
 
-    async with house(on(target), state, functions={"slow": FunctionRuntime(answer)}) as home:
+    async with open_app(on(target), state, functions={"slow": FunctionRuntime(answer)}) as home:
         operations = home.operations
         for run in ("r1", "r2", "r3"):
             assert (await operations.wait(OPERATOR, run, BOUND)).state == "ok", run
@@ -288,14 +296,14 @@ async def test_a_house_goes_on_where_the_other_stopped(state: Path, database: Pa
         for word, session in (("saffron", MAIN), ("madder", MAIN), ("group", GROUP)):
             assert session in {hit.session_key for hit in (await operations.search(OPERATOR, word)).results}
         await told(operations, MAIN, "say and on it goes")
-        history = await operations.history(OPERATOR, SLOW, HistoryFilter(limit=100))
+        history = await operations.read_history(OPERATOR, SLOW, HistoryFilter(limit=100))
     asked = [item["content"] for item in history.messages if item["role"] == "user"]
     assert asked == ["begin", "then this", "say it was asked"]
     assert len(played) == 3, "each of them once"
 
 
 async def test_every_row_is_there_and_numbers_go_on_behind_those_that_were_given_out(
-    database: Path, target: Server
+    database: Path, target: PgServer
 ) -> None:
     change(
         database,
@@ -305,7 +313,7 @@ async def test_every_row_is_there_and_numbers_go_on_behind_those_that_were_given
     before = rows_of(database)
     content = digest(database)
     assert not [name for name, rows in before.items() if not rows], "something of everything is tried"
-    moved = await migrate(database, target, ignore)
+    moved = await migrate_to_postgres(database, target, ignore)
     after = everything(target)
     assert {name: after[name] for name in before} == before
     assert after["owners"] == []
@@ -320,8 +328,8 @@ async def test_every_row_is_there_and_numbers_go_on_behind_those_that_were_given
     assert digest(database) == content, "the source is as it was"
 
 
-async def test_every_table_and_column_is_moved(database: Path, target: Server) -> None:
-    await migrate(database, target, ignore)
+async def test_every_table_and_column_is_moved(database: Path, target: PgServer) -> None:
+    await migrate_to_postgres(database, target, ignore)
     there: dict[str, set[str]] = {}
     columns = "SELECT table_name, column_name FROM information_schema.columns WHERE table_schema = 'public'"
     for table, column in ask(target, columns):
@@ -330,8 +338,8 @@ async def test_every_table_and_column_is_moved(database: Path, target: Server) -
         ours = "SELECT name FROM sqlite_schema WHERE type = 'table' AND sql NOT LIKE '%fts5%' AND sql LIKE 'CREATE%'"
         kept = {name for (name,) in connection.execute(ours) if "'" not in name} - {"sqlite_sequence"}
         indexes = {name for name in kept if name.startswith(("message_words_", "session_names_"))}
-    with closing(Source.open(database)) as source:
-        here = {table.name: set(table.names) for table in source.tables()}
+    with closing(CopySource.open(database)) as source:
+        here = {table.name: set(table.names) for table in source.list_tables()}
     assert here.keys() == (kept - indexes - STAYING) | {"session_names"}
     assert here.keys() | STAYING | NEW_INDEX <= there.keys()
     assert here == {name: there[name] for name in here}
@@ -345,18 +353,18 @@ async def test_a_table_comes_after_those_it_refers_to(tmp_path: Path) -> None:
         "CREATE TABLE b (id INTEGER PRIMARY KEY, c BIGINT REFERENCES c (id))",
         "CREATE TABLE c (id INTEGER PRIMARY KEY)",
     )
-    with closing(Source(database, sqlite3.connect(database))) as source:
-        assert [table.name for table in source.tables()][:3] == ["c", "b", "a"]
+    with closing(CopySource(database, sqlite3.connect(database))) as source:
+        assert [table.name for table in source.list_tables()][:3] == ["c", "b", "a"]
 
 
-async def test_what_postgresql_cannot_store_is_replaced_and_counted(database: Path, target: Server) -> None:
+async def test_what_postgresql_cannot_store_is_replaced_and_counted(database: Path, target: PgServer) -> None:
     change(
         database,
         "UPDATE sessions SET display_name = 'be' || char(0) || 'fore' WHERE label = 'The Choir'",
         "UPDATE commands SET id = 'k' || char(0) || 'ey', answer = '{\"a\":' || char(0) || '}'"
         " WHERE digest <> ''",
     )
-    assert (await migrate(database, target, ignore)).replaced == 3 + 1
+    assert (await migrate_to_postgres(database, target, ignore)).replaced == 3 + 1
     assert ask(target, "SELECT display_name FROM sessions WHERE label = 'The Choir'") == [("be\ufffdfore",)]
     assert ask(target, "SELECT id, answer FROM commands WHERE digest <> ''") == [
         ("k\ufffdey", '{"a":\ufffd}')
@@ -364,7 +372,7 @@ async def test_what_postgresql_cannot_store_is_replaced_and_counted(database: Pa
 
 
 async def test_what_a_killed_process_left_in_the_log_comes_along(
-    state: Path, database: Path, target: Server, tmp_path: Path
+    state: Path, database: Path, target: PgServer, tmp_path: Path
 ) -> None:
     with closing(sqlite3.connect(database)) as connection:
         connection.execute("INSERT INTO chains (id, runs, created_at) VALUES ('in the log', 1, 1)")
@@ -373,22 +381,22 @@ async def test_what_a_killed_process_left_in_the_log_comes_along(
             shutil.copytree(state, tmp_path / "left")
         )  # as it is on the disk while somebody has it open
     assert left.joinpath("antiphon.db-wal").stat().st_size
-    await migrate(left / "antiphon.db", target, ignore)
+    await migrate_to_postgres(left / "antiphon.db", target, ignore)
     assert ("in the log", 1, 1) in everything(target)["chains"]
 
 
 async def test_batches_are_bounded_by_what_they_weigh(
-    database: Path, target: Server, monkeypatch: pytest.MonkeyPatch
+    database: Path, target: PgServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "BATCH_BYTES", 2000)
     change(database, "UPDATE messages SET body = body || printf('%.*c', 1500, ' ')")
     steps: list[int] = []
 
-    def count(progress: Progress) -> None:
+    def count(progress: MigrationProgress) -> None:
         if (progress.step, progress.table) == ("copy", "messages"):
             steps.append(progress.rows)
 
-    moved = await migrate(database, target, count)
+    moved = await migrate_to_postgres(database, target, count)
     assert max(after - before for before, after in pairwise(steps)) <= 2
     assert steps[-1] == moved.tables["messages"]
 
@@ -406,14 +414,14 @@ def password(tmp_path: Path) -> Path:
 class Lives:
     """See `moving`."""
 
-    def __init__(self, database: Path, target: Server, password: Path, log: Path) -> None:
+    def __init__(self, database: Path, target: PgServer, password: Path, log: Path) -> None:
         arguments = ("--from", f"sqlite:{database}", "--to", target.url, "--password-file", str(password))
         here = Path(__file__).parent
         environ = {**os.environ, "PYTHONPATH": str(here), "HOME": str(database.parent)}
         self._log = log
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, str(here / "moving.py"), *arguments],
+                [sys.executable, str(here / "support" / "killed_migration.py"), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -441,7 +449,7 @@ class Lives:
 
 
 @contextmanager
-def lives(database: Path, target: Server, password: Path, log: Path) -> Generator[Lives]:
+def lives(database: Path, target: PgServer, password: Path, log: Path) -> Generator[Lives]:
     found = Lives(database, target, password, log)
     try:
         yield found
@@ -452,7 +460,7 @@ def lives(database: Path, target: Server, password: Path, log: Path) -> Generato
 @pytest.mark.requirement("G21")
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_it_is_killed_again_and_again_and_ends_right(
-    seed: int, database: Path, target: Server, password: Path, tmp_path: Path
+    seed: int, database: Path, target: PgServer, password: Path, tmp_path: Path
 ) -> None:
     before, dice, kills = rows_of(database), random.Random(seed), 0
     with lives(database, target, password, tmp_path / "log") as moving:
@@ -468,7 +476,7 @@ async def test_it_is_killed_again_and_again_and_ends_right(
 
 
 async def test_killed_at_its_last_commit_it_is_known_to_be_done(
-    database: Path, target: Server, postgres: Postgres, password: Path, tmp_path: Path
+    database: Path, target: PgServer, postgres: Postgres, password: Path, tmp_path: Path
 ) -> None:
     with _made(postgres) as other, lives(database, other, password, tmp_path / "log") as moving:
         assert moving.live(0) == 0, moving.said
@@ -483,144 +491,156 @@ async def test_killed_at_its_last_commit_it_is_known_to_be_done(
 
 
 async def test_two_that_do_the_same_at_once_do_it_once(
-    database: Path, target: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    database: Path, target: PgServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "BATCH_ROWS", 2)
     before = rows_of(database)
     copies = [Path(shutil.copy(database, tmp_path / f"{name}.db")) for name in ("one", "two")]
-    done = await asyncio.gather(*(migrate(copy, target, ignore) for copy in copies), return_exceptions=True)
-    assert any(isinstance(each, Moved) for each in done), done
+    done = await asyncio.gather(
+        *(migrate_to_postgres(copy, target, ignore) for copy in copies), return_exceptions=True
+    )
+    assert any(isinstance(each, MigrationResult) for each in done), done
     # One that looks when the other has just come to its end sees what is not its own, and leaves it alone.
-    assert all(isinstance(each, Moved | StoreError | Conflict) for each in done), done
+    assert all(isinstance(each, MigrationResult | StoreError | Conflict) for each in done), done
     after = everything(target)
     assert {name: after[name] for name in before} == before
-    assert (await migrate(database, target, ignore)).already
+    assert (await migrate_to_postgres(database, target, ignore)).already
 
 
 async def test_a_server_that_goes_away_is_waited_for_by_nobody_and_loses_nothing(
-    database: Path, target: Server, postgres: Postgres
+    database: Path, target: PgServer, postgres: Postgres
 ) -> None:
-    def cut(progress: Progress) -> None:
+    def cut(progress: MigrationProgress) -> None:
         if progress.table == "messages" and progress.rows:
             postgres.kill()
 
     try:
         with pytest.raises(StoreError) as failed:
-            await migrate(database, target, cut)
+            await migrate_to_postgres(database, target, cut)
     finally:
         postgres.start()
     assert "same command again" in failed.value.hint
     before = rows_of(database)
-    await migrate(database, target, ignore)
+    await migrate_to_postgres(database, target, ignore)
     after = everything(target)
     assert {name: after[name] for name in before} == before
 
 
-async def test_nobody_uses_a_database_that_is_half_there(state: Path, database: Path, target: Server) -> None:
+async def test_nobody_uses_a_database_that_is_half_there(
+    state: Path, database: Path, target: PgServer
+) -> None:
     with pytest.raises(Stopped):
-        await migrate(database, target, Stop("messages"))
+        await migrate_to_postgres(database, target, Stop("messages"))
     half = everything(target)
     with pytest.raises(StoreError, match="is being moved into this one"):
-        async with hosting(on(target), state):
+        async with open_app_operations(on(target), state):
             pass
     with pytest.raises(StoreError, match="it goes on where it stopped"):
-        async with looking(on(target), state):
+        async with open_operations_readonly(on(target), state):
             pass
     assert everything(target) == half
-    await migrate(database, target, ignore)
-    async with looking(on(target), state) as operations:
+    await migrate_to_postgres(database, target, ignore)
+    async with open_operations_readonly(on(target), state) as operations:
         assert (await operations.describe(OPERATOR, GROUP)).label == "The Choir"
 
 
 # --- what is refused ---
 
 
-async def refused(work: Awaitable[Moved], kind: type[AntiphonError], words: str) -> AntiphonError:
+async def refused(work: Awaitable[MigrationResult], kind: type[AntiphonError], words: str) -> AntiphonError:
     with pytest.raises(kind) as failed:
         await work
     assert words in failed.value.what
     return failed.value
 
 
-async def test_a_source_that_was_used_meanwhile_is_noticed(database: Path, target: Server) -> None:
+async def test_a_source_that_was_used_meanwhile_is_noticed(database: Path, target: PgServer) -> None:
     with pytest.raises(Stopped):
-        await migrate(database, target, Stop("sessions"))
+        await migrate_to_postgres(database, target, Stop("sessions"))
     half = everything(target)
     change(database, "UPDATE sessions SET updated_at = updated_at + 1 WHERE id = 1")
-    error = await refused(migrate(database, target, ignore), Conflict, "the source was used since")
+    error = await refused(
+        migrate_to_postgres(database, target, ignore), Conflict, "the source was used since"
+    )
     assert error.data["table"] == "sessions"
     assert everything(target) == half
 
 
-async def test_what_is_added_meanwhile_comes_along(database: Path, target: Server) -> None:
+async def test_what_is_added_meanwhile_comes_along(database: Path, target: PgServer) -> None:
     with pytest.raises(Stopped):
-        await migrate(database, target, Stop("sessions"))
+        await migrate_to_postgres(database, target, Stop("sessions"))
     change(database, "INSERT INTO chains (id, runs, created_at) VALUES ('zzz', 1, 1)")
-    await migrate(database, target, ignore)
+    await migrate_to_postgres(database, target, ignore)
     assert ("zzz", 1, 1) in everything(target)["chains"]
 
 
-async def test_half_of_another_source_is_refused(database: Path, target: Server, tmp_path: Path) -> None:
+async def test_half_of_another_source_is_refused(database: Path, target: PgServer, tmp_path: Path) -> None:
     other = Path(shutil.copy(database, tmp_path / "other.db"))
     change(other, "UPDATE chains SET runs = runs + 1")
     with pytest.raises(Stopped):
-        await migrate(other, target, Stop("messages"))
+        await migrate_to_postgres(other, target, Stop("messages"))
     half = everything(target)
-    await refused(migrate(database, target, ignore), Conflict, "holds a part of something else")
+    await refused(migrate_to_postgres(database, target, ignore), Conflict, "holds a part of something else")
     assert everything(target) == half
 
 
 async def test_a_target_with_other_sessions_is_refused(
-    state: Path, database: Path, target: Server, tmp_path: Path
+    state: Path, database: Path, target: PgServer, tmp_path: Path
 ) -> None:
-    async with hosting(on(target), tmp_path / "elsewhere") as operations:
+    async with open_app_operations(on(target), tmp_path / "elsewhere") as operations:
         await told(operations, MAIN, "say something else")
     before = everything(target)
-    error = await refused(migrate(database, target, ignore), Conflict, "already holds other sessions")
+    error = await refused(
+        migrate_to_postgres(database, target, ignore), Conflict, "already holds other sessions"
+    )
     assert error.exit_code == 2 and "nothing was changed" in error.hint
     assert everything(target) == before
 
 
 async def test_a_target_that_was_used_after_the_move_is_refused(
-    state: Path, database: Path, target: Server
+    state: Path, database: Path, target: PgServer
 ) -> None:
-    await migrate(database, target, ignore)
-    assert (await migrate(database, target, ignore)).already
+    await migrate_to_postgres(database, target, ignore)
+    assert (await migrate_to_postgres(database, target, ignore)).already
     ask(target, "UPDATE sessions SET updated_at = updated_at + 1 WHERE id = 1")
     before = everything(target)
-    await refused(migrate(database, target, ignore), Conflict, "already holds other sessions")
+    await refused(migrate_to_postgres(database, target, ignore), Conflict, "already holds other sessions")
     assert everything(target) == before
 
 
-async def test_tables_of_another_program_are_refused(database: Path, target: Server) -> None:
+async def test_tables_of_another_program_are_refused(database: Path, target: PgServer) -> None:
     ask(target, "CREATE TABLE sessions (customer TEXT)")
-    await refused(migrate(database, target, ignore), Conflict, "holds tables of another program")
+    await refused(migrate_to_postgres(database, target, ignore), Conflict, "holds tables of another program")
     assert everything(target) == {"sessions": []}
 
 
-async def test_a_gateway_on_the_target_is_refused(database: Path, target: Server, tmp_path: Path) -> None:
-    async with hosting(on(target), tmp_path / "elsewhere"):
-        await refused(migrate(database, target, ignore), Conflict, "A gateway is running on the database")
+async def test_a_gateway_on_the_target_is_refused(database: Path, target: PgServer, tmp_path: Path) -> None:
+    async with open_app_operations(on(target), tmp_path / "elsewhere"):
+        await refused(
+            migrate_to_postgres(database, target, ignore), Conflict, "A gateway is running on the database"
+        )
         assert "moving" not in everything(target)
-    await migrate(database, target, ignore)
+    await migrate_to_postgres(database, target, ignore)
 
 
 async def test_a_target_on_which_a_gateway_was_only_started_takes_the_secrets_of_the_source(
-    database: Path, target: Server, tmp_path: Path
+    database: Path, target: PgServer, tmp_path: Path
 ) -> None:
-    async with hosting(on(target), tmp_path / "elsewhere"):
+    async with open_app_operations(on(target), tmp_path / "elsewhere"):
         pass
     assert ask(target, "SELECT count(*) FROM secrets") == [(1,)]
     ask(target, "DELETE FROM owners")  # whose lease would run out by itself
-    await migrate(database, target, ignore)
+    await migrate_to_postgres(database, target, ignore)
     assert ask(target, "SELECT name, value FROM secrets") == rows_of(database)["secrets"]
 
 
 async def test_a_state_directory_that_is_in_use_is_refused(
-    state: Path, database: Path, target: Server
+    state: Path, database: Path, target: PgServer
 ) -> None:
-    with StateDir.own(state):
-        await refused(migrate(database, target, ignore), StoreLocked, "is in use by another Antiphon")
+    with StateDir.open_locked(state):
+        await refused(
+            migrate_to_postgres(database, target, ignore), StoreLocked, "is in use by another Antiphon"
+        )
     assert everything(target) == {}
 
 
@@ -654,16 +674,18 @@ def _unreadable(database: Path) -> None:
     ],
 )
 async def test_a_source_that_cannot_be_used_is_refused(
-    harm: Callable[[Path], None], kind: type[AntiphonError], words: str, database: Path, target: Server
+    harm: Callable[[Path], None], kind: type[AntiphonError], words: str, database: Path, target: PgServer
 ) -> None:
     harm(database)
-    error = await refused(migrate(database, target, ignore), kind, words)
+    error = await refused(migrate_to_postgres(database, target, ignore), kind, words)
     assert error.exit_code == 7
 
 
-async def test_a_value_that_does_not_fit_is_named(database: Path, target: Server) -> None:
+async def test_a_value_that_does_not_fit_is_named(database: Path, target: PgServer) -> None:
     change(database, "UPDATE sessions SET depth = 'deep' WHERE id = 1")
-    error = await refused(migrate(database, target, ignore), StoreError, "A row of the table 'sessions'")
+    error = await refused(
+        migrate_to_postgres(database, target, ignore), StoreError, "A row of the table 'sessions'"
+    )
     assert error.data["table"] == "sessions"
 
 
@@ -680,19 +702,19 @@ async def test_a_value_that_does_not_fit_is_named(database: Path, target: Server
     ],
 )
 async def test_what_is_not_the_same_is_noticed(
-    table: str, harm: str, words: str, state: Path, database: Path, target: Server
+    table: str, harm: str, words: str, state: Path, database: Path, target: PgServer
 ) -> None:
     harmed: list[str] = []
 
-    def tamper(progress: Progress) -> None:
+    def tamper(progress: MigrationProgress) -> None:
         if progress.step == "check" and not harmed:
             harmed.append(harm)
             ask(target, harm)
 
-    error = await refused(migrate(database, target, tamper), StoreError, f"The table {table!r}")
+    error = await refused(migrate_to_postgres(database, target, tamper), StoreError, f"The table {table!r}")
     assert words in error.what and error.exit_code == 7 and error.data["table"] == table
     with pytest.raises(StoreError, match="is being moved into this one"):
-        async with looking(on(target), state):
+        async with open_operations_readonly(on(target), state):
             pass
 
 
@@ -706,7 +728,7 @@ def program(state: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.requirement("R")
 async def test_the_command_says_how_it_goes_and_what_is_next(
-    program: Program, target: Server, password: Path
+    program: Program, target: PgServer, password: Path
 ) -> None:
     arguments = ("store", "migrate", "--to", target.url, "--password-file", str(password))
     with program.terminal(*arguments) as terminal:
@@ -722,9 +744,9 @@ async def test_the_command_says_how_it_goes_and_what_is_next(
 
 @pytest.mark.requirement("R")
 async def test_issued_tokens_are_valid_after_the_move_and_are_revoked_everywhere(
-    program: Program, target: Server, tmp_path: Path
+    program: Program, target: PgServer, tmp_path: Path
 ) -> None:
-    token = Tokens.open(program.state).issue("dashboard", ["operator.read"])
+    token = TokenRegistry.open(program.state).issue_token("dashboard", ["operator.read"])
     config = {**SETTINGS, "store": {"url": target.url, "password": PASSWORD}}
     program.configure(config)
     for _ in range(2):  # also of a command that is given again
@@ -737,7 +759,7 @@ async def test_issued_tokens_are_valid_after_the_move_and_are_revoked_everywhere
         assert elsewhere.run("spawn", "say no", "--url", gateway.url).code != 0, "it may only read"
         assert gateway.stop() == 0
     with up(program):
-        assert [record.name for record in Tokens.open(program.state).records] == ["owner"]
+        assert [record.name for record in TokenRegistry.open(program.state).records] == ["owner"]
         names = [row["name"] for row in program.run("tokens", "list", "--json").json["tokens"]]
         assert names == ["owner", "dashboard"]
         assert elsewhere.run("tokens", "revoke", "dashboard").code == 0
@@ -745,7 +767,7 @@ async def test_issued_tokens_are_valid_after_the_move_and_are_revoked_everywhere
 
 
 @pytest.mark.requirement("R")
-async def test_the_command_takes_the_server_of_the_configuration(program: Program, target: Server) -> None:
+async def test_the_command_takes_the_server_of_the_configuration(program: Program, target: PgServer) -> None:
     program.configure({**SETTINGS, "store": {"url": target.url, "password": PASSWORD}})
     done = program.run("store", "migrate", "--json")
     lines = [json.loads(line) for line in done.out.splitlines()]
@@ -785,7 +807,7 @@ async def test_a_command_that_cannot_be_says_why(
 
 
 @pytest.mark.requirement("R")
-async def test_the_command_does_nothing_beside_a_running_gateway(program: Program, target: Server) -> None:
+async def test_the_command_does_nothing_beside_a_running_gateway(program: Program, target: PgServer) -> None:
     program.configure(SETTINGS)
     with up(program):
         done = program.run("store", "migrate", "--to", target.url)

@@ -17,12 +17,12 @@ from antiphon.errors import (
     StoreReadOnly,
     UnknownModel,
 )
-from antiphon.messages import User
-from antiphon.operations import HistoryFilter, ListFilter, Message
+from antiphon.messages import UserMessage
+from antiphon.operations import HistoryFilter, IncomingMessage, ListFilter
 from antiphon.runtimes import Prompt
+from antiphon.state_access import create_operations
 from antiphon.store.statedir import StateDir
-from antiphon.visits import operations_on
-from stage import MAIN, OPERATOR, staged, with_settings
+from support.app_fixture import MAIN, OPERATOR, open_app_fixture, with_settings
 
 pytestmark = pytest.mark.anyio
 
@@ -37,13 +37,13 @@ ROW = set(WORDS.split())
 
 async def echo(prompt: Prompt) -> str:
     last = prompt.messages[-1]
-    assert isinstance(last, User)
+    assert isinstance(last, UserMessage)
     return f"heard {last.content}"
 
 
 @pytest.mark.requirement("L3")
 async def test_a_row_has_the_agreed_names_and_leaves_out_what_is_unknown(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         await stage.ask("hello")
         child = "agent:main:subagent:11111111-1111-1111-1111-111111111111"
         await stage.create(child, MAIN)
@@ -70,17 +70,19 @@ async def test_a_row_has_the_agreed_names_and_leaves_out_what_is_unknown(tmp_pat
 
 @pytest.mark.requirement("H1", "H2")
 async def test_history_is_raw_oldest_first_and_by_key_or_session_id(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         for number in range(3):
             await stage.ask(f"say {number}")
-        page = await stage.operations.history(OPERATOR, "main", HistoryFilter(limit=2))
+        page = await stage.operations.read_history(OPERATOR, "main", HistoryFilter(limit=2))
         assert [item["role"] for item in page.messages] == ["user", "assistant"]
         assert page.messages[0]["content"] == "say 2"
         assert (page.total, page.has_more, page.next_cursor) == (6, True, "5")
-        by_id = await stage.operations.history(OPERATOR, page.session_id, HistoryFilter(limit=2))
+        by_id = await stage.operations.read_history(OPERATOR, page.session_id, HistoryFilter(limit=2))
         assert by_id == page
         with pytest.raises(NotFound, match="sessions_list"):
-            await stage.operations.history(OPERATOR, "00000000-0000-0000-0000-000000000000", HistoryFilter())
+            await stage.operations.read_history(
+                OPERATOR, "00000000-0000-0000-0000-000000000000", HistoryFilter()
+            )
 
 
 @pytest.mark.requirement("S8")
@@ -88,7 +90,7 @@ async def test_a_denied_session_takes_nothing_and_changes_nothing(tmp_path: Path
     rules = [{"match": {"chatType": "group"}, "action": "deny"}]
     config = with_settings({"session": {"sendPolicy": {"rules": rules}}})
     group = "agent:main:discord:group:1"
-    async with staged(tmp_path, echo, config=config) as stage:
+    async with open_app_fixture(tmp_path, echo, config=config) as stage:
         with pytest.raises(SendBlocked, match="send blocked by session policy"):
             await stage.say("hello", group)
         assert stage.rows("SELECT * FROM runs") == []
@@ -101,14 +103,17 @@ async def test_a_denied_session_takes_nothing_and_changes_nothing(tmp_path: Path
 
 @pytest.mark.requirement("G25")
 async def test_a_new_conversation_keeps_the_old_one_readable_and_restorable(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         await stage.ask("first")
         old = (await stage.operations.describe(OPERATOR, "main")).session_id
         new = (await stage.operations.renew(OPERATOR, "main")).session_id
         assert new != old
         assert await stage.transcript() == []
         assert (await stage.transcript(old))[0]["content"] == "first"
-        assert [c.session_id for c in await stage.operations.conversations(OPERATOR, "main")] == [new, old]
+        assert [c.session_id for c in await stage.operations.list_conversations(OPERATOR, "main")] == [
+            new,
+            old,
+        ]
         with pytest.raises(Conflict, match="Restore it first"):
             await stage.say("to the old one", old)
         assert (await stage.operations.restore(OPERATOR, old)).session_id == old
@@ -116,7 +121,7 @@ async def test_a_new_conversation_keeps_the_old_one_readable_and_restorable(tmp_
         entries = await stage.transcript()
         assert [entry["seq"] for entry in entries] == [1, 2, 3, 4]
         assert entries[2]["content"] == "second"
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         assert (await stage.operations.describe(OPERATOR, "main")).session_id == old
 
 
@@ -126,13 +131,13 @@ async def test_a_session_that_is_answering_is_not_renewed(tmp_path: Path) -> Non
             await stage.operations.renew(OPERATOR, "main")
         return "done"
 
-    async with staged(tmp_path, slow) as stage:
+    async with open_app_fixture(tmp_path, slow) as stage:
         assert (await stage.ask("hello")).state == "ok"
 
 
 @pytest.mark.requirement("G32", "K2")
 async def test_references_that_fit_several_sessions_list_them(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         keys = [f"agent:main:dashboard:{number}" for number in range(2)]
         for key in keys:
             await stage.create(key)
@@ -147,7 +152,7 @@ async def test_references_that_fit_several_sessions_list_them(tmp_path: Path) ->
 @pytest.mark.requirement("V3", "K2")
 async def test_an_agent_sees_its_own_short_keys_and_nobody_elses_sessions(tmp_path: Path) -> None:
     config = with_settings({"agents": {"list": [{"id": "main"}, {"id": "other"}]}})
-    async with staged(tmp_path, echo, config=config) as stage:
+    async with open_app_fixture(tmp_path, echo, config=config) as stage:
         await stage.ask("hello")
         await stage.ask("hello", "agent:other:main")
         caller = Caller.agent("main", MAIN)
@@ -158,7 +163,7 @@ async def test_an_agent_sees_its_own_short_keys_and_nobody_elses_sessions(tmp_pa
         errors: list[str] = []
         for reference in (hidden, absent):
             with pytest.raises(NotFound) as caught:
-                await stage.operations.history(caller, reference, HistoryFilter())
+                await stage.operations.read_history(caller, reference, HistoryFilter())
             errors.append(str(caught.value).replace(reference, "…"))
         assert errors[0] == errors[1]
 
@@ -166,20 +171,20 @@ async def test_an_agent_sees_its_own_short_keys_and_nobody_elses_sessions(tmp_pa
 @pytest.mark.parametrize(
     ("message", "error", "field"),
     [
-        (Message(session="main", content=""), InvalidInput, "message"),
-        (Message(session="main", content="\ud800"), InvalidInput, "message"),
-        (Message(session="main", content="x", idempotency_key=""), InvalidInput, "idempotencyKey"),
-        (Message(session="main", content="x", timeout_seconds=-1), InvalidInput, "timeoutSeconds"),
-        (Message(session="main", content="x", model="nobody/nothing"), UnknownModel, None),
-        (Message(session="global", content="x"), InvalidInput, None),
-        (Message(session="agent:nobody:main", content="x"), NotFound, None),
+        (IncomingMessage(session="main", content=""), InvalidInput, "message"),
+        (IncomingMessage(session="main", content="\ud800"), InvalidInput, "message"),
+        (IncomingMessage(session="main", content="x", idempotency_key=""), InvalidInput, "idempotencyKey"),
+        (IncomingMessage(session="main", content="x", timeout_seconds=-1), InvalidInput, "timeoutSeconds"),
+        (IncomingMessage(session="main", content="x", model="nobody/nothing"), UnknownModel, None),
+        (IncomingMessage(session="global", content="x"), InvalidInput, None),
+        (IncomingMessage(session="agent:nobody:main", content="x"), NotFound, None),
     ],
 )
 @pytest.mark.requirement("K3")
 async def test_bad_input_names_the_field_and_changes_nothing(
-    tmp_path: Path, message: Message, error: type[Exception], field: str | None
+    tmp_path: Path, message: IncomingMessage, error: type[Exception], field: str | None
 ) -> None:
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         with pytest.raises(error) as caught:
             await stage.operations.submit(OPERATOR, message)
         assert getattr(caught.value, "data", {}).get("field") == field
@@ -190,7 +195,7 @@ async def test_bad_input_names_the_field_and_changes_nothing(
 async def test_with_global_scope_every_main_is_the_one_session(tmp_path: Path) -> None:
     agents = {"list": [{"id": "a", "default": True}, {"id": "b"}]}
     config = with_settings({"session": {"scope": "global"}, "agents": agents})
-    async with staged(tmp_path, echo, config=config) as stage:
+    async with open_app_fixture(tmp_path, echo, config=config) as stage:
         await stage.ask("one", "main")
         await stage.ask("two", "agent:b:main")
         page = await stage.operations.list(OPERATOR, ListFilter())
@@ -202,7 +207,7 @@ async def test_with_global_scope_every_main_is_the_one_session(tmp_path: Path) -
 async def test_filtering_by_agent_keeps_what_was_spawned_below_the_caller(tmp_path: Path) -> None:
     config = with_settings({"agents": {"list": [{"id": "main"}, {"id": "helper"}]}})
     child = "agent:helper:subagent:22222222-2222-2222-2222-222222222222"
-    async with staged(tmp_path, echo, config=config) as stage:
+    async with open_app_fixture(tmp_path, echo, config=config) as stage:
         await stage.create(MAIN)
         await stage.create(child, MAIN)
         caller = Caller.agent("main", MAIN)
@@ -215,7 +220,7 @@ async def test_filtering_by_agent_keeps_what_was_spawned_below_the_caller(tmp_pa
 async def test_a_child_is_not_told_of_a_parent_it_may_not_see(tmp_path: Path) -> None:
     parent = "agent:main:telegram:direct:+15550100"
     child = "agent:main:subagent:33333333-3333-3333-3333-333333333333"
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         await stage.create(parent)
         await stage.create(child, parent)
         page = await stage.operations.list(Caller.agent("main", child), ListFilter())
@@ -232,7 +237,7 @@ async def test_many_agents_can_be_seen_at_once(tmp_path: Path) -> None:
             "tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True, "allow": ["a*"]}},
         }
     )
-    async with staged(tmp_path, echo, config=config) as stage:
+    async with open_app_fixture(tmp_path, echo, config=config) as stage:
         for agent_id in [*ids, "hidden"]:
             await stage.create(f"agent:{agent_id}:main")
         caller = Caller.agent("a0", "agent:a0:main")
@@ -241,25 +246,25 @@ async def test_many_agents_can_be_seen_at_once(tmp_path: Path) -> None:
 
 
 async def test_without_an_engine_nothing_is_queued(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         await stage.ask("hello")
-        lame = operations_on(stage.operations.config, stage.store, StateDir.look(tmp_path))
+        lame = create_operations(stage.operations.config, stage.store, StateDir.open_unlocked(tmp_path))
         with pytest.raises(StoreReadOnly):
-            await lame.submit(OPERATOR, Message(session="main", content="lost?"))
+            await lame.submit(OPERATOR, IncomingMessage(session="main", content="lost?"))
         assert len(stage.rows("SELECT * FROM runs")) == 1
 
 
 @pytest.mark.requirement("H1", "H2")
 async def test_a_page_is_bounded_in_bytes_as_well(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         await stage.create(MAIN)
         for _ in range(10):
             await stage.operations.inject(OPERATOR, MAIN, "x" * 1_000_000)
-        newest = await stage.operations.history(OPERATOR, MAIN, HistoryFilter(limit=1000))
+        newest = await stage.operations.read_history(OPERATOR, MAIN, HistoryFilter(limit=1000))
         assert [item["seq"] for item in newest.messages] == [7, 8, 9, 10]
         assert (newest.total, newest.has_more, newest.next_cursor) == (10, True, "7")
-        oldest = await stage.operations.history(OPERATOR, MAIN, HistoryFilter(limit=1000, after=0))
+        oldest = await stage.operations.read_history(OPERATOR, MAIN, HistoryFilter(limit=1000, after=0))
         assert [item["seq"] for item in oldest.messages] == [1, 2, 3, 4]
         assert (oldest.has_more, oldest.next_cursor) == (True, "4")
-        rest = await stage.operations.history(OPERATOR, MAIN, HistoryFilter(limit=1000, after=8))
+        rest = await stage.operations.read_history(OPERATOR, MAIN, HistoryFilter(limit=1000, after=8))
         assert ([item["seq"] for item in rest.messages], rest.next_cursor) == ([9, 10], None)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from antiphon.errors import InvalidKey
 from antiphon.keys import ChatType
-from antiphon.policy import Decision, SendPolicy, SendRule, decide, parse_send_command
+from antiphon.send_policy import SendDecision, SendPolicy, SendRule, decide_send, parse_send_command
 
 GROUP = "agent:main:discord:group:42"
 KEYS = (
@@ -22,7 +22,7 @@ KEYS = (
 )
 MAIN = "agent:main:main"
 
-decisions: st.SearchStrategy[Decision] = st.sampled_from(("allow", "deny"))
+decisions: st.SearchStrategy[SendDecision] = st.sampled_from(("allow", "deny"))
 maybe_channel = st.none() | st.sampled_from(["discord", "Telegram", "irc"])
 maybe_type = st.none() | st.sampled_from(get_args(ChatType))
 maybe_prefix = st.none() | st.sampled_from(
@@ -33,9 +33,9 @@ policies = st.builds(SendPolicy, st.lists(rules, max_size=4).map(tuple), decisio
 
 
 def result(
-    *given_rules: SendRule, key: str = GROUP, default: Decision = "allow", **facts: str | None
-) -> Decision:
-    return decide(
+    *given_rules: SendRule, key: str = GROUP, default: SendDecision = "allow", **facts: str | None
+) -> SendDecision:
+    return decide_send(
         SendPolicy(given_rules, default),
         override=None,
         channel=facts.get("channel"),
@@ -48,9 +48,9 @@ def result(
 @settings(max_examples=200, deadline=None)
 @given(policies, decisions, maybe_channel, maybe_type, st.sampled_from(KEYS))
 def test_the_sessions_own_setting_wins(
-    policy: SendPolicy, override: Decision, channel: str | None, chat_type: ChatType | None, key: str
+    policy: SendPolicy, override: SendDecision, channel: str | None, chat_type: ChatType | None, key: str
 ) -> None:
-    assert decide(policy, override=override, channel=channel, chat_type=chat_type, key=key) == override
+    assert decide_send(policy, override=override, channel=channel, chat_type=chat_type, key=key) == override
 
 
 @pytest.mark.requirement("D1")
@@ -59,8 +59,8 @@ def test_the_sessions_own_setting_wins(
 def test_a_further_deny_never_opens_and_a_further_allow_never_lifts_a_deny_rule(
     policy: SendPolicy, rule: SendRule, channel: str | None, chat_type: ChatType | None, key: str
 ) -> None:
-    def ask(some: SendPolicy) -> Decision:
-        return decide(some, override=None, channel=channel, chat_type=chat_type, key=key)
+    def ask(some: SendPolicy) -> SendDecision:
+        return decide_send(some, override=None, channel=channel, chat_type=chat_type, key=key)
 
     denies = SendPolicy(tuple(one for one in policy.rules if one.action == "deny"), "allow")
     stays_shut = ask(denies) == "deny" or (rule.action == "deny" and ask(policy) == "deny")
@@ -89,7 +89,7 @@ def test_deny_then_allow_then_default() -> None:
     assert result(miss, default="deny") == "deny"
     assert SendPolicy().default == "allow"
     assert SendRule().action == "allow"
-    assert decide(None, override=None, channel=None, chat_type=None, key=MAIN) == "allow"
+    assert decide_send(None, override=None, channel=None, chat_type=None, key=MAIN) == "allow"
 
 
 @pytest.mark.requirement("D1")

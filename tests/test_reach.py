@@ -23,25 +23,25 @@ from hypothesis import strategies as st
 
 from antiphon import keys
 from antiphon.access import Action, Caller, Visibility
+from antiphon.app import App, open_app
 from antiphon.bus.local import LocalBus
 from antiphon.clock import SystemClock
 from antiphon.config import Config
-from antiphon.engine import sessions
-from antiphon.engine.actors import Actor, Actors
-from antiphon.engine.door import Door
-from antiphon.engine.envelopes import Envelope
-from antiphon.engine.sessions import Birth
-from antiphon.engine.toolbox import Call, Result, Tool, Toolbox
+from antiphon.engine.collaboration.permissions import SubagentPermissions
+from antiphon.engine.sessions import session_rows
+from antiphon.engine.sessions.identity import SessionIdentity, SessionIdentityResolver
+from antiphon.engine.sessions.resolver import SessionResolver
+from antiphon.engine.sessions.session_rows import NewSession
+from antiphon.engine.toolbox import Tool, Toolbox, ToolOutput, ToolRequest
 from antiphon.errors import AntiphonError, Forbidden, SpawnRefused
-from antiphon.host import House, house
-from antiphon.operations import Operations, Spawn
+from antiphon.operations import Operations, SpawnRequest
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import FunctionRuntime
 from antiphon.store import Row, Store, Tx
-from antiphon.tools import session_tools
-from stage import DATABASE, MAIN, OPERATOR, dump, opened, raw, with_settings
-from tools.troupe import Player, cast_of, heard
-from tools.troupe import house as troupe_house
+from antiphon.tools import create_session_tools
+from support.agents_fixture import ScriptedAgent, get_last_user_text, make_agents_config
+from support.agents_fixture import open_agents_fixture as troupe_house
+from support.app_fixture import DATABASE, MAIN, OPERATOR, dump, opened, raw, with_settings
 
 AGENTS = ("main", "ann", "bob")
 WIDTH: dict[Visibility, int] = {"self": 0, "tree": 1, "agent": 2, "all": 3}
@@ -127,7 +127,7 @@ class Born:
     def envelope(self) -> str | None:
         if self.cap is None:
             return None
-        return Envelope(tools=(), agents=(), read=self.cap[0], send=self.cap[1], depth=0).text
+        return SubagentPermissions(tools=(), agents=(), read=self.cap[0], send=self.cap[1], depth=0).json_text
 
 
 born = st.builds(
@@ -160,11 +160,11 @@ async def _populate(tx: Tx, wanted: list[Born]) -> list[Fact]:
         if any(fact.key == key for fact in facts):
             continue  # an agent has one main session
         above = one.parent if one.parent is not None and one.parent < len(facts) else None
-        row = await sessions.create(
+        row = await session_rows.create_session(
             tx,
             keys.parse(key),
             1000 + number,
-            Birth(
+            NewSession(
                 label=one.label,
                 parent=None if above is None else ids[above],
                 sandboxed=one.sandboxed,
@@ -255,17 +255,17 @@ class Desk:
     """A store with the session tools on it, and nothing that runs."""
 
     store: Store
-    door: Door
+    door: SessionResolver
     tools: Mapping[str, Tool]
-    actors: Actors
+    actors: SessionIdentityResolver
 
     def caller(self, fact: Fact) -> Caller:
-        return self.actors.of(
+        return self.actors.resolve(
             fact.born.agent, fact.key, sandboxed=fact.born.sandboxed, envelope=fact.born.envelope
         ).caller
 
-    async def use(self, tool: str, caller: Caller, **arguments: Any) -> Result:
-        call = Call(caller=caller, run_id="run", call_id="call", arguments=arguments)
+    async def use(self, tool: str, caller: Caller, **arguments: Any) -> ToolOutput:
+        call = ToolRequest(caller=caller, run_id="run", call_id="call", arguments=arguments)
         return await self.tools[tool].invoke(call)
 
     async def allows(self, caller: Caller, action: Action, reference: str) -> bool:
@@ -279,7 +279,7 @@ class Desk:
 @asynccontextmanager
 async def desk(config: Config, path: Path) -> AsyncGenerator[Desk]:
     async with opened(path) as store:
-        door = Door(config)
+        door = SessionResolver(config)
         operations = Operations(
             config=config,
             store=store,
@@ -289,8 +289,8 @@ async def desk(config: Config, path: Path) -> AsyncGenerator[Desk]:
             engine=None,
             state_dir=path,
         )
-        tools = {tool.spec.name: tool for tool in session_tools(operations)}
-        yield Desk(store, door, tools, Actors(config, door, Toolbox()))
+        tools = {tool.spec.name: tool for tool in create_session_tools(operations)}
+        yield Desk(store, door, tools, SessionIdentityResolver(config, door, Toolbox()))
 
 
 @pytest.mark.requirement(
@@ -334,7 +334,7 @@ async def _check_reach(office: Desk, configuration: Settings, me: Fact, facts: l
         for reference in (
             it.key,
             it.session_id,
-            keys.display_text(it.key, viewer_agent_id=caller.agent_id),
+            keys.display_stored_key(it.key, viewer_agent_id=caller.agent_id),
         ):
             await _check_history(office, caller, reference, it, readable=it.session_id in shown)
         for action in cast(tuple[Action, ...], ("send", "control")):
@@ -468,11 +468,11 @@ SELECT s.key, s.agent_id, EXISTS (
 
 
 def _reached(config: Config, path: Path, caller: Caller, action: Action) -> set[str]:
-    door = Door(config)
+    door = SessionResolver(config)
     reached: set[str] = set()
     for row in raw(path / DATABASE, ROWS, caller.session_key):
         with contextlib.suppress(AntiphonError):
-            door.admit(caller, action, cast(Row, row), row["key"])
+            door.authorize(caller, action, cast(Row, row), row["key"])
             reached.add(row["key"])
     return reached
 
@@ -482,7 +482,7 @@ def _below(path: Path, key: str | None) -> set[str]:
     return {row["key"] for row in raw(path / DATABASE, ROWS, key) if row["descendant"] or row["key"] == key}
 
 
-async def _check_child(opened: House, path: Path, parent: Actor, child: Actor) -> None:
+async def _check_child(opened: App, path: Path, parent: SessionIdentity, child: SessionIdentity) -> None:
     config = opened.config
     own = _below(path, child.caller.session_key)
     for action in cast(tuple[Action, ...], ("list", "read", "send")):
@@ -491,14 +491,14 @@ async def _check_child(opened: House, path: Path, parent: Actor, child: Actor) -
     assert set(child.tools) <= set(parent.tools)
     assert child.caller.sandboxed >= parent.caller.sandboxed
     above, below = [
-        {line.id for line in (await opened.operations.agents(actor.caller)).agents}
+        {line.id for line in (await opened.operations.list_reachable_agents(actor.caller)).agents}
         for actor in (parent, child)
     ]
     assert below <= above
     assert _depth(path, child) < _depth(path, parent)
 
 
-def _depth(path: Path, actor: Actor) -> int:
+def _depth(path: Path, actor: SessionIdentity) -> int:
     (row,) = raw(path / DATABASE, "SELECT envelope FROM sessions WHERE key = ?", actor.caller.session_key)
     return 5 if row["envelope"] is None else json.loads(row["envelope"])["depth"]
 
@@ -507,14 +507,14 @@ async def _silent(prompt: Prompt) -> str:
     return "."
 
 
-async def _spawn_on(opened: House, path: Path, key: str, agents: list[str]) -> str:
+async def _spawn_on(opened: App, path: Path, key: str, agents: list[str]) -> str:
     """One below the other, until one is refused; the last key."""
     operations = opened.operations
     for agent in agents:
         parent = (await operations.act_as(OPERATOR, key)).actor
         before = raw(path / DATABASE, "SELECT key FROM sessions ORDER BY key")
         try:
-            wanted = Spawn(task="go", agent_id=agent, announce="none")
+            wanted = SpawnRequest(task="go", agent_id=agent, announce="none")
             spawned = await operations.spawn(parent.caller, wanted)
         except (SpawnRefused, Forbidden):
             assert raw(path / DATABASE, "SELECT key FROM sessions ORDER BY key") == before
@@ -528,7 +528,7 @@ def _full(shown: str, agent: str) -> str:
     return str(keys.canonicalise(shown, agent_id=agent))
 
 
-async def _check_line(opened: House, path: Path) -> None:
+async def _check_line(opened: App, path: Path) -> None:
     """Every child that there is by now, with its parent."""
     sql = "SELECT s.key, p.key AS above FROM sessions s JOIN sessions p ON p.id = s.spawned_by"
     for row in raw(path / DATABASE, sql):
@@ -539,9 +539,9 @@ async def _check_line(opened: House, path: Path) -> None:
 
 
 @asynccontextmanager
-async def _housing(configuration: Settings, path: Path) -> AsyncGenerator[House]:
+async def _housing(configuration: Settings, path: Path) -> AsyncGenerator[App]:
     functions = {agent: FunctionRuntime(_silent) for agent in AGENTS}
-    async with house(with_settings(configuration), path, functions=functions) as opened:
+    async with open_app(with_settings(configuration), path, functions=functions) as opened:
         for agent, rest in itertools.product(AGENTS, ("main", "direct:1")):
             await opened.operations.open(OPERATOR, f"agent:{agent}:{rest}")
         yield opened
@@ -684,7 +684,7 @@ NAMING: tuple[dict[str, Any], ...] = (
 Found = Literal["refused", "done"]
 
 
-def _fate(result: Result) -> Found:
+def _fate(result: ToolOutput) -> Found:
     """An error says what is wrong, in words that are safe to show and to encode."""
     assert json.loads(result.text) == result.details
     if not result.is_error:
@@ -698,11 +698,11 @@ def _fate(result: Result) -> Found:
 @pytest.mark.requirement("SEC10", "SEC5")
 @pytest.mark.anyio
 async def test_looking_for_hostile_names_finds_nothing_and_changes_nothing(tmp_path: Path) -> None:
-    async with troupe_house(cast_of("ann"), tmp_path) as troupe:
-        await troupe.found(MAIN, "agent:ann:main")
+    async with troupe_house(make_agents_config("ann"), tmp_path) as troupe:
+        await troupe.open_sessions(MAIN, "agent:ann:main")
         before = dump(tmp_path / DATABASE)
         for words, (tool, slot) in itertools.product(HOSTILE, LOOKS):
-            result = await troupe.invoked(tool, MAIN, **{slot: words})
+            result = await troupe.invoke_tool(tool, MAIN, **{slot: words})
             if _fate(result) == "done" and tool == "sessions_history":
                 assert words in ("current", "global"), "nothing else of it is the name of a session"
         assert dump(tmp_path / DATABASE) == before
@@ -711,12 +711,12 @@ async def test_looking_for_hostile_names_finds_nothing_and_changes_nothing(tmp_p
 @pytest.mark.requirement("SEC10", "SEC5")
 @pytest.mark.anyio
 async def test_acting_on_hostile_names_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    async with troupe_house(cast_of("ann"), tmp_path) as troupe:
-        await troupe.found(MAIN, "agent:ann:main")
+    async with troupe_house(make_agents_config("ann"), tmp_path) as troupe:
+        await troupe.open_sessions(MAIN, "agent:ann:main")
         before = dump(tmp_path / DATABASE)
         for words, asked in itertools.product(HOSTILE, NAMING):
             arguments = {name: value for name, value in asked.items() if name not in ("tool", "slot")}
-            result = await troupe.invoked(asked["tool"], MAIN, **arguments, **{asked["slot"]: words})
+            result = await troupe.invoke_tool(asked["tool"], MAIN, **arguments, **{asked["slot"]: words})
             assert _fate(result) == "refused", (asked, words, result.text)
         assert dump(tmp_path / DATABASE) == before
 
@@ -724,12 +724,14 @@ async def test_acting_on_hostile_names_is_refused_and_changes_nothing(tmp_path: 
 @pytest.mark.requirement("SEC10", "G5", "S3")
 @pytest.mark.anyio
 async def test_hostile_messages_arrive_byte_for_byte_inside_a_frame_they_cannot_close(tmp_path: Path) -> None:
-    ann = Player("ok")
-    async with troupe_house(cast_of("ann"), tmp_path, functions={"ann": ann, "main": Player()}) as troupe:
-        await troupe.found(MAIN, "agent:ann:main")
+    ann = ScriptedAgent("ok")
+    async with troupe_house(
+        make_agents_config("ann"), tmp_path, functions={"ann": ann, "main": ScriptedAgent()}
+    ) as troupe:
+        await troupe.open_sessions(MAIN, "agent:ann:main")
         for words in HOSTILE:
             before = dump(tmp_path / DATABASE)
-            result = await troupe.invoked(
+            result = await troupe.invoke_tool(
                 "sessions_send", MAIN, agentId="ann", message=words, replyBack=0, announce="none"
             )
             if _fate(result) == "refused":
@@ -738,31 +740,31 @@ async def test_hostile_messages_arrive_byte_for_byte_inside_a_frame_they_cannot_
                 continue
             stored = [entry for entry in await troupe.transcript("agent:ann:main") if entry["role"] == "user"]
             assert stored[-1]["content"] == words
-            shown = heard(ann.prompts[-1])
+            shown = get_last_user_text(ann.prompts[-1])
             opening, _, closing = shown.partition(f"\n{words}\n")
             nonce = closing.removeprefix("<<<end ").removesuffix(">>>")
             assert closing == f"<<<end {nonce}>>>"
             assert opening.endswith(f"<<<data {nonce}>>>")
             assert nonce not in words
-        await troupe.quiet()
+        await troupe.wait_until_idle()
 
 
 @pytest.mark.requirement("SEC10", "P9")
 @pytest.mark.anyio
 async def test_hostile_labels_and_tasks_are_shown_as_data_or_refused(tmp_path: Path) -> None:
-    ann = Player("done")
-    config = cast_of("ann", agents={"defaults": {"subagents": {"allowAgents": ["*"]}}})
-    async with troupe_house(config, tmp_path, functions={"ann": ann, "main": Player()}) as troupe:
-        await troupe.found(MAIN)
+    ann = ScriptedAgent("done")
+    config = make_agents_config("ann", agents={"defaults": {"subagents": {"allowAgents": ["*"]}}})
+    async with troupe_house(config, tmp_path, functions={"ann": ann, "main": ScriptedAgent()}) as troupe:
+        await troupe.open_sessions(MAIN)
         ordinary: list[str] = []
         for words in ("ordinary", *HOSTILE):
             before = dump(tmp_path / DATABASE)
             asked = {"agentId": "ann", "label": words, "task": "work", "announce": "none"}
-            result = await troupe.invoked("sessions_spawn", MAIN, **asked)
+            result = await troupe.invoke_tool("sessions_spawn", MAIN, **asked)
             if _fate(result) == "refused":
                 assert dump(tmp_path / DATABASE) == before
                 continue
-            await troupe.quiet()
+            await troupe.wait_until_idle()
             key = result.details["childSessionKey"]
             rows = (await troupe.use("sessions_list", MAIN, limit=200))["sessions"]
             assert [row["label"] for row in rows if row["key"] == key] == [words.strip()]
@@ -780,14 +782,14 @@ def _files(path: Path) -> set[Path]:
 @pytest.mark.anyio
 async def test_hostile_names_of_files_write_nothing_elsewhere(tmp_path: Path) -> None:
     home = tmp_path / "home"
-    async with troupe_house(cast_of(), home, functions={"main": Player()}) as troupe:
-        await troupe.found(MAIN)
+    async with troupe_house(make_agents_config(), home, functions={"main": ScriptedAgent()}) as troupe:
+        await troupe.open_sessions(MAIN)
         names = (*HOSTILE, ".", "", "con", "a/b", "a\\b", ".bashrc", "-rf", "x\u2215y", "file.txt ")
         for name in names:
             before, files = dump(home / DATABASE), _files(tmp_path)
             given = [{"name": name, "content": "secret"}]
             asked = {"task": "work", "announce": "none", "attachments": given}
-            result = await troupe.invoked("sessions_spawn", MAIN, **asked)
+            result = await troupe.invoke_tool("sessions_spawn", MAIN, **asked)
             new = {
                 file
                 for file in _files(tmp_path) - files
@@ -797,7 +799,7 @@ async def test_hostile_names_of_files_write_nothing_elsewhere(tmp_path: Path) ->
                 assert not new, name
                 assert dump(home / DATABASE) == before, name
                 continue
-            await troupe.quiet()
+            await troupe.wait_until_idle()
             receipt = result.details["attachments"]
             assert [file["name"] for file in receipt["files"]] == [name.strip()]
             assert {file.parent for file in new} == {home / "workspaces" / "main" / receipt["relDir"]}

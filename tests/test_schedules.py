@@ -20,41 +20,53 @@ from typing import Any
 import msgspec
 import pytest
 
-from antiphon.access import READ, WRITE, Caller
+from antiphon.access import READ_SCOPE, WRITE_SCOPE, Caller
+from antiphon.app import open_app
 from antiphon.bus import Delivered, Listener, SessionChanged, session_topic
 from antiphon.clock import ManualClock
 from antiphon.config import Config
-from antiphon.engine import firings, jobs, retention
-from antiphon.engine.door import Door
-from antiphon.engine.engine import Pace
-from antiphon.engine.jobs import AgentTurn, Announce, SystemEvent, Terms
-from antiphon.engine.retention import Keep
-from antiphon.engine.scheduler import AGAIN, Scheduler
-from antiphon.engine.slots import At, Cron, Every, Schedule
+from antiphon.engine.engine import EngineTimings
+from antiphon.engine.jobs import firings, jobs
+from antiphon.engine.jobs.jobs import AgentTurn, AnnounceDelivery, FiringContext, SystemEvent
+from antiphon.engine.jobs.schedule_slots import AtSchedule, CronSchedule, EverySchedule, Schedule
+from antiphon.engine.jobs.scheduler import UNFIRED_JOB_RETRY_SECONDS, Scheduler
+from antiphon.engine.sessions import retention
+from antiphon.engine.sessions.resolver import SessionResolver
+from antiphon.engine.sessions.retention import RetentionPolicy
 from antiphon.errors import AntiphonError, Conflict, Forbidden, InvalidInput, NotFound, TooLarge
-from antiphon.host import house
+from antiphon.job_operations import JobOperations, JobPatch, JobSpec, JobView, parse_job_input
 from antiphon.runtimes import Prompt
-from antiphon.schedules import JobPatch, JobSpec, JobView, Schedules, read_as
-from chaos.harness import whereabouts
-from chaos.killer import Place
-from stage import BOUND, DATABASE, MAIN, OPERATOR, Stage, dump, raw, staged, until, with_settings
+from chaos.harness import get_store_arguments
+from chaos.killer import DatabaseLocation
+from support.app_fixture import (
+    BOUND,
+    DATABASE,
+    MAIN,
+    OPERATOR,
+    AppFixture,
+    dump,
+    open_app_fixture,
+    raw,
+    until,
+    with_settings,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W5")]
 
 START = 1_700_000_000_000
 MINUTE = 60_000
 HOUR = 60 * MINUTE
-QUIET = Pace(lease=10**7, sweep=3600, retention=3600)
+QUIET = EngineTimings(lease=10**7, sweep=3600, retention=3600)
 WORDS = AgentTurn(message="say good morning")
-HOURLY = Every(every_ms=HOUR)
+HOURLY = EverySchedule(every_ms=HOUR)
 
 
 @dataclass(frozen=True, slots=True)
 class Desk:
     """A stage with jobs, and a clock that is moved by hand."""
 
-    stage: Stage
-    schedules: Schedules
+    stage: AppFixture
+    schedules: JobOperations
     scheduler: Scheduler
     clock: ManualClock
 
@@ -69,12 +81,12 @@ class Desk:
     async def pass_(self, seconds: float) -> None:
         """Time goes by, and the scheduler looks."""
         self.clock.advance(seconds=seconds)
-        await self.scheduler.tick()
+        await self.scheduler.fire_due_jobs()
 
     async def settle(self) -> None:
         """Until everything that was fired has ended."""
         for run in self.runs():
-            await self.stage.ended(run)
+            await self.stage.wait_for_end(run)
 
     def runs(self) -> list[str]:
         return [row["id"] for row in self.stage.rows("SELECT id FROM runs ORDER BY n")]
@@ -91,15 +103,17 @@ async def desk(
     on_commit = settings.pop("on_commit", None)
     clock = clock or ManualClock(START)
     config = with_settings({"cron": {"maxConcurrentRuns": 100}, **settings})
-    async with staged(path, agent, clock=clock, pace=QUIET, config=config, on_commit=on_commit) as stage:
+    async with open_app_fixture(
+        path, agent, clock=clock, pace=QUIET, config=config, on_commit=on_commit
+    ) as stage:
         scheduler = Scheduler(
-            terms=Terms(config, Door(config)),
+            terms=FiringContext(config, SessionResolver(config)),
             store=stage.store,
             bus=stage.bus,
             clock=clock,
             engine=stage.engine,
         )
-        schedules = Schedules(store=stage.store, clock=clock, scheduler=scheduler)
+        schedules = JobOperations(store=stage.store, clock=clock, scheduler=scheduler)
         yield Desk(stage, schedules, scheduler, clock)
 
 
@@ -113,7 +127,7 @@ async def test_an_answer_that_is_to_be_announced_reaches_the_chat_of_the_main_se
     async with desk(tmp_path) as at:
         await at.stage.ask("hello")
         row = at.stage.rows("SELECT id FROM sessions WHERE key = 'agent:main:main'")[0]
-        job = await at.add(delivery=Announce())
+        job = await at.add(delivery=AnnounceDelivery())
         async with at.stage.bus.listen(session_topic(row["id"])) as events:
             await at.pass_(3600)
             heard: list[object] = []
@@ -132,7 +146,7 @@ async def test_an_answer_that_is_to_be_announced_reaches_the_chat_of_the_main_se
 @pytest.mark.requirement("W2", "G1")
 async def test_an_answer_for_a_channel_that_is_not_there_is_a_dead_letter(tmp_path: Path) -> None:
     async with desk(tmp_path) as at:
-        await at.add(delivery=Announce(channel="webchat", to="the loft"))
+        await at.add(delivery=AnnounceDelivery(channel="webchat", to="the loft"))
         at.stage.rows(
             "UPDATE jobs SET delivery = replace(delivery, 'webchat', 'pigeon')"
         )  # as it was stored once
@@ -154,7 +168,7 @@ async def _delivered(events: Listener, heard: list[object]) -> bool:
 async def test_a_job_fires_into_a_session_of_its_own_and_says_how_it_went(tmp_path: Path) -> None:
     async with desk(tmp_path) as at, at.stage.bus.listen("sessions") as events:
         job = await at.add(name="The morning")
-        assert job.schedule == Every(every_ms=HOUR, anchor_ms=START)
+        assert job.schedule == EverySchedule(every_ms=HOUR, anchor_ms=START)
         assert (job.session_target, job.agent_id, job.state.next_run_at_ms) == (
             "isolated",
             "main",
@@ -168,7 +182,7 @@ async def test_a_job_fires_into_a_session_of_its_own_and_says_how_it_went(tmp_pa
         key = f"agent:main:cron:{job.id}"
         heard: list[object] = []
         await until(lambda: _heard(events, heard, SessionChanged(session_key=key, reason="cron")))
-        view = await at.stage.ended(run_id)
+        view = await at.stage.wait_for_end(run_id)
         assert (view.state, view.session_key, view.reply) == ("ok", key, "good morning")
         [said, answer] = await at.stage.transcript(key)
         assert (said["content"], said["provenance"]) == ("say good morning", {"kind": "cron"})
@@ -211,12 +225,12 @@ async def test_a_run_under_way_and_a_run_that_failed_are_told(tmp_path: Path) ->
 async def test_slots_that_were_missed_are_one_firing_for_the_latest(tmp_path: Path) -> None:
     clock = ManualClock(START)
     async with desk(tmp_path, clock=clock) as at:
-        every, cron = await at.add(), await at.add(Cron(expr="0 8 * * *", tz="Europe/Berlin"))
-        once = await at.add(At(at_ms=START + HOUR))
+        every, cron = await at.add(), await at.add(CronSchedule(expr="0 8 * * *", tz="Europe/Berlin"))
+        once = await at.add(AtSchedule(at_ms=START + HOUR))
     clock.advance(days=100, seconds=1800)
     async with desk(tmp_path, clock=clock) as at:
-        await at.scheduler.tick()
-        await at.scheduler.tick()
+        await at.scheduler.fire_due_jobs()
+        await at.scheduler.fire_due_jobs()
         now = clock.now()
         [slot] = [int(run.rpartition(":")[2]) for run in at.runs() if cron.id in run]
         assert 0 <= now - slot < 24 * HOUR
@@ -241,8 +255,8 @@ async def test_a_clock_that_goes_back_repeats_nothing(tmp_path: Path) -> None:
 
 async def test_once_is_once(tmp_path: Path) -> None:
     async with desk(tmp_path) as at:
-        kept = await at.add(At(at_ms=START + HOUR))
-        gone = await at.add(At(at="2023-11-14T23:13:20Z"), delete_after_run=True)
+        kept = await at.add(AtSchedule(at_ms=START + HOUR))
+        gone = await at.add(AtSchedule(at="2023-11-14T23:13:20Z"), delete_after_run=True)
         assert gone.state.next_run_at_ms == START + HOUR
         for _ in range(3):
             await at.pass_(3600)
@@ -257,9 +271,9 @@ async def test_once_is_once(tmp_path: Path) -> None:
         with pytest.raises(InvalidInput) as refused:
             await at.schedules.update(OPERATOR, kept.id, JobPatch(enabled=True))
         assert refused.value.data["field"] == "schedule"
-        again = JobPatch(enabled=True, schedule=At(at_ms=at.clock.now()))  # just now is soon enough
+        again = JobPatch(enabled=True, schedule=AtSchedule(at_ms=at.clock.now()))  # just now is soon enough
         await at.schedules.update(OPERATOR, kept.id, again)
-        await at.scheduler.tick()
+        await at.scheduler.fire_due_jobs()
         await at.settle()
         assert len(at.runs()) == 3
 
@@ -267,7 +281,7 @@ async def test_once_is_once(tmp_path: Path) -> None:
 async def test_a_one_time_job_that_could_not_begin_is_not_swept_away(tmp_path: Path) -> None:
     async with desk(tmp_path) as at:
         await at.stage.create(MAIN)
-        job = await at.add(At(at_ms=START + 1), delete_after_run=True, session_target="session:main")
+        job = await at.add(AtSchedule(at_ms=START + 1), delete_after_run=True, session_target="session:main")
         at.stage.rows("UPDATE sessions SET send_policy = 'deny'")
         await at.pass_(1)
         [job] = await at.schedules.list(OPERATOR, include_disabled=True)
@@ -315,12 +329,12 @@ async def test_a_session_that_is_gone_or_closed_is_an_error_and_not_the_end(tmp_
         state = (await at.get(job)).state
         assert (state.last_status, state.last_error) == ("ok", None)
         at.clock.advance(days=10)
-        keep = Keep(archive_after_days=5, delete_archived_after_days=5)
-        await retention.sweep(at.stage.store, keep, at.clock.now())
+        keep = RetentionPolicy(archive_after_days=5, delete_archived_after_days=5)
+        await retention.apply_retention(at.stage.store, keep, at.clock.now())
         at.clock.advance(days=10)
-        assert await retention.sweep(at.stage.store, keep, at.clock.now()) == [chat]
+        assert await retention.apply_retention(at.stage.store, keep, at.clock.now()) == [chat]
         assert (await at.get(job)).state.last_status is None  # the run went with its session
-        await at.scheduler.tick()
+        await at.scheduler.fire_due_jobs()
         state = (await at.get(job)).state
         assert state.last_status == "error" and "was not found" in (state.last_error or "")
         assert at.stage.rows("SELECT firings, failures FROM jobs") == [{"firings": 3, "failures": 2}]
@@ -393,14 +407,14 @@ async def test_a_full_lane_holds_up_no_other_job(tmp_path: Path) -> None:
         fine = await at.add()
         for hour in (1, 2):
             await at.pass_(3600)
-            await at.stage.ended(f"cron:{fine.id}:{START + hour * HOUR}")
+            await at.stage.wait_for_end(f"cron:{fine.id}:{START + hour * HOUR}")
         assert (await at.schedules.run(OPERATOR, stuck.id, "due")).reason == "lane-full"
         assert (await at.get(stuck)).state.last_run_id is None
         # Nobody tells the scheduler when there is room: it looks again, and not at once.
-        assert await at.scheduler._look() == AGAIN  # pyright: ignore[reportPrivateUsage]
+        assert await at.scheduler._fire_and_compute_sleep() == UNFIRED_JOB_RETRY_SECONDS  # pyright: ignore[reportPrivateUsage]
         release.set()
         for run in (active, waiting):
-            await at.stage.ended(run)
+            await at.stage.wait_for_end(run)
         for _ in range(2):
             await at.pass_(1)
         await at.settle()
@@ -408,7 +422,7 @@ async def test_a_full_lane_holds_up_no_other_job(tmp_path: Path) -> None:
 
 
 async def _state(at: Desk, run_id: str, state: str) -> bool:
-    return (await at.stage.operations.run(OPERATOR, run_id)).state == state
+    return (await at.stage.operations.get_run(OPERATOR, run_id)).state == state
 
 
 async def _so_many_ended(at: Desk, many: int) -> bool:
@@ -447,13 +461,13 @@ async def test_nothing_fires_while_it_is_switched_off(tmp_path: Path) -> None:
         for mode in ("force", "due"):
             fired = await at.schedules.run(OPERATOR, job.id, mode)
             assert (fired.ran, fired.reason) == (False, "cron-disabled")
-        status = await at.schedules.status(OPERATOR)
+        status = await at.schedules.get_status(OPERATOR)
         assert (status.enabled, status.jobs, status.next_wake_at) == (False, 1, None)
     async with desk(tmp_path, clock=clock) as at:
-        status = await at.schedules.status(OPERATOR)
+        status = await at.schedules.get_status(OPERATOR)
         assert (status.enabled, status.jobs, status.next_wake_at) == (True, 1, START + HOUR)
         assert msgspec.to_builtins(status) == {"enabled": True, "jobs": 1, "nextWakeAtMs": START + HOUR}
-        await at.scheduler.tick()
+        await at.scheduler.fire_due_jobs()
         await at.settle()
         assert at.runs() == [f"cron:{job.id}:{START + 2 * HOUR}"]
 
@@ -481,12 +495,12 @@ async def test_a_firing_is_there_with_its_next_slot_or_neither_is(tmp_path: Path
         ]
         assert len(at.runs()) == int(committed)
     async with desk(tmp_path, clock=clock) as at:
-        await at.scheduler.tick()
+        await at.scheduler.fire_due_jobs()
         await at.settle()
         assert at.runs() == [f"cron:{job.id}:{START + HOUR}"]
 
 
-async def lives(home: Path, job_id: str, place: Place | None, kill: int | None) -> None:
+async def lives(home: Path, job_id: str, place: DatabaseLocation | None, kill: int | None) -> None:
     """Host the directory at the hour the job is due, until its run has ended or the process is killed."""
     commits = 0
 
@@ -499,11 +513,11 @@ async def lives(home: Path, job_id: str, place: Place | None, kill: int | None) 
     config = Config.model_validate(place.settings() if place else {})
     # Who comes after a kill comes when the lease of the dead has run out.
     clock = ManualClock(START + HOUR + (0 if kill else MINUTE))
-    async with house(config, home, clock=clock, on_commit=on_commit) as opened:
+    async with open_app(config, home, clock=clock, on_commit=on_commit) as opened:
         await until(lambda: _ended(opened.schedules, job_id))
 
 
-async def _ended(schedules: Schedules, job_id: str) -> bool:
+async def _ended(schedules: JobOperations, job_id: str) -> bool:
     return (await schedules.get(OPERATOR, job_id)).state.last_status == "ok"
 
 
@@ -513,7 +527,7 @@ def play(homes: list[tuple[str, str, list[str]]]) -> None:
         for kill in (number, None):
             if (child := os.fork()) == 0:
                 signal.alarm(30)
-                asyncio.run(lives(Path(home), job_id, Place.of(there), kill))
+                asyncio.run(lives(Path(home), job_id, DatabaseLocation.of(there), kill))
                 os._exit(0)
             _, status = os.waitpid(child, 0)
             os.write(1, f"{os.waitstatus_to_exitcode(status)}\n".encode())
@@ -524,10 +538,10 @@ async def test_killed_around_any_commit_a_slot_is_one_run(tmp_path: Path) -> Non
     homes: list[tuple[str, str, list[str]]] = []
     for number in range(1, 9):
         home = tmp_path / f"{number}"
-        async with house(Config(), home, clock=ManualClock(START)) as opened:
+        async with open_app(Config(), home, clock=ManualClock(START)) as opened:
             spec = JobSpec(name="hourly", schedule=HOURLY, payload=WORDS)
             job = await opened.schedules.add(OPERATOR, spec)
-        homes.append((str(home), job.id, whereabouts(home)))
+        homes.append((str(home), job.id, get_store_arguments(home)))
     command = [sys.executable, __file__, json.dumps(homes)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     done = await asyncio.to_thread(
@@ -548,10 +562,10 @@ async def test_killed_around_any_commit_a_slot_is_one_run(tmp_path: Path) -> Non
 
 async def test_the_house_fires_by_itself_and_hears_of_new_jobs(tmp_path: Path) -> None:
     clock = ManualClock(START)
-    async with house(Config(), tmp_path, clock=clock) as opened:
+    async with open_app(Config(), tmp_path, clock=clock) as opened:
         async with opened.bus.listen("sessions") as events:
             # It sleeps for half a minute unless it is told that there is something to do.
-            spec = JobSpec(name="now", schedule=At(at_ms=START), payload=WORDS)
+            spec = JobSpec(name="now", schedule=AtSchedule(at_ms=START), payload=WORDS)
             job = await opened.schedules.add(OPERATOR, spec)
             heard: list[object] = []
             wanted = SessionChanged(session_key=f"agent:main:cron:{job.id}", reason="cron")
@@ -563,20 +577,20 @@ async def test_the_house_fires_by_itself_and_hears_of_new_jobs(tmp_path: Path) -
 async def test_the_scheduler_outlives_what_goes_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("antiphon.engine.scheduler.AGAIN", 0.001)
+    monkeypatch.setattr("antiphon.engine.jobs.scheduler.UNFIRED_JOB_RETRY_SECONDS", 0.001)
     async with desk(tmp_path) as at:
         job = await at.add()
         at.clock.advance(seconds=3600)
         troubles: list[BaseException] = [OSError("no"), NotFound("No.", "Try again."), OSError("no")]
-        due, overview = firings.due, jobs.overview
+        due, overview = firings.list_due_jobs, jobs.load_overview
 
         async def failing(tx: Any, *arguments: Any) -> Any:
             if troubles:
                 raise troubles.pop()
             return await (due(tx, *arguments) if arguments else overview(tx))
 
-        monkeypatch.setattr(firings, "due", failing)
-        monkeypatch.setattr(jobs, "overview", failing)
+        monkeypatch.setattr(firings, "list_due_jobs", failing)
+        monkeypatch.setattr(jobs, "load_overview", failing)
         task = asyncio.create_task(at.scheduler.run())
         await until(lambda: _fired(at))
         await at.settle()
@@ -620,12 +634,12 @@ async def test_a_forced_run_leaves_the_schedule_alone(tmp_path: Path) -> None:
         due = await at.schedules.run(OPERATOR, job.id, "due")
         assert due.run_id == f"cron:{job.id}:{START + HOUR}"
         await at.settle()
-        found = await at.schedules.runs(OPERATOR, job.id)
+        found = await at.schedules.list_runs(OPERATOR, job.id)
         assert [run.run_id for run in found] == list(reversed(at.runs())) and len(found) == 4
         assert {run.state for run in found} == {"ok"}
-        assert [run.run_id for run in await at.schedules.runs(OPERATOR, job.id, 2)] == at.runs()[:1:-1]
+        assert [run.run_id for run in await at.schedules.list_runs(OPERATOR, job.id, 2)] == at.runs()[:1:-1]
         other = await at.add()
-        assert await at.schedules.runs(OPERATOR, other.id) == []
+        assert await at.schedules.list_runs(OPERATOR, other.id) == []
 
 
 async def test_what_the_run_is_given_is_what_the_payload_says(tmp_path: Path) -> None:
@@ -646,7 +660,9 @@ async def test_jobs_are_changed_and_removed(tmp_path: Path) -> None:
         assert (named.name, named.state.next_run_at_ms) == ("another name", START + HOUR)
         assert (named.created_at_ms, named.updated_at_ms) == (START, START + HOUR // 2)
         assert await at.schedules.update(OPERATOR, job.id, JobPatch(schedule=job.schedule)) == named
-        faster = await at.schedules.update(OPERATOR, job.id, JobPatch(schedule=Every(every_ms=60_000)))
+        faster = await at.schedules.update(
+            OPERATOR, job.id, JobPatch(schedule=EverySchedule(every_ms=60_000))
+        )
         assert faster.state.next_run_at_ms == START + HOUR // 2 + 60_000
         off = await at.schedules.update(OPERATOR, job.id, JobPatch(enabled=False))
         assert (off.enabled, off.state.next_run_at_ms) == (False, None)
@@ -658,7 +674,7 @@ async def test_jobs_are_changed_and_removed(tmp_path: Path) -> None:
         assert not await at.schedules.remove(OPERATOR, job.id)
         await at.pass_(3600)
         assert at.runs() == []
-        for ask in (at.schedules.get, at.schedules.run, at.schedules.runs):
+        for ask in (at.schedules.get, at.schedules.run, at.schedules.list_runs):
             with pytest.raises(NotFound):
                 await ask(OPERATOR, job.id)
         with pytest.raises(NotFound):
@@ -667,7 +683,7 @@ async def test_jobs_are_changed_and_removed(tmp_path: Path) -> None:
 
 async def test_a_view_has_the_agreed_names(tmp_path: Path) -> None:
     async with desk(tmp_path) as at:
-        job = await at.add(Cron(expr="0 8 * * *", tz="UTC"))
+        job = await at.add(CronSchedule(expr="0 8 * * *", tz="UTC"))
         await at.schedules.run(OPERATOR, job.id)
         await at.settle()
         assert msgspec.json.decode(msgspec.json.encode(await at.get(job))) == {
@@ -697,7 +713,7 @@ async def test_who_may_do_what(tmp_path: Path) -> None:
         before = dump(at.stage.path)
         s, spec = at.schedules, JobSpec(name="x", schedule=HOURLY, payload=WORDS)
         reading: list[Callable[[Caller], Any]] = [
-            s.list, s.status, lambda who: s.get(who, job.id), lambda who: s.runs(who, job.id),
+            s.list, s.get_status, lambda who: s.get(who, job.id), lambda who: s.list_runs(who, job.id),
         ]  # fmt: skip
         changing: list[Callable[[Caller], Any]] = [
             lambda who: s.add(who, spec),
@@ -708,13 +724,13 @@ async def test_who_may_do_what(tmp_path: Path) -> None:
         agent = Caller.agent("main", MAIN)
         refused = [
             *((who, ask) for who in (Caller.operator([]), agent) for ask in [*reading, *changing]),
-            *((Caller.operator([scope]), ask) for scope in (READ, WRITE) for ask in changing),
+            *((Caller.operator([scope]), ask) for scope in (READ_SCOPE, WRITE_SCOPE) for ask in changing),
         ]
         for who, ask in refused:
             with pytest.raises(Forbidden):
                 await ask(who)
         for ask in reading:
-            await ask(Caller.operator([READ]))
+            await ask(Caller.operator([READ_SCOPE]))
         assert dump(at.stage.path) == before
 
 
@@ -777,9 +793,9 @@ async def test_bad_input_names_its_field_and_changes_nothing(
         job = await at.add()
         before = dump(at.stage.path)
         with pytest.raises(AntiphonError) as refused:
-            await at.schedules.add(OPERATOR, read_as(JobSpec, {**SPEC, **wrong}))
+            await at.schedules.add(OPERATOR, parse_job_input(JobSpec, {**SPEC, **wrong}))
         with pytest.raises(AntiphonError) as changed:
-            await at.schedules.update(OPERATOR, job.id, read_as(JobPatch, wrong))
+            await at.schedules.update(OPERATOR, job.id, parse_job_input(JobPatch, wrong))
         for error in (refused.value, changed.value):
             assert (error.data["field"], error.who) == (field, "caller")
             assert error.hint
@@ -789,12 +805,12 @@ async def test_bad_input_names_its_field_and_changes_nothing(
 async def test_what_was_made_in_python_is_held_to_the_same_rules(tmp_path: Path) -> None:
     async with desk(tmp_path) as at:
         with pytest.raises(InvalidInput) as refused:
-            await at.add(Every(every_ms=1))
+            await at.add(EverySchedule(every_ms=1))
         assert refused.value.data["field"] == "schedule.everyMs"
         with pytest.raises(InvalidInput):
-            read_as(JobSpec, [])
+            parse_job_input(JobSpec, [])
         with pytest.raises(InvalidInput):
-            await at.schedules.runs(OPERATOR, "x", 0)
+            await at.schedules.list_runs(OPERATOR, "x", 0)
 
 
 async def test_there_is_an_end_to_sizes_and_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -803,11 +819,11 @@ async def test_there_is_an_end_to_sizes_and_numbers(tmp_path: Path, monkeypatch:
         with pytest.raises(TooLarge) as refused:
             await at.add(payload=AgentTurn(message="ä" * 512 + "x"))
         assert refused.value.data == {"field": "payload.message", "bytes": 1025, "max": 1024}
-        monkeypatch.setattr(jobs, "MOST_JOBS", 2)
+        monkeypatch.setattr(jobs, "MAX_JOBS", 2)
         await at.add()
         with pytest.raises(Conflict, match="Remove one first"):
             await at.add()
-        assert (await at.schedules.status(OPERATOR)).jobs == 2
+        assert (await at.schedules.get_status(OPERATOR)).jobs == 2
 
 
 async def test_a_zone_and_an_anchor_that_were_left_open_are_written_down(
@@ -815,9 +831,13 @@ async def test_a_zone_and_an_anchor_that_were_left_open_are_written_down(
 ) -> None:
     monkeypatch.setenv("TZ", "Asia/Kathmandu")
     async with desk(tmp_path) as at:
-        assert (await at.add(Cron(expr="0 8 * * *"))).schedule == Cron(expr="0 8 * * *", tz="Asia/Kathmandu")
-        assert (await at.add(At(at="2030-01-01T08:00"))).schedule == At(at="2030-01-01T08:00:00+05:45")
-        for whole in (At(at_ms=START + 5), At(at="2030-01-01T08:00Z")):
+        assert (await at.add(CronSchedule(expr="0 8 * * *"))).schedule == CronSchedule(
+            expr="0 8 * * *", tz="Asia/Kathmandu"
+        )
+        assert (await at.add(AtSchedule(at="2030-01-01T08:00"))).schedule == AtSchedule(
+            at="2030-01-01T08:00:00+05:45"
+        )
+        for whole in (AtSchedule(at_ms=START + 5), AtSchedule(at="2030-01-01T08:00Z")):
             assert (await at.add(whole)).schedule == whole
 
 

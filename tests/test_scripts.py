@@ -102,7 +102,9 @@ def test_the_hint_for_a_missing_package_works_as_printed(
 ) -> None:
     """Without uv on the path, and without the packages that only developers need."""
     monkeypatch.setattr(errors, "__file__", str(checkout / "src" / "antiphon" / "errors.py"))
-    program, extra = shlex.split(errors.install("cluster").removeprefix("Run `").removesuffix("`."))
+    program, extra = shlex.split(
+        errors.format_install_hint("cluster").removeprefix("Run `").removesuffix("`.")
+    )
     python = BARE.format(chmod=shutil.which("chmod"))
     command(tmp_path / "bin" / "python3", f"INSTALLING={shlex.quote(installing(checkout))}\n{python}")
     done = run(Path(program), extra, cwd=tmp_path)
@@ -116,6 +118,6 @@ def test_outside_a_checkout_the_hint_names_this_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(errors, "__file__", str(tmp_path / "site-packages" / "antiphon" / "errors.py"))
-    assert shlex.join([sys.executable, "-m", "pip", "install", "antiphon[cluster]"]) in errors.install(
-        "cluster"
-    )
+    assert shlex.join(
+        [sys.executable, "-m", "pip", "install", "antiphon[cluster]"]
+    ) in errors.format_install_hint("cluster")

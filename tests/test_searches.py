@@ -15,30 +15,30 @@ from hypothesis import strategies as st
 from websockets.asyncio.client import connect
 
 from antiphon import keys
-from antiphon.access import WRITE, Caller
+from antiphon.access import WRITE_SCOPE, Caller
+from antiphon.app import open_operations_readonly
 from antiphon.clock import ManualClock
 from antiphon.config import Config
-from antiphon.engine import search, sessions
-from antiphon.engine.engine import Pace
-from antiphon.engine.sessions import Birth
+from antiphon.engine.engine import EngineTimings
+from antiphon.engine.sessions import search, session_rows
+from antiphon.engine.sessions.session_rows import NewSession
 from antiphon.errors import Forbidden, InvalidInput, NotFound
-from antiphon.gateway.server import serving
-from antiphon.host import looking
-from antiphon.messages import Text, ToolResult, User
-from antiphon.operations import HistoryFilter, Operations, Patch, searches
+from antiphon.gateway.server import serve_gateway
+from antiphon.messages import TextBlock, ToolResult, UserMessage
+from antiphon.operations import HistoryFilter, Operations, SessionPatch, message_search
 from antiphon.runtimes import Prompt
 from antiphon.store import Tx
 from antiphon.views import SearchHit, SearchPage
-from stage import BOUND, MAIN, OPERATOR, Stage, staged, with_settings
+from support.app_fixture import BOUND, MAIN, OPERATOR, AppFixture, open_app_fixture, with_settings
 
 AGENTS = ("main", "helper", "writer")
-QUIET = Pace(lease=10**7, sweep=3600, retention=3600)
+QUIET = EngineTimings(lease=10**7, sweep=3600, retention=3600)
 
 
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found is looked at here, not how fast this machine is just now: that is engine/test_search_time.py."""
-    monkeypatch.setattr(search, "BUDGET", 60.0)
+    monkeypatch.setattr(search, "SEARCH_BUDGET_SECONDS", 60.0)
 
 
 async def echo(prompt: Prompt) -> str:
@@ -46,7 +46,7 @@ async def echo(prompt: Prompt) -> str:
 
 
 async def note(tx: Tx, session: int, text: str, now: int = 1) -> None:
-    await sessions.note(tx, session, User(content=text, timestamp=now), now)
+    await session_rows.append_note(tx, session, UserMessage(content=text, timestamp=now), now)
 
 
 def shown(page: SearchPage) -> list[str]:
@@ -98,20 +98,20 @@ async def _build(tx: Tx, places: list[Place], crowd: int) -> list[str]:
     ids: list[int] = []
     conversations: list[str] = []
     for place in places:
-        birth = Birth(parent=None if place.parent is None else ids[place.parent])
-        row = await sessions.create(tx, keys.parse(place.key), 1, birth)
+        birth = NewSession(parent=None if place.parent is None else ids[place.parent])
+        row = await session_rows.create_session(tx, keys.parse(place.key), 1, birth)
         ids.append(row["id"])
         for number in range(place.conversations):
             if number:
-                found = await sessions.find(tx, keys.parse(place.key), None)
+                found = await session_rows.find_session(tx, keys.parse(place.key), None)
                 assert found is not None
-                await sessions.renew(tx, found, "new", 1)
+                await session_rows.start_new_transcript(tx, found, "new", 1)
             await note(tx, row["id"], f"the word in {place.key}")
-        conversations += [row["session_id"] for row in await sessions.conversations(tx, row)]
+        conversations += [row["session_id"] for row in await session_rows.list_transcripts(tx, row)]
         if place.archived:
-            await sessions.patch(tx, row["id"], {"archived": 1}, 1)
+            await session_rows.patch_session(tx, row["id"], {"archived": 1}, 1)
     for number in range(crowd):
-        row = await sessions.create(tx, keys.parse(f"agent:hidden:direct:{number}"), 1)
+        row = await session_rows.create_session(tx, keys.parse(f"agent:hidden:direct:{number}"), 1)
         await note(tx, row["id"], "the word, hidden")
     return conversations
 
@@ -120,7 +120,7 @@ async def _readable(operations: Operations, caller: Caller, conversations: list[
     read: set[str] = set()
     for session_id in conversations:
         try:
-            page = await operations.history(caller, session_id, HistoryFilter())
+            page = await operations.read_history(caller, session_id, HistoryFilter())
         except NotFound:
             continue
         assert page.session_id == session_id
@@ -145,7 +145,7 @@ def test_a_hit_is_returned_if_and_only_if_its_session_may_be_read(
 
 
 async def _compared(path: Path, config: Config, places: list[Place], callers: list[Caller]) -> None:
-    async with staged(path, echo, config=config, pace=QUIET) as stage:
+    async with open_app_fixture(path, echo, config=config, pace=QUIET) as stage:
         conversations = await stage.store.tx(_build, places, 25)
         for caller in callers:
             readable = await _readable(stage.operations, caller, conversations)
@@ -184,20 +184,22 @@ async def _alone(
 async def test_few_visible_hits_are_found_behind_many_newer_ones_that_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "BLOCK", 10)
+    monkeypatch.setattr(search, "ENTRIES_PER_BLOCK", 10)
 
     async def build(tx: Tx) -> None:
-        own = await sessions.create(tx, keys.parse(MAIN), 1)
-        child = await sessions.create(tx, keys.parse("agent:helper:subagent:1"), 1, Birth(parent=own["id"]))
-        other = await sessions.create(tx, keys.parse("agent:helper:main"), 1)
+        own = await session_rows.create_session(tx, keys.parse(MAIN), 1)
+        child = await session_rows.create_session(
+            tx, keys.parse("agent:helper:subagent:1"), 1, NewSession(parent=own["id"])
+        )
+        other = await session_rows.create_session(tx, keys.parse("agent:helper:main"), 1)
         await note(tx, own["id"], "word of my own")
         await note(tx, child["id"], "word of a child")
         for n in range(400):
             await note(tx, other["id"], f"word {n} of another")
 
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         await stage.store.tx(build)
-        await search.catch_up(stage.store)
+        await search.catch_up_index(stage.store)
         page = await stage.operations.search(Caller.agent("main", MAIN), "word", limit=5)
         assert shown(page) == ["word of a child", "word of my own"]
         assert [hit.session_key for hit in page.results] == ["agent:helper:subagent:1", "main"]
@@ -212,7 +214,7 @@ async def test_few_visible_hits_are_found_behind_many_newer_ones_that_are_not(
 # --- what is found ---
 
 
-async def _hits(stage: Stage, query: str, **options: Any) -> list[SearchHit]:
+async def _hits(stage: AppFixture, query: str, **options: Any) -> list[SearchHit]:
     return (await stage.operations.search(OPERATOR, query, **options)).results
 
 
@@ -220,7 +222,7 @@ async def _hits(stage: Stage, query: str, **options: Any) -> list[SearchHit]:
 @pytest.mark.requirement("W2")
 async def test_a_hit_says_where_it_is(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with staged(tmp_path, echo, clock=clock, pace=QUIET) as stage:
+    async with open_app_fixture(tmp_path, echo, clock=clock, pace=QUIET) as stage:
         await stage.ask("where is the needle?")
         await stage.operations.renew(OPERATOR, MAIN)
         await stage.ask("the needle is here")
@@ -231,7 +233,7 @@ async def test_a_hit_says_where_it_is(tmp_path: Path) -> None:
         assert (new.score, old.timestamp) == (0.125, clock.now() - 7 * 86_400_000)
         for hit in (new, old):  # by its session id a past conversation is read, and the entry is in it
             (first, *_) = (
-                await stage.operations.history(OPERATOR, hit.session_id, HistoryFilter(after=0))
+                await stage.operations.read_history(OPERATOR, hit.session_id, HistoryFilter(after=0))
             ).messages
             assert (first["id"], first["seq"]) == (hit.message_id, hit.seq)
         assert [hit.role for hit in await _hits(stage, "echo")] == ["assistant", "assistant"]
@@ -239,11 +241,13 @@ async def test_a_hit_says_where_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_results_of_tools_can_be_left_out(tmp_path: Path) -> None:
-    result = ToolResult(tool_call_id="1", tool_name="t", content=[Text(text="found by a tool")], timestamp=1)
-    async with staged(tmp_path, echo) as stage:
+    result = ToolResult(
+        tool_call_id="1", tool_name="t", content=[TextBlock(text="found by a tool")], timestamp=1
+    )
+    async with open_app_fixture(tmp_path, echo) as stage:
         row = await stage.create(MAIN)
         await stage.store.tx(note, row["id"], "found by somebody")
-        await stage.store.tx(sessions.note, row["id"], result, 2)
+        await stage.store.tx(session_rows.append_note, row["id"], result, 2)
         assert [hit.role for hit in await _hits(stage, "found")] == ["toolResult", "user"]
         assert [hit.role for hit in await _hits(stage, "found", include_tools=False)] == ["user"]
 
@@ -253,13 +257,13 @@ async def test_results_of_tools_can_be_left_out(tmp_path: Path) -> None:
 async def test_what_is_forgotten_is_not_found(tmp_path: Path, base: str) -> None:
     there = "message_words MATCH 'gone'" if base == "sqlite" else "vector @@ to_tsquery('simple', 'gone')"
     index = f"SELECT rowid FROM message_words WHERE {there}"  # noqa: S608
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         for peer in ("gone", "here"):
             await stage.ask(f"secret of {peer}", f"agent:main:direct:{peer}")
         assert len(await _hits(stage, "secret")) == 2
         assert len(stage.rows(index)) == 1
         await stage.ask("late secret of gone", "agent:main:direct:gone")  # not indexed when it is removed
-        await stage.operations.patch(OPERATOR, "agent:main:direct:here", Patch(archived=True))
+        await stage.operations.patch(OPERATOR, "agent:main:direct:here", SessionPatch(archived=True))
         assert await stage.operations.delete(OPERATOR, "agent:main:direct:gone")
         assert [hit.snippet for hit in await _hits(stage, "secret")] == ["secret of here"]
         assert stage.rows(index) == []
@@ -273,34 +277,34 @@ async def test_what_is_forgotten_is_not_found(tmp_path: Path, base: str) -> None
 async def test_a_search_indexes_a_little_and_says_when_there_is_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "EVERY", 3600)
-    async with staged(tmp_path, echo, pace=QUIET) as stage:
+    monkeypatch.setattr(search, "INDEX_INTERVAL_SECONDS", 3600)
+    async with open_app_fixture(tmp_path, echo, pace=QUIET) as stage:
         row = await stage.create(MAIN)
 
         async def fill(tx: Tx) -> None:
-            for n in range(search.LITTLE):
+            for n in range(search.MAX_ENTRIES_INDEXED_BY_SEARCH):
                 await note(tx, row["id"], f"word {n}")
 
         await stage.store.tx(fill)
         page = await stage.operations.search(OPERATOR, "word", limit=1)
-        assert (shown(page), page.indexing) == ([f"word {search.LITTLE - 1}"], False)
+        assert (shown(page), page.indexing) == ([f"word {search.MAX_ENTRIES_INDEXED_BY_SEARCH - 1}"], False)
         await stage.store.tx(fill)
         await stage.store.tx(note, row["id"], "the last word")
         page = await stage.operations.search(OPERATOR, "last")
         assert (shown(page), page.indexing) == ([], True)
-        await search.catch_up(stage.store)
+        await search.catch_up_index(stage.store)
         page = await stage.operations.search(OPERATOR, "last")
         assert (shown(page), page.indexing) == (["the last word"], False)
         await stage.store.tx(note, row["id"], "the very last word")
-    async with looking(Config(), tmp_path) as operations:  # who only reads cannot index
+    async with open_operations_readonly(Config(), tmp_path) as operations:  # who only reads cannot index
         page = await operations.search(OPERATOR, "last")
         assert (shown(page), page.indexing) == (["the last word"], True)
 
 
 @pytest.mark.anyio
 async def test_what_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "BLOCK", 2)
-    async with staged(tmp_path, echo) as stage:
+    monkeypatch.setattr(search, "ENTRIES_PER_BLOCK", 2)
+    async with open_app_fixture(tmp_path, echo) as stage:
         await stage.ask("hello")
         ask = stage.operations.search
         for query in ("", "  \n"):
@@ -318,8 +322,8 @@ async def test_what_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert shown(await ask(OPERATOR, "hello", limit=1000, sessions=["main"] * 200)) == ["hello"]
         assert shown(await ask(OPERATOR, "hello", sessions=["::", "nobody"])) == []
         assert shown(await ask(OPERATOR, "hello", sessions=[])) == []
-        assert shown(await ask(Caller.operator([WRITE]), "— !")) == []
-        monkeypatch.setattr(search, "BUDGET", -1)
+        assert shown(await ask(Caller.operator([WRITE_SCOPE]), "— !")) == []
+        monkeypatch.setattr(search, "SEARCH_BUDGET_SECONDS", -1)
         page = await ask(OPERATOR, "hello")
         assert (shown(page), page.truncated) == ([], True)
 
@@ -330,7 +334,10 @@ async def test_what_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.anyio
 @pytest.mark.requirement("W2")
 async def test_the_method(tmp_path: Path) -> None:
-    async with serving(Config(), tmp_path, port=0) as gateway, connect(gateway.url, proxy=None) as socket:
+    async with (
+        serve_gateway(Config(), tmp_path, port=0) as gateway,
+        connect(gateway.url, proxy=None) as socket,
+    ):
         token = json.loads((tmp_path / "tokens.json").read_text())["tokens"][0]["token"]
 
         async def ask(method: str, **params: object) -> dict[str, Any]:
@@ -374,7 +381,7 @@ async def test_each_text_is_masked_once_and_not_in_the_event_loop(tmp_path: Path
         threads.add(threading.get_ident())
         return text.replace("hunter2", "***")
 
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         for text in ("the password is hunter2", "a passwordless word", "my password"):
             await stage.ask(text)
         page = await stage.operations.search(OPERATOR, "password", mask=mask)
@@ -394,11 +401,11 @@ async def test_a_mask_that_takes_long_ends_the_search_in_time(
 
     def mask(text: str) -> str:
         nonlocal now
-        now += searches.MASKING_SECONDS * 0.6
+        now += message_search.MASKING_BUDGET_SECONDS * 0.6
         return text
 
-    monkeypatch.setattr(searches, "monotonic", lambda: now)
-    async with staged(tmp_path, echo) as stage:
+    monkeypatch.setattr(message_search, "monotonic", lambda: now)
+    async with open_app_fixture(tmp_path, echo) as stage:
         for number in range(6):
             await stage.ask(f"number {number}")
         page = await stage.operations.search(OPERATOR, "number", mask=mask)

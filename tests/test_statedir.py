@@ -26,7 +26,7 @@ def opened(path: Path, bits: int = 0o755, files: Mapping[str, str] = {}) -> Path
 
 
 def test_a_new_directory_is_private(tmp_path: Path) -> None:
-    StateDir.own(tmp_path / "a" / "state").close()
+    StateDir.open_locked(tmp_path / "a" / "state").close()
     assert mode(tmp_path / "a" / "state") == 0o700
 
 
@@ -35,7 +35,7 @@ def test_a_new_directory_is_private(tmp_path: Path) -> None:
 )
 def test_an_empty_directory_and_our_own_are_tightened(tmp_path: Path, files: dict[str, str]) -> None:
     state = opened(tmp_path / "state", files=files)
-    StateDir.own(state).close()
+    StateDir.open_locked(state).close()
     assert mode(state) == 0o700
 
 
@@ -47,7 +47,7 @@ def test_an_open_directory_of_somebody_else_is_refused_as_it_is(
     place = opened(tmp_path / "place", bits, files)
     before = {path: path.read_text() for path in place.iterdir()}
     with pytest.raises(StoreError) as refused:
-        StateDir.own(place)
+        StateDir.open_locked(place)
     assert repr(str(place)) in refused.value.what
     assert "empty or private directory" in refused.value.hint
     assert mode(place) == bits
@@ -55,5 +55,5 @@ def test_an_open_directory_of_somebody_else_is_refused_as_it_is(
 
 
 def test_a_private_directory_may_hold_anything(tmp_path: Path) -> None:
-    StateDir.own(opened(tmp_path / "place", 0o700, {"notes.txt": "mine"})).close()
+    StateDir.open_locked(opened(tmp_path / "place", 0o700, {"notes.txt": "mine"})).close()
     assert mode(tmp_path / "place") == 0o700

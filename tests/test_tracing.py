@@ -21,31 +21,31 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from antiphon.engine.toolbox import Call, Result, Tool
+from antiphon.engine.toolbox import ToolRequest, ToolOutput, Tool
 from antiphon.runtimes import ToolSpec
-from antiphon.tracing import span
+from antiphon.tracing import start_span
 from antiphon.config import Config
-from antiphon.host import hosting
+from antiphon.app import open_app_operations
 from antiphon.access import Caller
-from antiphon.operations import Message
+from antiphon.operations import IncomingMessage
 
 seen = InMemorySpanExporter()
 provider = TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(seen))
 trace.set_tracer_provider(provider)
 
-async def invoke(call: Call) -> Result:
-    return Result(text="done")
+async def invoke(call: ToolRequest) -> ToolOutput:
+    return ToolOutput(text="done")
 
 tool = Tool(spec=ToolSpec(name="look", description="Looks.", parameters={"type": "object"}), invoke=invoke)
 
 async def main() -> None:
-    async with hosting(Config(), Path(sys.argv[1]), tools=lambda operations: [tool]) as operations:
+    async with open_app_operations(Config(), Path(sys.argv[1]), tools=lambda operations: [tool]) as operations:
         caller = Caller.operator()
-        message = Message(session="main", content="call look {}", idempotency_key="r1")
+        message = IncomingMessage(session="main", content="call look {}", idempotency_key="r1")
         await operations.submit(caller, message)
         await operations.wait(caller, "r1", 20)
-    with span("request", "00-" + "a" * 32 + "-" + "b" * 16 + "-01", method="health"):
+    with start_span("request", "00-" + "a" * 32 + "-" + "b" * 16 + "-01", method="health"):
         pass
 
 asyncio.run(main())
@@ -88,12 +88,12 @@ def test_a_request_goes_on_with_the_trace_it_came_with(spans: list[dict[str, Any
 
 
 def test_without_a_collector_there_are_no_spans() -> None:
-    with tracing.span("run", run_id="r") as current:
+    with tracing.start_span("run", run_id="r") as current:
         assert current is None
-    assert tracing.export({}) is False
+    assert tracing.configure_export({}) is False
 
 
 def test_a_missing_extra_is_said_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     with pytest.raises(ConfigError, match="extra otel`"):
-        tracing.export({tracing.ENDPOINT: "http://127.0.0.1:1"})
+        tracing.configure_export({tracing.ENDPOINT_VARIABLE: "http://127.0.0.1:1"})

@@ -17,19 +17,29 @@ from hypothesis import strategies as st
 from antiphon import keys, messages
 from antiphon.access import Caller
 from antiphon.config import Config, parse
-from antiphon.engine import sessions, transcripts
-from antiphon.engine.door import Door
-from antiphon.engine.transcripts import Entry
+from antiphon.engine.sessions import session_rows, transcripts
+from antiphon.engine.sessions.resolver import SessionResolver
+from antiphon.engine.sessions.transcripts import Entry
 from antiphon.errors import InvalidInput, NotFound
-from antiphon.messages import Assistant, Image, Message, Text, Thinking, ToolCall, ToolResult, User
+from antiphon.messages import (
+    AssistantMessage,
+    ImageBlock,
+    Message,
+    TextBlock,
+    ThinkingBlock,
+    ToolCall,
+    ToolResult,
+    UserMessage,
+)
 from antiphon.operations import HistoryFilter, ListFilter
+from antiphon.state_access import open_operations_readonly, open_store_exclusive
 from antiphon.store import Row, Store, Tx
-from antiphon.transfers import imports, index, jsonl
+from antiphon.transfers import imports, jsonl
+from antiphon.transfers import sessions_index as index
 from antiphon.transfers.exports import export_all, export_named
-from antiphon.transfers.imports import Imported, look, take
-from antiphon.transfers.jsonl import Reading, iso, moment
-from antiphon.views import Conversation
-from antiphon.visits import keeping, looking
+from antiphon.transfers.imports import ImportReport, import_source, scan_source
+from antiphon.transfers.jsonl import TranscriptReader, format_timestamp, parse_timestamp
+from antiphon.views import ConversationView
 
 NOW = 1_800_000_000_000
 OPERATOR = Caller.operator()
@@ -66,7 +76,14 @@ def folder(
 
 def header(session_id: str, **more: Any) -> str:
     return json.dumps(
-        {"type": "session", "version": 3, "id": session_id, "timestamp": iso(NOW), "cwd": "/w", **more}
+        {
+            "type": "session",
+            "version": 3,
+            "id": session_id,
+            "timestamp": format_timestamp(NOW),
+            "cwd": "/w",
+            **more,
+        }
     )
 
 
@@ -77,21 +94,21 @@ async def brought(
     *,
     agent_id: str | None = None,
     dry_run: bool = False,
-) -> Imported:
+) -> ImportReport:
     config = config or Config()
-    found = look(source, config, agent_id)
-    async with keeping(config, state) as store:
-        return await take(store, config, found, NOW, dry_run=dry_run)
+    found = scan_source(source, config, agent_id)
+    async with open_store_exclusive(config, state) as store:
+        return await import_source(store, config, found, NOW, dry_run=dry_run)
 
 
 async def transcript(state: Path, reference: str = MAIN) -> list[dict[str, Any]]:
-    async with looking(Config(), state) as operations:
+    async with open_operations_readonly(Config(), state) as operations:
         wanted = HistoryFilter(limit=1000, include_tools=True, after=0)
-        return (await operations.history(OPERATOR, reference, wanted)).messages
+        return (await operations.read_history(OPERATOR, reference, wanted)).messages
 
 
 async def described(state: Path, reference: str, config: Config | None = None) -> dict[str, Any]:
-    async with looking(config or Config(), state) as operations:
+    async with open_operations_readonly(config or Config(), state) as operations:
         return msgspec.to_builtins(await operations.describe(OPERATOR, reference))
 
 
@@ -100,7 +117,7 @@ def exported_lines(out: Path) -> dict[str, list[str]]:
 
 
 async def export_everything(state: Path, out: Path) -> dict[str, list[str]]:
-    async with keeping(Config(), state) as store:
+    async with open_store_exclusive(Config(), state) as store:
         await export_all(store, out)
     return exported_lines(out)
 
@@ -116,15 +133,15 @@ json_values = st.recursive(
 objects = st.dictionaries(text, json_values, max_size=3)
 native = st.none() | objects
 times = st.integers(1, 4_000_000_000_000)
-texts = st.builds(Text, text=text, native=native)
-images = st.builds(Image, data=text, mime_type=text)
+texts = st.builds(TextBlock, text=text, native=native)
+images = st.builds(ImageBlock, data=text, mime_type=text)
 said: st.SearchStrategy[Message] = st.one_of(
-    st.builds(User, content=text | st.lists(texts | images, max_size=3), timestamp=times),
+    st.builds(UserMessage, content=text | st.lists(texts | images, max_size=3), timestamp=times),
     st.builds(
-        Assistant,
+        AssistantMessage,
         content=st.lists(
             texts
-            | st.builds(Thinking, thinking=text, thinking_signature=st.none() | text, native=native)
+            | st.builds(ThinkingBlock, thinking=text, thinking_signature=st.none() | text, native=native)
             | st.builds(ToolCall, id=text, name=text, arguments=objects, native=native),
             max_size=4,
         ),
@@ -147,12 +164,12 @@ said: st.SearchStrategy[Message] = st.one_of(
 
 
 async def _fill(tx: Tx, key: str, everything: list[tuple[int, Message]]) -> Row:
-    row = await sessions.create(tx, keys.parse(key), NOW)
+    row = await session_rows.create_session(tx, keys.parse(key), NOW)
     for seq, (at, message) in enumerate(everything, 1):
         role = str(message.__struct_config__.tag)
-        entry = Entry(seq, f"{seq:08x}", role, messages.encode(message), at)
+        entry = Entry(seq, f"{seq:08x}", role, messages.encode_message(message), at)
         await transcripts.append_raw(tx, row["transcript"], None, entry)
-    await tx.one(sessions.SQL.advance_unfenced, id=row["id"], count=len(everything), now=NOW)
+    await tx.one(session_rows.SQL.advance_unfenced, id=row["id"], count=len(everything), now=NOW)
     return row
 
 
@@ -163,7 +180,7 @@ def test_what_is_exported_comes_back_and_goes_out_the_same(
     tmp_path_factory: pytest.TempPathFactory, everything: list[tuple[int, Message]]
 ) -> None:
     async def scenario(root: Path) -> None:
-        async with keeping(Config(), root / "one") as store:
+        async with open_store_exclusive(Config(), root / "one") as store:
             await store.tx(_fill, MAIN, everything)
             await export_all(store, root / "first")
         report = await brought(root / "two", root / "first")
@@ -176,13 +193,15 @@ def test_what_is_exported_comes_back_and_goes_out_the_same(
 @pytest.mark.anyio
 @pytest.mark.requirement("L4")
 async def test_a_compaction_keeps_pointing_at_the_same_entry(tmp_path: Path) -> None:
-    compaction = messages.Compaction(summary="so far", first_kept_seq=2, tokens_before=900, timestamp=NOW)
+    compaction = messages.CompactionEntry(
+        summary="so far", first_kept_seq=2, tokens_before=900, timestamp=NOW
+    )
     everything: list[tuple[int, Message]] = [
-        (NOW, User(content="one", timestamp=NOW)),
-        (NOW, User(content="two", timestamp=NOW)),
+        (NOW, UserMessage(content="one", timestamp=NOW)),
+        (NOW, UserMessage(content="two", timestamp=NOW)),
         (NOW + 5, compaction),
     ]
-    async with keeping(Config(), tmp_path / "one") as store:
+    async with open_store_exclusive(Config(), tmp_path / "one") as store:
         await store.tx(_fill, MAIN, everything)
         await export_all(store, tmp_path / "out")
     [file] = (tmp_path / "out").glob("*.jsonl")
@@ -196,9 +215,9 @@ async def test_a_compaction_keeps_pointing_at_the_same_entry(tmp_path: Path) -> 
 @pytest.mark.anyio
 @pytest.mark.requirement("L4")
 async def test_an_export_is_private_and_at_the_path_that_a_list_names(tmp_path: Path) -> None:
-    async with keeping(Config(), tmp_path) as store:
-        await store.tx(_fill, MAIN, [(NOW, User(content="hello", timestamp=NOW))])
-        done = await export_named(store, Door(Config()), tmp_path / "transcripts", ["main"])
+    async with open_store_exclusive(Config(), tmp_path) as store:
+        await store.tx(_fill, MAIN, [(NOW, UserMessage(content="hello", timestamp=NOW))])
+        done = await export_named(store, SessionResolver(Config()), tmp_path / "transcripts", ["main"])
         assert (done.files, done.messages) == (1, 1)
     check_export(Path((await described(tmp_path, MAIN))["transcriptPath"]))
 
@@ -213,13 +232,13 @@ def check_export(path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_exporting_one_more_session_keeps_the_others_in_the_index(tmp_path: Path) -> None:
-    async with keeping(Config(), tmp_path) as store:
+    async with open_store_exclusive(Config(), tmp_path) as store:
         for key in (MAIN, "agent:main:cron:nightly"):
             await store.tx(_fill, key, [])
         for key in ("main", "cron:nightly"):
-            await export_named(store, Door(Config()), tmp_path / "out", [key])
+            await export_named(store, SessionResolver(Config()), tmp_path / "out", [key])
         with pytest.raises(NotFound):
-            await export_named(store, Door(Config()), tmp_path / "out", ["cron:other"])
+            await export_named(store, SessionResolver(Config()), tmp_path / "out", ["cron:other"])
     assert set(json.loads((tmp_path / "out" / "sessions.json").read_text())) == {
         MAIN,
         "agent:main:cron:nightly",
@@ -233,7 +252,7 @@ async def test_exporting_everything_keeps_what_others_have_in_the_index(tmp_path
     out.mkdir()
     theirs = {"agent:main:telegram:direct:9": {"sessionId": SECOND, "updatedAt": 3, "odd": [1]}}
     out.joinpath("sessions.json").write_text(json.dumps({**theirs, MAIN: {"sessionId": FIRST}}))
-    async with keeping(Config(), tmp_path) as store:
+    async with open_store_exclusive(Config(), tmp_path) as store:
         row = await store.tx(_fill, MAIN, [])
         await export_all(store, out)
         index = json.loads(out.joinpath("sessions.json").read_text())
@@ -248,7 +267,7 @@ async def test_an_index_that_cannot_be_read_is_not_replaced(tmp_path: Path) -> N
     out = tmp_path / "out"
     out.mkdir()
     out.joinpath("sessions.json").write_text("[torn")
-    async with keeping(Config(), tmp_path) as store:
+    async with open_store_exclusive(Config(), tmp_path) as store:
         await store.tx(_fill, MAIN, [])
         with pytest.raises(InvalidInput, match="cannot be read"):
             await export_all(store, out)
@@ -257,48 +276,50 @@ async def test_an_index_that_cannot_be_read_is_not_replaced(tmp_path: Path) -> N
 
 @pytest.mark.anyio
 async def test_a_key_that_leads_nowhere_is_told_before_anything_is_written(tmp_path: Path) -> None:
-    async with keeping(Config(), tmp_path) as store:
+    async with open_store_exclusive(Config(), tmp_path) as store:
         await store.tx(_fill, MAIN, [])
         with pytest.raises(NotFound):
-            await export_named(store, Door(Config()), tmp_path / "out", ["main", "cron:other"])
+            await export_named(store, SessionResolver(Config()), tmp_path / "out", ["main", "cron:other"])
     assert not (tmp_path / "out").exists()
 
 
 async def _renew(tx: Tx, now: int) -> None:
-    row = await sessions.find(tx, keys.parse(MAIN), None)
+    row = await session_rows.find_session(tx, keys.parse(MAIN), None)
     assert row is not None
-    await sessions.renew(tx, row, "new", now)
+    await session_rows.start_new_transcript(tx, row, "new", now)
 
 
 async def _say(tx: Tx, text: str, now: int) -> None:
-    row = await sessions.find(tx, keys.parse(MAIN), None)
+    row = await session_rows.find_session(tx, keys.parse(MAIN), None)
     assert row is not None
-    entry = Entry(1, "00000001", "user", messages.encode(User(content=text, timestamp=now)), now)
+    entry = Entry(
+        1, "00000001", "user", messages.encode_message(UserMessage(content=text, timestamp=now)), now
+    )
     await transcripts.append_raw(tx, row["transcript"], None, entry)
-    await tx.one(sessions.SQL.advance_unfenced, id=row["id"], count=1, now=now)
+    await tx.one(session_rows.SQL.advance_unfenced, id=row["id"], count=1, now=now)
 
 
 async def _go_back_to(tx: Tx, session_id: str, now: int) -> None:
-    row = await sessions.find(tx, keys.SessionIdRef(session_id), None)
+    row = await session_rows.find_session(tx, keys.SessionIdRef(session_id), None)
     assert row is not None
-    await sessions.restore(tx, row, now)
+    await session_rows.restore_transcript(tx, row, now)
 
 
-async def conversations(state: Path) -> list[Conversation]:
-    async with looking(Config(), state) as operations:
-        return await operations.conversations(OPERATOR, MAIN)
+async def conversations(state: Path) -> list[ConversationView]:
+    async with open_operations_readonly(Config(), state) as operations:
+        return await operations.list_conversations(OPERATOR, MAIN)
 
 
-async def _three_conversations(state: Path) -> list[Conversation]:
+async def _three_conversations(state: Path) -> list[ConversationView]:
     """`one` and `three` have ended; `two` is current, because somebody went back to it."""
-    async with keeping(Config(), state) as store:
+    async with open_store_exclusive(Config(), state) as store:
         await store.tx(_fill, MAIN, [])
         await store.tx(_say, "one", NOW + 1)
         for at, text in ((NOW + 10, "two"), (NOW + 20, "three")):
             await store.tx(_renew, at)
             await store.tx(_say, text, at + 1)
     two = (await conversations(state))[1].session_id
-    async with keeping(Config(), state) as store:
+    async with open_store_exclusive(Config(), state) as store:
         await store.tx(_go_back_to, two, NOW + 30)
     return await conversations(state)
 
@@ -325,8 +346,8 @@ async def test_an_index_tells_only_of_conversations_whose_files_are_there(tmp_pa
     told = await _three_conversations(tmp_path / "one")
 
     async def index_after(*references: str) -> list[str]:
-        async with keeping(Config(), tmp_path / "one") as store:
-            await export_named(store, Door(Config()), tmp_path / "out", references)
+        async with open_store_exclusive(Config(), tmp_path / "one") as store:
+            await export_named(store, SessionResolver(Config()), tmp_path / "out", references)
         entry = json.loads((tmp_path / "out" / "sessions.json").read_text())[MAIN]
         return [item["sessionId"] for item in entry.get("conversations", [])]
 
@@ -350,7 +371,7 @@ async def test_what_others_call_conversations_does_no_harm(tmp_path: Path, their
 
 @pytest.mark.anyio
 async def test_an_export_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
-    async with keeping(Config(), tmp_path) as store:
+    async with open_store_exclusive(Config(), tmp_path) as store:
         await store.tx(_fill, MAIN, [])
         await export_all(store, tmp_path / "out")
         before = exported_lines(tmp_path / "out")
@@ -370,7 +391,7 @@ class _Broken:
         self.tx, self.close = store.tx, store.close
 
     async def read(self, script: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if script is transcripts.after:
+        if script is transcripts.read_entries_after:
             raise RuntimeError("gone")
         return await self._store.read(script, *args, **kwargs)
 
@@ -379,13 +400,15 @@ class _Broken:
 @pytest.mark.requirement("G21")
 async def test_a_damaged_entry_does_not_stop_an_export(tmp_path: Path) -> None:
     async def damage(tx: Tx) -> None:
-        row = await sessions.create(tx, keys.parse(MAIN), NOW)
-        for seq, body in enumerate(['{"role":"user"', messages.encode(User(content="ok", timestamp=1))], 1):
+        row = await session_rows.create_session(tx, keys.parse(MAIN), NOW)
+        for seq, body in enumerate(
+            ['{"role":"user"', messages.encode_message(UserMessage(content="ok", timestamp=1))], 1
+        ):
             await transcripts.append_raw(
                 tx, row["transcript"], None, Entry(seq, f"e{seq}", "user", body, NOW)
             )
 
-    async with keeping(Config(), tmp_path) as store:
+    async with open_store_exclusive(Config(), tmp_path) as store:
         await store.tx(damage)
         done = await export_all(store, tmp_path / "out")
     assert (done.messages, done.damaged) == (1, 1)
@@ -412,10 +435,18 @@ async def test_a_first_generation_directory(tmp_path: Path) -> None:
                 {"type": "session", "id": "s-main", "timestamp": "2023-11-14T22:13:20.000Z", "cwd": "/old"}
             ),
             json.dumps(
-                {"type": "message", "timestamp": iso(NOW), "message": {"role": "user", "content": "hi"}}
+                {
+                    "type": "message",
+                    "timestamp": format_timestamp(NOW),
+                    "message": {"role": "user", "content": "hi"},
+                }
             ),
             json.dumps(
-                {"type": "message", "timestamp": iso(NOW), "message": {"role": "assistant", "content": "yo"}}
+                {
+                    "type": "message",
+                    "timestamp": format_timestamp(NOW),
+                    "message": {"role": "assistant", "content": "yo"},
+                }
             ),
         ],
         "s-group.jsonl": [],
@@ -471,7 +502,7 @@ async def test_where_all_mains_are_one_global_is_its_own_name(
     named = [FIRST, SECOND] if has_transcript else [FIRST]
     folder(tmp_path / "old", index, {f"{name}.jsonl": [header(name)] for name in named})
     assert (await brought(tmp_path / "new", tmp_path / "old", config)).beside == 1
-    async with looking(config, tmp_path / "new") as operations:
+    async with open_operations_readonly(config, tmp_path / "new") as operations:
         assert (await operations.describe(OPERATOR, "main")).session_id == wins
 
 
@@ -504,7 +535,7 @@ async def test_a_third_generation_directory(tmp_path: Path) -> None:
             entry_line("a0000005", "a0000004", user("half a \\ud83d pair")).replace("\\\\ud83d", "\\ud83d"),
             json.dumps(
                 {
-                    "type": "compaction", "id": "a0000006", "parentId": "a0000005", "timestamp": iso(NOW),
+                    "type": "compaction", "id": "a0000006", "parentId": "a0000005", "timestamp": format_timestamp(NOW),
                     "summary": "sum", "firstKeptEntryId": "a0000004", "tokensBefore": 9, "details": {"by": "x"},
                 }
             ),
@@ -559,8 +590,8 @@ async def test_importing_twice_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.anyio
 @pytest.mark.requirement("G25")
 async def test_a_key_in_use_keeps_its_conversation(tmp_path: Path) -> None:
-    async with keeping(Config(), tmp_path / "new") as store:
-        await store.tx(_fill, MAIN, [(NOW, User(content="mine", timestamp=NOW))])
+    async with open_store_exclusive(Config(), tmp_path / "new") as store:
+        await store.tx(_fill, MAIN, [(NOW, UserMessage(content="mine", timestamp=NOW))])
     files = {f"{FIRST}.jsonl": [header(FIRST), entry_line("a", None, user("theirs"))]}
     folder(tmp_path / "old", {"main": {"sessionId": FIRST, "updatedAt": NOW}}, files)
     report = await brought(tmp_path / "new", tmp_path / "old")
@@ -589,18 +620,24 @@ SAID = {f"{FIRST}.jsonl": [header(FIRST), entry_line("a", None, user("theirs"))]
 
 async def _set(tx: Tx, key: str, settings: dict[str, str], route: str | None = None) -> None:
     """As somebody here has set it."""
-    row = await sessions.find(tx, keys.parse(key), None) or await sessions.create(tx, keys.parse(key), NOW)
-    await sessions.patch(tx, row["id"], settings, NOW)
+    row = await session_rows.find_session(tx, keys.parse(key), None) or await session_rows.create_session(
+        tx, keys.parse(key), NOW
+    )
+    await session_rows.patch_session(tx, row["id"], settings, NOW)
     if route:
-        whole = await tx.one(sessions.SQL.by_id, id=row["id"])
+        whole = await tx.one(session_rows.SQL.by_id, id=row["id"])
         assert whole is not None
-        columns = index.columns({"lastChannel": "signal", "lastTo": route}, keys.parse(key), lambda _: True)
-        await tx.do(sessions.SQL.adopt, id=row["id"], updated_at=NOW, **index.merged(whole, columns))
+        columns = index.build_columns(
+            {"lastChannel": "signal", "lastTo": route}, keys.parse(key), lambda _: True
+        )
+        await tx.do(
+            session_rows.SQL.adopt, id=row["id"], updated_at=NOW, **index.merge_columns(whole, columns)
+        )
 
 
 async def in_use(state: Path, settings: dict[str, str] | None = None, route: str | None = None) -> None:
-    async with keeping(Config(), state) as store:
-        await store.tx(_fill, MAIN, [(NOW, User(content="mine", timestamp=NOW))])
+    async with open_store_exclusive(Config(), state) as store:
+        await store.tx(_fill, MAIN, [(NOW, UserMessage(content="mine", timestamp=NOW))])
         await store.tx(_set, MAIN, settings or {}, route)
 
 
@@ -624,9 +661,9 @@ async def test_a_key_in_use_takes_over_what_it_has_nothing_of(tmp_path: Path) ->
     assert set(merged.taken_over) == THEIRS.keys() - counters - {"sessionId", "updatedAt"} | {"cwd"}
     here = await described(tmp_path / "new", "home")
     assert (here["key"], here["sendPolicy"], here["lastTo"]) == (MAIN, "deny", "+4912")
-    async with looking(Config(), tmp_path / "new") as operations:
+    async with open_operations_readonly(Config(), tmp_path / "new") as operations:
         assert (await operations.list(OPERATOR, ListFilter(search="home"))).count == 1
-    async with keeping(Config(), tmp_path / "new") as store:
+    async with open_store_exclusive(Config(), tmp_path / "new") as store:
         await store.tx(_go_back_to, FIRST, NOW + 30)
     entry = await exported_entry(tmp_path / "new", tmp_path / "out")
     assert {name: entry[name] for name in THEIRS if name not in {*counters, "updatedAt"}} == {
@@ -678,7 +715,7 @@ async def test_of_two_send_policies_the_stricter_one_holds(
 @pytest.mark.anyio
 async def test_a_label_that_is_taken_is_left_behind(tmp_path: Path) -> None:
     await in_use(tmp_path / "new")
-    async with keeping(Config(), tmp_path / "new") as store:
+    async with open_store_exclusive(Config(), tmp_path / "new") as store:
         await store.tx(_set, "agent:main:direct:x", {"label": "home"})
     folder(tmp_path / "old", {MAIN: THEIRS}, SAID)
     [merged] = (await brought(tmp_path / "new", tmp_path / "old")).merged
@@ -692,7 +729,7 @@ async def test_a_dry_run_says_the_same_and_does_nothing(tmp_path: Path) -> None:
     folder(tmp_path / "old", {"main": {"sessionId": FIRST, "updatedAt": NOW}}, files)
     rehearsed = await brought(tmp_path / "new", tmp_path / "old", dry_run=True)
     assert (rehearsed.dry_run, rehearsed.imported, rehearsed.messages) == (True, 1, 1)
-    async with looking(Config(), tmp_path / "new") as operations:
+    async with open_operations_readonly(Config(), tmp_path / "new") as operations:
         assert (await operations.list(OPERATOR, ListFilter())).count == 0
 
 
@@ -744,7 +781,7 @@ async def test_a_label_is_given_to_one_session_of_an_agent(tmp_path: Path) -> No
     assert (report.imported, report.left_out_labels) == (4, 1)
     labels = [(await described(tmp_path / "new", f"cron_{name}")).get("label") for name in "xyza"]
     assert labels == ["home", None, "home", "home"]
-    async with looking(Config(), tmp_path / "new") as operations:
+    async with open_operations_readonly(Config(), tmp_path / "new") as operations:
         found = [(await operations.list(OPERATOR, ListFilter(search=word))).count for word in ("home", "Y")]
     assert found == [2, 1]
 
@@ -835,15 +872,15 @@ async def test_short_keys_outside_of_a_state_directory_are_those_of_the_agent_th
 @pytest.mark.sqlite_only  # no store is asked
 def test_a_directory_without_sessions_says_what_to_pass(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"sessions\.json.*Pass a state directory"):
-        look(tmp_path / "old", Config())
+        scan_source(tmp_path / "old", Config())
     newer = tmp_path / "v9" / "agents" / "main" / "agent"
     newer.mkdir(parents=True)
     newer.joinpath("openclaw-agent.sqlite").touch()
     with pytest.raises(InvalidInput, match="SQLite"):
-        look(tmp_path / "v9", Config())
+        scan_source(tmp_path / "v9", Config())
     folder(tmp_path / "torn", "{main: {sessionId:", {})
     with pytest.raises(InvalidInput, match="cannot be read"):
-        look(tmp_path / "torn", Config())
+        scan_source(tmp_path / "torn", Config())
 
 
 @pytest.mark.anyio
@@ -863,33 +900,33 @@ async def test_half_a_character_in_the_index_costs_nothing_but_itself(tmp_path: 
 
 @given(st.integers(0, 253_402_300_799_999))
 def test_a_moment_survives_being_written(ms: int) -> None:
-    assert moment(iso(ms)) == ms
+    assert parse_timestamp(format_timestamp(ms)) == ms
 
 
 @pytest.mark.parametrize(
     "value", [None, True, -1, "yesterday", "1959-12-31T00:00:00Z", [], float("nan"), 253_402_300_800_000]
 )
 def test_what_is_no_moment(value: object) -> None:
-    assert moment(value) is None
+    assert parse_timestamp(value) is None
 
 
 @pytest.mark.requirement("G21")
 @given(st.lists(st.binary(max_size=40) | st.just(entry_line("x", None, user("u"))[:-3].encode()), max_size=6))
 def test_no_line_can_stop_a_reading(lines: list[bytes]) -> None:
     good = entry_line("ok", "lost", user("still here")).encode()
-    reading = Reading(lambda: [*lines, good])
-    assert list(reading.entries())[-1].id == "ok"
+    reading = TranscriptReader(lambda: [*lines, good])
+    assert list(reading.iterate_entries())[-1].id == "ok"
 
 
 def test_a_parent_on_a_damaged_line_is_replaced_by_the_entry_before() -> None:
     lines = [entry_line("1", None, user("a")), "{", entry_line("3", "2", user("c"))]
-    reading = Reading(lambda: [line.encode() for line in lines])
-    assert [entry.id for entry in reading.entries()] == ["1", "3"]
+    reading = TranscriptReader(lambda: [line.encode() for line in lines])
+    assert [entry.id for entry in reading.iterate_entries()] == ["1", "3"]
     assert reading.damaged == 1
 
 
 def test_a_stored_entry_of_several_lines_becomes_one() -> None:
-    line = jsonl.line(Entry(1, "e", "user", '{"role":\n"user"}', 0), None)
+    line = jsonl.encode_entry(Entry(1, "e", "user", '{"role":\n"user"}', 0), None)
     assert line is not None
     assert line.count(b"\n") == 1
 
@@ -899,13 +936,13 @@ async def test_a_dry_run_of_many_with_one_label_tries_few_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[str] = []
-    write = imports._write  # pyright: ignore[reportPrivateUsage]
+    write = imports._write_source_session  # pyright: ignore[reportPrivateUsage]
 
-    async def counted(tx: Tx, found: imports.Found, config: Config, now: int) -> object:
+    async def counted(tx: Tx, found: imports.SourceSession, config: Config, now: int) -> object:
         written.append(str(found.key))
         return await write(tx, found, config, now)
 
-    monkeypatch.setattr(imports, "_write", counted)
+    monkeypatch.setattr(imports, "_write_source_session", counted)
     folder(tmp_path / "old", entries(**{f"subagent_{n}": HOME for n in range(30)}), {})
     assert (await brought(tmp_path / "new", tmp_path / "old", dry_run=True)).imported == 30
     assert len(written) <= 2 * (30 + 29)  # SQLite runs a script that raised once more by itself

@@ -23,7 +23,7 @@ import pytest
 from antiphon.client import Client, Site
 from cli.gateways import Gateway, token, up
 from cli.terminal import BOUND, Program
-from providers import Answer, Call, Provider, Received, Tokens
+from support.model_provider import Answer, Call, Provider, Received, Tokens
 from test_docs import blocks
 
 Json = dict[str, Any]

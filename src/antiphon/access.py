@@ -3,7 +3,8 @@
 The reference has been resolved to a canonical key before this module sees it, and the store has said whether
 the target was spawned below the caller. What is decided here is pure: no lookup, no configuration, no wire.
 
-A session that a caller may not read looks to it exactly like one that does not exist; use `missing` for both.
+A session that a caller may not read looks to it exactly like one that does not exist; use
+`build_session_missing_error` for both.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ Visibility = Literal["self", "tree", "agent", "all"]
 Control = Literal["self", "tree"]
 SessionToolsVisibility = Literal["spawned", "all"]
 
-READ = "operator.read"
-WRITE = "operator.write"
-ADMIN = "operator.admin"
-ALL_SCOPES = frozenset({READ, WRITE, ADMIN})
+READ_SCOPE = "operator.read"
+WRITE_SCOPE = "operator.write"
+ADMIN_SCOPE = "operator.admin"
+ALL_SCOPES = frozenset({READ_SCOPE, WRITE_SCOPE, ADMIN_SCOPE})
 
-_WIDTH: dict[Visibility, int] = {"self": 0, "tree": 1, "agent": 2, "all": 3}
-_IMPLIED = {WRITE: {READ}, ADMIN: {READ, WRITE}}
+_VISIBILITY_WIDTH: dict[Visibility, int] = {"self": 0, "tree": 1, "agent": 2, "all": 3}
+_IMPLIED_SCOPES = {WRITE_SCOPE: {READ_SCOPE}, ADMIN_SCOPE: {READ_SCOPE, WRITE_SCOPE}}
 # Stopping a run is as much a write as starting one; reading never stops anything. What changes a session itself,
 # and not only what is said in it, is for those who look after all of them.
 _SCOPE_FOR: dict[Action, str] = {
-    "list": READ,
-    "read": READ,
-    "send": WRITE,
-    "spawn": WRITE,
-    "control": WRITE,
-    "manage": ADMIN,
+    "list": READ_SCOPE,
+    "read": READ_SCOPE,
+    "send": WRITE_SCOPE,
+    "spawn": WRITE_SCOPE,
+    "control": WRITE_SCOPE,
+    "manage": ADMIN_SCOPE,
 }
-_VERB: dict[Action, str] = {
+_ACTION_VERBS: dict[Action, str] = {
     "list": "list",
     "read": "read",
     "send": "send to",
@@ -58,7 +59,7 @@ _SETTING_FOR: dict[Action, str] = {
 }
 
 
-class Cap(NamedTuple):
+class VisibilityCap(NamedTuple):
     """What a caller reaches at most, whatever its agent is granted: a spawned session stays within its parent's."""
 
     read: Visibility
@@ -73,17 +74,19 @@ class Caller(msgspec.Struct, frozen=True):
     agent_id: str | None = None
     session_key: str | None = None
     sandboxed: bool = False
-    cap: Cap | None = None
+    cap: VisibilityCap | None = None
 
     @classmethod
     def operator(cls, scopes: Iterable[str] = ALL_SCOPES) -> Caller:
         """A person or program with a token. Admin implies write, write implies read, others grant nothing."""
         given = set(scopes)
-        return cls(scopes=frozenset(given.union(*(_IMPLIED.get(scope, set[str]()) for scope in given))))
+        return cls(
+            scopes=frozenset(given.union(*(_IMPLIED_SCOPES.get(scope, set[str]()) for scope in given)))
+        )
 
     @classmethod
     def agent(
-        cls, agent_id: str, session_key: str, *, sandboxed: bool = False, cap: Cap | None = None
+        cls, agent_id: str, session_key: str, *, sandboxed: bool = False, cap: VisibilityCap | None = None
     ) -> Caller:
         """A model acting from one session."""
         return cls(agent_id=agent_id, session_key=session_key, sandboxed=sandboxed, cap=cap)
@@ -106,7 +109,7 @@ class Grants(msgspec.Struct, frozen=True):
     """Agents besides its own that it may spawn; `*` is every configured one."""
 
 
-class Target(msgspec.Struct, frozen=True):
+class TargetSession(msgspec.Struct, frozen=True):
     """A session as far as access is concerned."""
 
     key: str
@@ -127,27 +130,33 @@ class Reach(msgspec.Struct, frozen=True):
 
     def admits_agent(self, agent_id: str) -> bool:
         """Whether all sessions of that agent are reached."""
-        return self.everything or agent_id == self.own_agent or matches(agent_id, self.other_agents)
+        return (
+            self.everything
+            or agent_id == self.own_agent
+            or matches_agent_patterns(agent_id, self.other_agents)
+        )
 
-    def covers(self, target: Target) -> bool:
+    def covers(self, target: TargetSession) -> bool:
         if self.admits_agent(target.agent_id) or target.key == self.own_key:
             return True
         return self.descendants and target.descendant
 
 
-def missing(reference: str, caller: Caller | None = None, grants: Grants | None = None) -> NotFound:
+def build_session_missing_error(
+    reference: str, caller: Caller | None = None, grants: Grants | None = None
+) -> NotFound:
     """The error for a session that does not exist or that the caller may not know of.
 
     An agent is told what it can reach and which settings decide that, whether or not the session exists.
     """
     shows = "Use a key that sessions_list (or `antiphon sessions list`) shows."
     if caller is not None and grants is not None and not caller.is_operator:
-        shows = f"Use a key that sessions_list shows. {_reach_in_words(caller, grants)}"
+        shows = f"Use a key that sessions_list shows. {_describe_reach(caller, grants)}"
     return NotFound(f"Session {reference!r} was not found.", shows, reference=reference)
 
 
-def _reach_in_words(caller: Caller, grants: Grants) -> str:
-    crosses = bool(_agent_reach(caller, grants, grants.read).other_agents)
+def _describe_reach(caller: Caller, grants: Grants) -> str:
+    crosses = bool(_compute_agent_reach(caller, grants, grants.read).other_agents)
     what = {
         "self": "this session only",
         "tree": "this session and the sub-agents below it",
@@ -162,7 +171,7 @@ def _reach_in_words(caller: Caller, grants: Grants) -> str:
     )
 
 
-def grants_for(
+def resolve_grants(
     *,
     visibility: Visibility = "tree",
     send_visibility: Visibility | None = None,
@@ -172,15 +181,15 @@ def grants_for(
     spawn_agents: Iterable[str] = (),
     sandboxed: bool = False,
     session_tools_visibility: SessionToolsVisibility = "spawned",
-    cap: Cap | None = None,
+    cap: VisibilityCap | None = None,
 ) -> Grants:
     """An agent's grants from its settings, narrowed to its own tree where it runs in a sandbox, and to the cap."""
     clamp = sandboxed and session_tools_visibility == "spawned"
-    read = narrower(visibility, "tree") if clamp else visibility
+    read = pick_narrower_visibility(visibility, "tree") if clamp else visibility
     wanted = send_visibility or visibility
-    send = narrower(wanted, "tree") if clamp else wanted
+    send = pick_narrower_visibility(wanted, "tree") if clamp else wanted
     if cap is not None:
-        read, send = narrower(read, cap.read), narrower(send, cap.send)
+        read, send = pick_narrower_visibility(read, cap.read), pick_narrower_visibility(send, cap.send)
     return Grants(
         read=read,
         send=send,
@@ -191,11 +200,11 @@ def grants_for(
     )
 
 
-def reach(caller: Caller, grants: Grants) -> Reach:
+def compute_reach(caller: Caller, grants: Grants) -> Reach:
     """Every session the caller may list, which is every session it may read."""
     if caller.is_operator:
-        return Reach(everything=READ in caller.scopes)
-    return _agent_reach(caller, grants, grants.read)
+        return Reach(everything=READ_SCOPE in caller.scopes)
+    return _compute_agent_reach(caller, grants, grants.read)
 
 
 def require_scope(caller: Caller, action: Action) -> None:
@@ -206,7 +215,7 @@ def require_scope(caller: Caller, action: Action) -> None:
     """
     if caller.is_operator and _SCOPE_FOR[action] not in caller.scopes:
         raise Forbidden(
-            f"This token may not {_VERB[action]} sessions: it lacks {_SCOPE_FOR[action]!r}.",
+            f"This token may not {_ACTION_VERBS[action]} sessions: it lacks {_SCOPE_FOR[action]!r}.",
             "Use a token that was issued with that scope.",
             action=action,
             scope=_SCOPE_FOR[action],
@@ -229,7 +238,7 @@ def require_operator(
 def authorize(
     caller: Caller,
     action: Action,
-    target: Target,
+    target: TargetSession,
     grants: Grants,
     *,
     reference: str | None = None,
@@ -246,24 +255,26 @@ def authorize(
     """
     if action == "spawn":
         _authorize_spawn(caller, target.agent_id, grants, configured)
-    elif not _allowed(caller, action, target, grants):
-        if not reach(caller, grants).covers(target):
-            raise missing(reference or target.key, caller, grants)
+    elif not _is_allowed(caller, action, target, grants):
+        if not compute_reach(caller, grants).covers(target):
+            raise build_session_missing_error(reference or target.key, caller, grants)
         require_scope(caller, action)
         raise Forbidden(
-            f"Session {target.key!r} may be read from here, but this caller may not {_VERB[action]} it.",
+            f"Session {target.key!r} may be read from here, but this caller may not {_ACTION_VERBS[action]} it.",
             f"Choose another session, or ask the operator to widen {_SETTING_FOR[action]!r}.",
             action=action,
             key=target.key,
         )
 
 
-def _allowed(caller: Caller, action: Action, target: Target, grants: Grants) -> bool:
+def _is_allowed(caller: Caller, action: Action, target: TargetSession, grants: Grants) -> bool:
     if caller.is_operator:
         return _SCOPE_FOR[action] in caller.scopes
     if action in {"control", "manage"}:
-        return _agent_reach(caller, grants, grants.control).covers(target)
-    return _agent_reach(caller, grants, grants.send if action == "send" else grants.read).covers(target)
+        return _compute_agent_reach(caller, grants, grants.control).covers(target)
+    return _compute_agent_reach(caller, grants, grants.send if action == "send" else grants.read).covers(
+        target
+    )
 
 
 def _authorize_spawn(caller: Caller, agent_id: str, grants: Grants, configured: Collection[str]) -> None:
@@ -271,7 +282,7 @@ def _authorize_spawn(caller: Caller, agent_id: str, grants: Grants, configured: 
     if caller.is_operator or agent_id == caller.agent_id:
         return
     # An agent that is not configured is refused in the same words, so that guessing names reveals nothing.
-    if agent_id not in configured or not matches(agent_id, grants.spawn_agents):
+    if agent_id not in configured or not matches_agent_patterns(agent_id, grants.spawn_agents):
         raise Forbidden(
             f"Agent {caller.agent_id!r} may not spawn agent {agent_id!r}.",
             f"Call agents_list to see which agents it may spawn; {_SETTING_FOR['spawn']!r} of its agent decides.",
@@ -280,26 +291,28 @@ def _authorize_spawn(caller: Caller, agent_id: str, grants: Grants, configured: 
         )
 
 
-def _agent_reach(caller: Caller, grants: Grants, visibility: Visibility) -> Reach:
-    width = _WIDTH[visibility]
+def _compute_agent_reach(caller: Caller, grants: Grants, visibility: Visibility) -> Reach:
+    width = _VISIBILITY_WIDTH[visibility]
     others = grants.a2a_allow or ("*",)
-    crosses = visibility == "all" and grants.a2a_enabled and matches(caller.agent_id or "", others)
+    crosses = (
+        visibility == "all" and grants.a2a_enabled and matches_agent_patterns(caller.agent_id or "", others)
+    )
     return Reach(
         own_key=caller.session_key,
-        descendants=width >= _WIDTH["tree"],
-        own_agent=caller.agent_id if width >= _WIDTH["agent"] else None,
+        descendants=width >= _VISIBILITY_WIDTH["tree"],
+        own_agent=caller.agent_id if width >= _VISIBILITY_WIDTH["agent"] else None,
         other_agents=others if crosses else (),
     )
 
 
-def narrower(one: Visibility, other: Visibility) -> Visibility:
-    return one if _WIDTH[one] <= _WIDTH[other] else other
+def pick_narrower_visibility(one: Visibility, other: Visibility) -> Visibility:
+    return one if _VISIBILITY_WIDTH[one] <= _VISIBILITY_WIDTH[other] else other
 
 
-def matches(agent_id: str, patterns: Iterable[str]) -> bool:
+def matches_agent_patterns(agent_id: str, patterns: Iterable[str]) -> bool:
     """Whether one of the patterns, in which `*` stands for any text, is this agent."""
-    return any(re.fullmatch(_glob(pattern), agent_id, re.IGNORECASE) for pattern in patterns)
+    return any(re.fullmatch(_glob_to_regex(pattern), agent_id, re.IGNORECASE) for pattern in patterns)
 
 
-def _glob(pattern: str) -> str:
+def _glob_to_regex(pattern: str) -> str:
     return ".*".join(re.escape(part) for part in pattern.strip().split("*"))

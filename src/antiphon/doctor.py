@@ -18,229 +18,236 @@ from typing import Literal
 
 import msgspec
 
-from antiphon.config import Config, Loaded, Paths, Secret, load
-from antiphon.config.addresses import shown_url
+from antiphon.config import Config, LoadedConfig, Paths, Secret, load
+from antiphon.config.addresses import mask_url
 from antiphon.errors import AntiphonError, ConfigError, InvalidInput
-from antiphon.messages import decode
-from antiphon.paths import may_write
+from antiphon.messages import decode_message
+from antiphon.paths import is_writable
 from antiphon.preflight import find_problems
+from antiphon.state_access import open_store_readonly
 from antiphon.store import Row, Store, Tx
-from antiphon.store.migrations import migrations
+from antiphon.store.migrations import load_migrations
 from antiphon.store.queries import Queries
-from antiphon.store.sqlite import check_file, check_library
-from antiphon.store.statedir import StateDir, explain, exposed
-from antiphon.visits import reading
+from antiphon.store.sqlite.store import check_file, check_library
+from antiphon.store.statedir import StateDir, find_exposure, translate_os_error
 
 SQL = Queries("doctor")
-WARNINGS = 20  # of the configuration; `config check` shows all
-LEAST_FREE, LITTLE_FREE = 64 * 2**20, 1024 * 2**20  # bytes
-ENTRIES = 100_000  # newest transcript entries that are read
-PAGE = 500
-NEVER = 2**62  # a time after every lease
-ONLINE_SECONDS = 5.0
+MAX_CONFIG_WARNINGS = 20  # of the configuration; `config check` shows all
+MIN_FREE_DISK_BYTES, LOW_FREE_DISK_BYTES = 64 * 2**20, 1024 * 2**20  # bytes
+MAX_ENTRIES_CHECKED = 100_000  # newest transcript entries that are read
+CHECKED_ENTRIES_PER_PAGE = 500
+AFTER_EVERY_LEASE_MILLISECONDS = 2**62  # a time after every lease
+PROVIDER_TIMEOUT_SECONDS = 5.0
 
-Level = Literal["ok", "warn", "fail"]
+FindingLevel = Literal["ok", "warn", "fail"]
 
 
 class Finding(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
     check: str
-    level: Level
+    level: FindingLevel
     what: str
     next_step: str | None = None
 
 
-def ok(check: str, what: str) -> Finding:
+def report_ok(check: str, what: str) -> Finding:
     return Finding(check=check, level="ok", what=what)
 
 
-def warn(check: str, what: str, next_step: str) -> Finding:
+def report_warning(check: str, what: str, next_step: str) -> Finding:
     return Finding(check=check, level="warn", what=what, next_step=next_step)
 
 
-def fail(check: str, what: str, next_step: str) -> Finding:
+def report_failure(check: str, what: str, next_step: str) -> Finding:
     return Finding(check=check, level="fail", what=what, next_step=next_step)
 
 
-def _failed(check: str, error: AntiphonError) -> Finding:
-    return fail(check, error.what, error.hint)
+def _report_error(check: str, error: AntiphonError) -> Finding:
+    return report_failure(check, error.what, error.hint)
 
 
-async def examine(paths: Paths, *, online: bool = False) -> list[Finding]:
+async def run_checks(paths: Paths, *, online: bool = False) -> list[Finding]:
     """Everything, in the order in which one thing can explain the next."""
-    findings = [*_machine()]
-    loaded = _configuration(paths, findings)
-    home = StateDir.look(paths.state_dir)
-    findings += [*_directory(home), *_disk(home.path)]
+    findings = [*_check_machine()]
+    loaded = _check_configuration(paths, findings)
+    home = StateDir.open_unlocked(paths.state_dir)
+    findings += [*_check_state_directory(home), *_check_disk_space(home.path)]
     if loaded is not None and loaded.config.store.url is not None:
-        findings += await _server(loaded.config, home)
-    elif is_there(home.database):
-        findings += await _file(home)
+        findings += await _check_database_server(loaded.config, home)
+    elif path_exists(home.database):
+        findings += await _check_database_file(home)
     elif holder := home.holder:
-        findings.append(_deleted(home, holder))
+        findings.append(_report_deleted_database(home, holder))
     if loaded is not None:
-        findings += await _models(loaded.config, online=online)
+        findings += await _check_models(loaded.config, online=online)
         findings += [
-            fail("models", problem.what, problem.hint) for problem in await find_problems(loaded.config)
+            report_failure("models", problem.what, problem.hint)
+            for problem in await find_problems(loaded.config)
         ]
     return findings
 
 
-def _machine() -> Iterator[Finding]:
-    yield ok("python", f"Python {platform.python_version()}")
+def _check_machine() -> Iterator[Finding]:
+    yield report_ok("python", f"Python {platform.python_version()}")
     try:
         check_library()
     except AntiphonError as error:
-        yield _failed("sqlite", error)
+        yield _report_error("sqlite", error)
     else:
-        yield ok("sqlite", f"SQLite {sqlite3.sqlite_version}")
+        yield report_ok("sqlite", f"SQLite {sqlite3.sqlite_version}")
 
 
-def _configuration(paths: Paths, findings: list[Finding]) -> Loaded | None:
+def _check_configuration(paths: Paths, findings: list[Finding]) -> LoadedConfig | None:
     try:
         loaded = load(paths.config, required=paths.config_explicit)
     except AntiphonError as error:
-        findings.append(_failed("config", error))
+        findings.append(_report_error("config", error))
         return None
     where = str(loaded.path) if loaded.path else f"none at {str(paths.config)!r}; the defaults are used"
-    findings.append(ok("config", where))
-    shown, rest = loaded.warnings[:WARNINGS], len(loaded.warnings[WARNINGS:])
-    findings += [warn("config", text, "See docs/configuration.md.") for text in shown]
+    findings.append(report_ok("config", where))
+    shown, rest = loaded.warnings[:MAX_CONFIG_WARNINGS], len(loaded.warnings[MAX_CONFIG_WARNINGS:])
+    findings += [report_warning("config", text, "See docs/configuration.md.") for text in shown]
     if rest:
-        findings.append(warn("config", f"There are {rest} more warnings.", "See: antiphon config check"))
+        findings.append(
+            report_warning("config", f"There are {rest} more warnings.", "See: antiphon config check")
+        )
     return loaded
 
 
 # --- the directory ---
 
 
-def is_there(path: Path) -> bool:
+def path_exists(path: Path) -> bool:
     """As far as can be told; what cannot be told is a finding of the state directory."""
     return os.path.exists(path)  # noqa: PTH110 - Path.exists raises where a directory may not be entered
 
 
-def _directory(home: StateDir) -> Iterator[Finding]:
+def _check_state_directory(home: StateDir) -> Iterator[Finding]:
     try:
-        home.check()
+        home.check_readable()
     except AntiphonError as error:
-        yield _failed("state", error)
+        yield _report_error("state", error)
         return
     if not home.path.exists():
-        yield _unmade(home.path)
+        yield _check_missing_directory(home.path)
         return
-    if not (home.path.is_dir() and may_write(home.path)):
-        yield fail(
+    if not (home.path.is_dir() and is_writable(home.path)):
+        yield report_failure(
             "state",
             f"{str(home.path)!r} is no directory that can be written to.",
             "Give this user write access, or choose another with --state-dir.",
         )
         return
     try:
-        error = exposed(home.path)
+        error = find_exposure(home.path)
     except OSError as found:
-        error = explain(found, home.path)
+        error = translate_os_error(found, home.path)
     if error:
-        yield _failed("state", error)
+        yield _report_error("state", error)
         return
-    for path in _private(home):
-        if not may_write(path):
-            yield fail("state", f"{str(path)!r} cannot be written to.", "Give this user write access to it.")
-    open_to_others = [path for path in _private(home) if stat.S_IMODE(path.stat().st_mode) & 0o077]
+    for path in _list_private_paths(home):
+        if not is_writable(path):
+            yield report_failure(
+                "state", f"{str(path)!r} cannot be written to.", "Give this user write access to it."
+            )
+    open_to_others = [path for path in _list_private_paths(home) if stat.S_IMODE(path.stat().st_mode) & 0o077]
     for path in open_to_others:
-        yield warn("state", f"{str(path)!r} can be read by others.", f"Run: chmod go= {str(path)!r}")
+        yield report_warning(
+            "state", f"{str(path)!r} can be read by others.", f"Run: chmod go= {str(path)!r}"
+        )
     if not open_to_others:
-        yield ok("state", f"{str(home.path)!r} is private to its owner")
+        yield report_ok("state", f"{str(home.path)!r} is private to its owner")
     holder = home.holder
-    yield ok("lock", f"in use by process {holder}" if holder else "free")
+    yield report_ok("lock", f"in use by process {holder}" if holder else "free")
 
 
-def _unmade(path: Path) -> Finding:
-    parent = _nearest(path)
-    if may_write(parent):
-        return ok("state", f"{str(path)!r} does not exist yet; it is made at the first start")
-    return fail(
+def _check_missing_directory(path: Path) -> Finding:
+    parent = _find_nearest_existing_path(path)
+    if is_writable(parent):
+        return report_ok("state", f"{str(path)!r} does not exist yet; it is made at the first start")
+    return report_failure(
         "state",
         f"{str(path)!r} does not exist and cannot be made in {str(parent)!r}.",
         "Give this user write access there, or choose another with --state-dir.",
     )
 
 
-def _nearest(path: Path) -> Path:
+def _find_nearest_existing_path(path: Path) -> Path:
     """What there is of a path."""
-    return next(place for place in (path.absolute(), *path.absolute().parents) if is_there(place))
+    return next(place for place in (path.absolute(), *path.absolute().parents) if path_exists(place))
 
 
-def _private(home: StateDir) -> Iterable[Path]:
+def _list_private_paths(home: StateDir) -> Iterable[Path]:
     database = home.database
     paths = [home.path, database, *(database.with_name(database.name + end) for end in ("-wal", "-shm"))]
     return [path for path in [*paths, home.path / "lock", home.transcripts] if path.exists()]
 
 
-def _disk(path: Path) -> Iterator[Finding]:
-    free = shutil.disk_usage(_nearest(path)).free
+def _check_disk_space(path: Path) -> Iterator[Finding]:
+    free = shutil.disk_usage(_find_nearest_existing_path(path)).free
     text = f"{free // 2**20} MiB free"
-    if free < LEAST_FREE:
-        yield fail("disk", f"Only {text}.", "Free some space: nothing can be accepted without it.")
-    elif free < LITTLE_FREE:
-        yield warn("disk", f"Only {text}.", "Free some space before it runs out.")
+    if free < MIN_FREE_DISK_BYTES:
+        yield report_failure("disk", f"Only {text}.", "Free some space: nothing can be accepted without it.")
+    elif free < LOW_FREE_DISK_BYTES:
+        yield report_warning("disk", f"Only {text}.", "Free some space before it runs out.")
     else:
-        yield ok("disk", text)
+        yield report_ok("disk", text)
 
 
 # --- the database ---
 
 
-async def _file(home: StateDir) -> list[Finding]:
+async def _check_database_file(home: StateDir) -> list[Finding]:
     try:
         await asyncio.to_thread(check_file, home.database)
     except AntiphonError as error:
-        return [_failed("database", error)]
-    intact = ok("database", f"intact, schema {migrations()[-1].version}")
-    return [intact, *await _content(Config(), home, running=home.holder is not None)]
+        return [_report_error("database", error)]
+    intact = report_ok("database", f"intact, schema {load_migrations()[-1].version}")
+    return [intact, *await _check_database_content(Config(), home, running=home.holder is not None)]
 
 
-def _deleted(home: StateDir, holder: str) -> Finding:
-    return fail(
+def _report_deleted_database(home: StateDir, holder: str) -> Finding:
+    return report_failure(
         "database",
         f"{str(home.database)!r} does not exist, though process {holder} is using this directory: it was deleted.",
         "Stop that process, put the file back or restore a backup, then start it again; see docs/operating.md.",
     )
 
 
-async def _server(config: Config, home: StateDir) -> list[Finding]:
+async def _check_database_server(config: Config, home: StateDir) -> list[Finding]:
     """A database that others may be using, too: what is under way there may be theirs."""
     try:
-        async with reading(config, home.path):
+        async with open_store_readonly(config, home.path):
             pass
     except AntiphonError as error:
-        return [_failed("database", error)]
-    return [ok("database", "reached"), *await _content(config, home, running=True)]
+        return [_report_error("database", error)]
+    return [report_ok("database", "reached"), *await _check_database_content(config, home, running=True)]
 
 
-async def _content(config: Config, home: StateDir, *, running: bool) -> list[Finding]:
+async def _check_database_content(config: Config, home: StateDir, *, running: bool) -> list[Finding]:
     try:
-        async with reading(config, home.path) as store:
-            return [await _transcripts(store), *await _runs(store, running=running)]
+        async with open_store_readonly(config, home.path) as store:
+            return [await _check_transcripts(store), *await _check_runs(store, running=running)]
     except AntiphonError as error:
-        return [_failed("database", error)]
+        return [_report_error("database", error)]
 
 
-async def _transcripts(store: Store) -> Finding:
+async def _check_transcripts(store: Store) -> Finding:
     """Reads the newest entries, a page at a time, as a prompt would."""
     looked = unreadable = 0
     first: Row | None = None
     before = 2**62
-    while looked < ENTRIES:
-        page = await store.read(_entries_before, before)
-        damaged = [row for row in page if not _readable(row["body"])]
+    while looked < MAX_ENTRIES_CHECKED:
+        page = await store.read(_load_entries_before, before)
+        damaged = [row for row in page if not _is_readable_entry(row["body"])]
         looked += len(page)
         unreadable += len(damaged)
         first = first or (damaged[0] if damaged else None)
-        if len(page) < PAGE:
+        if len(page) < CHECKED_ENTRIES_PER_PAGE:
             break
         before = page[-1]["id"]
     if first is None:
-        return ok("transcripts", f"the newest {looked} entries can be read")
-    return warn(
+        return report_ok("transcripts", f"the newest {looked} entries can be read")
+    return report_warning(
         "transcripts",
         f"{unreadable} of the newest {looked} entries cannot be shown to a model; "
         f"the newest is {first['seq']} in {first['key']!r}.",
@@ -248,61 +255,68 @@ async def _transcripts(store: Store) -> Finding:
     )
 
 
-async def _entries_before(tx: Tx, before: int) -> list[Row]:
-    return await tx.all(SQL.entries_before, before=before, limit=PAGE)
+async def _load_entries_before(tx: Tx, before: int) -> list[Row]:
+    return await tx.all(SQL.entries_before, before=before, limit=CHECKED_ENTRIES_PER_PAGE)
 
 
-def _readable(body: str) -> bool:
+def _is_readable_entry(body: str) -> bool:
     try:
-        decode(body)
+        decode_message(body)
     except InvalidInput:
         return False
     return True
 
 
-async def _runs(store: Store, *, running: bool) -> list[Finding]:
-    now = store.clock.now() if running else NEVER  # nobody is alive where nobody holds the lock
-    interrupted, orphaned = await store.read(_run_rows, now)
+async def _check_runs(store: Store, *, running: bool) -> list[Finding]:
+    now = (
+        store.clock.now() if running else AFTER_EVERY_LEASE_MILLISECONDS
+    )  # nobody is alive where nobody holds the lock
+    interrupted, orphaned = await store.read(_load_problem_runs, now)
     findings: list[Finding] = []
     if interrupted:
         findings.append(
-            warn(
+            report_warning(
                 "runs",
-                f"{_many(len(interrupted))} given up after too many interruptions, "
+                f"{_format_run_count(len(interrupted))} given up after too many interruptions, "
                 f"the latest in {interrupted[0]['key']!r}.",
                 "Say the message again if it still matters.",
             )
         )
     if orphaned and running:
         findings.append(
-            fail(
+            report_failure(
                 "runs",
-                f"{_many(len(orphaned))} running without a live owner, the first in {orphaned[0]['key']!r}.",
+                f"{_format_run_count(len(orphaned))} running without a live owner, "
+                f"the first in {orphaned[0]['key']!r}.",
                 "If that does not change within a minute, restart Antiphon.",
             )
         )
     elif orphaned:
         findings.append(
-            warn("runs", f"{_many(len(orphaned))} interrupted.", "They are carried on at the next start.")
+            report_warning(
+                "runs",
+                f"{_format_run_count(len(orphaned))} interrupted.",
+                "They are carried on at the next start.",
+            )
         )
-    return findings or [ok("runs", "none is lost or given up")]
+    return findings or [report_ok("runs", "none is lost or given up")]
 
 
-async def _run_rows(tx: Tx, now: int) -> tuple[list[Row], list[Row]]:
+async def _load_problem_runs(tx: Tx, now: int) -> tuple[list[Row], list[Row]]:
     return await tx.all(SQL.interrupted), await tx.all(SQL.without_owner, now=now)
 
 
-def _many(count: int) -> str:
+def _format_run_count(count: int) -> str:
     return f"{count} {'run was' if count == 1 else 'runs were'}"
 
 
 # --- the models ---
 
 
-async def _models(config: Config, *, online: bool) -> list[Finding]:
+async def _check_models(config: Config, *, online: bool) -> list[Finding]:
     if not config.models.providers:
         return [
-            warn(
+            report_warning(
                 "models",
                 "No provider is configured; the built-in rehearsal model answers.",
                 "Put one under models.providers.",
@@ -310,22 +324,24 @@ async def _models(config: Config, *, online: bool) -> list[Finding]:
         ]
     findings: list[Finding] = []
     for name, provider in config.models.providers.items():
-        where = shown_url(provider.base_url)
+        where = mask_url(provider.base_url)
         secrets = [secret for secret in (provider.api_key, *provider.headers.values()) if secret]
-        if trouble := await asyncio.to_thread(_first_trouble, secrets):
-            findings.append(fail("models", f"{name!r} cannot be asked: {trouble.what}", trouble.hint))
+        if trouble := await asyncio.to_thread(_find_first_secret_error, secrets):
+            findings.append(
+                report_failure("models", f"{name!r} cannot be asked: {trouble.what}", trouble.hint)
+            )
         elif online and provider.base_url:
-            findings.append(await _reach(name, where))
+            findings.append(await _check_provider_reachable(name, where))
         else:
-            findings.append(ok("models", f"{name!r} at {where}, not contacted (--online does)"))
+            findings.append(report_ok("models", f"{name!r} at {where}, not contacted (--online does)"))
     return findings
 
 
-def _first_trouble(secrets: Iterable[Secret]) -> ConfigError | None:
-    return next(filter(None, map(unreadable, secrets)), None)
+def _find_first_secret_error(secrets: Iterable[Secret]) -> ConfigError | None:
+    return next(filter(None, map(find_secret_error, secrets)), None)
 
 
-def unreadable(secret: Secret) -> ConfigError | None:
+def find_secret_error(secret: Secret) -> ConfigError | None:
     """Why a secret cannot be had. A command that gives it out is not run for this."""
     if secret.kind == "exec":
         return None
@@ -336,16 +352,16 @@ def unreadable(secret: Secret) -> ConfigError | None:
     return None
 
 
-async def _reach(name: str, url: str) -> Finding:
+async def _check_provider_reachable(name: str, url: str) -> Finding:
     """Whether anything answers at an address as it is shown: no key is sent, so a refusal is an answer, too."""
     import httpx2  # noqa: PLC0415 - only for --online
 
     try:
-        async with httpx2.AsyncClient(timeout=ONLINE_SECONDS) as client:
+        async with httpx2.AsyncClient(timeout=PROVIDER_TIMEOUT_SECONDS) as client:
             response = await client.get(url)
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         why = str(error) or type(error).__name__
-        return fail(
+        return report_failure(
             "models", f"{name!r} at {url} does not answer ({why}).", "Check the address and the network."
         )
-    return ok("models", f"{name!r} at {url} answers (HTTP {response.status_code})")
+    return report_ok("models", f"{name!r} at {url} answers (HTTP {response.status_code})")

@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-Who = Literal["caller", "operator", "model", "engine"]
+ErrorAudience = Literal["caller", "operator", "model", "engine"]
 
 
-def install(extra: str) -> str:
+def format_install_hint(extra: str) -> str:
     """The next step where what an extra brings is missing."""
     script = Path(__file__).parents[2] / "scripts" / "extra"
     if script.is_file():  # a checkout, which need not have uv on the path
@@ -27,7 +27,7 @@ class AntiphonError(Exception):
     """Base of every deliberate error. `hint` is the next step and is never empty."""
 
     code: ClassVar[str] = "internal"
-    who: ClassVar[Who] = "operator"
+    who: ClassVar[ErrorAudience] = "operator"
     http: ClassVar[int] = 500
     ws: ClassVar[str] = "UNAVAILABLE"
     exit_code: ClassVar[int] = 1
@@ -289,7 +289,7 @@ class RunFailed(AntiphonError):
         )
 
 
-class Suspected(AntiphonError):
+class CrashSuspected(AntiphonError):
     """A run that its process may have died of: it is to be played when no other such run is."""
 
     code = "suspected"

@@ -10,15 +10,15 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-Role: TypeAlias = Literal["user", "assistant", "toolResult", "compaction"]
+EntryRole: TypeAlias = Literal["user", "assistant", "toolResult", "compaction"]
 
-LIST_LIMIT, LIST_MOST = 50, 200
-HISTORY_LIMIT, HISTORY_MOST = 50, 1000
+DEFAULT_LIST_ROWS, MAX_LIST_ROWS = 50, 200
+DEFAULT_HISTORY_ENTRIES, MAX_HISTORY_ENTRIES = 50, 1000
 
 
 class ListFilter(msgspec.Struct, frozen=True, kw_only=True):
     kinds: Sequence[str] | None = None
-    limit: int = LIST_LIMIT
+    limit: int = DEFAULT_LIST_ROWS
     active_minutes: float | None = None
     agent_id: str | None = None
     label: str | None = None
@@ -29,7 +29,7 @@ class ListFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistoryFilter(msgspec.Struct, frozen=True, kw_only=True):
-    limit: int = HISTORY_LIMIT
+    limit: int = DEFAULT_HISTORY_ENTRIES
     include_tools: bool = False
     """What tools returned, too. Without a meaning beside `roles`, `tool` and `errors`, which say it themselves."""
     before: int | None = None
@@ -46,7 +46,7 @@ class HistoryFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Only what a person would call the conversation (see `engine.internal`)."""
 
     @property
-    def narrow(self) -> bool:
+    def is_narrow(self) -> bool:
         """Whether most of a transcript may be left out, so that looking for the rest has to be bounded."""
         narrowed = self.roles is not None or self.since is not None or self.errors or self.tool is not None
         return narrowed or self.without_internal

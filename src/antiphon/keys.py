@@ -19,23 +19,23 @@ import msgspec
 
 from antiphon.errors import InvalidKey
 
-Shape = Literal[
+KeyShape = Literal[
     "main", "global", "group", "channel", "direct", "subagent", "acp", "cron", "hook", "node",
     "dashboard", "openai", "openai-user", "other",
 ]  # fmt: skip
-OwnedShape = Literal["subagent", "acp", "cron", "hook", "node", "dashboard", "openai", "openai-user"]
-Kind = Literal["main", "group", "cron", "hook", "node", "other"]
+OwnedKeyShape = Literal["subagent", "acp", "cron", "hook", "node", "dashboard", "openai", "openai-user"]
+SessionKind = Literal["main", "group", "cron", "hook", "node", "other"]
 ChatType = Literal["direct", "group", "channel"]
-Scope = Literal["per-sender", "global"]
+SessionScope = Literal["per-sender", "global"]
 DmScope = Literal["main", "per-peer", "per-channel-peer", "per-account-channel-peer"]
 
-MAX_LENGTH = 512  # characters of a whole key
+MAX_KEY_CHARACTERS = 512  # characters of a whole key
 DEFAULT_AGENT_ID = "main"
 DEFAULT_ACCOUNT = "default"
-WEBCHAT = "webchat"
+WEBCHAT_CHANNEL = "webchat"
 """The channel of a person who writes over the gateway itself: page, command line, WebSocket, HTTP."""
 
-_OWNED: dict[str, Shape] = {
+_OWNED_SHAPES: dict[str, KeyShape] = {
     "subagent": "subagent",
     "acp": "acp",
     "cron": "cron",
@@ -44,38 +44,45 @@ _OWNED: dict[str, Shape] = {
     "openai": "openai",
     "openai-user": "openai-user",
 }
-_CHATS: dict[str, ChatType] = {"group": "group", "channel": "channel", "direct": "direct", "dm": "direct"}
-_WORDS = frozenset({"agent", "main", "node", "global", "unknown", "current", *_OWNED, *_CHATS})
+_CHAT_TYPES: dict[str, ChatType] = {
+    "group": "group",
+    "channel": "channel",
+    "direct": "direct",
+    "dm": "direct",
+}
+_RESERVED_WORDS = frozenset(
+    {"agent", "main", "node", "global", "unknown", "current", *_OWNED_SHAPES, *_CHAT_TYPES}
+)
 """What a channel cannot be called, because a key or a reference that starts so means something else."""
 
-_SHARED_BEFORE = "global"  # what versions before schema 9 store the shared session as
-_SHARED = ("main", _SHARED_BEFORE)
+_LEGACY_SHARED_KEY = "global"  # what versions before schema 9 store the shared session as
+_SHARED_KEYS = ("main", _LEGACY_SHARED_KEY)
 """The stored key of the session that all agents share, and the one used before schema 9."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-_FULL = re.compile(r"agent:([^:]+):(.+)", re.IGNORECASE | re.ASCII | re.DOTALL)
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_FULL_KEY_PATTERN = re.compile(r"agent:([^:]+):(.+)", re.IGNORECASE | re.ASCII | re.DOTALL)
 # The account is tried last: `telegram:direct:direct:x` is the peer `direct:x`, not an account named `direct`.
-_CHAT = re.compile(
+_CHAT_PATTERN = re.compile(
     r"([^:]+):(?:([^:]+):(?=(?:direct|dm):))??(group|channel|direct|dm):(.+)",
     re.IGNORECASE | re.ASCII | re.DOTALL,
 )
-_THREAD = re.compile(r"(.+):(thread|topic):([^:]+)", re.DOTALL)
-_THREAD_COLON = re.compile(r"(?:(?<=:thread)|(?<=:topic)):")
-_ESCAPE = re.compile(r"%(25|3A|20)")
-_ESCAPED = {"25": "%", "3A": ":", "20": " "}
-_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE | re.ASCII)
-_BLANKS = " \t\r\n"
+_THREAD_PATTERN = re.compile(r"(.+):(thread|topic):([^:]+)", re.DOTALL)
+_THREAD_COLON_PATTERN = re.compile(r"(?:(?<=:thread)|(?<=:topic)):")
+_ESCAPE_PATTERN = re.compile(r"%(25|3A|20)")
+_ESCAPED_CHARACTERS = {"25": "%", "3A": ":", "20": " "}
+_UNPRINTABLE_PATTERN = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_UUID_PATTERN = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE | re.ASCII)
+_BLANK_CHARACTERS = " \t\r\n"
 
 
-class Thread(msgspec.Struct, frozen=True):
+class ChatThread(msgspec.Struct, frozen=True):
     """A thread inside a chat. Telegram calls its forum threads topics, and so do the keys."""
 
     id: str
     word: Literal["thread", "topic"] = "thread"
 
 
-_Parts: TypeAlias = tuple[Shape, str, str | None, str | None, Thread | None]
+_KeyParts: TypeAlias = tuple[KeyShape, str, str | None, str | None, ChatThread | None]
 
 
 class SessionKey(msgspec.Struct, frozen=True):
@@ -83,12 +90,12 @@ class SessionKey(msgspec.Struct, frozen=True):
 
     agent_id: str
     """Empty only for the global session, which belongs to no single agent."""
-    shape: Shape
+    shape: KeyShape
     id: str = ""
     """The chat, peer, job or uuid; for `other` everything after the agent id, as it is."""
     channel: str | None = None
     account: str | None = None
-    thread: Thread | None = None
+    thread: ChatThread | None = None
 
     def __post_init__(self) -> None:
         if self.shape == "global":
@@ -96,8 +103,8 @@ class SessionKey(msgspec.Struct, frozen=True):
             return
         text = str(self)
         _check_text(text)
-        self._check_filled(text)
-        if self.agent_id != checked_agent_id(self.agent_id):
+        self._check_no_empty_parts(text)
+        if self.agent_id != validate_agent_id(self.agent_id):
             raise InvalidKey(
                 f"Agent id {self.agent_id!r} is not lower-case.", f"Write {self.agent_id.lower()!r}."
             )
@@ -105,14 +112,14 @@ class SessionKey(msgspec.Struct, frozen=True):
             _check_channel(self.channel)
         if self.shape == "other":
             _check_other(self.id)
-        if _read(self.rest) != (self.shape, self.id, self.channel, self.account, self.thread):
+        if _parse_rest(self.rest) != (self.shape, self.id, self.channel, self.account, self.thread):
             raise InvalidKey(
                 f"Session key {text!r} would be read as something else than what it was made of.",
                 "Give every part a value and use no word of the key grammar as an account name.",
                 key=text,
             )
 
-    def _check_filled(self, text: str) -> None:
+    def _check_no_empty_parts(self, text: str) -> None:
         needed = [self.channel, self.account, self.thread and self.thread.id]
         if "" in needed or (self.shape != "main" and not self.id):
             raise InvalidKey(
@@ -132,24 +139,24 @@ class SessionKey(msgspec.Struct, frozen=True):
     @property
     def rest(self) -> str:
         """The key without `agent:<agentId>:`."""
-        thread = f":{self.thread.word}:{_write_part(self.thread.id)}" if self.thread else ""
-        return f"{self._body()}{thread}"
+        thread = f":{self.thread.word}:{_escape_part(self.thread.id)}" if self.thread else ""
+        return f"{self._format_body()}{thread}"
 
-    def _body(self) -> str:
+    def _format_body(self) -> str:
         if self.shape in ("main", "global"):
             return "main"
         if self.shape == "other":
             return self.id
         if self.shape == "node":
-            return f"node-{_write_id(self.id)}"
+            return f"node-{_escape_id(self.id)}"
         if self.shape in ("group", "channel", "direct"):
-            account = None if self.account is None else _write_part(self.account)
+            account = None if self.account is None else _escape_part(self.account)
             names = [name for name in (self.channel, account) if name is not None]
-            return ":".join([*names, self.shape, _write_chat_id(self.id)])
-        return f"{self.shape}:{_write_id(self.id)}"
+            return ":".join([*names, self.shape, _escape_chat_id(self.id)])
+        return f"{self.shape}:{_escape_id(self.id)}"
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> SessionKind:
         """What a list calls the session. A thread of a group is a `group`, one of a direct chat `other`."""
         if self.shape in ("group", "channel"):
             return "group"
@@ -178,28 +185,28 @@ class SessionIdRef(msgspec.Struct, frozen=True):
     value: str
 
 
-GLOBAL = SessionKey(agent_id="", shape="global")
+GLOBAL_KEY = SessionKey(agent_id="", shape="global")
 """The one session that every main alias means when `session.scope = "global"`: stored and shown as `main`."""
 
 
 def normalize_agent_id(raw: str) -> str:
     """The nearest valid agent id, for names that nobody chose as an id; empty gives `main`.
 
-    An id that a caller states is checked with `checked_agent_id` instead: guessing would reach another agent.
+    An id that a caller states is checked with `validate_agent_id` instead: guessing would reach another agent.
     """
     text = raw.strip().lower()
-    if _NAME.fullmatch(text):
+    if _NAME_PATTERN.fullmatch(text):
         return text
     return re.sub(r"[^a-z0-9_-]+", "-", text).lstrip("-_").rstrip("-")[:64] or DEFAULT_AGENT_ID
 
 
-def checked_agent_id(text: str) -> str:
+def validate_agent_id(text: str) -> str:
     """The agent id in lower case.
 
     Raises:
         InvalidKey: it is not 1–64 letters, digits, `_` or `-` that start with a letter or digit.
     """
-    if not _NAME.fullmatch(text):
+    if not _NAME_PATTERN.fullmatch(text):
         raise InvalidKey(
             f"Agent id {text[:80]!r} is not valid.",
             "Use 1 to 64 letters, digits, '_' or '-', the first a letter or digit; agents_list shows them.",
@@ -215,9 +222,9 @@ def parse(text: str) -> SessionKey:
     Raises:
         InvalidKey: the text is no key, or another spelling of one.
     """
-    if text in _SHARED:
-        return GLOBAL
-    key = _read_full(text)
+    if text in _SHARED_KEYS:
+        return GLOBAL_KEY
+    key = _parse_full_key(text)
     if str(key) != text:
         raise InvalidKey(f"Session key {text!r} is not in its stored form.", f"Write {str(key)!r}.", key=text)
     return key
@@ -228,7 +235,7 @@ def canonicalise(
     *,
     agent_id: str,
     main_key: str = "main",
-    scope: Scope = "per-sender",
+    scope: SessionScope = "per-sender",
     current: SessionKey | None = None,
 ) -> SessionKey | SessionIdRef:
     """Turn what a caller wrote into the key that is stored, or into a session id to look up.
@@ -239,30 +246,30 @@ def canonicalise(
     Raises:
         InvalidKey: the reference is empty, malformed, or names a session that no caller may name.
     """
-    return _canonical(_trimmed(reference), agent_id, main_key, scope, current)
+    return _canonicalise_text(_trim_reference(reference), agent_id, main_key, scope, current)
 
 
 @lru_cache(maxsize=4096)  # of texts that are not longer than a key may be
-def _canonical(
-    text: str, agent_id: str, main_key: str, scope: Scope, current: SessionKey | None
+def _canonicalise_text(
+    text: str, agent_id: str, main_key: str, scope: SessionScope, current: SessionKey | None
 ) -> SessionKey | SessionIdRef:
     if text.lower() == "current":
-        return _scoped(_required(current), scope)
-    if _UUID.fullmatch(text):
+        return _apply_scope(_require_current(current), scope)
+    if _UUID_PATTERN.fullmatch(text):
         return SessionIdRef(text)
     if text[:6].lower() == "agent:":
-        key = _read_full(text)
+        key = _parse_full_key(text)
     else:
-        parts = _read(text)
+        parts = _parse_rest(text)
         if parts[0] == "other" and text.lower() != main_key.lower():
             return SessionIdRef(text)
-        key = SessionKey(checked_agent_id(agent_id), *parts)
+        key = SessionKey(validate_agent_id(agent_id), *parts)
     if key.shape == "other" and key.id.lower() == main_key.lower():
         key = SessionKey(key.agent_id, "main")
-    return _scoped(key, scope)
+    return _apply_scope(key, scope)
 
 
-def display(key: SessionKey, *, viewer_agent_id: str | None) -> str:
+def display_key(key: SessionKey, *, viewer_agent_id: str | None) -> str:
     """How a key is shown to an agent: its own main, cron, hook and node sessions short, all others in full.
 
     `None` is a viewer without an agent, who gets full keys. `canonicalise` accepts whatever this returns.
@@ -272,35 +279,35 @@ def display(key: SessionKey, *, viewer_agent_id: str | None) -> str:
     return str(key)
 
 
-def display_text(text: str, *, viewer_agent_id: str | None) -> str:
-    """`display` of a stored key, taking it apart only where that can make a difference: lists have many."""
-    if text == _SHARED_BEFORE:
-        return str(GLOBAL)
+def display_stored_key(text: str, *, viewer_agent_id: str | None) -> str:
+    """`display_key` of a stored key, taking it apart only where that can make a difference: lists have many."""
+    if text == _LEGACY_SHARED_KEY:
+        return str(GLOBAL_KEY)
     if viewer_agent_id is None or not text.startswith(f"agent:{viewer_agent_id}:"):
         return text
-    return display(parse(text), viewer_agent_id=viewer_agent_id)
+    return display_key(parse(text), viewer_agent_id=viewer_agent_id)
 
 
-def spoken(text: str) -> str:
+def display_full_key(text: str) -> str:
     """A stored key as every agent and operator reads it: in full, and never `global`."""
-    return display_text(text, viewer_agent_id=None)
+    return display_stored_key(text, viewer_agent_id=None)
 
 
-def channel_of(kind: Kind, recorded_channel: str | None, last_channel: str | None) -> str:
+def resolve_list_channel(kind: SessionKind, recorded_channel: str | None, last_channel: str | None) -> str:
     """The channel a list shows. A group belongs to the channel it lives in, whoever spoke last in it."""
     if kind in ("cron", "hook", "node"):
         return "internal"
     return (recorded_channel if kind == "group" else last_channel) or "unknown"
 
 
-def main_session(agent_id: str, *, scope: Scope = "per-sender") -> SessionKey:
-    return _scoped(SessionKey(checked_agent_id(agent_id), "main"), scope)
+def main_session_key(agent_id: str, *, scope: SessionScope = "per-sender") -> SessionKey:
+    return _apply_scope(SessionKey(validate_agent_id(agent_id), "main"), scope)
 
 
 def group_key(
     agent_id: str, channel: str, chat_id: str, *, shape: Literal["group", "channel"] = "group"
 ) -> SessionKey:
-    return SessionKey(checked_agent_id(agent_id), shape, chat_id, channel=channel.lower())
+    return SessionKey(validate_agent_id(agent_id), shape, chat_id, channel=channel.lower())
 
 
 def direct_key(
@@ -311,18 +318,18 @@ def direct_key(
     account_id: str | None = None,
     dm_scope: DmScope = "main",
     identity_links: Mapping[str, Sequence[str]] | None = None,
-    scope: Scope = "per-sender",
+    scope: SessionScope = "per-sender",
 ) -> SessionKey:
     """The session a direct message belongs to.
 
     `per-peer` shares one session between all channels on which a peer has the same id or linked name.
     """
     if dm_scope == "main":
-        return main_session(agent_id, scope=scope)
+        return main_session_key(agent_id, scope=scope)
     return SessionKey(
-        checked_agent_id(agent_id),
+        validate_agent_id(agent_id),
         "direct",
-        _linked(channel, peer, identity_links or {}),
+        _resolve_linked_peer(channel, peer, identity_links or {}),
         channel=None if dm_scope == "per-peer" else channel.lower(),
         account=(account_id or DEFAULT_ACCOUNT) if dm_scope == "per-account-channel-peer" else None,
     )
@@ -332,30 +339,30 @@ def thread_key(
     parent: SessionKey, thread_id: str, *, word: Literal["thread", "topic"] = "thread"
 ) -> SessionKey:
     """A thread of a chat or of the main session. A thread has no threads of its own: it is replaced."""
-    return msgspec.structs.replace(parent, thread=Thread(thread_id, word))
+    return msgspec.structs.replace(parent, thread=ChatThread(thread_id, word))
 
 
-def owned_key(agent_id: str, shape: OwnedShape, owned_id: str) -> SessionKey:
+def owned_key(agent_id: str, shape: OwnedKeyShape, owned_id: str) -> SessionKey:
     """A session that no chat feeds: a sub-agent, job, hook, node, dashboard tab or HTTP conversation."""
-    return SessionKey(checked_agent_id(agent_id), shape, owned_id)
+    return SessionKey(validate_agent_id(agent_id), shape, owned_id)
 
 
 def subagent_key(agent_id: str, uuid: str) -> SessionKey:
     return owned_key(agent_id, "subagent", uuid)
 
 
-def _linked(channel: str, peer: str, links: Mapping[str, Sequence[str]]) -> str:
+def _resolve_linked_peer(channel: str, peer: str, links: Mapping[str, Sequence[str]]) -> str:
     wanted = {peer.lower(), f"{channel}:{peer}".lower()}
     names = (name for name, peers in links.items() if any(entry.lower() in wanted for entry in peers))
     return next(names, peer)
 
 
-def _scoped(key: SessionKey, scope: Scope) -> SessionKey:
-    return GLOBAL if scope == "global" and key.kind == "main" else key
+def _apply_scope(key: SessionKey, scope: SessionScope) -> SessionKey:
+    return GLOBAL_KEY if scope == "global" and key.kind == "main" else key
 
 
-def _trimmed(reference: str) -> str:
-    text = reference.strip(_BLANKS)
+def _trim_reference(reference: str) -> str:
+    text = reference.strip(_BLANK_CHARACTERS)
     _check_text(text)
     if not text:
         raise InvalidKey(
@@ -366,7 +373,7 @@ def _trimmed(reference: str) -> str:
     return text
 
 
-def _required(current: SessionKey | None) -> SessionKey:
+def _require_current(current: SessionKey | None) -> SessionKey:
     if current is None:
         raise InvalidKey(
             "Session 'current' means the caller's own session, and this caller has none.",
@@ -376,77 +383,79 @@ def _required(current: SessionKey | None) -> SessionKey:
 
 
 @lru_cache(maxsize=8192)  # every operation reads a key, and most read the same few
-def _read_full(text: str) -> SessionKey:
-    match = _FULL.fullmatch(text)
+def _parse_full_key(text: str) -> SessionKey:
+    match = _FULL_KEY_PATTERN.fullmatch(text)
     if not match:
         raise InvalidKey(
             f"Session key {text[:80]!r} is not valid.",
             "Write agent:<agentId>:main or agent:<agentId>:<channel>:group:<id>; sessions_list shows them.",
             key=text,
         )
-    return SessionKey(checked_agent_id(match[1]), *_read(match[2]))
+    return SessionKey(validate_agent_id(match[1]), *_parse_rest(match[2]))
 
 
-def _read(rest: str) -> _Parts:
+def _parse_rest(rest: str) -> _KeyParts:
     """Take apart what follows the agent id, in any accepted spelling. The caller checks the result."""
     head, _, tail = rest.partition(":")
     word = head.lower()
-    if word in _OWNED:
-        return (_OWNED[word], _unescape(tail), None, None, None)
+    if word in _OWNED_SHAPES:
+        return (_OWNED_SHAPES[word], _unescape(tail), None, None, None)
     if rest[:5].lower() in ("node-", "node:"):
         return ("node", _unescape(rest[5:]), None, None, None)
     if word in ("direct", "dm"):
-        return _read_chat("direct", tail)
+        return _parse_chat("direct", tail)
     if word == "main":
         body, thread = _split_thread(rest)
         return (
             ("main", "", None, None, thread) if body.lower() == "main" else ("other", rest, None, None, None)
         )
-    match = _CHAT.fullmatch(rest)
+    match = _CHAT_PATTERN.fullmatch(rest)
     if not match:
         return ("other", rest, None, None, None)
     account = None if match[2] is None else _unescape(match[2])
-    return _read_chat(_CHATS[match[3].lower()], match[4], match[1].lower(), account)
+    return _parse_chat(_CHAT_TYPES[match[3].lower()], match[4], match[1].lower(), account)
 
 
-def _read_chat(shape: ChatType, tail: str, channel: str | None = None, account: str | None = None) -> _Parts:
+def _parse_chat(
+    shape: ChatType, tail: str, channel: str | None = None, account: str | None = None
+) -> _KeyParts:
     body, thread = _split_thread(tail)
     return (shape, _unescape(body), channel, account, thread)
 
 
-def _split_thread(text: str) -> tuple[str, Thread | None]:
-    match = _THREAD.fullmatch(text)
+def _split_thread(text: str) -> tuple[str, ChatThread | None]:
+    match = _THREAD_PATTERN.fullmatch(text)
     if not match:
         return text, None
-    return match[1], Thread(_unescape(match[3]), "topic" if match[2] == "topic" else "thread")
+    return match[1], ChatThread(_unescape(match[3]), "topic" if match[2] == "topic" else "thread")
 
 
-def _write_id(text: str) -> str:
+def _escape_id(text: str) -> str:
     """Escape a final id: a `%` that would read as an escape, and a last blank, which trimming would eat."""
-    text = _ESCAPE.sub(r"%25\1", text)
+    text = _ESCAPE_PATTERN.sub(r"%25\1", text)
     return f"{text[:-1]}%20" if text.endswith(" ") else text
 
 
-def _write_chat_id(text: str) -> str:
-    return _THREAD_COLON.sub("%3A", _write_id(text))
+def _escape_chat_id(text: str) -> str:
+    return _THREAD_COLON_PATTERN.sub("%3A", _escape_id(text))
 
 
-def _write_part(text: str) -> str:
-    return _write_id(text).replace(":", "%3A")
+def _escape_part(text: str) -> str:
+    return _escape_id(text).replace(":", "%3A")
 
 
 def _unescape(text: str) -> str:
-    return _ESCAPE.sub(lambda match: _ESCAPED[match[1]], text)
+    return _ESCAPE_PATTERN.sub(lambda match: _ESCAPED_CHARACTERS[match[1]], text)
 
 
 def _check_text(text: str) -> None:
-    if len(text) > MAX_LENGTH:
+    if len(text) > MAX_KEY_CHARACTERS:
         raise InvalidKey(
             f"Session key {text[:40] + '…'!r} has {len(text)} characters.",
-            f"Use at most {MAX_LENGTH}.",
-            max=MAX_LENGTH,
+            f"Use at most {MAX_KEY_CHARACTERS}.",
+            max=MAX_KEY_CHARACTERS,
         )
-    if _UNPRINTABLE.search(text):
+    if _UNPRINTABLE_PATTERN.search(text):
         raise InvalidKey(
             f"Session key {text!r} contains a control character.",
             "Write it without line breaks and control codes.",
@@ -454,7 +463,12 @@ def _check_text(text: str) -> None:
 
 
 def _check_channel(name: str) -> None:
-    if not _NAME.fullmatch(name) or name != name.lower() or name in _WORDS or name.startswith("node-"):
+    if (
+        not _NAME_PATTERN.fullmatch(name)
+        or name != name.lower()
+        or name in _RESERVED_WORDS
+        or name.startswith("node-")
+    ):
         raise InvalidKey(
             f"Channel name {name[:80]!r} is not valid.",
             "Use 1 to 64 lower-case letters, digits, '_' or '-', but no word of the keys and not 'node-…'.",
@@ -464,9 +478,9 @@ def _check_channel(name: str) -> None:
 
 def _check_other(rest: str) -> None:
     parts = rest.split(":")
-    if not all(parts) or rest != rest.strip(_BLANKS):
+    if not all(parts) or rest != rest.strip(_BLANK_CHARACTERS):
         raise InvalidKey(f"Session key part {rest!r} has an empty part.", "Put text between all colons.")
-    if parts[0].lower() == "agent" or rest.lower() in _WORDS:
+    if parts[0].lower() == "agent" or rest.lower() in _RESERVED_WORDS:
         raise InvalidKey(
             f"Session key part {rest!r} is a word of the key grammar.",
             "Write one agent:<agentId>: prefix and a whole form after it, such as main or cron:<jobId>.",

@@ -21,42 +21,42 @@ from antiphon.errors import InvalidInput
 T = TypeVar("T")
 
 StopReason = Literal["stop", "length", "toolUse", "error", "aborted"]
-INJECTED = "gateway-injected"  # the model of what was put into a transcript without asking one
-CLIENT = "client"  # the provider of answers that a client says were given before, elsewhere
+INJECTED_MODEL = "gateway-injected"  # the model of what was put into a transcript without asking one
+CLIENT_PROVIDER = "client"  # the provider of answers that a client says were given before, elsewhere
 
 
-class _Part(msgspec.Struct, kw_only=True, rename="camel", omit_defaults=True, frozen=True):
+class _FormatStruct(msgspec.Struct, kw_only=True, rename="camel", omit_defaults=True, frozen=True):
     """Fields are camelCase on disk; absent means default, so the same value always gives the same bytes."""
 
 
-class Text(_Part, tag_field="type", tag="text", frozen=True):
+class TextBlock(_FormatStruct, tag_field="type", tag="text", frozen=True):
     text: str
     native: dict[str, Any] | None = None
 
 
-class Thinking(_Part, tag_field="type", tag="thinking", frozen=True):
+class ThinkingBlock(_FormatStruct, tag_field="type", tag="thinking", frozen=True):
     thinking: str
     thinking_signature: str | None = None
     native: dict[str, Any] | None = None
 
 
-class ToolCall(_Part, tag_field="type", tag="toolCall", frozen=True):
+class ToolCall(_FormatStruct, tag_field="type", tag="toolCall", frozen=True):
     id: str
     name: str
     arguments: dict[str, Any]
     native: dict[str, Any] | None = None
 
 
-class Image(_Part, tag_field="type", tag="image", frozen=True):
+class ImageBlock(_FormatStruct, tag_field="type", tag="image", frozen=True):
     data: str
     """Base64."""
     mime_type: str
 
 
-Block: TypeAlias = Text | Thinking | ToolCall | Image
+Block: TypeAlias = TextBlock | ThinkingBlock | ToolCall | ImageBlock
 
 
-class Provenance(_Part, frozen=True):
+class Provenance(_FormatStruct, frozen=True):
     """Where a message that no human typed into this session came from."""
 
     kind: str
@@ -69,7 +69,7 @@ class Provenance(_Part, frozen=True):
     hop: int | None = None
 
 
-class Cost(_Part, omit_defaults=False, frozen=True):
+class Cost(_FormatStruct, omit_defaults=False, frozen=True):
     """US dollars. Only `total` is promised; the parts are absent where a provider's price has no parts."""
 
     total: float
@@ -79,7 +79,7 @@ class Cost(_Part, omit_defaults=False, frozen=True):
     cache_write: float | None = None
 
 
-class Usage(_Part, omit_defaults=False, frozen=True):
+class TokenUsage(_FormatStruct, omit_defaults=False, frozen=True):
     """Tokens of one model call. `cost` is null when the price is not known, never 0."""
 
     input: int = 0
@@ -90,21 +90,21 @@ class Usage(_Part, omit_defaults=False, frozen=True):
     cost: Cost | None = None
 
 
-class User(_Part, tag_field="role", tag="user", frozen=True):
-    content: str | list[Text | Image]
+class UserMessage(_FormatStruct, tag_field="role", tag="user", frozen=True):
+    content: str | list[TextBlock | ImageBlock]
     timestamp: int
     provenance: Provenance | None = None
 
 
-class Assistant(_Part, tag_field="role", tag="assistant", frozen=True):
-    content: list[Text | Thinking | ToolCall]
+class AssistantMessage(_FormatStruct, tag_field="role", tag="assistant", frozen=True):
+    content: list[TextBlock | ThinkingBlock | ToolCall]
     timestamp: int
     stop_reason: StopReason | None = None
     """Absent only in imported transcripts that never had one."""
     api: str | None = None
     provider: str | None = None
     model: str | None = None
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     error_message: str | None = None
     provenance: Provenance | None = None
     """Of words that were put here for people to read and that no model said in this session."""
@@ -112,17 +112,17 @@ class Assistant(_Part, tag_field="role", tag="assistant", frozen=True):
 
     @property
     def text(self) -> str:
-        return "".join(block.text for block in self.content if isinstance(block, Text))
+        return "".join(block.text for block in self.content if isinstance(block, TextBlock))
 
     @property
     def tool_calls(self) -> list[ToolCall]:
         return [block for block in self.content if isinstance(block, ToolCall)]
 
 
-class ToolResult(_Part, tag_field="role", tag="toolResult", frozen=True):
+class ToolResult(_FormatStruct, tag_field="role", tag="toolResult", frozen=True):
     tool_call_id: str
     tool_name: str
-    content: list[Text | Image]
+    content: list[TextBlock | ImageBlock]
     timestamp: int
     is_error: bool = False
     interrupted: bool = False
@@ -131,28 +131,33 @@ class ToolResult(_Part, tag_field="role", tag="toolResult", frozen=True):
 
     @property
     def text(self) -> str:
-        return "".join(block.text for block in self.content if isinstance(block, Text))
+        return "".join(block.text for block in self.content if isinstance(block, TextBlock))
 
 
-class Compaction(_Part, tag_field="role", tag="compaction", frozen=True):
+class CompactionEntry(_FormatStruct, tag_field="role", tag="compaction", frozen=True):
     summary: str
     first_kept_seq: int
     tokens_before: int
     timestamp: int
 
 
-Message: TypeAlias = User | Assistant | ToolResult | Compaction
+Message: TypeAlias = UserMessage | AssistantMessage | ToolResult | CompactionEntry
 
 _encoder = msgspec.json.Encoder()
 _decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
-def call_ids(messages: Iterable[Message]) -> set[str]:
+def collect_call_ids(messages: Iterable[Message]) -> set[str]:
     """Of the tool calls in them."""
-    return {call.id for message in messages if isinstance(message, Assistant) for call in message.tool_calls}
+    return {
+        call.id
+        for message in messages
+        if isinstance(message, AssistantMessage)
+        for call in message.tool_calls
+    }
 
 
-class _Outcome(msgspec.Struct, rename="camel", frozen=True):
+class _OutcomeFields(msgspec.Struct, rename="camel", frozen=True):
     """What says whether an entry failed, also in one of another writer that is no `Message`."""
 
     stop_reason: Any = None
@@ -160,23 +165,23 @@ class _Outcome(msgspec.Struct, rename="camel", frozen=True):
     is_error: Any = None
 
 
-class _Toolwork(msgspec.Struct, rename="camel", frozen=True):
+class _ToolFields(msgspec.Struct, rename="camel", frozen=True):
     """What says which tools an entry is about, likewise."""
 
     tool_name: Any = None
     content: Any = None
 
 
-_outcome, _toolwork = msgspec.json.Decoder(_Outcome), msgspec.json.Decoder(_Toolwork)
-_PLAIN = re.compile(r"[\w.:-]+")
-_TELLING = ("isError", "errorMessage", '"error"', '"aborted"')
+_outcome_decoder, _tool_decoder = msgspec.json.Decoder(_OutcomeFields), msgspec.json.Decoder(_ToolFields)
+_PLAIN_NAME_PATTERN = re.compile(r"[\w.:-]+")
+_FAILURE_MARKERS = ("isError", "errorMessage", '"error"', '"aborted"')
 
 
-def failed(role: str, body: str) -> bool:
+def is_failed_entry(role: str, body: str) -> bool:
     """An answer that ended in an error or was aborted, or a tool's error. Most are not decoded to know."""
-    if role not in ("assistant", "toolResult") or not any(word in body for word in _TELLING):
+    if role not in ("assistant", "toolResult") or not any(word in body for word in _FAILURE_MARKERS):
         return False
-    found = _read(_outcome, body)
+    found = _decode_or_none(_outcome_decoder, body)
     if found is None:
         return False
     if role == "toolResult":
@@ -184,13 +189,13 @@ def failed(role: str, body: str) -> bool:
     return found.stop_reason in ("error", "aborted") or bool(found.error_message)
 
 
-def used(tool: str, role: str, body: str) -> bool:
+def is_tool_entry(tool: str, role: str, body: str) -> bool:
     """An answer that called this tool, or what the tool returned."""
     # A plain name can only be written otherwise in escapes.
-    absent = tool not in body and "\\u" not in body and _PLAIN.fullmatch(tool)
+    absent = tool not in body and "\\u" not in body and _PLAIN_NAME_PATTERN.fullmatch(tool)
     if role not in ("assistant", "toolResult") or absent:
         return False
-    found = _read(_toolwork, body)
+    found = _decode_or_none(_tool_decoder, body)
     if found is None:
         return False
     if role == "toolResult":
@@ -201,19 +206,19 @@ def used(tool: str, role: str, body: str) -> bool:
     return any((block.get("type"), block.get("name")) == ("toolCall", tool) for block in named)
 
 
-def _read(decoder: msgspec.json.Decoder[T], body: str) -> T | None:
+def _decode_or_none(decoder: msgspec.json.Decoder[T], body: str) -> T | None:
     try:
         return decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError):
         return None
 
 
-def encode(message: Message) -> str:
+def encode_message(message: Message) -> str:
     """The JSON text that is stored."""
     return _encoder.encode(message).decode()
 
 
-def decode(body: str | bytes) -> Message:
+def decode_message(body: str | bytes) -> Message:
     """Read one stored entry. Fields of newer writers are ignored here and stay in the stored text."""
     try:
         return _decoder.decode(body)

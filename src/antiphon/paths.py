@@ -8,8 +8,14 @@ from pathlib import Path
 
 import msgspec
 
-CONFIG, DATABASE, LOG = "config.json5", "antiphon.db", "antiphon.log"  # in the state directory
-JOINED = "replicas"  # directories in it, of gateways that share a store with others on the same machine
+CONFIG_FILE_NAME, DATABASE_FILE_NAME, LOG_FILE_NAME = (
+    "config.json5",
+    "antiphon.db",
+    "antiphon.log",
+)  # in the state directory
+REPLICAS_DIRECTORY_NAME = (
+    "replicas"  # directories in it, of gateways that share a store with others on the same machine
+)
 
 
 class Paths(msgspec.Struct, frozen=True):
@@ -21,26 +27,26 @@ class Paths(msgspec.Struct, frozen=True):
     state_dir: Path
 
 
-def locate(config: str | None, state_dir: str | None, environ: Mapping[str, str]) -> Paths:
+def locate_paths(config: str | None, state_dir: str | None, environ: Mapping[str, str]) -> Paths:
     """Chooses the paths: a flag, else `ANTIPHON_CONFIG` and `ANTIPHON_STATE_DIR`, else `~/.antiphon`."""
     home = Path(environ.get("HOME") or Path.home())
-    state = _path(state_dir or environ.get("ANTIPHON_STATE_DIR"), home) or home / ".antiphon"
-    chosen = _path(config or environ.get("ANTIPHON_CONFIG"), home)
-    return Paths(chosen or state / CONFIG, chosen is not None, state)
+    state = _resolve_path(state_dir or environ.get("ANTIPHON_STATE_DIR"), home) or home / ".antiphon"
+    chosen = _resolve_path(config or environ.get("ANTIPHON_CONFIG"), home)
+    return Paths(chosen or state / CONFIG_FILE_NAME, chosen is not None, state)
 
 
-def at_home(text: str) -> Path:
+def expand_home(text: str) -> Path:
     """A path in which `~` may stand for a home. That of nobody stays as it is, and is then not found."""
     return Path(os.path.expanduser(text))  # noqa: PTH111 - Path.expanduser raises there
 
 
-def may_write(path: Path) -> bool:
+def is_writable(path: Path) -> bool:
     """Whether this process may change a file, or what is in a directory."""
     wanted = os.W_OK | os.X_OK if path.is_dir() else os.W_OK
     return os.access(path, wanted, effective_ids=os.access in os.supports_effective_ids)
 
 
-def _path(value: str | None, home: Path) -> Path | None:
+def _resolve_path(value: str | None, home: Path) -> Path | None:
     if not value:
         return None
     return home / value[2:] if value.startswith("~/") else Path(value).absolute()

@@ -16,68 +16,69 @@ from antiphon import keys
 from antiphon.bus.local import LocalBus
 from antiphon.clock import Clock, SystemClock
 from antiphon.config import Config, Secret
-from antiphon.config.problems import Problem
-from antiphon.engine.actors import Actors
-from antiphon.engine.door import Door
+from antiphon.config.errors import Problem
+from antiphon.engine.sessions.identity import SessionIdentityResolver
+from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.engine.toolbox import Toolbox
 from antiphon.errors import AntiphonError, ProviderError, StoreError, StoreReadOnly
-from antiphon.messages import User
+from antiphon.messages import UserMessage
 from antiphon.operations import Operations
 from antiphon.runtimes import Prompt, ToolSpec
-from antiphon.runtimes.catalog import Catalog
-from antiphon.runtimes.model import ModelRuntime, Patience, open_reader
+from antiphon.runtimes.model import ModelRuntime, RetryPolicy, open_reader
+from antiphon.runtimes.registry import RuntimeRegistry
 from antiphon.store import Script
-from antiphon.tools import session_tools
+from antiphon.tools import create_session_tools
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-PLACEHOLDER = "a-secret-that-is-not-read"
+SECRET_PLACEHOLDER = "a-secret-that-is-not-read"  # noqa: S105
 REFUSED_STATUS = 401
 
 
 async def find_problems(config: Config) -> list[Problem]:
     """Problems that would make every run of an agent or a model fail."""
-    stand_in = _without_secrets(config)
-    actors = _actors(stand_in)
-    catalog = Catalog(stand_in)
+    stand_in = _replace_secrets(config)
+    actors = _build_actors(stand_in)
+    catalog = RuntimeRegistry(stand_in)
     problems: list[Problem] = []
     tools: dict[str, Sequence[ToolSpec]] = {}
     try:
         for number, agent_id in enumerate(config.agent_ids):
             path = f"agents.list[{number}]"
             try:
-                tools[agent_id] = _tools(actors, agent_id)
+                tools[agent_id] = _list_tool_specs(actors, agent_id)
             except Exception as error:  # noqa: BLE001 - whatever it is, it would end the run
-                problems.append(_problem(f"{path}.tools", f"The tools of agent {agent_id!r}", error))
-            target = config.agent(agent_id).runtime.target
+                problems.append(_build_problem(f"{path}.tools", f"The tools of agent {agent_id!r}", error))
+            target = config.get_agent(agent_id).runtime.target
             if target is None or find_spec(target.partition(".")[0].partition(":")[0]) is None:
                 continue  # a module that is not found is a warning: the gateway may have another PYTHONPATH
             try:
-                await catalog.runtime(agent_id, None)
+                await catalog.get_runtime(agent_id, None)
             except Exception as error:  # noqa: BLE001
                 problems.append(
-                    _problem(f"{path}.runtime.target", f"The runtime of agent {agent_id!r}", error)
+                    _build_problem(f"{path}.runtime.target", f"The runtime of agent {agent_id!r}", error)
                 )
         for ref in config.model_refs:
             name, _, model_id = ref.partition("/")
             users = [
                 agent_id
                 for agent_id in tools
-                if config.agent(agent_id).runtime.type == "model" and config.model_ref(agent_id) == ref
+                if config.get_agent(agent_id).runtime.type == "model"
+                and config.get_model_ref(agent_id) == ref
             ]
             agent_id = next(iter(users), config.default_agent_id)
             try:
-                await _ask(catalog, ref, agent_id, tools.get(agent_id, ()))
+                await _try_first_request(catalog, ref, agent_id, tools.get(agent_id, ()))
             except Exception as error:  # noqa: BLE001
                 path = f"models.providers.{name}"
-                problems.append(_problem(path, f"Model {model_id!r} of the provider {name!r}", error))
+                problems.append(_build_problem(path, f"Model {model_id!r} of the provider {name!r}", error))
     finally:
         await catalog.aclose()
     return problems
 
 
-def _problem(path: str, subject: str, error: Exception) -> Problem:
+def _build_problem(path: str, subject: str, error: Exception) -> Problem:
     if isinstance(error, AntiphonError):
         return Problem(path, error.what, error.hint)
     # Not its text: libraries quote addresses and headers, which may hold secrets.
@@ -86,11 +87,11 @@ def _problem(path: str, subject: str, error: Exception) -> Problem:
     )
 
 
-def _without_secrets(config: Config) -> Config:
+def _replace_secrets(config: Config) -> Config:
     """Written secrets stay, since they are checked as parts of a request; others are replaced."""
 
     def replaced(secret: Secret) -> Secret:
-        return secret if secret.kind == "text" else Secret("text", (PLACEHOLDER,))
+        return secret if secret.kind == "text" else Secret("text", (SECRET_PLACEHOLDER,))
 
     providers = {
         name: provider.model_copy(
@@ -104,8 +105,8 @@ def _without_secrets(config: Config) -> Config:
     return config.model_copy(update={"models": config.models.model_copy(update={"providers": providers})})
 
 
-def _actors(config: Config) -> Actors:
-    toolbox, door = Toolbox(), Door(config)
+def _build_actors(config: Config) -> SessionIdentityResolver:
+    toolbox, door = Toolbox(), SessionResolver(config)
     operations = Operations(
         config=config,
         store=_NoStore(),
@@ -116,43 +117,45 @@ def _actors(config: Config) -> Actors:
         state_dir=Path(),
         toolbox=toolbox,
     )
-    for tool in session_tools(operations):
+    for tool in create_session_tools(operations):
         toolbox.add(tool)
-    return Actors(config, door, toolbox)
+    return SessionIdentityResolver(config, door, toolbox)
 
 
-def _tools(actors: Actors, agent_id: str) -> list[ToolSpec]:
+def _list_tool_specs(actors: SessionIdentityResolver, agent_id: str) -> list[ToolSpec]:
     """Those of the agent's main session; those of its sub-agents are built as well."""
     child = str(keys.subagent_key(agent_id, "check"))
-    actors.of(agent_id, child, sandboxed=False, envelope=None)
-    actor = actors.of(agent_id, str(keys.main_session(agent_id)), sandboxed=False, envelope=None)
+    actors.resolve(agent_id, child, sandboxed=False, envelope=None)
+    actor = actors.resolve(agent_id, str(keys.main_session_key(agent_id)), sandboxed=False, envelope=None)
     return [tool.spec for tool in actor.tools.values()]
 
 
-async def _ask(catalog: Catalog, ref: str, agent_id: str, tools: Sequence[ToolSpec]) -> None:
+async def _try_first_request(
+    catalog: RuntimeRegistry, ref: str, agent_id: str, tools: Sequence[ToolSpec]
+) -> None:
     """Makes the first request of a run, which is refused before it leaves the process."""
-    runtime = await catalog.model_runtime(ref)
+    runtime = await catalog.get_model_runtime(ref)
     if not isinstance(runtime, ModelRuntime):
         return
     client = httpx2.AsyncClient(transport=httpx2.MockTransport(lambda _: httpx2.Response(REFUSED_STATUS)))
     async with client:
-        reader = open_reader(runtime.spec, Patience(), http=client)
+        reader = open_reader(runtime.spec, RetryPolicy(), http=client)
         prompt = Prompt(
             run_id="check",
-            session_key=str(keys.main_session(agent_id)),
+            session_key=str(keys.main_session_key(agent_id)),
             agent_id=agent_id,
             instructions="You are a helpful assistant.",
-            messages=[User(content="Hello.", timestamp=0)],
+            messages=[UserMessage(content="Hello.", timestamp=0)],
             tools=tools,
         )
         try:
-            await reader.read(prompt, _Unheard())
+            await reader.read(prompt, _DiscardedDeltas())
         except ProviderError as error:
             if error.data.get("status") != REFUSED_STATUS:
                 raise
 
 
-class _Unheard:
+class _DiscardedDeltas:
     """Deltas that go nowhere."""
 
     def text(self, piece: str) -> None: ...

@@ -1,7 +1,7 @@
 """Spans for whoever collects them: runs, model steps, tool calls and requests, by OpenTelemetry's API.
 
-Without a collector a span costs one comparison. `export` is called once, by the process that wants to be seen; it
-needs the extra `antiphon[otel]`.
+Without a collector a span costs one comparison. `configure_export` is called once, by the process that wants to be
+seen; it needs the extra `antiphon[otel]`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
-from antiphon.errors import ConfigError, install
+from antiphon.errors import ConfigError, format_install_hint
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
-ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+ENDPOINT_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 _NO_SPAN = nullcontext(None)
 
 
-def span(
+def start_span(
     name: str, parent: str | None = None, **attributes: str | int | None
 ) -> AbstractContextManager[Span | None]:
     """Something that takes time. `parent` is a `traceparent` that came with a request."""
@@ -37,9 +37,9 @@ def span(
     )
 
 
-def export(environ: Mapping[str, str]) -> bool:
+def configure_export(environ: Mapping[str, str]) -> bool:
     """Send spans where the environment says; False when it says nothing."""
-    if not environ.get(ENDPOINT):
+    if not environ.get(ENDPOINT_VARIABLE):
         return False
     try:
         from opentelemetry import trace  # noqa: PLC0415
@@ -51,9 +51,9 @@ def export(environ: Mapping[str, str]) -> bool:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
     except ImportError as error:
         raise ConfigError(
-            f"{ENDPOINT} is set, but nothing that could send spans is installed.",
-            install("otel"),
-            path=ENDPOINT,
+            f"{ENDPOINT_VARIABLE} is set, but nothing that could send spans is installed.",
+            format_install_hint("otel"),
+            path=ENDPOINT_VARIABLE,
         ) from error
     provider = TracerProvider(resource=Resource.create({"service.name": "antiphon"}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

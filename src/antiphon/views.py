@@ -11,21 +11,21 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from antiphon import keys
-from antiphon.bus import RunChanged, Spent
-from antiphon.engine.attachments import Receipt
-from antiphon.engine.steps import GATED, QUIET
-from antiphon.engine.transcripts import Entry
+from antiphon.bus import RunChanged, RunUsage
+from antiphon.engine.collaboration.attachments import AttachmentReceipt
+from antiphon.engine.runs.steps import QUIET_ORIGINS, SANITIZED_ORIGINS
+from antiphon.engine.sessions.transcripts import Entry
 from antiphon.errors import InvalidInput
-from antiphon.messages import Assistant, Text, User, decode
+from antiphon.messages import AssistantMessage, TextBlock, UserMessage, decode_message
 from antiphon.store import Row
-from antiphon.store.listing import Listed
+from antiphon.store.listing import SessionListRow
 
 
 class _View(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
     pass
 
 
-class Accepted(_View, frozen=True):
+class MessageReceipt(_View, frozen=True):
     """A message is durable. `state` is `queued`, or where its run is already if the key was used before."""
 
     run_id: str
@@ -50,18 +50,18 @@ class RunView(_View, frozen=True):
     error_code: str | None = None
     error: str | None = None
     model: str | None = None
-    usage: Spent | None = None
+    usage: RunUsage | None = None
     origin: str | None = None
     """What has led to it: a chat, a job, another session."""
     yielded: bool = False
     """It ended its turn to wait for its sub-agents; another run has the answer."""
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return self.state not in {"queued", "running"}
 
 
-class Route(_View, frozen=True):
+class DeliveryRoute(_View, frozen=True):
     channel: str | None = None
     to: str | None = None
     account_id: str | None = None
@@ -98,7 +98,7 @@ class SessionView(_View, frozen=True, kw_only=False, gc=False):
     last_channel: str | None = None
     last_to: str | None = None
     last_account_id: str | None = None
-    delivery_context: Route | None = None
+    delivery_context: DeliveryRoute | None = None
     transcript_path: str | None = None
     parent_key: str | None = None
     child_count: int | None = None
@@ -113,14 +113,14 @@ class SessionView(_View, frozen=True, kw_only=False, gc=False):
     used_tokens: int | None = None
 
 
-class Answerer(NamedTuple):
+class AnsweringModel(NamedTuple):
     """What answers in a session: a name that the configuration knows, and how many tokens its context holds."""
 
     model: str | None
     window: int | None
 
 
-class Summary(_View, omit_defaults=False, frozen=True):
+class SessionsSummary(_View, omit_defaults=False, frozen=True):
     """How much there is, and how much is going on."""
 
     sessions: int
@@ -156,7 +156,7 @@ class SessionPage(_View, frozen=True):
     next_cursor: str | None = None
 
 
-class Overview(NamedTuple):
+class SessionOverview(NamedTuple):
     """A page of sessions and more about each of its rows, in their order."""
 
     page: SessionPage
@@ -182,7 +182,7 @@ class UsageLine(_View, omit_defaults=False, frozen=True):
     cost: float | None
 
 
-class StatusView(_View, omit_defaults=False, frozen=True):
+class SessionStatusView(_View, omit_defaults=False, frozen=True):
     """One session, the runs that play or wait in it in their order, and what it has cost by model."""
 
     session: SessionView
@@ -243,7 +243,7 @@ class HistoryPage(_View, omit_defaults=False, frozen=True):
     next_cursor: str | None = None
 
 
-class Conversation(_View, frozen=True):
+class ConversationView(_View, frozen=True):
     """One transcript of a key: the current one has not ended. `reason` is why it was begun."""
 
     session_id: str
@@ -260,7 +260,7 @@ class CompactView(_View, omit_defaults=False, frozen=True):
     reason: str | None = None
 
 
-class Injected(_View, frozen=True):
+class InjectedEntry(_View, frozen=True):
     """Where an entry that no run wrote has got its place."""
 
     message_id: str
@@ -274,7 +274,7 @@ class PreviewItem(_View, frozen=True):
     text: str
 
 
-class Preview(_View, omit_defaults=False, frozen=True):
+class SessionPreview(_View, omit_defaults=False, frozen=True):
     """The last words of a session, which is named as the caller named it."""
 
     key: str
@@ -291,26 +291,26 @@ class DeliveryState(_View, frozen=True):
     position: int | None = None
 
 
-SentStatus = Literal["accepted", "ok", "timeout", "error"]
+SendStatus = Literal["accepted", "ok", "timeout", "error"]
 
 
-class Sent(_View, frozen=True):
+class SendResult(_View, frozen=True):
     """What came of a message to another session. `ok` says nothing about what its chat was told."""
 
     run_id: str
-    status: SentStatus
+    status: SendStatus
     session_key: str
     reply: str | None = None
     error: str | None = None
     delivery: DeliveryState | None = None
 
 
-class Spawned(_View, omit_defaults=False, frozen=True, kw_only=True):
+class SpawnResult(_View, omit_defaults=False, frozen=True, kw_only=True):
     status: Literal["accepted"] = "accepted"
     run_id: str
     child_session_key: str
     mode: str
-    attachments: Receipt | msgspec.UnsetType | None = msgspec.UNSET
+    attachments: AttachmentReceipt | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class TaskView(_View, frozen=True, kw_only=True):
@@ -413,10 +413,10 @@ class ExchangeDetail(_View, frozen=True, kw_only=True):
     steps: list[ExchangeStep]
 
 
-def task_view(row: Row, viewer_agent_id: str | None) -> TaskView:
+def build_task_view(row: Row, viewer_agent_id: str | None) -> TaskView:
     return TaskView(
         run_id=row["id"],
-        child_session_key=keys.display_text(row["child_key"], viewer_agent_id=viewer_agent_id),
+        child_session_key=keys.display_stored_key(row["child_key"], viewer_agent_id=viewer_agent_id),
         agent_id=row["agent_id"],
         label=row["label"],
         task=row["task"],
@@ -434,7 +434,7 @@ def task_view(row: Row, viewer_agent_id: str | None) -> TaskView:
     )
 
 
-def run_view(row: Row, spent: Row | None, now: int) -> RunView:
+def build_run_view(row: Row, spent: Row | None, now: int) -> RunView:
     started, ended = row["started_at"], row["ended_at"]
     return RunView(
         run_id=row["id"],
@@ -452,11 +452,11 @@ def run_view(row: Row, spent: Row | None, now: int) -> RunView:
         error_code=row["error_code"],
         error=row["error"],
         model=row["model_answered"],
-        usage=Spent(input=spent["input"], output=spent["output"], cost=spent["cost"]) if spent else None,
+        usage=RunUsage(input=spent["input"], output=spent["output"], cost=spent["cost"]) if spent else None,
     )
 
 
-def end_of(session_key: str, view: RunView) -> RunChanged:
+def build_run_ended_event(session_key: str, view: RunView) -> RunChanged:
     """The event of a run's end, for whoever has missed it."""
     return RunChanged(
         session_key=session_key,
@@ -470,12 +470,12 @@ def end_of(session_key: str, view: RunView) -> RunChanged:
         ended_at=view.ended_at,
         usage=view.usage,
         yielded=view.yielded,
-        quiet=view.origin in QUIET,
-        gated=view.origin in GATED,
+        quiet=view.origin in QUIET_ORIGINS,
+        gated=view.origin in SANITIZED_ORIGINS,
     )
 
 
-def ended_view(view: RunView, event: RunChanged) -> RunView:
+def apply_run_end(view: RunView, event: RunChanged) -> RunView:
     """A run that was seen under way, with the event of its end."""
     started, ended = event.started_at or view.created_at, event.ended_at or view.created_at
     return msgspec.structs.replace(
@@ -491,15 +491,15 @@ def ended_view(view: RunView, event: RunChanged) -> RunView:
         yielded=event.yielded,
         error=event.error,
         model=event.model,
-        usage=event.usage or Spent(input=0, output=0, cost=None),
+        usage=event.usage or RunUsage(input=0, output=0, cost=None),
     )
 
 
-def session_view(
-    row: Listed,
+def build_session_view(
+    row: SessionListRow,
     viewer_agent_id: str | None,
     transcript_path: str | None,
-    answerer: Callable[[str, str | None, str | None], Answerer],
+    answerer: Callable[[str, str | None, str | None], AnsweringModel],
 ) -> SessionView:
     # fmt: off
     (
@@ -511,10 +511,10 @@ def session_view(
     answering, window = answerer(agent_id, model, last_model)
     route = None
     if last_channel:
-        route = Route(channel=last_channel, to=last_to, account_id=last_account, thread_id=last_thread)
+        route = DeliveryRoute(channel=last_channel, to=last_to, account_id=last_account, thread_id=last_thread)
     return SessionView(
-        keys.display_text(key, viewer_agent_id=viewer_agent_id), kind,
-        keys.channel_of(kind, channel, last_channel), agent_id, session_id, updated_at, updated_at,
+        keys.display_stored_key(key, viewer_agent_id=viewer_agent_id), kind,
+        keys.resolve_list_channel(kind, channel, last_channel), agent_id, session_id, updated_at, updated_at,
         state, display_name, label, answering, window, total_tokens, thinking, verbose,
         system_sent == 1, aborted == 1, send_policy, last_channel, last_to, last_account, route,
         transcript_path, parent_key, child_count, chat_type, subject, input_tokens,
@@ -523,7 +523,7 @@ def session_view(
     # fmt: on
 
 
-def history_item(entry: Entry) -> dict[str, Any]:
+def build_history_item(entry: Entry) -> dict[str, Any]:
     """The raw entry with its number and id, marked if it is not for people. A damaged one is shown as such."""
     try:
         item: dict[str, Any] = msgspec.json.decode(entry.body, type=dict[str, Any])
@@ -534,20 +534,20 @@ def history_item(entry: Entry) -> dict[str, Any]:
             "errorMessage": "This entry is damaged and cannot be shown.",
         }
     run = {"runId": entry.run_id} if entry.run_id else {}
-    internal = {"internal": True} if entry.internal else {}
+    internal = {"internal": True} if entry.is_internal else {}
     return {**item, "id": entry.id, "seq": entry.seq, **run, **internal}
 
 
-def preview_item(entry: Entry, max_chars: int) -> PreviewItem | None:
+def build_preview_item(entry: Entry, max_chars: int) -> PreviewItem | None:
     """What was said in an entry, on one line and cut to fit; None where there are no words in it."""
     try:
-        message = decode(entry.body)
+        message = decode_message(entry.body)
     except InvalidInput:
         return None
-    if not isinstance(message, User | Assistant):
+    if not isinstance(message, UserMessage | AssistantMessage):
         return None
     content = message.content
-    texts = [content] if isinstance(content, str) else [b.text for b in content if isinstance(b, Text)]
+    texts = [content] if isinstance(content, str) else [b.text for b in content if isinstance(b, TextBlock)]
     words = " ".join(" ".join(texts).split())
     if len(words) > max_chars:
         words = f"{words[: max_chars - 1].rstrip()}…"

@@ -18,15 +18,15 @@ from antiphon.bus import (
     Listener,
     MessageAppended,
     RunChanged,
+    RunUsage,
     SessionChanged,
-    Spent,
-    StopAsked,
+    StopRequested,
     ToolPhase,
     run_topic,
 )
 from antiphon.bus import nats as module
 from antiphon.bus.nats import NatsBus
-from antiphon.natslink import Servers
+from antiphon.nats.connection import NatsServers
 from cluster.servers import NatsServer, nats_cluster, nats_server, together
 
 pytestmark = pytest.mark.anyio
@@ -41,7 +41,7 @@ async def make(nats: NatsServer) -> AsyncIterator[Make]:
     namespace = uuid.uuid4().hex
     made: list[NatsBus] = []
 
-    async def one(servers: Servers | None = None, **given: Any) -> NatsBus:
+    async def one(servers: NatsServers | None = None, **given: Any) -> NatsBus:
         given = {"namespace": namespace, **given}
         bus = NatsBus(servers or nats.servers(), **given)
         made.append(bus)
@@ -86,7 +86,7 @@ async def again(bus: NatsBus, listener: Listener, publisher: NatsBus, topic: str
 
 async def test_every_kind_of_event_arrives_as_it_was(make: Make) -> None:
     a, b = await make(), await make()
-    usage = Spent(input=1, output=2, cost=None)
+    usage = RunUsage(input=1, output=2, cost=None)
     sent: list[Event] = [
         MessageAppended(
             session_key="k", session_id="s", seq=1, entry="e", body='{"role":"user"}', run_id="ä"
@@ -95,7 +95,7 @@ async def test_every_kind_of_event_arrives_as_it_was(make: Make) -> None:
         Delta(session_key="k", run_id="r", number=1, text="x", restart=True),
         ToolPhase(session_key="k", run_id="r", call_id="c", name="n", phase="start"),
         Delivered(session_key="k", key="d", run_id=None, kind="announce", text="t"),
-        StopAsked(run_id="r"),
+        StopRequested(run_id="r"),
         SessionChanged(session_key="k", reason="create"),
         Gap(),
     ]
@@ -183,7 +183,7 @@ async def test_what_cannot_be_read_is_a_gap(make: Make) -> None:
     client = a._link.client  # pyright: ignore[reportPrivateUsage]
     assert client is not None
     async with b.listen("sessions") as listener:
-        subject = b._subject("sessions")  # pyright: ignore[reportPrivateUsage]
+        subject = b._build_subject("sessions")  # pyright: ignore[reportPrivateUsage]
         for data in (b"", b"\xff\x00", msgspec.msgpack.encode(["p", 1, {"event": "of-tomorrow"}])):
             await client.publish(subject, data)
             assert await listener.get(BOUND) == Gap()
@@ -195,7 +195,7 @@ async def test_a_publisher_that_cannot_get_rid_of_its_events_says_so(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = await make(), await make()
-    monkeypatch.setattr(module, "OUTGOING", 2000)
+    monkeypatch.setattr(module, "MAX_OUTGOING_BYTES", 2000)
     async with b.listen("session.1") as listener:
         for number in range(1000):  # without giving the sender a turn
             a.publish("session.1", event(number))

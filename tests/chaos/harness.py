@@ -17,10 +17,10 @@ from queue import Empty, SimpleQueue
 
 import pytest
 
-from bases import chosen, raw
 from chaos import verify
 from chaos.scenario import plan
-from stage import DATABASE
+from support.app_fixture import DATABASE
+from support.databases import chosen, raw
 
 WORKER = Path(__file__).with_name("worker.py")
 TESTS = WORKER.parent.parent
@@ -38,20 +38,20 @@ Look = Callable[[Path], None]
 """Given the state directory of a case that went well, before it is removed."""
 
 
-def whereabouts(state_dir: Path) -> list[str]:
+def get_store_arguments(state_dir: Path) -> list[str]:
     """What a process is given to find its store, if that is not a file in its directory."""
     server, path = chosen.postgres, state_dir / DATABASE
     return [server.made(path).url, str(server.secret)] if server else []
 
 
-def bury(state_dir: Path) -> None:
+def expire_leases(state_dir: Path) -> None:
     """End the leases of the dead: one who shares its store waits for that, and nobody has the time here."""
     if chosen.postgres:
         raw(state_dir / DATABASE, "UPDATE owners SET lease_until = 0")
         raw(state_dir / DATABASE, "UPDATE watch SET until = 0")
 
 
-def forget(state_dir: Path) -> None:
+def remove_state(state_dir: Path) -> None:
     shutil.rmtree(state_dir.parent)
     if chosen.postgres:
         chosen.postgres.drop(state_dir / DATABASE)
@@ -83,14 +83,14 @@ class Servers:
             "state_dir": str(state_dir),
             "plan": name,
             "kill": str(kill or ""),
-            "store": whereabouts(state_dir),
+            "store": get_store_arguments(state_dir),
         }
         server.stdin.write(f"{json.dumps(job)}\n")
         server.stdin.flush()
         code: int = json.loads(server.stdout.readline())["exit"]
         self._idle.put(server)
         if code == KILLED:
-            bury(state_dir)
+            expire_leases(state_dir)
         return code
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ def said(state_dir: Path, word: str) -> list[str]:
     return [line.removeprefix(f"{word} ") for line in lines if line.startswith(f"{word} ")]
 
 
-def trouble(
+def find_problems(
     servers: Servers, home: Path, name: str, kills: Sequence[Kill], look: Look | None = None
 ) -> tuple[int, list[str]]:
     """Play a plan under these kills and then to its end: how many kills were real, and what is wrong."""
@@ -124,16 +124,18 @@ def trouble(
     if not found:
         if look:
             look(state_dir)
-        forget(state_dir)  # Some hundred databases are a lot of temporary files; only what failed is kept.
+        remove_state(
+            state_dir
+        )  # Some hundred databases are a lot of temporary files; only what failed is kept.
     return died, found
 
 
-def suffer(servers: Servers, home: Path, cases: Sequence[Case], look: Look | None = None) -> int:
+def run_with_kills(servers: Servers, home: Path, cases: Sequence[Case], look: Look | None = None) -> int:
     """Every case, two at a time; how many kills there were. Fails with everything that went wrong."""
     home.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(2) as pool:
         jobs = [
-            pool.submit(partial(trouble, servers, home / f"{number}", name, kills, look))
+            pool.submit(partial(find_problems, servers, home / f"{number}", name, kills, look))
             for number, (name, kills) in enumerate(cases)
         ]
         results = [job.result() for job in jobs]
@@ -142,7 +144,7 @@ def suffer(servers: Servers, home: Path, cases: Sequence[Case], look: Look | Non
     return sum(died for died, _ in results)
 
 
-def moments(servers: Servers, home: Path, name: str) -> int:
+def count_commit_calls(servers: Servers, home: Path, name: str) -> int:
     """How often the undisturbed plan calls around a COMMIT. The dry run is checked like every other."""
     state_dir = home / "dry"
     assert servers.play(state_dir, name, None) == 0, Path(f"{state_dir}.stderr").read_text()
@@ -150,20 +152,22 @@ def moments(servers: Servers, home: Path, name: str) -> int:
     return int(said(state_dir, "commits")[0])
 
 
-def suffer_every_moment(servers: Servers, home: Path, name: str, look: Look | None = None) -> int:
+def run_with_kill_at_every_commit(servers: Servers, home: Path, name: str, look: Look | None = None) -> int:
     """A kill before and one after every commit of a plan; how many there were.
 
     Commits that come at the same time are one, so that not every play has as many: it goes on until the plan is
     over before its moment comes.
     """
-    last = moments(servers, home, name)
-    died = suffer(servers, home / "measured", [(name, [moment]) for moment in range(1, last + 1)], look)
-    while killed := suffer(servers, home / f"{last}", [(name, [last + 1]), (name, [last + 2])], look):
+    last = count_commit_calls(servers, home, name)
+    died = run_with_kills(
+        servers, home / "measured", [(name, [moment]) for moment in range(1, last + 1)], look
+    )
+    while killed := run_with_kills(servers, home / f"{last}", [(name, [last + 1]), (name, [last + 2])], look):
         died, last = died + killed, last + 2
     return died
 
 
-def suffer_by_chance(servers: Servers, home: Path, kind: str, batch: int, total: int) -> int:
+def run_with_random_kills(servers: Servers, home: Path, kind: str, batch: int, total: int) -> int:
     """One to three kills in a row at seeded moments, of one plan after the other, until there were enough."""
     wanted = -(-total // (2 * BATCHES * (SHARE if chosen.postgres else 1)))
     dice = random.Random(f"{kind} {batch}")
@@ -171,7 +175,7 @@ def suffer_by_chance(servers: Servers, home: Path, kind: str, batch: int, total:
     def plans(number: int) -> str:
         return f"{kind}:{batch * 1000 + number}"
 
-    count = moments(servers, home, plans(0))
+    count = count_commit_calls(servers, home, plans(0))
     died, number, vain = 0, 0, 0
     # A plan with fewer commits than the measured one may end before its moment comes; only real kills count.
     while died < wanted:
@@ -182,7 +186,7 @@ def suffer_by_chance(servers: Servers, home: Path, kind: str, batch: int, total:
             kills = [dice.randint(1, count - 4), *(dice.randint(1, count // 3) for _ in range(times - 1))]
             cases.append((plans(number), kills))
             number += 1
-        killed = suffer(servers, home / f"round{number}", cases)
+        killed = run_with_kills(servers, home / f"round{number}", cases)
         vain = 0 if killed else vain + 1
         assert vain < 3, "no kill at all in three whole rounds"
         died += killed

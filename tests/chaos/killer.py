@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from antiphon.store.postgres.connection import Server
-from commits import Commits
-from stage import BOUND, DATABASE
+from antiphon.store.postgres.connection import PgServer
+from support.app_fixture import BOUND, DATABASE
+from support.commit_watcher import CommitWatcher
 
 # Everything that is under way, read beside the engine: what an earlier process began is nobody's to wait for.
 UNFINISHED = """
@@ -26,14 +26,14 @@ SELECT EXISTS (SELECT 1 FROM runs WHERE state IN ('queued', 'running'))
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DatabaseLocation:
     """A database of PostgreSQL, and the file with its password."""
 
     url: str
     password: Path
 
     @classmethod
-    def of(cls, words: Sequence[str]) -> Place | None:
+    def of(cls, words: Sequence[str]) -> DatabaseLocation | None:
         """From the command line: nothing, or both."""
         return cls(words[0], Path(words[1])) if words else None
 
@@ -42,10 +42,10 @@ class Place:
         return {"store": {"url": self.url, "password": {"file": str(self.password)}, "connections": 3}}
 
 
-class Killer(Commits):
+class Killer(CommitWatcher):
     """Counts the calls around commits. The one that was chosen, or a moment with a name, is this process's last."""
 
-    def __init__(self, at: str, place: Place | None = None) -> None:
+    def __init__(self, at: str, place: DatabaseLocation | None = None) -> None:
         super().__init__()
         self._place = place
         self.count = 0
@@ -60,9 +60,9 @@ class Killer(Commits):
         if moment == self._at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    async def worked_off(self, state_dir: Path) -> None:
+    async def wait_until_idle(self, state_dir: Path) -> None:
         """Until nothing is under way. How long that may take is the alarm's business."""
-        async with looking(state_dir, self._place) as unfinished:
+        async with open_unfinished_check(state_dir, self._place) as unfinished:
 
             async def over() -> bool:
                 return not await unfinished()
@@ -71,7 +71,9 @@ class Killer(Commits):
 
 
 @asynccontextmanager
-async def looking(state_dir: Path, place: Place | None) -> AsyncGenerator[Callable[[], Awaitable[bool]]]:
+async def open_unfinished_check(
+    state_dir: Path, place: DatabaseLocation | None
+) -> AsyncGenerator[Callable[[], Awaitable[bool]]]:
     """Whether anything is under way, asked past the engine."""
     if place is None:
         with closing(sqlite3.connect(f"file:{state_dir / DATABASE}?mode=ro", uri=True)) as file:
@@ -81,7 +83,7 @@ async def looking(state_dir: Path, place: Place | None) -> AsyncGenerator[Callab
 
             yield look
         return
-    connection = await Server(place.url, place.password.read_text()).connect()
+    connection = await PgServer(place.url, place.password.read_text()).connect()
     try:
         yield lambda: connection.fetchval(UNFINISHED)
     finally:

@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from chaos import laws
-from chaos.book import Book, Call, Row
 from chaos.scenario import Planned
-from chaos.talk import SKIP, UNKEYED, WOKEN, YIELDED, Sent, Spawned
+from support import invariants
+from support.planned_exchanges import SKIP, UNKEYED, WOKEN, YIELDED, Sent, Spawned
+from support.store_snapshot import Call, Row, StoreSnapshot
 
 
-def missed(book: Book, plan: Sequence[Planned]) -> list[str]:
+def missed(book: StoreSnapshot, plan: Sequence[Planned]) -> list[str]:
     wrong: list[str] = []
     for planned in plan:
         run = book.run(planned.key)
@@ -29,7 +29,7 @@ def _every(spawns: Iterable[Spawned]) -> list[Spawned]:
     return [each for spawned in spawns for each in (spawned, *_every(spawned.spawns))]
 
 
-def _nothing_else(book: Book, plan: Sequence[Planned]) -> list[str]:
+def _nothing_else(book: StoreSnapshot, plan: Sequence[Planned]) -> list[str]:
     """As many of everything as the plan leads to, and nothing in the middle of its way."""
     sends = {sent for planned in plan for sent in planned.sends}  # the same one under the same key is one
     spawns = _every(spawned for planned in plan for spawned in planned.spawns)
@@ -55,18 +55,18 @@ def _nothing_else(book: Book, plan: Sequence[Planned]) -> list[str]:
     return wrong
 
 
-def _results(book: Book, run: Row, tool: str) -> list[Call]:
+def _results(book: StoreSnapshot, run: Row, tool: str) -> list[Call]:
     return [call for call in book.calls(run) if call.name == tool]
 
 
-def _sends(book: Book, run: Row, sends: Sequence[Sent]) -> list[str]:
+def _sends(book: StoreSnapshot, run: Row, sends: Sequence[Sent]) -> list[str]:
     calls = _results(book, run, "sessions_send")
     if len(calls) != len(sends):
         return [f"{run['id']} has sent {len(calls)} messages, not {len(sends)}"]
     return [line for call, sent in zip(calls, sends, strict=True) for line in _sent(book, run, call, sent)]
 
 
-def _sent(book: Book, run: Row, call: Call, sent: Sent) -> list[str]:
+def _sent(book: StoreSnapshot, run: Row, call: Call, sent: Sent) -> list[str]:
     answer = json.loads(call.answer)
     exchange = next((row for row in book.exchanges if row["id"] == answer.get("runId")), None)
     if exchange is None:
@@ -93,12 +93,12 @@ def _answered(call: Call, answer: dict[str, Any], sent: Sent) -> list[str]:
     return []
 
 
-def _replies(book: Book, exchange: Row) -> list[str]:
+def _replies(book: StoreSnapshot, exchange: Row) -> list[str]:
     ids = [exchange["id"], *(f"turn:{exchange['id']}:{turn}" for turn in range(1, exchange["turn"] + 1))]
     return [run["reply"] for id in ids if (run := book.run(id)) and run["state"] == "ok"]
 
 
-def _announced(book: Book, exchange: Row, sent: Sent) -> list[str]:
+def _announced(book: StoreSnapshot, exchange: Row, sent: Sent) -> list[str]:
     delivery = book.delivery(f"exchange:{exchange['id']}")
     body, state = (delivery["body"], delivery["state"]) if delivery else (None, None)
     step = book.run(f"announce:{exchange['id']}")
@@ -109,14 +109,14 @@ def _announced(book: Book, exchange: Row, sent: Sent) -> list[str]:
     return []
 
 
-def _spawns(book: Book, run: Row, spawns: Sequence[Spawned]) -> list[str]:
+def _spawns(book: StoreSnapshot, run: Row, spawns: Sequence[Spawned]) -> list[str]:
     calls = _results(book, run, "sessions_spawn")
     if len(calls) != len(spawns):
         return [f"{run['id']} has spawned {len(calls)}, not {len(spawns)}"]
     return [line for call, one in zip(calls, spawns, strict=True) for line in _spawned(book, run, call, one)]
 
 
-def _spawned(book: Book, run: Row, call: Call, spawned: Spawned) -> list[str]:
+def _spawned(book: StoreSnapshot, run: Row, call: Call, spawned: Spawned) -> list[str]:
     answer = json.loads(call.answer)
     task = next((task for task in book.tasks if task["id"] == answer.get("runId")), None)
     if task is None or answer["status"] != "accepted":
@@ -136,15 +136,15 @@ def _spawned(book: Book, run: Row, call: Call, spawned: Spawned) -> list[str]:
     return wrong + _wakes(book, task["child"], spawned.wakes)
 
 
-def _last_word(book: Book, session: int) -> str | None:
+def _last_word(book: StoreSnapshot, session: int) -> str | None:
     """Of who waited for others: what it said when it was woken."""
     woken = [run for run in book.runs if run["session"] == session and run["origin"] == "wake"]
     return woken[-1]["reply"] if woken else None
 
 
-def _reported(book: Book, task: Row, spawned: Spawned) -> list[str]:
+def _reported(book: StoreSnapshot, task: Row, spawned: Spawned) -> list[str]:
     """Once in the requester's transcript, and in its chat in the same words."""
-    found = [_text(message["json"]["content"]) for message in laws.notes(book, task)]
+    found = [_text(message["json"]["content"]) for message in invariants.notes(book, task)]
     if spawned.body is None:
         return [f"of {task['id']} was told {found}"] if found else []
     if len(found) != 1 or not found[0].startswith(spawned.body):
@@ -161,13 +161,17 @@ def _text(content: str | list[dict[str, str]]) -> str:
     return content if isinstance(content, str) else "".join(block["text"] for block in content)
 
 
-def _deleted(book: Book, task: Row) -> list[str]:
+def _deleted(book: StoreSnapshot, task: Row) -> list[str]:
     """The child is gone; what it cost stays."""
     paid = any(line["session_key"] == task["child_key"] for line in book.usage)
-    return [] if laws.gone(task) and paid else [f"{task['id']} was not cleaned up as it was asked for"]
+    return (
+        []
+        if invariants.is_deleted_child(task) and paid
+        else [f"{task['id']} was not cleaned up as it was asked for"]
+    )
 
 
-def _wakes(book: Book, session: int, wanted: int) -> list[str]:
+def _wakes(book: StoreSnapshot, session: int, wanted: int) -> list[str]:
     """Woken as often as it waited, and after everything it was woken for."""
     woken = [run for run in book.runs if run["session"] == session and run["origin"] == "wake"]
     if len(woken) != wanted:

@@ -11,7 +11,18 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from chaos.talk import HELPER, KEYED, TURNS, UNKEYED, Sent, Spawned, announcing, nested, sending, spawning
+from support.planned_exchanges import (
+    HELPER,
+    KEYED,
+    TURNS,
+    UNKEYED,
+    Sent,
+    Spawned,
+    announcing,
+    nested,
+    sending,
+    spawning,
+)
 
 TELL = "tell"  # our own kind of tool: settled by its key after a crash
 NOTE = "note"  # a foreign one: reported as interrupted after a crash

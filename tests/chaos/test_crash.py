@@ -18,22 +18,22 @@ from typing import cast
 
 import pytest
 
-from bases import chosen
 from chaos import verify
 from chaos.harness import (
     BATCHES,
     ELSEWHERE,
     KILLED,
     Servers,
-    bury,
+    expire_leases,
+    get_store_arguments,
+    run_with_kill_at_every_commit,
+    run_with_random_kills,
     spawn,
-    suffer_by_chance,
-    suffer_every_moment,
-    whereabouts,
 )
-from chaos.killer import Place
+from chaos.killer import DatabaseLocation
 from chaos.scenario import plan
-from stage import DATABASE
+from support.app_fixture import DATABASE
+from support.databases import chosen
 
 
 @pytest.mark.timeout(300)
@@ -43,7 +43,7 @@ def test_a_turn_with_two_tool_calls_survives_a_kill_at_every_moment(
     servers: Servers, tmp_path: Path, shape: str, record_property: Callable[[str, object], None]
 ) -> None:
     name = f"single:{shape}"
-    died = suffer_every_moment(servers, tmp_path, name)
+    died = run_with_kill_at_every_commit(servers, tmp_path, name)
     record_property("kills", died)
     assert died >= 12
 
@@ -59,7 +59,7 @@ def test_many_sessions_survive_seeded_kills(
     record_property: Callable[[str, object], None],
 ) -> None:
     kills = cast(int, pytestconfig.getoption("--kills"))
-    died = suffer_by_chance(servers, tmp_path, "several", batch, kills)
+    died = run_with_random_kills(servers, tmp_path, "several", batch, kills)
     record_property("kills", died)
 
 
@@ -81,7 +81,7 @@ def test_a_kill_from_outside_at_any_time_is_survived(servers: Servers, tmp_path:
         process.kill()
         heard, _ = process.communicate(timeout=30)
         died += process.returncode == KILLED
-        bury(state_dir)
+        expire_leases(state_dir)
         if chosen.postgres or (state_dir / DATABASE).exists():
             accepted = [
                 line.removeprefix("accepted ") for line in heard.splitlines() if line.startswith("acc")
@@ -93,14 +93,14 @@ def test_a_kill_from_outside_at_any_time_is_survived(servers: Servers, tmp_path:
 
 
 def stored(state_dir: Path) -> list[str]:
-    return ["--store", *there] if (there := whereabouts(state_dir)) else []
+    return ["--store", *there] if (there := get_store_arguments(state_dir)) else []
 
 
 def chat(state_dir: Path, *messages: str) -> subprocess.Popen[str]:
     said = [part for message in messages for part in ("--message", message)]
     command = [sys.executable, "-c", "from antiphon.cli import main; main()", "--state-dir", str(state_dir)]
     config = ""
-    if there := Place.of(whereabouts(state_dir)):
+    if there := DatabaseLocation.of(get_store_arguments(state_dir)):
         file = state_dir.with_suffix(".json5")
         file.write_text(json.dumps(there.settings()))
         config = str(file)
@@ -113,7 +113,7 @@ def begun(state_dir: Path) -> bool:
     if not chosen.postgres and not (state_dir / DATABASE).exists():
         return False
     try:
-        return any(run["state"] == "running" for run in verify.Book(state_dir).runs)
+        return any(run["state"] == "running" for run in verify.StoreSnapshot(state_dir).runs)
     except sqlite3.OperationalError:
         return False
 
@@ -131,13 +131,13 @@ def test_a_killed_chat_is_answered_by_the_next_one(tmp_path: Path) -> None:
     first.kill()
     first.communicate(timeout=30)
     assert first.returncode == KILLED
-    bury(state_dir)
+    expire_leases(state_dir)
     assert verify.always(state_dir, []) == []
     second = chat(state_dir, "say second answer")
     shown, _ = second.communicate(timeout=60)
     assert second.returncode == 0
     assert "second answer" in shown
-    book = verify.Book(state_dir)
+    book = verify.StoreSnapshot(state_dir)
     assert [(run["state"], run["reply"]) for run in book.runs] == [
         ("ok", "first answer"),
         ("ok", "second answer"),

@@ -12,9 +12,16 @@ from typing import cast
 
 import pytest
 
-from chaos.book import Book
-from chaos.harness import BATCHES, ELSEWHERE, Servers, suffer, suffer_by_chance, suffer_every_moment
-from chaos.talk import ATTEMPTS, KEYED, POSTED, POSTING, UNKEYED
+from chaos.harness import (
+    BATCHES,
+    ELSEWHERE,
+    Servers,
+    run_with_kill_at_every_commit,
+    run_with_kills,
+    run_with_random_kills,
+)
+from support.planned_exchanges import ATTEMPTS, KEYED, POSTED, POSTING, UNKEYED
+from support.store_snapshot import StoreSnapshot
 
 BETWEEN = {
     channel: [(f"single:{channel}", [moment]) for moment in (POSTING, POSTED)] for channel in (KEYED, UNKEYED)
@@ -45,7 +52,7 @@ Record = Callable[[str, object], None]
 def test_a_send_with_five_turns_and_an_announce_survives_a_kill_at_every_moment(
     servers: Servers, tmp_path: Path, shape: str, record_property: Record
 ) -> None:
-    died = suffer_every_moment(servers, tmp_path, f"single:{shape}")
+    died = run_with_kill_at_every_commit(servers, tmp_path, f"single:{shape}")
     record_property("kills", died)
     assert died >= 30
 
@@ -67,7 +74,7 @@ def test_a_send_with_five_turns_and_an_announce_survives_a_kill_at_every_moment(
 def test_a_sub_agent_and_its_report_survive_a_kill_at_every_moment(
     servers: Servers, tmp_path: Path, shape: str, least: int, record_property: Record
 ) -> None:
-    died = suffer_every_moment(servers, tmp_path, f"single:{shape}")
+    died = run_with_kill_at_every_commit(servers, tmp_path, f"single:{shape}")
     record_property("kills", died)
     assert died >= least
 
@@ -77,7 +84,7 @@ def test_a_sub_agent_and_its_report_survive_a_kill_at_every_moment(
 def test_a_child_that_is_to_be_deleted_is_reported_first_and_removed_once(
     servers: Servers, tmp_path: Path, record_property: Record
 ) -> None:
-    died = suffer_every_moment(servers, tmp_path, "single:spawn and delete")
+    died = run_with_kill_at_every_commit(servers, tmp_path, "single:spawn and delete")
     record_property("kills", died)
     assert died >= 20
 
@@ -90,14 +97,14 @@ def test_a_channel_that_honours_keys_shows_each_message_once(
     attempts: Counter[int] = Counter()
 
     def look(state_dir: Path) -> None:
-        (delivery,) = Book(state_dir).deliveries
+        (delivery,) = StoreSnapshot(state_dir).deliveries
         assert delivery["state"] == "delivered"
         assert (state_dir / f"{KEYED}.txt").read_text() == f"{delivery['key']}\n"
         attempts[len((state_dir / f"{KEYED}{ATTEMPTS}").read_text().splitlines())] += 1
 
-    died = suffer_every_moment(servers, tmp_path, "single:keyed", look)
+    died = run_with_kill_at_every_commit(servers, tmp_path, "single:keyed", look)
     attempts.clear()
-    died += suffer(servers, tmp_path / "between", BETWEEN[KEYED], look)
+    died += run_with_kills(servers, tmp_path / "between", BETWEEN[KEYED], look)
     record_property("kills", died)
     assert attempts == {2: 2}
 
@@ -110,14 +117,14 @@ def test_a_channel_without_keys_gets_a_message_at_most_once_and_the_doubt_is_on_
     ends: Counter[tuple[str, int]] = Counter()
 
     def look(state_dir: Path) -> None:
-        book = Book(state_dir)
+        book = StoreSnapshot(state_dir)
         (delivery,) = book.deliveries
         ends[delivery["state"], book.posts[UNKEYED][delivery["key"]]] += 1
 
-    died = suffer_every_moment(servers, tmp_path, "single:unkeyed", look)
+    died = run_with_kill_at_every_commit(servers, tmp_path, "single:unkeyed", look)
     assert ends.keys() <= {("delivered", 1), ("ambiguous", 0), ("ambiguous", 1)}
     ends.clear()
-    died += suffer(servers, tmp_path / "between", BETWEEN[UNKEYED], look)
+    died += run_with_kills(servers, tmp_path / "between", BETWEEN[UNKEYED], look)
     record_property("kills", died)
     assert ends == {("ambiguous", 0): 1, ("ambiguous", 1): 1}
 
@@ -144,5 +151,5 @@ def test_many_conversations_and_tasks_survive_seeded_kills(
     record_property: Record,
 ) -> None:
     kills = cast(int, pytestconfig.getoption("--kills"))
-    died = suffer_by_chance(servers, tmp_path, "talking", batch, kills)
+    died = run_with_random_kills(servers, tmp_path, "talking", batch, kills)
     record_property("kills", died)

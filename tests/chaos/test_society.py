@@ -22,14 +22,22 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from antiphon.messages import Assistant, ToolResult
+from antiphon.messages import AssistantMessage, ToolResult
 from antiphon.runtimes import Prompt
-from chaos import society, verify
-from chaos.book import Book, Row
-from chaos.harness import KILLED, bury, whereabouts
-from chaos.society import AGENTS, CONFIG, main_of
-from stage import BOUND, MAIN, calls, text
-from tools.troupe import HELPER, Player, Troupe, cast_of, house, phase_of
+from chaos import verify
+from chaos.harness import KILLED, expire_leases, get_store_arguments
+from support import random_agents
+from support.agents_fixture import (
+    HELPER,
+    AgentsFixture,
+    ScriptedAgent,
+    make_agents_config,
+    open_agents_fixture,
+    phase_of,
+)
+from support.app_fixture import BOUND, MAIN, calls, text
+from support.random_agents import AGENTS, CONFIG, main_of
+from support.store_snapshot import Row, StoreSnapshot
 
 KILLS = 6
 MOMENTS = 30, 200  # calls around commits after which a life may end
@@ -42,15 +50,15 @@ ENDS = {"delivered", "blocked", "ambiguous", "dead"}  # of a delivery
 
 @contextmanager
 def process(
-    state_dir: Path, seed: int, script: str = society.__file__
+    state_dir: Path, seed: int, script: str = random_agents.__file__
 ) -> Generator[Callable[[int | None], int]]:
     """Something that lives one life after the other; given when it is to be killed, how the life ended."""
-    tests = Path(society.__file__).parent.parent
+    tests = Path(random_agents.__file__).parent.parent
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")]),
     }
-    command = [sys.executable, script, str(state_dir), str(seed), *whereabouts(state_dir)]
+    command = [sys.executable, script, str(state_dir), str(seed), *get_store_arguments(state_dir)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as server:
@@ -62,7 +70,7 @@ def process(
             given.flush()
             code = int(said.readline())
             if code == KILLED:
-                bury(state_dir)
+                expire_leases(state_dir)
             return code
 
         try:
@@ -72,7 +80,7 @@ def process(
             server.wait(BOUND)
 
 
-def suffer(home: Path, seed: int) -> Book:
+def suffer(home: Path, seed: int) -> StoreSnapshot:
     """One society, killed again and again and then left to work everything off; what is in its book."""
     dice = random.Random(seed)
     state_dir = home / f"society-{seed}"
@@ -83,9 +91,9 @@ def suffer(home: Path, seed: int) -> Book:
             assert code == KILLED, f"seed {seed}: a life ended with {code} after {died} kills"
             died += 1
         assert live(None) == 0, f"seed {seed}: the last life did not end well"
-    sent = [planned.key for planned in society.plan(seed)]
+    sent = [planned.key for planned in random_agents.plan(seed)]
     found = verify.always(state_dir, sent)
-    book = Book(state_dir)
+    book = StoreSnapshot(state_dir)
     wrong = [*found, *lost(book), *twice(book), *order(book), *held(book), *verify.out_of_turn(book, sent)]
     assert not wrong, f"seed {seed}:\n" + "\n".join(wrong)
     return book
@@ -124,7 +132,7 @@ class Asked(NamedTuple):
     """What it answered; nothing if its run was given up, and then nobody knows whether it had its effect."""
 
 
-def asked(book: Book) -> list[Asked]:
+def asked(book: StoreSnapshot) -> list[Asked]:
     words = {"sessions_send": "message", "sessions_spawn": "task"}
     return [
         Asked(
@@ -136,7 +144,7 @@ def asked(book: Book) -> list[Asked]:
     ]
 
 
-def lost(book: Book) -> list[str]:
+def lost(book: StoreSnapshot) -> list[str]:
     """Whatever was accepted has come to its end, with the words it was to come to."""
     wrong = [f"{run['id']} is {run['state']}" for run in book.runs if run["ended_at"] is None]
     wrong += [f"{s['key']} is {s['state']}" for s in book.sessions if s["state"] != "idle" or s["yielded"]]
@@ -154,12 +162,12 @@ def lost(book: Book) -> list[str]:
     return wrong + [line for row in book.exchanges for line in _announced(book, row)]
 
 
-def begun(book: Book) -> list[tuple[Row, str]]:
+def begun(book: StoreSnapshot) -> list[tuple[Row, str]]:
     """Every exchange and every task, with the words that began it."""
     return [(row, row["message"]) for row in book.exchanges] + [(row, row["task"]) for row in book.tasks]
 
 
-def _announced(book: Book, exchange: Row) -> list[str]:
+def _announced(book: StoreSnapshot, exchange: Row) -> list[str]:
     """An exchange that was answered is announced in the words of its last step, unless they are a token."""
     step = book.run(f"announce:{exchange['id']}")
     answered = bool((book.run(exchange["id"]) or {}).get("reply"))
@@ -171,7 +179,7 @@ def _announced(book: Book, exchange: Row) -> list[str]:
     return [] if bodies == wanted else [f"exchange {exchange['id']} posted {bodies}, not {wanted}"]
 
 
-def twice(book: Book) -> list[str]:
+def twice(book: StoreSnapshot) -> list[str]:
     """Every script has been heard by one session, once; every call has led to one thing, and nothing else has."""
     wrong = [f"{what} {times} times" for what, times in _counted(book) if times > 1]
     heard = Counter(_script(message) for message in book.messages)
@@ -192,7 +200,7 @@ def _script(message: Row) -> str | None:
     return None if origin.get("kind") == "announce_step" else message["json"]["content"]
 
 
-def _counted(book: Book) -> Iterable[tuple[str, int]]:
+def _counted(book: StoreSnapshot) -> Iterable[tuple[str, int]]:
     yield from Counter(f"run {run['id']}" for run in book.runs).items()
     yield from Counter(f"delivery {row['key']}" for row in book.deliveries).items()
     yield from Counter(f"entry {message['entry']}" for message in book.messages).items()
@@ -205,12 +213,12 @@ def _counted(book: Book) -> Iterable[tuple[str, int]]:
     ).items()
 
 
-def lanes(book: Book) -> list[list[Row]]:
+def lanes(book: StoreSnapshot) -> list[list[Row]]:
     """The runs of each session, one after the other."""
     return [book.lane(session) for session in book.sessions]
 
 
-def order(book: Book) -> list[str]:
+def order(book: StoreSnapshot) -> list[str]:
     """First come, first served, and one at a time."""
     return [
         f"{later['id']} did not wait for {earlier['id']}"
@@ -220,7 +228,7 @@ def order(book: Book) -> list[str]:
     ]
 
 
-def held(book: Book) -> list[str]:
+def held(book: StoreSnapshot) -> list[str]:
     """Nobody waits for longer than the work before it in its own lane takes, whoever waits for whom elsewhere."""
     wrong: list[str] = []
     for lane in lanes(book):
@@ -249,8 +257,8 @@ async def test_forty_agents_that_wait_for_one_hold_up_nobody(tmp_path: Path) -> 
         return "at last"
 
     last, waiters, others = AGENTS[-1], AGENTS[:40], AGENTS[40:49]
-    async with house(CONFIG, tmp_path, functions={last: Player(thinking)}) as troupe:
-        await troupe.found(*map(main_of, AGENTS))
+    async with open_agents_fixture(CONFIG, tmp_path, functions={last: ScriptedAgent(thinking)}) as troupe:
+        await troupe.open_sessions(*map(main_of, AGENTS))
         runs = [
             await troupe.say(_sending(last, "hello", wait=3 * BOUND), main_of(agent)) for agent in waiters
         ]
@@ -258,10 +266,12 @@ async def test_forty_agents_that_wait_for_one_hold_up_nobody(tmp_path: Path) -> 
         for agent, other in pairwise(others):
             view = await troupe.ask(_sending(other, "say hi", wait=BOUND), main_of(agent))
             assert json.loads(view.reply or "")["reply"] == "hi"
-        spawned = await troupe.does("sessions_spawn", main_of(others[0]), task="say here", announce="none")
-        assert (await troupe.ended(spawned["runId"])).reply == "here"
+        spawned = await troupe.call_tool(
+            "sessions_spawn", main_of(others[0]), task="say here", announce="none"
+        )
+        assert (await troupe.wait_for_end(spawned["runId"])).reply == "here"
         # Who waits is still written to, and is next when its wait is over.
-        sent = await troupe.does(
+        sent = await troupe.call_tool(
             "sessions_send",
             main_of(others[0]),
             sessionKey=main_of(waiters[0]),
@@ -271,10 +281,10 @@ async def test_forty_agents_that_wait_for_one_hold_up_nobody(tmp_path: Path) -> 
         assert sent["status"] == "accepted"
         free.set()
         for run in runs:
-            reply = json.loads((await troupe.ended(run)).reply or "")
+            reply = json.loads((await troupe.wait_for_end(run)).reply or "")
             assert (reply["status"], reply["reply"]) == ("ok", "at last")
-        assert (await troupe.ended(sent["runId"])).reply == "me"
-        await troupe.quiet()
+        assert (await troupe.wait_for_end(sent["runId"])).reply == "me"
+        await troupe.wait_until_idle()
 
 
 @pytest.mark.requirement("G1", "S6", "A2")
@@ -283,12 +293,12 @@ async def test_who_yields_when_its_sub_agent_has_woken_it_already_answers_all_th
     tmp_path: Path,
 ) -> None:
     """What the society found under kills: the exchange had nothing left that could move it."""
-    opened: list[Troupe] = []
+    opened: list[AgentsFixture] = []
 
     async def reported() -> bool:
         return bool(opened[0].rows("SELECT 1 FROM tasks WHERE phase = 'settled'"))
 
-    async def speak(prompt: Prompt) -> Assistant:
+    async def speak(prompt: Prompt) -> AssistantMessage:
         if ":subagent:" in prompt.session_key or phase_of(prompt) != "request":
             return text("in the end")
         if not isinstance(prompt.messages[-1], ToolResult):
@@ -296,13 +306,15 @@ async def test_who_yields_when_its_sub_agent_has_woken_it_already_answers_all_th
         await opened[0].until(reported)
         return calls("sessions_yield")
 
-    async with house(cast_of("helper"), tmp_path, functions={"helper": Player(speak)}) as troupe:
+    async with open_agents_fixture(
+        make_agents_config("helper"), tmp_path, functions={"helper": ScriptedAgent(speak)}
+    ) as troupe:
         opened.append(troupe)
-        await troupe.found(MAIN, HELPER)
+        await troupe.open_sessions(MAIN, HELPER)
         await troupe.use(
             "sessions_send", MAIN, sessionKey=HELPER, message="go", replyBack=0, timeoutSeconds=0
         )
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         (exchange,) = troupe.rows("SELECT * FROM exchanges")
         assert (exchange["announced"], exchange["latest_reply"]) == ("delivered", "in the end")
 
@@ -318,5 +330,5 @@ def _sending(agent: str, message: str, wait: float) -> str:
     return f"call sessions_send {json.dumps(arguments)}"
 
 
-async def _waiting(troupe: Troupe, number: int) -> bool:
+async def _waiting(troupe: AgentsFixture, number: int) -> bool:
     return troupe.rows("SELECT count(*) AS n FROM waits")[0]["n"] == number

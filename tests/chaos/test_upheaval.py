@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from chaos import upheaval
-from chaos.book import Book
 from chaos.harness import KILLED
 from chaos.test_society import ENDS, process
+from support import random_disruptions
+from support.store_snapshot import StoreSnapshot
 
 KILLS = 3
 MOMENTS = 60, 500  # calls around commits after which a life may end
@@ -24,17 +24,17 @@ SECONDS = float(os.environ.get("ANTIPHON_UPHEAVAL_SECONDS") or 0)
 FIRST_SEED = int(os.environ.get("ANTIPHON_UPHEAVAL_SEED") or 1)
 
 
-def suffer(home: Path, seed: int) -> Book:
+def suffer(home: Path, seed: int) -> StoreSnapshot:
     """One house in upheaval, killed again and again and then left to work everything off."""
     dice = random.Random(seed)
     state_dir = home / f"upheaval-{seed}"
-    with process(state_dir, seed, upheaval.__file__) as live:
+    with process(state_dir, seed, random_disruptions.__file__) as live:
         for _ in range(KILLS):
             code = live(dice.randint(*MOMENTS))
             assert code in {KILLED, 0}, f"seed {seed}: a life ended with {code}"
         assert live(None) == 0, f"seed {seed}: the last life did not end well"
-    book = Book(state_dir)
-    swept = state_dir / upheaval.SWEPT
+    book = StoreSnapshot(state_dir)
+    swept = state_dir / random_disruptions.SWEPT
     wrong = left(book)
     if swept.exists():
         wrong += [f"the sweeper settled {line}" for line in swept.read_text().splitlines()]
@@ -42,7 +42,7 @@ def suffer(home: Path, seed: int) -> Book:
     return book
 
 
-def left(book: Book) -> list[str]:
+def left(book: StoreSnapshot) -> list[str]:
     """Whatever is still under way although everything is quiet."""
     wrong = [f"{run['id']} is {run['state']}" for run in book.runs if run["ended_at"] is None]
     wrong += [f"{run['id']} waits to be woken" for run in book.runs if run.get("woken_by")]

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from bases import raw
 from chaos import outcomes, verify
-from chaos.book import Book
 from chaos.harness import Servers
 from chaos.scenario import plan
-from stage import DATABASE
+from support.app_fixture import DATABASE
+from support.databases import raw
+from support.store_snapshot import StoreSnapshot
 
 TALK, TASK, NESTED, DELETED = "five turns", "spawn, yield", "nested", "spawn and delete"
 Played = Callable[[str], Path]
@@ -126,7 +126,7 @@ def test_a_store_in_which_one_thing_is_wrong_does_not_pass(played: Played, tmp_p
     connection.executescript(script)
     connection.close()
     found = verify.finally_(state_dir, plan(f"single:{shape}"))
-    found += outcomes.missed(Book(state_dir), plan(f"single:{shape}"))
+    found += outcomes.missed(StoreSnapshot(state_dir), plan(f"single:{shape}"))
     assert [line for line in found if complaint in line], found
 
 
@@ -138,7 +138,7 @@ def test_a_lie_is_seen_in_either_database(servers: Servers, tmp_path: Path, lie:
     assert verify.finally_(state_dir, plan(f"single:{shape}")) == []
     raw(state_dir / DATABASE, statement)
     found = verify.finally_(state_dir, plan(f"single:{shape}"))
-    found += outcomes.missed(Book(state_dir), plan(f"single:{shape}"))
+    found += outcomes.missed(StoreSnapshot(state_dir), plan(f"single:{shape}"))
     assert [line for line in found if complaint in line], found
 
 

@@ -14,10 +14,11 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from bases import chosen
-from chaos import laws, outcomes
-from chaos.book import Book, Call, Row
+from chaos import outcomes
 from chaos.scenario import NOTE, TELL, Planned
+from support import invariants
+from support.databases import chosen
+from support.store_snapshot import Call, Row, StoreSnapshot
 
 APART = 500  # milliseconds by which the clocks of replicas may differ, as they read that of the database
 FOLLOWING = {"sessions_send", "reply-back", "announce", "sessions_spawn", "note", "wake"}
@@ -25,7 +26,7 @@ FOLLOWING = {"sessions_send", "reply-back", "announce", "sessions_spawn", "note"
 
 def always(state_dir: Path, accepted: Iterable[str]) -> list[str]:
     """What must hold whenever anybody looks. `accepted` are the keys a caller was told of."""
-    book = Book(state_dir)
+    book = StoreSnapshot(state_dir)
     present = {run["id"] for run in book.runs}
     wrong = [f"{key} was accepted and is not in the store" for key in accepted if key not in present]
     if book.integrity != "ok":
@@ -38,10 +39,10 @@ def always(state_dir: Path, accepted: Iterable[str]) -> list[str]:
         wrong += _beginning(book, run)
         wrong += _known_results(book, run)
         wrong += _whole(book, run)
-    return wrong + laws.broken(book)
+    return wrong + invariants.find_violations(book)
 
 
-def _whole(book: Book, run: Row) -> list[str]:
+def _whole(book: StoreSnapshot, run: Row) -> list[str]:
     """A run's end, its final answer and what was paid for it are there together, or none of them is."""
     if run["origin"] == "note":
         return _put(book, run)
@@ -51,14 +52,14 @@ def _whole(book: Book, run: Row) -> list[str]:
     return [f"{run['id']} has its answer and is still {run['state']}"] if answered else []
 
 
-def _put(book: Book, run: Row) -> list[str]:
+def _put(book: StoreSnapshot, run: Row) -> list[str]:
     """A run that is nothing but an entry: it is there when the run has ended, word for word."""
     bodies = [entry["body"] for entry in book.entries(run)]
     wanted = [run["input"]] if run["state"] == "ok" else []
     return [] if bodies == wanted else [f"{run['id']} is {run['state']} and has put {bodies}"]
 
 
-def _numbers(book: Book) -> list[str]:
+def _numbers(book: StoreSnapshot) -> list[str]:
     """`seq` is 1..n in every transcript, and the session says how far it is."""
     wrong: list[str] = []
     for session in book.sessions:
@@ -74,7 +75,7 @@ def _numbers(book: Book) -> list[str]:
     return wrong
 
 
-def _beginning(book: Book, run: Row) -> list[str]:
+def _beginning(book: StoreSnapshot, run: Row) -> list[str]:
     """A run that has begun has its message in the transcript, once, first and word for word."""
     if run["origin"] == "note":
         return []
@@ -89,7 +90,7 @@ def _beginning(book: Book, run: Row) -> list[str]:
     return []
 
 
-def _known_results(book: Book, run: Row) -> list[str]:
+def _known_results(book: StoreSnapshot, run: Row) -> list[str]:
     """Every result follows the call it belongs to; no call has two."""
     wrong: list[str] = []
     open_calls: set[str] = set()
@@ -110,7 +111,7 @@ def _known_results(book: Book, run: Row) -> list[str]:
 
 def finally_(state_dir: Path, plan: Sequence[Planned]) -> list[str]:
     """What must hold when a process has ended in good order after working everything off."""
-    book = Book(state_dir)
+    book = StoreSnapshot(state_dir)
     wrong = always(state_dir, [planned.key for planned in plan])
     wrong += [
         f"{run['id']} is still {run['state']}" for run in book.runs if run["state"] in {"queued", "running"}
@@ -137,7 +138,7 @@ def finally_(state_dir: Path, plan: Sequence[Planned]) -> list[str]:
     return wrong
 
 
-def _outcome(book: Book, planned: Planned) -> list[str]:
+def _outcome(book: StoreSnapshot, planned: Planned) -> list[str]:
     found = [run for run in book.runs if run["id"] == planned.key]
     if len(found) != 1:
         return [f"{planned.key} has {len(found)} runs"]
@@ -149,7 +150,7 @@ def _outcome(book: Book, planned: Planned) -> list[str]:
     return [] if facts == wanted else [f"{planned.key} came to {facts}, not {wanted}"]
 
 
-def _noted(book: Book, calls: Iterable[Call]) -> list[str]:
+def _noted(book: StoreSnapshot, calls: Iterable[Call]) -> list[str]:
     """A foreign tool: once if its result says so, at most once if the result says that nobody knows."""
     wrong: list[str] = []
     for call in calls:
@@ -160,7 +161,7 @@ def _noted(book: Book, calls: Iterable[Call]) -> list[str]:
     return wrong
 
 
-def _told(book: Book, told: dict[str, Call], plan: Sequence[Planned]) -> list[str]:
+def _told(book: StoreSnapshot, told: dict[str, Call], plan: Sequence[Planned]) -> list[str]:
     """Our own tool: exactly one run for each call, with the words of the call, and no run from anywhere else."""
     wrong = [f"{call.key} was not settled" for call in told.values() if call.failed or call.interrupted]
     planned = {message.key for message in plan}
@@ -187,7 +188,7 @@ def _finals(entries: Iterable[Row]) -> list[Row]:
     ]
 
 
-def _ending(book: Book, run: Row) -> list[str]:
+def _ending(book: StoreSnapshot, run: Row) -> list[str]:
     """One final answer, last in the run's entries, and it is what the run says it answered."""
     entries = book.entries(run)
     finals = _finals(entries)
@@ -201,7 +202,7 @@ def _ending(book: Book, run: Row) -> list[str]:
     return []
 
 
-def _charged(book: Book, run: Row) -> list[str]:
+def _charged(book: StoreSnapshot, run: Row) -> list[str]:
     """Every answer that cost something is in the ledger once, and nothing else is."""
     usages = [entry["json"].get("usage") for entry in book.entries(run) if entry["role"] == "assistant"]
     said = [(usage["input"], usage["output"]) for usage in usages if usage]
@@ -209,7 +210,7 @@ def _charged(book: Book, run: Row) -> list[str]:
     return [] if said == ledger else [f"{run['id']} used {said} and was charged {ledger}"]
 
 
-def out_of_turn(book: Book, sent: Sequence[str]) -> list[str]:
+def out_of_turn(book: StoreSnapshot, sent: Sequence[str]) -> list[str]:
     """What one sender sent after the other has been answered in that order, whoever else was heard in between."""
     places = {key: place for place, key in enumerate(sent)}
     wrong: list[str] = []
@@ -220,7 +221,7 @@ def out_of_turn(book: Book, sent: Sequence[str]) -> list[str]:
     return wrong
 
 
-def _order(book: Book) -> list[str]:
+def _order(book: StoreSnapshot) -> list[str]:
     """First come, first served, one after the other: the entries of a lane's runs do not interleave."""
     wrong: list[str] = []
     for session in book.sessions:

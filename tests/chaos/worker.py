@@ -31,16 +31,16 @@ from pathlib import Path
 from typing import Any
 
 from antiphon.access import Caller
+from antiphon.app import open_app_operations
 from antiphon.config import Config
-from antiphon.engine.deliveries import Destination
-from antiphon.engine.engine import Pace
-from antiphon.engine.toolbox import Call, Result, Tool
-from antiphon.host import hosting
-from antiphon.operations import Message, Operations
+from antiphon.engine.engine import EngineTimings
+from antiphon.engine.outbox.delivery_rows import Destination
+from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
+from antiphon.operations import IncomingMessage, Operations
 from antiphon.runtimes import ToolSpec
-from chaos.killer import Killer, Place
+from chaos.killer import DatabaseLocation, Killer
 from chaos.scenario import NOTE, NOTES, TELL, Planned, places, plan
-from chaos.talk import ATTEMPTS, KEYED, POSTED, POSTING, UNKEYED
+from support.planned_exchanges import ATTEMPTS, KEYED, POSTED, POSTING, UNKEYED
 
 PATIENCE = 30  # seconds that one process may take in all; then the alarm kills it and the test fails
 OPERATOR = Caller.operator()
@@ -54,7 +54,7 @@ SETTINGS = {
 
 
 @dataclass
-class Outside:
+class FileChannel:
     """A channel to people. One that is keyed takes the same key as the same message."""
 
     posts: Path
@@ -83,19 +83,19 @@ def append(path: Path, line: str) -> None:
 
 
 def tools(state_dir: Path, operations: Operations) -> list[Tool]:
-    async def tell(call: Call) -> Result:
-        message = Message(
+    async def tell(call: ToolRequest) -> ToolOutput:
+        message = IncomingMessage(
             session=call.arguments["session"],
             content=call.arguments["text"],
             idempotency_key=call.key,
             origin="tell",
         )
         accepted = await operations.submit(OPERATOR, message)
-        return Result(text=f"told {accepted.run_id}")
+        return ToolOutput(text=f"told {accepted.run_id}")
 
-    async def note(call: Call) -> Result:
+    async def note(call: ToolRequest) -> ToolOutput:
         append(state_dir / NOTES, call.key)
-        return Result(text="noted")
+        return ToolOutput(text="noted")
 
     def spec(name: str) -> ToolSpec:
         return ToolSpec(name=name, description=name, parameters={"type": "object"})
@@ -110,34 +110,34 @@ async def submit(operations: Operations, planned: list[Planned]) -> None:
     for place in places(planned):
         await operations.open(OPERATOR, place)
     for each in planned:
-        message = Message(session=each.session, content=each.text, idempotency_key=each.key)
+        message = IncomingMessage(session=each.session, content=each.text, idempotency_key=each.key)
         await operations.submit(OPERATOR, message)
         say(f"accepted {each.key}")
 
 
-async def play(state_dir: Path, name: str, kill: str, place: Place | None) -> None:
+async def play(state_dir: Path, name: str, kill: str, place: DatabaseLocation | None) -> None:
     planned = plan(name)
     killer = Killer(kill, place)
     config = Config.model_validate(SETTINGS | (place.settings() if place else {}))
     channels = {
-        channel: Outside(state_dir / f"{channel}.txt", channel == KEYED, killer)
+        channel: FileChannel(state_dir / f"{channel}.txt", channel == KEYED, killer)
         for channel in (KEYED, UNKEYED)
     }
     # Children are deleted by the sweeper, which is in no hurry unless somebody waits for it.
     sweeping = any(spawned.cleanup == "delete" for each in planned for spawned in each.spawns)
     # Where others may share the store, every look around begins with a commit: not too many of them to be killed at.
-    pace = Pace(sweep=0.5 if place else 0.05) if sweeping else Pace()
+    pace = EngineTimings(sweep=0.5 if place else 0.05) if sweeping else EngineTimings()
     offered = partial(tools, state_dir)
-    async with hosting(
+    async with open_app_operations(
         config, state_dir, tools=offered, channels=channels, pace=pace, on_commit=killer
     ) as operations:
         await submit(operations, planned)
-        await killer.worked_off(state_dir)
+        await killer.wait_until_idle(state_dir)
     say(f"commits {killer.count}")
     say("done")
 
 
-def run(state_dir: Path, name: str, kill: str, place: Place | None) -> None:
+def run(state_dir: Path, name: str, kill: str, place: DatabaseLocation | None) -> None:
     signal.alarm(PATIENCE)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     asyncio.run(play(state_dir, name, kill, place))
@@ -160,7 +160,7 @@ def fork(job: dict[str, Any]) -> None:
     for descriptor, name in (1, "stdout"), (2, "stderr"):
         os.dup2(os.open(f"{state_dir}.{name}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), descriptor)
     try:
-        run(state_dir, job["plan"], kill, Place.of(job["store"]))
+        run(state_dir, job["plan"], kill, DatabaseLocation.of(job["store"]))
     except BaseException:  # noqa: BLE001 - nothing may leave this frame
         traceback.print_exc()
         sys.stderr.flush()
@@ -179,7 +179,7 @@ def main() -> None:
     if chosen.serve:
         serve()
     else:
-        run(chosen.state_dir, chosen.plan, chosen.kill, Place.of(chosen.store))
+        run(chosen.state_dir, chosen.plan, chosen.kill, DatabaseLocation.of(chosen.store))
 
 
 if __name__ == "__main__":

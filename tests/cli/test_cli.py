@@ -17,22 +17,22 @@ import click
 import pytest
 
 from antiphon import __version__
-from antiphon.cli import COMMANDS
-from antiphon.cli.checkup import look
-from antiphon.cli.failures import report
-from antiphon.cli.running import here
+from antiphon.cli import COMMAND_MODULES
+from antiphon.cli._doctor_checks import check_gateways
+from antiphon.cli._errors import report_error
+from antiphon.cli._gateway_lookup import find_local_gateways
 from antiphon.config import Config, Paths, parse
-from antiphon.doctor import examine
+from antiphon.doctor import run_checks
 from antiphon.errors import AntiphonError, LaneFull, ProviderError, StoreError, StoreLocked
-from antiphon.paths import DATABASE
+from antiphon.paths import DATABASE_FILE_NAME
 from antiphon.preflight import find_problems
-from antiphon.runtimes import catalog
-from antiphon.store.sqlite import SqliteStore
+from antiphon.runtimes import registry
+from antiphon.state_access import open_store_readonly
+from antiphon.store.sqlite.store import SqliteStore
 from antiphon.store.statedir import StateDir
-from antiphon.visits import reading
 from cli.gateways import up
 from cli.terminal import BOUND, COMMAND, Program
-from nobody import unprivileged
+from support.privileges import unprivileged
 
 MAIN = "agent:main:main"
 COUNTING = " ".join(f"word{number}" for number in range(100))
@@ -71,14 +71,14 @@ def test_alone_it_explains_itself(program: Program) -> None:
     done = program.run()
     assert done.code == 0
     assert "antiphon chat" in done.out
-    for name, (_, about) in COMMANDS.items():
+    for name, (_, about) in COMMAND_MODULES.items():
         assert name in done.out
         assert about in done.out
 
 
 def test_every_command_has_help(program: Program) -> None:
     for command in (
-        *([name] for name in COMMANDS),
+        *([name] for name in COMMAND_MODULES),
         ["sessions", "list"],
         ["sessions", "import"],
         ["config", "check"],
@@ -343,14 +343,14 @@ def test_exit_codes_are_those_of_the_documents() -> None:
 
 
 def test_an_unexpected_error_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report(RuntimeError("gears"), []) == 1
+    assert report_error(RuntimeError("gears"), []) == 1
     told = capsys.readouterr().err
     assert "RuntimeError: gears" in told
     assert "--debug" in told
     assert "Traceback" not in told
-    report(RuntimeError("gears"), ["--debug"])
+    report_error(RuntimeError("gears"), ["--debug"])
     assert "RuntimeError" in capsys.readouterr().err
-    assert report(click.exceptions.Abort(), []) == 130
+    assert report_error(click.exceptions.Abort(), []) == 130
 
 
 @pytest.mark.requirement("C")
@@ -419,7 +419,7 @@ def test_the_check_would_have_found_prices_that_no_run_survives(monkeypatch: pyt
     def broken(**_: object) -> None:
         raise TypeError("unexpected keyword argument 'cacheRead'")
 
-    monkeypatch.setattr(catalog, "Price", broken)
+    monkeypatch.setattr(registry, "ModelPrice", broken)
     provider = {"baseUrl": "http://x/v1", "models": [{"id": "m", "cost": {"input": 1, "cacheRead": 2}}]}
     config = parse({"models": {"providers": {"p": provider}}})[0]
     [problem] = asyncio.run(find_problems(config))
@@ -622,15 +622,15 @@ async def test_a_directory_that_may_not_be_entered_is_a_finding_among_others(ope
     paths.state_dir.mkdir(parents=True)
     paths.config.write_text("{}")
     # What is imported on the way is not for everybody to read.
-    assert await examine(paths) and list(look(paths.state_dir, Config()))
+    assert await run_checks(paths) and list(check_gateways(paths.state_dir, Config()))
     (open_path / "locked").chmod(0)
     with unprivileged():
-        found = {finding.check: finding for finding in await examine(paths)}
-        beside = {finding.check: finding for finding in look(paths.state_dir, Config())}
+        found = {finding.check: finding for finding in await run_checks(paths)}
+        beside = {finding.check: finding for finding in check_gateways(paths.state_dir, Config())}
         with pytest.raises(StoreError, match="cannot be looked into"):
-            list(here(paths.state_dir))
+            list(find_local_gateways(paths.state_dir))
         with pytest.raises(StoreError, match="cannot be looked into"):
-            async with reading(Config(), paths.state_dir):
+            async with open_store_readonly(Config(), paths.state_dir):
                 pass
     assert found["state"].level == "fail"
     assert "cannot be looked into (Permission denied)" in found["state"].what
@@ -642,20 +642,20 @@ async def test_a_directory_that_may_not_be_entered_is_a_finding_among_others(ope
 @pytest.mark.anyio
 async def test_the_doctor_knows_where_nothing_can_be_kept(open_path: Path) -> None:
     async def state(path: Path) -> tuple[str, str]:
-        examined = await examine(Paths(open_path / "config.json5", False, path))
+        examined = await run_checks(Paths(open_path / "config.json5", False, path))
         worst = [found for found in examined if found.check == "state" and found.level != "ok"]
         return (worst[0].level, worst[0].what) if worst else ("ok", "")
 
     kept, closed, shared = (open_path / name for name in ("kept", "closed", "shared"))
-    await (await SqliteStore.open(StateDir.own(kept).database)).close()
-    (kept / DATABASE).chmod(0o444)
+    await (await SqliteStore.open(StateDir.open_locked(kept).database)).close()
+    (kept / DATABASE_FILE_NAME).chmod(0o444)
     kept.chmod(0o777)
     closed.mkdir(mode=0o555)
     shared.mkdir(mode=0o755)
     (shared / "diary").touch()
     assert await state(open_path / "new") == ("ok", "")
     with unprivileged():
-        assert await state(kept) == ("fail", f"{str(kept / DATABASE)!r} cannot be written to.")
+        assert await state(kept) == ("fail", f"{str(kept / DATABASE_FILE_NAME)!r} cannot be written to.")
         level, what = await state(closed / "a" / "b")
         assert level == "fail" and what.endswith(f"cannot be made in {str(closed)!r}.")
     level, what = await state(shared)

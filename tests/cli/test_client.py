@@ -15,9 +15,9 @@ from websockets.asyncio.server import ServerConnection, serve
 
 from antiphon import errors
 from antiphon.bus import Delta, Event, MessageAppended, RunChanged, SessionChanged
-from antiphon.client import Client, Lost, Replicas, Site, link
-from antiphon.messages import Provenance, Text
-from antiphon.operations import HistoryFilter, ListFilter, Message, Send
+from antiphon.client import Client, GatewayUnreachable, ReplicaRotation, Site, connection
+from antiphon.messages import Provenance, TextBlock
+from antiphon.operations import HistoryFilter, IncomingMessage, ListFilter, SendRequest
 from cli.gateways import Gateway, token, up
 from cli.terminal import BOUND, Program
 
@@ -54,7 +54,7 @@ async def test_questions_and_their_answers(program: Program) -> None:
         async with client(program, gateway.url) as desk:
             view = await desk.open("main")
             assert (view.key, view.kind, view.agent_id) == ("agent:main:main", "main", "main")
-            message = Message(session="main", content="say hello", idempotency_key="k1")
+            message = IncomingMessage(session="main", content="say hello", idempotency_key="k1")
             first, again = await desk.submit(message), await desk.submit(message)
             assert (first.run_id, first.session_id, first.new, again.new) == (
                 "k1",
@@ -63,7 +63,7 @@ async def test_questions_and_their_answers(program: Program) -> None:
                 False,
             )
             done = await desk.wait("k1", BOUND)
-            assert (done.state, done.reply, done.ended) == ("ok", "hello", True)
+            assert (done.state, done.reply, done.has_ended) == ("ok", "hello", True)
             page = await desk.history("main", HistoryFilter(limit=1))
             assert (page.total, page.has_more, page.next_cursor) == (2, True, "2")
             assert [session.key for session in (await desk.list(ListFilter())).sessions] == [view.key]
@@ -77,7 +77,7 @@ async def test_histories_page_both_ways(program: Program) -> None:
         async with client(program, gateway.url) as desk:
             for number in range(3):
                 await desk.submit(
-                    Message(session="main", content=f"say {number}", idempotency_key=str(number))
+                    IncomingMessage(session="main", content=f"say {number}", idempotency_key=str(number))
                 )
             await desk.wait("2", BOUND)
             newest = await desk.history("main", HistoryFilter(limit=4))
@@ -100,7 +100,7 @@ async def test_what_was_said_to_whom(program: Program) -> None:
             other = (await desk.open("agent:main:direct:other")).key
             await desk.open("main")
             for number in (1, 2):
-                wanted = Send(
+                wanted = SendRequest(
                     session=other,
                     message=f"say {number}",
                     announce="none",
@@ -121,7 +121,9 @@ async def test_a_feed_tells_words_then_the_message_then_the_end(program: Program
     with up(program) as gateway:
         async with client(program, gateway.url) as desk, aclosing(desk.follow("main", 0)) as feed:
             heard = asyncio.create_task(until(feed, ends("k1")))
-            await desk.submit(Message(session="main", content="slow 0.3 one two", idempotency_key="k1"))
+            await desk.submit(
+                IncomingMessage(session="main", content="slow 0.3 one two", idempotency_key="k1")
+            )
             events = await heard
     assert seqs(events) == [1, 2]
     answer = next(
@@ -138,9 +140,11 @@ async def test_a_feed_goes_on_over_a_kill_without_gap_or_repeat(program: Program
     with up(program) as first:
         async with client(program, first.url) as desk, aclosing(desk.follow("main", 0)) as feed:
             heard = asyncio.create_task(until(feed, ends("k2")))
-            await desk.submit(Message(session="main", content="say one", idempotency_key="k1"))
+            await desk.submit(IncomingMessage(session="main", content="say one", idempotency_key="k1"))
             await desk.wait("k1", BOUND)
-            await desk.submit(Message(session="main", content="slow 2 two words", idempotency_key="k2"))
+            await desk.submit(
+                IncomingMessage(session="main", content="slow 2 two words", idempotency_key="k2")
+            )
             first.stop(signal.SIGKILL)
             with await asyncio.to_thread(Running, program, first.port) as second:
                 view = await desk.wait("k2", BOUND)
@@ -168,10 +172,10 @@ async def test_a_new_conversation_is_told_and_followed(program: Program) -> None
     with up(program) as gateway:
         async with client(program, gateway.url) as desk, aclosing(desk.follow("main", 0)) as feed:
             heard = asyncio.create_task(until(feed, ends("k2")))
-            await desk.submit(Message(session="main", content="say one", idempotency_key="k1"))
+            await desk.submit(IncomingMessage(session="main", content="say one", idempotency_key="k1"))
             await desk.wait("k1", BOUND)
             fresh = await desk.renew("main")
-            await desk.submit(Message(session="main", content="say two", idempotency_key="k2"))
+            await desk.submit(IncomingMessage(session="main", content="say two", idempotency_key="k2"))
             events = await heard
     assert seqs(events) == [1, 2, 1, 2]
     renewed = [event for event in events if isinstance(event, SessionChanged)]
@@ -182,7 +186,9 @@ async def test_a_stopped_run_says_so_itself(program: Program) -> None:
     with up(program) as gateway:
         async with client(program, gateway.url) as desk, aclosing(desk.follow("main", 0)) as feed:
             begun = asyncio.create_task(until(feed, lambda event: isinstance(event, Delta)))
-            await desk.submit(Message(session="main", content="slow 30 a b c d e f", idempotency_key="k1"))
+            await desk.submit(
+                IncomingMessage(session="main", content="slow 30 a b c d e f", idempotency_key="k1")
+            )
             await begun
             assert await desk.unfinished("main") == ["k1"]
             assert (await desk.stop("main", "k1")).run_ids == ["k1"]
@@ -197,7 +203,7 @@ async def test_refusals_are_the_errors_they_were(program: Program) -> None:
             with pytest.raises(errors.NotFound):
                 await desk.describe("agent:main:nowhere")
             with pytest.raises(errors.InvalidInput) as empty:
-                await desk.submit(Message(session="main", content=" "))
+                await desk.submit(IncomingMessage(session="main", content=" "))
             assert empty.value.exit_code == 2
             with pytest.raises(errors.InvalidInput):
                 await desk.call("no.such.method")
@@ -209,7 +215,7 @@ async def test_refusals_are_the_errors_they_were(program: Program) -> None:
 
 
 async def test_nobody_there(program: Program) -> None:
-    with pytest.raises(Lost) as nobody:
+    with pytest.raises(GatewayUnreachable) as nobody:
         async with client(program, "ws://127.0.0.1:1", "x"):
             pass
     assert nobody.value.exit_code == 5
@@ -271,7 +277,7 @@ async def overwhelm(socket: ServerConnection, request: Json) -> None:
 async def test_what_is_too_large_is_not_asked_again(
     behave: Behaviour, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "LARGEST", 5000)
+    monkeypatch.setattr(connection, "MAX_FRAME_BYTES", 5000)
     async with pretended(behave) as (desk, asked):
         with pytest.raises(errors.TooLarge):
             await desk.call("sessions.list")
@@ -293,7 +299,7 @@ def message(number: int) -> Json:
 async def test_a_listener_that_lags_too_far_behind_loses_the_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(link, "MOST_HEARD", 5)
+    monkeypatch.setattr(connection, "MAX_PENDING_EVENTS", 5)
 
     async def behave(socket: ServerConnection, request: Json) -> None:
         for number in range(10):
@@ -301,10 +307,10 @@ async def test_a_listener_that_lags_too_far_behind_loses_the_connection(
         await answer(socket, request, {})
 
     async with pretended(behave) as (desk, _):
-        linked = await link.Link.open(desk.site)
-        with linked.listening() as heard:
-            with pytest.raises(Lost, match="faster than they were taken"):
-                await linked.ask("any", {})
+        linked = await connection.GatewayConnection.open(desk.site)
+        with linked.listen() as heard:
+            with pytest.raises(GatewayUnreachable, match="faster than they were taken"):
+                await linked.request("any", {})
             taken = [await heard.get() for _ in range(6)]
             assert heard.empty()
         assert [it and it[1]["messageSeq"] for it in taken] == [0, 1, 2, 3, 4, None]
@@ -313,7 +319,7 @@ async def test_a_listener_that_lags_too_far_behind_loses_the_connection(
 
 
 async def test_a_feed_that_lags_resumes_without_gap_or_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "MOST_HEARD", 5)
+    monkeypatch.setattr(connection, "MAX_PENDING_EVENTS", 5)
     count = 30
 
     async def behave(socket: ServerConnection, request: Json) -> None:
@@ -328,7 +334,7 @@ async def test_a_feed_that_lags_resumes_without_gap_or_repeat(monkeypatch: pytes
 
 
 async def test_a_feed_that_is_told_too_much_at_once_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "LARGEST", 5000)
+    monkeypatch.setattr(connection, "MAX_FRAME_BYTES", 5000)
 
     async def behave(socket: ServerConnection, request: Json) -> None:
         await answer(socket, request, {"key": "agent:main:main", "sessionId": "s", "lastSeq": 0})
@@ -343,7 +349,7 @@ async def test_a_feed_that_is_told_too_much_at_once_ends(monkeypatch: pytest.Mon
 async def test_a_request_that_a_gateway_would_not_take_is_not_sent() -> None:
     async with pretended(refuse, {"policy": {"maxPayload": 1000}}) as (desk, asked):
         with pytest.raises(errors.TooLarge) as large:
-            await desk.submit(Message(session="main", content="é" * 500))
+            await desk.submit(IncomingMessage(session="main", content="é" * 500))
         assert large.value.data["max"] == 1000
         assert len(asked) == 1
 
@@ -355,8 +361,8 @@ async def accept(socket: ServerConnection, request: Json) -> None:
 
 async def test_how_much_to_think_is_sent_along() -> None:
     async with pretended(accept) as (desk, asked):
-        await desk.submit(Message(session="main", content="hello", thinking="high"))
-        await desk.submit(Message(session="main", content="hello", origin="agent"))
+        await desk.submit(IncomingMessage(session="main", content="hello", thinking="high"))
+        await desk.submit(IncomingMessage(session="main", content="hello", origin="agent"))
     assert [request["params"].get("thinking") for request in asked[1:]] == ["high", None]
 
 
@@ -367,14 +373,14 @@ async def test_how_much_to_think_is_sent_along() -> None:
         ("instructions", "Be brief."),
         ("origin", "hook"),
         ("provenance", Provenance(kind="external")),
-        ("content", [Text(text="hello")]),
+        ("content", [TextBlock(text="hello")]),
     ],
 )
 async def test_what_cannot_be_carried_is_refused_by_name(field: str, value: Any) -> None:
     async with pretended(accept) as (desk, asked):
         with pytest.raises(errors.InvalidInput, match=field) as refused:
             await desk.submit(
-                msgspec.structs.replace(Message(session="main", content="hello"), **{field: value})
+                msgspec.structs.replace(IncomingMessage(session="main", content="hello"), **{field: value})
             )
         assert refused.value.data["field"] == field
         assert len(asked) == 1
@@ -395,7 +401,7 @@ async def test_what_cannot_be_carried_is_refused_by_name(field: str, value: Any)
 async def test_a_token_is_not_sent_in_clear_to_a_replica_that_the_user_did_not_name(
     named: str, added: list[str]
 ) -> None:
-    replicas = Replicas([Site(named, "a token")])
+    replicas = ReplicaRotation([Site(named, "a token")])
     found = ["ws://127.0.0.1:2", "ws://[::1]:2", "ws://10.0.0.7:2", "ws://gw:2", "wss://gw.example:2"]
-    replicas.add(replicas.sites[0], found)
+    replicas.add_replicas(replicas.sites[0], found)
     assert [site.url for site in replicas.sites] == [named, *added]

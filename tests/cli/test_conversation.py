@@ -9,15 +9,15 @@ from typing import cast
 
 import pytest
 
-from antiphon.cli.conversation import Conversation
-from antiphon.cli.desk import Own
-from antiphon.cli.keyboard import Keyboard
-from antiphon.cli.screen import Screen
+from antiphon.app import open_app_operations
+from antiphon.cli._backend import LocalBackend
+from antiphon.cli.chat.controller import ChatController
+from antiphon.cli.chat.line_reader import LineReader
+from antiphon.cli.chat.renderer import ChatRenderer
 from antiphon.config import Config
-from antiphon.host import hosting
-from antiphon.operations import Message, Operations
-from antiphon.views import Accepted, RunView
-from stage import BOUND
+from antiphon.operations import IncomingMessage, Operations
+from antiphon.views import MessageReceipt, RunView
+from support.app_fixture import BOUND
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("R")]
 
@@ -45,7 +45,7 @@ class Typist:
                 pass
 
 
-class Slow(Own):
+class Slow(LocalBackend):
     """Takes a message when it is told to."""
 
     sent: str | None = None
@@ -54,23 +54,23 @@ class Slow(Own):
         super().__init__(operations)
         self.asked, self.go = asyncio.Event(), asyncio.Event()
 
-    async def submit(self, message: Message) -> Accepted:
+    async def submit(self, message: IncomingMessage) -> MessageReceipt:
         self.sent = message.idempotency_key
         self.asked.set()
         await self.go.wait()
         return await super().submit(message)
 
 
-class Hasty(Own):
+class Hasty(LocalBackend):
     """Hears of the end of the first answer at the very moment at which somebody types the next line."""
 
-    def __init__(self, operations: Operations, screen: Screen, typist: Typist) -> None:
+    def __init__(self, operations: Operations, screen: ChatRenderer, typist: Typist) -> None:
         super().__init__(operations)
         self._screen, self._typist, self._next = screen, typist, "say two"
 
     async def wait(self, run_id: str, timeout: float) -> RunView:
         view = await super().wait(run_id, timeout)
-        assert await self._screen.ended(run_id, BOUND)
+        assert await self._screen.wait_until_shown(run_id, BOUND)
         if self._next:
             self._typist.lines.put_nowait(self._next)
             self._next = ""
@@ -78,12 +78,12 @@ class Hasty(Own):
 
 
 async def test_no_prompt_comes_between_a_line_and_its_answer(tmp_path: Path) -> None:
-    async with asyncio.timeout(2 * BOUND), hosting(Config(), tmp_path / "state") as operations:
-        typist, screen = Typist(), Screen("conversation")
+    async with asyncio.timeout(2 * BOUND), open_app_operations(Config(), tmp_path / "state") as operations:
+        typist, screen = Typist(), ChatRenderer("conversation")
         desk = Hasty(operations, screen, typist)
         key = (await desk.open("main")).key
-        conversation = Conversation(desk, key, screen, gateway=None, keyboard=cast("Keyboard", typist))
-        attending = asyncio.create_task(conversation.attend(conversation.talk()))
+        conversation = ChatController(desk, key, screen, gateway=None, keyboard=cast("LineReader", typist))
+        attending = asyncio.create_task(conversation.run(conversation.read_messages()))
         typist.lines.put_nowait("say one")
         await typist.sees("two")
         assert typist.prompts == 1
@@ -93,13 +93,13 @@ async def test_no_prompt_comes_between_a_line_and_its_answer(tmp_path: Path) -> 
 
 @pytest.mark.requirement("G16")
 async def test_what_is_stopped_before_it_is_accepted_is_not_answered(tmp_path: Path) -> None:
-    async with asyncio.timeout(2 * BOUND), hosting(Config(), tmp_path / "state") as operations:
+    async with asyncio.timeout(2 * BOUND), open_app_operations(Config(), tmp_path / "state") as operations:
         desk, typist = Slow(operations), Typist()
         key = (await desk.open("main")).key
-        conversation = Conversation(
-            desk, key, Screen("conversation"), gateway=None, keyboard=cast("Keyboard", typist)
+        conversation = ChatController(
+            desk, key, ChatRenderer("conversation"), gateway=None, keyboard=cast("LineReader", typist)
         )
-        attending = asyncio.create_task(conversation.attend(conversation.talk()))
+        attending = asyncio.create_task(conversation.run(conversation.read_messages()))
         typist.lines.put_nowait("slow 600 a b c")
         await desk.asked.wait()
         signal.raise_signal(signal.SIGINT)

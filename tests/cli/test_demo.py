@@ -11,8 +11,24 @@ from typing import Any
 import pytest
 
 from antiphon.bus import Delivered, Event, MessageAppended, RunChanged
-from antiphon.cli.score import DRAWN, NARROW, TYPED, Move, Narrator, score
-from antiphon.messages import Assistant, Message, Provenance, Text, ToolCall, ToolResult, User, encode
+from antiphon.cli._demo_diagram import (
+    ASCII_CHARACTERS,
+    MIN_DIAGRAM_COLUMNS,
+    UNICODE_CHARACTERS,
+    DiagramStep,
+    DiagramStepBuilder,
+    make_diagram,
+)
+from antiphon.messages import (
+    AssistantMessage,
+    Message,
+    Provenance,
+    TextBlock,
+    ToolCall,
+    ToolResult,
+    UserMessage,
+    encode_message,
+)
 from cli.terminal import Program, Terminal
 from cli.test_cli import imported
 
@@ -191,7 +207,9 @@ def test_it_takes_no_directory_of_anybody_else(program: Program) -> None:
 
 
 def test_no_other_command_pays_for_it(program: Program) -> None:
-    assert imported(program, "sessions", "list").isdisjoint({"antiphon.cli.demo", "antiphon.cli.score"})
+    assert imported(program, "sessions", "list").isdisjoint(
+        {"antiphon.cli.demo", "antiphon.cli._demo_diagram"}
+    )
 
 
 # --- telling: events in any order that sessions can have ---
@@ -199,22 +217,22 @@ def test_no_other_command_pays_for_it(program: Program) -> None:
 PARENT, CHILD = "agent:main:main", "agent:main:subagent:1"
 
 
-def narrator() -> Narrator:
-    return Narrator({PARENT: "main", "agent:helper:main": "helper"}, "you")
+def narrator() -> DiagramStepBuilder:
+    return DiagramStepBuilder({PARENT: "main", "agent:helper:main": "helper"}, "you")
 
 
 def entry(key: str, message: Message, run_id: str | None = "r") -> MessageAppended:
     return MessageAppended(
-        session_key=key, session_id="s", seq=1, entry="e", body=encode(message), run_id=run_id
+        session_key=key, session_id="s", seq=1, entry="e", body=encode_message(message), run_id=run_id
     )
 
 
-def said(text: str, provenance: Provenance | None = None) -> Assistant:
-    return Assistant(content=[Text(text=text)], timestamp=1, provenance=provenance)
+def said(text: str, provenance: Provenance | None = None) -> AssistantMessage:
+    return AssistantMessage(content=[TextBlock(text=text)], timestamp=1, provenance=provenance)
 
 
-def hear(one: Narrator, *events: Event) -> list[Move]:
-    return [move for event in events for move in one.hear(event)]
+def hear(one: DiagramStepBuilder, *events: Event) -> list[DiagramStep]:
+    return [move for event in events for move in one.process_event(event)]
 
 
 def test_a_child_is_not_heard_before_it_was_spawned() -> None:
@@ -223,15 +241,17 @@ def test_a_child_is_not_heard_before_it_was_spawned() -> None:
     returned = ToolResult(
         tool_call_id="c",
         tool_name="sessions_spawn",
-        content=[Text(text=json.dumps({"childSessionKey": CHILD}))],
+        content=[TextBlock(text=json.dumps({"childSessionKey": CHILD}))],
         timestamp=1,
     )
-    task = User(content="look", timestamp=1, provenance=Provenance(kind="spawn", source_session_key=PARENT))
-    asked = entry(PARENT, Assistant(content=[call], timestamp=1))
+    task = UserMessage(
+        content="look", timestamp=1, provenance=Provenance(kind="spawn", source_session_key=PARENT)
+    )
+    asked = entry(PARENT, AssistantMessage(content=[call], timestamp=1))
     assert hear(one, asked, entry(CHILD, task, "child"), entry(CHILD, said("seen"), "child")) == []
     assert hear(one, entry(PARENT, returned)) == [
-        Move("main", "scout", "sessions_spawn", "look", spoken=True),
-        Move("scout", None, "result", "seen", spoken=True),
+        DiagramStep("main", "scout", "sessions_spawn", "look", spoken=True),
+        DiagramStep("scout", None, "result", "seen", spoken=True),
     ]
 
 
@@ -243,15 +263,15 @@ def test_a_delivery_is_told_after_the_words_it_delivers() -> None:
     assert hear(one, posted) == []
     assert one.over == set()
     assert hear(one, entry(PARENT, said(text, report), None)) == [
-        Move("helper", "main", "report", "Status: ok", spoken=True),
-        Move("main", "you", "delivered to main's chat", "Status: ok", spoken=True),
+        DiagramStep("helper", "main", "report", "Status: ok", spoken=True),
+        DiagramStep("main", "you", "delivered to main's chat", "Status: ok", spoken=True),
     ]
     assert one.over == {"task"}
 
 
 def test_only_a_turn_that_ended_is_over() -> None:
     one = narrator()
-    woken = User(content="", timestamp=1, provenance=Provenance(kind="wake"))
+    woken = UserMessage(content="", timestamp=1, provenance=Provenance(kind="wake"))
     running = RunChanged(session_key=PARENT, run_id="r", state="running")
     assert [move.label for move in hear(one, entry(PARENT, woken), running)] == ["woken"]
     assert one.over == set()
@@ -260,19 +280,23 @@ def test_only_a_turn_that_ended_is_over() -> None:
 # --- drawing ---
 
 
-@pytest.mark.parametrize("width", [20, NARROW - 1, NARROW, 80, 200])
+@pytest.mark.parametrize("width", [20, MIN_DIAGRAM_COLUMNS - 1, MIN_DIAGRAM_COLUMNS, 80, 200])
 def test_nothing_is_wider_than_its_place(width: int) -> None:
-    drawn = score(["you", "main"], width, TYPED)
-    move = Move("main", "you", "a label", "words \x1b[31m and “others” " * 20, spoken=True)
-    lines = [*drawn.title("A title"), *drawn.draw(move), *drawn.draw(move._replace(target="somebody else"))]
+    drawn = make_diagram(["you", "main"], width, ASCII_CHARACTERS)
+    move = DiagramStep("main", "you", "a label", "words \x1b[31m and “others” " * 20, spoken=True)
+    lines = [
+        *drawn.draw_title("A title"),
+        *drawn.draw(move),
+        *drawn.draw(move._replace(target="somebody else")),
+    ]
     assert max(map(len, lines)) <= width
     assert all(line.isascii() and line.isprintable() for line in lines)
 
 
 def test_who_comes_later_gets_a_column() -> None:
-    drawn = score(["you", "main"], 80, DRAWN)
-    drawn.title("")
-    assert drawn.draw(Move("you", "scout", "", "go", spoken=True)) == [
+    drawn = make_diagram(["you", "main"], 80, UNICODE_CHARACTERS)
+    drawn.draw_title("")
+    assert drawn.draw(DiagramStep("you", "scout", "", "go", spoken=True)) == [
         "   │        │      scout",
         "   ├────────┼───────►│             “go”",
     ]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cli.terminal import BOUND, Program
-from disks import Disk, small_disk
+from support.disks import Disk, small_disk
 
 pytestmark = pytest.mark.requirement("G21")
 
@@ -132,8 +132,8 @@ def test_what_is_there_can_be_read_where_no_file_can_grow(program: Program) -> N
 LOGS = """
 import logging, sys
 from pathlib import Path
-from antiphon.cli.journal import keep_journal
-keep_journal(Path(sys.argv[1]), debug=False)
+from antiphon.cli._logging import configure_logging
+configure_logging(Path(sys.argv[1]), debug=False)
 for number in range(1000):
     logging.getLogger("antiphon.test").warning("a line of the log, number %d", number)
 print("done")

@@ -18,9 +18,9 @@ from cli.terminal import BOUND, Program
 pytestmark = pytest.mark.requirement("R")
 
 MODELS = {"pydantic_ai", "openai", "anthropic", "stamina", "antiphon.runtimes.model"}
-SERVING = {"uvicorn", "starlette", "cryptography", "prometheus_client", "antiphon.host"}
+SERVING = {"uvicorn", "starlette", "cryptography", "prometheus_client", "antiphon.app"}
 CONFIGURING = {"pydantic", "pyjson5", "antiphon.config"}
-KEEPING = {"sqlite3", "antiphon.store.sqlite", "antiphon.operations", "antiphon.visits"}
+KEEPING = {"sqlite3", "antiphon.store.sqlite.store", "antiphon.operations", "antiphon.state_access"}
 
 
 def imported(program: Program, *arguments: str) -> set[str]:

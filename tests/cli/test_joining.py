@@ -18,8 +18,8 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from antiphon.gateway.tokens import Tokens
-from antiphon.store.postgres.worker import WAIT
+from antiphon.gateway.tokens import TokenRegistry
+from antiphon.store.postgres.worker import RETRY_WINDOW_SECONDS
 from cli.gateways import up
 from cli.terminal import BOUND, Program
 from cluster.database import Postgres
@@ -205,7 +205,7 @@ def test_a_database_that_is_away_does_not_silence_the_status(
         assert told.code == 0, told.err
         assert f"running at {gateway.url} (process {gateway.process.pid})" in told.out
         assert "database     cannot be used now" in told.out
-        assert took < WAIT
+        assert took < RETRY_WINDOW_SECONDS
         assert (facts["running"], facts["failing"], facts["sessions"]) == (True, ["store"], None)
 
 
@@ -253,9 +253,9 @@ def test_every_replica_closes_the_sockets_of_a_token_that_is_revoked(
 def test_a_name_is_of_one_token_in_the_database_or_the_file(program: Program, shared: dict[str, Any]) -> None:
     """Otherwise one that is listed and revoked could be another than the one that is used."""
     assert program.run("tokens", "issue", "both", "--scope", "read").code == 0
-    in_file = Tokens.open(program.state)
+    in_file = TokenRegistry.open(program.state)
     for name in ("both", "old"):
-        in_file.issue(name, ["operator.read"])
+        in_file.issue_token(name, ["operator.read"])
     for name in ("owner", "old", "both"):
         refused = program.run("tokens", "issue", name, "--scope", "read")
         assert refused.code == 2

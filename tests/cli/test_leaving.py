@@ -14,8 +14,8 @@ from dataclasses import replace
 import pytest
 
 from antiphon import client
-from antiphon.client import Client, Lost, Site
-from antiphon.operations import Message
+from antiphon.client import Client, GatewayUnreachable, Site
+from antiphon.operations import IncomingMessage
 from cli.gateways import Gateway, token, up
 from cli.terminal import BOUND, Program, Terminal
 
@@ -28,7 +28,9 @@ HEARD = "is sent when the gateway is back"
 WORDS = "a b c d e f g h i j k l m n o p q r s t u v w x y z"
 LONG = f"slow 26 {WORDS}"
 ON = "The answer goes on at the gateway once it is back."
-HASTY = "from antiphon import cli, client; client.PATIENCE = 0.5; raise SystemExit(cli.main())"
+HASTY = (
+    "from antiphon import cli, client; client.RECONNECT_TIMEOUT_SECONDS = 0.5; raise SystemExit(cli.main())"
+)
 
 Leave = Callable[[Terminal], None]
 
@@ -330,7 +332,7 @@ def test_a_pipe_is_told_what_was_not_sent(program: Program, patient: Program) ->
 async def test_all_who_ask_a_lost_gateway_wait_together(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "PATIENCE", 0.5)
+    monkeypatch.setattr(client, "RECONNECT_TIMEOUT_SECONDS", 0.5)
     told: list[str] = []
     with up(program) as gateway:
         site = Site(gateway.url, token(program))
@@ -339,12 +341,12 @@ async def test_all_who_ask_a_lost_gateway_wait_together(
             return site
 
         async with asyncio.timeout(BOUND), Client(find, told.append) as desk:
-            assert desk.away is None
+            assert desk.reconnect_deadline is None
             await asyncio.to_thread(gateway.stop)
             since = asyncio.get_running_loop().time()
-            questions = [desk.submit(Message(session="main", content=f"say {n}")) for n in range(8)]
+            questions = [desk.submit(IncomingMessage(session="main", content=f"say {n}")) for n in range(8)]
             outcomes = await asyncio.gather(*questions, return_exceptions=True)
-            assert {type(outcome) for outcome in outcomes} == {Lost}
-            assert asyncio.get_running_loop().time() - since < 4 * client.PATIENCE
-            assert desk.away is not None
+            assert {type(outcome) for outcome in outcomes} == {GatewayUnreachable}
+            assert asyncio.get_running_loop().time() - since < 4 * client.RECONNECT_TIMEOUT_SECONDS
+            assert desk.reconnect_deadline is not None
     assert told == ["The gateway went away; connecting again…"]

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from antiphon.bus import Delivered, Delta, MessageAppended, RunChanged
-from antiphon.cli.screen import Screen
-from antiphon.client.feed import Place
+from antiphon.cli.chat.renderer import ChatRenderer
+from antiphon.client.feed import FeedPosition
 from cli.gateways import up
 from cli.terminal import BOUND, Program, Terminal
 from cli.test_delegating import CONFIG, HELPER, desk  # pyright: ignore[reportUnusedImport]  # noqa: F401
@@ -131,95 +131,95 @@ def ends(run_id: str, reply: str) -> RunChanged:
 
 
 def test_only_what_was_asked_for_is_completed_from_its_end(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = Screen("conversation", "main")
-    screen.show(Delta(session_key="k", run_id="wake:1", number=1, text="[session] has"))
-    screen.show(entry("wake:1", "assistant", "agent:x:main has it"))
-    screen.show(ends("wake:1", "[session] has it"))
-    screen.show(ends("turn:1", "REPLY_SKIP"))
+    screen = ChatRenderer("conversation", "main")
+    screen.show_event(Delta(session_key="k", run_id="wake:1", number=1, text="[session] has"))
+    screen.show_event(entry("wake:1", "assistant", "agent:x:main has it"))
+    screen.show_event(ends("wake:1", "[session] has it"))
+    screen.show_event(ends("turn:1", "REPLY_SKIP"))
     assert capsys.readouterr().out == "main> agent:x:main has it\n"
-    screen.expect("mine")
-    screen.show(ends("mine", "an answer whose entry was missed"))
+    screen.expect_answer("mine")
+    screen.show_event(ends("mine", "an answer whose entry was missed"))
     assert capsys.readouterr().out == "main> an answer whose entry was missed\n"
 
 
 def test_an_answer_that_is_shown_is_not_repeated_by_a_late_end(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = Screen("conversation", "main")
-    screen.expect("mine")
-    screen.show(entry("mine", "assistant", "once"))
-    screen.show(RunChanged(session_key="k", run_id="other", state="running"))
-    screen.show(ends("other", ""))
-    screen.show(ends("mine", "once"))
+    screen = ChatRenderer("conversation", "main")
+    screen.expect_answer("mine")
+    screen.show_event(entry("mine", "assistant", "once"))
+    screen.show_event(RunChanged(session_key="k", run_id="other", state="running"))
+    screen.show_event(ends("other", ""))
+    screen.show_event(ends("mine", "once"))
     assert capsys.readouterr().out == "main> once\n"
 
 
 def test_what_comes_late_of_an_answer_is_not_shown_again(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = Screen("conversation", "main")
-    screen.expect("mine")
-    screen.end("mine", "ok", "once", None)
+    screen = ChatRenderer("conversation", "main")
+    screen.expect_answer("mine")
+    screen.show_run_end("mine", "ok", "once", None)
     for late in (entry("mine", "user", "say once"), entry("mine", "assistant", "once")):
-        screen.show(late)
+        screen.show_event(late)
     assert capsys.readouterr().out == "main> once\n"
-    screen.show(entry("mine", "assistant", "an earlier step"))
+    screen.show_event(entry("mine", "assistant", "an earlier step"))
     assert capsys.readouterr().out == "main> an earlier step\n"
 
 
 def test_a_script_gets_no_words_that_were_taken_back(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = Screen("answers", "main")
-    screen.expect("mine")
-    screen.show(Delta(session_key="k", run_id="mine", number=1, text="half an ans"))
-    screen.show(Delta(session_key="k", run_id="mine", number=2, text="Hello", restart=True))
-    screen.show(entry("mine", "assistant", "Hello there."))
-    screen.show(ends("mine", "Hello there."))
+    screen = ChatRenderer("answers", "main")
+    screen.expect_answer("mine")
+    screen.show_event(Delta(session_key="k", run_id="mine", number=1, text="half an ans"))
+    screen.show_event(Delta(session_key="k", run_id="mine", number=2, text="Hello", restart=True))
+    screen.show_event(entry("mine", "assistant", "Hello there."))
+    screen.show_event(ends("mine", "Hello there."))
     assert capsys.readouterr().out == "Hello there.\n"
 
 
 @pytest.mark.parametrize("token", ["ANNOUNCE_SKIP", "NO_REPLY"])
 def test_silence_is_silent(token: str, capsys: pytest.CaptureFixture[str]) -> None:
-    screen = Screen("conversation", "main")
+    screen = ChatRenderer("conversation", "main")
     step = {"kind": "announce_step", "sourceTool": "sessions_send"}
-    screen.show(entry("announce:1", "user", "Agent-to-agent announce step.", provenance=step))
-    screen.show(entry("announce:1", "assistant", f"{token}\n"))
+    screen.show_event(entry("announce:1", "user", "Agent-to-agent announce step.", provenance=step))
+    screen.show_event(entry("announce:1", "assistant", f"{token}\n"))
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.requirement("H6")
 def test_an_announcement_is_shown_when_it_is_posted(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = Screen("conversation", "main")
+    screen = ChatRenderer("conversation", "main")
     for run_id in ("announce:1", "announce:2"):
-        screen.show(msgspec.structs.replace(entry(run_id, "assistant", "raw words"), internal=True))
+        screen.show_event(msgspec.structs.replace(entry(run_id, "assistant", "raw words"), internal=True))
     assert capsys.readouterr().out == ""
     posted = Delivered(session_key="k", key="exchange:1", run_id="announce:1", kind="announce", text="words")
     for _ in range(2):
-        screen.show(posted)
+        screen.show_event(posted)
     assert capsys.readouterr().out == "main> words\n"
 
 
 @pytest.mark.requirement("H6")
 def test_an_answer_that_is_a_token_is_not_shown_in_parts_either(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = Screen("conversation", "main")
-    screen.expect("mine")
+    screen = ChatRenderer("conversation", "main")
+    screen.expect_answer("mine")
     for number, piece in enumerate(("`NO_", "REPLY`"), 1):
-        screen.show(Delta(session_key="k", run_id="mine", number=number, text=piece))
-    screen.show(msgspec.structs.replace(entry("mine", "assistant", "`NO_REPLY`"), internal=True))
-    screen.show(ends("mine", "`NO_REPLY`"))
+        screen.show_event(Delta(session_key="k", run_id="mine", number=number, text=piece))
+    screen.show_event(msgspec.structs.replace(entry("mine", "assistant", "`NO_REPLY`"), internal=True))
+    screen.show_event(ends("mine", "`NO_REPLY`"))
     assert capsys.readouterr().out == ""
-    screen.expect("next")
+    screen.expect_answer("next")
     for number, piece in enumerate(("NO", "body"), 1):
-        screen.show(Delta(session_key="k", run_id="next", number=number, text=piece))
-    screen.show(entry("next", "assistant", "NObody"))
-    screen.show(ends("next", "NObody"))
+        screen.show_event(Delta(session_key="k", run_id="next", number=number, text=piece))
+    screen.show_event(entry("next", "assistant", "NObody"))
+    screen.show_event(ends("next", "NObody"))
     assert capsys.readouterr().out == "main> NObody\n"
 
 
 def test_what_was_posted_is_no_run() -> None:
-    place = Place("k", 0)
+    place = FeedPosition("k", 0)
     message = {"role": "assistant", "content": [{"type": "text", "text": "posted"}]}
     posted = {"sessionKey": "k", "runId": "note:1", "seq": 0, "state": "final", "message": message}
-    event = place.event("chat", posted)
+    event = place.handle_event("chat", posted)
     assert isinstance(event, Delivered)
     assert (event.run_id, event.text) == ("note:1", "posted")
-    assert not place.waiting
-    assert isinstance(place.event("chat", {**posted, "seq": 1}), RunChanged)
+    assert not place.is_waiting
+    assert isinstance(place.handle_event("chat", {**posted, "seq": 1}), RunChanged)
 
 
 def test_who_stops_an_answer_leaves_what_others_have_waiting(program: Program) -> None:

@@ -13,12 +13,12 @@ import pytest
 from test_client import client
 
 from antiphon.client import Client
-from antiphon.engine import context
-from antiphon.operations import Message
+from antiphon.engine.runs import context
+from antiphon.operations import IncomingMessage
 from antiphon.views import RunView
 from cli.gateways import up
 from cli.terminal import BOUND, Program
-from providers import Answer, Failure, Provider, served
+from support.model_provider import Answer, Failure, Provider, served
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("R")]
 
@@ -42,7 +42,7 @@ async def conversing(program: Program, config: dict[str, Any]) -> AsyncGenerator
 
 
 async def ask(desk: Client, text: str, session: str = "main") -> RunView:
-    accepted = await desk.submit(Message(session=session, content=text))
+    accepted = await desk.submit(IncomingMessage(session=session, content=text))
     return await desk.wait(accepted.run_id, BOUND)
 
 
@@ -54,7 +54,7 @@ async def test_a_stopped_or_failed_question_is_not_glued_to_the_next_one(program
         provider.script(Answer(text=("x",), hold_after=0), refusal)
         base = f"{provider.url}/v1" if api == "openai-completions" else provider.url
         async with conversing(program, settings(provider.url, api=api, baseUrl=base)) as desk:
-            stopped = await desk.submit(Message(session="main", content="LONG"))
+            stopped = await desk.submit(IncomingMessage(session="main", content="LONG"))
             async with asyncio.timeout(BOUND):
                 await provider.arrived.wait()
             await desk.stop("main")
@@ -65,9 +65,9 @@ async def test_a_stopped_or_failed_question_is_not_glued_to_the_next_one(program
         said = [(m["role"], _text(m["content"])) for m in messages]
         assert said == [
             ("user", "LONG"),
-            ("assistant", context.STOPPED),
+            ("assistant", context.STOPPED_TURN_TEXT),
             ("user", "REFUSED"),
-            ("assistant", context.FAILED),
+            ("assistant", context.FAILED_TURN_TEXT),
             ("user", "NEXT"),
         ]
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from antiphon.bus import ToolPhase
-from antiphon.cli import output
-from antiphon.cli.failures import report
-from antiphon.cli.journal import keep_journal
-from antiphon.cli.screen import Screen
-from antiphon.config.addresses import shown_url
+from antiphon.cli import _output
+from antiphon.cli._errors import report_error
+from antiphon.cli._logging import configure_logging
+from antiphon.cli.chat.renderer import ChatRenderer
+from antiphon.config.addresses import mask_url
 from antiphon.errors import AntiphonError
 from cli.terminal import BOUND, Program
 
@@ -57,16 +57,16 @@ def test_a_role_cannot_command_a_terminal(program: Program, tmp_path: Path) -> N
 
 
 def test_a_summary_cannot_command_a_terminal() -> None:
-    assert harmless(output.said({"role": "compaction", "summary": ESCAPE}))
+    assert harmless(_output.format_entry_text({"role": "compaction", "summary": ESCAPE}))
 
 
 def test_an_imported_agent_cannot_command_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    from antiphon.cli import transfers
-    from antiphon.transfers.imports import Imported
+    from antiphon.cli import _sessions_transfer
+    from antiphon.transfers.imports import ImportReport
 
-    done = Imported(dry_run=False)
+    done = ImportReport(dry_run=False)
     done.unknown_agents = [ESCAPE]
-    transfers._print_import(done)  # pyright: ignore[reportPrivateUsage]
+    _sessions_transfer._print_import(done)  # pyright: ignore[reportPrivateUsage]
     shown = capsys.readouterr().out
     assert "owned" in shown
     assert harmless(shown)
@@ -74,19 +74,19 @@ def test_an_imported_agent_cannot_command_a_terminal(capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("arguments", [[], ["--json"], ["--debug"]])
 def test_an_error_cannot_command_a_terminal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    report(AntiphonError(f"what {ESCAPE}", f"hint {ESCAPE}", problems=[f"problem {ESCAPE}"]), arguments)
+    report_error(AntiphonError(f"what {ESCAPE}", f"hint {ESCAPE}", problems=[f"problem {ESCAPE}"]), arguments)
     told = capsys.readouterr().err
     assert told.count("owned") >= 3
     assert harmless(told)
 
 
 def test_names_on_the_screen_cannot_command_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = Screen("conversation", ESCAPE)
-    screen.expect("r")
-    screen.show(
+    screen = ChatRenderer("conversation", ESCAPE)
+    screen.expect_answer("r")
+    screen.show_event(
         ToolPhase(session_key="k", run_id="r", call_id="c", name=ESCAPE, phase="result", is_error=True)
     )
-    screen.end("r", "error", "an answer", ESCAPE)
+    screen.show_run_end("r", "error", "an answer", ESCAPE)
     shown = capsys.readouterr().out
     assert shown.count("owned") == 3
     assert harmless(shown)
@@ -102,7 +102,7 @@ def test_a_configuration_cannot_command_a_terminal(program: Program) -> None:
 
 def test_the_log_cannot_command_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "root", logging.RootLogger(logging.WARNING))
-    keep_journal(tmp_path, debug=False)
+    configure_logging(tmp_path, debug=False)
     logging.root.warning("said %s", ESCAPE)
     for handler in logging.root.handlers:
         handler.close()
@@ -131,7 +131,7 @@ def test_the_log_cannot_command_a_terminal(tmp_path: Path, monkeypatch: pytest.M
     ],
 )
 def test_an_address_is_shown_without_its_secrets(url: str | None, shown: str) -> None:
-    assert shown_url(url) == shown
+    assert mask_url(url) == shown
 
 
 @pytest.fixture

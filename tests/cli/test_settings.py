@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from antiphon.cli.settings import Settings
+from antiphon.cli._options import Settings
 from antiphon.config import Config
 from antiphon.errors import ConfigError
-from nobody import unprivileged
+from support.privileges import unprivileged
 
 
 def config(path: Path, written: dict[str, Any] | None) -> Config:
     if written is not None:
         (path / "config.json5").write_text(json.dumps(written))
-    return Settings(state_dir=str(path)).config_when_needed()
+    return Settings(state_dir=str(path)).load_config_lazily()
 
 
 @pytest.mark.parametrize("written", [None, {}, {"gateway": {"port": 1}}])
@@ -72,4 +72,4 @@ def test_where_no_file_can_be_there_is_none(tmp_path: Path) -> None:
 def test_a_file_that_was_named_must_be_there(tmp_path: Path) -> None:
     missing = Settings(config=str(tmp_path / "nowhere.json5"), state_dir=str(tmp_path))
     with pytest.raises(ConfigError, match=r"nowhere\.json5"):
-        missing.config_when_needed()
+        missing.load_config_lazily()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from antiphon.errors import ConfigError
-from antiphon.gateway.server import listen
+from antiphon.gateway.server import open_listener
 from cli.gateways import token, up
 from cli.terminal import BOUND, Program
 
@@ -114,7 +114,7 @@ def test_an_address_that_cannot_be_listened_on_is_a_mistake_in_the_configuration
 
 def test_a_host_without_an_address_is_named_with_the_reason() -> None:
     with pytest.raises(ConfigError) as refused:
-        listen("no such host", 0)
+        open_listener("no such host", 0)
     assert "Unknown error" not in refused.value.what
 
 
@@ -221,8 +221,8 @@ def test_two_agents_that_cannot_reach_each_other_are_told_what_to_set(program: P
 LOGS = """
 import logging, sys
 from pathlib import Path
-from antiphon.cli.journal import keep_journal
-keep_journal(Path(sys.argv[1]), debug=True)
+from antiphon.cli._logging import configure_logging
+configure_logging(Path(sys.argv[1]), debug=True)
 log = logging.getLogger("antiphon.test")
 log.warning("Run %r \\x1b[31mfailed", "r1", extra={"run_id": "r1", "session_key": "k", "token": "s3cret"})
 try:

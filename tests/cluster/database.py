@@ -23,7 +23,7 @@ from time import monotonic, time
 from typing import Any, TypeVar
 
 from antiphon.store.postgres import PgStore
-from antiphon.store.postgres.connection import LOST, Connection, Server
+from antiphon.store.postgres.connection import CONNECTION_ERRORS, AsyncpgConnection, PgServer
 
 from .servers import free_ports  # noqa: TID252 - tests and benchmarks know this folder by two names
 
@@ -86,7 +86,7 @@ def _programs(home: Path) -> Path:
     return home / package.name / "pginstall18" / "bin"
 
 
-class Desk:
+class EventLoopThread:
     """A thread with an event loop, for what is asked of the server from any thread and any loop."""
 
     def __init__(self) -> None:
@@ -112,13 +112,13 @@ class Postgres:
         (self.port,) = free_ports(1)
         self.secret = self.home / "password"
         """A file with the password, as a configuration may name it."""
-        self.desk = Desk()
+        self.desk = EventLoopThread()
         self._user = NOBODY if os.geteuid() == 0 else None
         self._bin = _programs(self.home)
         self._data = self.home / "data"
         self._process: subprocess.Popen[bytes] | None = None
         self._made: dict[str, Future[None]] = {}
-        self._open: dict[str, Connection] = {}
+        self._open: dict[str, AsyncpgConnection] = {}
         self._turn = asyncio.Lock()  # a connection does one thing at a time
         self._initialise()
         self.start()
@@ -198,12 +198,12 @@ class Postgres:
 
     # --- databases ---
 
-    async def database(self, name: object) -> Server:
+    async def database(self, name: object) -> PgServer:
         """A database for this name: the same one for the same name, a new and empty one for a new name."""
         await asyncio.wrap_future(self._making(name))
         return self.server(_database(name))
 
-    def made(self, name: object) -> Server:
+    def made(self, name: object) -> PgServer:
         """The same, for who has no loop to wait in."""
         self._making(name).result(BOUND)
         return self.server(_database(name))
@@ -220,8 +220,8 @@ class Postgres:
         """Whether any database has been asked for since all were dropped."""
         return bool(self._made)
 
-    def server(self, database: str) -> Server:
-        return Server(self.url(database), PASSWORD)
+    def server(self, database: str) -> PgServer:
+        return PgServer(self.url(database), PASSWORD)
 
     def rows(self, name: object, sql: str, *params: object) -> list[dict[str, Any]]:
         """What a statement gives in the database of this name, whatever loop is running here."""
@@ -269,7 +269,7 @@ class Postgres:
         async with self._turn:
             await (await self._connected("postgres")).execute(text)
 
-    async def _connected(self, database: str) -> Connection:
+    async def _connected(self, database: str) -> AsyncpgConnection:
         if database not in self._open or self._open[database].is_closed():
             self._open[database] = await self.server(database).connect()
         return self._open[database]
@@ -277,7 +277,7 @@ class Postgres:
     async def _leave(self, databases: set[str]) -> None:
         async with self._turn:
             for database in databases & self._open.keys():
-                with suppress(*LOST):  # the server may have been killed
+                with suppress(*CONNECTION_ERRORS):  # the server may have been killed
                     await self._open.pop(database).close(timeout=BOUND)
 
 

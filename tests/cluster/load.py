@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from time import monotonic
 
-from chaos.book import Book, Row
 from chaos.killer import UNFINISHED
 from chaos.scenario import Planned, places, talking
 from chaos.verify import finally_
-from cluster.choir import Choir, Facts, Gone, Refused, Voice
+from support.replicas import Facts, ReplicaGone, ReplicaProcess, ReplicaRefused, ReplicaSet
+from support.store_snapshot import Row, StoreSnapshot
 
 WATCHED = 4  # sessions
 AT_ONCE = 6  # messages whose ends are waited for, before there is another one
@@ -47,22 +47,22 @@ def plan(seed: int, messages: int) -> list[Planned]:
 class Watcher:
     """Follows a session on any replica, and goes on at another when that one is gone."""
 
-    choir: Choir
+    choir: ReplicaSet
     session: str
-    at: Voice | None = None
+    at: ReplicaProcess | None = None
     """The only one to ask, if there is one."""
     seen: list[Facts] = field(default_factory=list[Facts])
     moves: int = 0
 
     async def watch(self) -> None:
         while True:
-            if voice := self.at or self.choir.anybody():
-                with suppress(Gone, Refused):
+            if voice := self.at or self.choir.pick_replica():
+                with suppress(ReplicaGone, ReplicaRefused):
                     await self._follow(voice)
                 self.moves += 1
-            await self.choir.breath()
+            await self.choir.wait_for_news()
 
-    async def _follow(self, voice: Voice) -> None:
+    async def _follow(self, voice: ReplicaProcess) -> None:
         feed = voice.follow(self.session, self.seen[-1]["seq"] if self.seen else 0)
         async with aclosing(feed):
             async for fact in feed:
@@ -72,7 +72,7 @@ class Watcher:
         (row,) = self.choir.rows("SELECT last_seq FROM sessions WHERE key = $1", self.session)
         return row["last_seq"] == (self.seen[-1]["seq"] if self.seen else 0)
 
-    def wrong(self, book: Book) -> list[str]:
+    def wrong(self, book: StoreSnapshot) -> list[str]:
         """Each entry once and in order."""
         session = book.session(self.session)
         assert session is not None
@@ -83,7 +83,7 @@ class Watcher:
 
 @dataclass
 class Load:
-    choir: Choir
+    choir: ReplicaSet
     plan: Sequence[Planned]
     accepted: list[Planned] = field(default_factory=list[Planned])
     answered: list[str] = field(default_factory=list[str])
@@ -96,7 +96,7 @@ class Load:
     async def run(self) -> None:
         """Until everything that was accepted has ended and everybody has been told."""
         for place in sorted({*places(list(self.plan)), *(f"agent:main:direct:s{n}" for n in range(WATCHED))}):
-            await self.choir.surely("open", session=place)
+            await self.choir.ask_until_done("open", session=place)
         self.watchers = [Watcher(self.choir, f"agent:main:direct:s{number}") for number in range(WATCHED)]
         watching = [asyncio.create_task(watcher.watch()) for watcher in self.watchers]
         try:
@@ -129,11 +129,11 @@ class Load:
         if earlier is not None:
             await earlier.wait()
         began = monotonic()
-        await self.choir.surely("submit", session=planned.session, text=planned.text, key=planned.key)
+        await self.choir.ask_until_done("submit", session=planned.session, text=planned.text, key=planned.key)
         self.longest = max(self.longest, monotonic() - began)
         self.accepted.append(planned)
         accepted.set()
-        view = await self.choir.waited(planned.key, 2 * ENDING)
+        view = await self.choir.wait_for_run_end(planned.key, 2 * ENDING)
         self.answered.append(view["runId"])
         room.release()
 
@@ -146,7 +146,7 @@ class Load:
     # --- what must hold when every replica has left ---
 
     def wrong(self) -> list[str]:
-        book = Book(self.choir.home)
+        book = StoreSnapshot(self.choir.home)
         places = {planned.key: place for place, planned in enumerate(self.plan)}
         accepted = sorted(self.accepted, key=lambda planned: places[planned.key])
         wrong = finally_(self.choir.home, accepted)
@@ -155,7 +155,7 @@ class Load:
         return wrong + order(book, accepted) + misdated(book)
 
 
-def misdated(book: Book) -> list[str]:
+def misdated(book: StoreSnapshot) -> list[str]:
     """Whatever the clock of the machine says that it was answered on, an answer is dated by that of all."""
     # The words of a note have waited for their turn.
     answers = [
@@ -172,7 +172,7 @@ def misdated(book: Book) -> list[str]:
     ]
 
 
-def order(book: Book, accepted: Iterable[Planned]) -> list[str]:
+def order(book: StoreSnapshot, accepted: Iterable[Planned]) -> list[str]:
     """What one writer said to a session is in its transcript in that order."""
     runs: dict[str, list[Row]] = {}
     for planned in accepted:

@@ -29,16 +29,16 @@ import msgspec
 from antiphon.access import Caller
 from antiphon.bus import MessageAppended, SessionChanged
 from antiphon.config import Config
-from antiphon.engine.deliveries import Destination
-from antiphon.engine.engine import Pace
+from antiphon.coordination import LEASE_FRACTION_OF_ACK_WAIT
+from antiphon.engine.engine import EngineTimings
+from antiphon.engine.outbox.delivery_rows import Destination
 from antiphon.errors import AntiphonError, StoreError, Unavailable
-from antiphon.gateway.server import Served, serving
-from antiphon.links import LEASE
-from antiphon.loop import run
-from antiphon.operations import Message, Send, Spawn
-from antiphon.schedules import JobSpec
-from chaos.talk import ATTEMPTS, KEYED, UNKEYED
+from antiphon.event_loop import run
+from antiphon.gateway.server import ListeningGateway, serve_gateway
+from antiphon.job_operations import JobSpec
+from antiphon.operations import IncomingMessage, SendRequest, SpawnRequest
 from chaos.worker import append, tools
+from support.planned_exchanges import ATTEMPTS, KEYED, UNKEYED
 
 OPERATOR = Caller.operator()
 Given = dict[str, Any]
@@ -50,7 +50,7 @@ def say(**facts: Any) -> None:
 
 
 @dataclass(slots=True)
-class Outside:
+class FileChannel:
     """A channel to people that every replica shares. One that is keyed takes the same key as the same message."""
 
     posts: Path
@@ -65,10 +65,10 @@ class Outside:
         return f"outside-{key}"
 
 
-class Desk:
+class RequestHandler:
     """What can be asked of this process."""
 
-    def __init__(self, served: Served, stopping: asyncio.Event) -> None:
+    def __init__(self, served: ListeningGateway, stopping: asyncio.Event) -> None:
         self._stopping = stopping
         self._house = served.gateway.house
         self._operations = self._house.operations
@@ -101,14 +101,14 @@ class Desk:
 
     async def do_submit(self, session: str, text: str, key: str | None = None) -> object:
         return await self._operations.submit(
-            OPERATOR, Message(session=session, content=text, idempotency_key=key)
+            OPERATOR, IncomingMessage(session=session, content=text, idempotency_key=key)
         )
 
     async def do_send(self, **given: Any) -> object:
-        return await self._operations.send(OPERATOR, Send(**given))
+        return await self._operations.send(OPERATOR, SendRequest(**given))
 
     async def do_spawn(self, requester: str, **given: Any) -> object:
-        return await self._operations.spawn(OPERATOR, Spawn(**given), requester=requester)
+        return await self._operations.spawn(OPERATOR, SpawnRequest(**given), requester=requester)
 
     async def do_wait(self, run: str, seconds: float) -> object:
         return await self._operations.wait(OPERATOR, run, seconds)
@@ -120,7 +120,7 @@ class Desk:
         return await self._operations.delete(OPERATOR, session)
 
     async def do_replicas(self) -> object:
-        return await self._operations.replicas(OPERATOR)
+        return await self._operations.list_replicas(OPERATOR)
 
     async def do_job(self, **given: Any) -> object:
         return (await self._house.schedules.add(OPERATOR, msgspec.convert(given, JobSpec))).id
@@ -145,21 +145,24 @@ class Desk:
                     say(on=id, seq=event.seq, entry=event.entry)
 
 
-async def live(settings: Given, own: Path, common: Path) -> None:
+async def run_replica(settings: Given, own: Path, common: Path) -> None:
     patience: Given = settings.pop("patience", {})
     config = Config.model_validate(settings)
     channels = {
-        name: Outside(common / f"{name}.txt", keyed) for name, keyed in {KEYED: True, UNKEYED: False}.items()
+        name: FileChannel(common / f"{name}.txt", keyed)
+        for name, keyed in {KEYED: True, UNKEYED: False}.items()
     }
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
-    pace = Pace(lease=LEASE * config.bus.ack_wait_seconds, **patience)  # as `links` has it, if none is given
+    pace = EngineTimings(
+        lease=LEASE_FRACTION_OF_ACK_WAIT * config.bus.ack_wait_seconds, **patience
+    )  # as `links` has it, if none is given
     offered = partial(tools, common)
-    async with serving(config, own, port=0, channels=channels, tools=offered, pace=pace) as served:
-        desk = Desk(served, stopping)
+    async with serve_gateway(config, own, port=0, channels=channels, tools=offered, pace=pace) as served:
+        desk = RequestHandler(served, stopping)
         say(up=served.url.replace("ws", "http", 1))
-        asking = asyncio.create_task(_asking(desk, stopping))
+        asking = asyncio.create_task(_read_requests(desk, stopping))
         await stopping.wait()
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
@@ -168,7 +171,7 @@ async def live(settings: Given, own: Path, common: Path) -> None:
     say(left=True)
 
 
-async def _asking(desk: Desk, stopping: asyncio.Event) -> None:
+async def _read_requests(desk: RequestHandler, stopping: asyncio.Event) -> None:
     reader = asyncio.StreamReader()
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
@@ -187,7 +190,7 @@ def main() -> None:
         level=logging.INFO, stream=sys.stderr, format="%(relativeCreated)d %(name)s %(levelname)s %(message)s"
     )
     try:
-        run(live(json.loads(Path(settings).read_text()), Path(own), Path(common)))
+        run(run_replica(json.loads(Path(settings).read_text()), Path(own), Path(common)))
     except AntiphonError as error:  # as the command line tells it: in one sentence
         sys.exit(str(error))
 

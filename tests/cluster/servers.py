@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from antiphon.natslink import Servers
+from antiphon.nats.connection import NatsServers
 
 BOUND = 20.0
 READY = "Server is ready"
@@ -53,9 +53,9 @@ class NatsServer:
     def url(self) -> str:
         return f"nats://127.0.0.1:{self.port}"
 
-    def servers(self, **given: Any) -> Servers:
+    def servers(self, **given: Any) -> NatsServers:
         settings: dict[str, Any] = {"url": self.url, **given}
-        return Servers(**settings)
+        return NatsServers(**settings)
 
     def start(self) -> None:
         """Returns when clients are served."""
@@ -145,5 +145,5 @@ def nats_cluster(size: int = 3) -> Generator[list[NatsServer]]:
         yield servers
 
 
-def together(servers: Sequence[NatsServer]) -> Servers:
-    return Servers(url=",".join(server.url for server in servers))
+def together(servers: Sequence[NatsServer]) -> NatsServers:
+    return NatsServers(url=",".join(server.url for server in servers))

@@ -13,7 +13,7 @@ from antiphon.engine import replicas
 from antiphon.engine.replicas import Replica
 from antiphon.store import Row, Tx
 from antiphon.store.postgres import PgStore
-from antiphon.store.postgres.connection import Server
+from antiphon.store.postgres.connection import PgServer
 from antiphon.store.queries import Query
 from cluster.proxy import Proxy
 
@@ -54,7 +54,7 @@ async def within(work: Awaitable[T], seconds: float = BOUND) -> T:
 
 
 @asynccontextmanager
-async def opened(server: Server, **options: Any) -> AsyncGenerator[PgStore]:
+async def opened(server: PgServer, **options: Any) -> AsyncGenerator[PgStore]:
     store = await within(PgStore.open(server, **options))
     try:
         yield store
@@ -63,23 +63,23 @@ async def opened(server: Server, **options: Any) -> AsyncGenerator[PgStore]:
 
 
 @asynccontextmanager
-async def proxied(server: Server, **options: Any) -> AsyncGenerator[tuple[Proxy, PgStore]]:
+async def proxied(server: PgServer, **options: Any) -> AsyncGenerator[tuple[Proxy, PgStore]]:
     """A store whose way to its database can be broken."""
     async with Proxy(port_of(server)) as proxy, opened(through(proxy, server), **options) as store:
         yield proxy, store
 
 
-def port_of(server: Server) -> int:
+def port_of(server: PgServer) -> int:
     found = re.search(r":(\d+)/", server.url)
     assert found
     return int(found[1])
 
 
-def through(proxy: Proxy, server: Server) -> Server:
+def through(proxy: Proxy, server: PgServer) -> PgServer:
     return replace(server, url=server.url.replace(f":{port_of(server)}/", f":{proxy.port}/"))
 
 
-async def altered(server: Server, *statements: str) -> None:
+async def altered(server: PgServer, *statements: str) -> None:
     asked = await server.connect()
     try:
         for statement in statements:

@@ -9,11 +9,11 @@ from typing import Any
 import httpx2
 import pytest
 
-from cluster.choir import BOUND, Choir, Refused, Voice, choir
 from cluster.database import Postgres
 from cluster.load import Load, plan
 from cluster.servers import nats_cluster
-from cluster.weather import Wind
+from support.faults import FaultInjector
+from support.replicas import BOUND, ReplicaProcess, ReplicaRefused, ReplicaSet, open_replica_set
 
 pytestmark = pytest.mark.anyio
 
@@ -21,21 +21,21 @@ MESSAGES = 12
 SESSIONS = 3
 
 
-async def ready(voice: Voice) -> tuple[int, dict[str, Any]]:
+async def ready(voice: ReplicaProcess) -> tuple[int, dict[str, Any]]:
     async with httpx2.AsyncClient(timeout=BOUND) as client:
         answer = await client.get(f"{voice.url}/readyz")
     return answer.status_code, answer.json()
 
 
-async def say(singing: Choir, number: int) -> None:
+async def say(singing: ReplicaSet, number: int) -> None:
     session = f"agent:main:direct:s{number % SESSIONS}"
-    await singing.surely("submit", session=session, text=f"say {number}", key=f"m{number}")
+    await singing.ask_until_done("submit", session=session, text=f"say {number}", key=f"m{number}")
 
 
-async def all_said(singing: Choir, count: int) -> None:
+async def all_said(singing: ReplicaSet, count: int) -> None:
     """Everything that was accepted has been answered, in the order of each session."""
     for number in range(count):
-        assert (await singing.waited(f"m{number}"))["reply"] == str(number)
+        assert (await singing.wait_for_run_end(f"m{number}"))["reply"] == str(number)
     sql = "SELECT session, id FROM runs WHERE id LIKE 'm%' ORDER BY session, first_seq"
     lanes: dict[int, list[int]] = {}
     for run in await singing.look(sql):
@@ -48,7 +48,7 @@ async def all_said(singing: Choir, count: int) -> None:
 async def test_without_the_store_nothing_is_accepted_and_nothing_is_lost(
     tmp_path: Path, postgres: Postgres
 ) -> None:
-    async with choir(tmp_path, postgres) as singing:
+    async with open_replica_set(tmp_path, postgres) as singing:
         for number in range(MESSAGES):
             await say(singing, number)
         await asyncio.to_thread(postgres.kill)
@@ -62,7 +62,7 @@ async def test_without_the_store_nothing_is_accepted_and_nothing_is_lost(
         finally:
             await asyncio.to_thread(postgres.start)
         for answer in answers:
-            assert isinstance(answer, Refused), answer
+            assert isinstance(answer, ReplicaRefused), answer
             assert str(answer).startswith("The database ") and "\n" not in str(answer)
             assert "nothing of this request was kept" in str(answer)
         assert health == [(503, {"ready": False, "failing": ["store"]})] * 3
@@ -76,7 +76,7 @@ async def test_without_the_store_nothing_is_accepted_and_nothing_is_lost(
 async def test_without_the_bus_everything_is_accepted_and_done_when_it_is_back(
     tmp_path: Path, postgres: Postgres
 ) -> None:
-    async with choir(tmp_path, postgres) as singing:
+    async with open_replica_set(tmp_path, postgres) as singing:
         await say(singing, 0)
         await asyncio.to_thread(singing.nats.kill)
         try:
@@ -95,8 +95,8 @@ async def test_a_node_of_three_is_killed(tmp_path: Path, postgres: Postgres) -> 
     """Each of them once, so that also the one that leads goes, and comes back."""
     with nats_cluster() as nodes:
         bus = {"replicas": 3, "url": ",".join(node.url for node in nodes)}
-        async with choir(tmp_path, postgres, bus=bus) as singing:
-            load, wind = Load(singing, plan(9, 1000)), Wind(singing)
+        async with open_replica_set(tmp_path, postgres, bus=bus) as singing:
+            load, wind = Load(singing, plan(9, 1000)), FaultInjector(singing)
             working = asyncio.create_task(load.run())
             for node in nodes:
                 before = len(load.answered)

@@ -15,10 +15,10 @@ from time import monotonic
 import pytest
 
 from chaos.scenario import Planned
-from cluster.choir import Choir, choir
 from cluster.database import Postgres
 from cluster.load import Load, plan
-from cluster.weather import KINDS, Wind, forecast
+from support.faults import KINDS, FaultInjector, plan_faults
+from support.replicas import ReplicaSet, open_replica_set
 
 pytestmark = pytest.mark.anyio
 
@@ -27,11 +27,11 @@ FIRST = 100  # seed of a storm
 Record = Callable[[str, object], None]
 
 
-async def suffer(home: Path, postgres: Postgres, seed: int, faults: int) -> tuple[Load, Wind]:
+async def suffer(home: Path, postgres: Postgres, seed: int, faults: int) -> tuple[Load, FaultInjector]:
     """A load under a forecast; what came of it has been checked."""
-    async with choir(home, postgres, seed=seed) as singing:
-        load, wind = Load(singing, plan(seed, MESSAGES)), Wind(singing)
-        blowing = asyncio.create_task(wind.blow(forecast(seed, faults)))
+    async with open_replica_set(home, postgres, seed=seed) as singing:
+        load, wind = Load(singing, plan(seed, MESSAGES)), FaultInjector(singing)
+        blowing = asyncio.create_task(wind.inject_faults(plan_faults(seed, faults)))
         working = asyncio.create_task(load.run())
         try:
             await asyncio.wait({blowing, working}, return_when=asyncio.FIRST_COMPLETED)
@@ -50,17 +50,17 @@ async def suffer(home: Path, postgres: Postgres, seed: int, faults: int) -> tupl
     return load, wind
 
 
-async def _leave(singing: Choir) -> None:
+async def _leave(singing: ReplicaSet) -> None:
     """When those that are gone have been forgotten, the others leave in good order."""
     await singing.until(
         lambda: len(singing.rows("SELECT id FROM owners")) == 3, what="the dead are forgotten"
     )
     assert [await voice.leave() for voice in singing.voices] == [0, 0, 0]
     for voice in singing.voices:
-        assert "Traceback" not in voice.said(), voice.said()
+        assert "Traceback" not in voice.read_log(), voice.read_log()
 
 
-def report(load: Load, wind: Wind, seed: int, seconds: float) -> str:
+def report(load: Load, wind: FaultInjector, seed: int, seconds: float) -> str:
     """What was done and what came of it, in a line."""
     runs, taken_up = (load.choir.tally[name] for name in ("runs", "taken up"))
     return (
@@ -102,7 +102,7 @@ async def test_what_is_checked_can_fail(tmp_path: Path, postgres: Postgres) -> N
     """A database in which one thing is wrong does not pass."""
     session = "agent:main:direct:s0"
     texts = [Planned(f"m{number}", session, f"say {number}", "ok", 1) for number in range(2)]
-    async with choir(tmp_path, postgres, size=1) as singing:
+    async with open_replica_set(tmp_path, postgres, size=1) as singing:
         load = Load(singing, texts)
         await load.run()
         await singing.voices[0].leave()
@@ -115,8 +115,8 @@ async def test_what_is_checked_can_fail(tmp_path: Path, postgres: Postgres) -> N
 
 
 def test_a_forecast_is_the_same_for_the_same_seed() -> None:
-    assert forecast(3, 40) == forecast(3, 40) != forecast(4, 40)
-    assert {fault.kind for fault in forecast(3, len(KINDS))} == set(KINDS)
+    assert plan_faults(3, 40) == plan_faults(3, 40) != plan_faults(4, 40)
+    assert {fault.kind for fault in plan_faults(3, len(KINDS))} == set(KINDS)
 
 
 @pytest.mark.requirement("G1", "G2", "G3", "G5", "G9", "G13", "G38", "S4", "S5", "S6", "S9", "P4", "P5")

@@ -22,7 +22,7 @@ from cryptography.x509.oid import NameOID
 from antiphon.bus import SessionChanged
 from antiphon.bus.nats import NatsBus
 from antiphon.errors import AntiphonError, BusError, ConfigError
-from antiphon.natslink import Link, Servers
+from antiphon.nats.connection import NatsConnection, NatsServers
 from cluster.servers import free_ports, nats_server
 
 pytestmark = pytest.mark.anyio
@@ -32,7 +32,7 @@ WORDS: dict[str, Any] = {"user": "choir", "password": "s3cret-word"}
 LOCKED: dict[str, Any] = {"authorization": WORDS}
 
 
-async def connect(servers: Servers, patience: float = 0.0) -> None:
+async def connect(servers: NatsServers, patience: float = 0.0) -> None:
     """An event goes from one connection to another."""
     one, other = NatsBus(servers), NatsBus(servers)
     try:
@@ -46,7 +46,7 @@ async def connect(servers: Servers, patience: float = 0.0) -> None:
         await other.stop()
 
 
-async def refused(servers: Servers) -> str:
+async def refused(servers: NatsServers) -> str:
     """The one sentence, and what to do."""
     with pytest.raises(AntiphonError) as caught:
         await asyncio.wait_for(connect(servers), BOUND)
@@ -58,11 +58,11 @@ async def refused(servers: Servers) -> str:
 async def test_user_and_password() -> None:
     with nats_server(**LOCKED) as server:
         await connect(server.servers(**WORDS))
-        await connect(Servers(url=f"nats://choir:s3cret-word@127.0.0.1:{server.port}"))
+        await connect(NatsServers(url=f"nats://choir:s3cret-word@127.0.0.1:{server.port}"))
         wrong = "does not accept our credentials. Check those given in `bus`."
         assert wrong in await refused(server.servers())
         assert wrong in await refused(server.servers(user="choir", password="s3cret-other"))
-        assert wrong in await refused(Servers(url=f"nats://choir:s3cret-x@127.0.0.1:{server.port}"))
+        assert wrong in await refused(NatsServers(url=f"nats://choir:s3cret-x@127.0.0.1:{server.port}"))
 
 
 async def test_wrong_credentials_are_not_tried_again() -> None:
@@ -77,8 +77,8 @@ async def test_a_token() -> None:
 
 
 async def test_what_is_secret_is_not_shown() -> None:
-    servers = Servers(url="nats://u:s3cret@a:1, nats://s3cret@b:2", password="s3cret", token="s3cret")
-    assert servers.shown() == "nats://a:1, nats://b:2"
+    servers = NatsServers(url="nats://u:s3cret@a:1, nats://s3cret@b:2", password="s3cret", token="s3cret")
+    assert servers.format_without_secrets() == "nats://a:1, nats://b:2"
     assert "s3cret" not in repr(servers).replace(servers.url, "")
 
 
@@ -96,16 +96,16 @@ async def test_what_is_secret_is_not_shown() -> None:
 )
 async def test_what_is_no_address(url: str) -> None:
     with pytest.raises(ConfigError, match=r"is not the address of a NATS server\. Write bus\.url as"):
-        await connect(Servers(url=url))
+        await connect(NatsServers(url=url))
 
 
 async def test_nobody_there() -> None:
     (port,) = free_ports(1)
-    told = await refused(Servers(url=f"nats://127.0.0.1:{port}"))
+    told = await refused(NatsServers(url=f"nats://127.0.0.1:{port}"))
     assert f"nats://127.0.0.1:{port} cannot be reached" in told and told.endswith(
         "Check bus.url, and that it runs."
     )
-    assert "cannot be reached" in await refused(Servers(url="nats://nobody.invalid:4222"))
+    assert "cannot be reached" in await refused(NatsServers(url="nats://nobody.invalid:4222"))
 
 
 async def test_a_server_that_is_late_is_waited_for() -> None:
@@ -129,7 +129,7 @@ async def test_somebody_else_there() -> None:
     for talk, told in ((hang, "does not answer"), (chat, "cannot be reached")):
         async with await asyncio.start_server(talk, "127.0.0.1", 0) as strange:
             port = strange.sockets[0].getsockname()[1]
-            assert told in await refused(Servers(url=f"nats://127.0.0.1:{port}"))
+            assert told in await refused(NatsServers(url=f"nats://127.0.0.1:{port}"))
 
 
 async def test_one_of_several_is_enough() -> None:
@@ -137,7 +137,7 @@ async def test_one_of_several_is_enough() -> None:
     with nats_server() as server:
         url = f"nats://127.0.0.1:{dead},{server.url}, nats://127.0.0.1:{other}"
         for _ in range(5):
-            await connect(Servers(url=url))
+            await connect(NatsServers(url=url))
 
 
 async def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ async def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "nats", None)
     with pytest.raises(ConfigError, match=r"scripts/extra cluster`\.$"):
-        await NatsBus(Servers(url="nats://127.0.0.1:4222")).start()
+        await NatsBus(NatsServers(url="nats://127.0.0.1:4222")).start()
 
 
 async def test_a_link_comes_back_from_whatever_the_server_says() -> None:
@@ -156,13 +156,13 @@ async def test_a_link_comes_back_from_whatever_the_server_says() -> None:
         joins.put_nowait(client)
 
     with nats_server() as server:
-        link = Link(server.servers(), name="test", joined=joined, left=lambda: None)
+        link = NatsConnection(server.servers(), name="test", joined=joined, left=lambda: None)
         await link.start()
         try:
             client = await asyncio.wait_for(joins.get(), BOUND)
             await client._process_err("'User Authentication Expired'")
             assert await asyncio.wait_for(joins.get(), BOUND) is not client
-            assert await link.settled(await asyncio.wait_for(link.present(), BOUND))
+            assert await link.confirm_flushed(await asyncio.wait_for(link.wait_until_connected(), BOUND))
         finally:
             await link.stop()
 
@@ -176,11 +176,11 @@ async def test_a_preparation_that_fails_is_tried_again() -> None:
             raise ValueError("not yet")
 
     with nats_server() as server:
-        link = Link(server.servers(), name="test", joined=joined, left=lambda: None)
+        link = NatsConnection(server.servers(), name="test", joined=joined, left=lambda: None)
         await link.start()
         try:
-            await (await link.present()).close()
-            assert await asyncio.wait_for(link.present(), BOUND)
+            await (await link.wait_until_connected()).close()
+            assert await asyncio.wait_for(link.wait_until_connected(), BOUND)
             assert attempts.qsize() == 4
         finally:
             await link.stop()
@@ -282,8 +282,8 @@ async def test_an_encrypted_connection(tmp_path: Path) -> None:
     signed = certificate(tmp_path, [x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
     with nats_server(**encrypted(signed)) as server:
         url = server.url.replace("nats://", "tls://")
-        await connect(Servers(url=url, authority=signed[2], **WORDS))
-        assert "cannot be trusted" in await refused(Servers(url=url, **WORDS))
+        await connect(NatsServers(url=url, authority=signed[2], **WORDS))
+        assert "cannot be trusted" in await refused(NatsServers(url=url, **WORDS))
 
 
 async def test_a_certificate_for_another_name_is_not_trusted(tmp_path: Path) -> None:
@@ -307,8 +307,8 @@ async def test_a_server_that_does_not_encrypt_does_not_learn_who_we_are(tmp_path
     async with await asyncio.start_server(plain, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         for servers in (
-            Servers(url=f"tls://127.0.0.1:{port}", **WORDS),
-            Servers(url=f"nats://127.0.0.1:{port}", authority=signed[2], **WORDS),
+            NatsServers(url=f"tls://127.0.0.1:{port}", **WORDS),
+            NatsServers(url=f"nats://127.0.0.1:{port}", authority=signed[2], **WORDS),
         ):
             assert "does not encrypt" in await refused(servers)
     assert b"".join(said) == b""
@@ -325,4 +325,4 @@ async def test_files_that_are_not_what_they_should_be(tmp_path: Path) -> None:
     ]
     for given, told in cases:
         with pytest.raises(ConfigError, match=told):
-            await connect(Servers(url="nats://127.0.0.1:4222", **given))
+            await connect(NatsServers(url="nats://127.0.0.1:4222", **given))

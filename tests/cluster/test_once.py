@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.choir import Facts, Voice, choir
 from cluster.database import Postgres
+from support.replicas import Facts, ReplicaProcess, open_replica_set
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +27,7 @@ JOB: Facts = {
 async def test_a_job_fires_once_per_slot_and_goes_on_without_who_added_it(
     tmp_path: Path, postgres: Postgres
 ) -> None:
-    async with choir(tmp_path, postgres) as singing:
+    async with open_replica_set(tmp_path, postgres) as singing:
         first = singing.voices[0]
         await first.ask("job", **JOB)
         await singing.until(lambda: len(singing.rows(FIRINGS)) >= SLOTS // 2, what="it fires")
@@ -45,14 +45,14 @@ async def test_a_job_fires_once_per_slot_and_goes_on_without_who_added_it(
 @pytest.mark.requirement("G27")
 async def test_retention_touches_each_session_once(tmp_path: Path, postgres: Postgres) -> None:
     retention = {"archiveAfterDays": 30}
-    async with choir(
+    async with open_replica_set(
         tmp_path, postgres, session={"retention": retention}, patience={"retention": 0.2, "sweep": 0.2}
     ) as singing:
         for voice in singing.voices:
             voice.begin("changes")
             await singing.until(lambda voice=voice: {"changes": None} in voice.told, what="it listens")
         for number in range(SESSIONS):
-            await singing.surely("open", session=f"agent:main:direct:old-{number}")
+            await singing.ask_until_done("open", session=f"agent:main:direct:old-{number}")
         await singing.look("UPDATE sessions SET updated_at = updated_at - $1", OLD)
         await singing.until(
             lambda: len(singing.rows("SELECT 1 FROM sessions WHERE archived = 1")) == SESSIONS,
@@ -63,5 +63,5 @@ async def test_retention_touches_each_session_once(tmp_path: Path, postgres: Pos
             assert set(touched(voice).values()) == {1}
 
 
-def touched(voice: Voice) -> Counter[str]:
+def touched(voice: ReplicaProcess) -> Counter[str]:
     return Counter(fact["changes"] for fact in voice.told if fact.get("changes"))

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from chaos.book import Book
 from chaos.killer import UNFINISHED
 from chaos.verify import always
-from cluster.choir import BOUND, Choir, Facts, choir
 from cluster.database import Postgres
+from support.replicas import BOUND, Facts, ReplicaSet, open_replica_set
+from support.store_snapshot import StoreSnapshot
 
 pytestmark = pytest.mark.anyio
 
@@ -21,16 +21,16 @@ TIMES = 20
 MAIN, HELPER = "agent:main:main", "agent:helper:main"
 
 
-async def everywhere(singing: Choir, do: str, **given: Any) -> list[Facts]:
+async def everywhere(singing: ReplicaSet, do: str, **given: Any) -> list[Facts]:
     """What each of them says to the same request."""
     return await asyncio.gather(*(voice.ask(do, **given) for voice in singing.voices))
 
 
 @pytest.mark.requirement("S9", "G13")
 async def test_the_same_key_is_the_same_request_on_every_replica(tmp_path: Path, postgres: Postgres) -> None:
-    async with choir(tmp_path, postgres) as singing:
+    async with open_replica_set(tmp_path, postgres) as singing:
         for session in (MAIN, HELPER):
-            await singing.surely("open", session=session)
+            await singing.ask_until_done("open", session=session)
         for number in range(TIMES):
             said = await everywhere(singing, "submit", session=MAIN, text=f"say {number}", key=f"m{number}")
             sent = await everywhere(
@@ -42,7 +42,7 @@ async def test_the_same_key_is_the_same_request_on_every_replica(tmp_path: Path,
             )
             assert len(_ids(said)) == len(_ids(sent)) == len(_ids(spawned)) == 1
         await singing.until(lambda: _settled(singing), 60, what="everything has ended")
-        book = Book(singing.home)
+        book = StoreSnapshot(singing.home)
         assert (len(book.exchanges), len(book.tasks)) == (TIMES, TIMES)
         assert sum(run["origin"] == "chat" for run in book.runs) == TIMES
         assert always(singing.home, [f"m{number}" for number in range(TIMES)]) == []
@@ -51,9 +51,9 @@ async def test_the_same_key_is_the_same_request_on_every_replica(tmp_path: Path,
 @pytest.mark.requirement("S7", "G12")
 async def test_two_that_would_wait_for_each_other_do_not(tmp_path: Path, postgres: Postgres) -> None:
     """Each asks the other in the same moment, on another replica: one of them is refused, and nobody waits in vain."""
-    async with choir(tmp_path, postgres) as singing:
+    async with open_replica_set(tmp_path, postgres) as singing:
         for session in (MAIN, HELPER):
-            await singing.surely("open", session=session)
+            await singing.ask_until_done("open", session=session)
         for number in range(TIMES // 2):
             asked = [
                 voice.ask("submit", session=one, text=_asking(other, number), key=f"{one}-{number}")
@@ -61,7 +61,7 @@ async def test_two_that_would_wait_for_each_other_do_not(tmp_path: Path, postgre
             ]
             await asyncio.gather(*asked)
             for session in (MAIN, HELPER):
-                assert (await singing.waited(f"{session}-{number}", BOUND))["state"] == "ok"
+                assert (await singing.wait_for_run_end(f"{session}-{number}", BOUND))["state"] == "ok"
         await singing.until(lambda: _settled(singing), what="everything has ended")
         assert always(singing.home, []) == []
 
@@ -69,7 +69,7 @@ async def test_two_that_would_wait_for_each_other_do_not(tmp_path: Path, postgre
 @pytest.mark.requirement("G9")
 async def test_a_session_that_is_deleted_while_others_write_to_it(tmp_path: Path, postgres: Postgres) -> None:
     """What was accepted is answered, or gone with its session: nothing is left that nobody can move."""
-    async with choir(tmp_path, postgres) as singing:
+    async with open_replica_set(tmp_path, postgres) as singing:
         one, other, third = singing.voices
         for number in range(TIMES):
             session = f"agent:main:direct:d{number}"
@@ -95,5 +95,5 @@ def _ids(answers: list[Facts]) -> set[str]:
     return {answer["runId"] for answer in answers}
 
 
-def _settled(singing: Choir) -> bool:
+def _settled(singing: ReplicaSet) -> bool:
     return not singing.rows(UNFINISHED)[0]["?column?"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import uvloop
 
-from antiphon.natslink import Link, Servers, subscribe
+from antiphon.nats.connection import NatsConnection, NatsServers, subscribe
 from cluster.servers import nats_server
 
 BOUND = 20.0
@@ -31,7 +31,9 @@ async def lose(url: str) -> set[str]:
         clients[0]._pending, clients[0]._pending_data_size = [b"PUB x 1\r\n1\r\n"], 10
 
     again = asyncio.Event()
-    link = Link(Servers(url=url), name="lost", joined=joined, left=lambda: None, troubled=troubled)
+    link = NatsConnection(
+        NatsServers(url=url), name="lost", joined=joined, left=lambda: None, troubled=troubled
+    )
     before = asyncio.all_tasks()
     await link.start()
     (lost,) = clients
@@ -41,10 +43,10 @@ async def lose(url: str) -> set[str]:
     lost._transport._io_writer.transport.abort()
     async with asyncio.timeout(BOUND):
         await again.wait()
-        assert await link.settled(await link.present())
+        assert await link.confirm_flushed(await link.wait_until_connected())
     left = {str(task.get_coro()).split()[2] for task in ours if not task.done()}
     await link.stop()
-    assert await link.settled(lost) is False
+    assert await link.confirm_flushed(lost) is False
     return left
 
 

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from antiphon.config import Loaded, load
-from antiphon.gateway.server import serving
+from antiphon.config import LoadedConfig, load
+from antiphon.gateway.server import serve_gateway
 from cluster.database import PASSWORD, Postgres
 from cluster.servers import NatsServer, binary
 from deploy.manifests import DEPLOY, KUBERNETES, compose, resources
@@ -82,7 +82,7 @@ def _make_secrets(place: Path) -> None:
     subprocess.run([DEPLOY / "secrets.sh", place], check=True, capture_output=True, timeout=30)
 
 
-def _at_home(tmp_path: Path) -> Loaded:
+def _at_home(tmp_path: Path) -> LoadedConfig:
     """The configuration of compose, with its secrets where they are here."""
     text = FILES[0].read_text("utf-8")
     for there, here in {"/run/secrets": str(tmp_path / "secrets"), 'bind: "lan"': 'bind: "loopback"'}.items():
@@ -91,12 +91,12 @@ def _at_home(tmp_path: Path) -> Loaded:
     return _load_private(text, tmp_path)
 
 
-def _load_copy(path: Path, tmp_path: Path) -> Loaded:
+def _load_copy(path: Path, tmp_path: Path) -> LoadedConfig:
     """The mode of a file in a checkout depends on the umask, and the loader refuses files that a group can write."""
     return _load_private(path.read_text("utf-8"), tmp_path)
 
 
-def _load_private(text: str, tmp_path: Path) -> Loaded:
+def _load_private(text: str, tmp_path: Path) -> LoadedConfig:
     file = tmp_path / "antiphon.json5"
     file.write_text(text)
     file.chmod(0o600)
@@ -119,7 +119,7 @@ async def test_a_gateway_starts_with_it_on_real_servers(
         monkeypatch.setenv("STORE_URL", (await postgres.database(tmp_path)).url)
         monkeypatch.setenv("BUS_URL", nats.url)
         config = _at_home(tmp_path).config
-        async with serving(config, tmp_path / "state", port=0) as served:
+        async with serve_gateway(config, tmp_path / "state", port=0) as served:
             url = served.url.replace("ws", "http", 1)
             token = (tmp_path / "secrets" / "gateway-token").read_text()
             async with httpx2.AsyncClient(base_url=url) as client:

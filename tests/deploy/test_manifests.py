@@ -17,11 +17,12 @@ import jsonschema
 import kubernetes_validate
 import pytest
 
-from antiphon.engine import outbox
-from antiphon.engine.engine import Pace
-from antiphon.gateway import health, server
+from antiphon.engine.engine import EngineTimings
+from antiphon.engine.outbox import sender
+from antiphon.gateway import server
+from antiphon.gateway.http import health
 from antiphon.lanes import nats as lanes
-from antiphon.lanes.local import LAST_WAIT
+from antiphon.lanes.local import CANCEL_WAIT_SECONDS
 from deploy.manifests import DEPLOY, KUBERNETES, compose, documents, one, resources
 
 GATEWAY = ("Deployment", "gateway")
@@ -32,7 +33,13 @@ USER = 10001
 
 def leaving(drain: float = 5.0) -> float:
     """Seconds that a gateway may take from SIGTERM to its end, by its own bounds."""
-    return server.GRACE + drain + outbox.LEAVING + LAST_WAIT + 2 * lanes.ANSWER
+    return (
+        server.SHUTDOWN_GRACE_SECONDS
+        + drain
+        + sender.SHUTDOWN_GRACE_SECONDS
+        + CANCEL_WAIT_SECONDS
+        + 2 * lanes.NATS_RESPONSE_TIMEOUT_SECONDS
+    )
 
 
 def seconds(text: str) -> float:
@@ -125,7 +132,7 @@ def test_the_proxy_asks_for_readiness_and_finds_the_replicas() -> None:
     assert "http-check send meth GET uri /readyz" in text
     assert re.search(rf"server-template \w+ \d+ gateway:{PORT}$", text, re.MULTILINE)
     [check] = re.findall(r"timeout check (\d+)s", text)
-    assert int(check) > health.PROBE_TIME
+    assert int(check) > health.STORE_PROBE_TIMEOUT_SECONDS
     [port] = re.findall(r"bind :(\d+)", text)
     assert compose()["services"]["proxy"]["ports"][0].endswith(f":{port}")
 
@@ -213,7 +220,7 @@ def test_the_gateway_is_asked_at_the_right_doors_and_lets_go_in_time() -> None:
     [container] = pod["containers"]
     assert resources()[GATEWAY]["spec"]["replicas"] == 3
     assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
-    assert container["readinessProbe"]["timeoutSeconds"] > health.PROBE_TIME
+    assert container["readinessProbe"]["timeoutSeconds"] > health.STORE_PROBE_TIMEOUT_SECONDS
     for probe in ("livenessProbe", "startupProbe"):
         assert container[probe]["httpGet"] == {"path": "/healthz", "port": "http"}
     assert container["ports"] == [{"name": "http", "containerPort": PORT}]
@@ -222,7 +229,7 @@ def test_the_gateway_is_asked_at_the_right_doors_and_lets_go_in_time() -> None:
     assert pod["terminationGracePeriodSeconds"] > float(pause) + leaving()
     liveness = container["livenessProbe"]
     # A stall that loses the leases is no reason yet to kill the process.
-    assert liveness["periodSeconds"] * liveness["failureThreshold"] > Pace().lease
+    assert liveness["periodSeconds"] * liveness["failureThreshold"] > EngineTimings().lease
 
 
 def test_what_selects_pods_finds_them() -> None:

@@ -11,9 +11,9 @@ import promql_parser as promql
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from antiphon.engine.steps import Outcome
+from antiphon.engine.runs.steps import RunOutcome
 from deploy.manifests import DEPLOY, one, panels, rules
-from gateway.website import served
+from support.gateway_http import served
 
 pytestmark = pytest.mark.anyio
 ROOT = DEPLOY.parent
@@ -74,7 +74,7 @@ async def test_every_metric_and_label_that_is_asked_for_exists(
 
 
 async def test_every_word_that_is_matched_is_one_of_ours(known: dict[str, dict[str, set[str]]]) -> None:
-    outcomes = {*get_args(Outcome)}
+    outcomes = {*get_args(RunOutcome)}
     for where, text in asked():
         for _, value in re.findall(r'\b(outcome)=~?"([^"]+)"', text):
             assert {*value.split("|")} <= outcomes, where

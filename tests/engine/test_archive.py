@@ -10,49 +10,61 @@ import pytest
 
 from antiphon.access import Caller
 from antiphon.clock import ManualClock
-from antiphon.engine import admissions, archive, attachments, retention, sessions
-from antiphon.engine.admissions import NOTE, Submission
-from antiphon.engine.engine import Pace
-from antiphon.engine.retention import Keep
+from antiphon.engine.collaboration import attachments, subagent_archive
+from antiphon.engine.engine import EngineTimings
+from antiphon.engine.runs import run_queue
+from antiphon.engine.runs.run_queue import NOTE_ORIGIN, Submission
+from antiphon.engine.sessions import retention, session_rows
+from antiphon.engine.sessions.retention import RetentionPolicy
 from antiphon.errors import AntiphonError
-from antiphon.messages import User
-from antiphon.operations import Send
+from antiphon.messages import UserMessage
+from antiphon.operations import SendRequest
 from antiphon.runtimes import Prompt
 from antiphon.store import Store
-from stage import soon
-from tools.troupe import HELPER, MAIN, OPERATOR, Pigeon, Player, Troupe, cast_of, heard, house
+from support.agents_fixture import (
+    HELPER,
+    MAIN,
+    OPERATOR,
+    AgentsFixture,
+    RecordingChannel,
+    ScriptedAgent,
+    get_last_user_text,
+    make_agents_config,
+    open_agents_fixture,
+)
+from support.app_fixture import soon
 
 pytestmark = pytest.mark.anyio
 
-SLOW = Pace(lease=10**9, sweep=3600, retention=3600)  # the test sweeps
+SLOW = EngineTimings(lease=10**9, sweep=3600, retention=3600)  # the test sweeps
 FILE = {"name": "a.txt", "content": "x"}
-YEAR = Keep(delete_archived_after_days=365)
+YEAR = RetentionPolicy(delete_archived_after_days=365)
 
 
-def store_of(troupe: Troupe) -> Store:
+def store_of(troupe: AgentsFixture) -> Store:
     return troupe.operations._store  # pyright: ignore[reportPrivateUsage]
 
 
-async def spawned(troupe: Troupe, **options: Any) -> dict[str, Any]:
+async def spawned(troupe: AgentsFixture, **options: Any) -> dict[str, Any]:
     """A child that has done its task, and whose report has been delivered."""
     said = await troupe.use("sessions_spawn", **{"task": "dig", **options})
-    await troupe.quiet()
+    await troupe.wait_until_idle()
     return said
 
 
-async def sweep(troupe: Troupe) -> list[str]:
-    return await archive.sweep(store_of(troupe), troupe.house.clock.now())
+async def sweep(troupe: AgentsFixture) -> list[str]:
+    return await subagent_archive.archive_finished_subagents(store_of(troupe), troupe.house.clock.now())
 
 
-async def queue(troupe: Troupe, key: str, run_id: str, origin: str = "chat") -> None:
+async def queue(troupe: AgentsFixture, key: str, run_id: str, origin: str = "chat") -> None:
     """Accepted, and not taken up by anybody yet."""
     (row,) = troupe.rows("SELECT id FROM sessions WHERE key = ?", key)
-    message = User(content="one more thing", timestamp=1)
+    message = UserMessage(content="one more thing", timestamp=1)
     waiting = Submission(run_id=run_id, session=row["id"], session_key=key, origin=origin, message=message)
-    await store_of(troupe).tx(admissions.submit, waiting, troupe.house.clock.now())
+    await store_of(troupe).tx(run_queue.submit, waiting, troupe.house.clock.now())
 
 
-def sessions_like(troupe: Troupe, key: str) -> list[dict[str, Any]]:
+def sessions_like(troupe: AgentsFixture, key: str) -> list[dict[str, Any]]:
     return troupe.rows("SELECT archived FROM sessions WHERE key = ?", key)
 
 
@@ -65,16 +77,18 @@ async def test_a_child_with_an_accepted_message_is_put_away_after_it_has_answere
     tmp_path: Path, cleanup: str
 ) -> None:
     clock = ManualClock()
-    main = Player("found")
-    async with house(cast_of(), tmp_path, functions={"main": main}, clock=clock, pace=SLOW) as troupe:
-        await troupe.found(MAIN)
+    main = ScriptedAgent("found")
+    async with open_agents_fixture(
+        make_agents_config(), tmp_path, functions={"main": main}, clock=clock, pace=SLOW
+    ) as troupe:
+        await troupe.open_sessions(MAIN)
         child = (await spawned(troupe, cleanup=cleanup))["childSessionKey"]
         clock.advance(seconds=3600)
         await queue(troupe, child, "accepted")
         assert await sweep(troupe) == []
         assert sessions_like(troupe, child) == [{"archived": 0}]
         await troupe.ask("and this", child)
-        assert (await troupe.ended("accepted")).reply == "found"
+        assert (await troupe.wait_for_end("accepted")).reply == "found"
         assert await sweep(troupe) == [], "it is looked at again later, not at once"
         clock.advance(seconds=60)
         assert await sweep(troupe) == [child]
@@ -83,10 +97,12 @@ async def test_a_child_with_an_accepted_message_is_put_away_after_it_has_answere
 
 @pytest.mark.requirement("P7")
 async def test_a_note_keeps_no_child(tmp_path: Path) -> None:
-    async with house(cast_of(), tmp_path, functions={"main": Player()}, pace=SLOW) as troupe:
-        await troupe.found(MAIN)
+    async with open_agents_fixture(
+        make_agents_config(), tmp_path, functions={"main": ScriptedAgent()}, pace=SLOW
+    ) as troupe:
+        await troupe.open_sessions(MAIN)
         child = (await spawned(troupe, cleanup="delete"))["childSessionKey"]
-        await queue(troupe, child, "said", NOTE)
+        await queue(troupe, child, "said", NOTE_ORIGIN)
         assert await sweep(troupe) == [child]
         assert troupe.rows("SELECT id FROM runs WHERE id = 'said'") == []
 
@@ -94,22 +110,26 @@ async def test_a_note_keeps_no_child(tmp_path: Path) -> None:
 @pytest.mark.requirement("G1", "G13")
 async def test_a_session_with_an_accepted_message_cannot_be_forgotten(tmp_path: Path) -> None:
     """Whoever asks for it without having looked is refused by the store, and nothing has happened."""
-    async with house(cast_of(), tmp_path, functions={"main": Player()}, pace=SLOW) as troupe:
-        await troupe.found(MAIN)
+    async with open_agents_fixture(
+        make_agents_config(), tmp_path, functions={"main": ScriptedAgent()}, pace=SLOW
+    ) as troupe:
+        await troupe.open_sessions(MAIN)
         child = (await spawned(troupe))["childSessionKey"]
         await queue(troupe, child, "accepted")
         (row,) = troupe.rows("SELECT id FROM sessions WHERE key = ?", child)
         before = troupe.rows("SELECT * FROM messages") + troupe.rows("SELECT * FROM runs")
         with pytest.raises(AntiphonError):
-            await store_of(troupe).tx(sessions.forget, row["id"], child, 1)
+            await store_of(troupe).tx(session_rows.delete_session, row["id"], child, 1)
         assert troupe.rows("SELECT * FROM messages") + troupe.rows("SELECT * FROM runs") == before
 
 
 @pytest.mark.requirement("G21")
 async def test_a_sweep_puts_a_bounded_number_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archive, "BATCH", 2)
-    async with house(cast_of(), tmp_path, functions={"main": Player()}, pace=SLOW) as troupe:
-        await troupe.found(MAIN)
+    monkeypatch.setattr(subagent_archive, "MAX_TASKS_PER_SWEEP", 2)
+    async with open_agents_fixture(
+        make_agents_config(), tmp_path, functions={"main": ScriptedAgent()}, pace=SLOW
+    ) as troupe:
+        await troupe.open_sessions(MAIN)
         for _ in range(3):
             await spawned(troupe, cleanup="delete")
         assert [len(await sweep(troupe)) for _ in range(3)] == [2, 1, 0]
@@ -124,15 +144,15 @@ async def test_files_stay_while_their_child_is_at_work(tmp_path: Path) -> None:
     begun, release = asyncio.Event(), asyncio.Event()
 
     async def agent(prompt: Prompt) -> str:
-        if heard(prompt) == "more":
+        if get_last_user_text(prompt) == "more":
             begun.set()
             await soon(release)
         return "found"
 
-    async with house(
-        cast_of(), tmp_path, functions={"main": Player(agent)}, clock=clock, pace=SLOW
+    async with open_agents_fixture(
+        make_agents_config(), tmp_path, functions={"main": ScriptedAgent(agent)}, clock=clock, pace=SLOW
     ) as troupe:
-        await troupe.found(MAIN)
+        await troupe.open_sessions(MAIN)
         said = await spawned(troupe, attachments=[FILE])
         file = tmp_path / "workspaces" / "main" / said["attachments"]["relDir"] / "a.txt"
         run_id = await troupe.say("more", said["childSessionKey"])
@@ -141,7 +161,7 @@ async def test_files_stay_while_their_child_is_at_work(tmp_path: Path) -> None:
         assert await sweep(troupe) == []
         assert file.read_text() == "x"
         release.set()
-        await troupe.ended(run_id)
+        await troupe.wait_for_end(run_id)
         clock.advance(seconds=60)
         assert await sweep(troupe) == [said["childSessionKey"]]
         assert not file.exists()
@@ -157,8 +177,10 @@ async def test_files_that_a_crash_left_behind_go_with_the_next_sweep(
     def die(workspace: Path, folder: str) -> None:
         raise SystemError("the process ends here")
 
-    async with house(cast_of(), tmp_path, functions={"main": Player()}, clock=clock, pace=SLOW) as troupe:
-        await troupe.found(MAIN)
+    async with open_agents_fixture(
+        make_agents_config(), tmp_path, functions={"main": ScriptedAgent()}, clock=clock, pace=SLOW
+    ) as troupe:
+        await troupe.open_sessions(MAIN)
         said = await spawned(troupe, attachments=[FILE], cleanup=cleanup)
         file = tmp_path / "workspaces" / "main" / said["attachments"]["relDir"] / "a.txt"
         clock.advance(seconds=3600)
@@ -186,8 +208,10 @@ async def test_files_that_a_crash_left_behind_go_with_the_next_sweep(
 async def test_of_a_child_that_a_person_deletes_not_even_the_result_is_kept(
     tmp_path: Path, caller: Caller, kept: tuple[str | None, ...]
 ) -> None:
-    async with house(cast_of(), tmp_path, functions={"main": Player("found")}, pace=SLOW) as troupe:
-        await troupe.found(MAIN)
+    async with open_agents_fixture(
+        make_agents_config(), tmp_path, functions={"main": ScriptedAgent("found")}, pace=SLOW
+    ) as troupe:
+        await troupe.open_sessions(MAIN)
         other = await spawned(troupe, task="another")
         said = await spawned(troupe)
         before = dict(task_of(troupe, said))
@@ -201,7 +225,7 @@ async def test_of_a_child_that_a_person_deletes_not_even_the_result_is_kept(
         assert (task_of(troupe, other)["task"], task_of(troupe, other)["result"]) == ("another", "found")
 
 
-def task_of(troupe: Troupe, said: dict[str, Any]) -> dict[str, Any]:
+def task_of(troupe: AgentsFixture, said: dict[str, Any]) -> dict[str, Any]:
     (row,) = troupe.rows("SELECT * FROM tasks WHERE id = ?", said["runId"])
     return row
 
@@ -211,15 +235,15 @@ def task_of(troupe: Troupe, said: dict[str, Any]) -> dict[str, Any]:
 RECORDS = ("exchanges", "tasks", "deliveries", "chains", "commands")
 
 
-def counts(troupe: Troupe) -> dict[str, int]:
+def counts(troupe: AgentsFixture) -> dict[str, int]:
     return {name: len(troupe.rows(f"SELECT 1 FROM {name}")) for name in RECORDS}  # noqa: S608
 
 
-async def busy_day(troupe: Troupe) -> str:
+async def busy_day(troupe: AgentsFixture) -> str:
     """One record of each kind that will be over, and some that will not; the child that stays."""
-    await troupe.found(MAIN, HELPER)
+    await troupe.open_sessions(MAIN, HELPER)
     await troupe.operations.send(
-        OPERATOR, Send(session=HELPER, message="hello", reply_back=0), requester=MAIN
+        OPERATOR, SendRequest(session=HELPER, message="hello", reply_back=0), requester=MAIN
     )
     gone = await spawned(troupe, cleanup="delete")
     kept = await spawned(troupe)
@@ -232,18 +256,18 @@ async def busy_day(troupe: Troupe) -> str:
 @pytest.mark.requirement("G21", "G24")
 async def test_records_that_are_over_go_by_the_same_time_as_archived_sessions(tmp_path: Path) -> None:
     clock = ManualClock()
-    cast = cast_of("helper", agents={"defaults": {"subagents": {"archiveAfterMinutes": 0}}})
-    players = {"main": Player("found"), "helper": Player("hi")}
-    async with house(cast, tmp_path, functions=players, clock=clock, pace=SLOW) as troupe:
+    cast = make_agents_config("helper", agents={"defaults": {"subagents": {"archiveAfterMinutes": 0}}})
+    players = {"main": ScriptedAgent("found"), "helper": ScriptedAgent("hi")}
+    async with open_agents_fixture(cast, tmp_path, functions=players, clock=clock, pace=SLOW) as troupe:
         kept = await busy_day(troupe)
         before = counts(troupe)
         assert before["tasks"] == 2 and all(before.values())
         clock.advance(days=365, seconds=-1)
-        for keep in (Keep(), Keep(archive_after_days=10**5), YEAR):
-            await retention.sweep(store_of(troupe), keep, clock.now())
+        for keep in (RetentionPolicy(), RetentionPolicy(archive_after_days=10**5), YEAR):
+            await retention.apply_retention(store_of(troupe), keep, clock.now())
             assert counts(troupe) == before
         clock.advance(seconds=2)
-        await retention.sweep(store_of(troupe), YEAR, clock.now())
+        await retention.apply_retention(store_of(troupe), YEAR, clock.now())
         assert counts(troupe) == {**dict.fromkeys(RECORDS, 0), "tasks": 1}
         assert troupe.rows("SELECT child_key FROM tasks") == [{"child_key": kept}], "its child is still there"
 
@@ -255,19 +279,24 @@ async def test_records_that_somebody_still_needs_stay(tmp_path: Path) -> None:
     begun, release = asyncio.Event(), asyncio.Event()
 
     async def agent(prompt: Prompt) -> str:
-        if heard(prompt) == "long":
+        if get_last_user_text(prompt) == "long":
             begun.set()
             await soon(release)
         return "found"
 
-    doubtful = Pigeon(fails=lambda key: RuntimeError("the line went dead"))
-    players = {"main": Player(agent)}
-    async with house(
-        cast_of(), tmp_path, functions=players, channels={"discord": doubtful}, clock=clock, pace=SLOW
+    doubtful = RecordingChannel(fails=lambda key: RuntimeError("the line went dead"))
+    players = {"main": ScriptedAgent(agent)}
+    async with open_agents_fixture(
+        make_agents_config(),
+        tmp_path,
+        functions=players,
+        channels={"discord": doubtful},
+        clock=clock,
+        pace=SLOW,
     ) as troupe:
-        await troupe.found(MAIN, group)
+        await troupe.open_sessions(MAIN, group)
         said = await troupe.use("sessions_spawn", group, task="dig", attachments=[FILE])
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         await troupe.operations.delete(OPERATOR, said["childSessionKey"])
         await troupe.use("sessions_spawn", task="long")
         await soon(begun)
@@ -277,34 +306,38 @@ async def test_records_that_somebody_still_needs_stay(tmp_path: Path) -> None:
         troupe.rows("UPDATE runs SET chain = state WHERE state IN ('running', 'queued')")
         troupe.rows("UPDATE tasks SET chain = 'task' WHERE phase = 'running'")
         clock.advance(days=1)  # the run's own time is two
-        at_once = Keep(delete_archived_after_days=0.5)
-        await retention.sweep(store_of(troupe), at_once, clock.now())
+        at_once = RetentionPolicy(delete_archived_after_days=0.5)
+        await retention.apply_retention(store_of(troupe), at_once, clock.now())
         assert troupe.rows("SELECT state FROM deliveries") == [{"state": "ambiguous"}]
         phases = [row["phase"] for row in troupe.rows("SELECT phase FROM tasks ORDER BY n")]
         assert phases == ["settled", "running"], "the files of the first one have not been removed yet"
         assert {row["id"] for row in troupe.rows("SELECT id FROM chains")} == {"running", "queued", "task"}
         assert len(await sweep(troupe)) == 1
-        await retention.sweep(store_of(troupe), at_once, clock.now())
+        await retention.apply_retention(store_of(troupe), at_once, clock.now())
         assert [row["phase"] for row in troupe.rows("SELECT phase FROM tasks")] == ["running"]
         release.set()
         await troupe.ask("go on", group)
-        await troupe.quiet()
+        await troupe.wait_until_idle()
 
 
 @pytest.mark.requirement("G21")
 async def test_a_sweep_takes_a_bounded_number_of_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retention, "RECORDS", 4)  # a deletion is one, and that of its conversation another
+    monkeypatch.setattr(
+        retention, "MAX_RECORDS_PER_SWEEP", 4
+    )  # a deletion is one, and that of its conversation another
     clock = ManualClock()
-    async with house(cast_of(), tmp_path, functions={"main": Player()}, clock=clock, pace=SLOW) as troupe:
+    async with open_agents_fixture(
+        make_agents_config(), tmp_path, functions={"main": ScriptedAgent()}, clock=clock, pace=SLOW
+    ) as troupe:
         for number in range(3):
             await troupe.operations.create(OPERATOR, session="agent:main:dashboard:side")
             await troupe.operations.delete(OPERATOR, "agent:main:dashboard:side", key=f"{number}")
             clock.advance(seconds=1)
         clock.advance(days=366)
-        await retention.sweep(store_of(troupe), YEAR, clock.now())
+        await retention.apply_retention(store_of(troupe), YEAR, clock.now())
         left = troupe.rows("SELECT id FROM commands WHERE digest <> ''")
         assert left == [{"id": "2"}], "the oldest go first"
-        await retention.sweep(store_of(troupe), YEAR, clock.now())
+        await retention.apply_retention(store_of(troupe), YEAR, clock.now())
         assert troupe.rows("SELECT id FROM commands") == []

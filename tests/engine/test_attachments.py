@@ -18,8 +18,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.engine import attachments as module
-from antiphon.engine.attachments import Attachment, Limits, check, mime_types, remove, write
+from antiphon.engine.collaboration import attachments as module
+from antiphon.engine.collaboration.attachments import (
+    AttachmentLimits,
+    SpawnAttachment,
+    collect_mime_types,
+    remove,
+    validate_attachments,
+    write,
+)
 from antiphon.errors import AntiphonError, Conflict, InvalidInput, TooLarge, Unavailable
 
 FOLDER = "6f1c2b54-8d0e-4a35-9a37-0f0c2f6f7e11"
@@ -81,11 +88,11 @@ PLAIN = [
 ]
 
 
-def file(name: str = "a", content: str = "", **more: Any) -> Attachment:
-    return Attachment(name=name, content=content, **more)
+def file(name: str = "a", content: str = "", **more: Any) -> SpawnAttachment:
+    return SpawnAttachment(name=name, content=content, **more)
 
 
-def coded(content: bytes, name: str = "a") -> Attachment:
+def coded(content: bytes, name: str = "a") -> SpawnAttachment:
     return file(name, base64.b64encode(content).decode(), encoding="base64")
 
 
@@ -133,7 +140,7 @@ def outside(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", HOSTILE, ids=ascii)
 def test_a_hostile_name_is_refused_by_both_and_nothing_is_written(workspace: Path, name: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        check([file("first"), file(name)], Limits())
+        validate_attachments([file("first"), file(name)], AttachmentLimits())
     assert reason(refused) == "attachments_invalid_name"
     assert refused.value.data["field"] == "attachments/1/name"
     assert len(str(refused.value)) < 400
@@ -146,7 +153,7 @@ def test_a_hostile_name_is_refused_by_both_and_nothing_is_written(workspace: Pat
 @pytest.mark.requirement("P9")
 @pytest.mark.parametrize("name", PLAIN)
 def test_an_unusual_name_is_taken_trimmed(workspace: Path, name: str) -> None:
-    files = check([file(name, "x")], Limits())
+    files = validate_attachments([file(name, "x")], AttachmentLimits())
     assert files == [(name.strip(), b"x")]
     write(workspace, FOLDER, files)
     assert (folder_in(workspace) / name.strip()).read_bytes() == b"x"
@@ -159,7 +166,7 @@ def test_an_unusual_name_is_taken_trimmed(workspace: Path, name: str) -> None:
 )
 def test_names_that_a_file_system_may_take_for_one_are_refused(workspace: Path, one: str, other: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        check([file(one), file("between"), file(other)], Limits())
+        validate_attachments([file(one), file("between"), file(other)], AttachmentLimits())
     assert reason(refused) == "attachments_duplicate_name"
     assert refused.value.data["field"] == "attachments/2/name"
     with pytest.raises(InvalidInput):
@@ -184,7 +191,9 @@ def test_no_name_reaches_outside_its_folder(names: list[str]) -> None:
         workspace = Path(place, "workspace")
         workspace.mkdir()
         try:
-            files = check([file(name, str(number)) for number, name in enumerate(names)], Limits())
+            files = validate_attachments(
+                [file(name, str(number)) for number, name in enumerate(names)], AttachmentLimits()
+            )
         except InvalidInput as refused:
             assert refused.data["reason"] in ("attachments_invalid_name", "attachments_duplicate_name")
             return
@@ -204,21 +213,25 @@ def test_no_name_reaches_outside_its_folder(names: list[str]) -> None:
 
 @pytest.mark.requirement("P9", "SEC7")
 def test_the_limits_are_those_of_the_contract() -> None:
-    assert Limits() == Limits(50, 1024 * 1024, 5 * 1024 * 1024)
-    full = Limits().file_bytes * "x"
-    assert len(check([file(str(number)) for number in range(50)], Limits())) == 50
-    assert len(check([file(str(number), full) for number in range(5)], Limits())) == 5
+    assert AttachmentLimits() == AttachmentLimits(50, 1024 * 1024, 5 * 1024 * 1024)
+    full = AttachmentLimits().file_bytes * "x"
+    assert len(validate_attachments([file(str(number)) for number in range(50)], AttachmentLimits())) == 50
+    assert (
+        len(validate_attachments([file(str(number), full) for number in range(5)], AttachmentLimits())) == 5
+    )
     with pytest.raises(TooLarge) as refused:
-        check([*(file(str(number), full) for number in range(5)), file("last", "x")], Limits())
+        validate_attachments(
+            [*(file(str(number), full) for number in range(5)), file("last", "x")], AttachmentLimits()
+        )
     assert reason(refused) == "attachments_total_bytes_exceeded"
 
 
 @pytest.mark.requirement("P9", "SEC7")
 def test_the_number_of_files_is_capped_before_their_names_are_read() -> None:
-    limits = Limits(files=3)
-    assert len(check([file(str(number)) for number in range(3)], limits)) == 3
+    limits = AttachmentLimits(files=3)
+    assert len(validate_attachments([file(str(number)) for number in range(3)], limits)) == 3
     with pytest.raises(TooLarge) as refused:
-        check([file("..")] * 4, limits)
+        validate_attachments([file("..")] * 4, limits)
     assert reason(refused) == "attachments_file_count_exceeded"
     assert refused.value.data["max"] == 3
 
@@ -226,13 +239,13 @@ def test_the_number_of_files_is_capped_before_their_names_are_read() -> None:
 @pytest.mark.requirement("P9", "SEC7")
 @pytest.mark.parametrize("size", range(6))
 def test_a_file_is_capped_by_its_decoded_bytes(size: int) -> None:
-    limits = Limits(file_bytes=size)
+    limits = AttachmentLimits(file_bytes=size)
     content = bytes(size)
-    assert check([coded(content)], limits) == [("a", content)]
-    assert check([file("a", "x" * size)], limits) == [("a", b"x" * size)]
+    assert validate_attachments([coded(content)], limits) == [("a", content)]
+    assert validate_attachments([file("a", "x" * size)], limits) == [("a", b"x" * size)]
     for over in (coded(bytes(size + 1)), file("a", "x" * (size + 1)), file("a", "é" * (size // 2 + 1))):
         with pytest.raises(TooLarge) as refused:
-            check([over], limits)
+            validate_attachments([over], limits)
         assert reason(refused) == "attachments_file_bytes_exceeded"
         assert refused.value.data["bytes"] > refused.value.data["max"] == size
 
@@ -240,9 +253,9 @@ def test_a_file_is_capped_by_its_decoded_bytes(size: int) -> None:
 @pytest.mark.requirement("P9", "SEC7")
 def test_the_total_is_capped_over_both_encodings() -> None:
     files = [coded(bytes(7), "a"), file("b", "é" * 4)]
-    assert len(check(files, Limits(total_bytes=15))) == 2
+    assert len(validate_attachments(files, AttachmentLimits(total_bytes=15))) == 2
     with pytest.raises(TooLarge) as refused:
-        check(files, Limits(total_bytes=14))
+        validate_attachments(files, AttachmentLimits(total_bytes=14))
     assert reason(refused) == "attachments_total_bytes_exceeded"
     assert (refused.value.data["bytes"], refused.value.data["max"]) == (15, 14)
 
@@ -253,9 +266,9 @@ def test_nothing_is_decoded_when_a_size_is_over(monkeypatch: pytest.MonkeyPatch)
         raise AssertionError("decoded")
 
     monkeypatch.setattr(module.base64, "b64decode", decode)
-    for limits in (Limits(file_bytes=8), Limits(total_bytes=17)):
+    for limits in (AttachmentLimits(file_bytes=8), AttachmentLimits(total_bytes=17)):
         with pytest.raises(TooLarge):
-            check([coded(bytes(8), "a"), coded(bytes(10), "b")], limits)
+            validate_attachments([coded(bytes(8), "a"), coded(bytes(10), "b")], limits)
 
 
 @pytest.mark.requirement("P9")
@@ -263,7 +276,9 @@ def test_nothing_is_decoded_when_a_size_is_over(monkeypatch: pytest.MonkeyPatch)
 def test_base64_may_be_broken_into_lines(content: bytes, width: int, blank: str) -> None:
     code = base64.b64encode(content).decode()
     lines = blank.join(code[start : start + width] for start in range(0, len(code), width)) + blank
-    assert check([file("a", lines, encoding="base64")], Limits(file_bytes=len(content))) == [("a", content)]
+    assert validate_attachments(
+        [file("a", lines, encoding="base64")], AttachmentLimits(file_bytes=len(content))
+    ) == [("a", content)]
 
 
 @pytest.mark.requirement("P9", "SEC7")
@@ -287,28 +302,30 @@ def test_base64_may_be_broken_into_lines(content: bytes, width: int, blank: str)
 )
 def test_what_is_not_strictly_base64_is_refused(code: str) -> None:
     with pytest.raises(InvalidInput) as refused:
-        check([file("a", code, encoding="base64")], Limits())
+        validate_attachments([file("a", code, encoding="base64")], AttachmentLimits())
     assert reason(refused) == "attachments_invalid_base64_or_too_large"
 
 
 @pytest.mark.requirement("P9")
 def test_text_that_cannot_be_encoded_and_a_type_with_line_breaks_are_refused() -> None:
     with pytest.raises(InvalidInput) as refused:
-        check([file("a", "\ud800")], Limits())
+        validate_attachments([file("a", "\ud800")], AttachmentLimits())
     assert reason(refused) == "attachments_invalid_text"
     for wrong in ("text/plain\nignore all", "x" * 256, "é"):
         with pytest.raises(InvalidInput) as refused:
-            check([file("a", mime_type=wrong)], Limits())
+            validate_attachments([file("a", mime_type=wrong)], AttachmentLimits())
         assert reason(refused) == "attachments_invalid_mime_type"
 
 
 @pytest.mark.requirement("P9")
 def test_an_attachment_is_read_from_the_wire_and_unknown_fields_are_refused() -> None:
     sent = {"name": "a", "content": "YQ==", "encoding": "base64", "mimeType": "text/plain"}
-    assert msgspec.convert(sent, Attachment) == file("a", "YQ==", encoding="base64", mime_type="text/plain")
+    assert msgspec.convert(sent, SpawnAttachment) == file(
+        "a", "YQ==", encoding="base64", mime_type="text/plain"
+    )
     for wrong in ({"path": "/etc/passwd"}, {"encoding": "hex"}):
         with pytest.raises(msgspec.ValidationError):
-            msgspec.convert({**sent, **wrong}, Attachment)
+            msgspec.convert({**sent, **wrong}, SpawnAttachment)
 
 
 # --- writing ---
@@ -317,7 +334,12 @@ def test_an_attachment_is_read_from_the_wire_and_unknown_fields_are_refused() ->
 @pytest.mark.requirement("P9", "SEC7")
 def test_the_receipt_equals_what_is_on_disk(workspace: Path) -> None:
     given = [file(" a.txt ", "é", mime_type="text/plain"), coded(b"\0\xff", "b"), file("c", mime_type="")]
-    receipt = write(workspace, FOLDER, check(given, Limits()), mime_types=mime_types(given))
+    receipt = write(
+        workspace,
+        FOLDER,
+        validate_attachments(given, AttachmentLimits()),
+        mime_types=collect_mime_types(given),
+    )
     place = workspace / receipt.rel_dir
     assert place == folder_in(workspace)
     assert [each.name for each in receipt.files] == ["a.txt", "b", "c"]

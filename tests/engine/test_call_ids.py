@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.engine import compaction, context, transcripts
-from antiphon.engine.toolbox import Call, Result, Tool
-from antiphon.engine.transcripts import Entry
-from antiphon.messages import Assistant, Compaction, ToolCall, encode
+from antiphon.engine.runs import compaction, context
+from antiphon.engine.sessions import transcripts
+from antiphon.engine.sessions.transcripts import Entry
+from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
+from antiphon.messages import AssistantMessage, CompactionEntry, ToolCall, encode_message
 from antiphon.runtimes import Deltas, Prompt
 from antiphon.store import Tx
-from stage import Stage, opened, soon, staged, text, tool
+from support.app_fixture import AppFixture, open_app_fixture, opened, soon, text, tool
 
 pytestmark = pytest.mark.anyio
 
@@ -32,11 +33,11 @@ class Counting:
         self.shortened = 0
         self._width = width
 
-    async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant:
-        if prompt.instructions == compaction.INSTRUCTIONS:
+    async def step(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
+        if prompt.instructions == compaction.SUMMARY_INSTRUCTIONS:
             return text("They pay.", stop_reason="stop")
-        assert sum(map(context.weigh, prompt.messages)) <= self.context_window
-        self.shortened += any(isinstance(message, Compaction) for message in prompt.messages)
+        assert sum(map(context.estimate_tokens, prompt.messages)) <= self.context_window
+        self.shortened += any(isinstance(message, CompactionEntry) for message in prompt.messages)
         if self.steps == STEPS:
             return text("paid", stop_reason="stop")
         self.steps += 1
@@ -44,7 +45,7 @@ class Counting:
             ToolCall(id=f"call_{place}", name="pay", arguments={"bill": f"{self.steps}.{place}", "for": LONG})
             for place in range(self._width)
         ]
-        return Assistant(content=[*made], timestamp=1, stop_reason="toolUse")
+        return AssistantMessage(content=[*made], timestamp=1, stop_reason="toolUse")
 
     async def close(self) -> None: ...
 
@@ -58,14 +59,14 @@ class Till:
         self.held_at = ""
         self.begun = asyncio.Event()
 
-    async def pay(self, call: Call) -> Result:
+    async def pay(self, call: ToolRequest) -> ToolOutput:
         bill = call.arguments["bill"]
         self.asked.append((call.key, bill))
         self.paid.setdefault(call.key, bill)
         if bill == self.held_at:
             self.begun.set()
             await asyncio.Event().wait()
-        return Result(text=f"paid {self.paid[call.key]}")
+        return ToolOutput(text=f"paid {self.paid[call.key]}")
 
     @property
     def tools(self) -> list[Tool]:
@@ -76,7 +77,7 @@ def bills(width: int = 1) -> list[str]:
     return [f"{step}.{place}" for step in range(1, STEPS + 1) for place in range(width)]
 
 
-async def check(stage: Stage, till: Till, width: int = 1) -> None:
+async def check(stage: AppFixture, till: Till, width: int = 1) -> None:
     """Every bill was paid, by a call that says so, with an id of its own."""
     assert sorted(till.paid.values()) == bills(width)
     entries = await stage.transcript()
@@ -91,7 +92,7 @@ async def check(stage: Stage, till: Till, width: int = 1) -> None:
 async def test_a_call_has_an_id_of_its_own_after_a_compaction(tmp_path: Path, width: int) -> None:
     runtime, till = Counting(width=width), Till()
     runtime.context_window *= width
-    async with staged(tmp_path, runtime, tools=till.tools) as stage:
+    async with open_app_fixture(tmp_path, runtime, tools=till.tools) as stage:
         assert (await stage.ask("go")).reply == "paid"
         assert runtime.shortened
         await check(stage, till, width)
@@ -105,13 +106,13 @@ async def test_a_resumed_run_knows_the_ids_it_has_given(tmp_path: Path, *, histo
     for stop in ("5.0", "7.0"):
         till.held_at = stop
         till.begun.clear()
-        async with staged(tmp_path, runtime, tools=till.tools) as stage:
+        async with open_app_fixture(tmp_path, runtime, tools=till.tools) as stage:
             if stop == "5.0":
                 await stage.say("go", idempotency_key="run")
             await soon(till.begun)
     till.held_at = ""
-    async with staged(tmp_path, runtime, tools=till.tools) as stage:
-        assert (await stage.ended("run")).reply == "paid"
+    async with open_app_fixture(tmp_path, runtime, tools=till.tools) as stage:
+        assert (await stage.wait_for_end("run")).reply == "paid"
         await check(stage, till)
     again = [asked for asked in till.asked if till.asked.count(asked) > 1]
     assert sorted({bill for _, bill in again}) == ["5.0", "7.0"]
@@ -121,15 +122,15 @@ async def test_a_resumed_run_knows_the_ids_it_has_given(tmp_path: Path, *, histo
 async def _write(tx: Tx, answers: int) -> None:
     for seq in range(1, answers + 1):
         made = ToolCall(id=f"c{seq}", name="pay", arguments={})
-        body = encode(Assistant(content=[made], timestamp=1)) if seq % 10 else "{torn"
+        body = encode_message(AssistantMessage(content=[made], timestamp=1)) if seq % 10 else "{torn"
         await transcripts.append_raw(tx, 7, None, Entry(seq, f"{seq:08x}", "assistant", body, 1))
 
 
 @pytest.mark.requirement("G2", "G21")
 async def test_all_ids_of_a_run_are_found_however_long_it_is(tmp_path: Path) -> None:
-    answers = 2 * context.PAGE + 5
+    answers = 2 * context.ENTRIES_PER_PAGE + 5
     async with opened(tmp_path) as store:
         await store.tx(_write, answers)
-        found = await store.read(context.calls_since, 7, 1)
+        found = await store.read(context.load_call_ids_since, 7, 1)
         assert found == {f"c{seq}" for seq in range(2, answers + 1) if seq % 10}
-        assert await store.read(context.calls_since, 7, answers) == set()
+        assert await store.read(context.load_call_ids_since, 7, answers) == set()

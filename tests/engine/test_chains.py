@@ -10,15 +10,24 @@ from typing import Any
 import pytest
 
 from antiphon.clock import ManualClock
-from antiphon.engine import chains
-from antiphon.engine.engine import Pace
+from antiphon.engine.collaboration import chains
+from antiphon.engine.engine import EngineTimings
 from antiphon.errors import WaitCycle
-from antiphon.messages import Assistant
+from antiphon.messages import AssistantMessage
 from antiphon.runtimes import Prompt
 from antiphon.store import Row
-from providers import Answer, Provider
-from stage import DATABASE, calls, dump, raw, soon
-from tools.troupe import HELPER, MAIN, Player, cast_of, heard, house, result_in, warnings_of
+from support.agents_fixture import (
+    HELPER,
+    MAIN,
+    ScriptedAgent,
+    get_last_user_text,
+    make_agents_config,
+    open_agents_fixture,
+    result_in,
+    warnings_of,
+)
+from support.app_fixture import DATABASE, calls, dump, raw, soon
+from support.model_provider import Answer, Provider
 
 pytestmark = pytest.mark.anyio
 
@@ -29,13 +38,15 @@ def main_of(agent: str) -> str:
     return f"agent:{agent}:main"
 
 
-def asks(other: str, *, only: str | None = None, **options: Any) -> Callable[[Prompt], Assistant | str]:
+def asks(
+    other: str, *, only: str | None = None, **options: Any
+) -> Callable[[Prompt], AssistantMessage | str]:
     """Send to another agent, if this word was said, and reply with what the tool answered."""
 
-    def answer(prompt: Prompt) -> Assistant | str:
+    def answer(prompt: Prompt) -> AssistantMessage | str:
         if (result := result_in(prompt)) is not None:
             return str({name: result.get(name) for name in ("status", "code", "path", "reply", "error")})
-        if only is not None and only not in heard(prompt):
+        if only is not None and only not in get_last_user_text(prompt):
             return "no"
         return calls("sessions_send", sessionKey=main_of(other), message="pass it on", **{**CALM, **options})
 
@@ -47,8 +58,8 @@ def asks(other: str, *, only: str | None = None, **options: Any) -> Callable[[Pr
 
 @pytest.mark.requirement("S7", "G15")
 async def test_a_session_cannot_send_to_itself_by_whatever_name(tmp_path: Path) -> None:
-    async with house(cast_of("helper"), tmp_path) as troupe:
-        await troupe.found(MAIN)
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as troupe:
+        await troupe.open_sessions(MAIN)
         (row,) = troupe.rows("SELECT session_id FROM sessions")
         for name in ("main", "current", MAIN, row["session_id"]):
             before = dump(tmp_path / DATABASE)
@@ -64,9 +75,11 @@ async def test_a_session_cannot_send_to_itself_by_whatever_name(tmp_path: Path) 
 
 @pytest.mark.requirement("S7", "G12")
 async def test_a_wait_that_would_close_a_circle_is_refused_with_the_path(tmp_path: Path) -> None:
-    functions = {"a": Player(asks("b")), "b": Player(asks("c")), "c": Player(asks("a"))}
-    async with house(cast_of("a", "b", "c"), tmp_path, functions=functions) as troupe:
-        await troupe.found(*map(main_of, "abc"))
+    functions = {"a": ScriptedAgent(asks("b")), "b": ScriptedAgent(asks("c")), "c": ScriptedAgent(asks("a"))}
+    async with open_agents_fixture(
+        make_agents_config("a", "b", "c"), tmp_path, functions=functions
+    ) as troupe:
+        await troupe.open_sessions(*map(main_of, "abc"))
         reply = (await troupe.ask("go", main_of("a"))).reply or ""
         assert "'code': 'wait_cycle'" not in reply and "'status': 'ok'" in reply, (
             "only the last one is refused"
@@ -84,21 +97,23 @@ async def test_a_wait_that_would_close_a_circle_is_refused_with_the_path(tmp_pat
 @pytest.mark.requirement("S7", "G12", "V3")
 async def test_the_path_names_no_session_that_the_caller_may_not_see(tmp_path: Path) -> None:
     hidden = "agent:b:discord:group:boardroom"
-    config = cast_of("a", "b", {"id": "c", "tools": {"sessions": {"visibility": "self", "send": "all"}}})
+    config = make_agents_config(
+        "a", "b", {"id": "c", "tools": {"sessions": {"visibility": "self", "send": "all"}}}
+    )
 
-    def boardroom(prompt: Prompt) -> Assistant | str:
+    def boardroom(prompt: Prompt) -> AssistantMessage | str:
         if result_in(prompt) is not None:
             return "done"
         return calls("sessions_send", sessionKey=main_of("c"), message="pass it on", **CALM)
 
-    def ask(prompt: Prompt) -> Assistant | str:
+    def ask(prompt: Prompt) -> AssistantMessage | str:
         if result_in(prompt) is not None:
             return "done"
         return calls("sessions_send", sessionKey=hidden, message="pass it on", **CALM)
 
-    functions = {"a": Player(ask), "b": Player(boardroom), "c": Player(asks("a"))}
-    async with house(config, tmp_path, functions=functions) as troupe:
-        await troupe.found(main_of("a"), hidden, main_of("c"))
+    functions = {"a": ScriptedAgent(ask), "b": ScriptedAgent(boardroom), "c": ScriptedAgent(asks("a"))}
+    async with open_agents_fixture(config, tmp_path, functions=functions) as troupe:
+        await troupe.open_sessions(main_of("a"), hidden, main_of("c"))
         await troupe.ask("go", main_of("a"))
         (refused,) = [row for row in await troupe.transcript(main_of("c")) if row["role"] == "toolResult"]
         assert refused["details"]["path"] == [main_of("a"), "(hidden session)", main_of("c")]
@@ -121,13 +136,15 @@ async def test_who_asks_decides_what_is_shown_of_the_sessions_between(tmp_path: 
         own, first = ids[main_of("c")], ids[main_of("a")]
         with pytest.raises(WaitCycle) as caught:
             now = troupe.house.clock.now()
-            await store.tx(chains.wait, run["n"], own, "run", first, now + 1000, now, show)
+            await store.tx(chains.record_wait, run["n"], own, "run", first, now + 1000, now, show)
         paths.append(caught.value.data["path"])
         return "done"
 
-    functions = {"a": Player(asks("b")), "b": Player(asks("c")), "c": Player(last)}
-    async with house(cast_of("a", "b", "c"), tmp_path, functions=functions) as troupe:
-        await troupe.found(*map(main_of, "abc"))
+    functions = {"a": ScriptedAgent(asks("b")), "b": ScriptedAgent(asks("c")), "c": ScriptedAgent(last)}
+    async with open_agents_fixture(
+        make_agents_config("a", "b", "c"), tmp_path, functions=functions
+    ) as troupe:
+        await troupe.open_sessions(*map(main_of, "abc"))
         await troupe.ask("go", main_of("a"))
         assert paths == [[main_of("a"), "somebody", main_of("c")]]
         assert shown == {(main_of("b"), "b", False)}
@@ -136,9 +153,9 @@ async def test_who_asks_decides_what_is_shown_of_the_sessions_between(tmp_path: 
 
 @pytest.mark.requirement("S7", "G12")
 async def test_two_who_wait_for_each_other(tmp_path: Path) -> None:
-    functions = {"a": Player(asks("b")), "b": Player(asks("a"))}
-    async with house(cast_of("a", "b"), tmp_path, functions=functions) as troupe:
-        await troupe.found(*map(main_of, "ab"))
+    functions = {"a": ScriptedAgent(asks("b")), "b": ScriptedAgent(asks("a"))}
+    async with open_agents_fixture(make_agents_config("a", "b"), tmp_path, functions=functions) as troupe:
+        await troupe.open_sessions(*map(main_of, "ab"))
         await troupe.ask("go", main_of("a"))
         (refused,) = [row for row in await troupe.transcript(main_of("b")) if row["role"] == "toolResult"]
         assert (refused["details"]["status"], refused["details"]["path"]) == (
@@ -150,13 +167,16 @@ async def test_two_who_wait_for_each_other(tmp_path: Path) -> None:
 
 @pytest.mark.requirement("S7", "G12")
 async def test_who_does_not_wait_closes_no_circle(tmp_path: Path) -> None:
-    functions = {"a": Player(asks("b")), "b": Player(asks("a", only="pass it on", timeoutSeconds=0))}
-    config = cast_of("a", "b", session={"agentToAgent": {"maxHops": 2}})
-    async with house(config, tmp_path, functions=functions) as troupe:
-        await troupe.found(*map(main_of, "ab"))
+    functions = {
+        "a": ScriptedAgent(asks("b")),
+        "b": ScriptedAgent(asks("a", only="pass it on", timeoutSeconds=0)),
+    }
+    config = make_agents_config("a", "b", session={"agentToAgent": {"maxHops": 2}})
+    async with open_agents_fixture(config, tmp_path, functions=functions) as troupe:
+        await troupe.open_sessions(*map(main_of, "ab"))
         reply = (await troupe.ask("go", main_of("a"))).reply or ""
         assert "accepted" in reply
-        await troupe.quiet()
+        await troupe.wait_until_idle()
 
 
 @pytest.mark.requirement("S7", "G12")
@@ -168,8 +188,8 @@ async def test_a_wait_that_is_over_closes_no_circle(tmp_path: Path) -> None:
     async def asked() -> bool:
         return len(raw(tmp_path / DATABASE, "SELECT 1 FROM exchanges")) == 2
 
-    async def a(prompt: Prompt) -> Assistant | str:
-        if heard(prompt) != "go":
+    async def a(prompt: Prompt) -> AssistantMessage | str:
+        if get_last_user_text(prompt) != "go":
             return "yes?"
         if result_in(prompt) is None:
             return calls("sessions_send", sessionKey=main_of("b"), message="x", timeoutSeconds=0.02, **CALM)
@@ -178,18 +198,20 @@ async def test_a_wait_that_is_over_closes_no_circle(tmp_path: Path) -> None:
         await troupe.until(asked)
         return "I gave up"
 
-    async def b(prompt: Prompt) -> Assistant | str:
+    async def b(prompt: Prompt) -> AssistantMessage | str:
         if (result := result_in(prompt)) is not None:
             return result["status"]
         await soon(gave_up)
         return calls("sessions_send", sessionKey=main_of("a"), message="y", **CALM)
 
-    functions = {"a": Player(a), "b": Player(b)}
-    slow = Pace(sweep=60)  # the sweeper would take the wait away
-    async with house(cast_of("a", "b"), tmp_path, functions=functions, clock=clock, pace=slow) as troupe:
-        await troupe.found(*map(main_of, "ab"))
+    functions = {"a": ScriptedAgent(a), "b": ScriptedAgent(b)}
+    slow = EngineTimings(sweep=60)  # the sweeper would take the wait away
+    async with open_agents_fixture(
+        make_agents_config("a", "b"), tmp_path, functions=functions, clock=clock, pace=slow
+    ) as troupe:
+        await troupe.open_sessions(*map(main_of, "ab"))
         await troupe.ask("go", main_of("a"))
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         (result,) = [row for row in await troupe.transcript(main_of("b")) if row["role"] == "toolResult"]
         assert (result["details"]["status"], result["details"]["reply"]) == ("ok", "yes?")
 
@@ -200,7 +222,7 @@ async def test_waiting_again_for_what_was_sent_before_is_a_wait_too(tmp_path: Pa
     waiting = asyncio.Event()
     said: list[dict[str, Any]] = []
 
-    async def a(prompt: Prompt) -> Assistant | str:
+    async def a(prompt: Prompt) -> AssistantMessage | str:
         if (result := result_in(prompt)) is not None:
             said.append(result)
         sent = {"sessionKey": main_of("b"), "message": "x", "idempotencyKey": "k", **CALM}
@@ -211,13 +233,15 @@ async def test_waiting_again_for_what_was_sent_before_is_a_wait_too(tmp_path: Pa
             return calls("sessions_send", **sent, timeoutSeconds=1)
         return "done"
 
-    async def b(prompt: Prompt) -> Assistant | str:
+    async def b(prompt: Prompt) -> AssistantMessage | str:
         if result_in(prompt) is not None:
             return "never mind"
         return calls("sessions_send", sessionKey=main_of("a"), message="y", timeoutSeconds=3, **CALM)
 
-    async with house(cast_of("a", "b"), tmp_path, functions={"a": Player(a), "b": Player(b)}) as troupe:
-        await troupe.found(*map(main_of, "ab"))
+    async with open_agents_fixture(
+        make_agents_config("a", "b"), tmp_path, functions={"a": ScriptedAgent(a), "b": ScriptedAgent(b)}
+    ) as troupe:
+        await troupe.open_sessions(*map(main_of, "ab"))
         run = await troupe.say("go", main_of("a"))
 
         async def waited_for() -> bool:
@@ -225,16 +249,16 @@ async def test_waiting_again_for_what_was_sent_before_is_a_wait_too(tmp_path: Pa
 
         await troupe.until(waited_for)
         waiting.set()
-        await troupe.ended(run)
+        await troupe.wait_for_end(run)
         assert [result["status"] for result in said] == ["accepted", "error"]
         assert (said[1]["code"], said[1]["path"]) == ("wait_cycle", [main_of("b"), main_of("a")])
-        await troupe.quiet()
+        await troupe.wait_until_idle()
 
 
 @pytest.mark.requirement("G12")
 async def test_who_waits_holds_no_slot(tmp_path: Path) -> None:
     """Only one sub-agent may be in a model step, and each of them waits for somebody who waits for another one."""
-    config = cast_of(
+    config = make_agents_config(
         "helper",
         agents={"defaults": {"subagents": {"maxConcurrent": 1, "maxSpawnDepth": 2}}},
         tools={"subagents": {"tools": {"alsoAllow": ["sessions_send"]}}},
@@ -245,15 +269,15 @@ async def test_who_waits_holds_no_slot(tmp_path: Path) -> None:
         await soon(free)
         return "done"
 
-    async with house(config, tmp_path, functions={"helper": Player(helper)}) as troupe:
-        await troupe.found(HELPER)
+    async with open_agents_fixture(config, tmp_path, functions={"helper": ScriptedAgent(helper)}) as troupe:
+        await troupe.open_sessions(HELPER)
         waits = f'call sessions_send {{"sessionKey": "{HELPER}", "message": "?", "replyBack": 0, "announce": "none"}}'
         for _ in range(3):
-            await troupe.does("sessions_spawn", task=waits)
-        quick = await troupe.does("sessions_spawn", task="say quick")
-        assert (await troupe.ended(quick["runId"])).reply == "quick", "though three others wait"
+            await troupe.call_tool("sessions_spawn", task=waits)
+        quick = await troupe.call_tool("sessions_spawn", task="say quick")
+        assert (await troupe.wait_for_end(quick["runId"])).reply == "quick", "though three others wait"
         free.set()
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert {row["outcome"] for row in troupe.rows("SELECT outcome FROM tasks")} == {"ok"}
 
 
@@ -264,16 +288,16 @@ async def test_sub_agents_of_a_stuck_provider_delay_those_of_no_other(tmp_path: 
         servers = {"stuck": stuck.url, "quick": quick.url}
         providers = {name: {"baseUrl": f"{url}/v1", "models": [{"id": "m"}]} for name, url in servers.items()}
         defaults = {"model": "rehearsal/rehearsal", "subagents": {"maxConcurrent": 1}}
-        config = cast_of(agents={"defaults": defaults}, models={"providers": providers})
-        async with house(config, tmp_path) as troupe:
-            late = [await troupe.does("sessions_spawn", task="wait", model="stuck/m") for _ in range(2)]
+        config = make_agents_config(agents={"defaults": defaults}, models={"providers": providers})
+        async with open_agents_fixture(config, tmp_path) as troupe:
+            late = [await troupe.call_tool("sessions_spawn", task="wait", model="stuck/m") for _ in range(2)]
             await soon(stuck.arrived)
-            prompt = await troupe.does("sessions_spawn", task="go", model="quick/m")
-            assert (await troupe.ended(prompt["runId"])).reply == "Hello there."
+            prompt = await troupe.call_tool("sessions_spawn", task="go", model="quick/m")
+            assert (await troupe.wait_for_end(prompt["runId"])).reply == "Hello there."
             assert len(stuck.received) == 1, "one of two may ask"
             stuck.release()
-            assert [(await troupe.ended(run["runId"])).reply for run in late] == ["late", "late"]
-            await troupe.quiet()
+            assert [(await troupe.wait_for_end(run["runId"])).reply for run in late] == ["late", "late"]
+            await troupe.wait_until_idle()
 
 
 # --- chains that would not end ---
@@ -284,11 +308,11 @@ async def test_sub_agents_of_a_stuck_provider_delay_those_of_no_other(tmp_path: 
 async def test_a_ring_that_forwards_for_ever_stops_at_the_limit_by_name(tmp_path: Path, agents: int) -> None:
     names = [f"a{number}" for number in range(agents)]
     functions = {
-        name: Player(asks(names[(number + 1) % agents], timeoutSeconds=0))
+        name: ScriptedAgent(asks(names[(number + 1) % agents], timeoutSeconds=0))
         for number, name in enumerate(names)
     }
-    async with house(cast_of(*names), tmp_path, functions=functions) as troupe:
-        await troupe.found(*map(main_of, names))
+    async with open_agents_fixture(make_agents_config(*names), tmp_path, functions=functions) as troupe:
+        await troupe.open_sessions(*map(main_of, names))
         warned = await warnings_of(troupe, "chain_limit", lambda: troupe.ask("go", main_of("a0")))
         last = names[12 % agents]
         assert warned == [main_of(last)]
@@ -311,7 +335,7 @@ async def test_a_chain_ends_at_its_number_of_runs_whatever_its_shape(tmp_path: P
     """Everybody asks everybody: the tree would have 3 + 9 + 27 … runs, and is cut at ten."""
     names = ["a", "b", "c", "d"]
 
-    def everybody(prompt: Prompt) -> Assistant | str:
+    def everybody(prompt: Prompt) -> AssistantMessage | str:
         if result_in(prompt) is not None:
             return "asked"
         own = prompt.agent_id
@@ -321,12 +345,12 @@ async def test_a_chain_ends_at_its_number_of_runs_whatever_its_shape(tmp_path: P
             if name != own
         ]
         blocks = [call.content[0] for call in asked]
-        return Assistant(content=blocks, timestamp=1)
+        return AssistantMessage(content=blocks, timestamp=1)
 
-    config = cast_of(*names, session={"agentToAgent": {"maxRuns": 10, "maxHops": 1000}})
-    functions = {name: Player(everybody) for name in names}
-    async with house(config, tmp_path, functions=functions) as troupe:
-        await troupe.found(*map(main_of, names))
+    config = make_agents_config(*names, session={"agentToAgent": {"maxRuns": 10, "maxHops": 1000}})
+    functions = {name: ScriptedAgent(everybody) for name in names}
+    async with open_agents_fixture(config, tmp_path, functions=functions) as troupe:
+        await troupe.open_sessions(*map(main_of, names))
         warned = await warnings_of(troupe, "chain_limit", lambda: troupe.ask("go", main_of("a")))
         assert warned
         counted = troupe.rows("SELECT chain, count(*) AS n FROM runs WHERE chain IS NOT NULL GROUP BY chain")
@@ -335,18 +359,18 @@ async def test_a_chain_ends_at_its_number_of_runs_whatever_its_shape(tmp_path: P
 
 @pytest.mark.requirement("G14", "S7")
 async def test_a_chain_goes_through_spawns_too(tmp_path: Path) -> None:
-    config = cast_of(
+    config = make_agents_config(
         session={"agentToAgent": {"maxHops": 2}}, agents={"defaults": {"subagents": {"maxSpawnDepth": 5}}}
     )
 
-    def deeper(prompt: Prompt) -> Assistant | str:
+    def deeper(prompt: Prompt) -> AssistantMessage | str:
         if (result := result_in(prompt)) is not None:
             return str(result.get("code") or result["status"])
         return (
             "." if prompt.run_id.startswith(("announce", "wake")) else calls("sessions_spawn", task="deeper")
         )
 
-    async with house(config, tmp_path, functions={"main": Player(deeper)}) as troupe:
+    async with open_agents_fixture(config, tmp_path, functions={"main": ScriptedAgent(deeper)}) as troupe:
         warned = await warnings_of(troupe, "chain_limit", lambda: troupe.ask("go"))
         assert len(warned) == 1 and warned[0].startswith("agent:main:subagent:")
         rows = troupe.rows("SELECT hop, chain FROM tasks ORDER BY n")
@@ -356,9 +380,9 @@ async def test_a_chain_goes_through_spawns_too(tmp_path: Path) -> None:
 
 @pytest.mark.requirement("G14", "S3")
 async def test_what_a_person_says_begins_a_chain_of_its_own(tmp_path: Path) -> None:
-    async with house(cast_of("helper"), tmp_path) as troupe:
-        await troupe.found(HELPER)
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as troupe:
+        await troupe.open_sessions(HELPER)
         for _ in range(2):
-            await troupe.does("sessions_send", sessionKey=HELPER, message="say yes", **CALM)
+            await troupe.call_tool("sessions_send", sessionKey=HELPER, message="say yes", **CALM)
         rows = troupe.rows("SELECT chain, hop FROM exchanges")
         assert [row["hop"] for row in rows] == [1, 1] and len({row["chain"] for row in rows}) == 2

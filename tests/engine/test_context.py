@@ -14,34 +14,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from antiphon.config.agents import Compaction as Compacting
-from antiphon.engine import compaction, context, framing, transcripts
-from antiphon.engine.context import Context
-from antiphon.engine.toolbox import Call, Result
-from antiphon.engine.transcripts import Entry
+from antiphon.config.agents import CompactionConfig as Compacting
+from antiphon.engine.collaboration import framing
+from antiphon.engine.runs import compaction, context
+from antiphon.engine.runs.context import ModelContext
+from antiphon.engine.sessions import transcripts
+from antiphon.engine.sessions.transcripts import Entry
+from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.errors import ContextOverflow
 from antiphon.messages import (
-    INJECTED,
-    Assistant,
-    Compaction,
-    Image,
+    INJECTED_MODEL,
+    AssistantMessage,
+    CompactionEntry,
+    ImageBlock,
     Message,
     Provenance,
-    Text,
-    Thinking,
+    TextBlock,
+    ThinkingBlock,
+    TokenUsage,
     ToolCall,
     ToolResult,
-    Usage,
-    User,
-    encode,
+    UserMessage,
+    encode_message,
 )
-from antiphon.operations import HistoryFilter, Send
+from antiphon.operations import HistoryFilter, SendRequest
 from antiphon.runtimes import Deltas, Prompt
-from antiphon.runtimes.model import Api, ModelSpec, Patience
-from antiphon.runtimes.pydantic_reader import PydanticReader
+from antiphon.runtimes.model import Api, ModelSpec, RetryPolicy
+from antiphon.runtimes.pydantic_ai.reader import PydanticReader
 from antiphon.store import Tx
-from providers import Provider
-from stage import BOUND, MAIN, OPERATOR, calls, opened, raw, staged, text, tool
+from support.app_fixture import BOUND, MAIN, OPERATOR, calls, open_app_fixture, opened, raw, text, tool
+from support.model_provider import Provider
 
 OTHER = "agent:main:other"
 
@@ -51,21 +53,23 @@ OTHER = "agent:main:other"
 IDS = st.sampled_from(["a", "b", "c"])
 WORDS = st.sampled_from(["", " ", "yes", "no\n", "é" * 30])
 CALLS = st.builds(ToolCall, id=IDS, name=st.just("add"), arguments=st.just({"a": 1}))
-BLOCKS = st.one_of(st.builds(Text, text=WORDS), st.builds(Thinking, thinking=WORDS), CALLS)
+BLOCKS = st.one_of(st.builds(TextBlock, text=WORDS), st.builds(ThinkingBlock, thinking=WORDS), CALLS)
 STOPS = st.sampled_from(["stop", "length", "toolUse", "error", "aborted", None])
 ENTRIES: st.SearchStrategy[Message] = st.one_of(
-    st.builds(User, content=WORDS.filter(str.strip), timestamp=st.just(1)),
-    st.builds(Assistant, content=st.lists(BLOCKS, max_size=4), timestamp=st.just(2), stop_reason=STOPS),
+    st.builds(UserMessage, content=WORDS.filter(str.strip), timestamp=st.just(1)),
+    st.builds(
+        AssistantMessage, content=st.lists(BLOCKS, max_size=4), timestamp=st.just(2), stop_reason=STOPS
+    ),
     st.builds(
         ToolResult,
         tool_call_id=IDS,
         tool_name=st.just("add"),
-        content=st.lists(st.builds(Text, text=WORDS), max_size=2),
+        content=st.lists(st.builds(TextBlock, text=WORDS), max_size=2),
         timestamp=st.just(3),
         is_error=st.booleans(),
     ),
     st.builds(
-        Compaction,
+        CompactionEntry,
         summary=WORDS.filter(str.strip),
         first_kept_seq=st.integers(1, 9),
         tokens_before=st.just(9),
@@ -81,17 +85,19 @@ def played(draw: st.DrawFn) -> list[Message]:
     written: list[Message] = []
     named = draw(st.sampled_from(["{}", "functions.add:{}", "call_" + 24 * "a" + "|fc_" + 50 * "b" + "{}"]))
     for turn in range(draw(st.integers(1, 4))):
-        entries: list[Message] = [User(content=f"question {turn}", timestamp=1)]
+        entries: list[Message] = [UserMessage(content=f"question {turn}", timestamp=1)]
         for step in range(draw(st.integers(0, 3))):
             made = [
                 ToolCall(id=named.format(f"{turn}_{step}_{i}"), name="add", arguments={})
                 for i in range(draw(st.integers(1, 3)))
             ]
             entries.append(
-                Assistant(content=[Text(text="let me see"), *made], timestamp=2, stop_reason="toolUse")
+                AssistantMessage(
+                    content=[TextBlock(text="let me see"), *made], timestamp=2, stop_reason="toolUse"
+                )
             )
             entries += [
-                ToolResult(tool_call_id=call.id, tool_name="add", content=[Text(text="3")], timestamp=3)
+                ToolResult(tool_call_id=call.id, tool_name="add", content=[TextBlock(text="3")], timestamp=3)
                 for call in draw(st.permutations(made))
             ]
         entries.append(
@@ -100,7 +106,7 @@ def played(draw: st.DrawFn) -> list[Message]:
                     [
                         text("done", stop_reason="stop"),
                         text("par", stop_reason="aborted"),
-                        Assistant(content=[], timestamp=2, stop_reason="error", error_message="no"),
+                        AssistantMessage(content=[], timestamp=2, stop_reason="error", error_message="no"),
                     ]
                 )
             )
@@ -112,7 +118,7 @@ def played(draw: st.DrawFn) -> list[Message]:
 def problem(messages: Sequence[Message]) -> str | None:
     """Why this is not a valid conversation: written from the providers' rules, not from `mend`."""
     waiting: set[str] = set()
-    if messages and not isinstance(messages[0], User | Compaction):
+    if messages and not isinstance(messages[0], UserMessage | CompactionEntry):
         return "it does not begin with a question"
     for message in messages:
         if isinstance(message, ToolResult):
@@ -122,7 +128,7 @@ def problem(messages: Sequence[Message]) -> str | None:
             continue
         if waiting:
             return f"no results for {waiting}"
-        if isinstance(message, Assistant):
+        if isinstance(message, AssistantMessage):
             ids = [call.id for call in message.tool_calls]
             waiting = set(ids)
             if len(ids) != len(waiting):
@@ -136,13 +142,15 @@ def problem(messages: Sequence[Message]) -> str | None:
 @settings(max_examples=400, deadline=None)
 @given(ANYTHING | played())
 def test_whatever_is_left_behind_is_mended(messages: list[Message]) -> None:
-    mended = context.mend(messages)
+    mended = context.repair_messages(messages)
     assert problem(mended) is None
-    assert context.mend(mended) == mended
+    assert context.repair_messages(mended) == mended
     # Nothing a person said is lost, and what was valid before is left as it is.
-    asked = [message for message in messages if isinstance(message, User | Compaction)]
-    assert [message for message in mended if isinstance(message, User | Compaction)] == asked
-    broken = [m for m in messages if isinstance(m, Assistant) and m.stop_reason in {"error", "aborted"}]
+    asked = [message for message in messages if isinstance(message, UserMessage | CompactionEntry)]
+    assert [message for message in mended if isinstance(message, UserMessage | CompactionEntry)] == asked
+    broken = [
+        m for m in messages if isinstance(m, AssistantMessage) and m.stop_reason in {"error", "aborted"}
+    ]
     if problem(messages) is None and not broken:
         assert [message for message in mended if message in messages] == [
             message for message in messages if not is_silent(message)
@@ -150,37 +158,43 @@ def test_whatever_is_left_behind_is_mended(messages: list[Message]) -> None:
 
 
 def is_silent(message: Message) -> bool:
-    return isinstance(message, Assistant) and not message.text.strip() and not message.tool_calls
+    return isinstance(message, AssistantMessage) and not message.text.strip() and not message.tool_calls
 
 
 @pytest.mark.requirement("W8")
 @settings(max_examples=200, deadline=None)
 @given(ANYTHING | played())
 def test_every_answer_says_something(messages: list[Message]) -> None:
-    for message in context.mend(messages):
-        assert not isinstance(message, Assistant) or message.tool_calls or message.text.strip()
+    for message in context.repair_messages(messages):
+        assert not isinstance(message, AssistantMessage) or message.tool_calls or message.text.strip()
 
 
 @pytest.mark.requirement("W8")
 @pytest.mark.parametrize(
     ("answer", "note"),
     [
-        (Assistant(content=[], timestamp=2, stop_reason="aborted"), context.STOPPED),
-        (Assistant(content=[], timestamp=2, stop_reason="error", error_message="sk-no"), context.FAILED),
-        (Assistant(content=[Thinking(thinking="hm")], timestamp=2, stop_reason="stop"), context.SILENT),
-        (text("par", stop_reason="aborted"), f"par{context.CUT_SHORT}"),
+        (AssistantMessage(content=[], timestamp=2, stop_reason="aborted"), context.STOPPED_TURN_TEXT),
+        (
+            AssistantMessage(content=[], timestamp=2, stop_reason="error", error_message="sk-no"),
+            context.FAILED_TURN_TEXT,
+        ),
+        (
+            AssistantMessage(content=[ThinkingBlock(thinking="hm")], timestamp=2, stop_reason="stop"),
+            context.SILENT_TURN_TEXT,
+        ),
+        (text("par", stop_reason="aborted"), f"par{context.CUT_SHORT_ANSWER_TEXT}"),
     ],
 )
 def test_a_turn_without_an_answer_says_so_to_the_model_and_to_its_summary(
-    answer: Assistant, note: str
+    answer: AssistantMessage, note: str
 ) -> None:
-    questions = User(content="LONG", timestamp=1), User(content="NEXT", timestamp=3)
+    questions = UserMessage(content="LONG", timestamp=1), UserMessage(content="NEXT", timestamp=3)
     messages = [questions[0], answer, questions[1]]
-    first, noted, second = context.mend(messages)
+    first, noted, second = context.repair_messages(messages)
     assert (first, second) == questions
-    assert isinstance(noted, Assistant)
+    assert isinstance(noted, AssistantMessage)
     assert (noted.text, noted.stop_reason) == (note, "stop")
-    assert note.removeprefix("par") in context.as_text(messages, 1000)
+    assert note.removeprefix("par") in context.render_as_text(messages, 1000)
 
 
 @pytest.mark.requirement("W8")
@@ -196,18 +210,18 @@ async def test_only_a_run_that_left_no_answer_is_said_to_have_none(
 
     async def write(tx: Tx) -> None:
         for seq, (words, run) in enumerate(zip(("LONG", "NEXT"), runs, strict=True), 1):
-            await transcripts.append(tx, 7, seq, run, [User(content=words, timestamp=seq)], 1)
+            await transcripts.append(tx, 7, seq, run, [UserMessage(content=words, timestamp=seq)], 1)
 
     async with opened(tmp_path) as store:
         await store.tx(write)
         loaded = await store.read(context.load, 7, 2, None)
-    between = [context.SILENT] if noted else []
+    between = [context.SILENT_TURN_TEXT] if noted else []
     shown = [
-        message.text if isinstance(message, Assistant) else getattr(message, "content", None)
-        for message in context.mend(loaded.messages)
+        message.text if isinstance(message, AssistantMessage) else getattr(message, "content", None)
+        for message in context.repair_messages(loaded.messages)
     ]
     assert shown == ["LONG", *between, "NEXT"]
-    assert loaded.since(2)[-1] == User(content="NEXT", timestamp=2)
+    assert loaded.list_messages_since(2)[-1] == UserMessage(content="NEXT", timestamp=2)
 
 
 @pytest.mark.requirement("S9")
@@ -219,33 +233,39 @@ async def test_a_session_that_begins_with_what_was_sent_in_its_name_is_shown_it(
         prompts.append(prompt)
         return "fine"
 
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         for key in (MAIN, OTHER):
             await stage.operations.open(OPERATOR, key)
-        wanted = Send(
+        wanted = SendRequest(
             session=OTHER, message="What is new?", reply_back=0, announce="none", timeout_seconds=BOUND
         )
         await stage.operations.send(OPERATOR, wanted, requester=MAIN)
         await stage.ask("Well?")
     first, second = next(prompt for prompt in prompts if prompt.session_key == MAIN).messages
-    assert isinstance(first, User)
+    assert isinstance(first, UserMessage)
     assert isinstance(first.content, str)
     assert f"Message sent from this session to {OTHER}:\n\nWhat is new?" in first.content
     assert first.content.startswith("A record of what was sent or said in the name of this session follows.")
-    assert isinstance(second, User)
+    assert isinstance(second, UserMessage)
     assert second.content == "Well?"
 
 
 def test_notes_and_reports_may_come_first() -> None:
     """A report has a provenance, by which it is framed as data; what a model said in the middle of a turn may not."""
-    note = Assistant(content=[Text(text="sent")], timestamp=1, provider="antiphon", model=INJECTED)
+    note = AssistantMessage(
+        content=[TextBlock(text="sent")], timestamp=1, provider="antiphon", model=INJECTED_MODEL
+    )
     report = msgspec.structs.replace(note, provenance=Provenance(kind="subagent_result"))
-    question = User(content="and?", timestamp=2)
+    question = UserMessage(content="and?", timestamp=2)
     for message in (note, report):
-        shown = framing.framed(context.mend([text("rest"), message, question]), "0123456789ab")
-        assert [type(each) for each in shown] == [User, User]
+        shown = framing.frame_messages(
+            context.repair_messages([text("rest"), message, question]), "0123456789ab"
+        )
+        assert [type(each) for each in shown] == [UserMessage, UserMessage]
         assert problem(shown) is None
-        assert context.mend(context.mend([message, question])) == context.mend([message, question])
+        assert context.repair_messages(
+            context.repair_messages([message, question])
+        ) == context.repair_messages([message, question])
 
 
 @lru_cache
@@ -263,7 +283,7 @@ def readers() -> dict[Api, tuple[Provider, PydanticReader]]:
         )
         provider = Provider()
         http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app=provider))
-        made[api] = provider, PydanticReader(spec, Patience(first_wait=0.001, jitter=0.0), http=http)
+        made[api] = provider, PydanticReader(spec, RetryPolicy(first_wait=0.001, jitter=0.0), http=http)
     return made
 
 
@@ -283,7 +303,7 @@ def test_strict_providers_accept_what_is_left_behind(
     api: Api, messages: list[Message], words: str | None
 ) -> None:
     """With and without a new question after it: a resumed run has none."""
-    question = [User(content=words, timestamp=5)] if words else []
+    question = [UserMessage(content=words, timestamp=5)] if words else []
     provider, reader = readers()[api]
     provider.received.clear()
     prompt = Prompt(
@@ -291,7 +311,7 @@ def test_strict_providers_accept_what_is_left_behind(
         session_key=MAIN,
         agent_id="main",
         instructions="Be brief.",
-        messages=context.mend([*messages, *question]),
+        messages=context.repair_messages([*messages, *question]),
     )
     # What a strict provider would refuse is refused, and would raise here.
     assert asyncio.run(reader.read(prompt, Quiet())).text == "Hello there."
@@ -316,7 +336,8 @@ DAMAGED = st.tuples(
 @given(
     bodies=st.lists(
         st.one_of(
-            ENTRIES.map(lambda message: (str(message.__struct_config__.tag), encode(message))), DAMAGED
+            ENTRIES.map(lambda message: (str(message.__struct_config__.tag), encode_message(message))),
+            DAMAGED,
         ),
         max_size=12,
     )
@@ -324,22 +345,22 @@ DAMAGED = st.tuples(
 def test_damaged_entries_do_not_brick_a_session(
     tmp_path_factory: pytest.TempPathFactory, bodies: list[tuple[str, str]]
 ) -> None:
-    async def loaded(path: Path) -> Context:
+    async def loaded(path: Path) -> ModelContext:
         async with opened(path) as store:
             await store.tx(_write, bodies)
             return await store.read(context.load, 7, 1, None)
 
     found = asyncio.run(loaded(tmp_path_factory.mktemp("damaged")))
-    assert problem(context.mend(found.messages)) is None
+    assert problem(context.repair_messages(found.messages)) is None
 
 
 @pytest.mark.requirement("G21")
 @pytest.mark.anyio
 async def test_a_session_with_a_damaged_entry_is_answered_and_shown(tmp_path: Path) -> None:
     async def agent(prompt: Prompt) -> str:
-        return f"{sum(isinstance(message, User) for message in prompt.messages)} questions"
+        return f"{sum(isinstance(message, UserMessage) for message in prompt.messages)} questions"
 
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         await stage.ask("one")
         raw(stage.path, "UPDATE messages SET body = '{torn' WHERE seq = 2")
         assert (await stage.ask("two")).reply == "2 questions"
@@ -355,22 +376,22 @@ async def test_a_session_with_a_damaged_entry_is_answered_and_shown(tmp_path: Pa
 @settings(max_examples=300, deadline=None)
 @given(messages=played(), keep=st.integers(0, 200))
 def test_a_cut_separates_no_call_from_its_result(messages: list[Message], keep: int) -> None:
-    whole = context.mend(messages)
-    index = context.cut(Context(list(range(1, len(whole) + 1)), whole), keep)
+    whole = context.repair_messages(messages)
+    index = context.find_cut_index(ModelContext(list(range(1, len(whole) + 1)), whole), keep)
     assert 0 <= index < len(whole)
     if index:
         assert problem(whole[:index]) is None
-        summary = Compaction(summary="s", first_kept_seq=index + 1, tokens_before=1, timestamp=1)
+        summary = CompactionEntry(summary="s", first_kept_seq=index + 1, tokens_before=1, timestamp=1)
         assert problem([summary, *whole[index:]]) is None
 
 
 def test_a_cut_keeps_about_what_it_is_told_to() -> None:
-    messages: list[Message] = [User(content="x" * 400, timestamp=1) for _ in range(20)]
-    whole = Context(list(range(1, 21)), messages)
-    each = context.weigh(messages[0])
-    assert context.cut(whole, 5 * each) == 15
-    assert context.cut(whole, 1000 * each) == 15, "a quarter of the whole at most"
-    assert context.cut(Context([1], messages[:1]), 0) == 0
+    messages: list[Message] = [UserMessage(content="x" * 400, timestamp=1) for _ in range(20)]
+    whole = ModelContext(list(range(1, 21)), messages)
+    each = context.estimate_tokens(messages[0])
+    assert context.find_cut_index(whole, 5 * each) == 15
+    assert context.find_cut_index(whole, 1000 * each) == 15, "a quarter of the whole at most"
+    assert context.find_cut_index(ModelContext([1], messages[:1]), 0) == 0
 
 
 LENGTHS = st.sampled_from([0, 10, 300, 4_000, 400_000])
@@ -379,17 +400,17 @@ LENGTHS = st.sampled_from([0, 10, 300, 4_000, 400_000])
 @st.composite
 def weighty(draw: st.DrawFn) -> list[Message]:
     """A conversation of short and of huge entries, after a summary or not."""
-    earlier = Compaction(summary="s" * draw(LENGTHS), first_kept_seq=1, tokens_before=1, timestamp=1)
+    earlier = CompactionEntry(summary="s" * draw(LENGTHS), first_kept_seq=1, tokens_before=1, timestamp=1)
     written: list[Message] = [earlier] if draw(st.booleans()) else []
     for number in range(draw(st.integers(1, 12))):
         words = "w" * draw(LENGTHS)
         if draw(st.booleans()):
-            written.append(User(content=words, timestamp=1))
+            written.append(UserMessage(content=words, timestamp=1))
         else:
             call = ToolCall(id=f"{number}", name="add", arguments={})
-            written.append(Assistant(content=[call], timestamp=2, stop_reason="toolUse"))
+            written.append(AssistantMessage(content=[call], timestamp=2, stop_reason="toolUse"))
             result = ToolResult(
-                tool_call_id=call.id, tool_name="add", content=[Text(text=words)], timestamp=3
+                tool_call_id=call.id, tool_name="add", content=[TextBlock(text=words)], timestamp=3
             )
             written.append(result)
     return written
@@ -401,43 +422,47 @@ def weighty(draw: st.DrawFn) -> list[Message]:
 def test_compaction_makes_room_or_says_that_it_cannot(
     messages: list[Message], keep: int, length: int
 ) -> None:
-    before = sum(map(context.weigh, messages))
-    index = context.cut(Context(list(range(1, len(messages) + 1)), messages), keep)
+    before = sum(map(context.estimate_tokens, messages))
+    index = context.find_cut_index(ModelContext(list(range(1, len(messages) + 1)), messages), keep)
     newest = max(place for place, message in enumerate(messages) if not isinstance(message, ToolResult))
-    last = sum(map(context.weigh, messages[newest:]))
+    last = sum(map(context.estimate_tokens, messages[newest:]))
     if index == 0:
         assert before - last < max(32, before // 8), "there was something to cut off"
         return
-    kept = sum(map(context.weigh, messages[index:]))
+    kept = sum(map(context.estimate_tokens, messages[index:]))
     assert kept <= max(last, min(keep, before // 4))
-    words = context.brief("s" * length, messages[:index])
-    summary = Compaction(summary=words, first_kept_seq=1, tokens_before=1, timestamp=1)
+    words = context.truncate_summary("s" * length, messages[:index])
+    summary = CompactionEntry(summary=words, first_kept_seq=1, tokens_before=1, timestamp=1)
     assert bool(words) == bool(length)
-    assert context.weigh(summary) + kept <= before - max(16, before // 16)
+    assert context.estimate_tokens(summary) + kept <= before - max(16, before // 16)
 
 
 @pytest.mark.requirement("G26")
 def test_what_an_earlier_summary_says_is_not_crowded_out() -> None:
     """However much was said after it: otherwise every summary would forget what the one before it kept."""
-    earlier = Compaction(summary=f"{'s' * 3000} summit", first_kept_seq=1, tokens_before=1, timestamp=1)
-    later: list[Message] = [User(content=f"{number} {'w' * 500}", timestamp=1) for number in range(100)]
-    shown = context.as_text([earlier, *later], 8000)
+    earlier = CompactionEntry(summary=f"{'s' * 3000} summit", first_kept_seq=1, tokens_before=1, timestamp=1)
+    later: list[Message] = [
+        UserMessage(content=f"{number} {'w' * 500}", timestamp=1) for number in range(100)
+    ]
+    shown = context.render_as_text([earlier, *later], 8000)
     assert "summit\n" in shown and "\nuser: 99 w" in shown
     assert len(shown) <= 8100
-    assert len(context.as_text([earlier], 1000)) <= 1100
+    assert len(context.render_as_text([earlier], 1000)) <= 1100
 
 
 def test_an_image_weighs_what_it_costs_and_is_summarised_in_a_word() -> None:
-    picture = User(content=[Text(text="look"), Image(data="aGk=", mime_type="image/png")], timestamp=1)
-    assert 1200 < context.weigh(picture) < 1300
-    assert context.as_text([picture], 8000) == "user: look [image]"
+    picture = UserMessage(
+        content=[TextBlock(text="look"), ImageBlock(data="aGk=", mime_type="image/png")], timestamp=1
+    )
+    assert 1200 < context.estimate_tokens(picture) < 1300
+    assert context.render_as_text([picture], 8000) == "user: look [image]"
 
 
 # --- how much is read ---
 
 
-async def _load(path: Path, messages: Sequence[Message], window: int | None) -> Context:
-    bodies = [(str(message.__struct_config__.tag), encode(message)) for message in messages]
+async def _load(path: Path, messages: Sequence[Message], window: int | None) -> ModelContext:
+    bodies = [(str(message.__struct_config__.tag), encode_message(message)) for message in messages]
     async with opened(path) as store:
         await store.tx(_write, bodies)
         return await store.read(context.load, 7, len(bodies), window)
@@ -446,16 +471,20 @@ async def _load(path: Path, messages: Sequence[Message], window: int | None) -> 
 @pytest.mark.requirement("G26")
 @pytest.mark.anyio
 async def test_what_is_read_goes_by_weight_not_by_bytes(tmp_path: Path) -> None:
-    picture = Image(data="A" * 2**18, mime_type="image/png")
-    said: list[Message] = [User(content=f"turn {n}", timestamp=1) for n in range(3 * context.PAGE)]
-    said[-1] = User(content=[picture], timestamp=1)
+    picture = ImageBlock(data="A" * 2**18, mime_type="image/png")
+    said: list[Message] = [
+        UserMessage(content=f"turn {n}", timestamp=1) for n in range(3 * context.ENTRIES_PER_PAGE)
+    ]
+    said[-1] = UserMessage(content=[picture], timestamp=1)
     assert (await _load(tmp_path, said, window=16_000)).messages == said
 
 
 @pytest.mark.requirement("G26")
 @pytest.mark.anyio
 async def test_without_a_known_window_everything_is_shown_that_a_model_might_take(tmp_path: Path) -> None:
-    said: list[Message] = [User(content="word " * 2000, timestamp=1) for _ in range(3 * context.PAGE)]
+    said: list[Message] = [
+        UserMessage(content="word " * 2000, timestamp=1) for _ in range(3 * context.ENTRIES_PER_PAGE)
+    ]
     assert (await _load(tmp_path, said, window=None)).messages == said
 
 
@@ -465,13 +494,15 @@ async def test_without_a_known_window_everything_is_shown_that_a_model_might_tak
 async def test_what_is_left_out_without_a_summary_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
 ) -> None:
-    said: list[Message] = [User(content=f"{n:<999}", timestamp=1) for n in range(1, 4 * context.PAGE)]
-    said.insert(3, Compaction(summary="It began.", first_kept_seq=3, tokens_before=9, timestamp=1))
+    said: list[Message] = [
+        UserMessage(content=f"{n:<999}", timestamp=1) for n in range(1, 4 * context.ENTRIES_PER_PAGE)
+    ]
+    said.insert(3, CompactionEntry(summary="It began.", first_kept_seq=3, tokens_before=9, timestamp=1))
     if cause == "bytes":
-        monkeypatch.setattr(context, "MOST_BYTES", 100_000)
+        monkeypatch.setattr(context, "MAX_LOADED_BYTES", 100_000)
     found = await _load(tmp_path, said, window=10_000 if cause == "tokens" else None)
     notice, *kept = found.messages
-    assert isinstance(notice, Compaction) and kept == said[-2 * context.PAGE :]
+    assert isinstance(notice, CompactionEntry) and kept == said[-2 * context.ENTRIES_PER_PAGE :]
     left = len(said) - len(kept) - 2
     assert notice.summary == f"It began.\n\n[Earlier messages left out here: {left}]"
 
@@ -479,16 +510,16 @@ async def test_what_is_left_out_without_a_summary_is_said(
 @pytest.mark.requirement("G23", "G26")
 @pytest.mark.anyio
 async def test_what_was_left_out_before_is_counted_with_the_rest(tmp_path: Path) -> None:
-    said: list[Message] = [User(content=f"{n:<999}", timestamp=1) for n in range(500)]
+    said: list[Message] = [UserMessage(content=f"{n:<999}", timestamp=1) for n in range(500)]
     async with opened(tmp_path) as store:
-        await store.tx(_write, [("user", encode(message)) for message in said])
-        shortened, kept = await store.tx(compaction.shorten, 7, 200, 1)
+        await store.tx(_write, [("user", encode_message(message)) for message in said])
+        shortened, kept = await store.tx(compaction.compact_without_model, 7, 200, 1)
         assert shortened and kept == 200
-        entry = Entry(501, "c", "compaction", encode(shortened), 1)
+        entry = Entry(501, "c", "compaction", encode_message(shortened), 1)
         await store.tx(transcripts.append_raw, 7, None, entry)
         found = await store.read(context.load, 7, 320, 10_000)
     notice, question, *tail = found.messages
-    assert isinstance(notice, Compaction) and question == said[319] and tail == said[-len(tail) :]
+    assert isinstance(notice, CompactionEntry) and question == said[319] and tail == said[-len(tail) :]
     assert notice.summary == f"[Earlier messages left out here: {500 - len(tail) - 1}]"
 
 
@@ -507,15 +538,17 @@ class Windowed:
         self.summary = "They talked about summit {number}."
         self._overflow = overflow
 
-    async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant:
-        if prompt.instructions == compaction.INSTRUCTIONS:
+    async def step(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
+        if prompt.instructions == compaction.SUMMARY_INSTRUCTIONS:
             self.summaries.append(prompt)
             words = self.summary.format(number=len(self.summaries))
-            return text(words, usage=Usage(input=1000, output=7, total_tokens=1007), provider="p", model="m")
+            return text(
+                words, usage=TokenUsage(input=1000, output=7, total_tokens=1007), provider="p", model="m"
+            )
         if self._overflow(prompt):
             raise ContextOverflow("Too long.", "Shorten it.")
         self.prompts.append(prompt)
-        return text("ok", usage=Usage(input=10, output=1, total_tokens=11), provider="p", model="m")
+        return text("ok", usage=TokenUsage(input=10, output=1, total_tokens=11), provider="p", model="m")
 
     async def close(self) -> None: ...
 
@@ -523,9 +556,9 @@ class Windowed:
 def shown(prompt: Prompt) -> list[str]:
     """What a prompt contains, in short."""
     return [
-        f"# {m.summary}" if isinstance(m, Compaction) else str(m.content)[:8]
+        f"# {m.summary}" if isinstance(m, CompactionEntry) else str(m.content)[:8]
         for m in prompt.messages
-        if isinstance(m, Compaction | User)
+        if isinstance(m, CompactionEntry | UserMessage)
     ]
 
 
@@ -533,7 +566,7 @@ def shown(prompt: Prompt) -> list[str]:
 @pytest.mark.anyio
 async def test_a_long_conversation_is_summarised_and_stays_whole(tmp_path: Path) -> None:
     runtime = Windowed(window=400)
-    async with staged(tmp_path, runtime) as stage:
+    async with open_app_fixture(tmp_path, runtime) as stage:
         bodies: dict[int, str] = {}
         for number in range(12):
             assert (await stage.ask(f"{number:<4}{'x' * 200}")).state == "ok"
@@ -550,13 +583,13 @@ async def test_a_long_conversation_is_summarised_and_stays_whole(tmp_path: Path)
         newest = f"# They talked about summit {len(runtime.summaries)}."
         final = shown(runtime.prompts[-1])
         assert final[0] == newest and final[-1].startswith("11")
-        assert sum(context.weigh(message) for message in runtime.prompts[-1].messages) <= 400
+        assert sum(context.estimate_tokens(message) for message in runtime.prompts[-1].messages) <= 400
         # The call that wrote a summary is paid for like every other.
         ledger = stage.rows("SELECT input FROM usage ORDER BY id")
         assert sorted(line["input"] for line in ledger) == [10] * 12 + [1000] * len(runtime.summaries)
     # Another process shows the model the same: what came before the summary stays out of it.
     again = Windowed(window=4000)
-    async with staged(tmp_path, again) as stage:
+    async with open_app_fixture(tmp_path, again) as stage:
         await stage.ask("12")
         assert shown(again.prompts[-1]) == [*final, "12"]
 
@@ -565,7 +598,7 @@ async def test_a_long_conversation_is_summarised_and_stays_whole(tmp_path: Path)
 @pytest.mark.anyio
 async def test_an_overflow_told_by_the_provider_makes_room_too(tmp_path: Path) -> None:
     runtime = Windowed(None, overflow=lambda prompt: len(prompt.messages) > 5)
-    async with staged(tmp_path, runtime) as stage:
+    async with open_app_fixture(tmp_path, runtime) as stage:
         for number in range(6):
             assert (await stage.ask(f"{number}{'x' * 100}")).state == "ok"
         assert runtime.summaries
@@ -577,7 +610,7 @@ async def test_an_overflow_told_by_the_provider_makes_room_too(tmp_path: Path) -
 @pytest.mark.timeout(30)
 async def test_what_cannot_be_made_to_fit_ends_with_an_error(tmp_path: Path) -> None:
     runtime = Windowed(None, overflow=lambda _: True)
-    async with staged(tmp_path, runtime) as stage:
+    async with open_app_fixture(tmp_path, runtime) as stage:
         alone = await stage.ask("nothing to cut off")
         assert (alone.state, alone.error_code) == ("error", "context_overflow")
         assert len(runtime.summaries) == 0
@@ -592,10 +625,12 @@ async def test_an_empty_summary_replaces_nothing(tmp_path: Path) -> None:
     """A conversation must not be exchanged for nothing because a model had nothing to say."""
     runtime = Windowed(window=200)
     runtime.summary = " "
-    async with staged(tmp_path, runtime) as stage:
+    async with open_app_fixture(tmp_path, runtime) as stage:
         for number in range(6):
             await stage.ask(f"{number:<4}{'x' * 200}")
-        page = await stage.operations.history(OPERATOR, MAIN, HistoryFilter(limit=100, include_tools=True))
+        page = await stage.operations.read_history(
+            OPERATOR, MAIN, HistoryFilter(limit=100, include_tools=True)
+        )
         blank = [
             entry for entry in page.messages if entry["role"] == "compaction" and not entry["summary"].strip()
         ]
@@ -613,10 +648,10 @@ class Small:
         self._limit = limit
         self._summary = "s" * summary
 
-    async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant:
-        if sum(map(context.weigh, prompt.messages)) > self._limit:
+    async def step(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
+        if sum(map(context.estimate_tokens, prompt.messages)) > self._limit:
             raise ContextOverflow("Too long.", "Shorten it.")
-        if prompt.instructions == compaction.INSTRUCTIONS:
+        if prompt.instructions == compaction.SUMMARY_INSTRUCTIONS:
             self.summaries += 1
             return text(self._summary, stop_reason="stop")
         self.steps += 1
@@ -641,7 +676,7 @@ async def test_a_small_window_is_enough_for_any_number_of_turns(
 ) -> None:
     """With the settings that nobody has changed; the summary may be as long as it likes."""
     runtime = Small(limit, known=known, summary=summary)
-    async with staged(tmp_path, runtime, **DEFAULTS) as stage:
+    async with open_app_fixture(tmp_path, runtime, **DEFAULTS) as stage:
         for _ in range(40):
             assert (await stage.ask("q" * 4000)).state == "ok"
     said = 40 * 2 * 1008
@@ -655,7 +690,7 @@ async def test_a_small_window_is_enough_for_any_number_of_turns(
 @pytest.mark.parametrize("known", [True, False])
 async def test_a_message_that_no_window_holds_is_refused_and_forgiven(tmp_path: Path, *, known: bool) -> None:
     runtime = Small(4_000, known=known)
-    async with staged(tmp_path, runtime, **DEFAULTS) as stage:
+    async with open_app_fixture(tmp_path, runtime, **DEFAULTS) as stage:
         assert (await stage.ask("q" * 4000)).state == "ok"
         view = await stage.ask("huge " * 100_000)
         assert (view.state, view.error_code) == ("error", "context_overflow")
@@ -669,26 +704,28 @@ async def test_a_long_run_may_be_summarised_as_often_as_it_takes(tmp_path: Path)
     """As long as that helps: what cannot be shortened is not tried at every step."""
     steps = 0
 
-    async def work(call: Call) -> Result:
-        return Result(text="r" * 1000)
+    async def work(call: ToolRequest) -> ToolOutput:
+        return ToolOutput(text="r" * 1000)
 
     class Working(Windowed):
-        async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+        async def step(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
             nonlocal steps
             answer = await super().step(prompt, deltas)
-            if prompt.instructions == compaction.INSTRUCTIONS or steps == 20:
+            if prompt.instructions == compaction.SUMMARY_INSTRUCTIONS or steps == 20:
                 return answer
             steps += 1
             return calls("work")
 
     def full(prompt: Prompt) -> bool:
-        return sum(map(context.weigh, prompt.messages)) > 1000
+        return sum(map(context.estimate_tokens, prompt.messages)) > 1000
 
-    async with staged(tmp_path, Working(1000, full), tools=[tool("work", work)], max_steps=30) as stage:
+    async with open_app_fixture(
+        tmp_path, Working(1000, full), tools=[tool("work", work)], max_steps=30
+    ) as stage:
         assert (await stage.ask("go")).state == "ok"
         assert steps == 20
     mute = Working(600, lambda _: False)
     mute.summary, steps = " ", 0
-    async with staged(tmp_path, mute, tools=[tool("work", work)], max_steps=30) as stage:
+    async with open_app_fixture(tmp_path, mute, tools=[tool("work", work)], max_steps=30) as stage:
         assert (await stage.ask("go", "agent:main:direct:other")).state == "ok"
         assert (steps, len(mute.summaries)) == (20, 3)

@@ -9,7 +9,7 @@ import pytest
 
 from antiphon.bus import Delta, Event
 from antiphon.bus.local import LocalBus
-from antiphon.engine.deltas import DeltaStream
+from antiphon.engine.runs.deltas import DeltaStream
 
 pytestmark = pytest.mark.requirement("W3")
 
@@ -54,7 +54,7 @@ class Heard(LocalBus):
         super().__init__()
         self.deltas: list[Delta] = []
 
-    def wanted(self, topic: str) -> bool:
+    def has_listeners(self, topic: str) -> bool:
         return topic == TOPIC
 
     def publish(self, topic: str, event: Event) -> None:
@@ -106,7 +106,7 @@ def test_a_steady_stream_is_sent_at_that_rate_and_nothing_is_lost(
         stream.text(piece)
         time.advance(1)
     assert 1200 / 60 <= len(bus.deltas) <= 1200 / 40 + 1
-    stream.committed()
+    stream.finish_step()
     assert "".join(bus.texts) == "".join(said)
     assert [delta.number for delta in bus.deltas] == [*range(1, len(bus.deltas) + 1)]
 
@@ -117,6 +117,6 @@ def test_after_a_silence_a_piece_goes_out_at_once(time: Time, bus: Heard, stream
     stream.text("two")
     assert bus.texts == ["one", "two"]
     stream.text("three")
-    stream.committed()  # the end of a step waits for no interval
+    stream.finish_step()  # the end of a step waits for no interval
     time.advance(1000)
     assert bus.texts == ["one", "two", "three"]

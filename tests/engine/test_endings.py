@@ -11,19 +11,30 @@ import pytest
 
 from antiphon.bus import Delta, Listener, session_topic
 from antiphon.clock import ManualClock
-from antiphon.engine import patience, runs
-from antiphon.engine.engine import Pace
-from antiphon.engine.toolbox import Call, Result
+from antiphon.engine.engine import EngineTimings
+from antiphon.engine.runs import lifecycle, retry
+from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.errors import ProviderError, StoreFull, StoreUnsure
-from antiphon.messages import Assistant, Usage, User, encode
+from antiphon.messages import AssistantMessage, TokenUsage, UserMessage, encode_message
 from antiphon.runtimes import Deltas, Prompt
-from antiphon.runtimes.answers import MOST_TOKENS
-from stage import BOUND, MAIN, OPERATOR, Stage, calls, soon, staged, text, tool, until
+from antiphon.runtimes.text import MAX_TOKENS_PER_CALL
+from support.app_fixture import (
+    BOUND,
+    MAIN,
+    OPERATOR,
+    AppFixture,
+    calls,
+    open_app_fixture,
+    soon,
+    text,
+    tool,
+    until,
+)
 
 pytestmark = pytest.mark.anyio
 
-BRISK = Pace(lease=3600, sweep=0.01)
-SLOW = Pace(lease=3600, sweep=3600)  # nobody else looks after a lane
+BRISK = EngineTimings(lease=3600, sweep=0.01)
+SLOW = EngineTimings(lease=3600, sweep=3600)  # nobody else looks after a lane
 FACE = "\N{GRINNING FACE}"
 HIGH, LOW = "\ud83d", "\ude00"
 
@@ -34,11 +45,11 @@ class Peculiar:
     reads_history = True
     context_window = None
 
-    def __init__(self, answer: Assistant) -> None:
+    def __init__(self, answer: AssistantMessage) -> None:
         self.answer, self.asked = answer, 0
         self.begun, self.free = asyncio.Event(), asyncio.Event()
 
-    async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+    async def step(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
         self.asked += 1
         self.begun.set()
         await soon(self.free)
@@ -47,7 +58,7 @@ class Peculiar:
     async def close(self) -> None: ...
 
 
-def queue(stage: Stage, run_id: str, origin: str, input: str) -> None:
+def queue(stage: AppFixture, run_id: str, origin: str, input: str) -> None:
     """Behind whatever is played, and without a hint that it is there."""
     sql = "INSERT INTO runs (id, session, origin, digest, input, created_at) SELECT ?, id, ?, '', ?, ? FROM sessions"
     stage.rows(sql, run_id, origin, input, stage.clock.now())
@@ -63,7 +74,7 @@ async def test_half_a_character_in_an_answer_costs_nothing_else(tmp_path: Path) 
         for piece in (HIGH, LOW, " and ", HIGH):
             yield piece
 
-    async with staged(tmp_path, agent, pace=BRISK) as stage:
+    async with open_app_fixture(tmp_path, agent, pace=BRISK) as stage:
         view = await stage.ask("go")
         assert (view.state, view.reply, asked) == ("ok", f"{FACE} and \ufffd", 1)
         assert (await stage.transcript())[-1]["content"] == [{"type": "text", "text": view.reply}]
@@ -71,36 +82,38 @@ async def test_half_a_character_in_an_answer_costs_nothing_else(tmp_path: Path) 
 
 @pytest.mark.requirement("G2", "G21")
 async def test_counts_that_no_call_can_have_are_bounded(tmp_path: Path) -> None:
-    usage = Usage(input=2**63, output=-1, cache_read=10**400, cache_write=7, total_tokens=2**63)
+    usage = TokenUsage(input=2**63, output=-1, cache_read=10**400, cache_write=7, total_tokens=2**63)
 
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         return text("done", usage=usage)
 
-    async with staged(tmp_path, agent, pace=BRISK) as stage:
+    async with open_app_fixture(tmp_path, agent, pace=BRISK) as stage:
         assert [(await stage.ask("go")).state for _ in range(3)] == ["ok"] * 3
         used = [
             [*row.values()] for row in stage.rows("SELECT input, output, cache_read, cache_write FROM usage")
         ]
-        assert used == [[MOST_TOKENS, 0, MOST_TOKENS, 7]] * 3
-        assert stage.rows("SELECT input_tokens FROM sessions") == [{"input_tokens": 3 * MOST_TOKENS}]
+        assert used == [[MAX_TOKENS_PER_CALL, 0, MAX_TOKENS_PER_CALL, 7]] * 3
+        assert stage.rows("SELECT input_tokens FROM sessions") == [{"input_tokens": 3 * MAX_TOKENS_PER_CALL}]
 
 
 @pytest.mark.requirement("G1", "G2", "G21")
 async def test_an_answer_that_cannot_be_kept_fails_its_run_once_and_the_session_goes_on(
     tmp_path: Path,
 ) -> None:
-    usage = Usage(input=3, output=4, total_tokens=7)
+    usage = TokenUsage(input=3, output=4, total_tokens=7)
     runtime = Peculiar(text(f"half {HIGH}", stop_reason="stop", usage=usage))
-    async with staged(tmp_path, runtime, pace=SLOW) as stage:
+    async with open_app_fixture(tmp_path, runtime, pace=SLOW) as stage:
         first = await stage.say("one")
         await soon(runtime.begun)
-        queue(stage, "second", "chat", encode(User(content="two", timestamp=stage.clock.now())))
+        queue(
+            stage, "second", "chat", encode_message(UserMessage(content="two", timestamp=stage.clock.now()))
+        )
         runtime.free.set()
-        view = await stage.ended(first)
+        view = await stage.wait_for_end(first)
         assert (view.state, view.error_code, view.reply) == ("error", "run_failed", None)
         assert view.error and view.error.startswith("What the run came to could not be kept. ")
         assert view.usage and (view.usage.input, view.usage.output) == (3, 4), "it was paid for"
-        assert (await stage.ended("second")).reply == "fine"
+        assert (await stage.wait_for_end("second")).reply == "fine"
         assert runtime.asked == 2
         assert [entry.get("errorMessage") for entry in await stage.transcript()] == [
             None,
@@ -114,7 +127,7 @@ async def test_an_answer_that_cannot_be_kept_fails_its_run_once_and_the_session_
 async def test_a_store_that_is_away_when_a_run_ends_has_it_taken_up_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finish = runs.finish
+    finish = lifecycle.finish_run
     runtime = Peculiar(text("lost", stop_reason="stop"))
     runtime.free.set()
 
@@ -123,8 +136,8 @@ async def test_a_store_that_is_away_when_a_run_ends_has_it_taken_up_again(
             raise StoreUnsure("It is not known whether this was kept.", "Look.")
         return await finish(*args, **options)
 
-    monkeypatch.setattr(runs, "finish", away_at_first)
-    async with staged(tmp_path, runtime, pace=BRISK) as stage:
+    monkeypatch.setattr(lifecycle, "finish_run", away_at_first)
+    async with open_app_fixture(tmp_path, runtime, pace=BRISK) as stage:
         view = await stage.ask("go")
         assert (view.state, view.reply, runtime.asked) == ("ok", "fine", 2)
 
@@ -132,15 +145,17 @@ async def test_a_store_that_is_away_when_a_run_ends_has_it_taken_up_again(
 @pytest.mark.requirement("G1", "G2", "G21")
 async def test_behind_damage_in_its_lane_an_answer_is_kept_and_the_lane_goes_on(tmp_path: Path) -> None:
     runtime = Peculiar(text("precious", stop_reason="stop"))
-    async with staged(tmp_path, runtime, pace=SLOW) as stage:
+    async with open_app_fixture(tmp_path, runtime, pace=SLOW) as stage:
         first = await stage.say("one")
         await soon(runtime.begun)
         queue(stage, "note:torn", "note", "{torn")
-        queue(stage, "second", "chat", encode(User(content="two", timestamp=stage.clock.now())))
+        queue(
+            stage, "second", "chat", encode_message(UserMessage(content="two", timestamp=stage.clock.now()))
+        )
         runtime.free.set()
-        assert (await stage.ended(first)).reply == "precious"
-        assert (await stage.ended("second")).reply == "fine"
-        torn = await stage.ended("note:torn")
+        assert (await stage.wait_for_end(first)).reply == "precious"
+        assert (await stage.wait_for_end("second")).reply == "fine"
+        torn = await stage.wait_for_end("note:torn")
         assert (torn.state, torn.error_code) == ("error", "invalid_input")
         assert [entry["role"] for entry in await stage.transcript()] == ["user", "assistant"] * 2
 
@@ -149,7 +164,7 @@ async def test_behind_damage_in_its_lane_an_answer_is_kept_and_the_lane_goes_on(
 async def test_when_the_next_run_cannot_be_claimed_the_end_of_this_one_is_kept_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finish = runs.finish
+    finish = lifecycle.finish_run
     runtime = Peculiar(text("precious", stop_reason="stop"))
 
     async def not_going_on(*args: Any, going_on: bool) -> Any:
@@ -157,14 +172,16 @@ async def test_when_the_next_run_cannot_be_claimed_the_end_of_this_one_is_kept_a
             raise ValueError
         return await finish(*args, going_on=going_on)
 
-    monkeypatch.setattr(runs, "finish", not_going_on)
-    async with staged(tmp_path, runtime, pace=SLOW) as stage:
+    monkeypatch.setattr(lifecycle, "finish_run", not_going_on)
+    async with open_app_fixture(tmp_path, runtime, pace=SLOW) as stage:
         first = await stage.say("one")
         await soon(runtime.begun)
-        queue(stage, "second", "chat", encode(User(content="two", timestamp=stage.clock.now())))
+        queue(
+            stage, "second", "chat", encode_message(UserMessage(content="two", timestamp=stage.clock.now()))
+        )
         runtime.free.set()
-        assert (await stage.ended(first)).reply == "precious"
-        assert (await stage.ended("second")).reply == "fine"
+        assert (await stage.wait_for_end(first)).reply == "precious"
+        assert (await stage.wait_for_end("second")).reply == "fine"
 
 
 @pytest.mark.requirement("G2", "G21")
@@ -174,7 +191,7 @@ async def test_a_provider_whose_reason_has_half_a_character_is_quoted_with_the_r
     async def agent(prompt: Prompt) -> str:
         raise ProviderError(f"It said {HIGH}.", "Wait.")
 
-    async with staged(tmp_path, agent, pace=BRISK) as stage:
+    async with open_app_fixture(tmp_path, agent, pace=BRISK) as stage:
         view = await stage.ask("go")
         assert (view.error_code, view.error) == ("provider_error", "It said \ufffd. Wait.")
 
@@ -189,15 +206,15 @@ async def test_on_a_full_disk_what_a_run_came_to_waits_for_room_and_is_not_asked
     tries, tried = 0, asyncio.Event()
     asked = 0
 
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         nonlocal asked
         asked += 1
         return text("done", stop_reason="stop") if asked == 2 or sort == "answer" else calls("work")
 
-    async def work(call: Call) -> Result:
+    async def work(call: ToolRequest) -> ToolOutput:
         if sort == "own tool" and not tried.is_set():
             fail()
-        return Result(text="worked")
+        return ToolOutput(text="worked")
 
     def fail() -> None:
         nonlocal tries
@@ -214,11 +231,11 @@ async def test_on_a_full_disk_what_a_run_came_to_waits_for_room_and_is_not_asked
 
         return refused
 
-    monkeypatch.setattr(patience, "AGAIN", 0.01)
-    monkeypatch.setattr(runs, "finish", full(runs.finish))
-    monkeypatch.setattr(runs, "commit", full(runs.commit))
+    monkeypatch.setattr(retry, "STORE_FULL_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(lifecycle, "finish_run", full(lifecycle.finish_run))
+    monkeypatch.setattr(lifecycle, "commit_messages", full(lifecycle.commit_messages))
     tools = [tool("work", work, settle=sort == "own tool")]
-    async with staged(tmp_path, agent, pace=BRISK, tools=tools) as stage:
+    async with open_app_fixture(tmp_path, agent, pace=BRISK, tools=tools) as stage:
         view = await stage.ask("go")
         assert (view.state, view.reply, tries) == ("ok", "done", 8)
         assert asked == (1 if sort == "answer" else 2)
@@ -230,7 +247,7 @@ async def test_an_answer_that_came_in_time_is_kept_when_there_is_room_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = ManualClock()
-    finish = runs.finish
+    finish = lifecycle.finish_run
     tries, room = 0, asyncio.Event()
 
     async def full(*args: Any, **options: Any) -> Any:
@@ -250,15 +267,15 @@ async def test_an_answer_that_came_in_time_is_kept_when_there_is_room_later(
         """By now it would have been ended by force: it is looked for several times between two tries."""
         return tries >= 10
 
-    monkeypatch.setattr(runs, "finish", full)
-    monkeypatch.setattr(patience, "AGAIN", 0.05)
-    async with staged(tmp_path, agent, pace=BRISK, clock=clock) as stage:
+    monkeypatch.setattr(lifecycle, "finish_run", full)
+    monkeypatch.setattr(retry, "STORE_FULL_RETRY_SECONDS", 0.05)
+    async with open_app_fixture(tmp_path, agent, pace=BRISK, clock=clock) as stage:
         run_id = await stage.say("go", timeout_seconds=30)
         await until(tried)
         clock.advance(seconds=3600)
         await until(late)
         room.set()
-        assert (await stage.ended(run_id)).reply == "precious"
+        assert (await stage.wait_for_end(run_id)).reply == "precious"
 
 
 @pytest.mark.requirement("G16", "G21")
@@ -271,15 +288,15 @@ async def test_a_run_that_waits_for_room_can_be_stopped(
         tried.set()
         raise StoreFull("There is no room left.", "Make some.")
 
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         return calls("work")
 
-    monkeypatch.setattr(runs, "commit", full)
-    async with staged(tmp_path, agent, pace=SLOW) as stage:
+    monkeypatch.setattr(lifecycle, "commit_messages", full)
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
         run_id = await stage.say("go")
         await soon(tried)
         await stage.operations.stop(OPERATOR, MAIN)
-        assert (await stage.ended(run_id)).state == "cancelled"
+        assert (await stage.wait_for_end(run_id)).state == "cancelled"
 
 
 class Halting:
@@ -292,7 +309,7 @@ class Halting:
         self.pieces = pieces
         self.said = asyncio.Event()
 
-    async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+    async def step(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
         for piece in self.pieces:
             deltas.thinking(piece)
             deltas.text(piece)
@@ -306,16 +323,16 @@ class Halting:
 @pytest.mark.requirement("G16", "G17")
 async def test_a_run_that_is_stopped_keeps_the_characters_that_came_in_halves(tmp_path: Path) -> None:
     runtime = Halting("so ", HIGH, LOW, " far", HIGH)
-    async with staged(tmp_path, runtime, pace=BRISK) as stage:
+    async with open_app_fixture(tmp_path, runtime, pace=BRISK) as stage:
         run_id = await stage.say("go")
         await soon(runtime.said)
         await stage.operations.stop(OPERATOR, MAIN)
-        view = await stage.ended(run_id)
+        view = await stage.wait_for_end(run_id)
         assert (view.state, view.reply) == ("cancelled", f"so {FACE} far")
 
 
-async def streamed(stage: Stage, events: Listener, run_id: str) -> list[Delta]:
-    await stage.ended(run_id)
+async def streamed(stage: AppFixture, events: Listener, run_id: str) -> list[Delta]:
+    await stage.wait_for_end(run_id)
     heard: list[Delta] = []
     while (event := await events.get(0)) is not None:
         if isinstance(event, Delta):
@@ -326,7 +343,7 @@ async def streamed(stage: Stage, events: Listener, run_id: str) -> list[Delta]:
 @pytest.mark.requirement("G16")
 async def test_what_is_streamed_is_whole_characters(tmp_path: Path) -> None:
     runtime = Halting("a", HIGH, LOW, HIGH, "b", LOW, HIGH)
-    async with staged(tmp_path, runtime, pace=BRISK) as stage:
+    async with open_app_fixture(tmp_path, runtime, pace=BRISK) as stage:
         row = await stage.create(MAIN)
         async with stage.bus.listen(session_topic(row["id"])) as events:
             run_id = await stage.say("go")

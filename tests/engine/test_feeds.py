@@ -13,15 +13,15 @@ import pytest
 
 from antiphon.bus import Delta, Event, MessageAppended, RunChanged, SessionChanged, ToolPhase, session_topic
 from antiphon.bus.local import LocalBus
-from antiphon.engine import feeds, transcripts
-from antiphon.engine.toolbox import Call, Result
+from antiphon.engine.sessions import feeds, transcripts
+from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.errors import Conflict, NotFound
-from antiphon.messages import Assistant, ToolResult
+from antiphon.messages import AssistantMessage, ToolResult
 from antiphon.operations import HistoryFilter
 from antiphon.runtimes import Prompt
 from antiphon.store import Row, Tx
 from antiphon.store.queries import Query
-from stage import BOUND, MAIN, OPERATOR, Stage, calls, staged, text, tool, until
+from support.app_fixture import BOUND, MAIN, OPERATOR, AppFixture, calls, open_app_fixture, text, tool, until
 
 pytestmark = pytest.mark.anyio
 
@@ -52,10 +52,12 @@ async def test_every_entry_once_and_in_order_whatever_is_dropped(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A buffer of two events drops nearly everything; followers come late, read slowly and come back."""
-    monkeypatch.setattr(feeds, "LOOK_AGAIN", 3600)  # looking again by itself would hide a missed hint
+    monkeypatch.setattr(
+        feeds, "IDLE_REREAD_SECONDS", 3600
+    )  # looking again by itself would hide a missed hint
     dice = random.Random(seed)
     turns, last = 25, 50
-    async with staged(tmp_path, echo, bus=LocalBus(buffer=dice.choice([1, 2, 3]))) as stage:
+    async with open_app_fixture(tmp_path, echo, bus=LocalBus(buffer=dice.choice([1, 2, 3]))) as stage:
         await stage.create(MAIN)
 
         async def follower(own: random.Random) -> list[int]:
@@ -81,7 +83,7 @@ async def test_every_entry_once_and_in_order_whatever_is_dropped(
 
 @pytest.mark.requirement("G38")
 async def test_a_hole_shows_in_the_next_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeds, "LOOK_AGAIN", 3600)
+    monkeypatch.setattr(feeds, "IDLE_REREAD_SECONDS", 3600)
 
     class Leaky(LocalBus):
         """Loses every other entry without a word, as a network may."""
@@ -90,7 +92,7 @@ async def test_a_hole_shows_in_the_next_number(tmp_path: Path, monkeypatch: pyte
             if not (isinstance(event, MessageAppended) and event.seq % 2):
                 super().publish(topic, event)
 
-    async with staged(tmp_path, echo, bus=Leaky()) as stage:
+    async with open_app_fixture(tmp_path, echo, bus=Leaky()) as stage:
         await stage.create(MAIN)
         following = asyncio.create_task(take(stage.operations.follow(OPERATOR, MAIN, after=0), 6))
         for words in ("one", "two", "three"):
@@ -102,14 +104,14 @@ async def test_a_hole_shows_in_the_next_number(tmp_path: Path, monkeypatch: pyte
 async def test_a_lost_hint_costs_time_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feeds, "LOOK_AGAIN", 0.01)
+    monkeypatch.setattr(feeds, "IDLE_REREAD_SECONDS", 0.01)
 
     class Deaf(LocalBus):
         """Loses everything, as a network may."""
 
         def publish(self, topic: str, event: Event) -> None: ...
 
-    async with staged(tmp_path, echo, bus=Deaf()) as stage:
+    async with open_app_fixture(tmp_path, echo, bus=Deaf()) as stage:
         await stage.create(MAIN)
         following = asyncio.create_task(take(stage.operations.follow(OPERATOR, MAIN, after=0), 4))
         for words in ("one", "two"):
@@ -119,7 +121,7 @@ async def test_a_lost_hint_costs_time_and_nothing_else(
 
 @pytest.mark.requirement("G38", "G25")
 async def test_a_renewed_session_is_followed_into_its_new_transcript(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         await stage.ask("one")
         before = await stage.operations.describe(OPERATOR, MAIN)
         seen: list[Event] = []
@@ -165,13 +167,13 @@ def in_short(event: Event) -> list[str]:
 
 
 async def test_who_stops_following_is_not_listened_for(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         await stage.ask("one")
         topic = session_topic(stage.rows("SELECT id FROM sessions")[0]["id"])
         async with aclosing(stage.operations.follow(OPERATOR, MAIN, after=0)) as events:
             await anext(events)
-            assert stage.bus.wanted(topic)
-        assert not stage.bus.wanted(topic)
+            assert stage.bus.has_listeners(topic)
+        assert not stage.bus.has_listeners(topic)
 
 
 @pytest.mark.parametrize("outcome", ["ok", "error", "timeout"])
@@ -187,7 +189,7 @@ async def test_nothing_is_streamed_after_the_end(tmp_path: Path, outcome: str) -
         if outcome == "timeout":
             await asyncio.Event().wait()
 
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         row = await stage.create(MAIN)
         async with stage.bus.listen(session_topic(row["id"])) as events:
             await stage.ask("go", timeout_seconds=0.5 if outcome == "timeout" else 60)
@@ -198,14 +200,14 @@ async def test_nothing_is_streamed_after_the_end(tmp_path: Path, outcome: str) -
 
 
 async def test_live_events_come_in_the_order_of_a_turn(tmp_path: Path) -> None:
-    async def work(call: Call) -> Result:
-        return Result(text="done")
+    async def work(call: ToolRequest) -> ToolOutput:
+        return ToolOutput(text="done")
 
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         done = any(isinstance(message, ToolResult) for message in prompt.messages)
         return text("finished") if done else calls("work")
 
-    async with staged(tmp_path, agent, tools=[tool("work", work)]) as stage:
+    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)]) as stage:
         await stage.create(MAIN)
         seen: list[str] = []
 
@@ -219,7 +221,7 @@ async def test_live_events_come_in_the_order_of_a_turn(tmp_path: Path) -> None:
 
         async def listening() -> bool:
             row = stage.rows("SELECT id FROM sessions")[0]
-            return stage.bus.wanted(session_topic(row["id"]))
+            return stage.bus.has_listeners(session_topic(row["id"]))
 
         await until(listening)
         await stage.ask("go")
@@ -242,7 +244,7 @@ async def test_live_events_come_in_the_order_of_a_turn(tmp_path: Path) -> None:
 async def test_what_may_not_be_read_may_not_be_followed(tmp_path: Path) -> None:
     from antiphon.access import Caller
 
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         await stage.ask("secret", "agent:main:direct:a")
         stranger = Caller.agent("main", "agent:main:direct:b")
         with pytest.raises(NotFound):
@@ -252,24 +254,24 @@ async def test_what_may_not_be_read_may_not_be_followed(tmp_path: Path) -> None:
 # --- reading back ---
 
 
-async def pages(stage: Stage, limit: int, *, backwards: bool, tools: bool) -> list[dict[str, Any]]:
+async def pages(stage: AppFixture, limit: int, *, backwards: bool, tools: bool) -> list[dict[str, Any]]:
     """The whole transcript along the cursors, while somebody is still talking."""
     found: list[dict[str, Any]] = []
     at: int | None = None if backwards else 0
     while True:
         before, after = (at, None) if backwards else (None, at)
         wanted = HistoryFilter(limit=limit, include_tools=tools, before=before, after=after)
-        page = await stage.operations.history(OPERATOR, MAIN, wanted)
+        page = await stage.operations.read_history(OPERATOR, MAIN, wanted)
         found = [*page.messages, *found] if backwards else [*found, *page.messages]
         assert len(page.messages) <= limit
-        assert len(page.messages) == 1 or await size(stage, page.messages) <= transcripts.PAGE_BYTES
+        assert len(page.messages) == 1 or await size(stage, page.messages) <= transcripts.MAX_PAGE_BYTES
         assert page.has_more == (page.next_cursor is not None)
         if page.next_cursor is None:
             return found
         at = int(page.next_cursor)
 
 
-async def size(stage: Stage, items: list[dict[str, Any]]) -> int:
+async def size(stage: AppFixture, items: list[dict[str, Any]]) -> int:
     """Of the bodies of these entries, in bytes."""
     wanted = {item["seq"] for item in items}
     rows = stage.rows("SELECT seq, body FROM messages")
@@ -283,17 +285,17 @@ async def test_following_the_cursors_gives_the_transcript_exactly(
     tmp_path: Path, backwards: bool, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a page ends because its entries are large, at any place in what is fetched at once."""
-    monkeypatch.setattr(transcripts, "PAGE_BYTES", room)
-    monkeypatch.setattr(transcripts, "SLICE", 5)
+    monkeypatch.setattr(transcripts, "MAX_PAGE_BYTES", room)
+    monkeypatch.setattr(transcripts, "ROWS_PER_FETCH", 5)
     dice = random.Random(room)
 
-    async def work(call: Call) -> Result:
-        return Result(text="done")
+    async def work(call: ToolRequest) -> ToolOutput:
+        return ToolOutput(text="done")
 
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         return text("ok") if isinstance(prompt.messages[-1], ToolResult) else calls("work")
 
-    async with staged(tmp_path, agent, tools=[tool("work", work)]) as stage:
+    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)]) as stage:
         for number in range(4):
             await stage.ask(f"{number} " + "é" * dice.choice([0, 50, 500]))
         talking = asyncio.create_task(asyncio.wait_for(_talk(stage), BOUND))
@@ -326,36 +328,38 @@ async def test_large_entries_are_not_all_fetched_for_a_page_of_few(tmp_path: Pat
 
     async def read(tx: Tx, transcript: int) -> tuple[transcripts.Page, int]:
         counting: Any = Counting(tx)
-        ask = transcripts.page_before if backwards else transcripts.page_after
-        page = await ask(counting, transcript, transcripts.END if backwards else 0, 1000, tools=True)
+        ask = transcripts.read_page_before if backwards else transcripts.read_page_after
+        page = await ask(
+            counting, transcript, transcripts.AFTER_LAST_SEQ if backwards else 0, 1000, tools=True
+        )
         return page, counting.rows
 
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         row = await stage.create(MAIN)
-        for _ in range(3 * transcripts.SLICE):
+        for _ in range(3 * transcripts.ROWS_PER_FETCH):
             await stage.operations.inject(OPERATOR, MAIN, "x" * 100_000)
         page, rows = await stage.store.read(read, row["transcript"])
-    assert (page.more, rows) == (True, transcripts.SLICE)
+    assert (page.has_more, rows) == (True, transcripts.ROWS_PER_FETCH)
     seqs = [entry.seq for entry in page.entries]
-    first = 3 * transcripts.SLICE - len(seqs) + 1 if backwards else 1
+    first = 3 * transcripts.ROWS_PER_FETCH - len(seqs) + 1 if backwards else 1
     assert seqs == list(range(first, first + len(seqs)))
-    assert len(seqs) == transcripts.PAGE_BYTES // len(page.entries[0].body)
+    assert len(seqs) == transcripts.MAX_PAGE_BYTES // len(page.entries[0].body)
 
 
 @pytest.mark.requirement("G38")
 async def test_a_feed_gives_every_entry_however_few_fit_a_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feeds, "LOOK_AGAIN", 3600)
-    monkeypatch.setattr(transcripts, "PAGE_BYTES", 1)
-    async with staged(tmp_path, echo) as stage:
+    monkeypatch.setattr(feeds, "IDLE_REREAD_SECONDS", 3600)
+    monkeypatch.setattr(transcripts, "MAX_PAGE_BYTES", 1)
+    async with open_app_fixture(tmp_path, echo) as stage:
         for number in range(3):
             await stage.ask(f"{number}")
         async with aclosing(stage.operations.follow(OPERATOR, MAIN, after=0)) as events:
             assert [seq for _, seq in await take(events, 6)] == [1, 2, 3, 4, 5, 6]
 
 
-async def _talk(stage: Stage) -> None:
+async def _talk(stage: AppFixture) -> None:
     for number in range(10):
         await stage.ask(f"later {number}")
 
@@ -368,7 +372,7 @@ async def test_renewing_keeps_the_old_conversation_readable(tmp_path: Path) -> N
     async def agent(prompt: Prompt) -> str:
         return f"{len(prompt.messages)} shown"
 
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         await stage.ask("old")
         old = await stage.operations.describe(OPERATOR, MAIN)
         new = await stage.operations.renew(OPERATOR, MAIN, "reset")
@@ -383,14 +387,14 @@ async def test_renewing_keeps_the_old_conversation_readable(tmp_path: Path) -> N
             (new.session_id, "reset"),
         ]
         assert reasons[0]["ended_at"] is not None
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         assert (await stage.operations.describe(OPERATOR, MAIN)).session_id == new.session_id
 
 
 class _Between:
     """A store in which something happens right after a restored conversation was found."""
 
-    def __init__(self, stage: Stage, session_id: str) -> None:
+    def __init__(self, stage: AppFixture, session_id: str) -> None:
         self._stage = stage
         self._session_id = session_id
 
@@ -407,8 +411,8 @@ class _Between:
 async def test_nothing_is_skipped_that_was_said_while_a_conversation_came_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feeds, "LOOK_AGAIN", 3600)
-    async with staged(tmp_path, echo) as stage:
+    monkeypatch.setattr(feeds, "IDLE_REREAD_SECONDS", 3600)
+    async with open_app_fixture(tmp_path, echo) as stage:
         await stage.ask("one")
         old = (await stage.operations.describe(OPERATOR, MAIN)).session_id
         await stage.operations.renew(OPERATOR, MAIN)
@@ -418,7 +422,7 @@ async def test_nothing_is_skipped_that_was_said_while_a_conversation_came_back(
         seen: list[Event] = []
         async with (
             asyncio.timeout(BOUND),
-            aclosing(feeds.follow(store, stage.bus, session_topic(row["id"]), row, 0)) as events,
+            aclosing(feeds.follow_session(store, stage.bus, session_topic(row["id"]), row, 0)) as events,
         ):
             while not (seen and isinstance(seen[-1], MessageAppended)):
                 seen.append(await anext(events))
@@ -437,17 +441,17 @@ async def test_a_busy_session_is_not_renewed(tmp_path: Path) -> None:
         await release.wait()
         return "ok"
 
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         run_id = await stage.say("go")
         await asyncio.wait_for(begun.wait(), BOUND)
         with pytest.raises(Conflict):
             await stage.operations.renew(OPERATOR, MAIN)
         release.set()
-        assert (await stage.ended(run_id)).state == "ok"
+        assert (await stage.wait_for_end(run_id)).state == "ok"
 
 
 async def test_a_conversation_that_has_ended_is_not_followed(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         await stage.ask("one")
         old = (await stage.operations.describe(OPERATOR, MAIN)).session_id
         await stage.operations.renew(OPERATOR, MAIN)

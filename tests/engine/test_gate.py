@@ -15,18 +15,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from antiphon import keys
-from antiphon.engine.gate import (
+from antiphon.engine.outbox.redaction import redact
+from antiphon.engine.outbox.sanitize import (
     ANNOUNCE_SKIP,
     NO_REPLY,
     REPLY_SKIP,
-    Stream,
-    clear,
-    clear_for_agents,
-    has_token,
+    SanitizingStream,
+    has_control_token,
     is_silence,
     is_skip,
+    sanitize_for_agents,
+    sanitize_for_people,
 )
-from antiphon.engine.redaction import redact
 from antiphon.errors import InvalidKey
 
 pytestmark = pytest.mark.requirement("S6", "D3")
@@ -77,7 +77,7 @@ def is_address(agent: str, colon: str, rest: str) -> bool:
 
 def is_agent(text: str) -> bool:
     try:
-        keys.checked_agent_id(text)
+        keys.validate_agent_id(text)
     except InvalidKey:
         return False
     return True
@@ -205,7 +205,7 @@ def chunked(draw: st.DrawFn, texts: st.SearchStrategy[str]) -> list[str]:
 
 
 def streamed(chunks: list[str]) -> str:
-    stream = Stream()
+    stream = SanitizingStream()
     return "".join([*(stream.feed(chunk) for chunk in chunks), stream.finish()])
 
 
@@ -216,9 +216,9 @@ def streamed(chunks: list[str]) -> str:
 @example("<<<end 01234NO_REPLY56789ab>>>")
 @example("agent:NO_REPLYmain:main")
 def test_nothing_forbidden_is_left(text: str) -> None:
-    cleared = clear(text)
+    cleared = sanitize_for_people(text)
     assert leaks(cleared) == []
-    assert clear(cleared) == cleared
+    assert sanitize_for_people(cleared) == cleared
 
 
 @settings(max_examples=1000)
@@ -234,7 +234,7 @@ def test_nothing_forbidden_is_streamed(chunks: list[str]) -> None:
 @settings(max_examples=300)
 @given(harmless, st.sampled_from(TOKENS).flatmap(disguised), harmless)
 def test_a_disguised_token_is_noticed(before: str, token: str, after: str) -> None:
-    assert has_token(before + token + after)
+    assert has_control_token(before + token + after)
 
 
 ordinary = (
@@ -255,8 +255,8 @@ ordinary = (
 @settings(max_examples=300)
 @given(ordinary)
 def test_ordinary_text_is_unchanged(text: str) -> None:
-    assert not has_token(text)
-    assert clear(text) == text
+    assert not has_control_token(text)
+    assert sanitize_for_people(text) == text
 
 
 @settings(max_examples=300)
@@ -270,7 +270,7 @@ words = st.text("abcdef", min_size=1, max_size=8)
 
 @given(words, st.sampled_from(TOKENS).flatmap(disguised), words)
 def test_the_words_around_a_token_survive(before: str, token: str, after: str) -> None:
-    assert as_read(clear(f"{before} {token} {after}")).split() == [before, after]
+    assert as_read(sanitize_for_people(f"{before} {token} {after}")).split() == [before, after]
 
 
 readable_keys = session_keys.filter(lambda key: not leaks(key) and redact(key) == key)
@@ -279,7 +279,7 @@ readable_keys = session_keys.filter(lambda key: not leaks(key) and redact(key) =
 @given(words, readable_keys, words)
 @example("a", "agent:0:0", "a")
 def test_a_key_without_an_address_stays_readable(before: str, key: str, after: str) -> None:
-    assert clear(f"{before} {key} {after}") == f"{before} {key} {after}"
+    assert sanitize_for_people(f"{before} {key} {after}") == f"{before} {key} {after}"
 
 
 @given(words, session_keys.filter(lambda key: redact(key) == key), words)
@@ -287,15 +287,15 @@ def test_every_key_stays_readable_to_agents_and_the_own_one_to_its_person(
     before: str, key: str, after: str
 ) -> None:
     text = f"{before} {key} {after}"
-    assert clear_for_agents(text) == text
+    assert sanitize_for_agents(text) == text
     if key == key.rstrip(".,;:!?"):
-        assert clear(text, own_key=key) == text
+        assert sanitize_for_people(text, own_key=key) == text
 
 
 @given(words, agents, opaque.filter(lambda peer: peer == peer.strip(".:!")), words)
 def test_the_words_around_an_address_survive(before: str, agent: str, peer: str, after: str) -> None:
     text = f"{before} agent:{agent}:direct:{peer} {after}"
-    assert clear(text) == f"{before} agent:{agent}:direct:*** {after}"
+    assert sanitize_for_people(text) == f"{before} agent:{agent}:direct:*** {after}"
 
 
 secret_bodies = st.text("abcdefghijkmnpqrstuvwxyz0123456789", min_size=40, max_size=50)
@@ -312,7 +312,7 @@ leaking = st.tuples(carriers, secret_bodies).map(lambda pair: f"see {pair[0].for
 def test_a_secret_is_masked_in_a_stream_too(chunks: list[str]) -> None:
     text = "".join(chunks)
     shown = streamed(chunks)
-    assert shown == clear(text) == redact(text) != text
+    assert shown == sanitize_for_people(text) == redact(text) != text
 
 
 @pytest.mark.parametrize("token", TOKENS)
@@ -366,22 +366,22 @@ def test_silence_is_nothing_but_tokens(token: str) -> None:
     ],
 )
 def test_what_is_left(text: str, cleared: str) -> None:
-    assert clear(text) == cleared
+    assert sanitize_for_people(text) == cleared
 
 
 def test_stats_are_put_below_as_they_are() -> None:
     stats = "Stats: sessionKey agent:main:main"
-    assert clear("Done NO_REPLY", stats=stats) == f"Done\n\n{stats}"
-    assert clear("Done", stats="a\nb\x1bc\u2028d") == "Done\n\na b c d"
-    assert clear("NO_REPLY", stats=stats) == ""
+    assert sanitize_for_people("Done NO_REPLY", stats=stats) == f"Done\n\n{stats}"
+    assert sanitize_for_people("Done", stats="a\nb\x1bc\u2028d") == "Done\n\na b c d"
+    assert sanitize_for_people("NO_REPLY", stats=stats) == ""
 
 
 def test_what_is_built_to_get_through_does_not_leave() -> None:
-    assert clear("hello " + "REPLY_" * 50 + "SKIP" * 50) == ""
+    assert sanitize_for_people("hello " + "REPLY_" * 50 + "SKIP" * 50) == ""
 
 
 def test_a_stream_shows_words_as_they_are_completed() -> None:
-    stream = Stream()
+    stream = SanitizingStream()
     assert stream.feed("Hel") == ""
     assert stream.feed("lo wor") == "Hello "
     assert stream.feed("ld, NO_RE") == "world, "
@@ -391,7 +391,7 @@ def test_a_stream_shows_words_as_they_are_completed() -> None:
 
 
 def test_a_stream_holds_a_line_that_may_hold_a_secret() -> None:
-    stream = Stream()
+    stream = SanitizingStream()
     assert stream.feed("fine A_KEY = hun") == ""
     assert stream.feed("ter2 and more\nnext ") == "fine A_KEY = *** and more\nnext "
     assert stream.feed("-----BEGIN PRIVATE KEY-----\nMIIEabcdefghijklmnop\n") == ""
@@ -409,7 +409,7 @@ UNITS = [
 def test_hostile_text_is_linear(unit: str) -> None:
     text = unit * (1_000_000 // len(unit))
     begun = time.process_time()
-    clear(text)
+    sanitize_for_people(text)
     assert time.process_time() - begun < 6.0  # quadratic would take hours
 
 
@@ -423,5 +423,5 @@ def test_a_hostile_stream_is_linear(unit: str) -> None:
 
 def test_deep_nesting_is_given_up_soon() -> None:
     begun = time.process_time()
-    assert clear("REPLY_" * 100_000 + "SKIP" * 100_000) == ""
+    assert sanitize_for_people("REPLY_" * 100_000 + "SKIP" * 100_000) == ""
     assert time.process_time() - begun < 15.0

@@ -24,17 +24,17 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 from antiphon.access import Caller
-from antiphon.bus import EVERY_SESSION, Delivered, Delta, Event, EventBus, RunChanged, SessionChanged
-from antiphon.bus.local import BUFFER
-from antiphon.engine import deltas
-from antiphon.gateway.server import serving
-from antiphon.gateway.tokens import Tokens
-from antiphon.host import House
-from antiphon.operations import Message, Patch, Send, Spawn
+from antiphon.app import App
+from antiphon.bus import ALL_SESSIONS_TOPIC, Delivered, Delta, Event, EventBus, RunChanged, SessionChanged
+from antiphon.bus.local import MAX_BUFFERED_EVENTS
+from antiphon.engine.runs import deltas
+from antiphon.gateway.server import serve_gateway
+from antiphon.gateway.tokens import TokenRegistry
+from antiphon.operations import IncomingMessage, SendRequest, SessionPatch, SpawnRequest
 from antiphon.runtimes import Prompt
-from antiphon.runtimes.function import Agent, FunctionRuntime
-from stage import BOUND, DATABASE, MAIN, OPERATOR, raw, until, with_settings
-from tools.troupe import Pigeon, heard
+from antiphon.runtimes.function import AgentFunction, FunctionRuntime
+from support.agents_fixture import RecordingChannel, get_last_user_text
+from support.app_fixture import BOUND, DATABASE, MAIN, OPERATOR, raw, until, with_settings
 
 pytestmark = pytest.mark.anyio
 
@@ -89,11 +89,11 @@ def _step(prompt: Prompt) -> str:
     return (
         {"note": "wake"}.get(head, head)
         if colon
-        else ("chat" if heard(prompt).startswith("chat") else "request")
+        else ("chat" if get_last_user_text(prompt).startswith("chat") else "request")
     )
 
 
-def streaming(lines: Lines, sizes: tuple[int, ...] = (1, 2, 3, 2)) -> Agent:
+def streaming(lines: Lines, sizes: tuple[int, ...] = (1, 2, 3, 2)) -> AgentFunction:
     async def speak(prompt: Prompt) -> AsyncGenerator[str, None]:
         text, at, number = lines.get(_step(prompt), "Well."), 0, 0
         while at < len(text):
@@ -145,15 +145,15 @@ def id_of(params: Mapping[str, Any]) -> int:
 class Street:
     """The house, and everything that left it."""
 
-    house: House
+    house: App
     path: Path
     page: Page
-    pigeon: Pigeon
+    pigeon: RecordingChannel
     delivered: list[Delivered] = field(default_factory=list[Delivered])
     pieces: list[Delta] = field(default_factory=list[Delta])
 
     async def listen(self, bus: EventBus, ready: asyncio.Event) -> None:
-        async with bus.listen(EVERY_SESSION) as events:
+        async with bus.listen(ALL_SESSIONS_TOPIC) as events:
             ready.set()
             while True:
                 match await events.get():
@@ -224,11 +224,13 @@ def _without_stats(text: str, kind: str) -> str:
 
 
 @asynccontextmanager
-async def street(path: Path, agents: Mapping[str, Agent]) -> AsyncGenerator[Street]:
-    pigeon = Pigeon()
+async def street(path: Path, agents: Mapping[str, AgentFunction]) -> AsyncGenerator[Street]:
+    pigeon = RecordingChannel()
     functions = {agent: FunctionRuntime(fn) for agent, fn in agents.items()}
     config = with_settings(SETTINGS)
-    async with serving(config, path, port=0, functions=functions, channels={"pigeon": pigeon}) as served:
+    async with serve_gateway(
+        config, path, port=0, functions=functions, channels={"pigeon": pigeon}
+    ) as served:
         house = served.gateway.house
         for key in (MAIN, HELPER, ROOM, OWN):
             await house.operations.open(OPERATOR, key)
@@ -241,7 +243,7 @@ async def street(path: Path, agents: Mapping[str, Agent]) -> AsyncGenerator[Stre
                 asyncio.create_task(place.listen(house.bus, ready)),
             ]
             await asyncio.wait_for(ready.wait(), BOUND)
-            token = Tokens.open(path).owner
+            token = TokenRegistry.open(path).owner_token
             client = {"id": "test", "version": "1", "platform": "linux", "mode": "test"}
             await page.call(
                 "connect",
@@ -262,7 +264,7 @@ async def street(path: Path, agents: Mapping[str, Agent]) -> AsyncGenerator[Stre
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every piece goes out as it comes."""
-    monkeypatch.setattr(deltas, "INTERVAL", 0.0)
+    monkeypatch.setattr(deltas, "DELTA_INTERVAL_SECONDS", 0.0)
 
 
 async def converse(place: Street) -> None:
@@ -270,9 +272,11 @@ async def converse(place: Street) -> None:
     operations = place.house.operations
     for sender, target in ((MAIN, HELPER), (OWN, ROOM)):
         caller = Caller.agent("main", sender)
-        await operations.send(caller, Send(message="go", session=target, timeout_seconds=0, reply_back=2))
-        await operations.spawn(caller, Spawn(task="go"))
-        await operations.spawn(caller, Spawn(task="go once more", announce="parent"))
+        await operations.send(
+            caller, SendRequest(message="go", session=target, timeout_seconds=0, reply_back=2)
+        )
+        await operations.spawn(caller, SpawnRequest(task="go"))
+        await operations.spawn(caller, SpawnRequest(task="go once more", announce="parent"))
     await place.quiet()
 
 
@@ -341,7 +345,9 @@ async def test_what_is_said_between_agents_or_to_the_gate_is_shown_in_no_chat(tm
 @pytest.mark.parametrize("words", NASTY)
 async def test_what_a_person_asked_for_is_shown_as_it_is(tmp_path: Path, words: str) -> None:
     async with street(tmp_path, {"main": streaming({"chat": words})}) as place:
-        asked = await place.house.operations.submit(OPERATOR, Message(session=MAIN, content="chat with me"))
+        asked = await place.house.operations.submit(
+            OPERATOR, IncomingMessage(session=MAIN, content="chat with me")
+        )
         await place.quiet()
         chats = [chat for chat in place.page.chats() if chat["runId"] == asked.run_id]
         assert "".join(chat.get("deltaText", "") for chat in chats) == words
@@ -354,7 +360,9 @@ async def test_what_a_person_asked_for_is_shown_as_it_is(tmp_path: Path, words: 
 async def test_what_a_clock_or_a_machine_asked_for_passes_the_gate(tmp_path: Path, origin: str) -> None:
     nasty = f"NO_REPLY {PEER} {SECRET} said"
     async with street(tmp_path, {"main": streaming({"request": nasty})}) as place:
-        await place.house.operations.submit(OPERATOR, Message(session=MAIN, content="go", origin=origin))
+        await place.house.operations.submit(
+            OPERATOR, IncomingMessage(session=MAIN, content="go", origin=origin)
+        )
         await place.quiet()
         assert any("said" in text for text in place.left()["chat"])
         place.check()
@@ -373,9 +381,9 @@ async def test_the_policy_stops_what_goes_out_and_nothing_that_comes_in(tmp_path
     async with street(tmp_path, {"main": streaming(lines), "helper": slow}) as place:
         operations = place.house.operations
         for key in (HELPER, ROOM):
-            send = Send(message="go", session=key, timeout_seconds=0, reply_back=0)
+            send = SendRequest(message="go", session=key, timeout_seconds=0, reply_back=0)
             await operations.send(Caller.agent("main", MAIN), send)
-            await operations.patch(OPERATOR, key, Patch(send_policy="deny"))
+            await operations.patch(OPERATOR, key, SessionPatch(send_policy="deny"))
         waiting.set()
         await place.quiet()
         assert place.delivered == []
@@ -400,11 +408,13 @@ async def test_an_end_that_the_hub_has_missed_passes_the_gate_too(
         def flooding(topic: str, event: Event) -> None:
             publish(topic, event)
             if isinstance(event, RunChanged) and event.reply == nasty and topic.startswith("session."):
-                for _ in range(BUFFER):
+                for _ in range(MAX_BUFFERED_EVENTS):
                     publish(topic, SessionChanged(session_key=HELPER, reason="message"))
 
         monkeypatch.setattr(bus, "publish", flooding)
         caller = Caller.agent("main", MAIN)
-        await place.house.operations.send(caller, Send(message="go", session=HELPER, timeout_seconds=0))
+        await place.house.operations.send(
+            caller, SendRequest(message="go", session=HELPER, timeout_seconds=0)
+        )
         await place.quiet()
         place.check()

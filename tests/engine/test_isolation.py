@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from antiphon.bus import Delta, MessageAppended, session_topic
-from antiphon.engine.toolbox import Call, Result
-from antiphon.messages import Assistant, ToolResult, User
+from antiphon.engine.toolbox import ToolOutput, ToolRequest
+from antiphon.messages import AssistantMessage, ToolResult, UserMessage
 from antiphon.runtimes import Deltas, Prompt
-from stage import BOUND, OPERATOR, calls, raw, staged, text, tool
+from support.app_fixture import BOUND, OPERATOR, calls, open_app_fixture, raw, text, tool
 
 pytestmark = pytest.mark.anyio
 
@@ -36,12 +36,12 @@ class Echo:
     def __init__(self) -> None:
         self._dice = random.Random(37)
 
-    async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+    async def step(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
         # What an earlier run left in a context variable would be inherited by this one.
         assert whoami.get() in {"nobody", prompt.run_id}, "another run's context"
         whoami.set(prompt.run_id)
         await self._give_way()
-        said = [message.content for message in prompt.messages if isinstance(message, User)]
+        said = [message.content for message in prompt.messages if isinstance(message, UserMessage)]
         assert set(map(str, said)) == {prompt.session_key}, f"{prompt.session_key} was shown {said}"
         seen = [message.text for message in prompt.messages if isinstance(message, ToolResult)]
         assert set(seen) <= {prompt.session_key}
@@ -65,12 +65,12 @@ class Echo:
 
 @pytest.mark.requirement("G37")
 async def test_two_hundred_interleaved_sessions_never_see_each_other(tmp_path: Path) -> None:
-    async def who(call: Call) -> Result:
+    async def who(call: ToolRequest) -> ToolOutput:
         await asyncio.sleep(0)
-        return Result(text=call.caller.session_key or "")
+        return ToolOutput(text=call.caller.session_key or "")
 
     keys = [f"agent:main:direct:{number}" for number in range(SESSIONS)]
-    async with staged(tmp_path, Echo(), tools=[tool("who", who)]) as stage:
+    async with open_app_fixture(tmp_path, Echo(), tools=[tool("who", who)]) as stage:
         rows = {key: (await stage.create(key))["id"] for key in keys}
 
         async def listen(key: str) -> tuple[str, set[str]]:
@@ -119,12 +119,12 @@ async def test_a_run_inherits_nothing_from_the_run_that_caused_it(tmp_path: Path
     """A task copies the context it is made in, and lanes are made where somebody submits: inside a tool, say."""
     seen: list[str] = []
 
-    async def tell(call: Call) -> Result:
+    async def tell(call: ToolRequest) -> ToolOutput:
         whoami.set("the teller")
         run_id = await stage.say("told", "agent:main:direct:told")
-        return Result(text=(await stage.ended(run_id)).reply or "")
+        return ToolOutput(text=(await stage.wait_for_end(run_id)).reply or "")
 
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         if prompt.session_key == "agent:main:direct:told":
             seen.append(whoami.get())
             return text("heard")
@@ -132,7 +132,7 @@ async def test_a_run_inherits_nothing_from_the_run_that_caused_it(tmp_path: Path
         return text("told") if isinstance(prompt.messages[-1], ToolResult) else calls("tell")
 
     whoami.set("the test")
-    async with staged(tmp_path, agent, tools=[tool("tell", tell)]) as stage:
+    async with open_app_fixture(tmp_path, agent, tools=[tool("tell", tell)]) as stage:
         assert (await stage.ask("go")).reply == "told"
     assert seen == ["nobody"]
 
@@ -144,15 +144,15 @@ from typing import Any
 from antiphon.access import Caller
 from antiphon.config import Config
 from antiphon.errors import AntiphonError
-from antiphon.host import hosting
-from antiphon.operations import Message
+from antiphon.app import open_app_operations
+from antiphon.operations import IncomingMessage
 
 async def main():
     try:
-        async with hosting(Config(), Path(sys.argv[1])) as operations:
+        async with open_app_operations(Config(), Path(sys.argv[1])) as operations:
             print("hosting", flush=True)
             for line in sys.stdin:
-                accepted = await operations.submit(Caller.operator(), Message(session="main", content=line))
+                accepted = await operations.submit(Caller.operator(), IncomingMessage(session="main", content=line))
                 view = await operations.wait(Caller.operator(), accepted.run_id, 10)
                 print(view.reply, flush=True)
     except AntiphonError as error:

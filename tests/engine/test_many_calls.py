@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.engine import runs
-from antiphon.engine.toolbox import Call, Result
-from antiphon.engine.transcripts import Entry
-from antiphon.engine.turns import MAX_CONCURRENT_CALLS
-from antiphon.messages import Assistant, Message, ToolResult
+from antiphon.engine.runs import lifecycle
+from antiphon.engine.runs.run_loop import MAX_CONCURRENT_CALLS_PER_ANSWER
+from antiphon.engine.sessions.transcripts import Entry
+from antiphon.engine.toolbox import ToolOutput, ToolRequest
+from antiphon.messages import AssistantMessage, Message, ToolResult
 from antiphon.runtimes import Prompt
-from antiphon.runtimes.tool_calls import KEPT_TOOL_CALLS, MAX_TOOL_CALLS_PER_ANSWER
+from antiphon.runtimes.tool_calls import MAX_KEPT_TOOL_CALLS, MAX_TOOL_CALLS_PER_ANSWER
 from antiphon.store import Tx
-from stage import MAIN, OPERATOR, calls, soon, staged, text, tool, until
+from support.app_fixture import MAIN, OPERATOR, calls, open_app_fixture, soon, text, tool, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("G10")]
 
@@ -29,31 +29,31 @@ async def test_of_too_many_calls_the_first_are_run_and_the_model_is_told(
     commits: list[int] = []
     results: list[ToolResult] = []
 
-    async def work(call: Call) -> Result:
+    async def work(call: ToolRequest) -> ToolOutput:
         nonlocal at_once, most
         at_once += 1
         most = max(most, at_once)
         await asyncio.sleep(0)
         at_once -= 1
         ran.append(call.call_id)
-        return Result(text="done")
+        return ToolOutput(text="done")
 
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         results[:] = [message for message in prompt.messages if isinstance(message, ToolResult)]
         return text("fine") if results else calls(*["work"] * 50_000)
 
-    commit = runs.commit
+    commit = lifecycle.commit_messages
 
-    async def counted(tx: Tx, claim: runs.Claim, messages: Sequence[Message], now: int) -> list[Entry]:
+    async def counted(tx: Tx, claim: lifecycle.Claim, messages: Sequence[Message], now: int) -> list[Entry]:
         commits.append(len(messages))
         return await commit(tx, claim, messages, now)
 
-    monkeypatch.setattr(runs, "commit", counted)
-    async with staged(tmp_path, agent, tools=[tool("work", work)]) as stage:
+    monkeypatch.setattr(lifecycle, "commit_messages", counted)
+    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)]) as stage:
         assert (await stage.ask("go")).reply == "fine"
     assert len(ran) == MAX_TOOL_CALLS_PER_ANSWER
-    assert most == MAX_CONCURRENT_CALLS
-    assert len(results) == KEPT_TOOL_CALLS
+    assert most == MAX_CONCURRENT_CALLS_PER_ANSWER
+    assert len(results) == MAX_KEPT_TOOL_CALLS
     assert len(commits) < MAX_TOOL_CALLS_PER_ANSWER / 2
     (refused,) = [result for result in results if result.is_error]
     assert f"more than {MAX_TOOL_CALLS_PER_ANSWER} tool calls" in refused.text
@@ -63,18 +63,18 @@ async def test_of_too_many_calls_the_first_are_run_and_the_model_is_told(
 async def test_a_result_is_committed_while_others_are_still_at_work(tmp_path: Path) -> None:
     slow = asyncio.Event()
 
-    async def quick(call: Call) -> Result:
-        return Result(text="quick")
+    async def quick(call: ToolRequest) -> ToolOutput:
+        return ToolOutput(text="quick")
 
-    async def wait(call: Call) -> Result:
+    async def wait(call: ToolRequest) -> ToolOutput:
         await soon(slow)
-        return Result(text="slow")
+        return ToolOutput(text="slow")
 
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         asked = any(isinstance(message, ToolResult) for message in prompt.messages)
         return text("fine") if asked else calls("wait", "quick", "quick")
 
-    async with staged(tmp_path, agent, tools=[tool("quick", quick), tool("wait", wait)]) as stage:
+    async with open_app_fixture(tmp_path, agent, tools=[tool("quick", quick), tool("wait", wait)]) as stage:
         run = await stage.say("go")
 
         async def two_are_there() -> bool:
@@ -82,27 +82,27 @@ async def test_a_result_is_committed_while_others_are_still_at_work(tmp_path: Pa
 
         await until(two_are_there)
         slow.set()
-        assert (await stage.ended(run)).reply == "fine"
+        assert (await stage.wait_for_end(run)).reply == "fine"
 
 
 async def test_what_is_done_when_a_run_is_stopped_stays_done(tmp_path: Path) -> None:
     begun = asyncio.Event()
 
-    async def quick(call: Call) -> Result:
-        return Result(text="quick")
+    async def quick(call: ToolRequest) -> ToolOutput:
+        return ToolOutput(text="quick")
 
-    async def wait(call: Call) -> Result:
+    async def wait(call: ToolRequest) -> ToolOutput:
         begun.set()
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         return calls("wait", "quick", "quick")
 
-    async with staged(tmp_path, agent, tools=[tool("quick", quick), tool("wait", wait)]) as stage:
+    async with open_app_fixture(tmp_path, agent, tools=[tool("quick", quick), tool("wait", wait)]) as stage:
         run = await stage.say("go")
         await soon(begun)
         await stage.operations.stop(OPERATOR, MAIN)
-        assert (await stage.ended(run)).state == "cancelled"
+        assert (await stage.wait_for_end(run)).state == "cancelled"
         results = [entry for entry in await stage.transcript() if entry["role"] == "toolResult"]
         assert sorted(entry.get("interrupted", False) for entry in results) == [False, False, True]

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 import antiphon
-from antiphon.engine.toolbox import Call, Result
+from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.errors import InvalidInput
-from antiphon.messages import Assistant
-from antiphon.operations import Message
+from antiphon.messages import AssistantMessage
+from antiphon.operations import IncomingMessage
 from antiphon.runtimes import Prompt
 from antiphon.store import Tx
-from stage import OPERATOR, Stage, calls, staged, text, tool, until
+from support.app_fixture import OPERATOR, AppFixture, calls, open_app_fixture, text, tool, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sqlite_only]  # what is measured is the engine, not the database
 
@@ -31,7 +31,7 @@ PADDING = "x" * 120  # in every id, word and answer, so that whatever is kept of
 LEAST = 150 * RUNS  # bytes; little more than half of what keeping one id of each run would take
 
 
-async def agent(prompt: Prompt) -> Assistant:
+async def agent(prompt: Prompt) -> AssistantMessage:
     said = str(prompt.messages[-1])
     if "fail" in said:
         raise InvalidInput("no", "no")
@@ -40,14 +40,14 @@ async def agent(prompt: Prompt) -> Assistant:
     return calls("work") if "tool" in said else text(f"answer {PADDING}")
 
 
-async def work(call: Call) -> Result:
-    return Result(text=f"done {PADDING}")
+async def work(call: ToolRequest) -> ToolOutput:
+    return ToolOutput(text=f"done {PADDING}")
 
 
-async def play(stage: Stage, session: str, kind: str, number: int) -> None:
+async def play(stage: AppFixture, session: str, kind: str, number: int) -> None:
     """One run of a kind, watched by somebody who then goes away."""
     run_id = f"{session}-{number}-{kind}-{PADDING}"
-    words = Message(
+    words = IncomingMessage(
         session=session,
         content=f"{kind} {PADDING}",
         idempotency_key=run_id,
@@ -58,10 +58,10 @@ async def play(stage: Stage, session: str, kind: str, number: int) -> None:
         await anext(feed)
     if kind == "stop":
         await stage.operations.stop(OPERATOR, session)
-    await stage.ended(run_id)
+    await stage.wait_for_end(run_id)
 
 
-async def play_round(stage: Stage, number: int) -> None:
+async def play_round(stage: AppFixture, number: int) -> None:
     async def turns(session: str) -> None:
         for kind in KINDS:
             await play(stage, session, kind, number)
@@ -70,18 +70,18 @@ async def play_round(stage: Stage, number: int) -> None:
     await asyncio.gather(*map(turns, SESSIONS))
 
 
-def held(stage: Stage) -> dict[str, int]:
+def held(stage: AppFixture) -> dict[str, int]:
     """What lives as long as something plays, or somebody listens."""
     lanes = stage.engine._lanes  # pyright: ignore[reportPrivateUsage]
     parts: dict[str, Iterable[object]] = {
-        "playing": stage.engine._playing,  # pyright: ignore[reportPrivateUsage]
+        "playing": stage.engine._active_runs,  # pyright: ignore[reportPrivateUsage]
         **{name: part for name, part in vars(lanes).items() if isinstance(part, dict | set)},
-        "topics": stage.bus.listeners(),
+        "topics": stage.bus.count_listeners(),
     }
     return {name: len([*part]) for name, part in parts.items()}
 
 
-async def is_idle(stage: Stage) -> bool:
+async def is_idle(stage: AppFixture) -> bool:
     """But for the engine itself, which listens for stops."""
     return sum(held(stage).values()) == 1
 
@@ -89,7 +89,7 @@ async def is_idle(stage: Stage) -> bool:
 async def nothing(tx: Tx) -> None: ...
 
 
-async def weight(stage: Stage) -> int:
+async def weight(stage: AppFixture) -> int:
     """Bytes that our own code has taken and not given back."""
     for _ in range(8):  # a thread of the store holds what it did last until there is something else to do
         await asyncio.gather(stage.store.tx(nothing), *(stage.store.read(nothing) for _ in range(32)))
@@ -102,7 +102,7 @@ async def weight(stage: Stage) -> int:
 
 @pytest.mark.requirement("G24")
 async def test_nothing_is_left_of_runs_that_have_ended(tmp_path: Path) -> None:
-    async with staged(tmp_path, agent, tools=[tool("work", work)]) as stage:
+    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)]) as stage:
         await play_round(stage, 0)  # whatever is made once is made now
         await until(partial(is_idle, stage))
         idle = held(stage)

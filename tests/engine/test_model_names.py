@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from antiphon.app import open_app_operations
 from antiphon.config import Config, parse
-from antiphon.host import hosting
-from antiphon.operations import Message
-from providers import Answer, Provider
-from stage import BOUND, DATABASE, MAIN, OPERATOR, dump, raw
+from antiphon.operations import IncomingMessage
+from support.app_fixture import BOUND, DATABASE, MAIN, OPERATOR, dump, raw
+from support.model_provider import Answer, Provider
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("G29")]
 
@@ -41,9 +41,9 @@ async def test_what_is_more_than_a_name_gives_way_to_the_configured_one(
 ) -> None:
     async with Provider().running() as provider:
         provider.default = Answer(text=("fine",), model=reported)
-        async with hosting(settings(provider.url), tmp_path) as operations:
+        async with open_app_operations(settings(provider.url), tmp_path) as operations:
             for _ in range(2):
-                asked = Message(session=MAIN, content="long " * 1200)
+                asked = IncomingMessage(session=MAIN, content="long " * 1200)
                 accepted = await operations.submit(OPERATOR, asked)
                 assert (await operations.wait(OPERATOR, accepted.run_id, BOUND)).state == "ok"
     assert len(provider.bodies) == 3, "two answers and a summary"

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from antiphon.engine import sessions, transcripts
+from antiphon.engine.sessions import session_rows, transcripts
 from antiphon.filters import HistoryFilter
-from antiphon.messages import failed, used
+from antiphon.messages import is_failed_entry, is_tool_entry
 from antiphon.runtimes import Prompt
 from antiphon.store import Tx
-from stage import MAIN, OPERATOR, Stage, staged
+from support.app_fixture import MAIN, OPERATOR, AppFixture, open_app_fixture
 
 Said = tuple[int, dict[str, Any]]  # when, and what
 
@@ -60,7 +60,7 @@ async def silent(prompt: Prompt) -> str:
 
 
 async def add(tx: Tx, session: int, said: Sequence[Said]) -> None:
-    place = await tx.one(sessions.SQL.advance_unfenced, id=session, count=len(said), now=0)
+    place = await tx.one(session_rows.SQL.advance_unfenced, id=session, count=len(said), now=0)
     assert place is not None
     for seq, (at, body) in enumerate(said, place["last_seq"] - len(said) + 1):
         text = msgspec.json.encode({**body, "timestamp": at}).decode()
@@ -81,14 +81,14 @@ def is_wanted(wanted: HistoryFilter, said: Said) -> bool:
 
 
 async def walk(
-    stage: Stage, wanted: HistoryFilter, between: Callable[[], Any], *, backwards: bool
+    stage: AppFixture, wanted: HistoryFilter, between: Callable[[], Any], *, backwards: bool
 ) -> list[int]:
     """The numbers along the cursors, with something happening after each page."""
     found: list[int] = []
     at: int | None = None if backwards else 0
     while True:
         step = msgspec.structs.replace(wanted, **{"before" if backwards else "after": at})
-        page = await stage.operations.history(OPERATOR, MAIN, step)
+        page = await stage.operations.read_history(OPERATOR, MAIN, step)
         seqs = [item["seq"] for item in page.messages]
         assert len(seqs) <= wanted.limit
         assert page.has_more == (page.next_cursor is not None)
@@ -121,7 +121,7 @@ def test_following_the_cursors_gives_exactly_what_was_asked_for_while_more_is_sa
     room: int,
 ) -> None:
     async def check(path: Path) -> None:
-        async with staged(path, silent) as stage:
+        async with open_app_fixture(path, silent) as stage:
             session = (await stage.create(MAIN))["id"]
             await stage.store.tx(add, session, before)
             said, waiting = [*before], [*later]
@@ -136,9 +136,9 @@ def test_following_the_cursors_gives_exactly_what_was_asked_for_while_more_is_sa
             assert found == [seq for seq, one in enumerate(there, 1) if is_wanted(wanted, one)]
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(transcripts, "SCANNED", scanned)
-        patches.setattr(transcripts, "PAGE_BYTES", room)
-        patches.setattr(transcripts, "SLICE", 2)
+        patches.setattr(transcripts, "MAX_ENTRIES_SCANNED", scanned)
+        patches.setattr(transcripts, "MAX_PAGE_BYTES", room)
+        patches.setattr(transcripts, "ROWS_PER_FETCH", 2)
         asyncio.run(check(tmp_path_factory.mktemp("narrow")))
 
 
@@ -148,12 +148,12 @@ def test_following_the_cursors_gives_exactly_what_was_asked_for_while_more_is_sa
 async def test_a_page_looks_through_so_many_entries_and_says_where_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backwards: bool
 ) -> None:
-    monkeypatch.setattr(transcripts, "SCANNED", 10)
-    async with staged(tmp_path, silent) as stage:
+    monkeypatch.setattr(transcripts, "MAX_ENTRIES_SCANNED", 10)
+    async with open_app_fixture(tmp_path, silent) as stage:
         session = (await stage.create(MAIN))["id"]
         await stage.store.tx(add, session, [(0, BODIES[1])] * 25)
         wanted = HistoryFilter(roles=("user",), after=None if backwards else 0)
-        page = await stage.operations.history(OPERATOR, MAIN, wanted)
+        page = await stage.operations.read_history(OPERATOR, MAIN, wanted)
         assert (page.messages, page.has_more, page.total) == ([], True, 25)
         assert page.next_cursor == ("16" if backwards else "10")
 
@@ -163,13 +163,15 @@ async def test_a_page_looks_through_so_many_entries_and_says_where_to_go_on(
 @pytest.mark.parametrize("name", ["café_lookup", 'odd"name', "a/b"])
 def test_a_tool_is_found_however_its_name_is_written(name: str) -> None:
     for body in (json.dumps({"toolName": name}), json.dumps({"toolName": name}, ensure_ascii=False)):
-        assert used(name, "toolResult", body)
-        assert not used("lookup", "toolResult", body)
+        assert is_tool_entry(name, "toolResult", body)
+        assert not is_tool_entry("lookup", "toolResult", body)
 
 
 @pytest.mark.requirement("G23")
 @pytest.mark.sqlite_only
 @pytest.mark.parametrize("body", ["{", '"isError"', '{"isError":' + "[" * 100_000, '{"isError":1}'])
 def test_what_cannot_be_read_has_not_failed_and_is_of_no_tool(body: str) -> None:
-    assert not failed("toolResult", body)
-    assert not used("isError", "toolResult", body) and not used("isError", "assistant", body)
+    assert not is_failed_entry("toolResult", body)
+    assert not is_tool_entry("isError", "toolResult", body) and not is_tool_entry(
+        "isError", "assistant", body
+    )

@@ -14,20 +14,22 @@ from typing import Any
 import pytest
 
 from antiphon import keys
-from antiphon.access import READ, Caller
+from antiphon.access import READ_SCOPE, Caller
 from antiphon.bus.local import LocalBus
 from antiphon.clock import ManualClock
 from antiphon.config import Config
-from antiphon.engine import deliveries, outbox, replicas, sessions
-from antiphon.engine.deliveries import Destination, Parcel
-from antiphon.engine.door import Door
-from antiphon.engine.outbox import Channel, Outbox
+from antiphon.engine import replicas
+from antiphon.engine.outbox import delivery_rows, sender
+from antiphon.engine.outbox.delivery_rows import Destination, NewDelivery
+from antiphon.engine.outbox.sender import DeliveryChannel, Outbox
 from antiphon.engine.replicas import Replica
+from antiphon.engine.sessions import session_rows
+from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.errors import Conflict, Forbidden, InvalidInput, NotFound, Undeliverable
 from antiphon.store import Row, Store
-from commits import Commits
-from stage import DATABASE, opened, raw, until, with_settings
-from tools.troupe import MAIN, OPERATOR, Pigeon, cast_of, house
+from support.agents_fixture import MAIN, OPERATOR, RecordingChannel, make_agents_config, open_agents_fixture
+from support.app_fixture import DATABASE, opened, raw, until, with_settings
+from support.commit_watcher import CommitWatcher
 
 pytestmark = pytest.mark.anyio
 
@@ -48,10 +50,10 @@ class Post:
     clock: ManualClock
     path: Path
     session: Row
-    commits: Commits
+    commits: CommitWatcher
 
     async def put(self, key: str, words: str = "hello", to: str = "g1", channel: str = "discord") -> None:
-        parcel = Parcel(
+        parcel = NewDelivery(
             key=key,
             kind="announce",
             session=self.session["id"],
@@ -59,7 +61,7 @@ class Post:
             destination=Destination(channel=channel, to=to),
             body=words,
         )
-        await self.store.tx(deliveries.post, parcel, self.clock.now())
+        await self.store.tx(delivery_rows.enqueue_delivery, parcel, self.clock.now())
         self.box.wake()
 
     def row(self, key: str) -> dict[str, Any]:
@@ -85,23 +87,23 @@ class Post:
 @asynccontextmanager
 async def post_office(
     path: Path,
-    channels: Mapping[str, Channel] | None = None,
+    channels: Mapping[str, DeliveryChannel] | None = None,
     *,
     config: Config | None = None,
     clock: ManualClock | None = None,
     owner: str = "me",
 ) -> AsyncGenerator[Post]:
     clock = clock or ManualClock()
-    commits = Commits()
+    commits = CommitWatcher()
     async with opened(path, commits) as store:
         key = keys.parse(GROUP)
-        session = await store.tx(sessions.find, key, None) or await store.tx(
-            sessions.create, key, clock.now()
+        session = await store.tx(session_rows.find_session, key, None) or await store.tx(
+            session_rows.create_session, key, clock.now()
         )
         await store.tx(
             replicas.renew_lease, Replica(id=owner), clock.now() + 10_000_000, clock.now(), alone=True
         )
-        box = Outbox(store, LocalBus(), clock, Door(config or Config()), channels or {})
+        box = Outbox(store, LocalBus(), clock, SessionResolver(config or Config()), channels or {})
         work = asyncio.create_task(box.run(owner))
         try:
             yield Post(store, box, clock, path, session, commits)
@@ -135,7 +137,7 @@ def rule(action: str, **match: str) -> dict[str, Any]:
 async def test_the_policy_decides_when_it_goes_out(
     tmp_path: Path, rules: list[dict[str, Any]], default: str, own: str | None, state: str
 ) -> None:
-    discord = Pigeon()
+    discord = RecordingChannel()
     config = with_settings({"session": {"sendPolicy": {"rules": rules, "default": default}}})
     async with post_office(tmp_path, {"discord": discord}, config=config) as post:
         raw(tmp_path / DATABASE, "UPDATE sessions SET send_policy = ?", own)
@@ -149,7 +151,7 @@ async def test_the_policy_decides_when_it_goes_out(
 async def test_what_is_not_for_people_is_taken_out_and_if_nothing_is_left_nothing_is_sent(
     tmp_path: Path,
 ) -> None:
-    discord = Pigeon()
+    discord = RecordingChannel()
     async with post_office(tmp_path, {"discord": discord}) as post:
         await post.put(
             "mixed",
@@ -166,9 +168,9 @@ async def test_what_is_not_for_people_is_taken_out_and_if_nothing_is_left_nothin
 
 @pytest.mark.requirement("G18", "D3")
 async def test_a_session_that_is_gone_has_no_page_but_a_channel_still_has_its_place(tmp_path: Path) -> None:
-    discord = Pigeon()
+    discord = RecordingChannel()
     async with post_office(tmp_path, {"discord": discord}) as post:
-        await post.store.tx(sessions.forget, post.session["id"], GROUP, 1)
+        await post.store.tx(session_rows.delete_session, post.session["id"], GROUP, 1)
         await post.put("page", channel="webchat", to=GROUP)
         assert "gone" in (await post.state("page", "dead"))["error"]
         await post.put("channel")
@@ -180,7 +182,7 @@ async def test_a_session_that_is_gone_has_no_page_but_a_channel_still_has_its_pl
 
 @pytest.mark.requirement("G3")
 async def test_a_logical_message_is_one_row_whoever_posts_it_again(tmp_path: Path) -> None:
-    discord = Pigeon()
+    discord = RecordingChannel()
     async with post_office(tmp_path, {"discord": discord}) as post:
         for words in ("first", "second"):
             await post.put("k", words)
@@ -193,13 +195,13 @@ async def test_a_logical_message_is_one_row_whoever_posts_it_again(tmp_path: Pat
 async def test_what_was_surely_not_sent_is_tried_again_ever_later_and_given_up_at_last(
     tmp_path: Path,
 ) -> None:
-    discord = Pigeon(fails=lambda key: unsent() if key == "k" else None)
+    discord = RecordingChannel(fails=lambda key: unsent() if key == "k" else None)
     async with post_office(tmp_path, {"discord": discord}) as post:
         await post.put("k")
-        for attempt in range(1, outbox.ATTEMPTS):
+        for attempt in range(1, sender.MAX_DELIVERY_ATTEMPTS):
             row = await post.state("k", "pending", attempt)
             wait = (row["next_at"] - post.clock.now()) / 1000
-            longest = min(outbox.LONGEST, 2**attempt)
+            longest = min(sender.MAX_RETRY_DELAY_SECONDS, 2**attempt)
             assert longest / 2 <= wait <= longest
             assert "said no" in row["error"] and row["settled_at"] is None
             post.later(wait - 0.001)
@@ -207,14 +209,14 @@ async def test_what_was_surely_not_sent_is_tried_again_ever_later_and_given_up_a
             await post.state(f"meanwhile {attempt}", "delivered")
             assert discord.tries.count("k") == attempt, "not before its time"
             post.later(0.001)
-        row = await post.state("k", "dead", outbox.ATTEMPTS)
-        assert discord.tries.count("k") == outbox.ATTEMPTS
+        row = await post.state("k", "dead", sender.MAX_DELIVERY_ATTEMPTS)
+        assert discord.tries.count("k") == sender.MAX_DELIVERY_ATTEMPTS
         assert "k" not in (key for key, *_ in discord.posts)
 
 
 @pytest.mark.requirement("G3")
 async def test_a_final_no_is_not_tried_again(tmp_path: Path) -> None:
-    discord = Pigeon(fails=lambda key: unsent(final=True))
+    discord = RecordingChannel(fails=lambda key: unsent(final=True))
     async with post_office(tmp_path, {"discord": discord}) as post:
         await post.put("k")
         row = await post.state("k", "dead")
@@ -223,7 +225,7 @@ async def test_a_final_no_is_not_tried_again(tmp_path: Path) -> None:
 
 @pytest.mark.requirement("G3")
 async def test_a_doubtful_send_is_on_record_and_not_repeated(tmp_path: Path) -> None:
-    discord = Pigeon(fails=lambda key: LOST)
+    discord = RecordingChannel(fails=lambda key: LOST)
     async with post_office(tmp_path, {"discord": discord}) as post:
         await post.put("k")
         row = await post.state("k", "ambiguous")
@@ -237,12 +239,12 @@ async def test_a_doubtful_send_is_on_record_and_not_repeated(tmp_path: Path) -> 
 @pytest.mark.requirement("G3")
 async def test_where_keys_are_honoured_a_doubtful_send_is_repeated_and_has_one_effect(tmp_path: Path) -> None:
     failures = iter([LOST, LOST, None])
-    discord = Pigeon(keyed=True, fails=lambda key: next(failures))
+    discord = RecordingChannel(keyed=True, fails=lambda key: next(failures))
     async with post_office(tmp_path, {"discord": discord}) as post:
         await post.put("k")
         for attempt in (1, 2):
             await post.state("k", "pending", attempt)
-            post.later(outbox.LONGEST)
+            post.later(sender.MAX_RETRY_DELAY_SECONDS)
         await post.state("k", "delivered", 3)
         assert discord.tries == ["k"] * 3 and len(discord.posts) == 1
 
@@ -251,12 +253,12 @@ async def test_where_keys_are_honoured_a_doubtful_send_is_repeated_and_has_one_e
 async def test_a_channel_that_does_not_answer_leaves_a_doubt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Mute(Pigeon):
+    class Mute(RecordingChannel):
         async def post(self, key: str, where: Destination, text: str) -> str | None:
             await asyncio.Event().wait()
             return None
 
-    monkeypatch.setattr(outbox, "PATIENCE", 0.02)
+    monkeypatch.setattr(sender, "CHANNEL_POST_TIMEOUT_SECONDS", 0.02)
     async with post_office(tmp_path, {"discord": Mute()}) as post:
         await post.put("k")
         assert "TimeoutError" in (await post.state("k", "ambiguous"))["error"]
@@ -267,7 +269,7 @@ async def test_a_channel_that_does_not_answer_leaves_a_doubt(
 async def test_what_a_dead_process_had_in_hand_is_sent_again_or_doubted(
     tmp_path: Path, keyed: bool, state: str, effects: int
 ) -> None:
-    discord = Pigeon(keyed=keyed)
+    discord = RecordingChannel(keyed=keyed)
     async with post_office(tmp_path) as post:
         raw(tmp_path / DATABASE, "INSERT INTO owners (id, lease_until) VALUES ('dead', 0)")
         await post.store.tx(_in_hand, post)
@@ -278,7 +280,7 @@ async def test_what_a_dead_process_had_in_hand_is_sent_again_or_doubted(
 
 
 async def _in_hand(tx: Any, post: Post) -> None:
-    parcel = Parcel(
+    parcel = NewDelivery(
         key="k",
         kind="announce",
         session=post.session["id"],
@@ -286,9 +288,9 @@ async def _in_hand(tx: Any, post: Post) -> None:
         destination=Destination(channel="discord", to="g1"),
         body="hello",
     )
-    await deliveries.post(tx, parcel, post.clock.now())
-    (row,) = await tx.all(deliveries.SQL.due, now=post.clock.now(), limit=1)
-    await tx.do(deliveries.SQL.claim, n=row["n"], owner="dead", attempts=0)
+    await delivery_rows.enqueue_delivery(tx, parcel, post.clock.now())
+    (row,) = await tx.all(delivery_rows.SQL.due, now=post.clock.now(), limit=1)
+    await tx.do(delivery_rows.SQL.claim, n=row["n"], owner="dead", attempts=0)
 
 
 @pytest.mark.requirement("G3")
@@ -299,7 +301,7 @@ async def test_words_for_one_place_go_out_in_their_order_and_hold_up_no_other_pl
         failures[key] = failures.get(key, 0) - 1
         return unsent() if failures[key] >= 0 else None
 
-    discord = Pigeon(fails=fails)
+    discord = RecordingChannel(fails=fails)
     async with post_office(tmp_path, {"discord": discord}) as post:
         for key, to in (("a1", "a"), ("a2", "a"), ("b1", "b"), ("a3", "a"), ("b2", "b")):
             await post.put(key, to=to)
@@ -307,7 +309,7 @@ async def test_words_for_one_place_go_out_in_their_order_and_hold_up_no_other_pl
         assert [key for key, *_ in discord.posts] == ["b1", "b2"]
         for attempt in (1, 2):
             await post.state("a1", "pending", attempt)
-            post.later(outbox.LONGEST)
+            post.later(sender.MAX_RETRY_DELAY_SECONDS)
         await post.state("a3", "delivered")
         assert [key for key, *_ in discord.posts] == ["b1", "b2", "a1", "a2", "a3"]
 
@@ -321,7 +323,7 @@ async def test_what_cannot_even_be_read_is_told_of_with_its_place_and_not_tried_
     async def any_told() -> bool:
         return bool(told())
 
-    async with post_office(tmp_path, {"discord": Pigeon()}) as post:
+    async with post_office(tmp_path, {"discord": RecordingChannel()}) as post:
         raw(
             tmp_path / DATABASE,
             "INSERT INTO deliveries (key, kind, session, session_key, destination, place, body, next_at, created_at)"
@@ -331,7 +333,7 @@ async def test_what_cannot_even_be_read_is_told_of_with_its_place_and_not_tried_
         post.box.wake()
         await until(any_told)
         for _ in range(100):  # an outbox that went on at once would have looked many times meanwhile
-            await post.store.read(sessions.find, keys.parse(GROUP), None)
+            await post.store.read(session_rows.find_session, keys.parse(GROUP), None)
         assert 1 <= len(told()) <= 3
         assert "'a place'" in told()[0].message and told()[0].exc_info
         await post.put("other", to="elsewhere")
@@ -346,7 +348,7 @@ async def test_whatever_fails_and_whenever_it_is_restarted_nothing_is_sent_twice
 ) -> None:
     """Each message has one effect, or, where keys mean nothing, at most one and a doubt that can be seen."""
     chance = random.Random(seed)
-    discord = Pigeon(
+    discord = RecordingChannel(
         keyed=keyed,
         fails=lambda key: chance.choice([None, None, unsent(), LOST, unsent(final=chance.random() < 0.1)]),
     )
@@ -357,12 +359,12 @@ async def test_whatever_fails_and_whenever_it_is_restarted_nothing_is_sent_twice
             for name in names[part * 4 : part * 4 + 4]:
                 await post.put(name, to=chance.choice("xyz"))
             for _ in range(chance.randint(0, 3)):
-                post.later(outbox.LONGEST)
+                post.later(sender.MAX_RETRY_DELAY_SECONDS)
                 await asyncio.sleep(0)
     async with post_office(tmp_path, {"discord": discord}, clock=clock, owner="last") as post:
 
         async def settled() -> bool:
-            post.later(outbox.LONGEST)
+            post.later(sender.MAX_RETRY_DELAY_SECONDS)
             return not raw(
                 tmp_path / DATABASE, "SELECT 1 FROM deliveries WHERE state IN ('pending', 'sending')"
             )
@@ -380,11 +382,11 @@ async def test_whatever_fails_and_whenever_it_is_restarted_nothing_is_sent_twice
 @pytest.mark.requirement("G3")
 async def test_a_no_after_a_doubtful_attempt_leaves_the_doubt(tmp_path: Path) -> None:
     failures = iter([LOST, unsent(final=True)])
-    discord = Pigeon(keyed=True, fails=lambda key: next(failures))
+    discord = RecordingChannel(keyed=True, fails=lambda key: next(failures))
     async with post_office(tmp_path, {"discord": discord}) as post:
         await post.put("k")
         await post.state("k", "pending", 1)
-        post.later(outbox.LONGEST)
+        post.later(sender.MAX_RETRY_DELAY_SECONDS)
         await post.commits.until(lambda: post.settled("k"))
         assert len(discord.posts) == 1, "people have seen it"
         assert post.row("k")["state"] == "ambiguous"
@@ -397,55 +399,57 @@ async def test_a_no_after_a_doubtful_attempt_leaves_the_doubt(tmp_path: Path) ->
 async def test_a_channel_that_is_not_there_is_said_and_set_up_later_it_can_be_delivered_again(
     tmp_path: Path,
 ) -> None:
-    config = cast_of("helper")
+    config = make_agents_config("helper")
     group = "agent:helper:discord:group:g1"
-    async with house(config, tmp_path) as troupe:
-        await troupe.found(group)
-        await troupe.does(
+    async with open_agents_fixture(config, tmp_path) as troupe:
+        await troupe.open_sessions(group)
+        await troupe.call_tool(
             "sessions_send", sessionKey=group, message="say yes\nannounce It is done.", replyBack=0
         )
-        await troupe.quiet()
-        page = await troupe.operations.deliveries(OPERATOR, "dead")
+        await troupe.wait_until_idle()
+        page = await troupe.operations.list_deliveries(OPERATOR, "dead")
         (dead,) = page.deliveries
         assert "There is no channel 'discord' here." in (dead.error or "")
         assert page.standing == {"dead": 1}
-    discord = Pigeon()
-    async with house(config, tmp_path, channels={"discord": discord}) as troupe:
-        again = await troupe.operations.deliver_again(OPERATOR, dead.key)
+    discord = RecordingChannel()
+    async with open_agents_fixture(config, tmp_path, channels={"discord": discord}) as troupe:
+        again = await troupe.operations.retry_delivery(OPERATOR, dead.key)
         assert (again.state, again.attempts, again.error) == ("pending", 0, None)
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert discord.texts == ["It is done."]
         (row,) = troupe.rows("SELECT announced FROM exchanges")
         assert row["announced"] == "delivered"
         with pytest.raises(Conflict):
-            await troupe.operations.deliver_again(OPERATOR, dead.key)
+            await troupe.operations.retry_delivery(OPERATOR, dead.key)
         with pytest.raises(NotFound):
-            await troupe.operations.deliver_again(OPERATOR, "no such key")
+            await troupe.operations.retry_delivery(OPERATOR, "no such key")
 
 
 @pytest.mark.requirement("SEC5", "V3")
 async def test_only_operators_see_the_outbox_and_only_admins_send_again(tmp_path: Path) -> None:
-    async with house(cast_of(), tmp_path) as troupe:
-        await troupe.found(MAIN)
+    async with open_agents_fixture(make_agents_config(), tmp_path) as troupe:
+        await troupe.open_sessions(MAIN)
         for number in range(3):
             await troupe.use("sessions_spawn", task=f"say {number}")
-            await troupe.quiet()
+            await troupe.wait_until_idle()
         agent = Caller.agent("main", MAIN)
         with pytest.raises(Forbidden):
-            await troupe.operations.deliveries(agent)
+            await troupe.operations.list_deliveries(agent)
         with pytest.raises(Forbidden):
-            await troupe.operations.deliver_again(agent, "x")
+            await troupe.operations.retry_delivery(agent, "x")
         with pytest.raises(Forbidden):
-            await troupe.operations.deliver_again(Caller.operator([READ]), "x")
+            await troupe.operations.retry_delivery(Caller.operator([READ_SCOPE]), "x")
         seen: list[str] = []
         cursor: str | None = None
         while True:
-            page = await troupe.operations.deliveries(Caller.operator([READ]), limit=2, cursor=cursor)
+            page = await troupe.operations.list_deliveries(
+                Caller.operator([READ_SCOPE]), limit=2, cursor=cursor
+            )
             seen += [delivery.text.partition("\n\n")[0] for delivery in page.deliveries]
             if (cursor := page.next_cursor) is None:
                 break
         assert seen == [f"Status: ok\nResult: {number}" for number in (2, 1, 0)]
         with pytest.raises(InvalidInput):
-            await troupe.operations.deliveries(OPERATOR, "lost")
+            await troupe.operations.list_deliveries(OPERATOR, "lost")
         with pytest.raises(InvalidInput):
-            await troupe.operations.deliveries(OPERATOR, cursor="x")
+            await troupe.operations.list_deliveries(OPERATOR, cursor="x")

@@ -16,17 +16,22 @@ from antiphon import keys
 from antiphon.bus import SessionChanged, session_topic
 from antiphon.clock import ManualClock
 from antiphon.config import Config, parse
-from antiphon.engine.resets import MINUTE, Rule, last_hour, rules
-from antiphon.gateway.telling import tell
+from antiphon.engine.sessions.resets import (
+    MILLISECONDS_PER_MINUTE,
+    ResetRule,
+    build_reset_rules,
+    find_last_hour_start,
+)
+from antiphon.gateway.http.run_stream import stream_run
 from antiphon.messages import Provenance
-from antiphon.operations import Message
+from antiphon.operations import IncomingMessage
 from antiphon.runtimes import Prompt
-from antiphon.views import Accepted, RunView
-from stage import BOUND, MAIN, OPERATOR, Stage, staged
+from antiphon.views import MessageReceipt, RunView
+from support.app_fixture import BOUND, MAIN, OPERATOR, AppFixture, open_app_fixture
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("G25")]
 
-HOUR = 60 * MINUTE
+HOUR = 60 * MILLISECONDS_PER_MINUTE
 DIRECT = "agent:main:telegram:direct:7"
 GROUP = "agent:main:discord:group:1"
 ZONES = [UTC, *map(ZoneInfo, ("Europe/Berlin", "America/New_York", "Australia/Lord_Howe", "Pacific/Apia"))]
@@ -41,9 +46,9 @@ async def echo(prompt: Prompt) -> str:
     return f"said {len(prompt.messages)}"
 
 
-def held(key: str, channel: str | None = None, **session: Any) -> Rule | None:
-    found = rules(configured(**session).session)
-    return found and found.rule(keys.parse(key), channel)
+def held(key: str, channel: str | None = None, **session: Any) -> ResetRule | None:
+    found = build_reset_rules(configured(**session).session)
+    return found and found.find_rule(keys.parse(key), channel)
 
 
 # --- the last time it was that hour ---
@@ -51,10 +56,10 @@ def held(key: str, channel: str | None = None, **session: Any) -> Rule | None:
 
 @given(MOMENTS, st.integers(0, 23), st.sampled_from(ZONES))
 def test_the_last_hour_is_past_and_the_clocks_showed_it(now: int, hour: int, zone: Any) -> None:
-    at = last_hour(hour, now, zone)
+    at = find_last_hour_start(hour, now, zone)
 
     assert at <= now < at + 50 * HOUR
-    assert last_hour(hour, at, zone) == at
+    assert find_last_hour_start(hour, at, zone) == at
     shown = datetime.fromtimestamp(at / 1000, zone)
     left_out = datetime.fromtimestamp(at / 1000 - 1, zone).utcoffset() != shown.utcoffset()
     assert (shown.hour == hour and shown.minute == 0) or left_out
@@ -62,8 +67,8 @@ def test_the_last_hour_is_past_and_the_clocks_showed_it(now: int, hour: int, zon
 
 @given(MOMENTS, st.integers(0, 48 * 60), st.integers(0, 23), st.sampled_from(ZONES))
 def test_the_last_hour_never_goes_back(now: int, minutes: int, hour: int, zone: Any) -> None:
-    later = now + minutes * MINUTE
-    assert last_hour(hour, now, zone) <= last_hour(hour, later, zone)
+    later = now + minutes * MILLISECONDS_PER_MINUTE
+    assert find_last_hour_start(hour, now, zone) <= find_last_hour_start(hour, later, zone)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +85,7 @@ def test_days_on_which_the_clocks_are_changed(now: str, hour: int, at: str) -> N
     def milliseconds(text: str) -> int:
         return round(datetime.fromisoformat(text).timestamp() * 1000)
 
-    assert last_hour(hour, milliseconds(now), ZoneInfo("Europe/Berlin")) == milliseconds(at)
+    assert find_last_hour_start(hour, milliseconds(now), ZoneInfo("Europe/Berlin")) == milliseconds(at)
 
 
 def test_without_a_zone_the_hour_is_the_machines() -> None:
@@ -88,7 +93,7 @@ def test_without_a_zone_the_hour_is_the_machines() -> None:
     local = datetime.fromtimestamp(now / 1000, UTC).astimezone()
     today = local.replace(hour=4, minute=0, second=0, microsecond=0)
     expected = today if today <= local else today - timedelta(days=1)
-    assert last_hour(4, now) == round(expected.timestamp() * 1000)
+    assert find_last_hour_start(4, now) == round(expected.timestamp() * 1000)
 
 
 # --- whether it is due ---
@@ -100,14 +105,14 @@ def test_without_a_zone_the_hour_is_the_machines() -> None:
 def test_what_is_due_stays_due_and_has_a_reason(
     last_use: int, pause: int, hour: int | None, minutes: int | None
 ) -> None:
-    rule, now = Rule(hour, minutes), last_use + pause
-    reason = rule.due(last_use, now, UTC)
+    rule, now = ResetRule(hour, minutes), last_use + pause
+    reason = rule.find_due_reason(last_use, now, UTC)
 
-    daily = hour is not None and last_use < last_hour(hour, now, UTC)
-    idle = minutes is not None and pause > minutes * MINUTE
+    daily = hour is not None and last_use < find_last_hour_start(hour, now, UTC)
+    idle = minutes is not None and pause > minutes * MILLISECONDS_PER_MINUTE
     assert reason == ("daily" if daily else "idle" if idle else None)
-    assert reason is None or rule.due(last_use, now + HOUR, UTC) is not None
-    assert rule.due(now, now, UTC) is None
+    assert reason is None or rule.find_due_reason(last_use, now + HOUR, UTC) is not None
+    assert rule.find_due_reason(now, now, UTC) is None
 
 
 # --- which rule holds ---
@@ -117,36 +122,36 @@ def test_what_is_due_stays_due_and_has_a_reason(
     ("key", "channel", "session", "rule"),
     [
         (MAIN, None, {}, None),
-        (MAIN, None, {"reset": {}}, Rule(4)),
-        ("main", None, {"reset": {}}, Rule(4)),
-        (MAIN, None, {"reset": {"atHour": 5, "idleMinutes": 9}}, Rule(5, 9)),
-        (MAIN, None, {"reset": {"mode": "idle", "atHour": 5, "idleMinutes": 9}}, Rule(None, 9)),
-        (MAIN, None, {"idleMinutes": 9}, Rule(None, 9)),
-        (MAIN, None, {"idleMinutes": 9, "reset": {}}, Rule(4, 9)),
+        (MAIN, None, {"reset": {}}, ResetRule(4)),
+        ("main", None, {"reset": {}}, ResetRule(4)),
+        (MAIN, None, {"reset": {"atHour": 5, "idleMinutes": 9}}, ResetRule(5, 9)),
+        (MAIN, None, {"reset": {"mode": "idle", "atHour": 5, "idleMinutes": 9}}, ResetRule(None, 9)),
+        (MAIN, None, {"idleMinutes": 9}, ResetRule(None, 9)),
+        (MAIN, None, {"idleMinutes": 9, "reset": {}}, ResetRule(4, 9)),
         (MAIN, None, {"resetByType": {"group": {}}}, None),
-        (GROUP, None, {"resetByType": {"group": {}}}, Rule(4)),
-        ("agent:main:discord:channel:1", None, {"resetByType": {"group": {}}}, Rule(4)),
+        (GROUP, None, {"resetByType": {"group": {}}}, ResetRule(4)),
+        ("agent:main:discord:channel:1", None, {"resetByType": {"group": {}}}, ResetRule(4)),
         (f"{GROUP}:thread:2", None, {"resetByType": {"group": {}}}, None),
-        (f"{GROUP}:thread:2", None, {"resetByType": {"thread": {"atHour": 0}}}, Rule(0)),
-        (DIRECT, None, {"resetByType": {"dm": {}}}, Rule(4)),
-        (DIRECT, None, {"resetByType": {"dm": {}, "direct": {"atHour": 1}}}, Rule(1)),
+        (f"{GROUP}:thread:2", None, {"resetByType": {"thread": {"atHour": 0}}}, ResetRule(0)),
+        (DIRECT, None, {"resetByType": {"dm": {}}}, ResetRule(4)),
+        (DIRECT, None, {"resetByType": {"dm": {}, "direct": {"atHour": 1}}}, ResetRule(1)),
         (
             DIRECT,
             None,
             {"reset": {"atHour": 2, "idleMinutes": 9}, "resetByType": {"direct": {"mode": "idle"}}},
-            Rule(None, 9),
+            ResetRule(None, 9),
         ),
         (
             DIRECT,
             "telegram",
             {"reset": {"idleMinutes": 9}, "resetByChannel": {"Telegram": {"atHour": 1}}},
-            Rule(1),
+            ResetRule(1),
         ),
         (DIRECT, "discord", {"resetByChannel": {"telegram": {}}}, None),
     ],
 )
 def test_the_nearest_rule_holds(
-    key: str, channel: str | None, session: dict[str, Any], rule: Rule | None
+    key: str, channel: str | None, session: dict[str, Any], rule: ResetRule | None
 ) -> None:
     assert held(key, channel, **session) == rule
 
@@ -163,8 +168,10 @@ def test_only_chats_begin_anew(rest: str) -> None:
 # --- what a message does ---
 
 
-async def reasons(stage: Stage, session: str = MAIN) -> list[str]:
-    return [conversation.reason for conversation in await stage.operations.conversations(OPERATOR, session)]
+async def reasons(stage: AppFixture, session: str = MAIN) -> list[str]:
+    return [
+        conversation.reason for conversation in await stage.operations.list_conversations(OPERATOR, session)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -179,17 +186,19 @@ async def test_a_message_after_the_time_begins_another_conversation(
     tmp_path: Path, session: dict[str, Any], pause: timedelta, reason: str
 ) -> None:
     clock = ManualClock()
-    async with staged(tmp_path, echo, config=configured(**session), clock=clock) as stage:
+    async with open_app_fixture(tmp_path, echo, config=configured(**session), clock=clock) as stage:
         await stage.ask("first")
         await stage.ask("second")
         old = (await stage.operations.describe(OPERATOR, MAIN)).session_id
         topic = session_topic(stage.rows("SELECT id FROM sessions")[0]["id"])
         clock.advance(seconds=pause.total_seconds())
         async with stage.bus.listen("sessions") as lists, stage.bus.listen(topic) as follower:
-            accepted = await stage.operations.submit(OPERATOR, Message(session="main", content="third"))
+            accepted = await stage.operations.submit(
+                OPERATOR, IncomingMessage(session="main", content="third")
+            )
             assert await lists.get(0) == SessionChanged(session_key=MAIN, reason=reason)
             assert await follower.get(0) == SessionChanged(session_key=MAIN, reason="renewed")
-        assert (await stage.ended(accepted.run_id)).state == "ok"
+        assert (await stage.wait_for_end(accepted.run_id)).state == "ok"
         await stage.ask("fourth")
         assert await reasons(stage) == [reason, "created"]
         assert accepted.session_id == (await stage.operations.describe(OPERATOR, MAIN)).session_id != old
@@ -202,7 +211,7 @@ async def test_a_message_after_the_time_begins_another_conversation(
 
 async def test_nothing_begins_anew_unless_it_is_configured(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with staged(tmp_path, echo, clock=clock) as stage:
+    async with open_app_fixture(tmp_path, echo, clock=clock) as stage:
         await stage.ask("first")
         clock.advance(days=400)
         await stage.ask("second")
@@ -211,26 +220,26 @@ async def test_nothing_begins_anew_unless_it_is_configured(tmp_path: Path) -> No
 
 async def test_only_a_persons_new_words_to_the_key_begin_another_conversation(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with staged(tmp_path, echo, config=configured(reset={}), clock=clock) as stage:
+    async with open_app_fixture(tmp_path, echo, config=configured(reset={}), clock=clock) as stage:
         await stage.ask("first", idempotency_key="known")
         session_id = (await stage.operations.describe(OPERATOR, MAIN)).session_id
         clock.advance(days=2)
         again = await stage.operations.submit(
-            OPERATOR, Message(session=MAIN, content="first", idempotency_key="known")
+            OPERATOR, IncomingMessage(session=MAIN, content="first", idempotency_key="known")
         )
         assert (again.new, again.session_id) == (False, session_id)
         await stage.ask("from a program", provenance=Provenance(kind="hook", source_tool="wake"))
         clock.advance(days=2)
         await stage.ask("to this very conversation", session_id)
         clock.advance(days=2)
-        steered, _ = await stage.operations.steer(OPERATOR, Message(session=MAIN, content="steered"))
-        await stage.ended(steered.run_id)
+        steered, _ = await stage.operations.steer(OPERATOR, IncomingMessage(session=MAIN, content="steered"))
+        await stage.wait_for_end(steered.run_id)
         assert await reasons(stage) == ["created"]
 
 
 async def test_a_session_in_which_nothing_was_said_does_not_begin_anew(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with staged(tmp_path, echo, config=configured(reset={}), clock=clock) as stage:
+    async with open_app_fixture(tmp_path, echo, config=configured(reset={}), clock=clock) as stage:
         await stage.create(GROUP)
         clock.advance(days=2)
         await stage.ask("first", GROUP)
@@ -245,14 +254,14 @@ async def test_a_session_at_work_does_not_begin_anew(tmp_path: Path) -> None:
         await release.wait()
         return "done"
 
-    async with staged(tmp_path, slow, config=configured(idleMinutes=1), clock=clock) as stage:
+    async with open_app_fixture(tmp_path, slow, config=configured(idleMinutes=1), clock=clock) as stage:
         first = await stage.say("first")
         await asyncio.wait_for(begun.wait(), BOUND)
         clock.advance(seconds=120)
         second = await stage.say("second")
         release.set()
         for run_id in (first, second):
-            assert (await stage.ended(run_id)).state == "ok"
+            assert (await stage.wait_for_end(run_id)).state == "ok"
         assert await reasons(stage) == ["created"]
         clock.advance(seconds=120)
         await stage.ask("third")
@@ -261,22 +270,22 @@ async def test_a_session_at_work_does_not_begin_anew(tmp_path: Path) -> None:
 
 async def test_of_two_at_once_one_begins_the_conversation_that_both_are_in(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with staged(tmp_path, echo, config=configured(reset={}), clock=clock) as stage:
+    async with open_app_fixture(tmp_path, echo, config=configured(reset={}), clock=clock) as stage:
         await stage.ask("first")
         clock.advance(days=2)
         for run_id in await asyncio.gather(stage.say("second"), stage.say("third")):
-            await stage.ended(run_id)
+            await stage.wait_for_end(run_id)
         assert await reasons(stage) == ["daily", "created"]
         assert len(await stage.transcript()) == 4
 
 
 async def test_who_listens_for_an_answer_hears_it_in_the_conversation_that_it_begins(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with staged(tmp_path, echo, config=configured(reset={}), clock=clock) as stage:
+    async with open_app_fixture(tmp_path, echo, config=configured(reset={}), clock=clock) as stage:
         await stage.ask("first")
         clock.advance(days=2)
-        told = tell(stage.operations, OPERATOR, Message(session=MAIN, content="second"), BOUND)
+        told = stream_run(stage.operations, OPERATOR, IncomingMessage(session=MAIN, content="second"), BOUND)
         accepted, *words, view = [piece async for piece in told]
-        assert isinstance(accepted, Accepted) and isinstance(view, RunView)
+        assert isinstance(accepted, MessageReceipt) and isinstance(view, RunView)
         assert (words, view.reply) == (["said 1"], "said 1")
         assert await reasons(stage) == ["daily", "created"]

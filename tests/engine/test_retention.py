@@ -9,20 +9,21 @@ import pytest
 
 from antiphon.bus import SessionChanged
 from antiphon.clock import ManualClock
-from antiphon.engine import admissions, retention
-from antiphon.engine.admissions import Submission
-from antiphon.engine.engine import Pace
-from antiphon.engine.retention import Keep
+from antiphon.engine.engine import EngineTimings
+from antiphon.engine.runs import run_queue
+from antiphon.engine.runs.run_queue import Submission
+from antiphon.engine.sessions import retention
+from antiphon.engine.sessions.retention import RetentionPolicy
 from antiphon.errors import NotFound
-from antiphon.messages import User
+from antiphon.messages import UserMessage
 from antiphon.operations import ListFilter
 from antiphon.runtimes import Prompt
-from stage import MAIN, OPERATOR, staged
+from support.app_fixture import MAIN, OPERATOR, open_app_fixture
 
 pytestmark = pytest.mark.anyio
 
-QUIET = Pace(lease=10**7, sweep=3600, retention=3600)
-KEEP = Keep(archive_after_days=30, delete_archived_after_days=365)
+QUIET = EngineTimings(lease=10**7, sweep=3600, retention=3600)
+KEEP = RetentionPolicy(archive_after_days=30, delete_archived_after_days=365)
 
 
 async def echo(prompt: Prompt) -> str:
@@ -32,16 +33,16 @@ async def echo(prompt: Prompt) -> str:
 @pytest.mark.requirement("G21", "G27")
 async def test_archiving_hides_and_keeps(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with staged(tmp_path, echo, clock=clock, pace=QUIET) as stage:
+    async with open_app_fixture(tmp_path, echo, clock=clock, pace=QUIET) as stage:
         for peer in ("old", "young"):
             await stage.ask("hello", f"agent:main:direct:{peer}")
         clock.advance(days=20)
         await stage.ask("hello again", "agent:main:direct:young")
         clock.advance(days=10, seconds=-1)
-        assert await retention.sweep(stage.store, KEEP, clock.now()) == []  # one second short of it
+        assert await retention.apply_retention(stage.store, KEEP, clock.now()) == []  # one second short of it
         clock.advance(seconds=2)
-        assert await retention.sweep(stage.store, KEEP, clock.now()) == ["agent:main:direct:old"]
-        assert await retention.sweep(stage.store, KEEP, clock.now()) == []
+        assert await retention.apply_retention(stage.store, KEEP, clock.now()) == ["agent:main:direct:old"]
+        assert await retention.apply_retention(stage.store, KEEP, clock.now()) == []
 
         async def listed(archived: bool) -> set[str]:
             page = await stage.operations.list(OPERATOR, ListFilter(include_archived=archived))
@@ -58,7 +59,7 @@ async def test_archiving_hides_and_keeps(tmp_path: Path) -> None:
 @pytest.mark.requirement("G21", "G27", "G28")
 async def test_deleting_takes_the_words_and_leaves_the_ledger(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with staged(tmp_path, echo, clock=clock, pace=QUIET) as stage:
+    async with open_app_fixture(tmp_path, echo, clock=clock, pace=QUIET) as stage:
         await stage.create(MAIN)
         await stage.create("agent:main:direct:gone", MAIN)
         run_id = (await stage.ask("a secret", "agent:main:direct:gone")).run_id
@@ -67,18 +68,22 @@ async def test_deleting_takes_the_words_and_leaves_the_ledger(tmp_path: Path) ->
         await stage.ask("another secret", "agent:main:direct:gone")
         clock.advance(days=31)
         await stage.ask("alive")
-        await retention.sweep(stage.store, KEEP, clock.now())
+        await retention.apply_retention(stage.store, KEEP, clock.now())
         clock.advance(days=365, seconds=-1)
-        await retention.sweep(stage.store, Keep(delete_archived_after_days=365), clock.now())
+        await retention.apply_retention(
+            stage.store, RetentionPolicy(delete_archived_after_days=365), clock.now()
+        )
         assert stage.rows("SELECT 1 FROM sessions WHERE key = 'agent:main:direct:gone'")
         clock.advance(seconds=2)
-        gone = await retention.sweep(stage.store, Keep(delete_archived_after_days=365), clock.now())
+        gone = await retention.apply_retention(
+            stage.store, RetentionPolicy(delete_archived_after_days=365), clock.now()
+        )
         assert gone == ["agent:main:direct:gone"]
         for reference in ("agent:main:direct:gone", first.session_id):
             with pytest.raises(NotFound):
                 await stage.operations.describe(OPERATOR, reference)
         with pytest.raises(NotFound):
-            await stage.operations.run(OPERATOR, run_id)
+            await stage.operations.get_run(OPERATOR, run_id)
         for table in ("messages", "runs", "transcripts", "session_names"):
             assert "secret" not in str(stage.rows(f"SELECT * FROM {table}"))  # noqa: S608
             assert "gone" not in str(stage.rows(f"SELECT * FROM {table}"))  # noqa: S608
@@ -99,49 +104,52 @@ async def test_only_the_idle_are_touched(tmp_path: Path) -> None:
         await release.wait()
         return "ok"
 
-    async with staged(tmp_path, agent, clock=clock, pace=QUIET) as stage:
+    async with open_app_fixture(tmp_path, agent, clock=clock, pace=QUIET) as stage:
         run_id = await stage.say("one", timeout_seconds=360 * 86_400)
         await asyncio.wait_for(begun.wait(), 10)
         clock.advance(days=100)
-        assert await retention.sweep(stage.store, KEEP, clock.now()) == []
+        assert await retention.apply_retention(stage.store, KEEP, clock.now()) == []
         release.set()
-        assert (await stage.ended(run_id)).state == "ok"
+        assert (await stage.wait_for_end(run_id)).state == "ok"
         # A message that waits, and that no process has taken up yet, keeps its session too.
-        message = User(content="two", timestamp=clock.now())
+        message = UserMessage(content="two", timestamp=clock.now())
         session = stage.rows("SELECT id FROM sessions")[0]["id"]
         waiting = Submission(run_id="two", session=session, session_key=MAIN, origin="chat", message=message)
-        await stage.store.tx(admissions.submit, waiting, clock.now())
+        await stage.store.tx(run_queue.submit, waiting, clock.now())
         clock.advance(days=31)
-        assert await retention.sweep(stage.store, KEEP, clock.now()) == []
-    async with staged(tmp_path, agent, clock=clock, pace=QUIET) as stage:
-        await stage.ended("two")
+        assert await retention.apply_retention(stage.store, KEEP, clock.now()) == []
+    async with open_app_fixture(tmp_path, agent, clock=clock, pace=QUIET) as stage:
+        await stage.wait_for_end("two")
         clock.advance(days=31)
-        assert await retention.sweep(stage.store, KEEP, clock.now()) == [MAIN]
+        assert await retention.apply_retention(stage.store, KEEP, clock.now()) == [MAIN]
 
 
 @pytest.mark.requirement("G21")
 async def test_many_are_swept_in_bounded_transactions(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with staged(tmp_path, echo, clock=clock, pace=QUIET) as stage:
-        keys = [f"agent:main:direct:{number:04}" for number in range(2 * retention.BATCH + 3)]
+    async with open_app_fixture(tmp_path, echo, clock=clock, pace=QUIET) as stage:
+        keys = [
+            f"agent:main:direct:{number:04}"
+            for number in range(2 * retention.MAX_SESSIONS_PER_TRANSACTION + 3)
+        ]
         await asyncio.gather(*(stage.create(key) for key in keys))
         clock.advance(days=31)
-        assert sorted(await retention.sweep(stage.store, KEEP, clock.now())) == keys
+        assert sorted(await retention.apply_retention(stage.store, KEEP, clock.now())) == keys
         clock.advance(days=366)
-        assert sorted(await retention.sweep(stage.store, KEEP, clock.now())) == keys
+        assert sorted(await retention.apply_retention(stage.store, KEEP, clock.now())) == keys
         assert stage.rows("SELECT 1 FROM sessions") == []
 
 
 @pytest.mark.requirement("G21")
 async def test_by_default_nothing_is_ever_touched_and_the_chore_runs(tmp_path: Path) -> None:
     clock = ManualClock()
-    brisk = Pace(lease=10**7, sweep=3600, retention=0.005)
-    async with staged(tmp_path, echo, clock=clock, pace=brisk) as stage:
+    brisk = EngineTimings(lease=10**7, sweep=3600, retention=0.005)
+    async with open_app_fixture(tmp_path, echo, clock=clock, pace=brisk) as stage:
         await stage.ask("hello")
         clock.advance(days=10_000)
-        assert await retention.sweep(stage.store, Keep(), clock.now()) == []
+        assert await retention.apply_retention(stage.store, RetentionPolicy(), clock.now()) == []
     async with (
-        staged(tmp_path, echo, clock=clock, pace=brisk, keep=KEEP) as stage,
+        open_app_fixture(tmp_path, echo, clock=clock, pace=brisk, keep=KEEP) as stage,
         stage.bus.listen("sessions") as events,
     ):
         assert await events.get(10) == SessionChanged(session_key=MAIN, reason="retention")

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from antiphon.access import Caller
-from antiphon.cli.journal import keep_journal
+from antiphon.cli._logging import configure_logging
 from antiphon.clock import ManualClock
-from antiphon.engine import context, patience, trial
-from antiphon.engine.engine import Pace
-from antiphon.engine.toolbox import Call, Result
+from antiphon.engine.engine import EngineTimings
+from antiphon.engine.runs import context, crash_quarantine, retry
+from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.errors import (
     AntiphonError,
     Conflict,
@@ -29,38 +29,38 @@ from antiphon.errors import (
     UnknownModel,
 )
 from antiphon.lanes import local
-from antiphon.messages import Assistant, Compaction, ToolCall, ToolResult, User
-from antiphon.operations import Message
+from antiphon.messages import AssistantMessage, CompactionEntry, ToolCall, ToolResult, UserMessage
+from antiphon.operations import IncomingMessage
 from antiphon.runtimes import Prompt
 from antiphon.runtimes.function import FunctionRuntime
-from antiphon.runtimes.model import ModelRuntime, ModelSpec, Patience
+from antiphon.runtimes.model import ModelRuntime, ModelSpec, RetryPolicy
 from antiphon.runtimes.rehearsal import RehearsalRuntime
 from antiphon.store import Tx
 from antiphon.store.queries import Query
 from antiphon.views import RunView
-from bases import REFUSED
-from providers import Failure, Provider
-from stage import (
+from support.app_fixture import (
     BOUND,
     DATABASE,
     MAIN,
     OPERATOR,
     calls,
     dump,
+    open_app_fixture,
     opened,
     raw,
     soon,
-    staged,
     text,
     tool,
     until,
     with_settings,
 )
+from support.databases import REFUSED
+from support.model_provider import Failure, Provider
 
 pytestmark = pytest.mark.anyio
 
-SLOW = Pace(lease=3600, sweep=3600)  # nothing happens by itself
-BRISK = Pace(lease=3600, sweep=0.01, stop_grace=0.05)
+SLOW = EngineTimings(lease=3600, sweep=3600)  # nothing happens by itself
+BRISK = EngineTimings(lease=3600, sweep=0.01, stop_grace=0.05)
 API_KEY = "sk-s3cr3t-Qx7"
 
 
@@ -70,7 +70,7 @@ async def echo(prompt: Prompt) -> str:
 
 def last(prompt: Prompt) -> str:
     """What the user said last."""
-    said = [message for message in prompt.messages if isinstance(message, User)]
+    said = [message for message in prompt.messages if isinstance(message, UserMessage)]
     assert isinstance(said[-1].content, str)
     return said[-1].content
 
@@ -97,7 +97,7 @@ class Held:
 @asynccontextmanager
 async def failing(failure: Failure) -> AsyncGenerator[ModelRuntime]:
     """A model of a provider that always fails like this, and is hardly waited for."""
-    hurried = Patience(first_wait=0.001, longest_wait=0.002, jitter=0.0)
+    hurried = RetryPolicy(first_wait=0.001, longest_wait=0.002, jitter=0.0)
     async with Provider(default=failure).running() as provider:
         url = f"{provider.url}/v1"
         spec = ModelSpec(
@@ -123,11 +123,11 @@ async def test_accepted_means_committed(tmp_path: Path) -> None:
             there = raw(tmp_path / DATABASE, "SELECT 1 FROM runs WHERE id = 'k'") != []
             seen.append((submitting[0].done(), there))
 
-    async with staged(tmp_path, echo, on_commit=look) as stage:
+    async with open_app_fixture(tmp_path, echo, on_commit=look) as stage:
         submitting.append(asyncio.create_task(stage.say("hello", idempotency_key="k")))
         assert await submitting[0] == "k"
         assert len(stage.rows("SELECT 1 FROM runs WHERE id = 'k'")) == 1
-        assert (await stage.ended("k")).reply == "heard hello"
+        assert (await stage.wait_for_end("k")).reply == "heard hello"
     assert seen[0] == (False, False)
     assert (True, False) not in seen
 
@@ -147,9 +147,9 @@ async def test_a_session_answers_one_after_the_other_in_order(tmp_path: Path) ->
         active -= 1
         return "ok"
 
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         ids = await asyncio.gather(*(stage.say(f"{number}") for number in range(30)))
-        assert {(await stage.ended(run_id)).state for run_id in ids} == {"ok"}
+        assert {(await stage.wait_for_end(run_id)).state for run_id in ids} == {"ok"}
         accepted = [
             json.loads(row["input"])["content"] for row in stage.rows("SELECT input FROM runs ORDER BY n")
         ]
@@ -165,20 +165,20 @@ async def test_sessions_do_not_wait_for_each_other(tmp_path: Path) -> None:
     async def some(prompt: Prompt) -> str:
         return await agent(prompt) if last(prompt) == "wait" else "at once"
 
-    async with staged(tmp_path, some) as stage:
+    async with open_app_fixture(tmp_path, some) as stage:
         slow = await stage.say("wait", "agent:main:direct:a")
         await soon(agent.begun)
         assert (await stage.ask("go", "agent:main:direct:b")).reply == "at once"
-        assert (await stage.operations.run(OPERATOR, slow)).state == "running"
+        assert (await stage.operations.get_run(OPERATOR, slow)).state == "running"
         agent.released.set()
-        assert (await stage.ended(slow)).reply == "heard wait"
+        assert (await stage.wait_for_end(slow)).reply == "heard wait"
 
 
 @pytest.mark.requirement("G5", "G13")
 async def test_a_hundred_at_once_are_all_accepted_and_answered(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         ids = await asyncio.gather(*(stage.say(f"{n}", f"agent:main:direct:{n}") for n in range(100)))
-        replies = [(await stage.ended(run_id)).reply for run_id in ids]
+        replies = [(await stage.wait_for_end(run_id)).reply for run_id in ids]
         assert replies == [f"heard {n}" for n in range(100)]
 
 
@@ -187,12 +187,12 @@ async def test_a_hundred_at_once_are_all_accepted_and_answered(tmp_path: Path) -
 
 @pytest.mark.requirement("G5", "S9")
 async def test_the_same_key_is_the_same_run(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         ids = await asyncio.gather(*(stage.say("hello", idempotency_key="k") for _ in range(20)))
         assert set(ids) == {"k"}
-        await stage.ended("k")
+        await stage.wait_for_end("k")
         again = await stage.operations.submit(
-            OPERATOR, Message(session=MAIN, content="hello", idempotency_key="k")
+            OPERATOR, IncomingMessage(session=MAIN, content="hello", idempotency_key="k")
         )
         assert again.state == "ok"
         assert [entry["role"] for entry in await stage.transcript()] == ["user", "assistant"]
@@ -200,7 +200,7 @@ async def test_the_same_key_is_the_same_run(tmp_path: Path) -> None:
 
 @pytest.mark.requirement("G5")
 async def test_a_key_used_for_other_words_or_another_session_is_a_conflict(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         await stage.ask("the secret is 42", idempotency_key="k")
         await stage.create("agent:main:direct:other")
         before = dump(stage.path, besides=["owners"])
@@ -215,7 +215,7 @@ async def test_a_key_used_for_other_words_or_another_session_is_a_conflict(tmp_p
 @pytest.mark.requirement("G2", "G13")
 async def test_the_database_itself_allows_one_active_run_per_session(tmp_path: Path) -> None:
     agent = Held()
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         await stage.say("one", idempotency_key="one")
         await soon(agent.begun)
         await stage.say("two", idempotency_key="two")
@@ -224,7 +224,7 @@ async def test_the_database_itself_allows_one_active_run_per_session(tmp_path: P
         with pytest.raises(REFUSED):
             stage.rows("UPDATE runs SET state = 'finished' WHERE id = 'two'")
         agent.released.set()
-        assert (await stage.ended("two")).state == "ok"
+        assert (await stage.wait_for_end("two")).state == "ok"
 
 
 # --- fencing ---
@@ -233,42 +233,46 @@ async def test_the_database_itself_allows_one_active_run_per_session(tmp_path: P
 @pytest.mark.requirement("G2", "G13")
 @pytest.mark.parametrize("answer", [text("from the dead"), calls("touch")], ids=["finish", "commit"])
 async def test_a_zombie_changes_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, answer: Assistant
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, answer: AssistantMessage
 ) -> None:
     clock = ManualClock()
     begun, wake = asyncio.Event(), asyncio.Event()
     touched: list[str] = []
 
-    async def asleep(prompt: Prompt) -> Assistant:
+    async def asleep(prompt: Prompt) -> AssistantMessage:
         begun.set()
         await wake.wait()
         return answer
 
-    async def touch(call: Call) -> Result:
+    async def touch(call: ToolRequest) -> ToolOutput:
         touched.append(call.key)
-        return Result(text="touched")
+        return ToolOutput(text="touched")
 
     caplog.set_level(logging.INFO)
     tools = [tool("touch", touch)]
     async with (
         opened(tmp_path) as store,
-        staged(tmp_path, asleep, tools=tools, clock=clock, store=store, alone=False, pace=SLOW) as zombie,
+        open_app_fixture(
+            tmp_path, asleep, tools=tools, clock=clock, store=store, alone=False, pace=SLOW
+        ) as zombie,
     ):
         run_id = await zombie.say("hello")
         await soon(begun)
         # While the lease holds, a second engine leaves the run alone.
-        async with staged(tmp_path, echo, clock=clock, store=store, alone=False, pace=SLOW) as early:
+        async with open_app_fixture(
+            tmp_path, echo, clock=clock, store=store, alone=False, pace=SLOW
+        ) as early:
             held = early.rows("SELECT owner, epoch FROM runs WHERE id = ?", run_id)
             await early.say("second", idempotency_key="second")  # makes it look at the lane
             for _ in range(10):
                 await asyncio.sleep(0)
                 await early.store.tx(_ask, Query("test.nothing", "SELECT 1"))
             assert early.rows("SELECT owner, epoch FROM runs WHERE id = ?", run_id) == held
-            assert (await early.operations.run(OPERATOR, "second")).state == "queued"
+            assert (await early.operations.get_run(OPERATOR, "second")).state == "queued"
         clock.advance(seconds=2 * SLOW.lease)
-        async with staged(tmp_path, echo, clock=clock, store=store, alone=False, pace=SLOW) as heir:
-            assert (await heir.ended(run_id)).reply == "heard hello"
-            assert (await heir.ended("second")).reply == "heard second"
+        async with open_app_fixture(tmp_path, echo, clock=clock, store=store, alone=False, pace=SLOW) as heir:
+            assert (await heir.wait_for_end(run_id)).reply == "heard hello"
+            assert (await heir.wait_for_end("second")).reply == "heard second"
             before = dump(zombie.path)
             wake.set()
 
@@ -295,31 +299,31 @@ def overrun(view: RunView, seconds: float) -> float:
 async def test_a_deadline_outlives_the_process(tmp_path: Path) -> None:
     clock = ManualClock()
     agent = Held()
-    async with staged(tmp_path, agent, clock=clock, pace=SLOW) as stage:
+    async with open_app_fixture(tmp_path, agent, clock=clock, pace=SLOW) as stage:
         await stage.say("long", idempotency_key="long", timeout_seconds=60)
         await stage.say("next", idempotency_key="next")
         await soon(agent.begun)
     clock.advance(seconds=59)
-    async with staged(tmp_path, agent, clock=clock, pace=SLOW) as stage:
-        assert (await stage.operations.run(OPERATOR, "long")).state == "running"
+    async with open_app_fixture(tmp_path, agent, clock=clock, pace=SLOW) as stage:
+        assert (await stage.operations.get_run(OPERATOR, "long")).state == "running"
     clock.advance(seconds=2)
     agent.order.clear()
     agent.released.set()
-    async with staged(tmp_path, agent, clock=clock, pace=SLOW) as stage:
-        view = await stage.ended("long")
+    async with open_app_fixture(tmp_path, agent, clock=clock, pace=SLOW) as stage:
+        view = await stage.wait_for_end("long")
         assert (view.state, view.error_code) == ("timeout", "timeout")
-        assert (await stage.ended("next")).state == "ok"
+        assert (await stage.wait_for_end("next")).state == "ok"
         assert agent.order == ["next"]
 
 
 @pytest.mark.requirement("G17", "P6")
 async def test_a_deadline_is_kept_to_the_second_by_whoever_plays_the_run(tmp_path: Path) -> None:
     agent = Held()
-    async with staged(tmp_path, agent, pace=SLOW) as stage:
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
         await stage.say("long", idempotency_key="long", timeout_seconds=1.5)
         await soon(agent.begun)
-    async with staged(tmp_path, agent, pace=SLOW) as stage:
-        view = await stage.ended("long")
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
+        view = await stage.wait_for_end("long")
         assert view.state == "timeout"
         assert overrun(view, 1.5) < 1
 
@@ -327,7 +331,7 @@ async def test_a_deadline_is_kept_to_the_second_by_whoever_plays_the_run(tmp_pat
 @pytest.mark.requirement("G17")
 async def test_a_deadline_is_kept_to_the_second_while_a_run_waits(tmp_path: Path) -> None:
     agent = Held()
-    async with staged(tmp_path, agent, pace=SLOW) as stage:
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
         await stage.say("busy")
         await soon(agent.begun)
         view = await stage.ask("waits", timeout_seconds=0.1)
@@ -340,15 +344,15 @@ async def test_a_deadline_is_kept_to_the_second_while_a_run_waits(tmp_path: Path
 async def test_a_queued_run_expires_where_it_stands(tmp_path: Path) -> None:
     clock = ManualClock()
     agent = Held()
-    async with staged(tmp_path, agent, clock=clock, pace=BRISK) as stage:
+    async with open_app_fixture(tmp_path, agent, clock=clock, pace=BRISK) as stage:
         await stage.say("busy", idempotency_key="busy", timeout_seconds=86_400)
         await soon(agent.begun)
         await stage.say("waits", idempotency_key="waits", timeout_seconds=30)
         clock.advance(seconds=31)
-        view = await stage.ended("waits")
+        view = await stage.wait_for_end("waits")
         assert (view.state, view.started_at) == ("timeout", None)
         agent.released.set()
-        assert (await stage.ended("busy")).state == "ok"
+        assert (await stage.wait_for_end("busy")).state == "ok"
         assert agent.order == ["busy"]
         assert [entry["role"] for entry in await stage.transcript()] == ["user", "assistant"]
 
@@ -360,7 +364,7 @@ async def test_a_timeout_keeps_what_was_said(tmp_path: Path) -> None:
         yield "far"
         await asyncio.Event().wait()
 
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         view = await stage.ask("go", timeout_seconds=0.5)
         assert (view.state, view.reply) == ("timeout", "so far")
         assert overrun(view, 0.5) < 1
@@ -372,7 +376,7 @@ async def test_a_timeout_of_the_agent_itself_is_its_failure(tmp_path: Path) -> N
     async def agent(prompt: Prompt) -> str:
         raise TimeoutError
 
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         assert (await stage.ask("go")).state == "error"
 
 
@@ -389,7 +393,7 @@ async def test_stopping_a_stream_takes_less_than_50_ms(tmp_path: Path, base: str
         await asyncio.Event().wait()
 
     took: list[float] = []
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         loop = asyncio.get_running_loop()
         for _ in range(5):
             begun.clear()
@@ -397,7 +401,7 @@ async def test_stopping_a_stream_takes_less_than_50_ms(tmp_path: Path, base: str
             await soon(begun)
             start = loop.time()
             stopped = await stage.operations.stop(OPERATOR, MAIN)
-            view = await stage.ended(run_id)
+            view = await stage.wait_for_end(run_id)
             took.append(loop.time() - start)
             assert stopped.run_ids == [run_id]
             assert (view.state, view.reply) == ("cancelled", "partial")
@@ -410,19 +414,19 @@ async def test_stopping_a_stream_takes_less_than_50_ms(tmp_path: Path, base: str
 async def test_a_call_that_is_stopped_is_reported_as_interrupted(tmp_path: Path) -> None:
     begun = asyncio.Event()
 
-    async def wait(call: Call) -> Result:
+    async def wait(call: ToolRequest) -> ToolOutput:
         begun.set()
         await asyncio.Event().wait()
-        return Result(text="never")
+        return ToolOutput(text="never")
 
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         return calls("wait", "wait")
 
-    async with staged(tmp_path, agent, tools=[tool("wait", wait)], pace=SLOW) as stage:
+    async with open_app_fixture(tmp_path, agent, tools=[tool("wait", wait)], pace=SLOW) as stage:
         run_id = await stage.say("go")
         await soon(begun)
         await stage.operations.stop(OPERATOR, MAIN)
-        assert (await stage.ended(run_id)).state == "cancelled"
+        assert (await stage.wait_for_end(run_id)).state == "cancelled"
         entries = await stage.transcript()
         assert [e["role"] for e in entries] == ["user", "assistant", "toolResult", "toolResult", "assistant"]
         assert [e["interrupted"] for e in entries if e["role"] == "toolResult"] == [True, True]
@@ -431,15 +435,15 @@ async def test_a_call_that_is_stopped_is_reported_as_interrupted(tmp_path: Path)
 @pytest.mark.requirement("G16")
 async def test_a_queued_run_is_stopped_at_once_and_alone(tmp_path: Path) -> None:
     agent = Held()
-    async with staged(tmp_path, agent, pace=SLOW) as stage:
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
         for key in ("one", "two", "three"):
             await stage.say(key, idempotency_key=key)
         await soon(agent.begun)
         assert (await stage.operations.stop(OPERATOR, MAIN, "two")).run_ids == ["two"]
-        view = await stage.operations.run(OPERATOR, "two")
+        view = await stage.operations.get_run(OPERATOR, "two")
         assert (view.state, view.started_at) == ("cancelled", None)
         agent.released.set()
-        assert (await stage.ended("three")).state == "ok"
+        assert (await stage.wait_for_end("three")).state == "ok"
         assert agent.order == ["one", "three"]
 
 
@@ -448,7 +452,7 @@ async def test_stopping_reaches_everything_below_and_nothing_beside(tmp_path: Pa
     agent = Held()
     child, grandchild = "agent:main:direct:child", "agent:main:direct:grandchild"
     sibling = "agent:main:direct:sibling"
-    async with staged(tmp_path, agent, pace=SLOW) as stage:
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
         await stage.create(MAIN)
         await stage.create(child, MAIN)
         await stage.create(grandchild, child)
@@ -463,12 +467,12 @@ async def test_stopping_reaches_everything_below_and_nothing_beside(tmp_path: Pa
         stopped = await stage.operations.stop(OPERATOR, child)
         assert set(stopped.run_ids) == {ids[child], ids[grandchild], queued}
         for run_id in (ids[child], ids[grandchild], queued):
-            assert (await stage.ended(run_id)).state == "cancelled"
+            assert (await stage.wait_for_end(run_id)).state == "cancelled"
         for key in (MAIN, sibling):
-            assert (await stage.operations.run(OPERATOR, ids[key])).state == "running"
+            assert (await stage.operations.get_run(OPERATOR, ids[key])).state == "running"
         agent.released.set()
         for key in (MAIN, sibling):
-            assert (await stage.ended(ids[key])).state == "ok"
+            assert (await stage.wait_for_end(ids[key])).state == "ok"
 
 
 class Stubborn:
@@ -478,11 +482,11 @@ class Stubborn:
         self._where = where
         self.begun, self.release, self.left = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    async def work(self, call: Call) -> Result:
+    async def work(self, call: ToolRequest) -> ToolOutput:
         await self._hold()
-        return Result(text="too late")
+        return ToolOutput(text="too late")
 
-    async def agent(self, prompt: Prompt) -> Assistant:
+    async def agent(self, prompt: Prompt) -> AssistantMessage:
         if last(prompt) == "next":
             return text("fresh")
         if self._where == "tool":
@@ -506,13 +510,13 @@ class Stubborn:
 async def test_what_ignores_being_stopped_is_left_behind(tmp_path: Path, outcome: str, where: str) -> None:
     stubborn = Stubborn(where)
     tools = [tool("stubborn", stubborn.work)]
-    async with staged(tmp_path, stubborn.agent, tools=tools, pace=BRISK) as stage:
+    async with open_app_fixture(tmp_path, stubborn.agent, tools=tools, pace=BRISK) as stage:
         try:
             run_id = await stage.say("go", timeout_seconds=1 if outcome == "timeout" else 60)
             await soon(stubborn.begun)
             if outcome == "cancelled":
                 await stage.operations.stop(OPERATOR, MAIN)
-            assert (await stage.ended(run_id)).state == outcome
+            assert (await stage.wait_for_end(run_id)).state == outcome
             entries = await stage.transcript()
             calling = ["assistant", "toolResult"] if where == "tool" else []
             assert [entry["role"] for entry in entries] == ["user", *calling, "assistant"]
@@ -537,9 +541,9 @@ async def test_what_ignores_being_stopped_is_left_behind(tmp_path: Path, outcome
 async def test_what_ignores_being_stopped_does_not_keep_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "LAST_WAIT", 0.05)
+    monkeypatch.setattr(local, "CANCEL_WAIT_SECONDS", 0.05)
     stubborn = Stubborn("step")
-    async with staged(tmp_path, stubborn.agent, pace=SLOW) as stage:
+    async with open_app_fixture(tmp_path, stubborn.agent, pace=SLOW) as stage:
         await stage.say("go")
         await soon(stubborn.begun)
         await asyncio.wait_for(stage.engine.stop(), BOUND)
@@ -551,13 +555,13 @@ async def test_what_ignores_being_stopped_does_not_keep_the_process(
 @pytest.mark.requirement("G16")
 async def test_a_request_to_stop_outlives_the_process(tmp_path: Path) -> None:
     agent = Held()
-    async with staged(tmp_path, agent, pace=SLOW) as stage:
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
         run_id = await stage.say("go")
         await soon(agent.begun)
     raw(tmp_path / "antiphon.db", "UPDATE runs SET cancel_at = 1 WHERE id = ?", run_id)
     agent.released.set()
-    async with staged(tmp_path, agent, pace=SLOW) as stage:
-        assert (await stage.ended(run_id)).state == "cancelled"
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
+        assert (await stage.wait_for_end(run_id)).state == "cancelled"
 
 
 # --- crashes ---
@@ -569,12 +573,12 @@ async def test_stopping_the_engine_leaves_a_run_that_the_next_one_resumes(tmp_pa
     first = Held()
     done: list[str] = []
 
-    async def slow(call: Call) -> Result:
+    async def slow(call: ToolRequest) -> ToolOutput:
         done.append(call.key)
         ready.set()
-        return Result(text="done")
+        return ToolOutput(text="done")
 
-    async def before(prompt: Prompt) -> Assistant:
+    async def before(prompt: Prompt) -> AssistantMessage:
         if not results(prompt):
             return calls("work")
         return text(await first(prompt))
@@ -583,13 +587,13 @@ async def test_stopping_the_engine_leaves_a_run_that_the_next_one_resumes(tmp_pa
         return f"{results(prompt)[0].text} and resumed"
 
     tools = [tool("work", slow)]
-    async with staged(tmp_path, before, tools=tools, pace=SLOW) as stage:
+    async with open_app_fixture(tmp_path, before, tools=tools, pace=SLOW) as stage:
         run_id = await stage.say("go")
         await soon(first.begun)
     assert raw(tmp_path / "antiphon.db", "SELECT state FROM runs") == [{"state": "running"}]
     assert raw(tmp_path / "antiphon.db", "SELECT * FROM owners") == []
-    async with staged(tmp_path, after, tools=tools, pace=SLOW) as stage:
-        view = await stage.ended(run_id)
+    async with open_app_fixture(tmp_path, after, tools=tools, pace=SLOW) as stage:
+        view = await stage.wait_for_end(run_id)
         assert (view.state, view.reply) == ("ok", "done and resumed")
         assert len(done) == 1
 
@@ -601,7 +605,7 @@ async def test_a_run_that_never_gets_on_is_put_aside(tmp_path: Path) -> None:
     tries = 0
     for _ in range(10):
         agent.begun.clear()
-        async with staged(tmp_path, agent, pace=SLOW) as stage:
+        async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
             if not tries:
                 await stage.say("poison", idempotency_key="poison")
                 await stage.say("after", idempotency_key="after")
@@ -611,13 +615,13 @@ async def test_a_run_that_never_gets_on_is_put_aside(tmp_path: Path) -> None:
             tries += 1
         # As a crash leaves it: a stop in good order may well be kinder.
         raw(tmp_path / "antiphon.db", "UPDATE runs SET attempts = ? WHERE id = 'poison'", tries)
-    assert tries == Pace().max_attempts
+    assert tries == EngineTimings().max_attempts
     agent.released.set()
-    async with staged(tmp_path, agent, pace=SLOW) as stage:
-        view = await stage.operations.run(OPERATOR, "poison")
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
+        view = await stage.operations.get_run(OPERATOR, "poison")
         assert (view.state, view.error_code) == ("interrupted", "quarantined")
         assert view.error and "Send the message once more" in view.error
-        assert (await stage.ended("after")).state == "ok"
+        assert (await stage.wait_for_end("after")).state == "ok"
 
 
 @pytest.mark.requirement("G2", "G24")
@@ -637,10 +641,10 @@ async def test_a_run_that_kills_its_process_takes_no_other_with_it(tmp_path: Pat
         await asyncio.Event().wait()
         return "never"
 
-    for life in range(Pace().max_attempts):
+    for life in range(EngineTimings().max_attempts):
         died.clear()
         begun.clear()
-        async with staged(tmp_path, agent, pace=SLOW) as stage:
+        async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
             if life == 0:
                 for name in sorted(tries, key=lambda name: name != first):
                     await stage.say(name, f"agent:main:dashboard:{name}", idempotency_key=name)
@@ -652,16 +656,16 @@ async def test_a_run_that_kills_its_process_takes_no_other_with_it(tmp_path: Pat
             counted = stage.rows("SELECT id, attempts FROM runs WHERE state = 'running'")
         for row in counted:  # as a crash leaves it: a stop in good order is not counted
             raw(tmp_path / DATABASE, "UPDATE runs SET attempts = ? WHERE id = ?", row["attempts"], row["id"])
-    async with staged(tmp_path, agent, pace=SLOW) as stage:
-        assert (await stage.ended("innocent")).reply == "done"
-        assert (await stage.ended("poison")).error_code == "quarantined"
-    assert tries == {"poison": Pace().max_attempts, "innocent": 4}
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
+        assert (await stage.wait_for_end("innocent")).reply == "done"
+        assert (await stage.wait_for_end("poison")).error_code == "quarantined"
+    assert tries == {"poison": EngineTimings().max_attempts, "innocent": 4}
 
 
 @pytest.mark.requirement("G12")
 async def test_a_suspect_has_its_place_for_a_while_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "TURN", 0.0)
-    place = trial.Trial()
+    monkeypatch.setattr(crash_quarantine, "MAX_TURN_SECONDS", 0.0)
+    place = crash_quarantine.CrashQuarantine()
     async with asyncio.timeout(BOUND):
         for lane in range(3):
             await place.enter(lane)
@@ -669,14 +673,14 @@ async def test_a_suspect_has_its_place_for_a_while_and_no_longer(monkeypatch: py
 
 @pytest.mark.requirement("G24")
 async def test_a_run_that_gets_on_is_never_put_aside(tmp_path: Path) -> None:
-    lives = 2 * Pace().max_attempts
+    lives = 2 * EngineTimings().max_attempts
     begun = asyncio.Event()
     held: set[int] = set()
 
-    async def work(call: Call) -> Result:
-        return Result(text="done")
+    async def work(call: ToolRequest) -> ToolOutput:
+        return ToolOutput(text="done")
 
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         """One step a life, then nothing until the next."""
         count = len(results(prompt))
         if count >= lives:
@@ -685,19 +689,19 @@ async def test_a_run_that_gets_on_is_never_put_aside(tmp_path: Path) -> None:
             held.add(count)
             begun.set()
             await asyncio.Event().wait()
-        return Assistant(content=calls("work").content, timestamp=count)
+        return AssistantMessage(content=calls("work").content, timestamp=count)
 
     tools = [tool("work", work)]
     for life in range(lives - 1):
         begun.clear()
-        async with staged(tmp_path, agent, tools=tools, pace=SLOW) as stage:
+        async with open_app_fixture(tmp_path, agent, tools=tools, pace=SLOW) as stage:
             if life == 0:
                 await stage.say("long", idempotency_key="long")
             await soon(begun)
         # As a crash leaves it: a stop in good order is not counted.
         raw(tmp_path / "antiphon.db", "UPDATE runs SET attempts = attempts + 1 WHERE id = 'long'")
-    async with staged(tmp_path, agent, tools=tools, pace=SLOW) as stage:
-        assert (await stage.ended("long")).reply == "at last"
+    async with open_app_fixture(tmp_path, agent, tools=tools, pace=SLOW) as stage:
+        assert (await stage.wait_for_end("long")).reply == "at last"
 
 
 @pytest.mark.sqlite_only  # a file that may not grow
@@ -705,7 +709,7 @@ async def test_a_run_that_gets_on_is_never_put_aside(tmp_path: Path) -> None:
 async def test_a_full_disk_in_the_middle_of_a_run_costs_time_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "AGAIN", 0.01)
+    monkeypatch.setattr(retry, "STORE_FULL_RETRY_SECONDS", 0.01)
     tries = 0
 
     async def agent(prompt: Prompt) -> str:
@@ -717,11 +721,11 @@ async def test_a_full_disk_in_the_middle_of_a_run_costs_time_and_nothing_else(
     async def full() -> bool:
         return isinstance(stage.store.trouble, StoreFull)
 
-    async with staged(tmp_path, agent, pace=BRISK) as stage:
+    async with open_app_fixture(tmp_path, agent, pace=BRISK) as stage:
         run_id = await stage.say("go")
         await until(full)
         await stage.store.tx(_ask, ROOM_AGAIN)
-        view = await stage.ended(run_id)
+        view = await stage.wait_for_end(run_id)
         assert (view.state, tries) == ("ok", 1)
         assert [entry["role"] for entry in await stage.transcript()] == ["user", "assistant"]
 
@@ -741,7 +745,7 @@ async def _ask(tx: Tx, query: Query) -> None:
 async def test_a_lane_holds_so_many_and_no_more(tmp_path: Path) -> None:
     agent = Held()
     config = with_settings({"store": {"laneMaxQueued": 2}})
-    async with staged(tmp_path, agent, config=config) as stage:
+    async with open_app_fixture(tmp_path, agent, config=config) as stage:
         await stage.say("running", idempotency_key="running")
         await soon(agent.begun)
         for key in ("one", "two"):
@@ -751,9 +755,9 @@ async def test_a_lane_holds_so_many_and_no_more(tmp_path: Path) -> None:
             await stage.say("three", idempotency_key="three")
         assert await stage.say("two", idempotency_key="two") == "two"  # not a new message
         assert dump(stage.path, besides=["owners"]) == before
-        assert (await stage.operations.run(OPERATOR, "two")).position == 2
+        assert (await stage.operations.get_run(OPERATOR, "two")).position == 2
         agent.released.set()
-        await stage.ended("two")
+        await stage.wait_for_end("two")
         assert (await stage.ask("three", idempotency_key="three")).state == "ok"
 
 
@@ -779,7 +783,7 @@ async def test_what_cannot_be_accepted_changes_nothing(
     tmp_path: Path, options: dict[str, object], error: type[AntiphonError]
 ) -> None:
     config = with_settings({"store": {"messageMaxBytes": 1024}})
-    async with staged(tmp_path, echo, config=config) as stage:
+    async with open_app_fixture(tmp_path, echo, config=config) as stage:
         before = dump(stage.path, besides=["owners"])
         with pytest.raises(error) as refused:
             await stage.say(**options)  # pyright: ignore[reportArgumentType]
@@ -789,7 +793,7 @@ async def test_what_cannot_be_accepted_changes_nothing(
 
 async def test_a_message_of_exactly_the_cap_is_taken(tmp_path: Path) -> None:
     config = with_settings({"store": {"messageMaxBytes": 1024}})
-    async with staged(tmp_path, echo, config=config) as stage:
+    async with open_app_fixture(tmp_path, echo, config=config) as stage:
         assert (await stage.ask("ü" * 512)).state == "ok"
 
 
@@ -799,21 +803,21 @@ async def test_a_message_of_exactly_the_cap_is_taken(tmp_path: Path) -> None:
 @pytest.mark.requirement("S4")
 async def test_a_wait_can_be_dropped_repeated_and_made_from_elsewhere(tmp_path: Path) -> None:
     agent = Held()
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         run_id = await stage.say("go")
         await soon(agent.begun)
         dropped = asyncio.create_task(stage.operations.wait(OPERATOR, run_id, BOUND))
         await asyncio.sleep(0)
         dropped.cancel()
         early = await stage.operations.wait(OPERATOR, run_id, 0.01)
-        assert (early.state, early.ended) == ("running", False)
+        assert (early.state, early.has_ended) == ("running", False)
         waiting = asyncio.create_task(stage.operations.wait(OPERATOR, run_id, BOUND))
         agent.released.set()
         assert (await waiting).reply == "heard go"
         assert (await stage.operations.wait(OPERATOR, run_id, 0)).reply == "heard go"
         with pytest.raises(asyncio.CancelledError):
             await dropped
-    async with staged(tmp_path, agent) as later:
+    async with open_app_fixture(tmp_path, agent) as later:
         assert (await later.operations.wait(OPERATOR, run_id, 0)).reply == "heard go"
 
 
@@ -822,8 +826,8 @@ async def test_a_wait_beside_the_engine_sees_the_end_without_its_events(tmp_path
     """As another replica would: the row is the truth, the event only saves time."""
     agent = Held()
     async with (
-        staged(tmp_path, agent) as stage,
-        staged(tmp_path, echo, store=stage.store, alone=False) as other,
+        open_app_fixture(tmp_path, agent) as stage,
+        open_app_fixture(tmp_path, echo, store=stage.store, alone=False) as other,
     ):
         run_id = await stage.say("go")
         await soon(agent.begun)
@@ -835,7 +839,7 @@ async def test_a_wait_beside_the_engine_sees_the_end_without_its_events(tmp_path
 
 @pytest.mark.requirement("V3")
 async def test_a_run_one_may_not_read_is_not_found(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         run_id = (await stage.ask("secret", "agent:main:direct:a")).run_id
         stranger = Caller.agent("main", "agent:main:direct:b")
         errors: list[str] = []
@@ -851,20 +855,21 @@ async def test_waiting_for_another_session_holds_no_slot(tmp_path: Path) -> None
     """A tool may wait for somebody else's run."""
     stages: list[asyncio.Future[str]] = [asyncio.get_running_loop().create_future()]
 
-    async def relay(call: Call) -> Result:
+    async def relay(call: ToolRequest) -> ToolOutput:
         accepted = await stage.operations.submit(
-            OPERATOR, Message(session="agent:main:direct:other", content="inner", idempotency_key=call.key)
+            OPERATOR,
+            IncomingMessage(session="agent:main:direct:other", content="inner", idempotency_key=call.key),
         )
         view = await stage.operations.wait(OPERATOR, accepted.run_id, BOUND)
         stages[0].set_result(view.reply or "")
-        return Result(text=view.reply or "nothing")
+        return ToolOutput(text=view.reply or "nothing")
 
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         if last(prompt) == "inner":
             return text("from inside")
         return text(f"got {results(prompt)[0].text}") if results(prompt) else calls("relay")
 
-    async with staged(tmp_path, agent, tools=[tool("relay", relay)]) as stage:
+    async with open_app_fixture(tmp_path, agent, tools=[tool("relay", relay)]) as stage:
         assert (await stage.ask("outer")).reply == "got from inside"
 
 
@@ -875,15 +880,15 @@ async def test_waiting_for_another_session_holds_no_slot(tmp_path: Path) -> None
 async def test_tools_of_one_step_run_at_the_same_time(tmp_path: Path) -> None:
     meeting = asyncio.Barrier(3)
 
-    async def meet(call: Call) -> Result:
+    async def meet(call: ToolRequest) -> ToolOutput:
         async with asyncio.timeout(BOUND):
             await meeting.wait()
-        return Result(text=call.call_id)
+        return ToolOutput(text=call.call_id)
 
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         return text("met") if results(prompt) else calls("meet", "meet", "meet")
 
-    async with staged(tmp_path, agent, tools=[tool("meet", meet)]) as stage:
+    async with open_app_fixture(tmp_path, agent, tools=[tool("meet", meet)]) as stage:
         assert (await stage.ask("go")).reply == "met"
         entries = await stage.transcript()
         assert {e["toolCallId"] for e in entries if e["role"] == "toolResult"} == {
@@ -894,19 +899,21 @@ async def test_tools_of_one_step_run_at_the_same_time(tmp_path: Path) -> None:
 
 
 async def test_what_a_tool_raises_is_told_to_the_model(tmp_path: Path) -> None:
-    async def refuse(call: Call) -> Result:
+    async def refuse(call: ToolRequest) -> ToolOutput:
         raise ToolFailed("The door is shut.", "Knock.")
 
-    async def crash(call: Call) -> Result:
+    async def crash(call: ToolRequest) -> ToolOutput:
         raise ValueError("a bug")
 
     seen: list[tuple[bool, str]] = []
 
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         seen.extend((result.is_error, result.text) for result in results(prompt))
         return text("fine") if results(prompt) else calls("refuse", "crash", "missing")
 
-    async with staged(tmp_path, agent, tools=[tool("refuse", refuse), tool("crash", crash)]) as stage:
+    async with open_app_fixture(
+        tmp_path, agent, tools=[tool("refuse", refuse), tool("crash", crash)]
+    ) as stage:
         assert (await stage.ask("go")).reply == "fine"
         told = "\n".join(words for failed, words in seen if failed)
         assert len(seen) == 3
@@ -915,10 +922,10 @@ async def test_what_a_tool_raises_is_told_to_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.requirement("G10")
 async def test_a_run_without_an_answer_is_incomplete(tmp_path: Path) -> None:
-    async def work(call: Call) -> Result:
-        return Result(text="done")
+    async def work(call: ToolRequest) -> ToolOutput:
+        return ToolOutput(text="done")
 
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         match last(prompt):
             case "steps":
                 return calls("work")
@@ -927,9 +934,9 @@ async def test_a_run_without_an_answer_is_incomplete(tmp_path: Path) -> None:
             case "blank":
                 return text("  \n")
             case _:
-                return Assistant(content=[], timestamp=1)
+                return AssistantMessage(content=[], timestamp=1)
 
-    async with staged(tmp_path, agent, tools=[tool("work", work)], max_steps=3) as stage:
+    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)], max_steps=3) as stage:
         steps = await stage.ask("steps")
         assert (steps.state, steps.error_code) == ("incomplete", "max_steps")
         roles = [entry["role"] for entry in await stage.transcript()]
@@ -947,10 +954,12 @@ async def test_a_failure_is_one_sentence_and_the_session_goes_on(tmp_path: Path)
         if last(prompt) == "fail":
             raise ValueError("no luck")
         # The model reads that it failed, and not what the failure was.
-        assert [m.text for m in prompt.messages if isinstance(m, Assistant)] == [context.FAILED]
+        assert [m.text for m in prompt.messages if isinstance(m, AssistantMessage)] == [
+            context.FAILED_TURN_TEXT
+        ]
         return "fine"
 
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         view = await stage.ask("fail")
         assert (view.state, view.error_code) == ("error", "provider_error")
         assert (
@@ -986,7 +995,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str | None, str | 
 async def test_a_run_that_a_provider_fails_is_one_line_of_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, failure: Failure, words: str
 ) -> None:
-    async with failing(failure) as runtime, staged(tmp_path, runtime) as stage:
+    async with failing(failure) as runtime, open_app_fixture(tmp_path, runtime) as stage:
         view = await stage.ask("my diary")
     assert view.state == "error"
     [(level, run_id, session_key, line)] = told(caplog)
@@ -1000,9 +1009,9 @@ async def test_every_attempt_of_a_run_is_in_the_log_as_that_runs(
 ) -> None:
     monkeypatch.setattr(logging, "root", logging.RootLogger(logging.WARNING))
     monkeypatch.setattr(logging.getLogger("antiphon"), "parent", logging.root)
-    keep_journal(tmp_path, debug=False)
+    configure_logging(tmp_path, debug=False)
     failure = Failure(status=500, body={"error": {"message": f"oh no, {API_KEY}"}})
-    async with failing(failure) as runtime, staged(tmp_path, runtime) as stage:
+    async with failing(failure) as runtime, open_app_fixture(tmp_path, runtime) as stage:
         view = await stage.ask("my diary")
     for handler in logging.root.handlers:
         handler.close()
@@ -1019,7 +1028,7 @@ async def test_every_attempt_of_a_run_is_in_the_log_as_that_runs(
 async def test_what_a_rehearsal_is_told_to_say_is_not_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with staged(tmp_path, RehearsalRuntime()) as stage:
+    async with open_app_fixture(tmp_path, RehearsalRuntime()) as stage:
         view = await stage.ask("fail my diary")
     assert view.error and "my diary" in view.error
     [(level, run_id, session_key, line)] = told(caplog)
@@ -1039,20 +1048,20 @@ async def test_a_run_that_is_stopped_late_or_somebody_elses_fault_is_not_in_the_
         await asyncio.Event().wait()
         return ""
 
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         assert (await stage.ask("refuse")).error_code == "invalid_input"
         assert (await stage.ask("late", timeout_seconds=0.05)).state == "timeout"
         begun.clear()
         run_id = await stage.say("stop")
         await soon(begun)
         await stage.operations.stop(OPERATOR, MAIN)
-        assert (await stage.ended(run_id)).state == "cancelled"
+        assert (await stage.wait_for_end(run_id)).state == "cancelled"
     assert told(caplog) == []
 
 
 @pytest.mark.requirement("G10")
 async def test_no_edge_leads_out_of_the_end(tmp_path: Path) -> None:
-    async with staged(tmp_path, echo, pace=SLOW) as stage:
+    async with open_app_fixture(tmp_path, echo, pace=SLOW) as stage:
         run_id = (await stage.ask("go")).run_id
         before = dump(stage.path)
         assert (await stage.operations.stop(OPERATOR, MAIN)).run_ids == []
@@ -1072,29 +1081,31 @@ async def test_messages_to_a_busy_session_are_answered_when_it_is_free(tmp_path:
             await asyncio.sleep(0)
         return "ok"
 
-    async with staged(tmp_path, agent, pace=SLOW) as stage:  # the sweeper, who would find it late, is asleep
+    async with open_app_fixture(
+        tmp_path, agent, pace=SLOW
+    ) as stage:  # the sweeper, who would find it late, is asleep
         ids: list[str] = []
         for number in range(60):
             ids.append(await stage.say(f"{number}"))
             for _ in range(number % 7):
                 await asyncio.sleep(0)
         for run_id in ids:
-            assert (await stage.ended(run_id)).state == "ok"
+            assert (await stage.wait_for_end(run_id)).state == "ok"
         assert turns == 60
 
 
 @pytest.mark.requirement("G24")
 async def test_stops_in_good_order_are_not_held_against_a_run(tmp_path: Path) -> None:
     agent = Held()
-    for life in range(2 * Pace().max_attempts):
+    for life in range(2 * EngineTimings().max_attempts):
         agent.begun.clear()
-        async with staged(tmp_path, agent, pace=SLOW) as stage:
+        async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
             if life == 0:
                 await stage.say("patient", idempotency_key="patient")
             await soon(agent.begun)
     agent.released.set()
-    async with staged(tmp_path, agent, pace=SLOW) as stage:
-        assert (await stage.ended("patient")).state == "ok"
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
+        assert (await stage.wait_for_end("patient")).state == "ok"
 
 
 @pytest.mark.requirement("G26")
@@ -1102,30 +1113,30 @@ async def test_a_long_run_that_is_taken_up_still_knows_its_question(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However much its tools have returned since."""
-    monkeypatch.setattr(context, "UNBOUNDED", 1)
-    steps = context.PAGE
+    monkeypatch.setattr(context, "UNBOUNDED_WINDOW_TOKENS", 1)
+    steps = context.ENTRIES_PER_PAGE
     held = asyncio.Event()
 
-    async def work(call: Call) -> Result:
-        return Result(text="done")
+    async def work(call: ToolRequest) -> ToolOutput:
+        return ToolOutput(text="done")
 
-    async def before(prompt: Prompt) -> Assistant:
+    async def before(prompt: Prompt) -> AssistantMessage:
         if len(results(prompt)) == steps:
             held.set()
             await asyncio.Event().wait()
-        return Assistant(content=calls("work").content, timestamp=len(results(prompt)))
+        return AssistantMessage(content=calls("work").content, timestamp=len(results(prompt)))
 
     async def after(prompt: Prompt) -> str:
         notice, asked = prompt.messages[:2]
-        assert isinstance(notice, Compaction) and isinstance(asked, User)
+        assert isinstance(notice, CompactionEntry) and isinstance(asked, UserMessage)
         return f"answering {asked.content}"
 
     tools = [tool("work", work)]
-    async with staged(tmp_path, before, tools=tools, pace=SLOW, max_steps=2 * steps) as stage:
+    async with open_app_fixture(tmp_path, before, tools=tools, pace=SLOW, max_steps=2 * steps) as stage:
         run_id = await stage.say("the question")
         await soon(held)
-    async with staged(tmp_path, after, tools=tools, pace=SLOW) as stage:
-        assert (await stage.ended(run_id)).reply == "answering the question"
+    async with open_app_fixture(tmp_path, after, tools=tools, pace=SLOW) as stage:
+        assert (await stage.wait_for_end(run_id)).reply == "answering the question"
 
 
 @pytest.mark.requirement("G2", "G21")
@@ -1133,27 +1144,33 @@ async def test_a_run_without_history_is_taken_up_past_a_damaged_entry(tmp_path: 
     """It is shown its own entries only, those that can be read, and its open calls are found behind the others."""
     begun = asyncio.Event()
 
-    async def work(call: Call) -> Result:
+    async def work(call: ToolRequest) -> ToolOutput:
         if call.call_id == "c2":
             begun.set()
             await asyncio.Event().wait()
-        return Result(text="done")
+        return ToolOutput(text="done")
 
-    async def before(prompt: Prompt) -> Assistant:
+    async def before(prompt: Prompt) -> AssistantMessage:
         number = len(results(prompt)) + 1
-        return Assistant(content=[ToolCall(id=f"c{number}", name="work", arguments={})], timestamp=number)
+        return AssistantMessage(
+            content=[ToolCall(id=f"c{number}", name="work", arguments={})], timestamp=number
+        )
 
     async def after(prompt: Prompt) -> str:
-        return f"{len(results(prompt))} results, {sum(isinstance(m, User) for m in prompt.messages)} question"
+        return f"{len(results(prompt))} results, {sum(isinstance(m, UserMessage) for m in prompt.messages)} question"
 
     tools = [tool("work", work)]
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         await stage.ask("earlier")
-    async with staged(tmp_path, FunctionRuntime(before, history=False), tools=tools, pace=SLOW) as stage:
+    async with open_app_fixture(
+        tmp_path, FunctionRuntime(before, history=False), tools=tools, pace=SLOW
+    ) as stage:
         run_id = await stage.say("go")
         await soon(begun)
     raw(tmp_path / "antiphon.db", "UPDATE messages SET body = '{torn' WHERE seq = 5")
-    async with staged(tmp_path, FunctionRuntime(after, history=False), tools=tools, pace=SLOW) as stage:
-        assert (await stage.ended(run_id)).reply == "2 results, 1 question"
+    async with open_app_fixture(
+        tmp_path, FunctionRuntime(after, history=False), tools=tools, pace=SLOW
+    ) as stage:
+        assert (await stage.wait_for_end(run_id)).reply == "2 results, 1 question"
         last_result = [entry for entry in await stage.transcript() if entry["role"] == "toolResult"][-1]
         assert last_result["interrupted"] is True

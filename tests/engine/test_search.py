@@ -13,23 +13,23 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from antiphon import keys
-from antiphon.engine import search, sessions
-from antiphon.engine.search import Wish
+from antiphon.engine.sessions import search, session_rows
+from antiphon.engine.sessions.search import SearchQuery
 from antiphon.messages import (
-    Assistant,
-    Compaction,
-    Image,
+    AssistantMessage,
+    CompactionEntry,
+    ImageBlock,
     Message,
-    Text,
-    Thinking,
+    TextBlock,
+    ThinkingBlock,
     ToolCall,
     ToolResult,
-    User,
+    UserMessage,
 )
 from antiphon.runtimes import Prompt
 from antiphon.store import Row, Store, Tx
-from bases import open_base
-from stage import DATABASE, MAIN, opened, raw, staged, until
+from support.app_fixture import DATABASE, MAIN, open_app_fixture, opened, raw, until
+from support.databases import open_test_database
 
 pytestmark = pytest.mark.anyio
 
@@ -37,37 +37,37 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is found is looked at here, not how fast this machine is just now: that is test_search_time.py."""
-    monkeypatch.setattr(search, "BUDGET", 60.0)
+    monkeypatch.setattr(search, "SEARCH_BUDGET_SECONDS", 60.0)
 
 
 async def echo(prompt: Prompt) -> str:
     return "an echo"
 
 
-def user(text: str) -> User:
-    return User(content=text, timestamp=1)
+def user(text: str) -> UserMessage:
+    return UserMessage(content=text, timestamp=1)
 
 
 async def found_session(tx: Tx, key: str = MAIN) -> Row:
-    return await sessions.create(tx, keys.parse(key), 1)
+    return await session_rows.create_session(tx, keys.parse(key), 1)
 
 
 async def said(tx: Tx, session: int, messages: Sequence[Message]) -> None:
     for message in messages:
-        await sessions.note(tx, session, message, 1)
+        await session_rows.append_note(tx, session, message, 1)
 
 
 async def found(tx: Tx, query: str, limit: int = 50) -> list[str]:
-    rows, in_time, match = await search.find(tx, Wish(query=query, limit=limit))
+    rows, in_time, match = await search.find_entries(tx, SearchQuery(query=query, limit=limit))
     assert in_time
-    return [search.snippet(row["words"], match.found_in(row["words"])) for row in rows]
+    return [search.cut_snippet(row["words"], match.find_position(row["words"])) for row in rows]
 
 
 async def with_texts(path: Path, *texts: str) -> Store:
-    store = await open_base(path / DATABASE, synchronous="normal")
+    store = await open_test_database(path / DATABASE, synchronous="normal")
     session = await store.tx(found_session)
     await store.tx(said, session["id"], [user(text) for text in texts])
-    while (await store.tx(search.index, search.BATCH)) < len(texts):
+    while (await store.tx(search.index_entries, search.INDEX_BATCH_ENTRIES)) < len(texts):
         pass
     return store
 
@@ -78,26 +78,30 @@ async def with_texts(path: Path, *texts: str) -> Store:
 @pytest.mark.requirement("W2")
 async def test_only_what_was_said_or_returned_is_indexed(tmp_path: Path) -> None:
     messages: list[Message] = [
-        User(
-            content=[Text(text="pear"), Image(data="apple", mime_type="image/png"), Text(text="plum")],
+        UserMessage(
+            content=[
+                TextBlock(text="pear"),
+                ImageBlock(data="apple", mime_type="image/png"),
+                TextBlock(text="plum"),
+            ],
             timestamp=1,
         ),
-        Assistant(
+        AssistantMessage(
             content=[
-                Thinking(thinking="apple"),
-                Text(text="quince"),
+                ThinkingBlock(thinking="apple"),
+                TextBlock(text="quince"),
                 ToolCall(id="1", name="apple", arguments={"apple": "apple"}),
             ],
             timestamp=1,
         ),
-        ToolResult(tool_call_id="1", tool_name="apple", content=[Text(text="cherry")], timestamp=1),
-        Compaction(summary="apple", first_kept_seq=1, tokens_before=1, timestamp=1),
+        ToolResult(tool_call_id="1", tool_name="apple", content=[TextBlock(text="cherry")], timestamp=1),
+        CompactionEntry(summary="apple", first_kept_seq=1, tokens_before=1, timestamp=1),
         user("last\tone\x02 with\x00 blanks \n\n in it"),
     ]
     async with opened(tmp_path) as store:
         session = await store.tx(found_session)
         await store.tx(said, session["id"], messages)
-        assert await store.tx(search.index, search.BATCH) == len(messages)
+        assert await store.tx(search.index_entries, search.INDEX_BATCH_ENTRIES) == len(messages)
         texts = await store.read(found, "apple")
         assert texts == []
         assert await store.read(found, "plum") == ["pear plum"]
@@ -124,16 +128,16 @@ async def test_a_damaged_entry_does_not_stop_the_index(tmp_path: Path, body: str
         session = await store.tx(found_session)
         await store.tx(said, session["id"], [user("before"), user("x"), user("after")])
         raw(tmp_path / DATABASE, "UPDATE messages SET body = ? WHERE seq = 2", body)
-        assert await store.tx(search.index, search.BATCH) == 3
+        assert await store.tx(search.index_entries, search.INDEX_BATCH_ENTRIES) == 3
         assert await store.read(found, "before") == ["before"]
         assert await store.read(found, "after") == ["after"]
 
 
 async def test_of_a_long_entry_the_beginning_is_indexed(tmp_path: Path) -> None:
-    long = "ä" * 10 + " b" * search.ENTRY_BYTES
+    long = "ä" * 10 + " b" * search.MAX_INDEXED_BYTES_PER_ENTRY
     store = await with_texts(tmp_path, f"first {long} never")
     (kept,) = raw(tmp_path / DATABASE, "SELECT words FROM message_words")
-    assert len(kept["words"].encode()) <= search.ENTRY_BYTES
+    assert len(kept["words"].encode()) <= search.MAX_INDEXED_BYTES_PER_ENTRY
     assert len(await store.read(found, "first")) == 1
     assert await store.read(found, "never") == []
     await store.close()
@@ -157,7 +161,7 @@ class Crash(Exception):
 
 
 async def crash(tx: Tx, most: int) -> None:
-    await search.index(tx, most)
+    await search.index_entries(tx, most)
     raise Crash
 
 
@@ -171,7 +175,7 @@ def test_the_index_has_every_message_up_to_its_cursor_and_none_that_is_gone(
 
 
 async def _cursor(path: Path, steps: list[tuple[str, int, int]]) -> None:
-    store = await open_base(path / DATABASE, synchronous="normal")
+    store = await open_test_database(path / DATABASE, synchronous="normal")
     ids: dict[int, int] = {}
 
     async def place(number: int) -> int:
@@ -183,18 +187,18 @@ async def _cursor(path: Path, steps: list[tuple[str, int, int]]) -> None:
         if step == "say":
             await store.tx(said, await place(number), [user(f"word {n}") for n in range(count)])
         elif step == "index":
-            await store.tx(search.index, number)
+            await store.tx(search.index_entries, number)
         elif step == "crash":
             with pytest.raises(Crash):
                 await store.tx(crash, number)
         elif step == "restart":
             await store.close()
-            store = await open_base(path / DATABASE, synchronous="normal")
+            store = await open_test_database(path / DATABASE, synchronous="normal")
         elif number in ids:
-            await store.tx(sessions.forget, ids.pop(number), f"agent:main:direct:{number}", 1)
-        last, _ = await store.read(search.place)
+            await store.tx(session_rows.delete_session, ids.pop(number), f"agent:main:direct:{number}", 1)
+        last, _ = await store.read(search.load_index_position)
         assert indexed(path) == raw(path / DATABASE, "SELECT id FROM messages WHERE id <= ? ORDER BY 1", last)
-    await search.catch_up(store)
+    await search.catch_up_index(store)
     assert indexed(path) == raw(path / DATABASE, "SELECT id FROM messages ORDER BY 1")
     if not store.shared:
         # Nothing of what is gone is left in the index of SQLite, which is beside its table.
@@ -212,26 +216,26 @@ async def test_a_batch_ends_with_its_entries_or_its_characters(
     async with opened(tmp_path) as store:
         session = await store.tx(found_session)
         await store.tx(said, session["id"], [user(f"{n} {'x' * 100}") for n in range(80)])
-        assert await store.tx(search.index, 30) == 30
-        monkeypatch.setattr(search, "BATCH_CHARS", 10)
-        assert await store.tx(search.index, 500) < 80  # a few at a time are looked at
-        await search.catch_up(store)
-        assert await store.read(search.place) == (80, 80)
+        assert await store.tx(search.index_entries, 30) == 30
+        monkeypatch.setattr(search, "MAX_INDEX_BATCH_CHARACTERS", 10)
+        assert await store.tx(search.index_entries, 500) < 80  # a few at a time are looked at
+        await search.catch_up_index(store)
+        assert await store.read(search.load_index_position) == (80, 80)
 
 
 @pytest.mark.requirement("W2")
 async def test_the_engine_keeps_the_index_up_and_goes_on_after_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "EVERY", 0.001)
-    monkeypatch.setattr(search, "BATCH", 3)
+    monkeypatch.setattr(search, "INDEX_INTERVAL_SECONDS", 0.001)
+    monkeypatch.setattr(search, "INDEX_BATCH_ENTRIES", 3)
     for round_ in range(1, 3):
-        async with staged(tmp_path, echo) as stage:
+        async with open_app_fixture(tmp_path, echo) as stage:
             for n in range(5):
                 await stage.ask(f"hello {n} in round {round_}")
 
             async def current() -> bool:
-                last, head = await stage.store.read(search.place)
+                last, head = await stage.store.read(search.load_index_position)
                 return last == head == 10 * round_  # noqa: B023 - awaited in this round
 
             await until(current)
@@ -282,14 +286,14 @@ async def test_words_phrases_and_beginnings(tmp_path: Path) -> None:
 
 
 async def test_a_beginning_of_very_many_words(tmp_path: Path) -> None:
-    texts = [f"pre{chr(97 + n // 26)}{chr(97 + n % 26)}x" for n in range(search.COMPLETIONS + 20)]
+    texts = [f"pre{chr(97 + n // 26)}{chr(97 + n % 26)}x" for n in range(search.MAX_COMPLETIONS + 20)]
     longer = [f"word{text}" for text in texts]
     store = await with_texts(tmp_path, *texts, *longer, "МАЙОНЕЗ", "Ångström")
     # Few such words are looked for one by one, very many by the index itself.
     assert len(await store.read(found, "pre", 500)) == len(texts)
-    rows, complete, _ = await store.read(search.find, Wish(query="pred", limit=500))
+    rows, complete, _ = await store.read(search.find_entries, SearchQuery(query="pred", limit=500))
     assert (len(rows), complete) == (26, True)
-    rows, complete, _ = await store.read(search.find, Wish(query="word", limit=500))
+    rows, complete, _ = await store.read(search.find_entries, SearchQuery(query="word", limit=500))
     assert (len(rows), complete) == (len(longer), True)
     assert await store.read(found, "майо") == ["МАЙОНЕЗ"]
     assert await store.read(found, "ångs") == await store.read(found, "angs") == ["Ångström"]
@@ -353,13 +357,13 @@ def test_finding_equals_the_reference(
 async def test_a_search_looks_through_everything_block_by_block_while_there_is_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "BLOCK", 5)
+    monkeypatch.setattr(search, "ENTRIES_PER_BLOCK", 5)
     store = await with_texts(tmp_path, *(f"{'rare ' if n % 100 == 0 else ''}common {n}" for n in range(400)))
     assert await store.read(found, "rare") == [f"rare common {n}" for n in (300, 200, 100, 0)]
-    monkeypatch.setattr(search, "BUDGET", -1)
-    rows, in_time, _ = await store.read(search.find, Wish(query="rare", limit=2))
+    monkeypatch.setattr(search, "SEARCH_BUDGET_SECONDS", -1)
+    rows, in_time, _ = await store.read(search.find_entries, SearchQuery(query="rare", limit=2))
     assert (rows, in_time) == ([], False)
-    rows, in_time, _ = await store.read(search.find, Wish(query="common", limit=1))
+    rows, in_time, _ = await store.read(search.find_entries, SearchQuery(query="common", limit=1))
     assert (len(rows), in_time) == (1, True)
     await store.close()
 
@@ -374,7 +378,7 @@ def test_a_snippet_is_a_short_piece_of_the_text_around_the_first_match(
 ) -> None:
     clean = [" ".join(part.split()) for part in (before, match, after)]
     text = f"{clean[0]}{clean[1]}{clean[2]} {clean[1]}"
-    piece = search.snippet(text, len(clean[0]))
+    piece = search.cut_snippet(text, len(clean[0]))
     assert len(piece) <= 240
     assert piece.removeprefix("…").removesuffix("…") in text or piece in text
     assert clean[1][:100].strip() in piece
@@ -387,6 +391,6 @@ async def test_json_of_a_stranger_is_read_too(tmp_path: Path) -> None:
         session = await store.tx(found_session)
         await store.tx(said, session["id"], [user("x")])
         raw(tmp_path / DATABASE, "UPDATE messages SET body = ?", json.dumps(body))
-        await search.catch_up(store)
+        await search.catch_up_index(store)
         assert await store.read(found, "yes") == ["yes"]
         assert await store.read(found, "no") == []

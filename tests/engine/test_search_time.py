@@ -10,26 +10,26 @@ from typing import Any
 import pytest
 
 from antiphon import keys
-from antiphon.engine import search, sessions
-from antiphon.engine.search import Found, Wish
-from antiphon.messages import User
+from antiphon.engine.sessions import search, session_rows
+from antiphon.engine.sessions.search import SearchQuery, SearchResult
+from antiphon.messages import UserMessage
 from antiphon.runtimes import Prompt
 from antiphon.store import Row, Store, Tx
+from antiphon.store.fulltext import FulltextQuery
 from antiphon.store.queries import Query
-from antiphon.store.words import Match
-from bases import open_base
-from stage import DATABASE, MAIN, OPERATOR, staged
+from support.app_fixture import DATABASE, MAIN, OPERATOR, open_app_fixture
+from support.databases import open_test_database
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sqlite_only, pytest.mark.requirement("W2")]
 
 APART = [*(f"even {n}" for n in range(10)), *(f"odd {n}" for n in range(10)), "even oddly"]
-QUICK, SLOW = search.BUDGET * 0.4, search.BUDGET * 1.01  # seconds of a pass
+QUICK, SLOW = search.SEARCH_BUDGET_SECONDS * 0.4, search.SEARCH_BUDGET_SECONDS * 1.01  # seconds of a pass
 
 
 class Watched:
     """A transaction in which a pass over the index takes as long as it is told to, by a clock that stands otherwise."""
 
-    def __init__(self, tx: Tx, seconds: float, asked: list[Match] | None = None) -> None:
+    def __init__(self, tx: Tx, seconds: float, asked: list[FulltextQuery] | None = None) -> None:
         self._tx = tx
         self._seconds = seconds
         self._asked = asked
@@ -50,16 +50,16 @@ class Watched:
 
 @asynccontextmanager
 async def indexed(path: Path, *texts: str) -> AsyncGenerator[Store]:
-    store = await open_base(path / DATABASE, synchronous="normal")
+    store = await open_test_database(path / DATABASE, synchronous="normal")
 
     async def fill(tx: Tx) -> None:
-        row = await sessions.create(tx, keys.parse(MAIN), 1)
+        row = await session_rows.create_session(tx, keys.parse(MAIN), 1)
         for text in texts:
-            await sessions.note(tx, row["id"], User(content=text, timestamp=1), 1)
+            await session_rows.append_note(tx, row["id"], UserMessage(content=text, timestamp=1), 1)
 
     try:
         await store.tx(fill)
-        await store.tx(search.index, len(texts))
+        await store.tx(search.index_entries, len(texts))
         yield store
     finally:
         await store.close()
@@ -67,13 +67,13 @@ async def indexed(path: Path, *texts: str) -> AsyncGenerator[Store]:
 
 async def searched(
     store: Store, monkeypatch: pytest.MonkeyPatch, query: str, seconds: float, limit: int = 5
-) -> tuple[Found, int]:
+) -> tuple[SearchResult, int]:
     """What is found where every pass takes so long, and how many there were."""
 
-    async def find(tx: Tx) -> tuple[Found, int]:
+    async def find(tx: Tx) -> tuple[SearchResult, int]:
         watched: Any = Watched(tx, seconds)
         monkeypatch.setattr(search, "monotonic", lambda: watched.now)
-        return await search.find(watched, Wish(query=query, limit=limit)), watched.passes
+        return await search.find_entries(watched, SearchQuery(query=query, limit=limit)), watched.passes
 
     return await store.read(find)
 
@@ -81,7 +81,7 @@ async def searched(
 async def test_blocks_are_looked_through_only_while_there_is_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "BLOCK", 4)
+    monkeypatch.setattr(search, "ENTRIES_PER_BLOCK", 4)
     async with indexed(tmp_path, *APART[:-1]) as store:  # 20 entries, from 1 on: 6 blocks
         found, passes = await searched(store, monkeypatch, '"even" "odd"', SLOW)
         assert (found.rows, found.complete, passes) == ([], False, 1)
@@ -94,31 +94,31 @@ async def test_blocks_are_looked_through_only_while_there_is_time(
 async def test_each_window_has_what_the_one_before_it_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "BLOCK", 2)
+    monkeypatch.setattr(search, "ENTRIES_PER_BLOCK", 2)
     texts = [f"said {n}" for n in range(1, 20)]
     async with indexed(tmp_path, *texts) as store:
         for most in (1, 2, 3, 64):
-            monkeypatch.setattr(search, "BLOCKS", most)
+            monkeypatch.setattr(search, "MAX_BLOCKS_PER_WINDOW", most)
             found, _ = await searched(store, monkeypatch, '"said"', 0.0, limit=50)
             assert [row["words"] for row in found.rows] == texts[::-1]
 
 
 def test_a_window_is_as_wide_as_there_is_time_for() -> None:
-    assert search._wider(1, 0.0, 1.0) == 2  # pyright: ignore[reportPrivateUsage]
-    assert search._wider(8, 0.01, 1.0) == 16  # pyright: ignore[reportPrivateUsage]
-    assert search._wider(8, 0.1, 1.0) == 5, "each may take twice as long"  # pyright: ignore[reportPrivateUsage]
-    assert search._wider(8, 5.0, 1.0) == 1  # pyright: ignore[reportPrivateUsage]
-    assert search._wider(64, 0.0, 1.0) == search.BLOCKS  # pyright: ignore[reportPrivateUsage]
+    assert search._widen_window(1, 0.0, 1.0) == 2  # pyright: ignore[reportPrivateUsage]
+    assert search._widen_window(8, 0.01, 1.0) == 16  # pyright: ignore[reportPrivateUsage]
+    assert search._widen_window(8, 0.1, 1.0) == 5, "each may take twice as long"  # pyright: ignore[reportPrivateUsage]
+    assert search._widen_window(8, 5.0, 1.0) == 1  # pyright: ignore[reportPrivateUsage]
+    assert search._widen_window(64, 0.0, 1.0) == search.MAX_BLOCKS_PER_WINDOW  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_a_block_of_words_that_never_meet_is_not_looked_for_in_the_others(tmp_path: Path) -> None:
     """What makes a block cheap: the index is asked for the block itself, not for a range of what it has found."""
     async with indexed(tmp_path, *APART) as store:
-        asked: list[Match] = []
+        asked: list[FulltextQuery] = []
 
-        async def find(tx: Tx) -> Found:
+        async def find(tx: Tx) -> SearchResult:
             watched: Any = Watched(tx, 0.0, asked)
-            return await search.find(watched, Wish(query="even", limit=5))
+            return await search.find_entries(watched, SearchQuery(query="even", limit=5))
 
         assert len((await store.read(find)).rows) == 5
         assert [match.scopes[-1] for match in asked] == [["w0"]]
@@ -139,13 +139,13 @@ async def test_beginnings_are_only_looked_for_while_there_is_time(
 async def test_what_whole_words_have_found_stays_when_there_is_no_time_for_beginnings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "BLOCK", 2)
-    monkeypatch.setattr(search, "BLOCKS", 8)
+    monkeypatch.setattr(search, "ENTRIES_PER_BLOCK", 2)
+    monkeypatch.setattr(search, "MAX_BLOCKS_PER_WINDOW", 8)
     texts = ["report alpha", *(f"reports {n}" for n in range(30))]
     async with indexed(tmp_path, *texts) as store:
-        found, _ = await searched(store, monkeypatch, '"report"', search.BUDGET * 0.15)
+        found, _ = await searched(store, monkeypatch, '"report"', search.SEARCH_BUDGET_SECONDS * 0.15)
         assert ([row["words"] for row in found.rows], found.complete) == (["report alpha"], True)
-        found, _ = await searched(store, monkeypatch, "report", search.BUDGET * 0.15, limit=50)
+        found, _ = await searched(store, monkeypatch, "report", search.SEARCH_BUDGET_SECONDS * 0.15, limit=50)
         said = [row["words"] for row in found.rows]
         assert (said[0], said[-1], found.complete) == ("reports 29", "report alpha", False)
         assert len(said) == len(set(said)) < len(texts)
@@ -155,7 +155,7 @@ async def test_what_whole_words_have_found_stays_when_there_is_no_time_for_begin
 
 def test_the_time_leaves_room_for_a_last_window_below_the_target() -> None:
     """One that is begun at the last moment is as wide as fits twice into what is left."""
-    assert 2 * search.BUDGET <= 0.1
+    assert 2 * search.SEARCH_BUDGET_SECONDS <= 0.1
 
 
 async def test_a_page_that_is_full_is_complete_however_long_it_took(
@@ -172,11 +172,11 @@ async def test_who_searched_is_told_that_the_time_was_up(
     async def echo(prompt: Prompt) -> str:
         return "an echo"
 
-    async with staged(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as stage:
         await stage.ask("even oddly")
         await stage.ask("odd")
         page = await stage.operations.search(OPERATOR, "even odd")
         assert ([hit.snippet for hit in page.results], page.truncated) == (["even oddly"], False)
-        monkeypatch.setattr(search, "BUDGET", -1)
+        monkeypatch.setattr(search, "SEARCH_BUDGET_SECONDS", -1)
         page = await stage.operations.search(OPERATOR, "even odd")
         assert (page.results, page.truncated) == ([], True)

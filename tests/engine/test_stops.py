@@ -8,24 +8,36 @@ from pathlib import Path
 import pytest
 
 from antiphon import keys
-from antiphon.bus import StopAsked
+from antiphon.bus import StopRequested
 from antiphon.bus.local import LocalBus
-from antiphon.engine import runs, sessions
-from antiphon.engine.engine import STOPS, Pace
-from antiphon.engine.sessions import Birth
-from antiphon.engine.toolbox import Call, Result
-from antiphon.messages import Assistant, Text, ToolCall, User, encode
+from antiphon.engine.engine import STOP_TOPIC, EngineTimings
+from antiphon.engine.runs import lifecycle
+from antiphon.engine.sessions import session_rows
+from antiphon.engine.sessions.session_rows import NewSession
+from antiphon.engine.toolbox import ToolOutput, ToolRequest
+from antiphon.messages import AssistantMessage, TextBlock, ToolCall, UserMessage, encode_message
 from antiphon.runtimes import Deltas, Prompt
 from antiphon.store import Param, Row, Tx
 from antiphon.store.queries import Query
-from bases import open_base
-from stage import DATABASE, MAIN, OPERATOR, calls, raw, soon, staged, text, tool, until
+from support.app_fixture import (
+    DATABASE,
+    MAIN,
+    OPERATOR,
+    calls,
+    open_app_fixture,
+    raw,
+    soon,
+    text,
+    tool,
+    until,
+)
+from support.databases import open_test_database
 
 pytestmark = pytest.mark.anyio
 
 CHILD = "agent:main:subagent:11111111-1111-1111-1111-111111111111"
 GRANDCHILD = "agent:main:subagent:22222222-2222-2222-2222-222222222222"
-QUICK = Pace(sweep=0.05, stop_grace=0.2)
+QUICK = EngineTimings(sweep=0.05, stop_grace=0.2)
 
 
 class Waiting:
@@ -51,50 +63,57 @@ class Waiting:
 @pytest.mark.requirement("G16", "G13")
 async def test_what_somebody_plays_in_a_shared_store_is_not_taken_for_abandoned(tmp_path: Path) -> None:
     agent = Waiting()
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         run_id = await stage.say("one")
         await soon(agent.started(MAIN))
         [row] = stage.rows("SELECT session FROM runs")
         now = stage.clock.now()
-        assert await stage.store.tx(runs.end_abandoned, row["session"], now, shared=True) == runs.UNTOUCHED
+        assert (
+            await stage.store.tx(lifecycle.end_abandoned_run, row["session"], now, shared=True)
+            == lifecycle.NO_EFFECTS
+        )
         later = now + 86_400_000  # when the lease would be over
-        stopped = await stage.store.tx(runs.end_abandoned, row["session"], later, shared=True)
+        stopped = await stage.store.tx(lifecycle.end_abandoned_run, row["session"], later, shared=True)
         assert [ended.run_id for ended in stopped.ended] == [run_id]
-        assert (await stage.operations.run(OPERATOR, run_id)).state == "cancelled"
+        assert (await stage.operations.get_run(OPERATOR, run_id)).state == "cancelled"
 
 
 @pytest.mark.requirement("G16")
 async def test_stopping_one_run_stops_that_one(tmp_path: Path) -> None:
     agent = Waiting()
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         first, second = await stage.say("one"), await stage.say("two")
         await stage.create(CHILD, MAIN)
         child = await stage.say("below", CHILD)
         await soon(agent.started(CHILD))
         assert (await stage.operations.stop(OPERATOR, MAIN, "no-such-run")).run_ids == []
         assert (await stage.operations.stop(OPERATOR, MAIN, second)).run_ids == [second]
-        states = {run: (await stage.operations.run(OPERATOR, run)).state for run in (first, second, child)}
+        states = {
+            run: (await stage.operations.get_run(OPERATOR, run)).state for run in (first, second, child)
+        }
         assert states == {first: "running", second: "cancelled", child: "running"}
         third = await stage.say("three")
         stopped = await stage.operations.stop(OPERATOR, MAIN, first)
         assert sorted(stopped.run_ids) == sorted([first, child])
-        assert (await stage.ended(child)).state == "cancelled"
-        assert (await stage.operations.run(OPERATOR, third)).state in {"queued", "running"}
+        assert (await stage.wait_for_end(child)).state == "cancelled"
+        assert (await stage.operations.get_run(OPERATOR, third)).state in {"queued", "running"}
 
 
 @pytest.mark.requirement("G16")
 async def test_a_stop_is_obeyed_though_its_hint_was_lost(tmp_path: Path) -> None:
     class Deaf(LocalBus):
         def publish(self, topic: str, event: object) -> None:
-            if not isinstance(event, StopAsked):
+            if not isinstance(event, StopRequested):
                 super().publish(topic, event)  # type: ignore[arg-type]
 
     agent = Waiting()
-    async with staged(tmp_path, agent, bus=Deaf(), pace=Pace(sweep=0.05, stop_grace=60)) as stage:
+    async with open_app_fixture(
+        tmp_path, agent, bus=Deaf(), pace=EngineTimings(sweep=0.05, stop_grace=60)
+    ) as stage:
         run_id = await stage.say("one")
         await soon(agent.started(MAIN))
         await stage.operations.stop(OPERATOR, MAIN)
-        assert (await stage.ended(run_id)).state == "cancelled"
+        assert (await stage.wait_for_end(run_id)).state == "cancelled"
         assert agent.cancelled == 1
 
 
@@ -102,19 +121,21 @@ async def test_a_stop_is_obeyed_though_its_hint_was_lost(tmp_path: Path) -> None
 async def test_a_thousand_stops_at_once_all_arrive(tmp_path: Path) -> None:
     """More than a listener holds: it is told of the gap and reads the rows."""
     agent = Waiting()
-    async with staged(tmp_path, agent, bus=LocalBus(buffer=4), pace=Pace(sweep=60)) as stage:
-        stage.bus.publish(STOPS, StopAsked(run_id="nobody"))
+    async with open_app_fixture(
+        tmp_path, agent, bus=LocalBus(buffer=4), pace=EngineTimings(sweep=60)
+    ) as stage:
+        stage.bus.publish(STOP_TOPIC, StopRequested(run_id="nobody"))
         keys = [f"agent:main:dashboard:{number}" for number in range(20)]
         ids = [await stage.say("go", key) for key in keys]
         for key in keys:
             await soon(agent.started(key))
         for key in keys:
             row = raw(stage.path, "SELECT id FROM sessions WHERE key = ?", key)[0]
-            await stage.store.tx(runs.cancel, row["id"], None, stage.clock.now())
+            await stage.store.tx(lifecycle.cancel_runs, row["id"], None, stage.clock.now())
         for run_id in ids:
-            stage.bus.publish(STOPS, StopAsked(run_id=run_id))
+            stage.bus.publish(STOP_TOPIC, StopRequested(run_id=run_id))
         for run_id in ids:
-            assert (await stage.ended(run_id)).state == "cancelled"
+            assert (await stage.wait_for_end(run_id)).state == "cancelled"
 
 
 class Counting:
@@ -136,20 +157,20 @@ class Counting:
         self.statements += 1
         return await self._tx.do(query, **params)
 
-    async def alone(self, name: str) -> None:
-        await self._tx.alone(name)
+    async def lock(self, name: str) -> None:
+        await self._tx.lock(name)
 
 
-async def _stop_counted(tx: Tx, session: int, now: int) -> tuple[runs.Stopped, int]:
+async def _stop_counted(tx: Tx, session: int, now: int) -> tuple[lifecycle.Effects, int]:
     counting = Counting(tx)
-    stopped = await runs.cancel(counting, session, None, now)
+    stopped = await lifecycle.cancel_runs(counting, session, None, now)
     return stopped, counting.statements
 
 
 @pytest.mark.requirement("G16", "G22")
 async def test_a_stop_costs_the_same_however_many_have_finished_below(tmp_path: Path) -> None:
     agent = Waiting()
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         main = await stage.create(MAIN)
         await stage.create(CHILD, MAIN)
         below = await stage.create(GRANDCHILD, CHILD)
@@ -163,8 +184,8 @@ async def test_a_stop_costs_the_same_however_many_have_finished_below(tmp_path: 
             stopped, statements = await stage.store.tx(_stop_counted, main["id"], stage.clock.now())
             assert stopped.asked == [run_id]
             costs.append(statements)
-            await stage.engine.stopping(stopped)
-            assert (await stage.ended(run_id)).state == "cancelled"
+            await stage.engine.apply_effects(stopped)
+            assert (await stage.wait_for_end(run_id)).state == "cancelled"
         assert costs[0] == costs[1]
         assert stage.rows("SELECT yielded FROM sessions WHERE id = ?", below["id"]) == [{"yielded": None}]
 
@@ -182,12 +203,12 @@ UNDER_WAY = {
 @pytest.mark.requirement("G16")
 @pytest.mark.parametrize("how", UNDER_WAY)
 async def test_a_stop_reaches_what_is_under_way_in_any_sense(tmp_path: Path, how: str) -> None:
-    async with staged(tmp_path, Waiting(), pace=Pace(lease=3600, sweep=3600)) as stage:
+    async with open_app_fixture(tmp_path, Waiting(), pace=EngineTimings(lease=3600, sweep=3600)) as stage:
         main = await stage.create(MAIN)
         await stage.create(CHILD, MAIN)
         below = await stage.create(GRANDCHILD, CHILD)
         raw(stage.path, UNDER_WAY[how], below["id"])
-        stopped = await stage.store.tx(runs.cancel, main["id"], None, stage.clock.now())
+        stopped = await stage.store.tx(lifecycle.cancel_runs, main["id"], None, stage.clock.now())
         assert [ended.run_id for ended in stopped.ended] == (["q"] if how == "queued" else [])
         left = "SELECT yielded, yield_run FROM sessions WHERE yielded IS NOT NULL OR yield_run IS NOT NULL"
         assert stage.rows(left) == []
@@ -198,17 +219,17 @@ async def test_a_stop_reaches_what_is_under_way_in_any_sense(tmp_path: Path, how
 async def test_a_damaged_entry_keeps_no_run_from_ending(tmp_path: Path) -> None:
     begun = asyncio.Event()
 
-    async def stuck(call: Call) -> Result:
+    async def stuck(call: ToolRequest) -> ToolOutput:
         if call.call_id == "second":
             begun.set()
             await asyncio.Event().wait()
-        return Result(text="done")
+        return ToolOutput(text="done")
 
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         blocks = [ToolCall(id=name, name="stuck", arguments={}) for name in ("first", "second")]
-        return Assistant(content=[*blocks], timestamp=1)
+        return AssistantMessage(content=[*blocks], timestamp=1)
 
-    async with staged(tmp_path, agent, tools=[tool("stuck", stuck)], pace=QUICK) as stage:
+    async with open_app_fixture(tmp_path, agent, tools=[tool("stuck", stuck)], pace=QUICK) as stage:
         run_id = await stage.say("go")
         await soon(begun)
 
@@ -218,22 +239,22 @@ async def test_a_damaged_entry_keeps_no_run_from_ending(tmp_path: Path) -> None:
         await until(stored)
         raw(stage.path, "UPDATE messages SET body = '{torn' WHERE role = 'toolResult'")
         await stage.operations.stop(OPERATOR, MAIN)
-        assert (await stage.ended(run_id)).state == "cancelled"
+        assert (await stage.wait_for_end(run_id)).state == "cancelled"
 
 
 @pytest.mark.requirement("G2")
 async def test_many_expired_runs_brick_no_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "SKIPS", 3)
+    monkeypatch.setattr(lifecycle, "MAX_RUNS_SKIPPED_PER_CLAIM", 3)
     agent = Waiting()
-    async with staged(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as stage:
         first = await stage.say("one")
         await soon(agent.started(MAIN))
         late = [await stage.say(f"late {number}") for number in range(8)]
         raw(stage.path, "UPDATE runs SET created_at = 1 WHERE state = 'queued'")
         await stage.operations.stop(OPERATOR, MAIN, first)
-        assert (await stage.ended(first)).state == "cancelled"
-    async with staged(tmp_path, agent, pace=QUICK) as stage:
-        assert {(await stage.ended(run_id)).state for run_id in late} == {"timeout"}
+        assert (await stage.wait_for_end(first)).state == "cancelled"
+    async with open_app_fixture(tmp_path, agent, pace=QUICK) as stage:
+        assert {(await stage.wait_for_end(run_id)).state for run_id in late} == {"timeout"}
 
 
 @pytest.mark.requirement("G17")
@@ -245,23 +266,25 @@ async def test_a_stop_during_a_commit_stores_nothing_twice(tmp_path: Path) -> No
         reads_history = True
         context_window = None
 
-        async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+        async def step(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
             deltas.text("Let me look.")
             deciding.set()
             block = ToolCall(id="c", name="look", arguments={})
-            return Assistant(content=[Text(text="Let me look."), block], timestamp=1, stop_reason="toolUse")
+            return AssistantMessage(
+                content=[TextBlock(text="Let me look."), block], timestamp=1, stop_reason="toolUse"
+            )
 
         async def close(self) -> None: ...
 
-    async def look(call: Call) -> Result:
+    async def look(call: ToolRequest) -> ToolOutput:
         await asyncio.Event().wait()
-        return Result(text="never")
+        return ToolOutput(text="never")
 
-    async with staged(tmp_path, Agent(), tools=[tool("look", look)]) as stage:
+    async with open_app_fixture(tmp_path, Agent(), tools=[tool("look", look)]) as stage:
         run_id = await stage.say("go")
         await soon(deciding)
         await stage.operations.stop(OPERATOR, MAIN)
-        assert (await stage.ended(run_id)).state == "cancelled"
+        assert (await stage.wait_for_end(run_id)).state == "cancelled"
         said = [str(entry) for entry in await stage.transcript() if "Let me look." in str(entry)]
         assert len(said) == 1
 
@@ -270,18 +293,18 @@ async def test_a_stop_during_a_commit_stores_nothing_twice(tmp_path: Path) -> No
 async def test_calls_of_a_run_never_share_a_key(tmp_path: Path) -> None:
     keys: list[str] = []
 
-    async def act(call: Call) -> Result:
+    async def act(call: ToolRequest) -> ToolOutput:
         keys.append(call.key)
-        return Result(text="done", details={"big": "x" * 5000})
+        return ToolOutput(text="done", details={"big": "x" * 5000})
 
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         done = sum(entry.__struct_config__.tag == "toolResult" for entry in prompt.messages)
         if done >= 3:
             return text("all \ud83d done".encode(errors="replace").decode())
         block = ToolCall(id="same", name="act", arguments={})
-        return Assistant(content=[block, block] if done == 0 else [block], timestamp=done)
+        return AssistantMessage(content=[block, block] if done == 0 else [block], timestamp=done)
 
-    async with staged(tmp_path, agent, tools=[tool("act", act)]) as stage:
+    async with open_app_fixture(tmp_path, agent, tools=[tool("act", act)]) as stage:
         assert (await stage.ask("go")).state == "ok"
         assert len(set(keys)) == 3
         results = [entry for entry in await stage.transcript() if entry["role"] == "toolResult"]
@@ -290,25 +313,25 @@ async def test_calls_of_a_run_never_share_a_key(tmp_path: Path) -> None:
 
 @pytest.mark.requirement("G24")
 async def test_a_tool_that_would_end_the_process_fails_and_no_more(tmp_path: Path) -> None:
-    async def leaving(call: Call) -> Result:
+    async def leaving(call: ToolRequest) -> ToolOutput:
         raise SystemExit(3)
 
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         return calls("leaving") if len(prompt.messages) == 1 else text("fine")
 
-    async with staged(tmp_path, agent, tools=[tool("leaving", leaving)]) as stage:
+    async with open_app_fixture(tmp_path, agent, tools=[tool("leaving", leaving)]) as stage:
         assert (await stage.ask("go")).reply == "fine"
         assert "tried to end the process" in (await stage.transcript())[2]["content"][0]["text"]
 
 
 async def test_a_tool_that_returns_half_a_character_is_understood(tmp_path: Path) -> None:
-    async def odd(call: Call) -> Result:
-        return Result(text="half \ud83d and \ud83d\ude00")
+    async def odd(call: ToolRequest) -> ToolOutput:
+        return ToolOutput(text="half \ud83d and \ud83d\ude00")
 
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         return calls("odd") if len(prompt.messages) == 1 else text("fine")
 
-    async with staged(tmp_path, agent, tools=[tool("odd", odd)]) as stage:
+    async with open_app_fixture(tmp_path, agent, tools=[tool("odd", odd)]) as stage:
         assert (await stage.ask("go")).reply == "fine"
         result = (await stage.transcript())[2]
         assert result["content"] == [{"type": "text", "text": "half \ufffd and \N{GRINNING FACE}"}]
@@ -331,11 +354,11 @@ RUN = Query(
 @pytest.mark.requirement("G17", "P6")
 async def test_what_ends_with_its_parent_does_not_end_again_by_its_own_deadline(tmp_path: Path) -> None:
     """Both are queued, and the time of both is over."""
-    store = await open_base(tmp_path / DATABASE, synchronous="normal")
+    store = await open_test_database(tmp_path / DATABASE, synchronous="normal")
 
     async def queued(tx: Tx, above: Row, name: str, run_id: str, deadline: int) -> Row:
-        child = await sessions.create(
-            tx, keys.parse(f"agent:main:subagent:{name}"), 1, Birth(parent=above["id"])
+        child = await session_rows.create_session(
+            tx, keys.parse(f"agent:main:subagent:{name}"), 1, NewSession(parent=above["id"])
         )
         task = await tx.one(
             TASK,
@@ -349,7 +372,7 @@ async def test_what_ends_with_its_parent_does_not_end_again_by_its_own_deadline(
             options='{"announce":"parent"}',
         )
         assert task is not None
-        said = encode(User(content="x", timestamp=1))
+        said = encode_message(UserMessage(content="x", timestamp=1))
         origin = "sessions_spawn"
         await tx.do(
             RUN, id=run_id, session=child["id"], origin=origin, input=said, deadline=deadline, task=task["n"]
@@ -357,11 +380,11 @@ async def test_what_ends_with_its_parent_does_not_end_again_by_its_own_deadline(
         return child
 
     async def family(tx: Tx) -> None:
-        top = await sessions.create(tx, keys.parse("agent:main:main"), 1, Birth())
+        top = await session_rows.create_session(tx, keys.parse("agent:main:main"), 1, NewSession())
         await queued(tx, await queued(tx, top, "parent", "first", 1000), "child", "second", 1500)
 
     await store.tx(family)
-    expired = await store.tx(runs.expire, 2000)
+    expired = await store.tx(lifecycle.expire_overdue_work, 2000)
     assert [(ended.run_id, ended.ending.state) for ended in expired.ended] == [("first", "timeout")]
     [below] = expired.ended[0].after.ended
     assert (below.run_id, below.ending.state) == ("second", "cancelled")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from antiphon.app import open_app_operations
 from antiphon.config import Config, parse
-from antiphon.host import hosting
-from antiphon.operations import Message, Patch
-from providers import Provider
-from stage import BOUND, MAIN, OPERATOR
+from antiphon.operations import IncomingMessage, SessionPatch
+from support.app_fixture import BOUND, MAIN, OPERATOR
+from support.model_provider import Provider
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("C")]
 HELPER = "agent:helper:main"
@@ -39,9 +39,14 @@ def settings(url: str) -> Config:
 async def test_the_nearest_level_is_what_the_provider_is_asked_for(
     tmp_path: Path, session: str, own: str | None, said: str | None, sent: str
 ) -> None:
-    async with Provider().running() as provider, hosting(settings(provider.url), tmp_path) as operations:
+    async with (
+        Provider().running() as provider,
+        open_app_operations(settings(provider.url), tmp_path) as operations,
+    ):
         await operations.create(OPERATOR, session=session)
-        await operations.patch(OPERATOR, session, Patch(thinking_level=own))
-        accepted = await operations.submit(OPERATOR, Message(session=session, content="hi", thinking=said))
+        await operations.patch(OPERATOR, session, SessionPatch(thinking_level=own))
+        accepted = await operations.submit(
+            OPERATOR, IncomingMessage(session=session, content="hi", thinking=said)
+        )
         assert (await operations.wait(OPERATOR, accepted.run_id, BOUND)).state == "ok"
     assert [body.get("reasoning_effort") for body in provider.bodies] == [sent]

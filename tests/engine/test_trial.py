@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-import stage as stages
-from antiphon.engine import trial
-from antiphon.engine.engine import Pace
-from antiphon.engine.toolbox import Call, Result
+import support.app_fixture as stages
+from antiphon.engine.engine import EngineTimings
+from antiphon.engine.runs import crash_quarantine
+from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.lanes.nats import NatsLanes
-from antiphon.messages import Assistant
+from antiphon.messages import AssistantMessage
 from antiphon.runtimes import Prompt
 from cluster.servers import nats_server
-from stage import DATABASE, calls, raw, soon, staged, text, tool
+from support.app_fixture import DATABASE, calls, open_app_fixture, raw, soon, text, tool
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("G12", "G24")]
 
-SLOW = Pace(lease=3600, sweep=3600)
+SLOW = EngineTimings(lease=3600, sweep=3600)
 
 
 def session(name: str) -> str:
@@ -32,22 +32,22 @@ async def suspects(path: Path, names: Sequence[str], asking: str | None = None) 
     left = list(names)
     begun = asyncio.Event()
 
-    async def hang(run_id: str) -> Result:
+    async def hang(run_id: str) -> ToolOutput:
         left.remove(run_id)
         if not left:
             begun.set()
         await asyncio.Event().wait()
-        return Result(text="never")
+        return ToolOutput(text="never")
 
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         return calls("ask") if prompt.run_id == asking else text((await hang(prompt.run_id)).text)
 
     ask = tool("ask", lambda call: hang(call.run_id), settle=True)
-    async with staged(path, agent, pace=SLOW, tools=[ask]) as stage:
+    async with open_app_fixture(path, agent, pace=SLOW, tools=[ask]) as stage:
         for name in names:
             await stage.say(name, session(name), idempotency_key=name)
         await soon(begun)
-    raw(path / DATABASE, "UPDATE runs SET attempts = ?", trial.SUSPECTED)
+    raw(path / DATABASE, "UPDATE runs SET attempts = ?", crash_quarantine.MIN_SUSPECT_INTERRUPTIONS)
 
 
 async def test_one_that_gets_on_makes_room_for_the_next(tmp_path: Path) -> None:
@@ -55,38 +55,38 @@ async def test_one_that_gets_on_makes_room_for_the_next(tmp_path: Path) -> None:
     working, free, other = asyncio.Event(), asyncio.Event(), asyncio.Event()
     seen: list[str] = []
 
-    async def work(call: Call) -> Result:
+    async def work(call: ToolRequest) -> ToolOutput:
         working.set()
         await soon(free)
-        return Result(text="x")
+        return ToolOutput(text="x")
 
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         seen.append(prompt.run_id)
         if prompt.run_id != seen[0]:
             other.set()
         first = prompt.run_id == seen[0] and not working.is_set()
         return calls("work") if first else text("done", stop_reason="stop")
 
-    async with staged(tmp_path, agent, pace=SLOW, tools=[tool("work", work)]) as stage:
+    async with open_app_fixture(tmp_path, agent, pace=SLOW, tools=[tool("work", work)]) as stage:
         await soon(working)
         await soon(other)
         free.set()
-        assert {(await stage.ended(name)).state for name in ("a", "b")} == {"ok"}
+        assert {(await stage.wait_for_end(name)).state for name in ("a", "b")} == {"ok"}
 
 
 async def test_one_that_waits_for_another_makes_room_for_it(tmp_path: Path) -> None:
     """A run that was cut off while it waited has nothing to commit before the other one, suspected too, has ended."""
     await suspects(tmp_path, ["a", "b"], asking="a")
 
-    async def ask(call: Call) -> Result:
-        with stage.engine.resting(call.run_id):
-            return Result(text=(await stage.ended("b")).reply or "")
+    async def ask(call: ToolRequest) -> ToolOutput:
+        with stage.engine.release_lane_slot(call.run_id):
+            return ToolOutput(text=(await stage.wait_for_end("b")).reply or "")
 
     async def agent(prompt: Prompt) -> str:
         return "b's answer" if prompt.run_id == "b" else "done"
 
-    async with staged(tmp_path, agent, pace=SLOW, tools=[tool("ask", ask, settle=True)]) as stage:
-        assert (await stage.ended("a")).reply == "done"
+    async with open_app_fixture(tmp_path, agent, pace=SLOW, tools=[tool("ask", ask, settle=True)]) as stage:
+        assert (await stage.wait_for_end("a")).reply == "done"
         result = (await stage.transcript(session("a")))[2]
         assert (result["role"], result["content"][0]["text"]) == ("toolResult", "b's answer")
 
@@ -96,10 +96,17 @@ async def test_many_have_all_begun_before_long(count: int) -> None:
     """Though none of them gets on: most have done nothing but be there when another one crashed."""
     passed, turns = 0.0, list[float]()
     for behind in reversed(range(1, count)):
-        turns.append(trial.turn(trial.ALL - passed, behind))
+        turns.append(
+            crash_quarantine.compute_turn_seconds(
+                crash_quarantine.ALL_SUSPECTS_START_SECONDS - passed, behind
+            )
+        )
         passed += turns[-1]
-    assert passed < trial.ALL + 0.001
-    assert min(turns) > min(trial.TURN, trial.ALL / count) - 0.001
+    assert passed < crash_quarantine.ALL_SUSPECTS_START_SECONDS + 0.001
+    assert (
+        min(turns)
+        > min(crash_quarantine.MAX_TURN_SECONDS, crash_quarantine.ALL_SUSPECTS_START_SECONDS / count) - 0.001
+    )
 
 
 async def test_none_begins_while_the_process_stops(tmp_path: Path) -> None:
@@ -113,7 +120,7 @@ async def test_none_begins_while_the_process_stops(tmp_path: Path) -> None:
         await soon(free)
         return "ok"
 
-    async with staged(tmp_path, agent, pace=SLOW) as stage:
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
         await soon(first)
         async with asyncio.TaskGroup() as group:
             group.create_task(stage.engine.stop(stages.BOUND))
@@ -144,10 +151,10 @@ async def test_those_that_wait_take_no_place_from_others(
 
     with nats_server() as server:
         monkeypatch.setattr(stages, "LocalLanes", lambda: NatsLanes(server.servers(), slots=len(names)))
-        async with staged(tmp_path, agent, pace=SLOW) as stage:
+        async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
             await soon(first)
             await stage.say("hi", session("fresh"), idempotency_key="fresh")
-            assert (await stage.ended("fresh")).reply == "hello"
+            assert (await stage.wait_for_end("fresh")).reply == "hello"
             free.set()
             for name in names:
-                assert (await stage.ended(name)).state == "ok"
+                assert (await stage.wait_for_end(name)).state == "ok"

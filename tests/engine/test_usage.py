@@ -9,21 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon.clock import ManualClock
-from antiphon.engine import retention
-from antiphon.engine.engine import Pace
-from antiphon.engine.retention import Keep
-from antiphon.engine.toolbox import Call, Result
-from antiphon.messages import Assistant, Cost, ToolResult, Usage
+from antiphon.engine.engine import EngineTimings
+from antiphon.engine.sessions import retention
+from antiphon.engine.sessions.retention import RetentionPolicy
+from antiphon.engine.toolbox import ToolOutput, ToolRequest
+from antiphon.messages import AssistantMessage, Cost, TokenUsage, ToolResult
 from antiphon.runtimes import Prompt
 from antiphon.views import UsageLine
-from stage import MAIN, OPERATOR, calls, staged, text, tool
+from support.app_fixture import MAIN, OPERATOR, calls, open_app_fixture, text, tool
 
 CHILD, GRANDCHILD, STRANGER = (f"agent:main:direct:{name}" for name in ("child", "grandchild", "stranger"))
 
 
-def used(number: int, cost: float | None) -> Usage:
+def used(number: int, cost: float | None) -> TokenUsage:
     """Four numbers that cannot be mistaken for each other."""
-    return Usage(
+    return TokenUsage(
         input=number,
         output=10 * number,
         cache_read=100 * number,
@@ -37,23 +37,23 @@ class Spender:
     """Makes one tool call, so every run is two model calls; remembers what each has cost."""
 
     def __init__(self, costs: list[float | None] | None = None) -> None:
-        self.spent: dict[str, list[Usage]] = {}
+        self.spent: dict[str, list[TokenUsage]] = {}
         self._costs = costs
 
-    async def __call__(self, prompt: Prompt) -> Assistant:
+    async def __call__(self, prompt: Prompt) -> AssistantMessage:
         number = sum(map(len, self.spent.values())) + 1
         usage = used(number, self._costs[number % len(self._costs)] if self._costs else None)
         self.spent.setdefault(prompt.session_key, []).append(usage)
         model = f"m{number % 2}"
         answer = text("ok") if isinstance(prompt.messages[-1], ToolResult) else calls("work")
-        return Assistant(content=answer.content, timestamp=1, usage=usage, provider="p", model=model)
+        return AssistantMessage(content=answer.content, timestamp=1, usage=usage, provider="p", model=model)
 
 
-async def work(call: Call) -> Result:
-    return Result(text="done")
+async def work(call: ToolRequest) -> ToolOutput:
+    return ToolOutput(text="done")
 
 
-def sums(usages: list[Usage]) -> tuple[int, int, int, int, int]:
+def sums(usages: list[TokenUsage]) -> tuple[int, int, int, int, int]:
     return (
         len(usages),
         sum(usage.input for usage in usages),
@@ -77,7 +77,7 @@ def totals(lines: list[UsageLine]) -> tuple[int, int, int, int, int]:
 @pytest.mark.requirement("G28")
 async def test_the_ledger_adds_up_by_run_session_and_tree(tmp_path: Path) -> None:
     spender = Spender(costs=[0.25, 0.5])
-    async with staged(tmp_path, spender, tools=[tool("work", work)]) as stage:
+    async with open_app_fixture(tmp_path, spender, tools=[tool("work", work)]) as stage:
         await stage.create(MAIN)
         await stage.create(CHILD, MAIN)
         await stage.create(GRANDCHILD, CHILD)
@@ -88,16 +88,16 @@ async def test_the_ledger_adds_up_by_run_session_and_tree(tmp_path: Path) -> Non
             assert (view.usage.input, view.usage.output) == sums(mine)[1:3]
             assert view.usage.cost == pytest.approx(0.75)
             # The same from the row as from the event that told of the end.
-            assert (await stage.operations.run(OPERATOR, view.run_id)).usage == view.usage
+            assert (await stage.operations.get_run(OPERATOR, view.run_id)).usage == view.usage
         for key, usages in spender.spent.items():
-            assert totals(await stage.operations.usage(OPERATOR, key)) == sums(usages)
+            assert totals(await stage.operations.get_usage(OPERATOR, key)) == sums(usages)
             row = await stage.operations.describe(OPERATOR, key)
             # What was used in all, and what the last call looked at, are different numbers.
             assert row.total_tokens == sum(usage.total_tokens for usage in usages)
             last = usages[-1]
             assert row.used_tokens == last.input + last.cache_read + last.cache_write + last.output
         tree = [usage for key in (MAIN, CHILD, GRANDCHILD) for usage in spender.spent[key]]
-        lines = await stage.operations.usage(OPERATOR, MAIN, tree=True)
+        lines = await stage.operations.get_usage(OPERATOR, MAIN, tree=True)
         assert totals(lines) == sums(tree)
         assert {line.model for line in lines} == {"m0", "m1"}
         assert sum(line.cost or 0 for line in lines) == pytest.approx(0.375 * len(tree))
@@ -107,10 +107,10 @@ async def test_the_ledger_adds_up_by_run_session_and_tree(tmp_path: Path) -> Non
 @pytest.mark.requirement("G28")
 async def test_an_unknown_price_makes_the_sum_unknown_not_smaller(tmp_path: Path) -> None:
     spender = Spender(costs=[0.25, None])  # every run has one call of each kind
-    async with staged(tmp_path, spender, tools=[tool("work", work)]) as stage:
+    async with open_app_fixture(tmp_path, spender, tools=[tool("work", work)]) as stage:
         view = await stage.ask("go")
         assert view.usage is not None and view.usage.cost is None
-        lines = {line.model: line.cost for line in await stage.operations.usage(OPERATOR, MAIN)}
+        lines = {line.model: line.cost for line in await stage.operations.get_usage(OPERATOR, MAIN)}
         assert sorted(lines.values(), key=str) == [0.25, None]
         assert stage.rows("SELECT count(*) n FROM usage WHERE cost = 0") == [{"n": 0}]
 
@@ -118,7 +118,7 @@ async def test_an_unknown_price_makes_the_sum_unknown_not_smaller(tmp_path: Path
 @pytest.mark.anyio
 @pytest.mark.requirement("G28")
 async def test_what_costs_nothing_is_nothing_and_not_unknown(tmp_path: Path) -> None:
-    async with staged(tmp_path, Spender(costs=[0.0]), tools=[tool("work", work)]) as stage:
+    async with open_app_fixture(tmp_path, Spender(costs=[0.0]), tools=[tool("work", work)]) as stage:
         view = await stage.ask("go")
         assert view.usage is not None and view.usage.cost == 0.0
 
@@ -128,8 +128,10 @@ async def test_what_costs_nothing_is_nothing_and_not_unknown(tmp_path: Path) -> 
 async def test_the_ledger_outlives_its_session(tmp_path: Path) -> None:
     clock = ManualClock()
     spender = Spender()
-    pace = Pace(lease=10**7, sweep=3600, retention=3600)
-    async with staged(tmp_path, spender, tools=[tool("work", work)], clock=clock, pace=pace) as stage:
+    pace = EngineTimings(lease=10**7, sweep=3600, retention=3600)
+    async with open_app_fixture(
+        tmp_path, spender, tools=[tool("work", work)], clock=clock, pace=pace
+    ) as stage:
         await stage.create(MAIN)
         await stage.create(CHILD, MAIN)
         await stage.ask("go", CHILD)
@@ -140,11 +142,11 @@ async def test_the_ledger_outlives_its_session(tmp_path: Path) -> None:
         for _ in range(2):
             clock.advance(days=10)
             await stage.ask("alive")
-            keep = Keep(archive_after_days=5, delete_archived_after_days=5)
-            await retention.sweep(stage.store, keep, clock.now())
+            keep = RetentionPolicy(archive_after_days=5, delete_archived_after_days=5)
+            await retention.apply_retention(stage.store, keep, clock.now())
         assert stage.rows("SELECT 1 FROM sessions WHERE key = ?", CHILD) == []
         assert stage.rows("SELECT * FROM usage WHERE session_key = ? ORDER BY id", CHILD) == before
-        tree = await stage.operations.usage(OPERATOR, MAIN, tree=True)
+        tree = await stage.operations.get_usage(OPERATOR, MAIN, tree=True)
         assert totals(tree) == sums([usage for usages in spender.spent.values() for usage in usages])
 
 
@@ -158,10 +160,10 @@ def test_the_sum_of_the_ledger_is_the_sum_of_the_calls(
 
     async def run(path: Path) -> None:
         spender = Spender(costs)
-        async with staged(path, spender, tools=[tool("work", work)]) as stage:
+        async with open_app_fixture(path, spender, tools=[tool("work", work)]) as stage:
             for _ in range(turns):
                 await stage.ask("go")
-            lines = await stage.operations.usage(OPERATOR, MAIN)
+            lines = await stage.operations.get_usage(OPERATOR, MAIN)
             assert totals(lines) == sums(spender.spent[MAIN])
             for line in lines:
                 mine = [u for at, u in enumerate(spender.spent[MAIN], 1) if f"m{at % 2}" == line.model]

@@ -6,19 +6,20 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
-from sockets import Gate, opened
-from website import Site, served
+
+from support.gateway_http import HttpGatewayFixture, served
+from support.gateway_ws import GatewayFixture, opened
 
 
 @pytest.fixture
-async def site(tmp_path: Path, anyio_backend: str) -> AsyncGenerator[Site]:
+async def site(tmp_path: Path, anyio_backend: str) -> AsyncGenerator[HttpGatewayFixture]:
     """Every HTTP door open, and one agent that says what it heard."""
     async with served(tmp_path) as opened:
         yield opened
 
 
 @pytest.fixture
-async def gate(tmp_path: Path, anyio_backend: str) -> AsyncGenerator[Gate]:
+async def gate(tmp_path: Path, anyio_backend: str) -> AsyncGenerator[GatewayFixture]:
     """A whole gateway, WebSocket and HTTP, with one agent that says what it heard."""
     async with opened(tmp_path) as gate:
         yield gate

@@ -11,18 +11,19 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from attacks import (
+
+from support.gateway_attacks import (
     BOUND,
     CONTINUATION,
     MIB,
     PING,
     TEXT_UNFINISHED,
-    Victim,
-    Witness,
+    AttackedGateway,
+    HealthProbe,
     frame,
-    pour,
     reset,
-    victim,
+    send_until_refused,
+    start_attacked_gateway,
 )
 
 pytestmark = [pytest.mark.sqlite_only, pytest.mark.requirement("W1", "SEC14")]
@@ -33,9 +34,9 @@ GROWTH = 96 * MIB  # of the process; it was gigabytes
 
 
 @pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Generator[Victim]:
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Generator[AttackedGateway]:
     """One for all of them: it has to outlive every attack."""
-    with victim(tmp_path_factory.mktemp("attacked")) as running:
+    with start_attacked_gateway(tmp_path_factory.mktemp("attacked")) as running:
         yield running
 
 
@@ -49,25 +50,25 @@ def unfinished(size: int) -> Generator[bytes]:
         left -= piece
 
 
-def test_unfinished_first_frames_are_cut_short_and_leave_nothing_behind(gateway: Victim) -> None:
+def test_unfinished_first_frames_are_cut_short_and_leave_nothing_behind(gateway: AttackedGateway) -> None:
     before = gateway.resident_bytes
     most_taken = 0
-    with Witness(gateway) as witness:
+    with HealthProbe(gateway) as witness:
         for _ in range(10):
             with ExitStack() as stack:
                 for peer in gateway.silent(60, stack):
-                    most_taken = max(most_taken, pour(peer, unfinished(8 * MIB)))
+                    most_taken = max(most_taken, send_until_refused(peer, unfinished(8 * MIB)))
                     reset(peer)
     assert witness.highest_resident_bytes - before < GROWTH
     assert witness.slowest < LATENCY
     assert most_taken < 8 * MIB - 1, "a stranger's frame of 8 MiB was read"
 
 
-def test_a_stranger_cannot_fill_a_message_by_fragments(gateway: Victim) -> None:
+def test_a_stranger_cannot_fill_a_message_by_fragments(gateway: AttackedGateway) -> None:
     with gateway.raw() as peer:
         piece = frame(CONTINUATION, 16 * 1024) + bytes(16 * 1024)
         pieces = itertools.chain([frame(TEXT_UNFINISHED, 1) + b" "], itertools.repeat(piece, 512))
-        assert pour(peer, pieces) < 8 * MIB
+        assert send_until_refused(peer, pieces) < 8 * MIB
         assert ended(peer)
 
 
@@ -76,35 +77,35 @@ def test_a_stranger_cannot_fill_a_message_by_fragments(gateway: Victim) -> None:
     [(frame(TEXT_UNFINISHED, 1) + b" ", frame(CONTINUATION, 0)), (b"", frame(PING, 0))],
     ids=["empty continuations", "pings"],
 )
-def test_a_flood_of_empty_frames_delays_nobody(gateway: Victim, first: bytes, flood: bytes) -> None:
+def test_a_flood_of_empty_frames_delays_nobody(gateway: AttackedGateway, first: bytes, flood: bytes) -> None:
     """At 0.5 MiB/s, as one small connection can."""
     burst = flood * (64 * 1024 // len(flood))
-    with Witness(gateway) as witness, gateway.raw() as peer:
+    with HealthProbe(gateway) as witness, gateway.raw() as peer:
         peer.sendall(first)
         begun = time.monotonic()
         for number in itertools.count(1):
-            if pour(peer, [burst]) < len(burst) or time.monotonic() - begun > SECONDS:
+            if send_until_refused(peer, [burst]) < len(burst) or time.monotonic() - begun > SECONDS:
                 break
             select.select([], [], [], max(0.0, begun + number / 8 - time.monotonic()))
         assert ended(peer), "who sends nothing but empty frames is hung up on"
     assert witness.slowest < LATENCY
 
 
-def test_pongs_do_not_pile_up_for_a_peer_that_never_reads(gateway: Victim) -> None:
+def test_pongs_do_not_pile_up_for_a_peer_that_never_reads(gateway: AttackedGateway) -> None:
     before = gateway.resident_bytes
     flood = (frame(PING, 125) + bytes(125)) * 500
-    with Witness(gateway) as witness, ExitStack() as stack:
+    with HealthProbe(gateway) as witness, ExitStack() as stack:
         peers = [stack.enter_context(gateway.raw(reads=False)) for _ in range(4)]
         until = time.monotonic() + SECONDS
         while peers and time.monotonic() < until:
-            peers = [peer for peer in peers if pour(peer, [flood]) == len(flood)]
+            peers = [peer for peer in peers if send_until_refused(peer, [flood]) == len(flood)]
         assert not peers, "who pings without end is hung up on"
     assert witness.highest_resident_bytes - before < GROWTH
     assert witness.slowest < LATENCY
 
 
 @pytest.mark.parametrize("count", [64, 200])
-def test_silent_sockets_lock_nobody_out(gateway: Victim, count: int) -> None:
+def test_silent_sockets_lock_nobody_out(gateway: AttackedGateway, count: int) -> None:
     with ExitStack() as stack:
         peers = gateway.silent(count, stack)
         for _ in range(3):
@@ -115,7 +116,7 @@ def test_silent_sockets_lock_nobody_out(gateway: Victim, count: int) -> None:
 
 
 def test_connections_that_never_send_a_head_lock_nobody_out(tmp_path: Path) -> None:
-    with victim(tmp_path, files=256) as gateway, ExitStack() as stack:
+    with start_attacked_gateway(tmp_path, files=256) as gateway, ExitStack() as stack:
         address = ("127.0.0.1", gateway.port)
         peers = [stack.enter_context(socket.create_connection(address, BOUND)) for _ in range(400)]
         for _ in range(3):

@@ -8,59 +8,59 @@ import pytest
 
 from antiphon.clock import ManualClock
 from antiphon.errors import Forbidden, TooManyFailures, Unauthorized
-from antiphon.gateway.auth import FAILURES, Guard, Mode
-from antiphon.gateway.tokens import Tokens, configured
+from antiphon.gateway.auth import MAX_FAILURES_PER_ADDRESS, AuthGuard, AuthMode
+from antiphon.gateway.tokens import TokenRegistry, build_owner_record
 
 pytestmark = pytest.mark.requirement("W7", "SEC9")
 HERE = "127.0.0.1"
 LONG = "0123456789abcdef0123456789abcdef"
 
 
-def guarded(path: Path, mode: Mode = "token", secret: str = LONG) -> Guard:
-    return Guard(
+def guarded(path: Path, mode: AuthMode = "token", secret: str = LONG) -> AuthGuard:
+    return AuthGuard(
         mode=mode,
-        tokens=Tokens.open(path),
-        owner=configured(secret),
+        tokens=TokenRegistry.open(path),
+        owner=build_owner_record(secret),
         password=secret,
         origins=[],
         clock=ManualClock(),
     )
 
 
-def fail(guard: Guard) -> None:
-    for _ in range(FAILURES):
+def fail(guard: AuthGuard) -> None:
+    for _ in range(MAX_FAILURES_PER_ADDRESS):
         with pytest.raises(Unauthorized):
-            guard.admit(HERE, None, token="wrong")
+            guard.authenticate(HERE, None, token="wrong")
 
 
 def test_only_a_long_token_is_let_in_after_too_many_failures(tmp_path: Path) -> None:
     guard = guarded(tmp_path)
     fail(guard)
-    assert guard.admit(HERE, None, token=LONG).name == "owner"
-    assert guard.admit(HERE, None, token="wrong", password=LONG).name == "owner"
+    assert guard.authenticate(HERE, None, token=LONG).name == "owner"
+    assert guard.authenticate(HERE, None, token="wrong", password=LONG).name == "owner"
     with pytest.raises(Forbidden):
-        guard.admit(HERE, "http://evil.example", token=LONG)
+        guard.authenticate(HERE, "http://evil.example", token=LONG)
     for token, origin in ((LONG[:-1] + "x", None), ("wrong", "http://evil.example"), (None, None)):
         with pytest.raises(TooManyFailures):
-            guard.admit(HERE, origin, token=token)
-    assert guard.refused == FAILURES  # those were not even looked at
+            guard.authenticate(HERE, origin, token=token)
+    assert guard.refused_count == MAX_FAILURES_PER_ADDRESS  # those were not even looked at
 
 
 @pytest.mark.parametrize(("mode", "secret"), [("password", LONG), ("token", LONG[:-1])])
-def test_what_can_be_guessed_has_to_wait(tmp_path: Path, mode: Mode, secret: str) -> None:
+def test_what_can_be_guessed_has_to_wait(tmp_path: Path, mode: AuthMode, secret: str) -> None:
     guard = guarded(tmp_path, mode, secret)
     fail(guard)
     with pytest.raises(TooManyFailures):
-        guard.admit(HERE, None, token=secret)
+        guard.authenticate(HERE, None, token=secret)
 
 
 def test_the_secret_of_another_door_is_counted_apart(tmp_path: Path) -> None:
     guard = guarded(tmp_path, "password")
-    for _ in range(FAILURES):
+    for _ in range(MAX_FAILURES_PER_ADDRESS):
         with pytest.raises(Unauthorized):
-            guard.expect(HERE, None, "wrong", "short", "hook token")
+            guard.check_endpoint_secret(HERE, None, "wrong", "short", "hook token")
     for given in ("wrong", "short"):
         with pytest.raises(TooManyFailures):
-            guard.expect(HERE, None, given, "short", "hook token")
-    guard.expect(HERE, None, LONG, LONG, "hook token")
-    assert guard.admit(HERE, None, password=LONG)
+            guard.check_endpoint_secret(HERE, None, given, "short", "hook token")
+    guard.check_endpoint_secret(HERE, None, LONG, LONG, "hook token")
+    assert guard.authenticate(HERE, None, password=LONG)

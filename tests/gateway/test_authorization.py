@@ -9,18 +9,18 @@ from typing import Any
 
 import httpx2
 import pytest
-from sockets import ADMIN, READ, WRITE, Answer, Client, Gate, connect_params, opened
 from starlette.routing import Route
-from website import EVERYTHING, HOOK_TOKEN
 
-from antiphon.engine.toolbox import Call, Result
+from antiphon.engine.toolbox import ToolOutput, ToolRequest
 from antiphon.errors import AntiphonError
-from antiphon.gateway import openapi
-from antiphon.gateway.methods import METHODS
-from antiphon.gateway.web import Web
-from antiphon.operations import HistoryFilter, ListFilter, Operations, Spawn
-from antiphon.schedules import JobSpec, read_as
-from stage import BOUND, MAIN, OPERATOR, dump, raw, tool, until
+from antiphon.gateway.http import openapi
+from antiphon.gateway.http.routes import HttpRoutes
+from antiphon.gateway.methods import METHODS_BY_NAME
+from antiphon.job_operations import JobSpec, parse_job_input
+from antiphon.operations import HistoryFilter, ListFilter, Operations, SpawnRequest
+from support.app_fixture import BOUND, MAIN, OPERATOR, dump, raw, tool, until
+from support.gateway_http import EVERYTHING, HOOK_TOKEN
+from support.gateway_ws import ADMIN, READ, WRITE, Answer, Client, GatewayFixture, connect_params, opened
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("V3", "W7", "SEC4")]
 
@@ -136,7 +136,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 def test_every_method_is_in_the_table_with_the_scope_it_has() -> None:
     assert {name: scope for name, (scope, _) in TABLE.items()} == {
-        name: method.scope for name, method in METHODS.items()
+        name: method.scope for name, method in METHODS_BY_NAME.items()
     }
 
 
@@ -144,19 +144,19 @@ def test_every_parameter_set_of_the_table_would_be_accepted() -> None:
     for name, (_, params) in TABLE.items():
         import msgspec
 
-        METHODS[name].decoder.decode(msgspec.json.encode(params))
+        METHODS_BY_NAME[name].decoder.decode(msgspec.json.encode(params))
 
 
-async def test_every_route_is_in_the_table(gate: Gate) -> None:
+async def test_every_route_is_in_the_table(gate: GatewayFixture) -> None:
     found: set[tuple[str, str]] = set()
-    for route in Web(gate.served.gateway).routes:
+    for route in HttpRoutes(gate.served.gateway).routes:
         assert isinstance(route, Route)
         methods: dict[str, Any] = route.endpoint._endpoints  # pyright: ignore
         found |= {(method, route.path) for method in methods if method != "HEAD"}
     assert found == set(ROUTES)
     documented = {
         (method.upper(), path)
-        for path, operations in openapi.document()["paths"].items()
+        for path, operations in openapi.build_document()["paths"].items()
         for method in operations
     }
     plain = {(method, path.replace("{key:path}", "{key}")) for method, path in ROUTES}
@@ -167,38 +167,38 @@ async def test_every_route_is_in_the_table(gate: Gate) -> None:
 # --- the stage: a gateway with something in it that could be changed ---
 
 
-async def _peek(operations: Operations, call: Call) -> Result:
+async def _peek(operations: Operations, call: ToolRequest) -> ToolOutput:
     """Reads a session and lists sessions as the session that calls."""
     try:
-        page = await operations.history(call.caller, call.arguments["key"], HistoryFilter())
+        page = await operations.read_history(call.caller, call.arguments["key"], HistoryFilter())
         listed = await operations.list(call.caller, ListFilter())
     except AntiphonError as error:
-        return Result(text=str(error), is_error=True)
+        return ToolOutput(text=str(error), is_error=True)
     keys = [view.key for view in listed.sessions]
-    return Result(text=f"{page.total}", details={"listed": keys})
+    return ToolOutput(text=f"{page.total}", details={"listed": keys})
 
 
 @asynccontextmanager
-async def _stage(path: Path, mode: str) -> AsyncGenerator[Gate]:
+async def _stage(path: Path, mode: str) -> AsyncGenerator[GatewayFixture]:
     settings = {**EVERYTHING, "gateway": {**EVERYTHING["gateway"], "auth": MODES[mode]}}
     async with opened(
         path,
         settings=settings,
         tools=lambda operations: [tool("peek", lambda call: _peek(operations, call), acts=False)],
     ) as gate:
-        from antiphon.operations import Message
+        from antiphon.operations import IncomingMessage
 
-        message = Message(session=MAIN, content="before", idempotency_key="first")
+        message = IncomingMessage(session=MAIN, content="before", idempotency_key="first")
         await gate.operations.submit(OPERATOR, message)
-        assert (await gate.operations.wait(OPERATOR, "first", BOUND)).ended
+        assert (await gate.operations.wait(OPERATOR, "first", BOUND)).has_ended
         await gate.operations.open(OPERATOR, SPARE)
         await _leave_something_undelivered(gate)
-        await gate.house.schedules.add(OPERATOR, read_as(JobSpec, JOB))
+        await gate.house.schedules.add(OPERATOR, parse_job_input(JobSpec, JOB))
         await until(lambda: _is_quiet(gate))
         yield gate
 
 
-async def _is_quiet(gate: Gate) -> bool:
+async def _is_quiet(gate: GatewayFixture) -> bool:
     """Whether everything that was begun has come to its end, so that only requests change rows from here on."""
     (left,) = raw(
         gate.database,
@@ -210,18 +210,18 @@ async def _is_quiet(gate: Gate) -> bool:
     return left["n"] == 0
 
 
-async def _leave_something_undelivered(gate: Gate) -> None:
+async def _leave_something_undelivered(gate: GatewayFixture) -> None:
     """A report for a chat of a channel that is not there."""
-    wanted = Spawn(task="x", idempotency_key="dead")
+    wanted = SpawnRequest(task="x", idempotency_key="dead")
     await gate.operations.spawn(OPERATOR, wanted, requester="agent:main:telegram:group:7")
 
     async def given_up() -> bool:
-        return "dead" in (await gate.operations.deliveries(OPERATOR)).standing
+        return "dead" in (await gate.operations.list_deliveries(OPERATOR)).standing
 
     await until(given_up)
 
 
-def _changed(gate: Gate, before: dict[str, list[tuple[Any, ...]]]) -> list[str]:
+def _changed(gate: GatewayFixture, before: dict[str, list[tuple[Any, ...]]]) -> list[str]:
     """The tables that are not as they were; the index of words is brought up to date whenever there is time."""
     now = dump(gate.database)
     return [name for name in now if now[name] != before.get(name) and not name.startswith(INDEX)]
@@ -232,9 +232,9 @@ def _lacks(answer: Answer, scope: str) -> bool:
 
 
 @asynccontextmanager
-async def _entered(gate: Gate, mode: str, scope: str | None) -> AsyncGenerator[Client]:
+async def _entered(gate: GatewayFixture, mode: str, scope: str | None) -> AsyncGenerator[Client]:
     """A client with that scope: from its token's record where there are tokens, else from what it asks for."""
-    async with gate.stranger() as client:
+    async with gate.connect_unauthenticated() as client:
         asked = [] if scope is None else [scope]
         auth = {"token": gate.owner} if mode == "token" else {"password": "open sesame"}
         params = connect_params(auth=auth if mode != "none" else {}, scopes=asked)
@@ -244,7 +244,7 @@ async def _entered(gate: Gate, mode: str, scope: str | None) -> AsyncGenerator[C
         yield client
 
 
-async def _arguments(gate: Gate, name: str) -> dict[str, Any]:
+async def _arguments(gate: GatewayFixture, name: str) -> dict[str, Any]:
     params = dict(TABLE[name][1])
     if params.get("id") == "job":
         params["id"] = (await gate.house.schedules.list(OPERATOR, include_disabled=True))[0].id
@@ -309,7 +309,7 @@ async def test_without_a_scope_what_exists_and_what_does_not_look_alike(tmp_path
 # --- HTTP ---
 
 
-def _headers(gate: Gate, mode: str, scope: str | None) -> dict[str, str]:
+def _headers(gate: GatewayFixture, mode: str, scope: str | None) -> dict[str, str]:
     if mode == "none":
         return {}
     secret = "open sesame" if mode == "password" else gate.issue(scope) if scope else "wrong"
@@ -382,7 +382,7 @@ async def test_the_token_of_hooks_opens_hooks_and_nothing_else(tmp_path: Path) -
         for route, (needed, _) in list(ROUTES.items())[::-1]:  # hooks first: wrong tokens are counted
             status = (await _request(http, route, {})).status_code
             assert status == (200 if needed in ("hook", "nobody") else 401), route
-        async with gate.stranger() as client:
+        async with gate.connect_unauthenticated() as client:
             answer = await client.ask("connect", connect_params(auth={"token": HOOK_TOKEN}))
             assert not answer.ok
 

@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
-from sockets import Gate
 
-from antiphon.gateway import connection, frames, line
-from antiphon.gateway.connection import Connection, Outboxes
-from stage import BOUND, soon, until
+from antiphon.gateway.ws import connection, fast_send, frames
+from antiphon.gateway.ws.connection import SendQueueTotal, WebSocketConnection
+from support.app_fixture import BOUND, soon, until
+from support.gateway_ws import GatewayFixture
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W3")]
 
@@ -20,41 +20,41 @@ SLOW = (1008, "slow consumer")
 async def ignore(message: dict[str, Any]) -> None: ...
 
 
-def unread(together: Outboxes) -> Connection:
+def unread(together: SendQueueTotal) -> WebSocketConnection:
     """Of a client that reads nothing: nobody empties its outbox."""
-    return Connection("1", ignore, 0, together)
+    return WebSocketConnection("1", ignore, 0, together)
 
 
 async def test_an_outbox_is_bounded_in_bytes_whatever_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "MAX_BUFFERED", 3000)
-    one = unread(Outboxes())
-    one.put("\N{GRINNING FACE}" * 800)
+    monkeypatch.setattr(frames, "MAX_BUFFERED_BYTES", 3000)
+    one = unread(SendQueueTotal())
+    one.enqueue("\N{GRINNING FACE}" * 800)
     assert one.closing is None
-    one.put("one more")
+    one.enqueue("one more")
     assert one.closing == SLOW
 
 
 async def test_beyond_what_may_wait_for_all_only_who_has_much_waiting_goes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connection, "MOST_TOGETHER", 10_000)
-    monkeypatch.setattr(connection, "LITTLE", 1000)
-    together = Outboxes()
+    monkeypatch.setattr(connection, "MAX_TOTAL_SEND_QUEUE_BYTES", 10_000)
+    monkeypatch.setattr(connection, "SMALL_SEND_QUEUE_BYTES", 1000)
+    together = SendQueueTotal()
     quick, slow, slower = (unread(together) for _ in range(3))
-    quick.put("x" * 500)
-    slow.put("x" * 4000)
-    slower.put("x" * 9000)
-    quick.put("and more")
+    quick.enqueue("x" * 500)
+    slow.enqueue("x" * 4000)
+    slower.enqueue("x" * 9000)
+    quick.enqueue("and more")
     assert quick.closing is None
-    slower.put("and more")
+    slower.enqueue("and more")
     assert slower.closing == SLOW
-    slow.put("and more")  # there is room again at once
+    slow.enqueue("and more")  # there is room again at once
     assert slow.closing is None
-    assert 4500 < together.waiting < 5000
+    assert 4500 < together.waiting_bytes < 5000
 
 
 async def test_what_was_sent_or_given_up_does_not_wait_any_more() -> None:
-    together = Outboxes()
+    together = SendQueueTotal()
     sending = asyncio.Event()
 
     async def stuck(message: dict[str, Any]) -> None:
@@ -62,26 +62,26 @@ async def test_what_was_sent_or_given_up_does_not_wait_any_more() -> None:
         await asyncio.Event().wait()
 
     for send in (ignore, stuck):
-        one = Connection("1", send, 0, together)
-        writer = asyncio.create_task(one.write())
+        one = WebSocketConnection("1", send, 0, together)
+        writer = asyncio.create_task(one.run_writer())
         for text in ("plain", "\N{GRINNING FACE}" * 100):
-            one.put(text)
-        assert together.waiting > 400
+            one.enqueue(text)
+        assert together.waiting_bytes > 400
         if send is stuck:
             await soon(sending)
             writer.cancel()
         one.close(1000, "")
         await asyncio.wait({writer}, timeout=BOUND)
-        await one.end()
+        await one.release_resources()
         assert writer.done()
-        assert together.waiting == 0
+        assert together.waiting_bytes == 0
 
 
-async def test_a_client_that_is_gone_leaves_nothing_behind(gate: Gate) -> None:
-    before = connection.EVERYBODY.waiting
+async def test_a_client_that_is_gone_leaves_nothing_behind(gate: GatewayFixture) -> None:
+    before = connection.PROCESS_SEND_QUEUE_TOTAL.waiting_bytes
 
     async def gone() -> bool:
-        return not gate.served.hub.connections and connection.EVERYBODY.waiting == before
+        return not gate.served.hub.connections and connection.PROCESS_SEND_QUEUE_TOTAL.waiting_bytes == before
 
     async with gate.client() as client:
         await client.call("sessions.subscribe")
@@ -92,7 +92,9 @@ async def test_a_client_that_is_gone_leaves_nothing_behind(gate: Gate) -> None:
 @pytest.mark.parametrize(
     ("reason", "heard"), [("é" * 150, "é" * 60), ("x" + "é" * 150, "x" + "é" * 59), ("x" * 130, "x" * 120)]
 )
-async def test_a_long_reason_is_cut_to_what_a_close_frame_holds(gate: Gate, reason: str, heard: str) -> None:
+async def test_a_long_reason_is_cut_to_what_a_close_frame_holds(
+    gate: GatewayFixture, reason: str, heard: str
+) -> None:
     async with gate.client() as client:
         (one,) = gate.served.hub.connections
         one.close(1008, reason)
@@ -114,34 +116,34 @@ async def test_an_event_goes_out_at_once_and_passes_nothing_that_waits() -> None
     async def send(message: dict[str, Any]) -> None:
         told.append(message["text"])
 
-    one = Connection("1", send, 0, Outboxes(), at_once)
-    first, *others = (frames.event("e", n) for n in range(4))
-    one.event(first)
-    assert told == [frames.numbered(first, 1)]
+    one = WebSocketConnection("1", send, 0, SendQueueTotal(), at_once)
+    first, *others = (frames.encode_event("e", n) for n in range(4))
+    one.send_event(first)
+    assert told == [frames.finish_numbered_event(first, 1)]
     taking = False
-    one.event(others[0])
+    one.send_event(others[0])
     taking = True
-    one.event(others[1])
+    one.send_event(others[1])
     assert len(told) == 1
-    writer = asyncio.create_task(one.write())
+    writer = asyncio.create_task(one.run_writer())
     await asyncio.sleep(0)
-    one.event(others[2])
-    assert told == [frames.numbered(frames.event("e", n), n + 1) for n in range(4)]
+    one.send_event(others[2])
+    assert told == [frames.finish_numbered_event(frames.encode_event("e", n), n + 1) for n in range(4)]
     one.close(1000, "")
-    one.event("nobody hears this")
+    one.send_event("nobody hears this")
     await asyncio.wait_for(writer, BOUND)
     assert len(told) == 4
 
 
-async def test_events_of_any_size_come_whole_and_in_order(gate: Gate) -> None:
+async def test_events_of_any_size_come_whole_and_in_order(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         await client.settled()
         (one,) = gate.served.hub.connections
-        around = len(frames.numbered(frames.event("sized", {"x": ""}), 1))
+        around = len(frames.finish_numbered_event(frames.encode_event("sized", {"x": ""}), 1))
         sizes = [edge - around + more for edge in (126, 2**16) for more in range(-4, 4)]
         for size in sizes:
-            one.event(frames.event("sized", {"x": "x" * size}))
-        one.event(frames.event("sized", {"x": "\N{GRINNING FACE}" * 100}))
+            one.send_event(frames.encode_event("sized", {"x": "x" * size}))
+        one.send_event(frames.encode_event("sized", {"x": "\N{GRINNING FACE}" * 100}))
         await client.settled()
         heard = [event["payload"]["x"] for event in client.events if event["event"] == "sized"]
         assert [len(text) for text in heard] == [*sizes, 100]
@@ -149,14 +151,14 @@ async def test_events_of_any_size_come_whole_and_in_order(gate: Gate) -> None:
         assert numbers == list(range(1, len(numbers) + 1))
 
 
-async def test_a_client_that_lags_gets_everything_later_and_in_order(gate: Gate) -> None:
+async def test_a_client_that_lags_gets_everything_later_and_in_order(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         await client.settled()
         (one,) = gate.served.hub.connections
-        text = frames.event("sized", {"x": "x" * 100_000})
+        text = frames.encode_event("sized", {"x": "x" * 100_000})
         for _ in range(200):  # more than sockets hold: the rest waits in the outbox
-            one.event(text)
-        assert connection.EVERYBODY.waiting > 1_000_000
+            one.send_event(text)
+        assert connection.PROCESS_SEND_QUEUE_TOTAL.waiting_bytes > 1_000_000
         await client.settled()
         assert len([event for event in client.events if event["event"] == "sized"]) == 200
         numbers = [event["seq"] for event in client.events if "seq" in event]
@@ -164,5 +166,5 @@ async def test_a_client_that_lags_gets_everything_later_and_in_order(gate: Gate)
 
 
 async def test_where_the_server_offers_no_such_thing_the_outbox_takes_all() -> None:
-    assert not line.at_once({"extensions": {"websocket.http.response": {}}})("text")
-    assert not line.at_once({})("text")
+    assert not fast_send.find_send_now({"extensions": {"websocket.http.response": {}}})("text")
+    assert not fast_send.find_send_now({})("text")

@@ -13,14 +13,14 @@ from urllib.parse import quote
 
 import httpx2
 import pytest
-from sockets import READ, WRITE, Client, Gate, opened
-from website import EVERYTHING, HOOK_TOKEN, echo
 
 from antiphon.access import Caller
 from antiphon.errors import AntiphonError
-from antiphon.operations import HistoryFilter, Message, Operations
+from antiphon.operations import HistoryFilter, IncomingMessage, Operations
 from antiphon.runtimes import Prompt
-from stage import BOUND, MAIN, OPERATOR, soon
+from support.app_fixture import BOUND, MAIN, OPERATOR, soon
+from support.gateway_http import EVERYTHING, HOOK_TOKEN, echo
+from support.gateway_ws import READ, WRITE, Client, GatewayFixture, opened
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("V3", "W2", "W5")]
 
@@ -78,13 +78,13 @@ class InProcess(Door):
         self._operations, self._caller = operations, caller
 
     async def say(self, session: str, text: str, key: str) -> str:
-        message = Message(session=session, content=text, idempotency_key=key)
+        message = IncomingMessage(session=session, content=text, idempotency_key=key)
         accepted = await self._done(self._operations.submit(self._caller, message))
         return (await self._done(self._operations.wait(self._caller, accepted.run_id, BOUND))).reply or ""
 
     async def history(self, session: str, limit: int = 50, cursor: str | None = None) -> Page:
         wanted = HistoryFilter(limit=limit, include_tools=True, before=int(cursor) if cursor else None)
-        page = await self._done(self._operations.history(self._caller, session, wanted))
+        page = await self._done(self._operations.read_history(self._caller, session, wanted))
         return Page(page.messages, page.next_cursor)
 
     async def stop(self, session: str) -> bool:
@@ -154,7 +154,7 @@ class Http(Door):
 class Hooks(Http):
     """Hooks only speak; what they said is read over HTTP."""
 
-    def __init__(self, http: httpx2.AsyncClient, gate: Gate) -> None:
+    def __init__(self, http: httpx2.AsyncClient, gate: GatewayFixture) -> None:
         super().__init__(http)
         self._gate = gate
 
@@ -165,28 +165,28 @@ class Hooks(Http):
         return (await self._gate.operations.wait(OPERATOR, run, BOUND)).reply or ""
 
 
-Enter = Callable[[Gate, str], AbstractAsyncContextManager[Door]]
+Enter = Callable[[GatewayFixture, str], AbstractAsyncContextManager[Door]]
 
 
 @asynccontextmanager
-async def _in_process(gate: Gate, scope: str) -> AsyncGenerator[Door]:
+async def _in_process(gate: GatewayFixture, scope: str) -> AsyncGenerator[Door]:
     yield InProcess(gate.operations, Caller.operator([scope]))
 
 
 @asynccontextmanager
-async def _websocket(gate: Gate, scope: str) -> AsyncGenerator[Door]:
+async def _websocket(gate: GatewayFixture, scope: str) -> AsyncGenerator[Door]:
     async with gate.client(gate.issue(scope)) as client:
         yield WebSocket(client)
 
 
 @asynccontextmanager
-async def _http(gate: Gate, scope: str) -> AsyncGenerator[Door]:
+async def _http(gate: GatewayFixture, scope: str) -> AsyncGenerator[Door]:
     async with gate.http(gate.issue(scope)) as http:
         yield Http(http)
 
 
 @asynccontextmanager
-async def _hooks(gate: Gate, scope: str) -> AsyncGenerator[Door]:
+async def _hooks(gate: GatewayFixture, scope: str) -> AsyncGenerator[Door]:
     async with gate.http(gate.issue(scope)) as http:
         yield Hooks(http, gate)
 
@@ -200,7 +200,7 @@ ENTRANCES: dict[str, Enter] = {
 
 
 @pytest.fixture
-async def house(tmp_path: Path, anyio_backend: str) -> AsyncGenerator[Gate]:
+async def house(tmp_path: Path, anyio_backend: str) -> AsyncGenerator[GatewayFixture]:
     async with opened(tmp_path, settings=SETTINGS) as gate:
         yield gate
 
@@ -212,15 +212,15 @@ def connect(request: pytest.FixtureRequest) -> Enter:
 
 
 @pytest.fixture
-async def door(house: Gate, connect: Enter) -> AsyncGenerator[Door]:
+async def door(house: GatewayFixture, connect: Enter) -> AsyncGenerator[Door]:
     async with connect(house, WRITE) as door:
         yield door
 
 
-async def test_what_is_said_is_answered_and_kept(door: Door, house: Gate, tmp_path: Path) -> None:
+async def test_what_is_said_is_answered_and_kept(door: Door, house: GatewayFixture, tmp_path: Path) -> None:
     assert await door.say(OTHER, "héllo 😀", "k1") == "heard héllo 😀"
     assert await door.texts(OTHER) == ["héllo 😀", "heard héllo 😀"]
-    page = await house.operations.history(OPERATOR, OTHER, HistoryFilter())
+    page = await house.operations.read_history(OPERATOR, OTHER, HistoryFilter())
     assert [item["seq"] for item in page.messages] == [1, 2]
     assert page.messages[0]["content"] == "héllo 😀"
 
@@ -236,7 +236,9 @@ async def test_the_same_key_is_said_once(door: Door) -> None:
     assert await door.texts(OTHER) == ["once", "heard once"]
 
 
-async def test_what_was_said_at_one_door_cannot_be_said_again_at_another(house: Gate, connect: Enter) -> None:
+async def test_what_was_said_at_one_door_cannot_be_said_again_at_another(
+    house: GatewayFixture, connect: Enter
+) -> None:
     async with _in_process(house, WRITE) as first, connect(house, WRITE) as second:
         await first.say(OTHER, "once", "k1")
         with pytest.raises(Refused) as refusal:
@@ -259,7 +261,7 @@ async def test_what_was_said_at_one_door_cannot_be_said_again_at_another(house: 
     ],
 )
 async def test_what_cannot_be_said_is_refused_alike_and_leaves_nothing(
-    door: Door, house: Gate, session: str, text: str, kind: str
+    door: Door, house: GatewayFixture, session: str, text: str, kind: str
 ) -> None:
     with pytest.raises(Refused) as refusal:
         await door.say(session, text, uuid.uuid4().hex)
@@ -267,7 +269,7 @@ async def test_what_cannot_be_said_is_refused_alike_and_leaves_nothing(
     assert refusal.value.message
     if kind == "send_blocked":
         assert refusal.value.message.startswith("send blocked by session policy")
-    page = await house.operations.summary(OPERATOR)
+    page = await house.operations.get_summary(OPERATOR)
     assert (page.queued, page.running) == (0, 0)
     for key in (OTHER, MAIN):
         with pytest.raises(Refused) as missing:
@@ -287,7 +289,7 @@ async def test_a_session_that_is_not_there_is_not_found_and_not_stopped(door: Do
 
 
 @pytest.mark.parametrize("connect", [name for name in ENTRANCES if name != "hooks"], indirect=True)
-async def test_who_may_only_read_reads_and_does_nothing_else(house: Gate, connect: Enter) -> None:
+async def test_who_may_only_read_reads_and_does_nothing_else(house: GatewayFixture, connect: Enter) -> None:
     async with _in_process(house, WRITE) as writer, connect(house, READ) as reader:
         await writer.say(OTHER, "hello", "k1")
         assert await reader.texts(OTHER) == ["hello", "heard hello"]
@@ -300,7 +302,7 @@ async def test_who_may_only_read_reads_and_does_nothing_else(house: Gate, connec
 
 
 @pytest.mark.requirement("H4")
-async def test_walking_back_gives_every_message_once(door: Door, house: Gate) -> None:
+async def test_walking_back_gives_every_message_once(door: Door, house: GatewayFixture) -> None:
     await house.operations.open(OPERATOR, OTHER)
     for number in range(11):
         await house.operations.inject(OPERATOR, OTHER, f"{number}")
@@ -324,9 +326,11 @@ async def test_stopping_stops_what_runs_and_says_whether_anything_did(tmp_path: 
         return await echo(prompt)
 
     async with opened(tmp_path, agent, settings=SETTINGS) as gate, connect(gate, WRITE) as door:
-        await gate.operations.submit(OPERATOR, Message(session=OTHER, content="x", idempotency_key="r1"))
+        await gate.operations.submit(
+            OPERATOR, IncomingMessage(session=OTHER, content="x", idempotency_key="r1")
+        )
         await soon(going)
         assert await door.stop(OTHER) is True
         view = await gate.operations.wait(OPERATOR, "r1", BOUND)
-        assert (view.ended, view.state) == (True, "cancelled")
+        assert (view.has_ended, view.state) == (True, "cancelled")
         assert await door.stop(OTHER) is False

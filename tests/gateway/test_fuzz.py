@@ -19,15 +19,16 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
-from sockets import Client, Gate, opened
 from test_authorization import SPARE, TABLE
-from website import EVERYTHING, HOOK_TOKEN
 from websockets.exceptions import ConnectionClosed
 
-from antiphon.gateway import frames, openapi
-from antiphon.gateway.handshake import ConnectParams
-from antiphon.gateway.methods import METHODS
-from stage import BOUND, MAIN
+from antiphon.gateway.http import openapi
+from antiphon.gateway.methods import METHODS_BY_NAME
+from antiphon.gateway.ws import frames
+from antiphon.gateway.ws.handshake import ConnectParams
+from support.app_fixture import BOUND, MAIN
+from support.gateway_http import EVERYTHING, HOOK_TOKEN
+from support.gateway_ws import Client, GatewayFixture, connect_params, opened
 
 pytestmark = [pytest.mark.requirement("W1")]
 
@@ -80,7 +81,7 @@ def filled(struct: type[msgspec.Struct], chance: random.Random) -> dict[str, Any
 
 def raw(chance: random.Random) -> str | bytes:
     """Frames that are hardly any."""
-    method, params = chance.choice(list(METHODS)), chance.choice(OTHERS)
+    method, params = chance.choice(sorted(METHODS_BY_NAME)), chance.choice(OTHERS)
     whole = json.dumps({"type": "req", "id": "1", "method": method, "params": params})
     return chance.choice(
         [
@@ -108,32 +109,36 @@ def faults(caplog: pytest.LogCaptureFixture) -> Generator[list[str]]:
 
 
 @pytest.mark.anyio
-async def test_parameters_of_any_kind_are_taken_or_refused_in_words(gate: Gate, faults: list[str]) -> None:
+async def test_parameters_of_any_kind_are_taken_or_refused_in_words(
+    gate: GatewayFixture, faults: list[str]
+) -> None:
     chance = random.Random(SEED)
     taken = 0
     async with gate.client() as client:
-        for number in range(PER_METHOD * len(METHODS)):
-            name = list(METHODS)[number % len(METHODS)]
-            params = json.dumps(filled(METHODS[name].params, chance))
+        for number in range(PER_METHOD * len(METHODS_BY_NAME)):
+            name = sorted(METHODS_BY_NAME)[number % len(METHODS_BY_NAME)]
+            params = json.dumps(filled(METHODS_BY_NAME[name].params, chance))
             await client.send(f'{{"type":"req","id":"{number}","method":"{name}","params":{params}}}')
             answer = await client.answer(str(number))
             assert FAULT not in str(answer.error), (name, params)
             taken += answer.ok
         assert (await client.call("health"))["ok"]
     assert (
-        200 < taken < (PER_METHOD - 4) * len(METHODS)
+        200 < taken < (PER_METHOD - 4) * len(METHODS_BY_NAME)
     )  # neither is everything refused nor is everything taken
     assert client.numbers == list(range(1, len(client.numbers) + 1))
 
 
 @pytest.mark.anyio
-async def test_numbers_beyond_all_bounds_are_taken_or_refused_in_words(gate: Gate, faults: list[str]) -> None:
+async def test_numbers_beyond_all_bounds_are_taken_or_refused_in_words(
+    gate: GatewayFixture, faults: list[str]
+) -> None:
     tried = 0
     async with gate.client() as client:
         await client.call("sessions.create", key=MAIN)
         await client.call("sessions.create", key=SPARE)
         for name, (_, params) in TABLE.items():
-            for field in msgspec.structs.fields(METHODS[name].params):
+            for field in msgspec.structs.fields(METHODS_BY_NAME[name].params):
                 for value in BEYOND if {int, float} & set(_kinds(field.type)) else ():
                     answer = await client.ask(name, {**params, field.encode_name: value})
                     assert FAULT not in str(answer.error), (name, field.encode_name, value)
@@ -150,7 +155,9 @@ def _kinds(kind: Any) -> list[Any]:
 
 
 @pytest.mark.anyio
-async def test_frames_of_any_kind_are_answered_or_end_the_connection(gate: Gate, faults: list[str]) -> None:
+async def test_frames_of_any_kind_are_answered_or_end_the_connection(
+    gate: GatewayFixture, faults: list[str]
+) -> None:
     chance = random.Random(SEED)
     codes: set[int] = set()
     for _ in range(RAW):
@@ -178,9 +185,9 @@ async def test_strangers_of_any_kind_are_let_in_or_turned_away(tmp_path: Path, f
     codes: set[int] = set()
     async with opened(tmp_path, settings={"gateway": {"auth": {"mode": "none"}}}) as gate:
         for number in range(RAW):
-            async with gate.stranger() as client:
+            async with gate.connect_unauthenticated() as client:
                 if number % 2:
-                    spoken = {"minProtocol": 1, "maxProtocol": 4} if chance.random() < 0.5 else {}
+                    spoken = connect_params() if number % 10 == 1 else {}
                     await client.start("connect", {**filled(ConnectParams, chance), **spoken})
                 else:
                     await client.send(raw(chance))
@@ -192,7 +199,9 @@ async def test_strangers_of_any_kind_are_let_in_or_turned_away(tmp_path: Path, f
 
 
 @pytest.mark.anyio
-async def test_frames_of_many_megabytes_are_refused_and_not_kept(gate: Gate, faults: list[str]) -> None:
+async def test_frames_of_many_megabytes_are_refused_and_not_kept(
+    gate: GatewayFixture, faults: list[str]
+) -> None:
     process = psutil.Process()
     large = "x" * (7 * MIB)
     async with gate.client() as client:
@@ -210,7 +219,7 @@ async def test_frames_of_many_megabytes_are_refused_and_not_kept(gate: Gate, fau
         assert (await client.closed())[0] == 1000
     async with gate.client() as client:
         with suppress(ConnectionClosed):
-            await client.send(" " * (frames.MAX_BYTES + 1))
+            await client.send(" " * (frames.MAX_FRAME_BYTES + 1))
         assert (await client.closed())[0] == 1009
     async with gate.client() as client:
         assert (await client.call("health"))["ok"]
@@ -220,10 +229,10 @@ async def test_frames_of_many_megabytes_are_refused_and_not_kept(gate: Gate, fau
 
 
 @contextmanager
-def elsewhere(path: Path) -> Generator[Gate]:
+def elsewhere(path: Path) -> Generator[GatewayFixture]:
     """A gateway in a thread of its own, for a client that blocks."""
     ready, over = threading.Event(), threading.Event()
-    found: list[Gate] = []
+    found: list[GatewayFixture] = []
 
     async def host() -> None:
         async with opened(path, settings=EVERYTHING) as gate:
@@ -245,7 +254,7 @@ def elsewhere(path: Path) -> Generator[Gate]:
 @pytest.mark.filterwarnings("ignore:Do not use the .random. module")  # the gateway in its thread may
 @pytest.mark.requirement("W4", "W5")
 def test_requests_of_any_kind_are_answered_as_the_document_says(tmp_path: Path, faults: list[str]) -> None:
-    document = openapi.document()
+    document = openapi.build_document()
     schema: Any = schemathesis.openapi.from_dict(document)
     tried = Counter[str]()
     with elsewhere(tmp_path) as gate:

@@ -10,14 +10,14 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from sockets import Client, Gate
 from websockets.server import ServerProtocol
 
 from antiphon.bus.local import LocalBus
-from antiphon.gateway.connection import Connection
-from antiphon.gateway.heads import BoundedProtocol
-from antiphon.gateway.line import LineProtocol
-from stage import OPERATOR, until
+from antiphon.gateway.http.limits import LimitedHttpProtocol
+from antiphon.gateway.ws.connection import WebSocketConnection
+from antiphon.gateway.ws.fast_send import LimitedWebSocketProtocol
+from support.app_fixture import OPERATOR, until
+from support.gateway_ws import Client, GatewayFixture
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W2")]
 
@@ -34,21 +34,21 @@ def files() -> int:
     return len(list(folder.iterdir())) if folder.is_dir() else 0
 
 
-def listeners(gate: Gate) -> int:
+def listeners(gate: GatewayFixture) -> int:
     assert isinstance(gate.house.bus, LocalBus)
-    return sum(gate.house.bus.listeners().values())
+    return sum(gate.house.bus.count_listeners().values())
 
 
-def held(gate: Gate) -> dict[str, int]:
+def held(gate: GatewayFixture) -> dict[str, int]:
     """What lives as long as somebody is connected, or something runs."""
     hub = gate.served.hub
     parts: dict[str, Iterable[object]] = {
         "connections": hub.connections,
         "runs": hub._runs,  # pyright: ignore[reportPrivateUsage]
-        "holds": hub._holds,  # pyright: ignore[reportPrivateUsage]
+        "holds": hub._delayed_ends,  # pyright: ignore[reportPrivateUsage]
         "changes": hub._changes,  # pyright: ignore[reportPrivateUsage]
-        "channels": hub.subscriptions._channels,  # pyright: ignore[reportPrivateUsage]
-        "joined": hub.subscriptions._joined,  # pyright: ignore[reportPrivateUsage]
+        "channels": hub.subscriptions._followed_sessions,  # pyright: ignore[reportPrivateUsage]
+        "joined": hub.subscriptions._sessions_by_connection,  # pyright: ignore[reportPrivateUsage]
     }
     counts = {name: len(list(part)) for name, part in parts.items()}
     return {**counts, "listeners": listeners(gate), "tasks": len(asyncio.all_tasks()), "files": files()}
@@ -64,7 +64,7 @@ def kind_of(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-async def visit(gate: Gate, session: str, number: str, *, cut: bool) -> None:
+async def visit(gate: GatewayFixture, session: str, number: str, *, cut: bool) -> None:
     """One client: it subscribes, says some things, waits for the answers, asks for what never comes, and goes."""
     await gate.operations.open(OPERATOR, session)
     async with gate.client() as client:
@@ -85,7 +85,7 @@ async def say(client: Client, session: str, key: str) -> None:
     await client.event("chat", runId=key, state="final")
 
 
-async def serve_round(gate: Gate, number: int) -> None:
+async def serve_round(gate: GatewayFixture, number: int) -> None:
     visits = (
         visit(gate, session, f"{number}-{place}", cut=bool((number + place) % 2))
         for place, session in enumerate(SESSIONS)
@@ -104,7 +104,7 @@ async def emptied(left: Callable[[], dict[str, int]]) -> None:
     assert left() == {}
 
 
-async def test_nothing_is_left_of_clients_that_are_gone(gate: Gate) -> None:
+async def test_nothing_is_left_of_clients_that_are_gone(gate: GatewayFixture) -> None:
     idle = held(gate)
     # A reader opens the database and its log when it is first needed, which may be any time.
     idle["files"] += 8
@@ -119,15 +119,15 @@ async def test_nothing_is_left_of_clients_that_are_gone(gate: Gate) -> None:
         await serve_round(gate, number)
     await emptied(left)
     await emptied(lambda: {kind: more for kind, more in (objects() - before).items() if more > SLACK})
-    assert (await gate.operations.summary(OPERATOR)).sessions == CLIENTS
+    assert (await gate.operations.get_summary(OPERATOR)).sessions == CLIENTS
 
 
 @pytest.mark.requirement("W1", "SEC14")
-async def test_what_a_connection_held_is_freed_without_the_collector(gate: Gate) -> None:
+async def test_what_a_connection_held_is_freed_without_the_collector(gate: GatewayFixture) -> None:
     """However it ended: the collector looks so seldom that what it would find could be gigabytes."""
 
     def left() -> dict[str, int]:
-        kinds = (LineProtocol, ServerProtocol, BoundedProtocol, Connection)
+        kinds = (LimitedWebSocketProtocol, ServerProtocol, LimitedHttpProtocol, WebSocketConnection)
         found = Counter(type(it).__name__ for it in gc.get_objects() if issubclass(type(it), kinds))
         return dict(found - idle)
 
@@ -138,7 +138,7 @@ async def test_what_a_connection_held_is_freed_without_the_collector(gate: Gate)
     try:
         for cut in (True, False):
             for first in (None, '{"type":"req"', " " * 70_000, "not JSON"):
-                async with gate.stranger() as peer:
+                async with gate.connect_unauthenticated() as peer:
                     if first:
                         await peer.send(first)
                     if cut:

@@ -10,14 +10,15 @@ from urllib.parse import quote
 
 import msgspec
 import pytest
-from sockets import Gate, opened
-from website import Site, served
 
 from antiphon.clock import ManualClock
 from antiphon.errors import StoreError
-from antiphon.gateway import heads, replies
+from antiphon.gateway.http import limits as heads
+from antiphon.gateway.http import responses
 from antiphon.runtimes import Prompt
-from stage import BOUND, MAIN
+from support.app_fixture import BOUND, MAIN
+from support.gateway_http import HttpGatewayFixture, served
+from support.gateway_ws import GatewayFixture, opened
 
 pytestmark = pytest.mark.anyio
 
@@ -36,7 +37,7 @@ BODIES = {
 
 
 @pytest.mark.requirement("W7")
-async def test_nobody_gets_in_without_a_secret(site: Site) -> None:
+async def test_nobody_gets_in_without_a_secret(site: HttpGatewayFixture) -> None:
     for method, path in PROTECTED:
         reply = await site.stranger.request(method, path)
         assert reply.status_code == 401, path
@@ -53,7 +54,7 @@ async def test_nobody_gets_in_without_a_secret(site: Site) -> None:
 
 
 @pytest.mark.requirement("W7")
-async def test_the_token_of_hooks_opens_nothing_else(site: Site) -> None:
+async def test_the_token_of_hooks_opens_nothing_else(site: HttpGatewayFixture) -> None:
     for method, path in PROTECTED[:8]:
         reply = await site.stranger.request(method, path, headers={"Authorization": "Bearer a-hook-token"})
         assert reply.status_code == 401, path
@@ -61,7 +62,7 @@ async def test_the_token_of_hooks_opens_nothing_else(site: Site) -> None:
 
 @pytest.mark.requirement("W7")
 async def test_a_token_that_may_only_read_changes_nothing_and_one_without_scopes_reads_nothing(
-    site: Site,
+    site: HttpGatewayFixture,
 ) -> None:
     await site.ask("one")
     reader = site.limited("operator.read")
@@ -79,7 +80,7 @@ async def test_a_token_that_may_only_read_changes_nothing_and_one_without_scopes
 
 
 @pytest.mark.requirement("W7")
-async def test_pages_of_other_origins_are_refused_even_with_the_token(site: Site) -> None:
+async def test_pages_of_other_origins_are_refused_even_with_the_token(site: HttpGatewayFixture) -> None:
     await site.ask("one")
     for origin in ("https://evil.example", "null", site.url.replace("127.0.0.1", "127.evil.com")):
         for method, path in PROTECTED:
@@ -120,7 +121,7 @@ async def test_wrong_secrets_of_hooks_are_counted_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.requirement("W7")
-async def test_a_secret_in_an_address_is_refused(site: Site) -> None:
+async def test_a_secret_in_an_address_is_refused(site: HttpGatewayFixture) -> None:
     for method, path in PROTECTED:
         reply = await site.http.request(method, f"{path}?token=x")
         assert reply.status_code == 400, path
@@ -140,13 +141,13 @@ async def test_without_credentials_only_this_machines_names_are_answered(tmp_pat
 
 
 @pytest.mark.requirement("W7")
-async def test_what_a_proxy_would_say_is_not_believed(site: Site) -> None:
+async def test_what_a_proxy_would_say_is_not_believed(site: HttpGatewayFixture) -> None:
     headers = {"X-Forwarded-For": "127.0.0.1", "X-Forwarded-User": "owner", "Forwarded": "for=127.0.0.1"}
     assert (await site.stranger.get("/metrics", headers=headers)).status_code == 401
 
 
 @pytest.mark.requirement("W5")
-async def test_a_method_that_is_not_taken_is_answered_with_those_that_are(site: Site) -> None:
+async def test_a_method_that_is_not_taken_is_answered_with_those_that_are(site: HttpGatewayFixture) -> None:
     for method, path in [
         ("DELETE", HISTORY),
         ("GET", "/tools/invoke"),
@@ -161,7 +162,7 @@ async def test_a_method_that_is_not_taken_is_answered_with_those_that_are(site: 
 
 
 @pytest.mark.requirement("W5")
-async def test_an_address_where_nothing_is_says_so_to_anybody(site: Site) -> None:
+async def test_an_address_where_nothing_is_says_so_to_anybody(site: HttpGatewayFixture) -> None:
     for path in ("/nothing", "/sessions", "/sessions/x", "/v1/embeddings", "/hooks", "/hooks/other", "/../x"):
         reply = await site.stranger.get(path)
         assert reply.status_code == 404, path
@@ -170,7 +171,9 @@ async def test_an_address_where_nothing_is_says_so_to_anybody(site: Site) -> Non
 
 
 @pytest.mark.requirement("W5")
-async def test_a_body_is_refused_before_it_is_read_when_it_says_that_it_is_too_large(site: Site) -> None:
+async def test_a_body_is_refused_before_it_is_read_when_it_says_that_it_is_too_large(
+    site: HttpGatewayFixture,
+) -> None:
     host, _, port = site.url.removeprefix("http://").partition(":")
     for path in ("/tools/invoke", "/hooks/wake", "/v1/responses"):
         secret = "Bearer a-hook-token" if path == "/hooks/wake" else site.owner["Authorization"]
@@ -185,7 +188,7 @@ async def test_a_body_is_refused_before_it_is_read_when_it_says_that_it_is_too_l
 
 
 @pytest.mark.requirement("W5")
-async def test_a_body_that_does_not_say_how_large_it_is_is_cut_off(site: Site) -> None:
+async def test_a_body_that_does_not_say_how_large_it_is_is_cut_off(site: HttpGatewayFixture) -> None:
     async def endless() -> AsyncGenerator[bytes]:
         for _ in range(100):
             yield b" " * 100_000
@@ -196,9 +199,9 @@ async def test_a_body_that_does_not_say_how_large_it_is_is_cut_off(site: Site) -
 
 @pytest.mark.requirement("W5")
 async def test_a_body_that_does_not_come_is_not_waited_for_for_ever(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: HttpGatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replies, "BODY_TIME", 0.05)
+    monkeypatch.setattr(responses, "BODY_TIMEOUT_SECONDS", 0.05)
     host, _, port = site.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     secret = site.owner["Authorization"]
@@ -209,7 +212,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for_for_ever(
 
 
 @pytest.mark.requirement("W5")
-async def test_a_body_that_is_not_what_it_should_be_is_refused(site: Site) -> None:
+async def test_a_body_that_is_not_what_it_should_be_is_refused(site: HttpGatewayFixture) -> None:
     texts = [
         b"",
         b"{",
@@ -226,7 +229,7 @@ async def test_a_body_that_is_not_what_it_should_be_is_refused(site: Site) -> No
 
 
 @pytest.mark.requirement("W5")
-async def test_a_body_of_another_type_is_refused(site: Site) -> None:
+async def test_a_body_of_another_type_is_refused(site: HttpGatewayFixture) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         reply = await site.http.post("/tools/invoke", content=b"{}", headers={"Content-Type": kind})
         assert reply.status_code == 400
@@ -238,12 +241,12 @@ async def test_a_body_of_another_type_is_refused(site: Site) -> None:
 
 @pytest.mark.requirement("W5")
 async def test_what_nobody_expected_is_logged_and_told_without_details(
-    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    site: HttpGatewayFixture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def broken(*_: object) -> None:
         raise RuntimeError("a secret detail")
 
-    for name in ("history", "submit"):
+    for name in ("read_history", "submit"):
         monkeypatch.setattr(site.house.operations, name, broken)
     reply = await site.http.get(HISTORY)
     assert (reply.status_code, reply.json()["error"]["type"]) == (500, "internal")
@@ -254,7 +257,9 @@ async def test_what_nobody_expected_is_logged_and_told_without_details(
 
 
 @pytest.mark.requirement("W5")
-async def test_health_and_readiness_are_told_to_anybody(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_health_and_readiness_are_told_to_anybody(
+    site: HttpGatewayFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for path in ("/healthz", "/health"):
         assert (await site.stranger.get(path)).json() == {"ok": True, "status": "live"}
     for path in ("/readyz", "/ready"):
@@ -273,12 +278,14 @@ async def test_health_and_readiness_are_told_to_anybody(site: Site, monkeypatch:
 
 
 @pytest.mark.requirement("W5")
-async def test_the_root_says_what_this_is(site: Site) -> None:
+async def test_the_root_says_what_this_is(site: HttpGatewayFixture) -> None:
     assert (await site.stranger.get("/")).json()["name"] == "antiphon"
 
 
 @pytest.mark.requirement("W5")
-async def test_figures_count_what_happened_and_name_nothing_that_a_client_wrote(site: Site) -> None:
+async def test_figures_count_what_happened_and_name_nothing_that_a_client_wrote(
+    site: HttpGatewayFixture,
+) -> None:
     await site.ask("one")
     await site.ask("two", "agent:main:telegram:group:private")
     await site.http.get("/sessions/agent:main:telegram:group:private/history")
@@ -326,7 +333,7 @@ async def test_what_is_switched_off_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.requirement("W5")
-async def test_the_document_describes_every_route(site: Site) -> None:
+async def test_the_document_describes_every_route(site: HttpGatewayFixture) -> None:
     described = (await site.http.get("/openapi.json")).json()
     assert described["openapi"] == "3.1.0"
     routed = {route.path.replace("{key:path}", "{key}") for route in site.web.routes}  # pyright: ignore
@@ -338,12 +345,12 @@ async def test_the_document_describes_every_route(site: Site) -> None:
 # --- before a request is one ---
 
 
-async def _connected(gate: Gate) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _connected(gate: GatewayFixture) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     host, _, port = gate.served.url.removeprefix("ws://").partition(":")
     return await asyncio.open_connection(host, int(port))
 
 
-async def _answer_to(gate: Gate, *pieces: bytes) -> bytes:
+async def _answer_to(gate: GatewayFixture, *pieces: bytes) -> bytes:
     """What is said until the gateway hangs up."""
     reader, writer = await _connected(gate)
     try:
@@ -358,7 +365,7 @@ async def _answer_to(gate: Gate, *pieces: bytes) -> bytes:
 
 
 @pytest.mark.requirement("W5")
-async def test_a_head_has_a_size(gate: Gate) -> None:
+async def test_a_head_has_a_size(gate: GatewayFixture) -> None:
     begin = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
     chunked = b"POST /healthz HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
     line = b"X-Y: " + b"y" * 8000 + b"\r\n"
@@ -376,8 +383,8 @@ async def test_a_head_has_a_size(gate: Gate) -> None:
 
 
 @pytest.mark.requirement("W5")
-async def test_a_head_has_a_time(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "HEAD_TIME", 0.05)
+async def test_a_head_has_a_time(gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "HEAD_TIMEOUT_SECONDS", 0.05)
     begin = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
     assert await _answer_to(gate) == b""
     assert await _answer_to(gate, begin) == b""
@@ -394,7 +401,7 @@ async def test_a_head_has_a_time(gate: Gate, monkeypatch: pytest.MonkeyPatch) ->
 async def test_who_came_in_time_may_be_answered_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heads, "HEAD_TIME", 0.05)
+    monkeypatch.setattr(heads, "HEAD_TIMEOUT_SECONDS", 0.05)
     go = asyncio.Event()
 
     async def agent(prompt: Prompt) -> str:
@@ -411,7 +418,7 @@ async def test_who_came_in_time_may_be_answered_later(
 
 @pytest.mark.requirement("W5")
 async def test_there_are_only_so_many_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "MOST", 3)
+    monkeypatch.setattr(heads, "MAX_CONNECTIONS", 3)
     async with opened(tmp_path) as gate, gate.client() as client:
         held = [await _connected(gate) for _ in range(3)]
         assert await asyncio.wait_for(held[0][0].read(), BOUND) == b"", "the oldest makes room"
@@ -426,7 +433,7 @@ async def test_there_are_only_so_many_connections(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.requirement("W5")
 async def test_no_more_than_that_are_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "MOST", 1)
+    monkeypatch.setattr(heads, "MAX_CONNECTIONS", 1)
     async with opened(tmp_path) as gate, gate.client() as client:
         reader, writer = await _connected(gate)
         assert await asyncio.wait_for(reader.read(), BOUND) == b"", "who has authenticated is not hung up on"
@@ -445,5 +452,5 @@ def test_connections_leave_files_for_everything_else(monkeypatch: pytest.MonkeyP
         (heads.resource.RLIM_INFINITY, heads.resource.RLIM_INFINITY, 4096, []),
     ):
         monkeypatch.setattr(heads.resource, "getrlimit", lambda _, limits=(soft, hard): limits)  # pyright: ignore
-        assert (heads.most_connections(), asked) == (most, raised)
+        assert (heads.determine_max_connections(), asked) == (most, raised)
         asked.clear()

@@ -8,19 +8,19 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from website import Site, served, streamed
 
-from antiphon.gateway import replies
-from antiphon.messages import Assistant
+from antiphon.gateway.http import responses
+from antiphon.messages import AssistantMessage
 from antiphon.runtimes import Prompt
-from stage import BOUND, MAIN, OPERATOR, calls, soon, text, tool, until
+from support.app_fixture import BOUND, MAIN, OPERATOR, calls, soon, text, tool, until
+from support.gateway_http import HttpGatewayFixture, served, streamed
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W4")]
 
 HISTORY = f"/sessions/{quote(MAIN, safe='')}/history"
 
 
-async def test_a_page_is_the_raw_transcript_with_ids_and_numbers(site: Site) -> None:
+async def test_a_page_is_the_raw_transcript_with_ids_and_numbers(site: HttpGatewayFixture) -> None:
     await site.ask("one")
     page = (await site.http.get(HISTORY)).json()
     assert page["sessionKey"] == MAIN
@@ -34,7 +34,7 @@ async def test_a_page_is_the_raw_transcript_with_ids_and_numbers(site: Site) -> 
 
 
 @pytest.mark.requirement("003-http-history-parameters")
-async def test_pages_lead_back_to_the_beginning(site: Site) -> None:
+async def test_pages_lead_back_to_the_beginning(site: HttpGatewayFixture) -> None:
     for word in ("one", "two", "three"):
         await site.ask(word)
     seen: list[int] = []
@@ -51,7 +51,7 @@ async def test_pages_lead_back_to_the_beginning(site: Site) -> None:
 
 @pytest.mark.requirement("003-http-history-parameters")
 async def test_tool_results_are_shown_when_asked_for(tmp_path: Path) -> None:
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         return calls("look") if len(prompt.messages) == 1 else text("seen")
 
     async with served(tmp_path, agent, tools=lambda _: [_look()]) as site:
@@ -65,15 +65,17 @@ async def test_tool_results_are_shown_when_asked_for(tmp_path: Path) -> None:
 
 
 def _look() -> Any:
-    from antiphon.engine.toolbox import Call, Result
+    from antiphon.engine.toolbox import ToolOutput, ToolRequest
 
-    async def look(call: Call) -> Result:
-        return Result(text="a view")
+    async def look(call: ToolRequest) -> ToolOutput:
+        return ToolOutput(text="a view")
 
     return tool("look", look)
 
 
-async def test_a_wrong_question_is_answered_with_400_and_the_name_of_the_field(site: Site) -> None:
+async def test_a_wrong_question_is_answered_with_400_and_the_name_of_the_field(
+    site: HttpGatewayFixture,
+) -> None:
     await site.ask("one")
     for query, field in (
         ("limit=0", "limit"), ("limit=x", "limit"), ("limit=-1", "limit"),
@@ -86,7 +88,7 @@ async def test_a_wrong_question_is_answered_with_400_and_the_name_of_the_field(s
         assert field in error["message"]
 
 
-async def test_more_than_there_can_be_is_as_much_as_there_can_be(site: Site) -> None:
+async def test_more_than_there_can_be_is_as_much_as_there_can_be(site: HttpGatewayFixture) -> None:
     await site.ask("one")
     for limit in ("1001", "1000000000", "9" * 30):
         reply = await site.http.get(f"{HISTORY}?limit={limit}")
@@ -94,7 +96,7 @@ async def test_more_than_there_can_be_is_as_much_as_there_can_be(site: Site) -> 
 
 
 @pytest.mark.requirement("003-http-history-unknown")
-async def test_a_session_that_is_not_there_is_not_found(site: Site) -> None:
+async def test_a_session_that_is_not_there_is_not_found(site: HttpGatewayFixture) -> None:
     empty = ("agent:main:telegram:group:", "agent:main:cron:", "agent::main", "cron:", "agent:main:")
     for path in ("agent:main:nothing", "nothing", "agent%3Amain%3Anothing", "unknown", "global", *empty):
         reply = await site.http.get(f"/sessions/{path}/history")
@@ -106,7 +108,7 @@ async def test_a_session_that_is_not_there_is_not_found(site: Site) -> None:
         assert (await site.http.get(f"/sessions/{path}/history?follow=1")).status_code == 404
 
 
-async def test_the_key_is_decoded_exactly_once(site: Site) -> None:
+async def test_the_key_is_decoded_exactly_once(site: HttpGatewayFixture) -> None:
     key = "agent:main:telegram:group:a/b c%2F+é"
     await site.ask("hello", key)
     reply = await site.http.get(f"/sessions/{quote(key, safe='')}/history")
@@ -114,7 +116,7 @@ async def test_the_key_is_decoded_exactly_once(site: Site) -> None:
     assert reply.json()["sessionKey"] == key
 
 
-async def test_a_path_that_names_no_session_is_refused(site: Site) -> None:
+async def test_a_path_that_names_no_session_is_refused(site: HttpGatewayFixture) -> None:
     for path in ("/sessions//history", "/sessions/%20/history", "/sessions/%FF%FE/history"):
         reply = await site.http.get(path)
         assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request"), path
@@ -122,7 +124,7 @@ async def test_a_path_that_names_no_session_is_refused(site: Site) -> None:
 
 
 @pytest.mark.requirement("003-http-history-parameters", "003-http-history-follow")
-async def test_a_stream_begins_with_the_history_and_goes_on_with_each_entry(site: Site) -> None:
+async def test_a_stream_begins_with_the_history_and_goes_on_with_each_entry(site: HttpGatewayFixture) -> None:
     await site.ask("one")
     async with streamed(site.http, f"{HISTORY}?follow=1&limit=1") as stream:
         assert stream.response.headers["content-type"].startswith("text/event-stream")
@@ -142,7 +144,7 @@ async def test_a_stream_begins_with_the_history_and_goes_on_with_each_entry(site
         assert data["messageId"] == data["message"]["id"] == data["message"]["__openclaw"]["id"]
 
 
-async def test_an_accept_header_asks_for_a_stream_too(site: Site) -> None:
+async def test_an_accept_header_asks_for_a_stream_too(site: HttpGatewayFixture) -> None:
     await site.ask("one")
     async with streamed(site.http, HISTORY, headers={"Accept": "text/event-stream"}) as stream:
         assert (await stream.take(2))[1].event == "history"
@@ -151,7 +153,7 @@ async def test_an_accept_header_asks_for_a_stream_too(site: Site) -> None:
 
 
 async def test_a_live_stream_leaves_tool_results_out_unless_they_are_wanted(tmp_path: Path) -> None:
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         return calls("look") if len(prompt.messages) == 1 else text("seen")
 
     async with served(tmp_path, agent, tools=lambda _: [_look()]) as site:
@@ -168,7 +170,7 @@ async def test_a_live_stream_leaves_tool_results_out_unless_they_are_wanted(tmp_
             assert [event.json["messageSeq"] for event in await plain.take(3)] == [1, 2, 4]
 
 
-async def test_whoever_comes_back_gets_what_it_missed_and_nothing_twice(site: Site) -> None:
+async def test_whoever_comes_back_gets_what_it_missed_and_nothing_twice(site: HttpGatewayFixture) -> None:
     await site.ask("one")
     async with streamed(site.http, f"{HISTORY}?follow=1") as stream:
         place = (await stream.take(2))[1].id
@@ -182,7 +184,9 @@ async def test_whoever_comes_back_gets_what_it_missed_and_nothing_twice(site: Si
         assert [event.json["messageSeq"] for event in await stream.take(2)] == [5, 6]
 
 
-async def test_many_readers_that_are_cut_off_while_much_is_said_see_every_entry_once(site: Site) -> None:
+async def test_many_readers_that_are_cut_off_while_much_is_said_see_every_entry_once(
+    site: HttpGatewayFixture,
+) -> None:
     runs = 40
     await site.house.operations.open(OPERATOR, MAIN)
 
@@ -213,7 +217,7 @@ def _numbers(event: str, data: Any) -> list[int]:
     return [item["seq"] for item in data["items"]] if event == "history" else [data["messageSeq"]]
 
 
-async def test_a_reader_is_told_of_a_gap_where_its_place_is_gone(site: Site) -> None:
+async def test_a_reader_is_told_of_a_gap_where_its_place_is_gone(site: HttpGatewayFixture) -> None:
     await site.ask("one")
     page = (await site.http.get(HISTORY)).json()
     for place, reason in ((f"{page['sessionId']}:99", "ahead"), ("other:1", "reset"), ("nonsense", "reset")):
@@ -223,7 +227,7 @@ async def test_a_reader_is_told_of_a_gap_where_its_place_is_gone(site: Site) -> 
             assert gap.json == {"sessionKey": MAIN, "sessionId": page["sessionId"], "reason": reason}
 
 
-async def test_a_reset_is_told_and_the_new_conversation_followed(site: Site) -> None:
+async def test_a_reset_is_told_and_the_new_conversation_followed(site: HttpGatewayFixture) -> None:
     await site.ask("one")
     async with streamed(site.http, f"{HISTORY}?follow=1") as stream:
         old = (await stream.take(2))[1].json["sessionId"]
@@ -238,7 +242,7 @@ async def test_a_reset_is_told_and_the_new_conversation_followed(site: Site) -> 
         assert history.json["sessionId"] == new
 
 
-async def test_readers_that_leave_are_not_listened_for_any_longer(site: Site) -> None:
+async def test_readers_that_leave_are_not_listened_for_any_longer(site: HttpGatewayFixture) -> None:
     await site.ask("one")
     for _ in range(3):
         async with streamed(site.http, f"{HISTORY}?follow=1") as stream:
@@ -247,14 +251,14 @@ async def test_readers_that_leave_are_not_listened_for_any_longer(site: Site) ->
         await until(_open(site, 0))
 
 
-def _open(site: Site, number: int) -> Any:
+def _open(site: HttpGatewayFixture, number: int) -> Any:
     async def is_so() -> bool:
-        return site.listeners() == number and site.web.slots.taken == number
+        return site.listeners() == number and site.web.slots.open_count == number
 
     return is_so
 
 
-async def test_streams_end_at_once_when_the_gateway_closes(site: Site) -> None:
+async def test_streams_end_at_once_when_the_gateway_closes(site: HttpGatewayFixture) -> None:
     await site.ask("one")
     async with streamed(site.http, f"{HISTORY}?follow=1") as stream:
         await stream.take(2)
@@ -264,9 +268,9 @@ async def test_streams_end_at_once_when_the_gateway_closes(site: Site) -> None:
 
 
 async def test_the_stream_of_a_token_ends_when_it_is_revoked(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: HttpGatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replies, "KEEP_ALIVE", 0.02)
+    monkeypatch.setattr(responses, "KEEP_ALIVE_SECONDS", 0.02)
     await site.ask("one")
     reader = site.limited("operator.read")
     async with (
@@ -276,22 +280,22 @@ async def test_the_stream_of_a_token_ends_when_it_is_revoked(
         await revoked.take(2)
         await other.take(2)
         await revoked.next()  # a keep-alive, while the token counts
-        site.tokens.revoke(site.tokens.records[-1].name)
+        site.tokens.revoke_token(site.tokens.records[-1].name)
         await revoked.rest()
         await until(_open(site, 1))
         await other.next()
 
 
-async def test_asking_for_the_head_of_a_stream_opens_none(site: Site) -> None:
+async def test_asking_for_the_head_of_a_stream_opens_none(site: HttpGatewayFixture) -> None:
     await site.ask("one")
-    site.web.slots.most = 0
+    site.web.slots.max_open = 0
     reply = await site.http.head(f"{HISTORY}?follow=1")
     assert (reply.status_code, reply.content) == (200, b"")
 
 
-async def test_there_are_only_so_many_streams(site: Site) -> None:
+async def test_there_are_only_so_many_streams(site: HttpGatewayFixture) -> None:
     await site.ask("one")
-    site.web.slots.most = 1
+    site.web.slots.max_open = 1
     async with streamed(site.http, f"{HISTORY}?follow=1") as stream:
         await stream.take(2)
         reply = await site.http.get(f"{HISTORY}?follow=1")
@@ -300,8 +304,10 @@ async def test_there_are_only_so_many_streams(site: Site) -> None:
         await until(_open(site, 1))
 
 
-async def test_a_reader_that_does_not_read_is_dropped(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies, "SEND_TIME", 0.05)
+async def test_a_reader_that_does_not_read_is_dropped(
+    site: HttpGatewayFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(responses, "SEND_TIMEOUT_SECONDS", 0.05)
     for _ in range(3):
         await site.ask("x" * 1_000_000)
     host, _, port = site.url.removeprefix("http://").partition(":")
@@ -338,7 +344,7 @@ async def test_kill_stops_what_runs(tmp_path: Path) -> None:
 
 
 async def test_a_conversation_that_ends_while_it_is_opened_is_told_as_reset(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: HttpGatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await site.ask("one")
     operations = site.house.operations

@@ -11,14 +11,14 @@ from typing import Any
 import openai
 import pytest
 from openai.types.responses import Response
-from website import EVERYTHING, Site, served, streamed
 
 from antiphon.bus import Delta
-from antiphon.gateway.telling import Words
-from antiphon.messages import Assistant, User
+from antiphon.gateway.http.run_stream import StreamedText
+from antiphon.messages import AssistantMessage, UserMessage
 from antiphon.operations import HistoryFilter, ListFilter
 from antiphon.runtimes import Deltas, Prompt
-from stage import BOUND, MAIN, OPERATOR, calls, soon, text, tool, until
+from support.app_fixture import BOUND, MAIN, OPERATOR, calls, soon, text, tool, until
+from support.gateway_http import EVERYTHING, HttpGatewayFixture, served, streamed
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W5")]
 
@@ -26,8 +26,8 @@ PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgG
 
 
 @asynccontextmanager
-async def client_of(site: Site) -> AsyncGenerator[openai.AsyncOpenAI]:
-    token = site.tokens.owner
+async def client_of(site: HttpGatewayFixture) -> AsyncGenerator[openai.AsyncOpenAI]:
+    token = site.tokens.owner_token
     async with openai.AsyncOpenAI(
         base_url=f"{site.url}/v1", api_key=token, max_retries=0, timeout=BOUND
     ) as client:
@@ -53,7 +53,7 @@ async def test_a_completion_is_the_reply_of_a_run(tmp_path: Path) -> None:
             "chat.completion",
             "antiphon",
         )
-        run = await site.house.operations.run(OPERATOR, answer.id.removeprefix("chatcmpl-"))
+        run = await site.house.operations.get_run(OPERATOR, answer.id.removeprefix("chatcmpl-"))
         assert answer.usage is not None
         assert run.usage is not None
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
@@ -98,14 +98,14 @@ async def test_pieces_add_up_to_the_reply_however_they_come(tmp_path: Path) -> N
         await until(_quiet(site))
 
 
-def _quiet(site: Site) -> Any:
+def _quiet(site: HttpGatewayFixture) -> Any:
     async def quiet() -> bool:
-        return site.listeners() == 0 and site.web.slots.taken == 0
+        return site.listeners() == 0 and site.web.slots.open_count == 0
 
     return quiet
 
 
-async def test_the_stream_ends_with_done(site: Site) -> None:
+async def test_the_stream_ends_with_done(site: HttpGatewayFixture) -> None:
     body = {"model": "antiphon", "messages": [user("x")], "stream": True}
     async with streamed(site.http, "/v1/chat/completions", method="POST", json=body) as stream:
         events = await stream.rest()
@@ -122,7 +122,7 @@ async def test_a_model_is_an_agent(tmp_path: Path) -> None:
             ("work", "work"), ("WORK", "work"),
         ):  # fmt: skip
             answer = await client.chat.completions.create(model=model, messages=[user("say x")])
-            run = await site.house.operations.run(OPERATOR, answer.id.removeprefix("chatcmpl-"))
+            run = await site.house.operations.get_run(OPERATOR, answer.id.removeprefix("chatcmpl-"))
             assert run.session_key.startswith(f"agent:{agent}:openai:"), model
 
 
@@ -151,23 +151,25 @@ async def test_a_user_has_a_session_that_remembers(tmp_path: Path) -> None:
             answer = await client.chat.completions.create(
                 model="antiphon", messages=[*earlier, user("new")], user="ada:1"
             )
-            run = await site.house.operations.run(OPERATOR, answer.id.removeprefix("chatcmpl-"))
+            run = await site.house.operations.get_run(OPERATOR, answer.id.removeprefix("chatcmpl-"))
             assert run.session_key == "agent:main:openai-user:ada:1"
             before += [user("new"), {"role": "assistant", "content": "yes"}]
         # What the session lacks is added in the client's order, and then it lacks nothing.
         assert seen == [1, 7, 9]
-        page = await site.house.operations.history(OPERATOR, "agent:main:openai-user:ada:1", HistoryFilter())
+        page = await site.house.operations.read_history(
+            OPERATOR, "agent:main:openai-user:ada:1", HistoryFilter()
+        )
         asked = [message["content"] for message in page.messages if message["role"] == "user"]
         assert asked == ["new", "old", "new", "new", "new"]
 
 
-async def test_a_header_names_the_session(site: Site) -> None:
+async def test_a_header_names_the_session(site: HttpGatewayFixture) -> None:
     async with client_of(site) as client:
         for header in ("x-openclaw-session-key", "x-antiphon-session-key"):
             answer = await client.chat.completions.create(
                 model="antiphon", messages=[user("x")], extra_headers={header: "main"}
             )
-            assert (await site.house.operations.run(OPERATOR, answer.id[9:])).session_key == MAIN
+            assert (await site.house.operations.get_run(OPERATOR, answer.id[9:])).session_key == MAIN
         with pytest.raises(openai.BadRequestError, match="does not belong"):
             await client.chat.completions.create(
                 model="antiphon",
@@ -197,9 +199,9 @@ async def test_a_fresh_session_is_told_what_was_said_before_and_the_rules(tmp_pa
     [prompt] = prompts
     assert "Be brief.\n\nBe kind." in prompt.instructions
     first, second, third = prompt.messages
-    assert isinstance(first, User)
-    assert isinstance(second, Assistant)
-    assert isinstance(third, User)
+    assert isinstance(first, UserMessage)
+    assert isinstance(second, AssistantMessage)
+    assert isinstance(third, UserMessage)
     assert (first.content, second.text) == ("first", "second")
     assert third.content[0].text == "third"  # pyright: ignore
 
@@ -222,7 +224,7 @@ async def test_images_are_taken_as_they_are_and_never_fetched(tmp_path: Path) ->
         ]
         await client.responses.create(model="antiphon", input=content)
         for message in (prompt.messages[0] for prompt in prompts):
-            assert isinstance(message, User)
+            assert isinstance(message, UserMessage)
             assert message.content[0].data == PIXEL  # pyright: ignore
         for bad in (
             "http://169.254.169.254/x.png",
@@ -235,7 +237,7 @@ async def test_images_are_taken_as_they_are_and_never_fetched(tmp_path: Path) ->
             assert refused.value.param == "messages[0].content[0]"
 
 
-async def test_requests_that_say_nothing_are_refused(site: Site) -> None:
+async def test_requests_that_say_nothing_are_refused(site: HttpGatewayFixture) -> None:
     requests: list[tuple[str, dict[str, Any]]] = [
         ("/v1/chat/completions", {"model": "antiphon", "messages": []}),
         ("/v1/chat/completions", {"model": "antiphon", "messages": [{"role": "assistant", "content": "x"}]}),
@@ -254,7 +256,7 @@ async def test_requests_that_say_nothing_are_refused(site: Site) -> None:
     assert (await site.house.operations.list(OPERATOR, ListFilter())).count <= 1
 
 
-async def test_asking_again_with_the_same_key_is_the_same_run(site: Site) -> None:
+async def test_asking_again_with_the_same_key_is_the_same_run(site: HttpGatewayFixture) -> None:
     async with client_of(site) as client:
         ids: set[str] = set()
         for stream in (False, False):
@@ -278,7 +280,7 @@ async def test_asking_again_with_the_same_key_is_the_same_run(site: Site) -> Non
 
 async def test_a_run_that_fails_is_an_error_that_is_not_tried_again(tmp_path: Path) -> None:
     async with served(tmp_path, None) as site:
-        token = site.tokens.owner
+        token = site.tokens.owner_token
         async with openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key=token, timeout=BOUND) as client:
             for ask in (
                 client.chat.completions.create(model="antiphon", messages=[user("fail today")]),
@@ -297,7 +299,7 @@ async def test_a_run_that_fails_is_an_error_that_is_not_tried_again(tmp_path: Pa
 
 
 async def test_an_answer_that_reached_the_limit_says_so(tmp_path: Path) -> None:
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         return text("half an ans", stop_reason="length")
 
     async with served(tmp_path, agent) as site, client_of(site) as client:
@@ -360,8 +362,8 @@ async def test_whoever_waits_is_told_when_the_gateway_closes(
         assert reply.json()["error"]["code"] == "unavailable"
 
 
-async def test_nothing_is_accepted_that_could_not_be_waited_for(site: Site) -> None:
-    site.web.slots.most = 0
+async def test_nothing_is_accepted_that_could_not_be_waited_for(site: HttpGatewayFixture) -> None:
+    site.web.slots.max_open = 0
     for path, body in (
         ("/v1/chat/completions", {"messages": [user("x")]}),
         ("/v1/responses", {"input": "x"}),
@@ -407,7 +409,7 @@ async def test_a_response_is_a_run_and_the_next_one_goes_on_from_it(tmp_path: Pa
         assert second.previous_response_id == first.id
         assert seen == [1, 3]
         one, two = [
-            await site.house.operations.run(OPERATOR, r.id.removeprefix("resp_")) for r in (first, second)
+            await site.house.operations.get_run(OPERATOR, r.id.removeprefix("resp_")) for r in (first, second)
         ]
         assert one.session_key == two.session_key
         for missing in ("resp_nothing", "nothing", "resp_"):
@@ -468,22 +470,22 @@ async def test_a_streamed_response_that_fails_says_so(tmp_path: Path) -> None:
 
 
 async def test_what_is_said_before_a_tool_is_told_and_set_apart(tmp_path: Path) -> None:
-    from antiphon.engine.toolbox import Call, Result
-    from antiphon.messages import Text
+    from antiphon.engine.toolbox import ToolOutput, ToolRequest
+    from antiphon.messages import TextBlock
 
-    async def look(call: Call) -> Result:
-        return Result(text="a view")
+    async def look(call: ToolRequest) -> ToolOutput:
+        return ToolOutput(text="a view")
 
     class Talker:
         reads_history = True
         context_window = None
 
-        async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+        async def step(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
             first = len(prompt.messages) == 1
             said = "Let me look." if first else "It is fine."
             deltas.text(said)
             blocks = calls("look").content if first else []
-            return Assistant(content=[Text(text=said), *blocks], timestamp=1, stop_reason="stop")
+            return AssistantMessage(content=[TextBlock(text=said), *blocks], timestamp=1, stop_reason="stop")
 
         async def close(self) -> None: ...
 
@@ -503,34 +505,34 @@ def delta(number: int, piece: str = "", *, restart: bool = False) -> Delta:
 
 
 async def test_what_was_told_is_not_told_again_after_a_restart() -> None:
-    words = Words()
+    words = StreamedText()
     pieces = [
-        words.delta(delta(1, "one ")),
-        words.delta(delta(2, "two ")),
-        words.delta(delta(3, restart=True)),
-        words.delta(delta(4, "one ")),
-        words.delta(delta(5, "two three")),
-        words.committed(text("one two three")),
+        words.add_delta(delta(1, "one ")),
+        words.add_delta(delta(2, "two ")),
+        words.add_delta(delta(3, restart=True)),
+        words.add_delta(delta(4, "one ")),
+        words.add_delta(delta(5, "two three")),
+        words.add_committed_step(text("one two three")),
     ]
     assert pieces == ["one ", "two ", "", "", "three", ""]
-    assert words.told == "one two three"
+    assert words.sent_text == "one two three"
 
 
 async def test_another_answer_after_a_restart_is_told_as_a_whole() -> None:
-    words = Words()
+    words = StreamedText()
     pieces = [
-        words.delta(delta(1, "one ")),
-        words.delta(delta(2, restart=True)),
-        words.delta(delta(3, "else")),
+        words.add_delta(delta(1, "one ")),
+        words.add_delta(delta(2, restart=True)),
+        words.add_delta(delta(3, "else")),
     ]
     assert pieces == ["one ", "", "\n\nelse"]
-    assert words.ended("else, then") == ", then"
+    assert words.finish("else, then") == ", then"
 
 
 async def test_a_step_of_which_a_piece_was_missed_is_told_when_it_is_whole() -> None:
-    words = Words()
-    assert words.delta(delta(1, "one ")) == "one "
-    assert words.delta(delta(3, "three ")) == ""
-    assert words.delta(delta(4, "four")) == ""
-    assert words.committed(text("one two three four")) == "two three four"
-    assert words.delta(delta(5, "next")) == "\n\nnext"
+    words = StreamedText()
+    assert words.add_delta(delta(1, "one ")) == "one "
+    assert words.add_delta(delta(3, "three ")) == ""
+    assert words.add_delta(delta(4, "four")) == ""
+    assert words.add_committed_step(text("one two three four")) == "two three four"
+    assert words.add_delta(delta(5, "next")) == "\n\nnext"

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from website import Site, served
 
 from antiphon.access import Caller
-from antiphon.engine.toolbox import Call, Result, Tool
+from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
 from antiphon.errors import Forbidden, NotFound, StoreFull
-from antiphon.gateway import invocations
+from antiphon.gateway import tool_invocations
 from antiphon.operations import ListFilter
 from antiphon.runtimes import Prompt, ToolSpec
-from stage import MAIN, OPERATOR, tool
+from support.app_fixture import MAIN, OPERATOR, tool
+from support.gateway_http import HttpGatewayFixture, served
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W5")]
 
@@ -28,7 +28,7 @@ class Box:
     """Tools that remember their calls."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[ToolRequest] = []
 
     def tools(self, *_: object) -> Iterable[Tool]:
         spec = ToolSpec(name="look", description="", parameters={"properties": {"action": {}}})
@@ -41,32 +41,34 @@ class Box:
         yield tool("full", self._full, acts=False)
         yield tool("hangs", self._hangs, acts=False)
 
-    async def _look(self, call: Call) -> Result:
+    async def _look(self, call: ToolRequest) -> ToolOutput:
         self.calls.append(call)
-        return Result(text="seen", details={"n": len(self.calls)})
+        return ToolOutput(text="seen", details={"n": len(self.calls)})
 
-    async def _refuses(self, _: Call) -> Result:
-        return Result(text="I would rather not.", is_error=True)
+    async def _refuses(self, _: ToolRequest) -> ToolOutput:
+        return ToolOutput(text="I would rather not.", is_error=True)
 
-    async def _misses(self, _: Call) -> Result:
+    async def _misses(self, _: ToolRequest) -> ToolOutput:
         raise NotFound("It is not here.", "Look elsewhere.")
 
-    async def _breaks(self, _: Call) -> Result:
+    async def _breaks(self, _: ToolRequest) -> ToolOutput:
         raise RuntimeError("a secret detail")
 
-    async def _full(self, _: Call) -> Result:
+    async def _full(self, _: ToolRequest) -> ToolOutput:
         raise StoreFull("The disk is full.", "Make room.")
 
-    async def _hangs(self, _: Call) -> Result:
+    async def _hangs(self, _: ToolRequest) -> ToolOutput:
         await asyncio.Event().wait()
-        return Result(text="")
+        return ToolOutput(text="")
 
 
-def opened(path: Path, box: Box, **gateway: Any) -> AbstractAsyncContextManager[Site]:
+def opened(path: Path, box: Box, **gateway: Any) -> AbstractAsyncContextManager[HttpGatewayFixture]:
     return served(path, settings={"agents": AGENTS, "gateway": gateway}, tools=box.tools)
 
 
-async def invoke(site: Site, body: dict[str, Any], **headers: str) -> tuple[int, dict[str, Any]]:
+async def invoke(
+    site: HttpGatewayFixture, body: dict[str, Any], **headers: str
+) -> tuple[int, dict[str, Any]]:
     reply = await site.http.post("/tools/invoke", json=body, headers=headers)
     return reply.status_code, reply.json()
 
@@ -177,7 +179,7 @@ async def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
 async def test_a_tool_that_fails_says_how_if_it_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(invocations, "TIME", 0.05)
+    monkeypatch.setattr(tool_invocations, "TOOL_TIMEOUT_SECONDS", 0.05)
     async with opened(tmp_path, Box()) as site:
         status, body = await invoke(site, {"tool": "refuses"})
         assert (status, body["ok"]) == (200, True)
@@ -217,7 +219,7 @@ async def test_an_agent_acts_as_nobody_else(tmp_path: Path) -> None:
 async def test_a_tool_may_wait_as_long_as_it_is_told_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(invocations, "TIME", 1)
+    monkeypatch.setattr(tool_invocations, "TOOL_TIMEOUT_SECONDS", 1)
     settings = {
         "gateway": {"tools": {"allow": ["sessions_send"]}},
         "tools": {"sessions": {"visibility": "all"}},

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from antiphon.gateway import frames, hub
-from antiphon.gateway.auth import Guard, Identity
-from gateway.sockets import opened
+from antiphon.gateway import hub
+from antiphon.gateway.auth import AuthGuard, ClientIdentity
+from antiphon.gateway.ws import frames
+from support.gateway_ws import opened
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W3")]
 
@@ -19,15 +20,15 @@ async def test_what_fails_once_is_logged_and_begins_again(
 ) -> None:
     failing = [True]
 
-    def still_knows(self: Guard, identity: Identity) -> bool:
+    def still_knows(self: AuthGuard, identity: ClientIdentity) -> bool:
         if failing.pop() if failing else False:
             raise OSError("the disk is gone for a moment")
         return True
 
-    monkeypatch.setattr(frames, "TICK", 20)
+    monkeypatch.setattr(frames, "TICK_INTERVAL_MS", 20)
     monkeypatch.setattr(hub, "REVOCATION_CHECK_SECONDS", 0.02)
-    monkeypatch.setattr(hub, "PAUSE", 0.0)
-    monkeypatch.setattr(Guard, "still_knows", still_knows)
+    monkeypatch.setattr(hub, "RESTART_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(AuthGuard, "is_still_valid", still_knows)
     with caplog.at_level(logging.ERROR):
         async with opened(tmp_path) as gate, gate.client() as client:
             await client.take("tick", 3)

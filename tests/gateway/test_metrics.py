@@ -6,26 +6,26 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from website import Site, served
 
 from antiphon import __version__
 from antiphon.access import Caller
 from antiphon.errors import Forbidden, StoreError
-from antiphon.operations import Message
-from antiphon.operations.standings import Standing
+from antiphon.operations import IncomingMessage
+from antiphon.operations.system_status import SystemStatus
 from antiphon.runtimes import Prompt
-from stage import BOUND, MAIN, OPERATOR
+from support.app_fixture import BOUND, MAIN, OPERATOR
+from support.gateway_http import HttpGatewayFixture, served
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W5")]
 
 
-async def figures(site: Site) -> dict[str, float]:
+async def figures(site: HttpGatewayFixture) -> dict[str, float]:
     text = (await site.http.get("/metrics")).text
     lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
     return {name: float(value) for name, _, value in lines}
 
 
-async def test_an_idle_gateway_says_that_all_is_well(site: Site) -> None:
+async def test_an_idle_gateway_says_that_all_is_well(site: HttpGatewayFixture) -> None:
     told = await figures(site)
     assert told[f'antiphon_build_info{{version="{__version__}"}}'] == 1
     assert told["antiphon_bus_connected"] == told["antiphon_store_up"] == told["antiphon_replicas"] == 1
@@ -46,7 +46,7 @@ async def test_what_waits_and_what_runs_is_counted_in_the_rows(tmp_path: Path) -
         return "done"
 
     async with served(tmp_path, slow) as site:
-        message = Message(session=MAIN, content="go")
+        message = IncomingMessage(session=MAIN, content="go")
         accepted = [await site.house.operations.submit(OPERATOR, message) for _ in range(3)]
         async with asyncio.timeout(BOUND):
             await started.wait()
@@ -61,12 +61,12 @@ async def test_what_waits_and_what_runs_is_counted_in_the_rows(tmp_path: Path) -
 
 
 async def test_a_store_that_does_not_answer_is_told_and_nothing_is_invented(
-    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    site: HttpGatewayFixture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def away(*_: object) -> Standing:
+    async def away(*_: object) -> SystemStatus:
         raise StoreError("The database cannot be reached.", "Start it.")
 
-    monkeypatch.setattr(site.house.operations, "standing", away)
+    monkeypatch.setattr(site.house.operations, "get_system_status", away)
     told = await figures(site)
     assert told["antiphon_store_up"] == 0
     assert not [name for name in told if name.startswith(("antiphon_replicas", "antiphon_store_runs"))]
@@ -74,21 +74,21 @@ async def test_a_store_that_does_not_answer_is_told_and_nothing_is_invented(
 
 
 async def test_one_answer_serves_all_who_ask_in_the_same_moment(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: HttpGatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = 0
-    ask = site.house.operations.standing
+    ask = site.house.operations.get_system_status
 
-    async def counted(caller: Caller) -> Standing:
+    async def counted(caller: Caller) -> SystemStatus:
         nonlocal asked
         asked += 1
         return await ask(caller)
 
-    monkeypatch.setattr(site.house.operations, "standing", counted)
+    monkeypatch.setattr(site.house.operations, "get_system_status", counted)
     await asyncio.gather(*(figures(site) for _ in range(5)))
     assert asked == 1
 
 
-async def test_agents_do_not_see_the_whole(site: Site) -> None:
+async def test_agents_do_not_see_the_whole(site: HttpGatewayFixture) -> None:
     with pytest.raises(Forbidden):
-        await site.house.operations.standing(Caller.agent("main", MAIN))
+        await site.house.operations.get_system_status(Caller.agent("main", MAIN))

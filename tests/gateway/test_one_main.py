@@ -9,11 +9,11 @@ from typing import Any
 
 import httpx2
 import pytest
-from sockets import Client, opened
-from website import EVERYTHING, HOOK_TOKEN
 
 from antiphon.runtimes import Prompt
-from stage import BOUND, OPERATOR
+from support.app_fixture import BOUND, OPERATOR
+from support.gateway_http import EVERYTHING, HOOK_TOKEN
+from support.gateway_ws import Client, opened
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("K3")]
 

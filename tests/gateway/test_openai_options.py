@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from website import EVERYTHING, Site, served
 
-from antiphon.engine import run_options
-from antiphon.gateway.openai_api import MAX_MESSAGES_PER_REQUEST
+from antiphon.engine.runs import run_options
+from antiphon.gateway.openai.common import MAX_MESSAGES_PER_REQUEST
 from antiphon.operations import HistoryFilter
 from antiphon.runtimes import Prompt
-from providers import Answer, Call, Provider
-from stage import BOUND, DATABASE, OPERATOR, raw
+from support.app_fixture import BOUND, DATABASE, OPERATOR, raw
+from support.gateway_http import EVERYTHING, HttpGatewayFixture, served
+from support.model_provider import Answer, Call, Provider
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W5")]
 
@@ -37,7 +37,7 @@ Api = Literal["openai-completions", "openai-responses", "anthropic-messages"]
 @asynccontextmanager
 async def gateway(
     path: Path, provider: Provider, api: Api = "openai-completions"
-) -> AsyncGenerator[tuple[Site, openai.AsyncOpenAI]]:
+) -> AsyncGenerator[tuple[HttpGatewayFixture, openai.AsyncOpenAI]]:
     base = provider.url if api == "anthropic-messages" else f"{provider.url}/v1"
     models = [{"id": "m", "maxTokens": 500}]
     settings = {
@@ -48,7 +48,7 @@ async def gateway(
     async with (
         served(path, None, settings=settings) as site,
         openai.AsyncOpenAI(
-            base_url=f"{site.url}/v1", api_key=site.tokens.owner, max_retries=0, timeout=REQUEST_SECONDS
+            base_url=f"{site.url}/v1", api_key=site.tokens.owner_token, max_retries=0, timeout=REQUEST_SECONDS
         ) as client,
     ):
         yield site, client
@@ -275,7 +275,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("field", "sent"), REFUSED, ids=[f"{field}-{i}" for i, (field, _) in enumerate(REFUSED)]
 )
 async def test_a_field_that_is_not_honoured_is_refused_by_name(
-    site: Site, field: str, sent: dict[str, Any]
+    site: HttpGatewayFixture, field: str, sent: dict[str, Any]
 ) -> None:
     body = {"model": "antiphon", "messages": [user("x")], **sent}
     reply = await site.http.post("/v1/chat/completions", json=body)
@@ -283,7 +283,7 @@ async def test_a_field_that_is_not_honoured_is_refused_by_name(
     assert (reply.status_code, error["type"], error["param"]) == (400, "invalid_request_error", field), error
 
 
-async def test_values_that_ask_for_nothing_are_taken(site: Site) -> None:
+async def test_values_that_ask_for_nothing_are_taken(site: HttpGatewayFixture) -> None:
     neutral = {"n": 1, "logprobs": False, "store": False, "service_tier": "auto", "metadata": {"a": "b"}}
     body = {"model": "antiphon", "messages": [user("x")], **neutral, "functions": None}
     assert (await site.http.post("/v1/chat/completions", json=body)).status_code == 200
@@ -429,7 +429,9 @@ async def test_what_a_request_set_survives_a_restart(tmp_path: Path) -> None:
             "/v1/chat/completions", json={**body, "temperature": 1}, headers=headers
         )
         assert changed.status_code == 409  # another request under the same key
-        page = await site.house.operations.history(OPERATOR, "agent:main:openai-user:ada", HistoryFilter())
+        page = await site.house.operations.read_history(
+            OPERATOR, "agent:main:openai-user:ada", HistoryFilter()
+        )
     [prompt] = seen
     assert prompt.sampling is not None
     assert prompt.sampling.temperature == 0.5

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from website import served
 
-from antiphon import host
+from antiphon import app
 from antiphon.engine import replicas
 from antiphon.engine.replicas import Replica
 from antiphon.errors import StoreFull
 from antiphon.store import Store, Tx
 from antiphon.store.queries import Query
+from support.gateway_http import served
 
 HISTORY = "/sessions/agent:main:main/history"
 LIMIT = Query("test.limit", "PRAGMA max_page_count = 1")  # SQLite takes the present size: not a page more
@@ -35,17 +35,17 @@ async def test_it_is_not_ready_while_nothing_can_be_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stores: list[Store] = []
-    open_store = host.open_store
+    open_store = app.open_store
 
     async def opened(*args: Any, **options: Any) -> Store:
         stores.append(await open_store(*args, **options))
         return stores[-1]
 
-    monkeypatch.setattr(host, "open_store", opened)
+    monkeypatch.setattr(app, "open_store", opened)
     async with served(tmp_path) as site:
         await site.ask("hello")
         assert (await site.stranger.get("/readyz")).json() == {"ready": True}
-        monkeypatch.setattr("antiphon.store.mishaps.LEAST_ROOM", 2**62)  # no disk has that
+        monkeypatch.setattr("antiphon.store.sqlite.errors.MIN_FREE_DISK_BYTES", 2**62)  # no disk has that
         await stores[0].tx(ask, LIMIT)
         with pytest.raises(StoreFull):
             await stores[0].tx(put, "x" * 500_000)

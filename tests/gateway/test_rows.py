@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from antiphon.gateway import rows
-from antiphon.views import Route, SessionView
+from antiphon.gateway import wire
+from antiphon.views import DeliveryRoute, SessionView
 
 pytestmark = pytest.mark.requirement("W2")
 
@@ -24,7 +24,7 @@ ALSO = {
 
 
 def read(view: SessionView) -> dict[str, Any]:
-    return msgspec.json.decode(msgspec.json.encode(rows.listed(view)))
+    return msgspec.json.decode(msgspec.json.encode(wire.build_session_row(view)))
 
 
 def changed(**fields: Any) -> SessionView:
@@ -51,7 +51,7 @@ def test_what_is_not_known_is_left_out() -> None:
 
 @pytest.mark.parametrize("field", msgspec.structs.fields(SessionView), ids=lambda field: field.name)
 def test_no_field_of_a_view_is_forgotten_or_in_the_place_of_another(field: msgspec.structs.FieldInfo) -> None:
-    special = {"kind": "cron", "state": "running", "delivery_context": Route(channel="c", to="t")}
+    special = {"kind": "cron", "state": "running", "delivery_context": DeliveryRoute(channel="c", to="t")}
     mark = special.get(field.name, f"mark of {field.name}")
     row = read(changed(**{field.name: mark}))
     name = {"kind": "sessionKind"}.get(field.name, field.encode_name)
@@ -71,5 +71,5 @@ def test_a_model_is_told_apart_from_its_provider() -> None:
 
 def test_who_adds_to_a_row_has_the_same() -> None:
     view = changed(kind="group", model="p/m", context_tokens=0, active_run_id="r", state="running")
-    assert rows.session_row(view) == read(view)
+    assert wire.build_session_dict(view) == read(view)
     assert read(view)["kind"] == "group"

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sockets import WRITE, Client, Gate, opened
-from website import EVERYTHING
 
-from antiphon.operations import HistoryFilter, Message
+from antiphon.operations import HistoryFilter, IncomingMessage
 from antiphon.runtimes import Prompt
-from stage import BOUND, MAIN, OPERATOR
+from support.app_fixture import BOUND, MAIN, OPERATOR
+from support.gateway_http import EVERYTHING
+from support.gateway_ws import WRITE, Client, GatewayFixture, opened
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("D2")]
 
@@ -31,31 +31,31 @@ class Model:
         return "the model answered"
 
 
-Say = Callable[[Gate, Client, str], Awaitable[str]]
+Say = Callable[[GatewayFixture, Client, str], Awaitable[str]]
 
 
-async def by_chat(gate: Gate, client: Client, text: str) -> str:
+async def by_chat(gate: GatewayFixture, client: Client, text: str) -> str:
     key = uuid.uuid4().hex
     await client.call("chat.send", sessionKey="main", message=text, idempotencyKey=key)
     final = await client.event("chat", runId=key, state="final")
     return final["message"]["content"][0]["text"] if "message" in final else ""
 
 
-async def by_session(gate: Gate, client: Client, text: str) -> str:
+async def by_session(gate: GatewayFixture, client: Client, text: str) -> str:
     key = uuid.uuid4().hex
     await client.call("sessions.send", key=MAIN, message=text, idempotencyKey=key)
     final = await client.event("chat", runId=key, state="final")
     return final["message"]["content"][0]["text"] if "message" in final else ""
 
 
-async def by_agent(gate: Gate, client: Client, text: str) -> str:
+async def by_agent(gate: GatewayFixture, client: Client, text: str) -> str:
     key = uuid.uuid4().hex
     await client.call("agent", message=text, idempotencyKey=key)
     assert (await client.event("chat", runId=key, state="final"))["sessionKey"] == MAIN
     return (await client.call("agent.wait", runId=key))["reply"] or ""
 
 
-async def by_http(gate: Gate, client: Client, text: str) -> str:
+async def by_http(gate: GatewayFixture, client: Client, text: str) -> str:
     body = {"model": "antiphon/default", "messages": [{"role": "user", "content": text}]}
     async with gate.http() as http:
         answer = await http.post(
@@ -65,8 +65,8 @@ async def by_http(gate: Gate, client: Client, text: str) -> str:
     return answer.json()["choices"][0]["message"]["content"]
 
 
-async def in_process(gate: Gate, client: Client, text: str) -> str:
-    accepted = await gate.operations.submit(OPERATOR, Message(session="main", content=text))
+async def in_process(gate: GatewayFixture, client: Client, text: str) -> str:
+    accepted = await gate.operations.submit(OPERATOR, IncomingMessage(session="main", content=text))
     return (await gate.operations.wait(OPERATOR, accepted.run_id, BOUND)).reply or ""
 
 
@@ -88,7 +88,7 @@ async def test_the_owner_switches_a_session_at_every_door_and_is_told(tmp_path: 
             assert await say(gate, client, text) == told
             assert await policy_of(client) == policy
         assert model.asked == []
-        history = await gate.operations.history(OPERATOR, "main", HistoryFilter(include_tools=True))
+        history = await gate.operations.read_history(OPERATOR, "main", HistoryFilter(include_tools=True))
         assert history.messages == []
         assert await say(gate, client, "please /send off") == "the model answered"
         assert await policy_of(client) == "allow"

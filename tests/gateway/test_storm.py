@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from sockets import Gate, connect_params, opened
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-from stage import BOUND, OPERATOR
+from support.app_fixture import BOUND, OPERATOR
+from support.gateway_ws import GatewayFixture, connect_params, opened
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W3", "G38")]
 
@@ -30,10 +30,10 @@ class Place:
     """Where the gateway is now; it moves when it restarts."""
 
     def __init__(self) -> None:
-        self.gate: Gate | None = None
+        self.gate: GatewayFixture | None = None
         self.there = asyncio.Event()
 
-    async def found(self) -> Gate:
+    async def found(self) -> GatewayFixture:
         await self.there.wait()
         assert self.gate is not None
         return self.gate
@@ -56,7 +56,7 @@ class Subscriber:
                 await self._visit(await self._place.found())
             await asyncio.sleep(0)
 
-    async def _visit(self, gate: Gate) -> None:
+    async def _visit(self, gate: GatewayFixture) -> None:
         async with connect(
             gate.served.url,
             compression=None,
@@ -94,7 +94,7 @@ class Subscriber:
             self.seen.append((payload["messageSeq"], payload["message"]["content"][0]["text"]))
 
 
-async def _flow(gate: Gate, numbers: range, chance: random.Random) -> None:
+async def _flow(gate: GatewayFixture, numbers: range, chance: random.Random) -> None:
     for number in numbers:
         for session in chance.sample(SESSIONS, len(SESSIONS)):
             await gate.operations.inject(OPERATOR, session, f"{session} {number}")

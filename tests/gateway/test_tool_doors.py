@@ -11,11 +11,11 @@ from typing import Any
 
 import httpx2
 import pytest
-from sockets import WRITE, Client, Gate, opened
 
-from antiphon.operations import HistoryFilter, Message, Spawn
-from providers import Answer, Call, Provider
-from stage import BOUND, MAIN, OPERATOR
+from antiphon.operations import HistoryFilter, IncomingMessage, SpawnRequest
+from support.app_fixture import BOUND, MAIN, OPERATOR
+from support.gateway_ws import WRITE, Client, GatewayFixture, opened
+from support.model_provider import Answer, Call, Provider
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W5", "V3")]
 
@@ -47,18 +47,20 @@ class Door(ABC):
 class Model(Door):
     """A run in which the model calls the tool."""
 
-    def __init__(self, gate: Gate, provider: Provider | None = None) -> None:
-        self._gate, self._provider = gate, provider
+    def __init__(self, gate: GatewayFixture, provider: Provider | None = None) -> None:
+        self._sanitizer, self._provider = gate, provider
 
     async def use(self, tool: str, **arguments: Any) -> Json:
         words = json.dumps(arguments)
         if self._provider is not None:
             self._provider.script(Answer(calls=(Call(tool, words),)), Answer(text=("done",)))
-        message = Message(session=MAIN, content=f"call {tool} {words}\nsay done")
-        accepted = await self._gate.operations.submit(OPERATOR, message)
-        view = await self._gate.operations.wait(OPERATOR, accepted.run_id, BOUND)
+        message = IncomingMessage(session=MAIN, content=f"call {tool} {words}\nsay done")
+        accepted = await self._sanitizer.operations.submit(OPERATOR, message)
+        view = await self._sanitizer.operations.wait(OPERATOR, accepted.run_id, BOUND)
         assert (view.state, view.reply) == ("ok", "done"), view
-        page = await self._gate.operations.history(OPERATOR, MAIN, HistoryFilter(limit=9, include_tools=True))
+        page = await self._sanitizer.operations.read_history(
+            OPERATOR, MAIN, HistoryFilter(limit=9, include_tools=True)
+        )
         result = next(item for item in reversed(page.messages) if item["role"] == "toolResult")
         if self._provider is not None:  # exactly what the model reads
             shown = [item for item in self._provider.bodies[-1]["messages"] if item["role"] == "tool"]
@@ -88,13 +90,13 @@ class WebSocket(Door):
 
 
 @asynccontextmanager
-async def _rehearsal(path: Path) -> AsyncGenerator[tuple[Gate, Door]]:
+async def _rehearsal(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Door]]:
     async with opened(path, None, settings=settings()) as gate:
         yield gate, Model(gate)
 
 
 @asynccontextmanager
-async def _provider(path: Path) -> AsyncGenerator[tuple[Gate, Door]]:
+async def _provider(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Door]]:
     async with Provider().running() as provider:
         served = {"baseUrl": f"{provider.url}/v1", "apiKey": "x", "models": [{"id": "m1"}]}
         models = {"providers": {"local": {**served, "api": "openai-completions"}}}
@@ -103,18 +105,18 @@ async def _provider(path: Path) -> AsyncGenerator[tuple[Gate, Door]]:
 
 
 @asynccontextmanager
-async def _http(path: Path) -> AsyncGenerator[tuple[Gate, Door]]:
+async def _http(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Door]]:
     async with opened(path, None, settings=settings()) as gate, gate.http(gate.issue(WRITE)) as http:
         yield gate, Http(http)
 
 
 @asynccontextmanager
-async def _websocket(path: Path) -> AsyncGenerator[tuple[Gate, Door]]:
+async def _websocket(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Door]]:
     async with opened(path, None, settings=settings()) as gate, gate.client(gate.issue(WRITE)) as client:
         yield gate, WebSocket(client)
 
 
-Enter = Callable[[Path], AbstractAsyncContextManager[tuple[Gate, Door]]]
+Enter = Callable[[Path], AbstractAsyncContextManager[tuple[GatewayFixture, Door]]]
 ENTRANCES: dict[str, Enter] = {
     "rehearsal model": _rehearsal,
     "model behind HTTP": _provider,
@@ -136,12 +138,12 @@ async def test_a_message_to_another_session(connect: Enter, tmp_path: Path) -> N
         sent = await door.use("sessions_send", message="say pong", timeoutSeconds=BOUND, **quiet)
         delivery = sent.pop("delivery")
         assert delivery["status"] == "ended"
-        assert (await gate.operations.run(OPERATOR, sent.pop("runId"))).reply == "pong"
+        assert (await gate.operations.get_run(OPERATOR, sent.pop("runId"))).reply == "pong"
         assert sent == {"status": "ok", "reply": "pong", "sessionKey": HELPER}
         left = await door.use("sessions_send", message="say later", timeoutSeconds=0, **quiet)
         assert left["status"] == "accepted"
         assert (await gate.operations.wait(OPERATOR, left["runId"], BOUND)).reply == "later"
-        page = await gate.operations.history(OPERATOR, HELPER, HistoryFilter())
+        page = await gate.operations.read_history(OPERATOR, HELPER, HistoryFilter())
         said = [item for item in page.messages if item["role"] == "user"]
         assert [item["content"] for item in said] == ["say pong", "say later"]
         assert [item["provenance"]["sourceSessionKey"] for item in said] == [MAIN, MAIN]
@@ -157,7 +159,7 @@ async def test_a_sub_agent(connect: Enter, tmp_path: Path) -> None:
         assert (spawned["status"], spawned["mode"]) == ("accepted", "run")
         assert spawned["childSessionKey"].startswith("agent:helper:subagent:")
         assert (await gate.operations.wait(OPERATOR, spawned["runId"], BOUND)).reply == "42"
-        [task] = await gate.operations.tasks(OPERATOR, MAIN)
+        [task] = await gate.operations.list_subagents(OPERATOR, MAIN)
         assert (task.run_id, task.label, task.result) == (spawned["runId"], "calc", "42")
         listed = await door.use("subagents", action="list")
         assert [found["runId"] for found in [*listed["active"], *listed["recent"]]] == [spawned["runId"]]
@@ -197,13 +199,15 @@ async def test_refusals(connect: Enter, tmp_path: Path) -> None:
             ("error", "conflict"),
         ]
         assert all(said["error"] for said in refused)
-        assert await gate.operations.tasks(OPERATOR, MAIN) == []
+        assert await gate.operations.list_subagents(OPERATOR, MAIN) == []
 
 
 # --- whose tools they are ---
 
 
-async def _offered(gate: Gate, http: httpx2.AsyncClient, client: Client, key: str) -> list[set[str]]:
+async def _offered(
+    gate: GatewayFixture, http: httpx2.AsyncClient, client: Client, key: str
+) -> list[set[str]]:
     """What a session has: by its run, by what can be looked up, and by what can be invoked over either wire."""
     known = [tool["id"] for tool in (await client.call("tools.catalog"))["groups"][0]["tools"]]
     actor = (await gate.operations.act_as(OPERATOR, key)).actor
@@ -231,10 +235,10 @@ async def test_a_sub_agent_has_its_own_tools_at_every_door(tmp_path: Path) -> No
         gate.http() as http,
         gate.client() as client,
     ):
-        wanted = Spawn(task="say hello", agent_id="helper", announce="none")
+        wanted = SpawnRequest(task="say hello", agent_id="helper", announce="none")
         spawned = await gate.operations.spawn(OPERATOR, wanted)
         child = spawned.child_session_key
-        assert (await gate.operations.wait(OPERATOR, spawned.run_id, BOUND)).ended
+        assert (await gate.operations.wait(OPERATOR, spawned.run_id, BOUND)).has_ended
         every = {
             "sessions_list",
             "sessions_history",

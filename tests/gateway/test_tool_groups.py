@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sockets import opened
 
-from antiphon.engine.toolbox import Call, Result, Tool
-from antiphon.operations import Operations, Spawn
-from stage import BOUND, MAIN, OPERATOR, tool
+from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
+from antiphon.operations import Operations, SpawnRequest
+from support.app_fixture import BOUND, MAIN, OPERATOR, tool
+from support.gateway_ws import opened
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("C", "V3")]
 
@@ -22,8 +22,8 @@ EVERY = LOOKING | ACTING | OTHERS
 
 
 def tools(operations: Operations) -> list[Tool]:
-    async def look(call: Call) -> Result:
-        return Result(text="looked")
+    async def look(call: ToolRequest) -> ToolOutput:
+        return ToolOutput(text="looked")
 
     return [tool("read", look)]
 
@@ -63,8 +63,8 @@ async def test_a_sub_agent_has_what_the_group_stands_for(
 ) -> None:
     settings = {"tools": {"subagents": {"tools": lists}}}
     async with opened(tmp_path, settings=settings, tools=tools) as gate:
-        spawned = await gate.operations.spawn(OPERATOR, Spawn(task="look", announce="none"))
-        assert (await gate.operations.wait(OPERATOR, spawned.run_id, BOUND)).ended
+        spawned = await gate.operations.spawn(OPERATOR, SpawnRequest(task="look", announce="none"))
+        assert (await gate.operations.wait(OPERATOR, spawned.run_id, BOUND)).has_ended
         acting = await gate.operations.act_as(OPERATOR, spawned.child_session_key)
         assert set(acting.actor.tools) == left
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sockets import Client, Gate, opened
-from website import EVERYTHING, HOOK_TOKEN
 
-from stage import BOUND, MAIN, OPERATOR
+from support.app_fixture import BOUND, MAIN, OPERATOR
+from support.gateway_http import EVERYTHING, HOOK_TOKEN
+from support.gateway_ws import Client, GatewayFixture, opened
 
 pytestmark = pytest.mark.anyio
 
@@ -30,7 +30,7 @@ async def row(client: Client, session: str) -> dict[str, Any]:
     return (await client.call("sessions.describe", key=session))["session"]
 
 
-async def complete(gate: Gate, session: str) -> None:
+async def complete(gate: GatewayFixture, session: str) -> None:
     body = {"model": "antiphon/default", "messages": [{"role": "user", "content": "hi"}]}
     async with gate.http() as http:
         answer = await http.post(

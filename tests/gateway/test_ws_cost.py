@@ -11,14 +11,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from sockets import Client, opened
 
 from antiphon.bus import Delta, Event, MessageAppended
-from antiphon.engine import deltas
-from antiphon.gateway import connection, hub
+from antiphon.engine.runs import deltas
+from antiphon.gateway import hub
 from antiphon.gateway.hub import Hub
+from antiphon.gateway.ws import connection
 from antiphon.runtimes import Prompt
-from stage import BOUND, MAIN, OPERATOR, soon, until
+from support.app_fixture import BOUND, MAIN, OPERATOR, soon, until
+from support.gateway_ws import Client, opened
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W9")]
 
@@ -52,7 +53,7 @@ async def says_a_lot(prompt: Prompt) -> AsyncGenerator[str]:
 @pytest.fixture
 def every_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """No two pieces of an answer are one event of the engine, however fast they come."""
-    monkeypatch.setattr(deltas, "INTERVAL", 0.0)
+    monkeypatch.setattr(deltas, "DELTA_INTERVAL_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("every_piece")
@@ -141,7 +142,7 @@ async def test_who_lags_is_sent_no_text_with_a_hole_in_it(
             each for each in gate.served.hub.connections if each.id == client.hello["server"]["connId"]
         ]
         with monkeypatch.context() as patches:
-            patches.setattr(lagging, "_waiting", connection.LAG + 1)
+            patches.setattr(lagging, "_waiting_bytes", connection.LAGGING_SEND_QUEUE_BYTES + 1)
             go_on[0].set()
             await other.event("chat", state="delta")
         go_on[1].set()
@@ -166,7 +167,7 @@ async def test_no_increment_comes_after_the_entry_that_completes_it(
         yield " this"
 
     held: list[Event] = []
-    hear = Hub._on  # pyright: ignore[reportPrivateUsage]
+    hear = Hub._handle_event  # pyright: ignore[reportPrivateUsage]
 
     def hear_late(hub: Hub, event: Event) -> None:
         if held or (isinstance(event, late) and go_on.is_set()):
@@ -181,7 +182,7 @@ async def test_no_increment_comes_after_the_entry_that_completes_it(
         await soon(begun)
         await client.event("chat", state="delta")
         with monkeypatch.context() as patches:
-            patches.setattr(Hub, "_on", hear_late)
+            patches.setattr(Hub, "_handle_event", hear_late)
             go_on.set()
             await client.event("session.message", messageSeq=2)
         for event in held:
@@ -228,7 +229,7 @@ async def test_one_exchange_and_one_spawn_cost_a_subscriber_little(tmp_path: Pat
 
         async def settled() -> bool:
             [task] = (await client.call("subagents.list", sessionKey="main"))["subagents"]
-            unfinished = [await gate.operations.unfinished(OPERATOR, key) for key in (MAIN, HELPER)]
+            unfinished = [await gate.operations.list_unfinished_runs(OPERATOR, key) for key in (MAIN, HELPER)]
             return task["phase"] == "settled" and not any(unfinished)
 
         await until(settled)

@@ -8,23 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sockets import ADMIN, READ, Client, Gate, opened
 
 from antiphon.bus import Event, EventBus, Gap, RunChanged, SessionChanged
-from antiphon.bus.local import BUFFER, LocalBus
-from antiphon.engine import transcripts
-from antiphon.engine.toolbox import Call, Result
-from antiphon.gateway import connection, frames, subscriptions
-from antiphon.messages import Assistant
+from antiphon.bus.local import MAX_BUFFERED_EVENTS, LocalBus
+from antiphon.engine.sessions import transcripts
+from antiphon.engine.toolbox import ToolOutput, ToolRequest
+from antiphon.gateway import subscriptions
+from antiphon.gateway.ws import connection, frames
+from antiphon.messages import AssistantMessage
 from antiphon.runtimes import Prompt
-from stage import MAIN, OPERATOR, calls, soon, text, tool, until
+from support.app_fixture import MAIN, OPERATOR, calls, soon, text, tool, until
+from support.gateway_ws import ADMIN, READ, Client, GatewayFixture, opened
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W3")]
 
 OTHER = "agent:main:dashboard:other"
 
 
-async def fill(gate: Gate, number: int, session: str = MAIN) -> None:
+async def fill(gate: GatewayFixture, number: int, session: str = MAIN) -> None:
     await gate.operations.open(OPERATOR, session)
     for n in range(number):
         await gate.operations.inject(OPERATOR, session, f"{session} {n}")
@@ -46,7 +47,7 @@ async def ask(client: Client, message: str = "hello", session: str = MAIN) -> An
 
 
 @pytest.mark.requirement("G38")
-async def test_messages_come_once_in_order_and_say_who_they_are(gate: Gate) -> None:
+async def test_messages_come_once_in_order_and_say_who_they_are(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         answer = await client.call("sessions.messages.subscribe", key="main")
         assert (answer["subscribed"], answer["key"], answer["lastSeq"]) == (True, MAIN, 0)
@@ -66,7 +67,7 @@ async def test_messages_come_once_in_order_and_say_who_they_are(gate: Gate) -> N
 @pytest.mark.requirement("G38")
 @pytest.mark.parametrize(("after", "expected"), [(0, [1, 2, 3, 4, 5]), (2, [3, 4, 5]), (4, [5])])
 async def test_a_subscriber_gets_what_came_after_its_number_and_then_what_is_new(
-    gate: Gate, after: int, expected: list[int]
+    gate: GatewayFixture, after: int, expected: list[int]
 ) -> None:
     await fill(gate, 4)
     async with gate.client() as client:
@@ -81,7 +82,7 @@ async def test_a_subscriber_gets_what_came_after_its_number_and_then_what_is_new
 
 @pytest.mark.requirement("G38")
 async def test_a_number_that_was_never_given_out_is_a_gap_and_the_whole_conversation_follows(
-    gate: Gate,
+    gate: GatewayFixture,
 ) -> None:
     await fill(gate, 2)
     async with gate.client() as client:
@@ -93,7 +94,7 @@ async def test_a_number_that_was_never_given_out_is_a_gap_and_the_whole_conversa
 
 
 @pytest.mark.requirement("G38", "G25")
-async def test_a_number_of_a_past_conversation_is_a_gap_even_if_it_would_fit(gate: Gate) -> None:
+async def test_a_number_of_a_past_conversation_is_a_gap_even_if_it_would_fit(gate: GatewayFixture) -> None:
     await fill(gate, 3)
     async with gate.client() as client:
         past = (await client.call("sessions.describe", key=MAIN))["session"]["sessionId"]
@@ -118,9 +119,9 @@ async def test_a_number_of_a_past_conversation_is_a_gap_even_if_it_would_fit(gat
 
 @pytest.mark.requirement("G38")
 async def test_a_long_history_arrives_whole_while_it_grows(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
+    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subscriptions, "PAGE", 7)
+    monkeypatch.setattr(subscriptions, "HISTORY_PAGE_ENTRIES", 7)
     await fill(gate, 60)
     async with gate.client() as client:
         await client.call("sessions.messages.subscribe", key=MAIN, afterSeq=0)
@@ -132,11 +133,11 @@ async def test_a_long_history_arrives_whole_while_it_grows(
 
 @pytest.mark.requirement("G38")
 async def test_a_history_larger_than_the_outbox_is_told_at_the_pace_of_who_reads(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
+    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One page is more than may wait for a client; it is not dropped for what it never had a chance to read."""
-    monkeypatch.setattr(frames, "MAX_BUFFERED", 1_000_000)
-    monkeypatch.setattr(connection, "LAG", 100_000)
+    monkeypatch.setattr(frames, "MAX_BUFFERED_BYTES", 1_000_000)
+    monkeypatch.setattr(connection, "LAGGING_SEND_QUEUE_BYTES", 100_000)
     await gate.operations.open(OPERATOR, MAIN)
     for _ in range(40):
         await gate.operations.inject(OPERATOR, MAIN, "x" * 100_000)
@@ -146,7 +147,7 @@ async def test_a_history_larger_than_the_outbox_is_told_at_the_pace_of_who_reads
         assert await seqs(client, 41) == list(range(1, 42))
 
 
-async def test_a_reset_is_a_gap_and_counts_from_one_again(gate: Gate) -> None:
+async def test_a_reset_is_a_gap_and_counts_from_one_again(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         before = await client.call("sessions.messages.subscribe", key=MAIN)
         await ask(client, "one")
@@ -162,7 +163,7 @@ async def test_a_reset_is_a_gap_and_counts_from_one_again(gate: Gate) -> None:
         ]
 
 
-async def test_a_deleted_session_ends_its_subscriptions(gate: Gate) -> None:
+async def test_a_deleted_session_ends_its_subscriptions(gate: GatewayFixture) -> None:
     await fill(gate, 1, OTHER)
     async with gate.client() as client:
         for session in (OTHER, MAIN):
@@ -179,18 +180,18 @@ async def test_a_deleted_session_ends_its_subscriptions(gate: Gate) -> None:
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Who catches up waits before every message, as for a client that does not read; called, it goes on."""
-    monkeypatch.setattr(subscriptions, "PAGE", 1)
-    monkeypatch.setattr(connection, "LAG", -1)
+    monkeypatch.setattr(subscriptions, "HISTORY_PAGE_ENTRIES", 1)
+    monkeypatch.setattr(connection, "LAGGING_SEND_QUEUE_BYTES", -1)
 
     def over() -> None:
         monkeypatch.undo()
-        monkeypatch.setattr(subscriptions, "PAGE", 1)
+        monkeypatch.setattr(subscriptions, "HISTORY_PAGE_ENTRIES", 1)
 
     return over
 
 
 async def test_a_session_that_is_deleted_while_somebody_catches_up_ends_that_too(
-    gate: Gate, patience: Callable[[], None]
+    gate: GatewayFixture, patience: Callable[[], None]
 ) -> None:
     await fill(gate, 5, OTHER)
     async with gate.client() as client:
@@ -212,7 +213,7 @@ async def _id(client: Client, key: str) -> str:
 
 
 @pytest.mark.requirement("003-subscribe-messages")
-async def test_sessions_do_not_leak_into_each_other(gate: Gate) -> None:
+async def test_sessions_do_not_leak_into_each_other(gate: GatewayFixture) -> None:
     async with gate.client() as one, gate.client() as both:
         await one.call("sessions.messages.subscribe", key=MAIN)
         for session in (MAIN, OTHER):
@@ -230,7 +231,9 @@ async def test_sessions_do_not_leak_into_each_other(gate: Gate) -> None:
             assert ("other" in str(told["message"]["content"])) is (told["sessionKey"] == OTHER)
 
 
-async def test_a_subscription_founds_the_session_for_who_may_write_and_only_for_them(gate: Gate) -> None:
+async def test_a_subscription_founds_the_session_for_who_may_write_and_only_for_them(
+    gate: GatewayFixture,
+) -> None:
     async with gate.client(gate.issue(READ)) as reader, gate.client() as writer:
         error = await reader.refused("sessions.messages.subscribe", key=MAIN)
         assert "was not found" in error["message"]
@@ -243,7 +246,7 @@ async def test_a_subscription_founds_the_session_for_who_may_write_and_only_for_
         assert len((await writer.call("sessions.list", activeMinutes=0))["sessions"]) == 1
 
 
-async def test_who_unsubscribes_hears_nothing_more(gate: Gate) -> None:
+async def test_who_unsubscribes_hears_nothing_more(gate: GatewayFixture) -> None:
     async with gate.client() as client, gate.client() as other:
         for one in (client, other):
             await one.call("sessions.messages.subscribe", key=MAIN)
@@ -258,7 +261,7 @@ async def test_who_unsubscribes_hears_nothing_more(gate: Gate) -> None:
 
 
 async def test_who_unsubscribes_while_catching_up_hears_nothing_more(
-    gate: Gate, patience: Callable[[], None]
+    gate: GatewayFixture, patience: Callable[[], None]
 ) -> None:
     await fill(gate, 5)
     async with gate.client() as client, gate.client() as other:
@@ -273,7 +276,9 @@ async def test_who_unsubscribes_while_catching_up_hears_nothing_more(
         assert client.told("session.message") == []
 
 
-async def test_subscribing_again_begins_again_and_only_once(gate: Gate, patience: Callable[[], None]) -> None:
+async def test_subscribing_again_begins_again_and_only_once(
+    gate: GatewayFixture, patience: Callable[[], None]
+) -> None:
     await fill(gate, 5)
     async with gate.client() as client:
         await client.call("sessions.messages.subscribe", key=MAIN, afterSeq=0)
@@ -288,9 +293,9 @@ async def test_subscribing_again_begins_again_and_only_once(gate: Gate, patience
 
 
 async def test_a_connection_subscribes_to_so_many_sessions_and_no_more(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
+    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subscriptions, "MOST", 2)
+    monkeypatch.setattr(subscriptions, "MAX_SUBSCRIPTIONS_PER_CONNECTION", 2)
     async with gate.client() as client:
         for n in range(2):
             await client.call("sessions.create", key=f"{OTHER}{n}")
@@ -302,7 +307,7 @@ async def test_a_connection_subscribes_to_so_many_sessions_and_no_more(
         await client.call("sessions.messages.subscribe", key=MAIN)
 
 
-async def test_nobody_is_followed_for_nobody(gate: Gate) -> None:
+async def test_nobody_is_followed_for_nobody(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         await client.call("sessions.messages.subscribe", key=MAIN)
         await until(lambda: _followed(gate, 1))
@@ -310,9 +315,9 @@ async def test_nobody_is_followed_for_nobody(gate: Gate) -> None:
         await until(lambda: _followed(gate, 0))
 
 
-async def _followed(gate: Gate, number: int) -> bool:
+async def _followed(gate: GatewayFixture, number: int) -> bool:
     assert isinstance(gate.house.bus, LocalBus)
-    heard = gate.house.bus.listeners()
+    heard = gate.house.bus.count_listeners()
     return sum(topic.startswith("session.") and topic != "session.*" for topic in heard) == number
 
 
@@ -320,7 +325,9 @@ async def _followed(gate: Gate, number: int) -> bool:
 
 
 @pytest.mark.requirement("003-subscribe-sessions")
-async def test_who_hears_of_every_session_gets_each_message_once_even_if_subscribed_too(gate: Gate) -> None:
+async def test_who_hears_of_every_session_gets_each_message_once_even_if_subscribed_too(
+    gate: GatewayFixture,
+) -> None:
     async with gate.client() as client:
         await client.call("sessions.subscribe")
         await client.call("sessions.messages.subscribe", key=MAIN)
@@ -339,7 +346,7 @@ async def test_who_hears_of_every_session_gets_each_message_once_even_if_subscri
 
 
 @pytest.mark.requirement("003-subscribe-sessions", "003-event-sessions-changed")
-async def test_what_happens_to_sessions_is_told_with_their_row(gate: Gate) -> None:
+async def test_what_happens_to_sessions_is_told_with_their_row(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         await client.call("sessions.subscribe")
         await client.call("sessions.create", key=OTHER, label="first")
@@ -471,12 +478,12 @@ async def test_tools_are_told_of_to_who_wants_to_hear_of_them(tmp_path: Path) ->
         assert plain.told("agent", stream="tool") == []
 
 
-async def _looks(prompt: Prompt) -> Assistant:
+async def _looks(prompt: Prompt) -> AssistantMessage:
     return calls("look") if len(prompt.messages) == 1 else text("seen")
 
 
-async def _look(call: Call) -> Result:
-    return Result(text="a view")
+async def _look(call: ToolRequest) -> ToolOutput:
+    return ToolOutput(text="a view")
 
 
 @pytest.mark.requirement("W7", "SEC11", "003-subscribe-sessions")
@@ -505,7 +512,7 @@ Publish = Callable[[str, Event], None]
 
 def _unrelated(publish: Publish) -> None:
     """More than a listener holds: everything it had is dropped and replaced by a gap."""
-    for n in range(BUFFER + 10):
+    for n in range(MAX_BUFFERED_EVENTS + 10):
         publish("session.0", SessionChanged(session_key=f"agent:main:dashboard:{n}", reason="message"))
 
 
@@ -535,7 +542,7 @@ def _is_anything(event: Event) -> bool:
 @pytest.mark.parametrize("which", [_is_end, _is_anything])
 @pytest.mark.parametrize("after", [True, False], ids=["lost", "late"])
 async def test_the_end_of_a_run_is_told_once_whatever_the_bus_loses(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch, which: Callable[[Event], bool], after: bool
+    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch, which: Callable[[Event], bool], after: bool
 ) -> None:
     bus = gate.house.bus
     async with gate.client() as client, gate.client() as other:
@@ -557,7 +564,7 @@ async def test_the_end_of_a_run_is_told_once_whatever_the_bus_loses(
         assert len(other.told("session.message")) == 6
 
 
-async def test_only_admins_hear_nothing_special(gate: Gate) -> None:
+async def test_only_admins_hear_nothing_special(gate: GatewayFixture) -> None:
     """What is told depends on `operator.read`, which the other scopes imply."""
     async with gate.client(scopes=[ADMIN]) as admin, gate.client(gate.issue(READ)) as reader:
         await ask(admin)
@@ -568,7 +575,7 @@ async def test_only_admins_hear_nothing_special(gate: Gate) -> None:
 
 
 @pytest.mark.requirement("G38", "G25")
-async def test_a_restored_conversation_goes_on_after_its_last_number(gate: Gate) -> None:
+async def test_a_restored_conversation_goes_on_after_its_last_number(gate: GatewayFixture) -> None:
     await fill(gate, 6)
     async with gate.client() as early, gate.client() as late:
         past = await _id(early, MAIN)
@@ -587,9 +594,9 @@ async def test_a_restored_conversation_goes_on_after_its_last_number(gate: Gate)
 
 @pytest.mark.requirement("G38")
 async def test_who_catches_up_gets_everything_however_few_fit_a_page(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
+    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transcripts, "PAGE_BYTES", 1)
+    monkeypatch.setattr(transcripts, "MAX_PAGE_BYTES", 1)
     await fill(gate, 5)
     async with gate.client() as client:
         await client.call("sessions.messages.subscribe", key=MAIN, afterSeq=0)
@@ -608,10 +615,10 @@ class _Unwalked(dict[str, Any]):
 
 
 async def test_who_comes_and_goes_is_not_looked_for_in_every_session(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
+    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: Any = gate.served.hub.subscriptions
-    monkeypatch.setattr(held, "_channels", _Unwalked())
+    monkeypatch.setattr(held, "_followed_sessions", _Unwalked())
     async with gate.client() as stays:
         await stays.call("sessions.create", key=OTHER)
         await stays.call("sessions.messages.subscribe", key=MAIN)
@@ -621,6 +628,6 @@ async def test_who_comes_and_goes_is_not_looked_for_in_every_session(
             await goes.call("sessions.messages.subscribe", key=OTHER, afterSeq=0)
             await goes.call("sessions.messages.unsubscribe", key=MAIN)
         await until(lambda: _followed(gate, 1))
-        assert len(held._joined) == 1
+        assert len(held._on_connected) == 1
         await stays.call("sessions.messages.unsubscribe", key=MAIN)
-        assert (len(held._joined), len(held._channels)) == (0, 0)
+        assert (len(held._on_connected), len(held._followed_sessions)) == (0, 0)

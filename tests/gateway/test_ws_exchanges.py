@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sockets import READ, opened
 
 from antiphon.access import Caller
 from antiphon.errors import Forbidden
-from antiphon.operations import HistoryFilter, Send, Spawn
-from stage import BOUND, MAIN, OPERATOR, until
+from antiphon.operations import HistoryFilter, SendRequest, SpawnRequest
+from support.app_fixture import BOUND, MAIN, OPERATOR, until
+from support.gateway_ws import READ, opened
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W2")]
 
@@ -88,13 +88,13 @@ async def test_a_wait_for_a_reply_holds_up_nothing_else(tmp_path: Path) -> None:
         waiting = await client.start("sessions.send", {**asked, "timeoutSeconds": 600})
 
         async def accepted() -> bool:
-            return len(await gate.operations.unfinished(OPERATOR, HELPER)) == 1
+            return len(await gate.operations.list_unfinished_runs(OPERATOR, HELPER)) == 1
 
         await until(accepted)
         late = await client.call("sessions.send", **asked, timeoutSeconds=0.2, replyBack=0)
         assert (late["status"], late["delivery"]["status"]) == ("timeout", "queued")
         assert late["delivery"]["position"] == 1
-        for run in await gate.operations.unfinished(OPERATOR, HELPER):
+        for run in await gate.operations.list_unfinished_runs(OPERATOR, HELPER):
             await client.call("sessions.abort", key=HELPER, runId=run)
         over = await client.answer(waiting)
         assert (over.ok, over.payload["status"]) == (True, "error")
@@ -112,7 +112,7 @@ async def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> N
             assert (await client.refused("sessions.send", **asked))["details"]["field"] == field
         more = {"key": HELPER, "message": "x", "fromSessionKey": "main", "timeoutSeconds": 3601}
         assert (await client.refused("sessions.send", **more))["code"] == "INVALID_REQUEST"
-        page = await gate.operations.history(OPERATOR, HELPER, HistoryFilter())
+        page = await gate.operations.read_history(OPERATOR, HELPER, HistoryFilter())
         assert page.messages == []
 
 
@@ -227,15 +227,15 @@ async def test_the_operations_look_at_the_scope_again(tmp_path: Path) -> None:
     async with opened(tmp_path, None, settings=SETTINGS) as gate:
         house = gate.operations
         for refused in (
-            house.deliver_again(reader, "task:k1"),
-            house.deliver_again(agent, "task:k1"),
-            house.deliveries(agent),
-            house.exchanges(agent),
-            house.roster(agent),
+            house.retry_delivery(reader, "task:k1"),
+            house.retry_delivery(agent, "task:k1"),
+            house.list_deliveries(agent),
+            house.list_exchanges(agent),
+            house.list_agents(agent),
             house.act_as(reader, MAIN),
-            house.send(reader, Send(session=HELPER, message="x"), requester=MAIN),
-            house.spawn(reader, Spawn(task="x")),
+            house.send(reader, SendRequest(session=HELPER, message="x"), requester=MAIN),
+            house.spawn(reader, SpawnRequest(task="x")),
         ):
             with pytest.raises(Forbidden):
                 await refused
-        assert (await house.summary(OPERATOR)).sessions == 0
+        assert (await house.get_summary(OPERATOR)).sessions == 0

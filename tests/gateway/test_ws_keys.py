@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sockets import Client, Gate, opened
 
-from stage import OPERATOR
+from support.app_fixture import OPERATOR
+from support.gateway_ws import Client, GatewayFixture, opened
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("S9", "W2")]
 
@@ -22,7 +22,7 @@ JOB: dict[str, Any] = {
 FILLED = 6  # entries that are in a session before a test begins
 
 
-async def fill(gate: Gate, session: str = SIDE) -> None:
+async def fill(gate: GatewayFixture, session: str = SIDE) -> None:
     await gate.operations.open(OPERATOR, session)
     for number in range(FILLED):
         await gate.operations.inject(OPERATOR, session, f"{number}")
@@ -41,7 +41,7 @@ async def refused(client: Client, method: str, **params: Any) -> None:
     assert (error["details"]["type"], error["details"]["field"]) == ("conflict", "idempotencyKey")
 
 
-async def test_words_are_injected_once(gate: Gate) -> None:
+async def test_words_are_injected_once(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         await fill(gate)
         asked = {"sessionKey": SIDE, "message": "By the way.", "label": "note", "idempotencyKey": "k"}
@@ -55,7 +55,7 @@ async def test_words_are_injected_once(gate: Gate) -> None:
         await refused(client, "chat.inject", **{**asked, "sessionKey": OTHER})
 
 
-async def test_a_conversation_is_shortened_once(gate: Gate) -> None:
+async def test_a_conversation_is_shortened_once(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         await fill(gate)
         asked = {"key": SIDE, "maxLines": 2, "idempotencyKey": "k"}
@@ -68,7 +68,7 @@ async def test_a_conversation_is_shortened_once(gate: Gate) -> None:
         await refused(client, "sessions.compact", **{**asked, "maxLines": 3})
 
 
-async def test_a_session_is_reset_once(gate: Gate) -> None:
+async def test_a_session_is_reset_once(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         await fill(gate)
         seen = await session_id(client)
@@ -84,7 +84,7 @@ async def test_a_session_is_reset_once(gate: Gate) -> None:
         await refused(client, "sessions.reset", key=OTHER, idempotencyKey="k")
 
 
-async def test_a_session_is_deleted_once_whatever_has_its_name_later(gate: Gate) -> None:
+async def test_a_session_is_deleted_once_whatever_has_its_name_later(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         await fill(gate)
         await fill(gate, OTHER)
@@ -99,14 +99,14 @@ async def test_a_session_is_deleted_once_whatever_has_its_name_later(gate: Gate)
         assert await entries(client, OTHER) == FILLED
 
 
-async def test_what_was_not_there_can_be_deleted_later_under_the_same_key(gate: Gate) -> None:
+async def test_what_was_not_there_can_be_deleted_later_under_the_same_key(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         assert (await client.call("sessions.delete", key=SIDE, idempotencyKey="k"))["deleted"] is False
         await fill(gate)
         assert (await client.call("sessions.delete", key=SIDE, idempotencyKey="k"))["deleted"] is True
 
 
-async def test_a_job_is_added_once_even_if_it_is_gone(gate: Gate) -> None:
+async def test_a_job_is_added_once_even_if_it_is_gone(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         first = await client.call("cron.add", **JOB, idempotencyKey="k")
         assert await client.call("cron.add", **JOB, idempotencyKey="k") == first
@@ -119,7 +119,7 @@ async def test_a_job_is_added_once_even_if_it_is_gone(gate: Gate) -> None:
 
 
 @pytest.mark.requirement("W5")
-async def test_a_job_is_run_once(gate: Gate) -> None:
+async def test_a_job_is_run_once(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         job = await client.call("cron.add", **JOB)
         asked = {"id": job["id"], "idempotencyKey": "k"}
@@ -134,7 +134,7 @@ async def test_a_job_is_run_once(gate: Gate) -> None:
         await refused(client, "cron.run", id=(await client.call("cron.add", **JOB))["id"], idempotencyKey="k")
 
 
-async def test_what_did_not_run_may_run_later_under_the_same_key(gate: Gate) -> None:
+async def test_what_did_not_run_may_run_later_under_the_same_key(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         job = await client.call("cron.add", **JOB)
         not_due = await client.call("cron.run", id=job["id"], mode="due", idempotencyKey="k")
@@ -142,7 +142,7 @@ async def test_what_did_not_run_may_run_later_under_the_same_key(gate: Gate) -> 
         assert (await client.call("cron.run", id=job["id"], idempotencyKey="k"))["ran"] is True
 
 
-async def test_messages_and_commands_share_their_keys(gate: Gate) -> None:
+async def test_messages_and_commands_share_their_keys(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         await fill(gate)
         said = {"sessionKey": SIDE, "message": "hello"}
@@ -175,7 +175,7 @@ async def test_keys_outlive_the_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["cron:mine", "http:mine", "two\nlines"])
-async def test_keys_that_are_none_are_refused(gate: Gate, key: str) -> None:
+async def test_keys_that_are_none_are_refused(gate: GatewayFixture, key: str) -> None:
     async with gate.client() as client:
         await fill(gate)
         for method, params in (

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sockets import ADMIN, READ, WRITE, Client, Gate, opened
 
-from antiphon.engine.toolbox import Call, Result
-from antiphon.gateway.methods import METHODS
-from antiphon.messages import Assistant, User
-from antiphon.paths import LOG
+from antiphon.engine.toolbox import ToolOutput, ToolRequest
+from antiphon.gateway.methods import METHODS_BY_NAME
+from antiphon.messages import AssistantMessage, UserMessage
+from antiphon.paths import LOG_FILE_NAME
 from antiphon.runtimes import Prompt
-from stage import MAIN, OPERATOR, calls, soon, text, tool
+from support.app_fixture import MAIN, OPERATOR, calls, soon, text, tool
+from support.gateway_ws import ADMIN, READ, WRITE, Client, GatewayFixture, opened
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W2")]
 
@@ -32,7 +32,7 @@ CONTRACT = """health status system-presence sessions.list sessions.resolve sessi
 
 
 def test_the_methods_of_the_contract_are_there() -> None:
-    assert set(CONTRACT.split()) - set(METHODS) == set()
+    assert set(CONTRACT.split()) - set(METHODS_BY_NAME) == set()
 
 
 def test_every_method_is_called_by_a_test_that_sees_it_succeed_or_say_why_not() -> None:
@@ -46,7 +46,7 @@ def test_every_method_is_called_by_a_test_that_sees_it_succeed_or_say_why_not() 
         and node.args
         and isinstance(node.args[0], ast.Constant)
     }
-    assert set(METHODS) - called == set()
+    assert set(METHODS_BY_NAME) - called == set()
 
 
 async def say(client: Client, words: str = "hello", session: str = MAIN, key: str | None = None) -> str:
@@ -86,7 +86,7 @@ class Held:
 # --- the gateway itself ---
 
 
-async def test_health_status_and_presence(gate: Gate) -> None:
+async def test_health_status_and_presence(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         health = await client.call("health", probe=True)
         assert health["ok"] is True
@@ -163,14 +163,14 @@ async def test_an_agent_looks_as_its_identity_says(tmp_path: Path) -> None:
         assert "emoji" not in await client.call("agent.identity.get", agentId="plain")
 
 
-async def test_there_is_no_channel_to_send_to(gate: Gate) -> None:
+async def test_there_is_no_channel_to_send_to(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         error = await client.refused("send", to="+1", message="x", channel="pigeon", idempotencyKey="k")
         assert error["message"].startswith("unknown channel: pigeon")
 
 
 async def test_the_tools_of_an_agent_are_listed(tmp_path: Path) -> None:
-    async def look(call: Call) -> Result:
+    async def look(call: ToolRequest) -> ToolOutput:
         raise AssertionError
 
     async with (
@@ -192,10 +192,10 @@ async def test_the_tools_of_an_agent_are_listed(tmp_path: Path) -> None:
 
 
 async def test_a_tool_is_invoked_as_a_session_would(tmp_path: Path) -> None:
-    async def look(call: Call) -> Result:
+    async def look(call: ToolRequest) -> ToolOutput:
         if call.arguments.get("fail"):
-            return Result(text="it is dark", is_error=True)
-        return Result(text=f"{call.caller.session_key} sees {call.arguments['what']}")
+            return ToolOutput(text="it is dark", is_error=True)
+        return ToolOutput(text=f"{call.caller.session_key} sees {call.arguments['what']}")
 
     async with (
         opened(tmp_path, tools=lambda _: [tool("look", look, acts=False)]) as gate,
@@ -215,7 +215,7 @@ async def test_a_tool_is_invoked_as_a_session_would(tmp_path: Path) -> None:
 @pytest.fixture
 def logged(tmp_path: Path) -> Generator[Path]:
     """Everything that is logged, in the file that `logs.tail` reads."""
-    path = tmp_path / LOG
+    path = tmp_path / LOG_FILE_NAME
     handler = logging.FileHandler(path)
     root = logging.getLogger()
     before = root.level
@@ -233,7 +233,7 @@ def logged(tmp_path: Path) -> Generator[Path]:
 async def test_the_log_can_be_followed_and_has_no_token_in_it(tmp_path: Path, logged: Path) -> None:
     async with opened(tmp_path) as gate:
         token = gate.issue(READ)
-        async with gate.client() as client, gate.client(token), gate.stranger() as guesser:
+        async with gate.client() as client, gate.client(token), gate.connect_unauthenticated() as guesser:
             await guesser.ask("connect", {"auth": {"token": "a wrong guess"}, "minProtocol": 3})
             async with gate.http() as http, gate.http("another wrong guess") as stranger:
                 await http.get("/v1/models")
@@ -289,7 +289,7 @@ async def test_a_run_that_failed_is_remembered_as_such(tmp_path: Path) -> None:
 
 
 async def test_an_answer_that_was_cut_short_is_an_answer(tmp_path: Path) -> None:
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         return text("as far as it", stop_reason="length")
 
     async with opened(tmp_path, agent) as gate, gate.client() as client:
@@ -324,7 +324,7 @@ async def test_what_cannot_be_sent_is_refused_in_words(
         assert says in error["message"]
 
 
-async def test_images_come_along_and_nothing_else_does(gate: Gate) -> None:
+async def test_images_come_along_and_nothing_else_does(gate: GatewayFixture) -> None:
     data = base64.b64encode(b"\x89PNG not really").decode()
     image = {"type": "image", "mimeType": "image/png", "fileName": "a.png", "content": data}
     async with gate.client() as client:
@@ -384,7 +384,7 @@ async def test_stop_words_stop_and_are_not_said(tmp_path: Path) -> None:
         assert await contents(client) == ["x"] * 3
 
 
-async def test_a_stop_word_that_is_meant_literally_is_said(gate: Gate) -> None:
+async def test_a_stop_word_that_is_meant_literally_is_said(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         said = {
             "sessionKey": "main",
@@ -398,7 +398,7 @@ async def test_a_stop_word_that_is_meant_literally_is_said(gate: Gate) -> None:
 
 
 @pytest.mark.requirement("W7", "G25")
-async def test_a_command_in_a_text_needs_what_its_method_needs(gate: Gate) -> None:
+async def test_a_command_in_a_text_needs_what_its_method_needs(gate: GatewayFixture) -> None:
     async with gate.client() as admin, gate.client(gate.issue(WRITE)) as writer:
         await say(writer, "before")
         first = (await admin.call("sessions.describe", key=MAIN))["session"]
@@ -423,7 +423,7 @@ async def test_a_command_in_a_text_needs_what_its_method_needs(gate: Gate) -> No
 
 
 @pytest.mark.requirement("D2", "S8")
-async def test_the_send_policy_is_switched_by_a_text_and_holds_for_everybody(gate: Gate) -> None:
+async def test_the_send_policy_is_switched_by_a_text_and_holds_for_everybody(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         await say(client)
         await client.call("chat.send", sessionKey="main", message="/send off", idempotencyKey="p1")
@@ -441,7 +441,7 @@ async def test_the_send_policy_is_switched_by_a_text_and_holds_for_everybody(gat
 async def test_words_of_another_program_are_never_commands(tmp_path: Path) -> None:
     async def repeat(prompt: Prompt) -> str:
         last = prompt.messages[-1]
-        assert isinstance(last, User) and isinstance(last.content, str)
+        assert isinstance(last, UserMessage) and isinstance(last.content, str)
         return last.content
 
     async with opened(tmp_path, repeat) as gate, gate.client() as client:
@@ -476,7 +476,7 @@ async def test_chat_abort_stops_the_run_it_names_in_its_session(tmp_path: Path) 
         assert (await client.call("chat.abort", sessionKey="main"))["aborted"] is False
 
 
-async def test_injected_words_are_the_agents_and_are_told_as_its_answer(gate: Gate) -> None:
+async def test_injected_words_are_the_agents_and_are_told_as_its_answer(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         error = await client.refused("chat.inject", sessionKey=OTHER, message="x")
         assert error["details"]["type"] == "not_found"
@@ -504,7 +504,7 @@ async def test_injected_words_are_the_agents_and_are_told_as_its_answer(gate: Ga
 
 
 @pytest.mark.requirement("H1")
-async def test_the_history_of_a_session_that_is_not_there_is_empty(gate: Gate) -> None:
+async def test_the_history_of_a_session_that_is_not_there_is_empty(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         for session in ("main", OTHER, "never-heard-of"):
             empty = await client.call("chat.history", sessionKey=session)
@@ -525,7 +525,7 @@ async def test_the_history_tells_how_much_is_thought_unless_a_message_says_other
 
 @pytest.mark.requirement("H4", "G23")
 @pytest.mark.parametrize("way", ["cursor", "offset"])
-async def test_walking_back_gives_every_message_once(gate: Gate, way: str) -> None:
+async def test_walking_back_gives_every_message_once(gate: GatewayFixture, way: str) -> None:
     await gate.operations.open(OPERATOR, MAIN)
     for n in range(23):
         await gate.operations.inject(OPERATOR, MAIN, f"{n}")
@@ -568,7 +568,7 @@ async def test_a_history_is_bounded_in_bytes_and_says_what_it_left_out(tmp_path:
         assert len(str(first)) < 2000
 
 
-async def test_startup_is_history_with_what_a_page_needs(gate: Gate) -> None:
+async def test_startup_is_history_with_what_a_page_needs(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         await say(client)
         startup = await client.call("chat.startup", sessionKey="main")
@@ -583,7 +583,7 @@ async def test_startup_is_history_with_what_a_page_needs(gate: Gate) -> None:
 
 
 @pytest.mark.requirement("H1", "G23")
-async def test_a_history_is_narrowed_by_role_time_tool_and_failure(gate: Gate) -> None:
+async def test_a_history_is_narrowed_by_role_time_tool_and_failure(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         for words in ("one", "two"):
             await say(client, words)
@@ -607,7 +607,7 @@ async def test_a_history_is_narrowed_by_role_time_tool_and_failure(gate: Gate) -
 
 
 @pytest.mark.requirement("G25")
-async def test_a_past_conversation_is_read_by_its_id(gate: Gate) -> None:
+async def test_a_past_conversation_is_read_by_its_id(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         await say(client, "one")
         past = (await client.call("sessions.describe", key=MAIN))["session"]["sessionId"]
@@ -633,7 +633,7 @@ async def test_a_past_conversation_is_read_by_its_id(gate: Gate) -> None:
 # --- runs ---
 
 
-async def test_agent_answers_twice_with_the_same_id(gate: Gate) -> None:
+async def test_agent_answers_twice_with_the_same_id(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         request = await client.start("agent", {"message": "hello", "idempotencyKey": "a1"})
         receipt = (await client.answer(request)).payload
@@ -726,7 +726,7 @@ async def test_a_run_that_takes_too_long_is_reported_as_that(tmp_path: Path) -> 
 
 
 @pytest.mark.requirement("L1", "L2")
-async def test_sessions_are_listed_newest_first_filtered_and_in_pages(gate: Gate) -> None:
+async def test_sessions_are_listed_newest_first_filtered_and_in_pages(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         for n in range(7):
             await client.call("sessions.create", key=f"{OTHER}{n}", label=f"label {n}")
@@ -769,7 +769,7 @@ async def test_sessions_are_listed_newest_first_filtered_and_in_pages(gate: Gate
             assert (await client.refused("sessions.list", **params))["details"]["field"] == field
 
 
-async def test_a_session_is_resolved_by_key_id_or_label(gate: Gate) -> None:
+async def test_a_session_is_resolved_by_key_id_or_label(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         made = await client.call("sessions.create", key=OTHER, label="dup")
         for reference in ({"key": OTHER}, {"sessionId": made["sessionId"]}, {"label": "dup"}):
@@ -790,7 +790,7 @@ async def test_a_session_is_resolved_by_key_id_or_label(gate: Gate) -> None:
         )
 
 
-async def test_leaving_out_rows_leaves_the_pages_complete(gate: Gate) -> None:
+async def test_leaving_out_rows_leaves_the_pages_complete(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         for n in range(4):
             await client.call("sessions.create", key=f"{OTHER}{n}")
@@ -805,7 +805,7 @@ async def test_leaving_out_rows_leaves_the_pages_complete(gate: Gate) -> None:
         assert (await client.call("sessions.list", activeOnly=True))["sessions"] == []
 
 
-async def test_what_was_said_is_found_with_its_place(gate: Gate) -> None:
+async def test_what_was_said_is_found_with_its_place(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         await say(client, "a needle in the hay")
         await say(client, "only hay", OTHER)
@@ -816,7 +816,7 @@ async def test_what_was_said_is_found_with_its_place(gate: Gate) -> None:
         assert (await client.refused("sessions.search", query=""))["code"] == "INVALID_REQUEST"
 
 
-async def test_previews_are_the_last_words_and_missing_looks_missing(gate: Gate) -> None:
+async def test_previews_are_the_last_words_and_missing_looks_missing(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         await say(client, "a long text " * 10)
         await client.call("sessions.create", key=OTHER)
@@ -829,7 +829,7 @@ async def test_previews_are_the_last_words_and_missing_looks_missing(gate: Gate)
         assert len(item["text"]) <= 20
 
 
-async def test_describing_what_is_not_there_is_null(gate: Gate) -> None:
+async def test_describing_what_is_not_there_is_null(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         assert await client.call("sessions.describe", key=OTHER) == {"session": None}
         await client.call("sessions.create", key=OTHER, displayName="Shown")
@@ -837,7 +837,7 @@ async def test_describing_what_is_not_there_is_null(gate: Gate) -> None:
         assert (row["key"], row["displayName"], row["derivedTitle"]) == (OTHER, "Shown", "Shown")
 
 
-async def test_creating_a_session_with_and_without_words(gate: Gate) -> None:
+async def test_creating_a_session_with_and_without_words(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         bare = await client.call("sessions.create")
         assert bare["key"].startswith("agent:main:dashboard:")
@@ -860,7 +860,7 @@ async def test_creating_a_session_with_and_without_words(gate: Gate) -> None:
         assert (await client.call("sessions.list"))["count"] == 4
 
 
-async def test_patching_sets_clears_and_refuses(gate: Gate) -> None:
+async def test_patching_sets_clears_and_refuses(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         patched = await client.call(
             "sessions.patch", key=OTHER, label="one", thinkingLevel="low", sendPolicy="deny"
@@ -947,7 +947,7 @@ async def test_deleting_is_final_and_the_main_session_stays(tmp_path: Path) -> N
         assert OTHER in [row["key"] for row in archived]
 
 
-async def test_compacting_shortens_prompts_and_keeps_the_transcript(gate: Gate) -> None:
+async def test_compacting_shortens_prompts_and_keeps_the_transcript(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         await client.call("sessions.create", key=OTHER)
         nothing = await client.call("sessions.compact", key=OTHER)
@@ -1003,7 +1003,7 @@ async def test_usage_adds_up_and_an_unknown_price_is_null(tmp_path: Path) -> Non
         assert (await client.refused("sessions.usage", key=OTHER))["details"]["type"] == "not_found"
 
 
-async def test_subscribing_answers_with_what_is_so(gate: Gate) -> None:
+async def test_subscribing_answers_with_what_is_so(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         assert await client.call("sessions.subscribe") == {"subscribed": True}
         assert await client.call("sessions.unsubscribe") == {"subscribed": False}
@@ -1023,7 +1023,7 @@ JOB: dict[str, Any] = {
 }
 
 
-async def test_jobs_are_added_changed_run_and_removed(gate: Gate) -> None:
+async def test_jobs_are_added_changed_run_and_removed(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         job = await client.call("cron.add", **JOB, wakeMode="now", description="of the night")
         assert (job["name"], job["enabled"], job["sessionTarget"]) == ("nightly", True, "isolated")
@@ -1071,7 +1071,7 @@ async def test_jobs_are_added_changed_run_and_removed(gate: Gate) -> None:
     ],
 )
 async def test_a_job_that_means_nothing_is_refused_by_its_field(
-    gate: Gate, changes: dict[str, Any], field: str
+    gate: GatewayFixture, changes: dict[str, Any], field: str
 ) -> None:
     async with gate.client() as client:
         error = await client.refused("cron.add", **{**JOB, **changes})
@@ -1080,7 +1080,7 @@ async def test_a_job_that_means_nothing_is_refused_by_its_field(
         assert (await client.call("cron.list", includeDisabled=True))["total"] == 0
 
 
-async def test_a_job_that_is_not_there_is_said_to_be_missing(gate: Gate) -> None:
+async def test_a_job_that_is_not_there_is_said_to_be_missing(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         for method, more in (
             ("cron.update", {"patch": {"enabled": False}}),
@@ -1095,11 +1095,11 @@ async def test_a_job_that_is_not_there_is_said_to_be_missing(gate: Gate) -> None
 
 
 async def test_tool_results_are_part_of_a_history(tmp_path: Path) -> None:
-    async def agent(prompt: Prompt) -> Assistant:
+    async def agent(prompt: Prompt) -> AssistantMessage:
         return calls("look") if len(prompt.messages) == 1 else text("seen")
 
-    async def look(call: Call) -> Result:
-        return Result(text="a view")
+    async def look(call: ToolRequest) -> ToolOutput:
+        return ToolOutput(text="a view")
 
     async with (
         opened(tmp_path, agent, tools=lambda _: [tool("look", look, acts=False)]) as gate,
@@ -1146,7 +1146,7 @@ async def test_steering_again_with_the_same_key_stops_nothing_and_a_refused_one_
 
 
 @pytest.mark.requirement("S9")
-async def test_a_command_said_again_with_the_same_key_is_not_done_again(gate: Gate) -> None:
+async def test_a_command_said_again_with_the_same_key_is_not_done_again(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         await say(client)
         command = {"sessionKey": MAIN, "message": "/new", "idempotencyKey": "k1"}
@@ -1159,14 +1159,14 @@ async def test_a_command_said_again_with_the_same_key_is_not_done_again(gate: Ga
         assert error["details"]["reason"] == "chat-request-conflict"
 
 
-async def test_keys_of_runs_that_only_the_engine_starts_are_refused(gate: Gate) -> None:
+async def test_keys_of_runs_that_only_the_engine_starts_are_refused(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         for key in ("cron:job:1700000000000", "http:x"):
             error = await client.refused("chat.send", sessionKey=MAIN, message="x", idempotencyKey=key)
             assert (error["code"], error["details"]["field"]) == ("INVALID_REQUEST", "idempotencyKey")
 
 
-async def test_a_reset_of_a_conversation_that_has_ended_is_refused(gate: Gate) -> None:
+async def test_a_reset_of_a_conversation_that_has_ended_is_refused(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         await say(client)
         seen = (await client.call("sessions.describe", key=MAIN))["session"]["sessionId"]

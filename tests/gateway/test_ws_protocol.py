@@ -15,38 +15,42 @@ from typing import Any
 import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from sockets import ADMIN, READ, WRITE, Answer, Client, Gate, connect_params, opened
 from websockets.exceptions import InvalidStatus
 
 from antiphon import __version__
 from antiphon.access import Caller
 from antiphon.clock import ManualClock
 from antiphon.config.addresses import is_loopback
-from antiphon.gateway import connection, devices, frames, handshake, hub, socket
-from antiphon.gateway.heads import PendingPeers
-from antiphon.gateway.methods import METHODS
-from stage import BOUND, MAIN, OPERATOR, soon, until
+from antiphon.gateway import hub
+from antiphon.gateway.http.limits import PendingPeers
+from antiphon.gateway.methods import METHODS_BY_NAME
+from antiphon.gateway.ws import connection, devices, frames, handshake, server
+from support.app_fixture import BOUND, MAIN, OPERATOR, soon, until
+from support.gateway_ws import ADMIN, READ, WRITE, Answer, Client, GatewayFixture, connect_params, opened
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W1")]
 
 
-async def turned_away(gate: Gate, params: dict[str, Any], **options: Any) -> tuple[Answer, int]:
+async def turned_away(gate: GatewayFixture, params: dict[str, Any], **options: Any) -> tuple[Answer, int]:
     """What a refused `connect` hears, and the code the connection is closed with."""
-    async with gate.stranger(**options) as client:
+    async with gate.connect_unauthenticated(**options) as client:
         answer = await client.ask("connect", params)
         assert not answer.ok
         return answer, (await client.closed())[0]
 
 
-def with_token(gate: Gate, **changes: Any) -> dict[str, Any]:
+def with_token(gate: GatewayFixture, **changes: Any) -> dict[str, Any]:
     return connect_params(auth={"token": gate.owner}, **changes)
 
 
 # --- the first words ---
 
 
-async def test_the_gateway_speaks_first_with_a_challenge(gate: Gate) -> None:
-    async with gate.stranger() as one, gate.stranger(path="/any/path?x=1") as other:
+async def test_the_gateway_speaks_first_with_a_challenge(gate: GatewayFixture) -> None:
+    async with (
+        gate.connect_unauthenticated() as one,
+        gate.connect_unauthenticated(path="/any/path?x=1") as other,
+    ):
         first, second = await one.event("connect.challenge"), await other.event("connect.challenge")
     assert isinstance(first["ts"], int)
     assert first["ts"] > 0
@@ -59,14 +63,16 @@ async def test_the_gateway_speaks_first_with_a_challenge(gate: Gate) -> None:
     ("least", "most", "spoken"), [(3, 3, 3), (4, 4, 4), (3, 4, 4), (1, 3, 3), (4, 99, 4)]
 )
 async def test_the_newest_protocol_that_both_speak_is_spoken(
-    gate: Gate, least: int, most: int, spoken: int
+    gate: GatewayFixture, least: int, most: int, spoken: int
 ) -> None:
     async with gate.client(minProtocol=least, maxProtocol=most) as client:
         assert client.hello["protocol"] == spoken
 
 
 @pytest.mark.parametrize(("least", "most"), [(1, 2), (5, 9), (4, 3)])
-async def test_no_common_protocol_is_said_with_what_is_spoken_here(gate: Gate, least: int, most: int) -> None:
+async def test_no_common_protocol_is_said_with_what_is_spoken_here(
+    gate: GatewayFixture, least: int, most: int
+) -> None:
     answer, code = await turned_away(gate, with_token(gate, minProtocol=least, maxProtocol=most))
     assert code == 1002
     assert answer.error["code"] == "INVALID_REQUEST"
@@ -76,7 +82,7 @@ async def test_no_common_protocol_is_said_with_what_is_spoken_here(gate: Gate, l
     assert (details["clientMinProtocol"], details["clientMaxProtocol"]) == (least, most)
 
 
-async def test_protocol_3_knows_no_forbidden(gate: Gate) -> None:
+async def test_protocol_3_knows_no_forbidden(gate: GatewayFixture) -> None:
     token = gate.issue(READ)
     async with gate.client(token, minProtocol=3, maxProtocol=3) as old, gate.client(token) as new:
         errors = [await client.refused("chat.send", **SEND) for client in (old, new)]
@@ -88,13 +94,13 @@ async def test_protocol_3_knows_no_forbidden(gate: Gate) -> None:
 SEND = {"sessionKey": "main", "message": "hello", "idempotencyKey": "k"}
 
 
-async def test_hello_says_what_there_is_and_what_is_allowed(gate: Gate) -> None:
+async def test_hello_says_what_there_is_and_what_is_allowed(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         hello = client.hello
     assert hello["type"] == "hello-ok"
     assert hello["server"]["version"] == __version__
     assert hello["server"]["connId"]
-    assert hello["features"]["methods"] == sorted(METHODS)
+    assert hello["features"]["methods"] == sorted(METHODS_BY_NAME)
     assert set(hello["features"]["events"]) >= {
         "chat",
         "agent",
@@ -104,7 +110,7 @@ async def test_hello_says_what_there_is_and_what_is_allowed(gate: Gate) -> None:
     }
     assert hello["auth"] == {"role": "operator", "scopes": [ADMIN]}
     assert hello["policy"] == {
-        "maxPayload": frames.MAX_BYTES,
+        "maxPayload": frames.MAX_FRAME_BYTES,
         "maxBufferedBytes": 52_428_800,
         "tickIntervalMs": 30_000,
         "attachments": hello["policy"]["attachments"],
@@ -133,9 +139,9 @@ async def test_hello_says_what_there_is_and_what_is_allowed(gate: Gate) -> None:
     ],
 )
 async def test_a_wrong_first_request_is_answered_and_ends_the_connection(
-    gate: Gate, method: str, params: dict[str, Any], says: str
+    gate: GatewayFixture, method: str, params: dict[str, Any], says: str
 ) -> None:
-    async with gate.stranger() as client:
+    async with gate.connect_unauthenticated() as client:
         answer = await client.ask(method, params)
         assert answer.error["code"] == "INVALID_REQUEST"
         assert says in answer.error["message"]
@@ -152,17 +158,17 @@ FRAMES = [
 
 @pytest.mark.parametrize("known", [False, True], ids=["before connect", "after connect"])
 async def test_what_is_no_json_ends_with_1000_and_json_that_is_no_request_with_1008(
-    gate: Gate, known: bool
+    gate: GatewayFixture, known: bool
 ) -> None:
     for frame, code in FRAMES:
-        async with gate.client() if known else gate.stranger() as client:
+        async with gate.client() if known else gate.connect_unauthenticated() as client:
             await client.send(frame)
             assert (await client.closed())[0] == code, frame[:60]
     async with gate.client() as client:
         assert (await client.call("health"))["ok"]
 
 
-async def test_what_is_nested_too_deeply_is_refused(gate: Gate) -> None:
+async def test_what_is_nested_too_deeply_is_refused(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         nested = "[" * 900 + "]" * 900
         for name, params in (("health", nested), ("cron.add", f'{{"name":"n","schedule":{nested}}}')):
@@ -176,9 +182,9 @@ async def test_what_is_nested_too_deeply_is_refused(gate: Gate) -> None:
 
 
 @pytest.mark.requirement("SEC14")
-async def test_a_stranger_may_not_say_much(gate: Gate) -> None:
+async def test_a_stranger_may_not_say_much(gate: GatewayFixture) -> None:
     for padding in ("x" * 70_000, "é" * 40_000):  # the second is not that many characters, but as many bytes
-        async with gate.stranger() as client:
+        async with gate.connect_unauthenticated() as client:
             await client.start("connect", with_token(gate, userAgent=padding))
             assert (await client.closed())[0] == 1009
     async with gate.client(userAgent="x" * 60_000) as client:
@@ -186,13 +192,15 @@ async def test_a_stranger_may_not_say_much(gate: Gate) -> None:
         assert big["code"] == "INVALID_REQUEST"
 
 
-async def test_whoever_says_nothing_is_hung_up_on(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "FIRST_WORD", 0.02)
-    async with gate.stranger() as client:
+async def test_whoever_says_nothing_is_hung_up_on(
+    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "CONNECT_TIMEOUT_SECONDS", 0.02)
+    async with gate.connect_unauthenticated() as client:
         assert await client.closed() == (1008, "handshake timeout")
 
 
-async def test_a_second_connect_is_refused_and_changes_nothing(gate: Gate) -> None:
+async def test_a_second_connect_is_refused_and_changes_nothing(gate: GatewayFixture) -> None:
     async with gate.client(gate.issue(READ)) as client:
         error = await client.refused("connect", **with_token(gate))
         assert error["message"].startswith("connect is only valid as the first request")
@@ -214,7 +222,9 @@ async def test_a_second_connect_is_refused_and_changes_nothing(gate: Gate) -> No
         ({"token": "wrong", "password": "wrong", "deviceToken": "x"}, "AUTH_TOKEN_MISMATCH"),
     ],
 )
-async def test_without_the_token_nobody_gets_in(gate: Gate, auth: dict[str, str], code: str) -> None:
+async def test_without_the_token_nobody_gets_in(
+    gate: GatewayFixture, auth: dict[str, str], code: str
+) -> None:
     answer, closed = await turned_away(gate, connect_params(auth=auth))
     assert (answer.error["code"], closed) == ("INVALID_REQUEST", 1008)
     assert answer.error["message"].startswith("unauthorized: gateway token")
@@ -233,7 +243,7 @@ async def test_the_password_mode_takes_the_password_and_no_token(tmp_path: Path)
             answer, closed = await turned_away(gate, connect_params(auth=auth))
             assert (answer.error["details"]["code"], closed) == (code, 1008)
         for field in ("password", "token"):  # clients put the secret into either
-            async with gate.stranger() as client:
+            async with gate.connect_unauthenticated() as client:
                 hello = await client.call("connect", **connect_params(auth={field: "open sesame"}))
                 assert hello["auth"]["scopes"] == [ADMIN]
 
@@ -241,11 +251,11 @@ async def test_the_password_mode_takes_the_password_and_no_token(tmp_path: Path)
 @pytest.mark.requirement("W7", "SEC2")
 async def test_without_credentials_this_machine_gets_in_and_pages_of_others_do_not(tmp_path: Path) -> None:
     async with opened(tmp_path, settings={"gateway": {"auth": {"mode": "none"}}}) as gate:
-        async with gate.stranger() as client:
+        async with gate.connect_unauthenticated() as client:
             hello = await client.call("connect", **connect_params())
             assert hello["auth"]["scopes"] == [ADMIN]
             assert hello["snapshot"]["authMode"] == "none"
-        async with gate.stranger() as client:
+        async with gate.connect_unauthenticated() as client:
             hello = await client.call("connect", **connect_params(scopes=[READ]))
             assert await _may(client) == {READ}
         answer, closed = await turned_away(gate, connect_params(), origin="http://rebound.example:18789")
@@ -287,7 +297,7 @@ async def test_guessing_is_stopped_for_a_minute_even_for_who_then_guesses_right(
 
 
 @pytest.mark.requirement("W7")
-async def test_forgetting_the_token_does_not_lock_the_owner_out(gate: Gate) -> None:
+async def test_forgetting_the_token_does_not_lock_the_owner_out(gate: GatewayFixture) -> None:
     for _ in range(12):
         await turned_away(gate, connect_params())
     async with gate.client() as client:
@@ -295,11 +305,11 @@ async def test_forgetting_the_token_does_not_lock_the_owner_out(gate: Gate) -> N
 
 
 @pytest.mark.requirement("W7")
-async def test_a_revoked_token_is_not_let_in_any_more(gate: Gate) -> None:
+async def test_a_revoked_token_is_not_let_in_any_more(gate: GatewayFixture) -> None:
     token = gate.issue(READ)
     async with gate.client(token) as client:
         assert client.hello["auth"]["scopes"] == [READ]
-    gate.tokens.revoke(gate.tokens.records[-1].name)
+    gate.tokens.revoke_token(gate.tokens.records[-1].name)
     answer, _ = await turned_away(gate, connect_params(auth={"token": token}))
     assert answer.error["details"]["code"] == "AUTH_TOKEN_MISMATCH"
 
@@ -325,7 +335,7 @@ CLOSURE = {READ: {READ}, WRITE: {READ, WRITE}, ADMIN: {READ, WRITE, ADMIN}}
 
 @pytest.mark.requirement("W7", "SEC3")
 @pytest.mark.parametrize("record", [READ, WRITE, ADMIN])
-async def test_scopes_are_what_was_asked_for_and_the_record_has(gate: Gate, record: str) -> None:
+async def test_scopes_are_what_was_asked_for_and_the_record_has(gate: GatewayFixture, record: str) -> None:
     token = gate.issue(record)
     wishes: list[list[str]] = [[], [READ], [WRITE], [ADMIN], [READ, ADMIN], ["operator.pairing", READ], ["*"]]
     for wanted in wishes:
@@ -357,7 +367,7 @@ def _lacks_scope(answer: Answer) -> bool:
 
 
 @pytest.mark.requirement("W7")
-async def test_a_node_has_a_session_of_its_own_and_no_scopes(gate: Gate) -> None:
+async def test_a_node_has_a_session_of_its_own_and_no_scopes(gate: GatewayFixture) -> None:
     async with gate.client(), gate.client(role="node") as client:
         assert client.hello["auth"] == {"role": "node", "scopes": []}
         assert await _may(client) == set()
@@ -368,7 +378,9 @@ async def test_a_node_has_a_session_of_its_own_and_no_scopes(gate: Gate) -> None
 
 
 @pytest.mark.requirement("W7")
-async def test_a_token_that_may_only_read_founds_no_session_by_calling_itself_a_node(gate: Gate) -> None:
+async def test_a_token_that_may_only_read_founds_no_session_by_calling_itself_a_node(
+    gate: GatewayFixture,
+) -> None:
     params = connect_params(role="node", auth={"token": gate.issue(READ)})
     answer, closed = await turned_away(gate, params)
     assert (answer.error["message"], closed) == ("missing scope: operator.write", 1008)
@@ -376,10 +388,10 @@ async def test_a_token_that_may_only_read_founds_no_session_by_calling_itself_a_
         assert (await owner.call("sessions.list"))["count"] == 0
 
 
-async def test_a_node_with_an_impossible_name_is_turned_away(gate: Gate) -> None:
+async def test_a_node_with_an_impossible_name_is_turned_away(gate: GatewayFixture) -> None:
     for name in ("\u0000", " ", "a:b|c\n"):
         client = {"id": name, "version": "1", "platform": "x", "mode": "node"}
-        async with gate.stranger() as stranger:
+        async with gate.connect_unauthenticated() as stranger:
             answer = await stranger.ask("connect", with_token(gate, role="node", client=client))
             if not answer.ok:
                 assert answer.error["code"] == "INVALID_REQUEST"
@@ -430,8 +442,8 @@ PAIR = Pair(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 
 
 @pytest.mark.parametrize("form", ["v1", "v2", "v3"])
-async def test_a_device_that_signed_the_challenge_is_known_by_its_id(gate: Gate, form: str) -> None:
-    async with gate.stranger() as client:
+async def test_a_device_that_signed_the_challenge_is_known_by_its_id(gate: GatewayFixture, form: str) -> None:
+    async with gate.connect_unauthenticated() as client:
         challenge = await client.event("connect.challenge")
         hello = await client.call("connect", **PAIR.signs(form, gate.owner, challenge))
         assert hello["auth"]["scopes"] == [READ, WRITE]
@@ -452,17 +464,17 @@ async def test_a_device_that_signed_the_challenge_is_known_by_its_id(gate: Gate,
     ],
 )
 async def test_a_device_that_pretends_is_turned_away_although_the_token_is_right(
-    gate: Gate, changes: dict[str, Any], code: str
+    gate: GatewayFixture, changes: dict[str, Any], code: str
 ) -> None:
-    async with gate.stranger() as client:
+    async with gate.connect_unauthenticated() as client:
         challenge = await client.event("connect.challenge")
         answer = await client.ask("connect", PAIR.signs("v2", gate.owner, challenge, **changes))
         assert answer.error["details"]["code"] == f"DEVICE_AUTH_{code}"
         assert (await client.closed())[0] == 1008
 
 
-async def test_a_signature_for_other_claims_does_not_fit(gate: Gate) -> None:
-    async with gate.stranger() as client:
+async def test_a_signature_for_other_claims_does_not_fit(gate: GatewayFixture) -> None:
+    async with gate.connect_unauthenticated() as client:
         challenge = await client.event("connect.challenge")
         params = PAIR.signs("v3", gate.owner, challenge)
         answer = await client.ask("connect", {**params, "scopes": [ADMIN]})
@@ -472,7 +484,7 @@ async def test_a_signature_for_other_claims_does_not_fit(gate: Gate) -> None:
 @pytest.mark.parametrize("seconds", [-121, 121])
 async def test_a_signature_of_another_time_is_not_taken(tmp_path: Path, seconds: int) -> None:
     clock = ManualClock()
-    async with opened(tmp_path, clock=clock) as gate, gate.stranger() as client:
+    async with opened(tmp_path, clock=clock) as gate, gate.connect_unauthenticated() as client:
         challenge = await client.event("connect.challenge")
         clock.advance(seconds=seconds)
         answer = await client.ask("connect", PAIR.signs("v2", gate.owner, challenge))
@@ -480,14 +492,14 @@ async def test_a_signature_of_another_time_is_not_taken(tmp_path: Path, seconds:
 
 
 async def test_only_this_machine_may_leave_the_challenge_unsigned(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
+    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "is_loopback", lambda _: False)  # pyright: ignore
-    async with gate.stranger() as client:
+    async with gate.connect_unauthenticated() as client:
         challenge = await client.event("connect.challenge")
         answer = await client.ask("connect", PAIR.signs("v1", gate.owner, challenge))
         assert answer.error["details"]["code"] == "DEVICE_AUTH_NONCE_REQUIRED"
-    assert devices.SKEW == 120_000
+    assert devices.MAX_CLOCK_SKEW_MS == 120_000
 
 
 @pytest.mark.parametrize(
@@ -501,9 +513,9 @@ def test_what_is_local_is_an_address_and_not_a_prefix(address: str, local: bool)
 # --- requests ---
 
 
-async def test_an_unknown_parameter_is_named_whatever_the_method(gate: Gate) -> None:
+async def test_an_unknown_parameter_is_named_whatever_the_method(gate: GatewayFixture) -> None:
     async with gate.client() as client:
-        for name in METHODS:
+        for name in METHODS_BY_NAME:
             error = await client.refused(name, x=1)
             assert error["code"] == "INVALID_REQUEST"
             assert error["message"].startswith(f"invalid {name} params: at root: unexpected property 'x'"), (
@@ -511,7 +523,7 @@ async def test_an_unknown_parameter_is_named_whatever_the_method(gate: Gate) -> 
             )
 
 
-async def test_a_misspelt_parameter_is_answered_with_the_one_that_was_meant(gate: Gate) -> None:
+async def test_a_misspelt_parameter_is_answered_with_the_one_that_was_meant(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         wrong = await client.refused("chat.send", sessionKey="main", mesage="x")
         assert "Did you mean 'message'?" in wrong["message"]
@@ -519,7 +531,7 @@ async def test_a_misspelt_parameter_is_answered_with_the_one_that_was_meant(gate
         assert "Valid parameters: 'sessionKey', 'message'" in lacking["message"]
 
 
-async def test_half_a_character_spoils_neither_its_message_nor_the_connection(gate: Gate) -> None:
+async def test_half_a_character_spoils_neither_its_message_nor_the_connection(gate: GatewayFixture) -> None:
     """As a client that cuts texts in UTF-16 sends it."""
     async with gate.client() as client:
         await client.call("sessions.create", key="main")
@@ -530,10 +542,12 @@ async def test_half_a_character_spoils_neither_its_message_nor_the_connection(ga
         assert said["content"] == [{"type": "text", "text": "cut \ufffd off"}]
 
 
-async def test_a_value_of_the_wrong_type_is_named_by_its_path_whatever_the_method(gate: Gate) -> None:
+async def test_a_value_of_the_wrong_type_is_named_by_its_path_whatever_the_method(
+    gate: GatewayFixture,
+) -> None:
     tried = 0
     async with gate.client() as client:
-        for name, method in METHODS.items():
+        for name, method in METHODS_BY_NAME.items():
             for field in msgspec.structs.fields(method.params):
                 if field.type is Any:
                     continue
@@ -558,7 +572,7 @@ async def test_a_value_of_the_wrong_type_is_named_by_its_path_whatever_the_metho
     ],
 )  # fmt: skip
 async def test_errors_say_where_and_what_would_be_right(
-    gate: Gate, method: str, params: dict[str, Any], says: str
+    gate: GatewayFixture, method: str, params: dict[str, Any], says: str
 ) -> None:
     async with gate.client() as client:
         error = await client.refused(method, **params)
@@ -566,14 +580,14 @@ async def test_errors_say_where_and_what_would_be_right(
 
 
 @pytest.mark.parametrize("params", [[], 1, "x", True])
-async def test_parameters_are_an_object(gate: Gate, params: object) -> None:
+async def test_parameters_are_an_object(gate: GatewayFixture, params: object) -> None:
     async with gate.client() as client:
         await client.send({"type": "req", "id": "1", "method": "health", "params": params})
         answer = await client.answer("1")
         assert answer.error["message"].startswith("invalid health params: at root: must be object")
 
 
-async def test_parameters_may_be_left_out_or_null(gate: Gate) -> None:
+async def test_parameters_may_be_left_out_or_null(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         await client.send({"type": "req", "id": "1", "method": "health"})
         await client.send(
@@ -582,23 +596,23 @@ async def test_parameters_may_be_left_out_or_null(gate: Gate) -> None:
         assert [(await client.answer(request)).ok for request in ("1", "2")] == [True, True]
 
 
-async def test_an_unknown_method_is_named(gate: Gate) -> None:
+async def test_an_unknown_method_is_named(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         error = await client.refused("sessions.dance")
         assert error["code"] == "INVALID_REQUEST"
         assert error["message"].startswith("unknown method: sessions.dance")
 
 
-async def test_binary_frames_are_read_like_texts(gate: Gate) -> None:
+async def test_binary_frames_are_read_like_texts(gate: GatewayFixture) -> None:
     async with gate.client() as client:
         await client.send(b'{"type":"req","id":"b","method":"health"}')
         assert (await client.answer("b")).ok
 
 
 async def test_waiting_requests_delay_no_other_and_are_bounded(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
+    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(socket, "MOST_WAITING", 3)
+    monkeypatch.setattr(server, "MAX_WAITING_REQUESTS_PER_CONNECTION", 3)
     async with gate.client() as client:
         waits = [await client.start("agent.wait", {"runId": f"r{n}", "timeoutMs": 60_000}) for n in range(4)]
         refused = await client.answer(waits[3])
@@ -607,23 +621,23 @@ async def test_waiting_requests_delay_no_other_and_are_bounded(
 
 
 async def test_too_many_connections_are_told_to_come_back(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
+    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(socket, "MOST_CONNECTIONS", 1)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 1)
     async with gate.client():
         with pytest.raises(InvalidStatus):
-            async with gate.stranger():
+            async with gate.connect_unauthenticated():
                 pass
 
 
 async def test_the_oldest_stranger_makes_room_for_another(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
+    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(socket, "MAX_STRANGERS", 2)
-    async with gate.stranger() as first, gate.stranger() as second:
+    monkeypatch.setattr(server, "MAX_UNAUTHENTICATED_CONNECTIONS", 2)
+    async with gate.connect_unauthenticated() as first, gate.connect_unauthenticated() as second:
         await first.event("connect.challenge")
         await second.event("connect.challenge")
-        async with gate.stranger() as third:
+        async with gate.connect_unauthenticated() as third:
             await third.event("connect.challenge")
             assert await first.closed() == (1013, "try again later")
             async with gate.client() as client:
@@ -667,7 +681,7 @@ def test_a_peer_with_many_addresses_of_one_network_loses_its_own() -> None:
 
 
 async def test_ticks_come_as_often_as_hello_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "TICK", 20)
+    monkeypatch.setattr(frames, "TICK_INTERVAL_MS", 20)
     async with opened(tmp_path) as gate, gate.client() as client:
         assert client.hello["policy"]["tickIntervalMs"] == 20
         ticks = await client.take("tick", 3)
@@ -675,16 +689,18 @@ async def test_ticks_come_as_often_as_hello_says(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.requirement("W7")
-async def test_who_is_connected_by_a_token_that_is_revoked_is_hung_up_on_at_once(gate: Gate) -> None:
+async def test_who_is_connected_by_a_token_that_is_revoked_is_hung_up_on_at_once(
+    gate: GatewayFixture,
+) -> None:
     async with gate.client(gate.issue(READ)) as client, gate.client() as owner:
-        gate.tokens.revoke(gate.tokens.records[-1].name)
+        gate.tokens.revoke_token(gate.tokens.records[-1].name)
         assert await client.closed() == (1008, "the token was revoked")
         assert client.told("tick") == [], "it took as long as from one tick to the next"
         await owner.settled()
 
 
 async def test_presence_says_who_comes_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "PRESENCE", 0.0)
+    monkeypatch.setattr(hub, "PRESENCE_INTERVAL_SECONDS", 0.0)
     async with opened(tmp_path) as gate, gate.client() as client:
         async with gate.client(client={"id": "guest", "version": "9", "platform": "x", "mode": "ui"}):
             while "guest" not in [entry["host"] for entry in (await client.event("presence"))["presence"]]:
@@ -707,7 +723,7 @@ async def test_stopping_says_goodbye_and_to_come_back(tmp_path: Path) -> None:
         assert await client.closed() == (1012, "service restart")
 
 
-async def test_goodbye_is_said_after_what_was_still_to_be_said(gate: Gate) -> None:
+async def test_goodbye_is_said_after_what_was_still_to_be_said(gate: GatewayFixture) -> None:
     """Also when it is the reader that is sending."""
     sent: list[str] = []
     sending, may_go = asyncio.Event(), asyncio.Event()
@@ -717,11 +733,11 @@ async def test_goodbye_is_said_after_what_was_still_to_be_said(gate: Gate) -> No
         sending.set()
         await may_go.wait()
 
-    one = connection.Connection("1", send, 0)
-    writer = asyncio.create_task(one.write())
-    answering = asyncio.create_task(one.answer("an answer"))
+    one = connection.WebSocketConnection("1", send, 0)
+    writer = asyncio.create_task(one.run_writer())
+    answering = asyncio.create_task(one.send_response("an answer"))
     await soon(sending)
-    one.event('{"event":"shutdown"')
+    one.send_event('{"event":"shutdown"')
     one.close(1012, "service restart")
     for _ in range(3):
         await asyncio.sleep(0)
@@ -732,7 +748,7 @@ async def test_goodbye_is_said_after_what_was_still_to_be_said(gate: Gate) -> No
 
 
 async def test_who_goes_away_before_the_answer_is_no_fault(
-    gate: Gate, caplog: pytest.LogCaptureFixture
+    gate: GatewayFixture, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(30):
         async with gate.client() as client:
@@ -746,7 +762,7 @@ async def test_who_goes_away_before_the_answer_is_no_fault(
     assert [record.getMessage() for record in ours if record.levelno >= logging.WARNING] == []
 
 
-async def test_the_events_of_a_connection_are_numbered_without_holes(gate: Gate) -> None:
+async def test_the_events_of_a_connection_are_numbered_without_holes(gate: GatewayFixture) -> None:
     async with gate.client() as client, gate.client() as late:
         await client.call("sessions.subscribe")
         for word in ("one", "two"):
@@ -769,13 +785,13 @@ MANY = 80  # together more than the system itself buffers between two sockets
 async def test_who_does_not_read_is_dropped_and_delays_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frames, "MAX_BUFFERED", 2_000_000)
-    monkeypatch.setattr(connection, "LAG", 100_000)
+    monkeypatch.setattr(frames, "MAX_BUFFERED_BYTES", 2_000_000)
+    monkeypatch.setattr(connection, "LAGGING_SEND_QUEUE_BYTES", 100_000)
     settings = {"store": {"messageMaxBytes": 2 * LARGE}}
     async with opened(tmp_path, settings=settings) as gate, gate.client() as quick:
         await quick.call("sessions.subscribe")
         await gate.operations.open(OPERATOR, MAIN)
-        async with gate.stranger(reading=False) as slow:
+        async with gate.connect_unauthenticated(reading=False) as slow:
             await _enter_without_reading(gate, slow)
             for n in range(MANY):
                 await gate.operations.inject(OPERATOR, MAIN, f"{n} " + "x" * LARGE)
@@ -792,19 +808,19 @@ async def test_who_does_not_read_is_dropped_and_delays_nobody(
         assert quick.numbers == list(range(1, len(quick.numbers) + 1))
 
 
-async def _enter_without_reading(gate: Gate, slow: Client) -> None:
+async def _enter_without_reading(gate: GatewayFixture, slow: Client) -> None:
     await slow.start("connect", with_token(gate))
     await slow.start("sessions.subscribe")
     await until(lambda: _count(gate, 2))
     await until(lambda: _subscribed(gate, 2))
 
 
-async def _count(gate: Gate, number: int) -> bool:
+async def _count(gate: GatewayFixture, number: int) -> bool:
     return len(gate.served.hub.connections) == number
 
 
-async def _subscribed(gate: Gate, number: int) -> bool:
-    return sum(one.every_session for one in gate.served.hub.connections) == number
+async def _subscribed(gate: GatewayFixture, number: int) -> bool:
+    return sum(one.is_subscribed_to_all_sessions for one in gate.served.hub.connections) == number
 
 
 async def test_pieces_of_answers_are_left_out_for_who_lags_but_never_messages() -> None:
@@ -815,15 +831,15 @@ async def test_pieces_of_answers_are_left_out_for_who_lags_but_never_messages() 
         sent.append(message["text"])
         await may_go.wait()
 
-    lagging = connection.Connection("1", send, 0)
-    writer = asyncio.create_task(lagging.write())
-    lagging.event('{"a":"' + "x" * connection.LAG + '"')
-    lagging.event('{"piece":1', droppable=True)
-    lagging.event('{"message":1')
+    lagging = connection.WebSocketConnection("1", send, 0)
+    writer = asyncio.create_task(lagging.run_writer())
+    lagging.send_event('{"a":"' + "x" * connection.LAGGING_SEND_QUEUE_BYTES + '"')
+    lagging.send_event('{"piece":1', droppable=True)
+    lagging.send_event('{"message":1')
     may_go.set()
     async with asyncio.timeout(BOUND):
-        await lagging.room()
-        lagging.event('{"piece":2', droppable=True)
+        await lagging.wait_for_room()
+        lagging.send_event('{"piece":2', droppable=True)
         lagging.close(1000, "")
         await writer
     assert sent[1:] == ['{"message":1,"seq":2}', '{"piece":2,"seq":3}']
@@ -841,13 +857,13 @@ async def test_a_client_with_an_old_token_does_not_lock_the_owner_out(tmp_path: 
 
 @pytest.mark.requirement("W7", "SEC1")
 async def test_pages_of_other_origins_cannot_use_up_the_places_of_others(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
+    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(socket, "MOST_FOREIGN", 2)
+    monkeypatch.setattr(server, "MAX_FOREIGN_ORIGIN_CONNECTIONS", 2)
     evil = "http://evil.example"
-    async with gate.stranger(origin=evil), gate.stranger(origin=evil) as last:
+    async with gate.connect_unauthenticated(origin=evil), gate.connect_unauthenticated(origin=evil) as last:
         with pytest.raises(InvalidStatus, match="403"):
-            async with gate.stranger(origin=evil):
+            async with gate.connect_unauthenticated(origin=evil):
                 pass
         async with gate.client() as client:
             assert client.hello["type"] == "hello-ok"

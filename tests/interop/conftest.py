@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from interop.lab import Gateway, Openclaw, serving
 from interop.page import hosting
+from support.interop_processes import Gateway, Openclaw, serving
 
 collect_ignore_glob = [] if os.environ.get("ANTIPHON_INTEROP") else ["test_*.py"]
 
@@ -31,5 +31,5 @@ def gateway(tmp_path_factory: pytest.TempPathFactory, control_ui: str) -> Genera
 @pytest.fixture
 def openclaw(tmp_path: Path) -> Openclaw:
     openclaw = Openclaw(tmp_path / "openclaw")
-    openclaw.settle()
+    openclaw.write_config()
     return openclaw

@@ -10,7 +10,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
 
-from interop.lab import BOUND, CONTROL_UI
+from support.interop_processes import BOUND, CONTROL_UI
 
 # What the page asks its own origin before it connects; OpenClaw's answer, as far as it says anything.
 SETTINGS = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from interop.lab import MODULES, NODE, Gateway, Openclaw, run
+from support.interop_processes import MODULES, NODE, Gateway, Openclaw, run
 
 pytestmark = pytest.mark.requirement("W6")
 

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 import pytest
 
-from interop.lab import BOUND, CHROMIUM, Gateway
+from support.interop_processes import BOUND, CHROMIUM, Gateway
 
 pytestmark = pytest.mark.requirement("W6")
 

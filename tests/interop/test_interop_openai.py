@@ -7,7 +7,7 @@ from collections.abc import Generator
 import openai
 import pytest
 
-from interop.lab import BOUND, Gateway, Openclaw
+from support.interop_processes import BOUND, Gateway, Openclaw
 
 pytestmark = pytest.mark.requirement("W6")
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from interop.lab import MAIN, Gateway, Openclaw
+from support.interop_processes import MAIN, Gateway, Openclaw
 
 pytestmark = pytest.mark.requirement("W6")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from interop.lab import MAIN, Gateway, serving
 from interop.wire import Frame, Wire, published, wired
+from support.interop_processes import MAIN, Gateway, serving
 
 pytestmark = pytest.mark.requirement("W6")
 

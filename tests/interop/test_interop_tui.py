@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from interop.lab import BOUND, NODE, OPENCLAW, Gateway, Openclaw, started
+from support.interop_processes import BOUND, NODE, OPENCLAW, Gateway, Openclaw, started
 
 pytestmark = pytest.mark.requirement("W6")
 

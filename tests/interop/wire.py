@@ -13,7 +13,7 @@ import jsonschema_rs
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from interop.lab import BOUND, SCHEMA, Gateway
+from support.interop_processes import BOUND, SCHEMA, Gateway
 
 Frame = dict[str, Any]
 SCOPES = ["operator.admin", "operator.read", "operator.write"]

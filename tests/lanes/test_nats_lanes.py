@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from antiphon import natslink
 from antiphon.errors import BusError, ConfigError
 from antiphon.lanes.nats import NatsLanes
-from antiphon.natslink import Servers
+from antiphon.nats import connection
+from antiphon.nats.connection import NatsServers
 from cluster.servers import NatsServer, nats_cluster, nats_server, together
 from lanes.work import BOUND, Work
 
@@ -29,7 +29,7 @@ async def make(nats: NatsServer) -> AsyncIterator[Make]:
     namespace = uuid.uuid4().hex
     made: list[NatsLanes] = []
 
-    def one(servers: Servers | None = None, **given: Any) -> NatsLanes:
+    def one(servers: NatsServers | None = None, **given: Any) -> NatsLanes:
         given = {"namespace": namespace, "ack_wait": ACK_WAIT, **given}
         made.append(NatsLanes(servers or nats.servers(), **given))
         return made[-1]
@@ -47,7 +47,7 @@ async def vanish(lanes: NatsLanes) -> None:
 
 async def stop_renewing(lanes: NatsLanes) -> None:
     """As a process that was paused for too long."""
-    await natslink.end(lanes._chores[0])  # pyright: ignore[reportPrivateUsage]
+    await connection.cancel_tasks(lanes._chores[0])  # pyright: ignore[reportPrivateUsage]
 
 
 def manager(lanes: NatsLanes) -> Any:
@@ -151,7 +151,7 @@ async def test_a_hint_that_is_refused_just_before_the_lane_is_let_go_is_not_lost
     await b.start(work.drain("b"), work.waiting)
     work.jobs[1] += 1
     await b.activate(1)
-    await asyncio.wait_for(b._link.settled(await b._link.present()), BOUND)  # pyright: ignore[reportPrivateUsage]
+    await asyncio.wait_for(b._link.confirm_flushed(await b._link.wait_until_connected()), BOUND)  # pyright: ignore[reportPrivateUsage]
     go_on.set()
     await work.until(lambda: work.done[1] == 1)
 
@@ -181,9 +181,9 @@ async def test_a_lane_that_waits_for_another_takes_nobodys_place(make: Make) -> 
         if lane == 2:
             second.set()
             return False
-        a.rest(lane, resting=True)
+        a.set_resting(lane, resting=True)
         await second.wait()
-        a.rest(lane, resting=False)
+        a.set_resting(lane, resting=False)
         first.set()
         return False
 
@@ -329,7 +329,7 @@ async def test_while_the_server_is_away_hints_neither_fail_nor_wait(make: Make) 
 
 async def test_a_server_that_is_silent_is_given_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has our connection and says nothing: hints do not wait for it, and work goes on when it wakes."""
-    monkeypatch.setattr(natslink, "PING", 1)
+    monkeypatch.setattr(connection, "PING_INTERVAL_SECONDS", 1)
     work = Work()
     with nats_server() as server:
         a = make(server.servers())
@@ -339,7 +339,7 @@ async def test_a_server_that_is_silent_is_given_up(make: Make, monkeypatch: pyte
             await a.activate(lane)
         async with asyncio.timeout(BOUND):
             await a._queue._over.wait()  # pyright: ignore[reportPrivateUsage]
-        assert not a.connected
+        assert not a.is_connected
         server.resume()
         work.jobs[1] += 1
         await sweep(work, a, true=lambda: work.done[1] == 1)

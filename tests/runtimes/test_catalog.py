@@ -13,11 +13,11 @@ from test_limits import endless
 
 from antiphon.config import Config, parse
 from antiphon.errors import ProviderError
-from antiphon.messages import Assistant, Text, User
+from antiphon.messages import AssistantMessage, TextBlock, UserMessage
 from antiphon.runtimes import Deltas, Prompt
-from antiphon.runtimes.catalog import Catalog
-from antiphon.runtimes.model import ModelRuntime, ModelSpec, failure
-from providers import Answer, Failure, Provider, served
+from antiphon.runtimes.model import ModelRuntime, ModelSpec, build_provider_error
+from antiphon.runtimes.registry import RuntimeRegistry
+from support.model_provider import Answer, Failure, Provider, served
 
 pytestmark = pytest.mark.anyio
 BOUND = 20.0
@@ -40,8 +40,8 @@ async def test_a_provider_is_spoken_to_in_its_own_language(
     """A key sent to the wrong company is a key given away."""
     providers = {provider: {"apiKey": "k", "models": [{"id": "m"}], **settings}}
     config, _ = parse({"models": {"providers": providers}})
-    catalog = Catalog(config)
-    runtime = await catalog.runtime("main", None)
+    catalog = RuntimeRegistry(config)
+    runtime = await catalog.get_runtime("main", None)
     assert isinstance(runtime, ModelRuntime)
     assert (runtime.spec.provider, runtime.spec.model, runtime.spec.api) == (provider, "m", api)
     await catalog.aclose()
@@ -56,11 +56,15 @@ async def test_a_slow_model_holds_up_no_other(tmp_path: Path) -> None:
         servers = {"slow": f"{slow.url}/v1", "quick": f"{quick.url}/v1"}
         providers = {name: {**local, "baseUrl": url} for name, url in servers.items()}
         config, _ = parse({"models": {"providers": providers}})
-        async with asyncio.timeout(BOUND), aclosing(Catalog(config)) as catalog, asyncio.TaskGroup() as group:
-            held = await catalog.runtime("main", "slow/m")
+        async with (
+            asyncio.timeout(BOUND),
+            aclosing(RuntimeRegistry(config)) as catalog,
+            asyncio.TaskGroup() as group,
+        ):
+            held = await catalog.get_runtime("main", "slow/m")
             waiting = [group.create_task(held.step(prompt(), Hush())) for _ in range(100)]
             await slow.arrived.wait()
-            answer = await (await catalog.runtime("main", "quick/m")).step(prompt(), Hush())
+            answer = await (await catalog.get_runtime("main", "quick/m")).step(prompt(), Hush())
             assert answer.text == "Hello there."
             assert not any(task.done() for task in waiting)
             slow.release()
@@ -83,12 +87,12 @@ async def test_a_provider_that_only_drips_delays_no_other() -> None:
         providers = {"stuck": {**local, "baseUrl": stuck}, "quick": {**local, "baseUrl": f"{quick.url}/v1"}}
         agents = {"defaults": {"maxConcurrent": 2}}
         config, _ = parse({"models": {"providers": providers}, "agents": agents})
-        async with asyncio.timeout(BOUND), aclosing(Catalog(config)) as catalog:
-            held = await catalog.runtime("main", "stuck/m")
+        async with asyncio.timeout(BOUND), aclosing(RuntimeRegistry(config)) as catalog:
+            held = await catalog.get_runtime("main", "stuck/m")
             waiting = [asyncio.create_task(held.step(prompt(), Hush())) for _ in range(4)]
             try:
                 await both.wait()
-                other = await catalog.runtime("main", "quick/m")
+                other = await catalog.get_runtime("main", "quick/m")
                 for _ in range(3):
                     assert (await other.step(prompt(), Hush())).text == "Hello there."
                 assert not any(task.done() for task in waiting)
@@ -116,7 +120,7 @@ def prompt(text: str = "hi") -> Prompt:
         session_key="agent:main:main",
         agent_id="main",
         instructions="",
-        messages=[User(content=text, timestamp=1)],
+        messages=[UserMessage(content=text, timestamp=1)],
     )
 
 
@@ -138,14 +142,14 @@ def asked(tmp_path: Path) -> int:
 
 
 @asynccontextmanager
-async def catalog_of(tmp_path: Path, url: str) -> AsyncGenerator[Catalog]:
+async def catalog_of(tmp_path: Path, url: str) -> AsyncGenerator[RuntimeRegistry]:
     (tmp_path / "key").write_text("old")
-    async with asyncio.timeout(BOUND), aclosing(Catalog(settings(tmp_path, url))) as catalog:
+    async with asyncio.timeout(BOUND), aclosing(RuntimeRegistry(settings(tmp_path, url))) as catalog:
         yield catalog
 
 
-async def model_of(catalog: Catalog) -> ModelRuntime:
-    runtime = await catalog.runtime("main", None)
+async def model_of(catalog: RuntimeRegistry) -> ModelRuntime:
+    runtime = await catalog.get_runtime("main", None)
     assert isinstance(runtime, ModelRuntime)
     return runtime
 
@@ -195,14 +199,14 @@ class Scripted:
         self.closed = False
         self.reading, self.go_on = reading, asyncio.Event()
 
-    async def read(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+    async def read(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
         assert not self.closed
-        if prompt.messages[0] == User(content="refuse", timestamp=1):
-            raise failure(self.spec, "credentials", status=401)
+        if prompt.messages[0] == UserMessage(content="refuse", timestamp=1):
+            raise build_provider_error(self.spec, "credentials", status=401)
         self.reading.set()
         await self.go_on.wait()
         assert not self.closed
-        return Assistant(content=[Text(text="ok")], timestamp=1, stop_reason="stop")
+        return AssistantMessage(content=[TextBlock(text="ok")], timestamp=1, stop_reason="stop")
 
     async def close(self) -> None:
         self.closed = True

@@ -16,10 +16,10 @@ import pytest
 
 from antiphon.clock import ManualClock
 from antiphon.errors import ConfigError, ContextOverflow, ProviderError
-from antiphon.messages import Assistant, Text, ToolCall, User, encode
+from antiphon.messages import AssistantMessage, TextBlock, ToolCall, UserMessage, encode_message
 from antiphon.runtimes import Prompt, Runtime
-from antiphon.runtimes.answers import sound
-from antiphon.runtimes.function import Agent, FunctionRuntime, load
+from antiphon.runtimes.function import AgentFunction, FunctionRuntime, load_function
+from antiphon.runtimes.text import sanitize_answer
 
 pytestmark = pytest.mark.anyio
 PROMPT = Prompt(
@@ -27,18 +27,18 @@ PROMPT = Prompt(
     session_key="agent:main:main",
     agent_id="main",
     instructions="",
-    messages=[User(content="hi", timestamp=1)],
+    messages=[UserMessage(content="hi", timestamp=1)],
 )
 
 
 @pytest.mark.requirement("G2", "G21")
 def test_an_answer_is_made_sound_whatever_else_is_odd_about_it() -> None:
     call = ToolCall(id="c", name="n", arguments={"half \ud83d": [float("nan"), "\ud83d\ude00"]})
-    answer = sound(Assistant(content=[Text(text="\ude00"), call], timestamp=1))
+    answer = sanitize_answer(AssistantMessage(content=[TextBlock(text="\ude00"), call], timestamp=1))
     assert answer.text == "\ufffd"
     (name, (number, face)), *_ = answer.tool_calls[0].arguments.items()
     assert (name, face, math.isnan(number)) == ("half \ufffd", "\N{GRINNING FACE}", True)
-    encode(answer)
+    encode_message(answer)
 
 
 class Pieces(list[str]):
@@ -54,7 +54,7 @@ class Pieces(list[str]):
 
 async def echo(prompt: Prompt) -> str:
     message = prompt.messages[-1]
-    assert isinstance(message, User)
+    assert isinstance(message, UserMessage)
     return f"you said {message.content}"
 
 
@@ -70,8 +70,8 @@ async def test_a_text() -> None:
     runtime: Runtime = FunctionRuntime(echo, clock=ManualClock(5))
     pieces = Pieces()
     answer = await runtime.step(PROMPT, pieces)
-    assert answer == Assistant(
-        content=[Text(text="you said hi")],
+    assert answer == AssistantMessage(
+        content=[TextBlock(text="you said hi")],
         timestamp=5,
         stop_reason="stop",
         api="function",
@@ -91,8 +91,8 @@ async def test_pieces_are_streamed() -> None:
 
 
 async def test_a_whole_message() -> None:
-    async def agent(prompt: Prompt) -> Assistant:
-        return Assistant(content=[ToolCall(id="c", name="t", arguments={})], timestamp=9, model="mine")
+    async def agent(prompt: Prompt) -> AssistantMessage:
+        return AssistantMessage(content=[ToolCall(id="c", name="t", arguments={})], timestamp=9, model="mine")
 
     answer = await FunctionRuntime(agent).step(PROMPT, Pieces())
     assert (answer.stop_reason, answer.timestamp, answer.model) == ("toolUse", 9, "mine")
@@ -139,7 +139,7 @@ async def test_a_function_that_cannot_be_called_is_told_what_one_is() -> None:
         return ""
 
     with pytest.raises(ProviderError, match="failed with TypeError") as caught:
-        await FunctionRuntime(cast("Agent", agent)).step(PROMPT, Pieces())
+        await FunctionRuntime(cast("AgentFunction", agent)).step(PROMPT, Pieces())
     assert caught.value.hint.startswith("Mend the function")
 
 
@@ -176,7 +176,7 @@ async def test_an_instant_agent_costs_microseconds() -> None:
 
 
 def test_load() -> None:
-    found: Agent = load(f"{__name__}:echo")
+    found: AgentFunction = load_function(f"{__name__}:echo")
     assert found is echo
 
 
@@ -201,7 +201,7 @@ def test_load_says_what_is_wrong(
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     with pytest.raises(ConfigError) as caught:
-        load(target)
+        load_function(target)
     assert said in str(caught.value)
     assert caught.value.hint
 

@@ -20,32 +20,39 @@ from test_model import KEY, Recorder, prompt_of, result_of, spec_for, transcript
 from antiphon.clock import ManualClock
 from antiphon.errors import ProviderError
 from antiphon.messages import (
-    Assistant,
-    Compaction,
-    Image,
+    AssistantMessage,
+    CompactionEntry,
+    ImageBlock,
     Message,
-    Text,
-    Thinking,
+    TextBlock,
+    ThinkingBlock,
+    TokenUsage,
     ToolCall,
     ToolResult,
-    Usage,
-    User,
-    decode,
-    encode,
+    UserMessage,
+    decode_message,
+    encode_message,
 )
-from antiphon.runtimes import Prompt, completions_reader
-from antiphon.runtimes.answers import MOST_TOKENS
-from antiphon.runtimes.completions_efforts import library_efforts, reasoning_efforts
-from antiphon.runtimes.completions_reader import CompletionsReader
-from antiphon.runtimes.event_stream import Events
-from antiphon.runtimes.model import INVALID_ARGUMENTS, ModelSpec, Patience, Price, is_plain
-from antiphon.runtimes.pydantic_reader import PydanticReader
-from providers import Provider
+from antiphon.runtimes import Prompt
+from antiphon.runtimes.model import (
+    INVALID_ARGUMENTS_KEY,
+    ModelPrice,
+    ModelSpec,
+    RetryPolicy,
+    is_plain_chat_completions,
+)
+from antiphon.runtimes.openai_chat import reader as completions_reader
+from antiphon.runtimes.openai_chat.event_stream import EventStreamParser
+from antiphon.runtimes.openai_chat.reader import CompletionsReader
+from antiphon.runtimes.openai_chat.reasoning_efforts import load_library_efforts, load_reasoning_efforts
+from antiphon.runtimes.pydantic_ai.reader import PydanticReader
+from antiphon.runtimes.text import MAX_TOKENS_PER_CALL
+from support.model_provider import Provider
 
 pytestmark = pytest.mark.anyio
 
-PIXEL = Image(data="iVBORw0KGgo=", mime_type="image/png")
-BROKEN = Image(data="!", mime_type="image/png")
+PIXEL = ImageBlock(data="iVBORw0KGgo=", mime_type="image/png")
+BROKEN = ImageBlock(data="!", mime_type="image/png")
 CALL = ToolCall(id="c1", name="add", arguments={"a": 1, "ü": [None, 1.5]})
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -61,8 +68,8 @@ def readers(app: Any, spec: ModelSpec) -> tuple[CompletionsReader, PydanticReade
 
     clock = ManualClock()
     return (
-        CompletionsReader(spec, Patience(), http=client(), clock=clock),
-        PydanticReader(spec, Patience(), http=client(), clock=clock),
+        CompletionsReader(spec, RetryPolicy(), http=client(), clock=clock),
+        PydanticReader(spec, RetryPolicy(), http=client(), clock=clock),
     )
 
 
@@ -75,64 +82,72 @@ async def bodies_of(prompt: Prompt, spec: ModelSpec) -> tuple[Any, Any]:
     return lean, library
 
 
-def said(*content: Text | Thinking | ToolCall, **changes: Any) -> Assistant:
+def said(*content: TextBlock | ThinkingBlock | ToolCall, **changes: Any) -> AssistantMessage:
     given: dict[str, Any] = {"timestamp": 1, "stop_reason": "stop", "provider": "openai"}
-    return Assistant(content=[*content], **{**given, **changes})
+    return AssistantMessage(content=[*content], **{**given, **changes})
 
 
-def user(content: str | list[Text | Image] = "hi") -> User:
-    return User(content=content, timestamp=1)
+def user(content: str | list[TextBlock | ImageBlock] = "hi") -> UserMessage:
+    return UserMessage(content=content, timestamp=1)
 
 
-def shown(*content: Text | Image, **changes: Any) -> ToolResult:
+def shown(*content: TextBlock | ImageBlock, **changes: Any) -> ToolResult:
     return ToolResult(tool_call_id=CALL.id, tool_name='a "b"', content=[*content], timestamp=1, **changes)
 
 
-THOUGHT = Thinking(thinking="hm", native={"id": "reasoning_content"})
+THOUGHT = ThinkingBlock(thinking="hm", native={"id": "reasoning_content"})
 CONVERSATIONS: dict[str, tuple[Message, ...]] = {
     "nothing": (),
-    "text": (user(), user("again"), said(Text(text="yes")), user(" ")),
-    "images": (user([Text(text="look"), PIXEL, Text(text=" ")]), user("and"), user([BROKEN]), user([])),
-    "summary": (Compaction(summary="So far.", first_kept_seq=1, tokens_before=1, timestamp=1), user()),
-    "calls": (user(), said(Text(text="see"), CALL), result_of(CALL), said(Text(text="3"))),
+    "text": (user(), user("again"), said(TextBlock(text="yes")), user(" ")),
+    "images": (
+        user([TextBlock(text="look"), PIXEL, TextBlock(text=" ")]),
+        user("and"),
+        user([BROKEN]),
+        user([]),
+    ),
+    "summary": (CompactionEntry(summary="So far.", first_kept_seq=1, tokens_before=1, timestamp=1), user()),
+    "calls": (user(), said(TextBlock(text="see"), CALL), result_of(CALL), said(TextBlock(text="3"))),
     "failed call": (user(), said(CALL), result_of(CALL, 'no "way"', is_error=True), user("meanwhile")),
     "refused call": (user(), said(CALL), result_of(CALL, '{"status":"error","error":"no"}', is_error=True)),
     "broken JSON": (user(), said(CALL), result_of(CALL, '{"status":', is_error=True)),
     "interrupted call": (user(), said(CALL), result_of(CALL, " ", interrupted=True)),
-    "image result": (user(), said(CALL), shown(Text(text="this"), PIXEL, BROKEN, PIXEL), user("nice")),
-    "failed image result": (user(), said(CALL), shown(Text(text="this"), PIXEL, is_error=True)),
-    "failed images": (user(), said(CALL), shown(Text(text="this"), PIXEL, BROKEN, is_error=True)),
+    "image result": (user(), said(CALL), shown(TextBlock(text="this"), PIXEL, BROKEN, PIXEL), user("nice")),
+    "failed image result": (user(), said(CALL), shown(TextBlock(text="this"), PIXEL, is_error=True)),
+    "failed images": (user(), said(CALL), shown(TextBlock(text="this"), PIXEL, BROKEN, is_error=True)),
     "broken image result": (user(), said(CALL), shown(BROKEN)),
     "failed broken image": (user(), said(CALL), shown(BROKEN, is_error=True)),
     "invalid arguments": (
         user(),
-        said(ToolCall(id="c1", name="add", arguments={}, native={INVALID_ARGUMENTS: '{"a": '})),
+        said(ToolCall(id="c1", name="add", arguments={}, native={INVALID_ARGUMENTS_KEY: '{"a": '})),
         result_of(CALL),
     ),
-    "thinking": (user(), said(THOUGHT, THOUGHT, Text(text="so")), user("more")),
+    "thinking": (user(), said(THOUGHT, THOUGHT, TextBlock(text="so")), user("more")),
     "thinking and calls": (
         *(user(), said(CALL), result_of(CALL), user("go on")),
         *(said(THOUGHT, CALL), result_of(CALL)),
     ),
     "calls without their thinking": (
         *(user(), said(THOUGHT, CALL), result_of(CALL), said(ToolCall(id="c2", name="add", arguments={}))),
-        ToolResult(tool_call_id="c2", tool_name="add", content=[Text(text="x")], timestamp=1),
+        ToolResult(tool_call_id="c2", tool_name="add", content=[TextBlock(text="x")], timestamp=1),
     ),
     "two fields": (
         *(user(), said(THOUGHT, CALL), result_of(CALL)),
-        said(Thinking(thinking="x", native={"id": "reasoning"}), Text(text="y")),
+        said(ThinkingBlock(thinking="x", native={"id": "reasoning"}), TextBlock(text="y")),
     ),
-    "tagged thinking": (user(), said(Thinking(thinking="hm", native={"id": "content"}), Text(text="so"))),
-    "nameless thinking": (user(), said(Thinking(thinking="hm"), Text(text="so"))),
-    "foreign thinking": (user(), said(THOUGHT, Text(text="so"), provider="elsewhere")),
-    "half a thought": (user(), said(THOUGHT, Text(text="so"), stop_reason="aborted")),
-    "unspoken": (user(), said(THOUGHT), said(Text(text=" ")), user("still there?")),
+    "tagged thinking": (
+        user(),
+        said(ThinkingBlock(thinking="hm", native={"id": "content"}), TextBlock(text="so")),
+    ),
+    "nameless thinking": (user(), said(ThinkingBlock(thinking="hm"), TextBlock(text="so"))),
+    "foreign thinking": (user(), said(THOUGHT, TextBlock(text="so"), provider="elsewhere")),
+    "half a thought": (user(), said(THOUGHT, TextBlock(text="so"), stop_reason="aborted")),
+    "unspoken": (user(), said(THOUGHT), said(TextBlock(text=" ")), user("still there?")),
     "signed call": (
         user(),
         said(ToolCall(id="c1", name="add", arguments={}, native={"details": {"extra_content": {"s": 1}}})),
         result_of(CALL),
     ),
-    "begun by the assistant": (said(Text(text="hello")), user()),
+    "begun by the assistant": (said(TextBlock(text="hello")), user()),
 }
 
 
@@ -206,8 +221,8 @@ async def test_the_listed_efforts_are_those_of_the_library(provider: str) -> Non
     names += [f"{vendor}/{name}" for vendor in (*VENDORS, "x-ai", "zai-org") for name in VENDORS_MODELS]
     for name in names:
         spec = spec_of(provider=provider, model=name)
-        if is_plain(spec):
-            assert await reasoning_efforts(spec) == library_efforts(spec), name
+        if is_plain_chat_completions(spec):
+            assert await load_reasoning_efforts(spec) == load_library_efforts(spec), name
 
 
 def chunk(delta: Any = None, finish: str | None = None, **fields: Any) -> dict[str, Any]:
@@ -302,7 +317,9 @@ ANSWERS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-@pytest.mark.parametrize("changes", [{}, {"provider": "local"}, {"price": Price(input=1, output=2)}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"provider": "local"}, {"price": ModelPrice(input=1, output=2)}], ids=str
+)
 async def test_both_make_the_same_of_an_answer(name: str, changes: dict[str, Any]) -> None:
     spec = spec_of(**{"model": "gpt-5", **changes})
     heard: list[Any] = []
@@ -316,8 +333,8 @@ async def test_both_make_the_same_of_an_answer(name: str, changes: dict[str, Any
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("halves", [Text(text="a\N{GRINNING FACE}b\ufffd")]),
-        ("half thoughts", [Thinking(thinking="\N{GRINNING FACE}", native={"id": "reasoning"})]),
+        ("halves", [TextBlock(text="a\N{GRINNING FACE}b\ufffd")]),
+        ("half thoughts", [ThinkingBlock(thinking="\N{GRINNING FACE}", native={"id": "reasoning"})]),
         ("half in an object", [ToolCall(id="c0", name="add", arguments={"a": "\ufffd", "b": 1.5})]),
         ("half arguments", [ToolCall(id="c0", name="add", arguments={"a": "\N{GRINNING FACE} \ufffd"})]),
     ],
@@ -326,15 +343,17 @@ async def test_characters_that_come_in_halves_are_put_together(name: str, conten
     for reader in readers(answering(ANSWERS[name]), spec_of()):
         answer = await reader.read(prompt_of(), Recorder())
         assert answer.content == content
-        assert decode(encode(answer)) == answer
+        assert decode_message(encode_message(answer)) == answer
 
 
 @pytest.mark.requirement("G2", "G21")
 async def test_counts_that_no_call_can_have_are_bounded_and_have_no_price() -> None:
-    spec = spec_of(price=Price(input=1, output=2))
+    spec = spec_of(price=ModelPrice(input=1, output=2))
     for reader in readers(answering(ANSWERS["far too many"]), spec):
         counted = (await reader.read(prompt_of(), Recorder())).usage
-        assert counted == Usage(input=MOST_TOKENS, output=MOST_TOKENS, total_tokens=MOST_TOKENS)
+        assert counted == TokenUsage(
+            input=MAX_TOKENS_PER_CALL, output=MAX_TOKENS_PER_CALL, total_tokens=MAX_TOKENS_PER_CALL
+        )
 
 
 async def error_of(reader: CompletionsReader | PydanticReader) -> ProviderError:
@@ -436,14 +455,14 @@ async def test_a_huge_piece_is_read() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_events_may_be_cut_anywhere(size: int) -> None:
-    events = Events()
+    events = EventStreamParser()
     sent = b": x\r\n\r\ndata: a\r\ndata:b\r\n\r\nevent: e\n\ndata: \xc3\xbc\n\ndata: lost\n"
-    found = [data for at in range(0, len(sent), size) for data in events.of(sent[at : at + size])]
+    found = [data for at in range(0, len(sent), size) for data in events.feed(sent[at : at + size])]
     assert found == [b"a\nb", "ü".encode()]
 
 
 async def test_a_key_that_cannot_be_sent_is_not_quoted() -> None:
-    reader = CompletionsReader(spec_of(api_key=f"{KEY}\n", base_url="http://127.0.0.1:9/v1"), Patience())
+    reader = CompletionsReader(spec_of(api_key=f"{KEY}\n", base_url="http://127.0.0.1:9/v1"), RetryPolicy())
     assert not (await error_of(reader)).data["status"]
     await reader.close()
 
@@ -464,7 +483,7 @@ async def served(ending: bytes, times: int) -> int:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server, asyncio.timeout(20):
         port = server.sockets[0].getsockname()[1]
-        reader = CompletionsReader(spec_of(base_url=f"http://127.0.0.1:{port}/v1"), Patience())
+        reader = CompletionsReader(spec_of(base_url=f"http://127.0.0.1:{port}/v1"), RetryPolicy())
         prompt = prompt_of(tools=(), instructions="")
         for _ in range(times):
             assert (await reader.read(prompt, Recorder())).text == "a"
@@ -477,7 +496,7 @@ async def test_connections_are_used_again() -> None:
 
 
 async def test_a_server_that_does_not_hang_up_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completions_reader, "GOODBYE", 0.01)
+    monkeypatch.setattr(completions_reader, "STREAM_END_SECONDS", 0.01)
     assert await served(b"", times=2) == 2
 
 
@@ -498,12 +517,12 @@ async def test_a_server_that_does_not_hang_up_is_not_waited_for(monkeypatch: pyt
     ],
 )
 def test_what_is_peculiar_is_left_to_the_library(changes: dict[str, Any], plain: bool) -> None:
-    assert is_plain(replace(spec_of(), **changes)) is plain
+    assert is_plain_chat_completions(replace(spec_of(), **changes)) is plain
 
 
 def test_the_lean_reader_needs_no_provider_library() -> None:
     code = (
-        "import sys, antiphon.runtimes.completions_reader\n"
+        "import sys, antiphon.runtimes.openai_chat.reader\n"
         "print([name for name in ('pydantic_ai', 'openai', 'anthropic') if name in sys.modules])"
     )
     found = subprocess.run(
@@ -517,14 +536,14 @@ async def test_a_request_needs_no_provider_library(level: str | None) -> None:
     """Importing one takes seconds, in which the request waits."""
     code = (
         "import asyncio, sys\n"
-        "from antiphon.messages import User\n"
+        "from antiphon.messages import UserMessage\n"
         "from antiphon.runtimes import Prompt\n"
         "from antiphon.runtimes.model import ModelRuntime, ModelSpec\n"
         "class Hush:\n"
         "    text = thinking = restart = lambda *_: None\n"
         "spec = ModelSpec(provider='openai', model='gpt-5', api='openai-completions', base_url=sys.argv[1])\n"
         "prompt = Prompt(run_id='r', session_key='k', agent_id='main', instructions='', thinking=sys.argv[2] or None,\n"
-        "    messages=[User(content='hi', timestamp=1)])\n"
+        "    messages=[UserMessage(content='hi', timestamp=1)])\n"
         "print(asyncio.run(ModelRuntime(spec).step(prompt, Hush())).text)\n"
         "print([name for name in ('pydantic_ai', 'openai', 'anthropic') if name in sys.modules])"
     )

@@ -15,21 +15,21 @@ from test_model import HURRIED, KEY, MODELS, Recorder, every, library, prompt_of
 
 from antiphon.config import parse
 from antiphon.errors import ProviderError
-from antiphon.messages import Text, ToolCall, ToolResult
-from antiphon.runtimes.catalog import spec_of
-from antiphon.runtimes.completions_reader import CompletionsReader
+from antiphon.messages import TextBlock, ToolCall, ToolResult
 from antiphon.runtimes.http_reader import HttpReader
 from antiphon.runtimes.model import (
-    INVALID_ARGUMENTS,
+    INVALID_ARGUMENTS_KEY,
     MAX_RETRY_AFTER_SECONDS,
     Api,
+    ModelPrice,
     ModelRuntime,
-    Patience,
-    Price,
+    RetryPolicy,
 )
-from antiphon.runtimes.pydantic_reader import PydanticReader
-from antiphon.runtimes.tool_calls import KEPT_TOOL_CALLS, MAX_ARGUMENT_LEVELS, is_too_deep
-from providers import Answer, Call, Failure, Provider, Tokens, served
+from antiphon.runtimes.openai_chat.reader import CompletionsReader
+from antiphon.runtimes.pydantic_ai.reader import PydanticReader
+from antiphon.runtimes.registry import build_model_spec
+from antiphon.runtimes.tool_calls import MAX_ARGUMENT_LEVELS, MAX_KEPT_TOOL_CALLS, is_too_deep
+from support.model_provider import Answer, Call, Failure, Provider, Tokens, served
 
 pytestmark = pytest.mark.anyio
 __all__ = ["library"]  # the fixture that chooses between the readers
@@ -61,7 +61,7 @@ async def _left(receive: Any) -> None:
 
 @asynccontextmanager
 async def reading(
-    reader: type[HttpReader], app: App, patience: Patience = HURRIED, **changes: Any
+    reader: type[HttpReader], app: App, patience: RetryPolicy = HURRIED, **changes: Any
 ) -> AsyncGenerator[HttpReader]:
     async with asyncio.timeout(BOUND), served(app) as url:
         opened = reader(spec_for("openai-completions", url, **changes), patience)
@@ -226,8 +226,10 @@ async def test_arguments_nested_too_deeply_are_invalid_ones(api: Api, levels: in
         provider.script(Answer(calls=(Call("add", nested(levels)),)))
         answer = await step(spec_for(api, provider.url))
         (call,) = answer.tool_calls
-        assert (call.arguments, call.native and call.native[INVALID_ARGUMENTS]) == ({}, nested(levels))
-        result = ToolResult(tool_call_id=call.id, tool_name="add", content=[Text(text="no")], timestamp=1)
+        assert (call.arguments, call.native and call.native[INVALID_ARGUMENTS_KEY]) == ({}, nested(levels))
+        result = ToolResult(
+            tool_call_id=call.id, tool_name="add", content=[TextBlock(text="no")], timestamp=1
+        )
         question = prompt_of().messages[0]
         again = await step(spec_for(api, provider.url), prompt_of(question, answer, result))
         assert again.text == "Hello there."
@@ -264,10 +266,10 @@ async def test_a_wait_that_is_none_is_not_believed(api: Api, value: str, header:
 @every
 async def test_of_too_many_calls_the_first_are_kept(api: Api, library: None) -> None:
     async with asyncio.timeout(BOUND), Provider().running() as provider:
-        many = tuple(Call("add", f'{{"a": {at}}}', f"c{at}") for at in range(KEPT_TOOL_CALLS + 50))
+        many = tuple(Call("add", f'{{"a": {at}}}', f"c{at}") for at in range(MAX_KEPT_TOOL_CALLS + 50))
         provider.script(Answer(calls=many))
         answer = await step(spec_for(api, provider.url))
-    assert [call.arguments["a"] for call in answer.tool_calls] == list(range(KEPT_TOOL_CALLS))
+    assert [call.arguments["a"] for call in answer.tool_calls] == list(range(MAX_KEPT_TOOL_CALLS))
     assert answer.usage is not None
 
 
@@ -276,7 +278,7 @@ async def test_of_too_many_calls_the_first_are_kept(api: Api, library: None) -> 
     "drip", [b": keep-alive\n\n", event({}), event({"role": "assistant", "content": ""})]
 )
 async def test_keep_alives_are_no_content(reader: type[HttpReader], drip: bytes) -> None:
-    patience = Patience(content=0.3)
+    patience = RetryPolicy(content=0.3)
     async with reading(reader, endless(drip), patience, max_answer_bytes=1_000_000_000) as opened:
         error = await failing(opened)
     assert not error.retryable
@@ -286,7 +288,7 @@ async def test_keep_alives_are_no_content(reader: type[HttpReader], drip: bytes)
 @readers
 async def test_content_is_waited_for_as_long_as_it_comes(reader: type[HttpReader]) -> None:
     clock = asyncio.get_running_loop()
-    patience = Patience(content=0.2)
+    patience = RetryPolicy(content=0.2)
 
     async def app(scope: MutableMapping[str, Any], receive: Any, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream")]
@@ -318,8 +320,8 @@ async def test_a_configured_price_is_charged(api: Api, library: None) -> None:
             }
         }
     )
-    price = spec_of(config.find_model("p/m"), config).price
-    assert price == Price(input=1, output=2, cache_read=3, cache_write=4)
+    price = build_model_spec(config.find_model("p/m"), config).price
+    assert price == ModelPrice(input=1, output=2, cache_read=3, cache_write=4)
     async with asyncio.timeout(BOUND), Provider().running() as provider:
         provider.script(Answer(text=("hi",), tokens=Tokens(input=1_000_000, output=1_000_000)))
         usage = (await step(spec_for(api, provider.url, price=price))).usage

@@ -27,25 +27,33 @@ from stamina.instrumentation import set_on_retry_hooks
 from antiphon.config.base import Thinking as Level
 from antiphon.errors import ContextOverflow, ProviderError
 from antiphon.messages import (
-    Assistant,
-    Compaction,
-    Image,
+    AssistantMessage,
+    CompactionEntry,
+    ImageBlock,
     Message,
     StopReason,
-    Text,
-    Thinking,
+    TextBlock,
+    ThinkingBlock,
     ToolCall,
     ToolResult,
-    User,
-    decode,
-    encode,
+    UserMessage,
+    decode_message,
+    encode_message,
 )
 from antiphon.runtimes import Prompt, ToolSpec, model
-from antiphon.runtimes.model import INVALID_ARGUMENTS, Api, ModelRuntime, ModelSpec, Patience, Price, Reader
-from antiphon.runtimes.pydantic_reader import PydanticReader
-from antiphon.runtimes.pydantic_transcript import Dialect, blocks, conversation
-from antiphon.runtimes.tool_calls import sendable_id
-from providers import Answer, Call, Failure, Provider, Tokens
+from antiphon.runtimes.model import (
+    INVALID_ARGUMENTS_KEY,
+    Api,
+    ModelPrice,
+    ModelRuntime,
+    ModelSpec,
+    Reader,
+    RetryPolicy,
+)
+from antiphon.runtimes.pydantic_ai.reader import PydanticReader
+from antiphon.runtimes.pydantic_ai.transcript import Dialect, build_blocks, build_conversation
+from antiphon.runtimes.tool_calls import make_sendable_id
+from support.model_provider import Answer, Call, Failure, Provider, Tokens
 
 APIS: tuple[Api, ...] = ("openai-completions", "openai-responses", "anthropic-messages")
 MODELS = {
@@ -54,7 +62,7 @@ MODELS = {
     "anthropic-messages": "claude-sonnet-5",
 }
 KEY = "sk-secret-0123456789"
-HURRIED = Patience(first_wait=0.001, longest_wait=0.002, jitter=0.0)
+HURRIED = RetryPolicy(first_wait=0.001, longest_wait=0.002, jitter=0.0)
 ADD = ToolSpec(
     name="add",
     description="Adds.",
@@ -87,7 +95,7 @@ readers = pytest.mark.parametrize("library", _libraries("openai-completions"), i
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the reader on pydantic-ai answer for every spec, where a test asks for it."""
     if getattr(request, "param", False):
-        monkeypatch.setattr(model, "is_plain", _never)
+        monkeypatch.setattr(model, "is_plain_chat_completions", _never)
 
 
 class Recorder:
@@ -137,7 +145,7 @@ def prompt_of(*messages: Message, **changes: Any) -> Prompt:
         "session_key": "agent:main:main",
         "agent_id": "main",
         "instructions": "Be brief.",
-        "messages": messages or (User(content="hi", timestamp=1),),
+        "messages": messages or (UserMessage(content="hi", timestamp=1),),
         "tools": (ADD,),
     }
     return Prompt(**{**given, **changes})
@@ -145,7 +153,7 @@ def prompt_of(*messages: Message, **changes: Any) -> Prompt:
 
 def result_of(call: ToolCall, text: str = "3", **changes: Any) -> ToolResult:
     return ToolResult(
-        tool_call_id=call.id, tool_name=call.name, content=[Text(text=text)], timestamp=2, **changes
+        tool_call_id=call.id, tool_name=call.name, content=[TextBlock(text=text)], timestamp=2, **changes
     )
 
 
@@ -153,8 +161,8 @@ async def step(
     spec: ModelSpec,
     prompt: Prompt | None = None,
     deltas: Recorder | None = None,
-    patience: Patience = HURRIED,
-) -> Assistant:
+    patience: RetryPolicy = HURRIED,
+) -> AssistantMessage:
     runtime = ModelRuntime(spec, patience=patience)
     try:
         async with asyncio.timeout(20):
@@ -163,7 +171,7 @@ async def step(
         await runtime.close()
 
 
-async def failing(spec: ModelSpec, patience: Patience = HURRIED) -> ProviderError:
+async def failing(spec: ModelSpec, patience: RetryPolicy = HURRIED) -> ProviderError:
     with pytest.raises(ProviderError) as caught:
         await step(spec, patience=patience)
     error = caught.value
@@ -185,7 +193,7 @@ async def test_text_is_streamed_and_returned(provider: Provider, api: Api) -> No
     assert deltas.pieces >= 2
     assert (answer.stop_reason, answer.api, answer.model) == ("stop", api, "answered-by-this")
     assert answer.timestamp > 1_700_000_000_000
-    assert decode(encode(answer)) == answer
+    assert decode_message(encode_message(answer)) == answer
 
 
 @pytest.mark.requirement("G29")
@@ -209,7 +217,12 @@ async def test_tool_call_round_trip(provider: Provider, api: Api) -> None:
     assert [(call.id, call.arguments) for call in asked.tool_calls] == [("c1", {"a": 1}), ("c2", {"a": 2})]
 
     first, second = asked.tool_calls
-    history = (User(content="hi", timestamp=1), asked, result_of(first), result_of(second, is_error=True))
+    history = (
+        UserMessage(content="hi", timestamp=1),
+        asked,
+        result_of(first),
+        result_of(second, is_error=True),
+    )
     answer = await step(spec_for(api, provider.url), prompt_of(*history))
     assert answer.text == "Hello there."
     sent = str(provider.bodies[1])
@@ -223,7 +236,11 @@ async def test_a_refusal_reaches_the_model_as_the_json_the_tool_wrote(provider: 
     provider.script(Answer(calls=(Call("add", '{"a": 1}', "c1"),)))
     asked = await step(spec_for(api, provider.url))
     refusal = '{"status":"error","error":"no \\"such\\" session"}'
-    history = (User(content="hi", timestamp=1), asked, result_of(asked.tool_calls[0], refusal, is_error=True))
+    history = (
+        UserMessage(content="hi", timestamp=1),
+        asked,
+        result_of(asked.tool_calls[0], refusal, is_error=True),
+    )
     await step(spec_for(api, provider.url), prompt_of(*history))
     assert _sent_result(api, provider.bodies[1]) == (
         json.loads(refusal) if api == "google-generative-ai" else refusal
@@ -259,9 +276,9 @@ async def test_thinking_goes_back_as_it_came(provider: Provider, api: Api) -> No
     deltas = Recorder()
     asked = await step(spec_for(api, provider.url), prompt_of(thinking="low"), deltas)
     assert deltas.thought == "Let me think."
-    stored = decode(encode(asked))
-    assert isinstance(stored, Assistant)
-    history = (User(content="hi", timestamp=1), stored, result_of(stored.tool_calls[0]))
+    stored = decode_message(encode_message(asked))
+    assert isinstance(stored, AssistantMessage)
+    history = (UserMessage(content="hi", timestamp=1), stored, result_of(stored.tool_calls[0]))
     await step(spec_for(api, provider.url), prompt_of(*history, thinking="low"))
     assert (
         _replayed_thinking(api, provider.bodies[1])
@@ -285,13 +302,13 @@ def _replayed_thinking(api: Api, body: Any) -> Any:
 
 @every
 async def test_thinking_of_another_provider_stays_here(provider: Provider, api: Api) -> None:
-    foreign = Assistant(
-        content=[Thinking(thinking="mine alone", thinking_signature="x"), Text(text="said aloud")],
+    foreign = AssistantMessage(
+        content=[ThinkingBlock(thinking="mine alone", thinking_signature="x"), TextBlock(text="said aloud")],
         timestamp=2,
         stop_reason="stop",
         provider="elsewhere",
     )
-    history = (User(content="hi", timestamp=1), foreign, User(content="and?", timestamp=3))
+    history = (UserMessage(content="hi", timestamp=1), foreign, UserMessage(content="and?", timestamp=3))
     await step(spec_for(api, provider.url), prompt_of(*history))
     assert "mine alone" not in str(provider.bodies[0])
     assert "said aloud" in str(provider.bodies[0])
@@ -346,7 +363,7 @@ async def test_usage_and_listed_price(provider: Provider, api: Api) -> None:
 @both
 async def test_own_price_comes_first(provider: Provider, api: Api) -> None:
     provider.script(Answer(text=("x",), tokens=Tokens(1_000_000, 500_000, cache_read=100_000)))
-    price = Price(input=2.0, output=8.0, cache_read=1.0)
+    price = ModelPrice(input=2.0, output=8.0, cache_read=1.0)
     usage = (await step(spec_for(api, provider.url, price=price))).usage
     assert usage is not None
     assert usage.cost is not None
@@ -355,9 +372,11 @@ async def test_own_price_comes_first(provider: Provider, api: Api) -> None:
 
 
 @pytest.mark.requirement("G28")
-@pytest.mark.parametrize("price", [Price(input=2.0, output=8.0), Price(input=2.0, cache_read=1.0), Price()])
+@pytest.mark.parametrize(
+    "price", [ModelPrice(input=2.0, output=8.0), ModelPrice(input=2.0, cache_read=1.0), ModelPrice()]
+)
 @both
-async def test_a_price_that_is_left_out_is_unknown(provider: Provider, api: Api, price: Price) -> None:
+async def test_a_price_that_is_left_out_is_unknown(provider: Provider, api: Api, price: ModelPrice) -> None:
     provider.script(Answer(text=("x",), tokens=Tokens(1000, 500, cache_read=100)))
     usage = (await step(spec_for(api, provider.url, price=price))).usage
     assert usage is not None and usage.cache_read == 100
@@ -565,7 +584,7 @@ async def test_cancelling_before_the_first_byte(provider: Provider, api: Api) ->
 @pytest.mark.parametrize("held", [0, 3])
 async def test_silence_is_not_waited_for_for_ever(provider: Provider, api: Api, held: int) -> None:
     provider.default = Answer(text=("a", "b"), hold_after=held)
-    patience = Patience(attempts=2, first_wait=0.001, longest_wait=0.002, jitter=0.0, idle=0.1)
+    patience = RetryPolicy(attempts=2, first_wait=0.001, longest_wait=0.002, jitter=0.0, idle=0.1)
     error = await failing(spec_for(api, provider.url), patience)
     assert error.retryable
     assert "stopped sending" in str(error)
@@ -700,18 +719,22 @@ async def test_malformed_arguments_are_kept_and_marked(provider: Provider, api: 
     call = asked.tool_calls[0]
     assert call.arguments == {}
     assert call.native is not None
-    assert call.native[INVALID_ARGUMENTS] == written
-    history = (User(content="hi", timestamp=1), asked, result_of(call, "not valid JSON", is_error=True))
+    assert call.native[INVALID_ARGUMENTS_KEY] == written
+    history = (
+        UserMessage(content="hi", timestamp=1),
+        asked,
+        result_of(call, "not valid JSON", is_error=True),
+    )
     assert (await step(spec_for(api, provider.url), prompt_of(*history))).text == "Hello there."
 
 
 @both
 async def test_call_ids_that_were_used_before_are_replaced(provider: Provider, api: Api) -> None:
-    before = Assistant(
+    before = AssistantMessage(
         content=[ToolCall(id="c1", name="add", arguments={})], timestamp=1, stop_reason="toolUse"
     )
     provider.script(Answer(calls=(Call("add", "{}", "c1"), Call("add", "{}", "c2"))))
-    history = (User(content="hi", timestamp=1), before, result_of(before.tool_calls[0]))
+    history = (UserMessage(content="hi", timestamp=1), before, result_of(before.tool_calls[0]))
     asked = await step(spec_for(api, provider.url), prompt_of(*history))
     first, second = asked.tool_calls
     assert first.id != "c1"
@@ -740,16 +763,16 @@ async def test_refusals_and_filters(provider: Provider) -> None:
 @every
 async def test_what_the_model_is_shown(provider: Provider, api: Api) -> None:
     call = ToolCall(id="weird id|1", name="add", arguments={"a": 1})
-    image = Image(data="iVBORw0KGgo=", mime_type="image/png")
+    image = ImageBlock(data="iVBORw0KGgo=", mime_type="image/png")
     history = (
-        Compaction(summary="They met in May.", first_kept_seq=4, tokens_before=9, timestamp=1),
-        User(content=[Text(text="look"), image], timestamp=2),
-        Assistant(content=[], timestamp=3, stop_reason="error", error_message="lost"),
-        User(content="  ", timestamp=4),
-        Assistant(content=[call], timestamp=5, stop_reason="toolUse"),
+        CompactionEntry(summary="They met in May.", first_kept_seq=4, tokens_before=9, timestamp=1),
+        UserMessage(content=[TextBlock(text="look"), image], timestamp=2),
+        AssistantMessage(content=[], timestamp=3, stop_reason="error", error_message="lost"),
+        UserMessage(content="  ", timestamp=4),
+        AssistantMessage(content=[call], timestamp=5, stop_reason="toolUse"),
         result_of(call, "", interrupted=True),
-        Assistant(content=[Text(text="half an ans")], timestamp=6, stop_reason="aborted"),
-        Assistant(content=[Text(text="a note")], timestamp=7, stop_reason="stop"),
+        AssistantMessage(content=[TextBlock(text="half an ans")], timestamp=6, stop_reason="aborted"),
+        AssistantMessage(content=[TextBlock(text="a note")], timestamp=7, stop_reason="stop"),
     )
     assert (await step(spec_for(api, provider.url), prompt_of(*history))).text == "Hello there."
     sent = str(provider.bodies[0])
@@ -771,9 +794,9 @@ async def test_one_reader_serves_every_step(provider: Provider) -> None:
 
 async def test_another_reader_can_take_over() -> None:
     class Lean:
-        async def read(self, prompt: Prompt, deltas: Recorder) -> Assistant:
+        async def read(self, prompt: Prompt, deltas: Recorder) -> AssistantMessage:
             deltas.text("lean")
-            return Assistant(content=[Text(text="lean")], timestamp=1)
+            return AssistantMessage(content=[TextBlock(text="lean")], timestamp=1)
 
         async def close(self) -> None: ...
 
@@ -810,16 +833,16 @@ PROVIDERS = st.sampled_from(["openai", "anthropic", "elsewhere", None])
 
 
 def _assistant(
-    said: list[Text | Thinking], calls: list[ToolCall], reason: StopReason, provider: str | None
-) -> Assistant:
-    return Assistant(content=[*said, *calls], timestamp=1, stop_reason=reason, provider=provider)
+    said: list[TextBlock | ThinkingBlock], calls: list[ToolCall], reason: StopReason, provider: str | None
+) -> AssistantMessage:
+    return AssistantMessage(content=[*said, *calls], timestamp=1, stop_reason=reason, provider=provider)
 
 
 def _assistants(
     calls: st.SearchStrategy[list[ToolCall]], reasons: Sequence[StopReason]
-) -> st.SearchStrategy[Assistant]:
-    thoughts = st.builds(Thinking, thinking=TEXTS, thinking_signature=st.none() | st.just("c2ln"))
-    said = st.lists(st.builds(Text, text=TEXTS) | thoughts, max_size=3)
+) -> st.SearchStrategy[AssistantMessage]:
+    thoughts = st.builds(ThinkingBlock, thinking=TEXTS, thinking_signature=st.none() | st.just("c2ln"))
+    said = st.lists(st.builds(TextBlock, text=TEXTS) | thoughts, max_size=3)
     return st.builds(_assistant, said, calls, st.sampled_from(reasons), PROVIDERS)
 
 
@@ -829,24 +852,28 @@ CALLS = st.lists(
         id=IDS,
         name=st.just("add"),
         arguments=st.dictionaries(st.sampled_from("ab"), st.integers(0, 9)),
-        native=st.none() | st.just({INVALID_ARGUMENTS: '{"a": '}),
+        native=st.none() | st.just({INVALID_ARGUMENTS_KEY: '{"a": '}),
     ),
     max_size=3,
     unique_by=lambda call: call.id,
 )
-IMAGES = st.builds(Image, data=st.sampled_from(["aGk=", "!"]), mime_type=st.just("image/png"))
+IMAGES = st.builds(ImageBlock, data=st.sampled_from(["aGk=", "!"]), mime_type=st.just("image/png"))
 ASIDES = st.one_of(
-    st.builds(User, content=TEXTS, timestamp=st.just(1)),
+    st.builds(UserMessage, content=TEXTS, timestamp=st.just(1)),
     st.builds(
-        User,
+        UserMessage,
         content=st.lists(
-            st.builds(Text, text=TEXTS) | IMAGES,
+            st.builds(TextBlock, text=TEXTS) | IMAGES,
             max_size=3,
         ),
         timestamp=st.just(1),
     ),
     st.builds(
-        Compaction, summary=TEXTS, first_kept_seq=st.just(1), tokens_before=st.just(1), timestamp=st.just(1)
+        CompactionEntry,
+        summary=TEXTS,
+        first_kept_seq=st.just(1),
+        tokens_before=st.just(1),
+        timestamp=st.just(1),
     ),
     _assistants(st.just([]), ["stop", "length", "error", "aborted"]),
 )
@@ -858,36 +885,38 @@ def transcripts(draw: st.DrawFn) -> list[Message]:
     messages: list[Message] = []
     for _ in range(draw(st.integers(0, 5))):
         messages.extend(draw(st.lists(ASIDES, max_size=2)))
-        asked: Assistant = draw(_assistants(CALLS, ["toolUse", "aborted"]))
+        asked: AssistantMessage = draw(_assistants(CALLS, ["toolUse", "aborted"]))
         answers: list[Message] = [
             result_of(call, draw(TEXTS), is_error=draw(st.booleans()), interrupted=draw(st.booleans()))
             for call in draw(st.permutations(asked.tool_calls))
         ]
         if answers and draw(st.booleans()):
-            answers.insert(draw(st.integers(0, len(answers))), User(content="meanwhile", timestamp=1))
+            answers.insert(draw(st.integers(0, len(answers))), UserMessage(content="meanwhile", timestamp=1))
         messages += [asked, *answers]
     return messages
 
 
 NATIVES = st.none() | st.fixed_dictionaries({"id": st.just("item_1"), "details": st.just({"opaque": [1]})})
 BLOCKS = st.one_of(
-    st.builds(Text, text=st.text("ab ", min_size=1).filter(str.strip), native=NATIVES),
-    st.builds(Thinking, thinking=TEXTS, thinking_signature=st.just("c2ln"), native=NATIVES),
+    st.builds(TextBlock, text=st.text("ab ", min_size=1).filter(str.strip), native=NATIVES),
+    st.builds(ThinkingBlock, thinking=TEXTS, thinking_signature=st.just("c2ln"), native=NATIVES),
 )
 
 
 @pytest.mark.parametrize("api", APIS)
 @given(said=st.lists(BLOCKS, max_size=4), calls=CALLS)
 def test_what_a_provider_needs_survives_the_transcript(
-    api: Api, said: list[Text | Thinking], calls: list[ToolCall]
+    api: Api, said: list[TextBlock | ThinkingBlock], calls: list[ToolCall]
 ) -> None:
     dialect = Dialect(api, "configured-name", "system-name")
     content = [*said, *(structs.replace(call, id=f"c{at}", arguments={}) for at, call in enumerate(calls))]
-    answer = Assistant(content=[*content, Text(text="end")], timestamp=1, provider="configured-name")
-    stored = decode(encode(answer))
-    sent = conversation([User(content="hi", timestamp=1), stored], dialect)[1]
+    answer = AssistantMessage(
+        content=[*content, TextBlock(text="end")], timestamp=1, provider="configured-name"
+    )
+    stored = decode_message(encode_message(answer))
+    sent = build_conversation([UserMessage(content="hi", timestamp=1), stored], dialect)[1]
     assert isinstance(sent, ModelResponse)
-    back = blocks(sent.parts, structs.replace(dialect, provider="system-name"), set())
+    back = build_blocks(sent.parts, structs.replace(dialect, provider="system-name"), set())
     assert back == answer.content
 
 
@@ -921,9 +950,9 @@ def test_any_transcript_is_a_valid_request(
 @pytest.mark.parametrize("api", APIS)
 @given(ids=st.lists(IDS, unique=True))
 def test_ids_stay_apart_whatever_they_are_sent_as(api: Api, ids: list[str]) -> None:
-    sent = [sendable_id(call_id, api) for call_id in ids]
+    sent = [make_sendable_id(call_id, api) for call_id in ids]
     assert len({*sent}) == len(sent)
-    again = [sendable_id(call_id, api) for call_id in {*sent, *ids}]
+    again = [make_sendable_id(call_id, api) for call_id in {*sent, *ids}]
     assert len({*again}) == len({*sent, *ids})  # nor can one be made that is what another is sent as
 
 
@@ -933,11 +962,13 @@ async def test_an_id_that_cannot_be_sent_is_replaced_for_the_call_and_its_result
     provider: Provider, api: Api
 ) -> None:
     call = ToolCall(id=LONG_ID, name="add", arguments={"a": 1}, native={"id": "fc_item"})
-    asked = Assistant(content=[call], timestamp=1, stop_reason="toolUse", provider=spec_for(api, "").provider)
-    history = (User(content="hi", timestamp=1), asked, result_of(call))
+    asked = AssistantMessage(
+        content=[call], timestamp=1, stop_reason="toolUse", provider=spec_for(api, "").provider
+    )
+    history = (UserMessage(content="hi", timestamp=1), asked, result_of(call))
     assert (await step(spec_for(api, provider.url), prompt_of(*history))).text == "Hello there."
     sent = str(provider.bodies[0])
-    assert sent.count(sendable_id(LONG_ID, api)) == 2
+    assert sent.count(make_sendable_id(LONG_ID, api)) == 2
     assert LONG_ID not in sent
     assert ("'id': 'fc_item'" in sent) == (api == "openai-responses")  # what an item is called stays its own
     assert asked.tool_calls[0].id == LONG_ID
@@ -948,5 +979,5 @@ async def test_an_id_that_names_its_function_goes_back_as_it_came(provider: Prov
     provider.script(Answer(calls=(Call("add", "{}", "functions.add:0"),)))
     spec = spec_for("openai-completions", provider.url)
     asked = await step(spec)
-    await step(spec, prompt_of(User(content="hi", timestamp=1), asked, result_of(asked.tool_calls[0])))
+    await step(spec, prompt_of(UserMessage(content="hi", timestamp=1), asked, result_of(asked.tool_calls[0])))
     assert str(provider.bodies[1]).count("functions.add:0") == 2

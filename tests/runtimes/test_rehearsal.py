@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from antiphon.clock import ManualClock
 from antiphon.errors import ProviderError
-from antiphon.messages import Assistant, Image, Message, Text, Thinking, ToolResult, User
+from antiphon.messages import (
+    AssistantMessage,
+    ImageBlock,
+    Message,
+    TextBlock,
+    ThinkingBlock,
+    ToolResult,
+    UserMessage,
+)
 from antiphon.runtimes import Prompt, Runtime, ToolSpec
 from antiphon.runtimes.rehearsal import RehearsalRuntime
 
@@ -49,16 +57,16 @@ def prompt_of(messages: list[Message], **changes: Any) -> Prompt:
     return Prompt(**{**given, **changes})
 
 
-async def play(told: str, results: list[str] | None = None) -> list[Assistant]:
+async def play(told: str, results: list[str] | None = None) -> list[AssistantMessage]:
     """Run the whole loop as the engine would, answering every call with the next of `results`."""
     runtime, left = RehearsalRuntime(clock=ManualClock()), list(results or [])
-    messages: list[Message] = [User(content=told, timestamp=1)]
-    said: list[Assistant] = []
+    messages: list[Message] = [UserMessage(content=told, timestamp=1)]
+    said: list[AssistantMessage] = []
     while not said or said[-1].stop_reason == "toolUse":
         said.append(await runtime.step(prompt_of(messages), Recorder()))
         messages.append(said[-1])
         for call in said[-1].tool_calls:
-            content: list[Text | Image] = [Text(text=left.pop(0))]
+            content: list[TextBlock | ImageBlock] = [TextBlock(text=left.pop(0))]
             messages.append(
                 ToolResult(tool_call_id=call.id, tool_name=call.name, content=content, timestamp=1)
             )
@@ -68,7 +76,9 @@ async def play(told: str, results: list[str] | None = None) -> list[Assistant]:
 async def test_say_is_streamed_word_by_word() -> None:
     runtime: Runtime = RehearsalRuntime(clock=ManualClock(7))
     deltas = Recorder()
-    answer = await runtime.step(prompt_of([User(content="say good  morning all", timestamp=1)]), deltas)
+    answer = await runtime.step(
+        prompt_of([UserMessage(content="say good  morning all", timestamp=1)]), deltas
+    )
     assert answer.text == "good  morning all"
     assert deltas.pieces == ["good  ", "morning ", "all"]
     assert (answer.provider, answer.model, answer.stop_reason, answer.timestamp) == (
@@ -109,8 +119,8 @@ async def test_without_say_the_last_results_are_the_reply() -> None:
 
 async def test_thoughts_come_before_what_follows_them() -> None:
     first, last = await play("think a\ncall ping\nthink b\nsay c", ["1"])
-    assert [block.thinking for block in first.content if isinstance(block, Thinking)] == ["a"]
-    assert [block.thinking for block in last.content if isinstance(block, Thinking)] == ["b"]
+    assert [block.thinking for block in first.content if isinstance(block, ThinkingBlock)] == ["a"]
+    assert [block.thinking for block in last.content if isinstance(block, ThinkingBlock)] == ["b"]
 
 
 async def test_several_lines_and_none() -> None:
@@ -121,7 +131,7 @@ async def test_several_lines_and_none() -> None:
 
 
 async def test_help_shows_a_call_only_of_a_tool_there_is() -> None:
-    told: list[Message] = [User(content="hello", timestamp=1)]
+    told: list[Message] = [UserMessage(content="hello", timestamp=1)]
     with_tools = await RehearsalRuntime().step(prompt_of(told), Recorder())
     without = await RehearsalRuntime().step(prompt_of(told, tools=[]), Recorder())
     assert "`call ping {}`" in with_tools.text
@@ -129,16 +139,18 @@ async def test_help_shows_a_call_only_of_a_tool_there_is() -> None:
 
 
 async def test_the_same_prompt_has_the_same_answer() -> None:
-    prompt = prompt_of([User(content="call ping", timestamp=1)])
+    prompt = prompt_of([UserMessage(content="call ping", timestamp=1)])
     runtime = RehearsalRuntime(clock=ManualClock())
     assert await runtime.step(prompt, Recorder()) == await runtime.step(prompt, Recorder())
 
 
 async def test_it_obeys_the_last_user_message() -> None:
     messages: list[Message] = [
-        User(content="call ping", timestamp=1),
-        Assistant(content=[Text(text="x")], timestamp=1, stop_reason="stop"),
-        User(content=[Text(text="[from elsewhere]"), Text(text="say now this")], timestamp=1),
+        UserMessage(content="call ping", timestamp=1),
+        AssistantMessage(content=[TextBlock(text="x")], timestamp=1, stop_reason="stop"),
+        UserMessage(
+            content=[TextBlock(text="[from elsewhere]"), TextBlock(text="say now this")], timestamp=1
+        ),
     ]
     answer = await RehearsalRuntime().step(prompt_of(messages), Recorder())
     assert answer.text == "now this"
@@ -152,7 +164,7 @@ async def test_fail() -> None:
 
 async def test_slow_can_be_cancelled() -> None:
     deltas = Recorder()
-    prompt = prompt_of([User(content=f"slow 30\nsay {'word ' * 3000}", timestamp=1)])
+    prompt = prompt_of([UserMessage(content=f"slow 30\nsay {'word ' * 3000}", timestamp=1)])
     running = asyncio.create_task(RehearsalRuntime().step(prompt, deltas))
     async with asyncio.timeout(5):
         await deltas.heard.wait()
@@ -182,9 +194,11 @@ async def test_it_says_what_it_cannot_do(told: str, said: str) -> None:
 
 @given(told=st.text(max_size=60))
 def test_any_text_gets_the_same_friendly_answer(told: str) -> None:
-    prompt = prompt_of([User(content=f"Hello! {told}".replace("\n", " ").replace("\r", " "), timestamp=1)])
+    prompt = prompt_of(
+        [UserMessage(content=f"Hello! {told}".replace("\n", " ").replace("\r", " "), timestamp=1)]
+    )
 
-    async def twice() -> tuple[Assistant, Assistant]:
+    async def twice() -> tuple[AssistantMessage, AssistantMessage]:
         runtime = RehearsalRuntime(clock=ManualClock())
         return await runtime.step(prompt, Recorder()), await runtime.step(prompt, Recorder())
 

@@ -13,7 +13,7 @@ from antiphon.engine import replicas
 from antiphon.engine.replicas import Replica
 from antiphon.store import Store, Tx
 from antiphon.store.queries import Query
-from bases import open_base
+from support.databases import open_test_database
 
 pytestmark = pytest.mark.anyio
 
@@ -24,7 +24,7 @@ NO_TABLE = Query("test.no_table", "SELECT 1 FROM nowhere")
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncGenerator[Store]:
-    opened = await open_base(tmp_path / "contract.db")
+    opened = await open_test_database(tmp_path / "contract.db")
     yield opened
     await opened.close()
 
@@ -57,7 +57,7 @@ async def increase(tx: Tx, owner: str) -> int:
 async def test_what_a_script_returns_is_returned_and_kept(store: Store) -> None:
     assert await store.tx(put, "a", until=5) == "a"
     assert await store.read(owners) == ["a"]
-    assert await store.tx(replicas.drop_lease, "a") is None
+    assert await store.tx(replicas.release_lease, "a") is None
     assert await store.read(owners) == []
 
 

@@ -13,10 +13,10 @@ import pytest
 from antiphon.config import Config
 from antiphon.operations import ListFilter
 from antiphon.runtimes import Prompt
+from antiphon.state_access import open_operations_readonly
 from antiphon.store.queries import Query
-from antiphon.store.sqlite import SqliteTx
-from antiphon.visits import looking
-from stage import DATABASE, OPERATOR, Stage, opened, raw, staged
+from antiphon.store.sqlite.store import SqliteTx
+from support.app_fixture import DATABASE, OPERATOR, AppFixture, open_app_fixture, opened, raw
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("G22")]
 
@@ -60,7 +60,7 @@ class Lag:
         return self.longest
 
 
-async def lag_of_a_page(stage: Stage) -> float:
+async def lag_of_a_page(stage: AppFixture) -> float:
     lag = Lag()
     page = await stage.operations.list(OPERATOR, PAGE)
     assert (page.count, page.next_cursor is None) == (200, False)
@@ -68,7 +68,7 @@ async def lag_of_a_page(stage: Stage) -> float:
 
 
 async def test_a_full_page_of_ten_thousand_sessions_holds_nobody_up(tmp_path: Path) -> None:
-    async with staged(tmp_path, silent) as stage:
+    async with open_app_fixture(tmp_path, silent) as stage:
         stage.rows(SESSIONS, MANY)
         assert min([await lag_of_a_page(stage) for _ in range(TRIES)]) < LONGEST
 
@@ -95,10 +95,12 @@ async def test_no_transcript_is_read_for_a_page_without_messages(
         raw(tmp_path / DATABASE, MESSAGES)
     heard("one")
     heard("all")
-    async with looking(Config(), tmp_path) as operations:  # where nobody else asks for anything
+    async with open_operations_readonly(
+        Config(), tmp_path
+    ) as operations:  # where nobody else asks for anything
         await operations.list(OPERATOR, PAGE)
-        await operations.overview(OPERATOR, PAGE, 0)
+        await operations.get_overview(OPERATOR, PAGE, 0)
         assert asked
         assert of_transcripts() == []
-        said = (await operations.overview(OPERATOR, PAGE, 1)).said
+        said = (await operations.get_overview(OPERATOR, PAGE, 1)).said
         assert len(said) == len(of_transcripts()) == 200  # where they are asked for it is seen

@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 from antiphon import keys
 from antiphon.access import Caller
 from antiphon.config import Config
-from antiphon.engine import sessions
-from antiphon.engine.door import Door
-from antiphon.engine.sessions import Birth
+from antiphon.engine.sessions import session_rows
+from antiphon.engine.sessions.resolver import SessionResolver
+from antiphon.engine.sessions.session_rows import NewSession
 from antiphon.errors import AntiphonError, NotFound, StoreDamaged
 from antiphon.operations import ListFilter
 from antiphon.runtimes import Prompt
 from antiphon.store import Row, Tx, listing
-from antiphon.store.listing import KINDS, Wish
+from antiphon.store.listing import SESSION_KINDS, SessionListQuery
 from antiphon.store.queries import Query
-from bases import open_base
-from stage import DATABASE, OPERATOR, staged, with_settings
+from support.app_fixture import DATABASE, OPERATOR, open_app_fixture, with_settings
+from support.databases import open_test_database
 
 AGENTS = ("main", "helper", "writer")
 TOUCH = Query("test.touch", "UPDATE sessions SET updated_at = :at, archived = :archived WHERE id = :id")
@@ -87,8 +87,8 @@ def worlds(draw: st.DrawFn) -> list[Fact]:
 async def _build(tx: Tx, facts: list[Fact]) -> None:
     rows: dict[str, Row] = {}
     for fact in facts:
-        birth = Birth(label=fact.label, parent=rows[fact.parent]["id"] if fact.parent else None)
-        rows[fact.key] = await sessions.create(tx, keys.parse(fact.key), fact.at, birth)
+        birth = NewSession(label=fact.label, parent=rows[fact.parent]["id"] if fact.parent else None)
+        rows[fact.key] = await session_rows.create_session(tx, keys.parse(fact.key), fact.at, birth)
         await tx.do(TOUCH, id=rows[fact.key]["id"], at=fact.at, archived=int(fact.archived))
 
 
@@ -120,8 +120,8 @@ class Wanted:
             and (self.active_since is None or fact.at >= self.active_since)
         )
 
-    def wish(self, cursor: tuple[int, str] | None) -> Wish:
-        return Wish(
+    def wish(self, cursor: tuple[int, str] | None) -> SessionListQuery:
+        return SessionListQuery(
             limit=self.limit,
             kinds=self.kinds,
             agents=self.agents,
@@ -142,7 +142,10 @@ def wishes(draw: st.DrawFn, facts: list[Fact]) -> Wanted:
     agents = draw(st.none() | st.lists(st.sampled_from(AGENTS), unique=True).map(tuple))
     own = draw(st.none() | some_key) if agents is not None else None
     return Wanted(
-        kinds=draw(st.just(KINDS) | st.lists(st.sampled_from(KINDS), min_size=1, unique=True).map(tuple)),
+        kinds=draw(
+            st.just(SESSION_KINDS)
+            | st.lists(st.sampled_from(SESSION_KINDS), min_size=1, unique=True).map(tuple)
+        ),
         agents=agents,
         own_key=own,
         descendants=draw(st.booleans()) if own else False,
@@ -162,7 +165,7 @@ async def _pages(tx: Tx, wanted: Wanted) -> list[str]:
     found: list[str] = []
     cursor: tuple[int, str] | None = None
     while True:
-        rows = await listing.page(tx, wanted.wish(cursor))
+        rows = await listing.load_session_page(tx, wanted.wish(cursor))
         found += [row.key for row in rows]
         if len(rows) < wanted.limit:
             return found
@@ -176,17 +179,17 @@ def test_pages_equal_the_reference(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, facts: list[Fact]
 ) -> None:
     wanted = [data.draw(wishes(facts)) for _ in range(20)]
-    apart = data.draw(st.sampled_from([1, listing.AGENTS]), "agents that get streams of their own")
+    apart = data.draw(st.sampled_from([1, listing.MAX_AGENT_STREAMS]), "agents that get streams of their own")
 
     async def run(path: Path) -> list[list[str]]:
-        store = await open_base(path / DATABASE, synchronous="normal")
+        store = await open_test_database(path / DATABASE, synchronous="normal")
         await store.tx(_build, facts)
         pages = [await store.read(_pages, one) for one in wanted]
         await store.close()
         return pages
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(listing, "AGENTS", apart)
+        patch.setattr(listing, "MAX_AGENT_STREAMS", apart)
         pages = asyncio.run(run(tmp_path_factory.mktemp("list")))
     for one, found in zip(wanted, pages, strict=True):
         reference = sorted(
@@ -210,19 +213,21 @@ SET_ALL = Query(
 @pytest.mark.requirement("L1")
 async def test_a_row_of_a_page_is_the_session_as_it_is_described_alone(tmp_path: Path) -> None:
     """Column by column, none mistaken for its neighbour, and every text as it was stored."""
-    store = await open_base(tmp_path / DATABASE, synchronous="normal")
+    store = await open_test_database(tmp_path / DATABASE, synchronous="normal")
 
     async def described(tx: Tx, id: int) -> Row | None:
-        return await tx.one(sessions.SQL.described, id=id)
+        return await tx.one(session_rows.SQL.described, id=id)
 
     async def made(tx: Tx) -> int:
-        row = await sessions.create(tx, keys.parse("agent:main:telegram:group:1"), 5, Birth())
+        row = await session_rows.create_session(
+            tx, keys.parse("agent:main:telegram:group:1"), 5, NewSession()
+        )
         await tx.do(SET_ALL, id=row["id"], odd=ODD)
         return row["id"]
 
     alone = await store.read(described, await store.tx(made))
     assert alone is not None
-    (listed,) = await store.read(listing.page, Wish(limit=5, archived=True))
+    (listed,) = await store.read(listing.load_session_page, SessionListQuery(limit=5, archived=True))
     assert listed == tuple(alone)
     assert all(value == alone[column] for column, value in listed._asdict().items())
     assert (listed.subject, listed.context_tokens) == (f"s{ODD}", 9007199254740993)
@@ -234,15 +239,17 @@ async def test_a_row_of_a_page_is_the_session_as_it_is_described_alone(tmp_path:
 @pytest.mark.requirement("L1", "G21")
 async def test_a_value_of_the_wrong_kind_costs_no_session_its_place(tmp_path: Path) -> None:
     """As a damaged file may have it; PostgreSQL takes none."""
-    store = await open_base(tmp_path / DATABASE, synchronous="normal")
+    store = await open_test_database(tmp_path / DATABASE, synchronous="normal")
 
     async def made(tx: Tx) -> None:
         for number in range(3):
-            await sessions.create(tx, keys.parse(f"agent:main:dashboard:{number}"), 5, Birth())
+            await session_rows.create_session(
+                tx, keys.parse(f"agent:main:dashboard:{number}"), 5, NewSession()
+            )
         await tx.do(Query("test.odd", "UPDATE sessions SET total_tokens = 'many' WHERE id = 2"))
 
     await store.tx(made)
-    rows = await store.read(listing.page, Wish(limit=5))
+    rows = await store.read(listing.load_session_page, SessionListQuery(limit=5))
     assert sorted(str(row.total_tokens) for row in rows) == ["0", "0", "many"]
     await store.close()
 
@@ -255,16 +262,16 @@ async def test_a_value_of_the_wrong_kind_costs_no_session_its_place(tmp_path: Pa
     ["subject = CAST(x'61ff62' AS TEXT)", "subject = x'6162'", "total_tokens = 9e999", "updated_at = 'x'"],
 )
 async def test_a_list_with_a_value_that_cannot_be_read_says_so(tmp_path: Path, damage: str) -> None:
-    store = await open_base(tmp_path / DATABASE, synchronous="normal")
+    store = await open_test_database(tmp_path / DATABASE, synchronous="normal")
 
     async def made(tx: Tx) -> None:
         for name in ("secret", "other"):
-            await sessions.create(tx, keys.parse(f"agent:main:dashboard:{name}"), 5, Birth())
+            await session_rows.create_session(tx, keys.parse(f"agent:main:dashboard:{name}"), 5, NewSession())
         await tx.do(Query("test.odd", f"UPDATE sessions SET {damage} WHERE id = 2"))  # noqa: S608
 
     await store.tx(made)
     with pytest.raises(StoreDamaged, match=r"cannot be read.* Restore a backup") as raised:
-        await store.read(listing.page, Wish(limit=5))
+        await store.read(listing.load_session_page, SessionListQuery(limit=5))
     assert "secret" not in str(raised.value)
     await store.close()
 
@@ -313,7 +320,7 @@ async def silent(prompt: Prompt) -> str:
 async def _compared(
     path: Path, config: Config, facts: list[Fact], callers: list[Caller], limit: int
 ) -> list[tuple[Caller, set[str], set[str]]]:
-    door = Door(config)
+    door = SessionResolver(config)
 
     async def readable(tx: Tx, caller: Caller) -> set[str]:
         passed: set[str] = set()
@@ -325,7 +332,7 @@ async def _compared(
         return passed
 
     outcome: list[tuple[Caller, set[str], set[str]]] = []
-    async with staged(path, silent, config=config) as stage:
+    async with open_app_fixture(path, silent, config=config) as stage:
         await stage.store.tx(_build, facts)
         for caller in callers:
             listed: list[str] = []
@@ -335,7 +342,7 @@ async def _compared(
                     caller, ListFilter(limit=limit, include_archived=True, cursor=cursor)
                 )
                 # Short names are the caller's own; the row behind one is found by asking for it.
-                listed += [str(door.canonical(caller, row.key)) for row in page.sessions]
+                listed += [str(door.canonicalise(caller, row.key)) for row in page.sessions]
                 if page.next_cursor is None:
                     break
                 cursor = page.next_cursor
@@ -358,12 +365,12 @@ async def test_agents_beyond_those_that_are_told_apart_are_not_shown(
             }
         }
     )
-    async with staged(tmp_path, silent, config=config) as stage:
+    async with open_app_fixture(tmp_path, silent, config=config) as stage:
         for agent in ("a1", "a2", "main", "secret"):
             await stage.create(f"agent:{agent}:main")
         caller = Caller.agent("main", "agent:main:main")
         for most in (2, 3, 4, 5):
-            monkeypatch.setattr(listing, "MOST_AGENTS", most)
+            monkeypatch.setattr(listing, "MAX_LISTED_AGENTS", most)
             page = await stage.operations.list(caller, ListFilter(limit=9))
             assert {row.agent_id for row in page.sessions} == {"a1", "a2", "main"}, most
 
@@ -371,24 +378,28 @@ async def test_agents_beyond_those_that_are_told_apart_are_not_shown(
 @pytest.mark.anyio
 @pytest.mark.requirement("V3", "G22")
 async def test_the_statement_does_not_grow_with_the_agents(tmp_path: Path) -> None:
-    agents = [f"a{n}" for n in range(listing.MOST_AGENTS)]
+    agents = [f"a{n}" for n in range(listing.MAX_LISTED_AGENTS)]
     texts = [
-        listing.statement(listing.Wish(limit=5, agents=some, own_key="k", search=search))[0].text
-        for some in (agents, agents[: listing.AGENTS + 1])
+        listing.build_page_query(listing.SessionListQuery(limit=5, agents=some, own_key="k", search=search))[
+            0
+        ].text
+        for some in (agents, agents[: listing.MAX_AGENT_STREAMS + 1])
         for search in (None, "word")
     ]
     assert texts[:2] == texts[2:]
-    async with staged(tmp_path, silent) as stage:
+    async with open_app_fixture(tmp_path, silent) as stage:
         for agent in ("a9", "a9999", "secret"):
             await stage.create(f"agent:{agent}:main")
-        rows = await stage.store.read(listing.page, listing.Wish(limit=5, agents=agents))
+        rows = await stage.store.read(
+            listing.load_session_page, listing.SessionListQuery(limit=5, agents=agents)
+        )
         assert {row.agent_id for row in rows} == {"a9", "a9999"}
 
 
 @pytest.mark.anyio
 @pytest.mark.requirement("L1", "L3", "G32")
 async def test_filters_an_operator_can_give(tmp_path: Path) -> None:
-    async with staged(tmp_path, silent) as stage:
+    async with open_app_fixture(tmp_path, silent) as stage:
         await stage.create("agent:main:main")
         await stage.create("agent:main:direct:Ångström", "agent:main:main")
         await stage.create("agent:main:cron:nightly")

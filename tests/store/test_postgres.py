@@ -16,8 +16,8 @@ import pytest
 from antiphon.errors import StoreError
 from antiphon.store import Tx, listing
 from antiphon.store.postgres.clock import SharedClock
-from antiphon.store.postgres.connection import Server, pg
-from antiphon.store.queries import Queries, Query, for_postgres
+from antiphon.store.postgres.connection import PgServer, pg
+from antiphon.store.queries import Queries, Query, translate_to_postgres
 from cluster.database import Postgres
 from cluster.stores import (
     altered,
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def server(postgres: Postgres, tmp_path: Path) -> Server:
+async def server(postgres: Postgres, tmp_path: Path) -> PgServer:
     return await postgres.database(tmp_path)
 
 
@@ -50,12 +50,12 @@ def topics() -> list[str]:
     return sorted(item.name.removesuffix(".sql") for item in folder.iterdir())
 
 
-async def prepared(server: Server, texts: dict[str, str]) -> None:
+async def prepared(server: PgServer, texts: dict[str, str]) -> None:
     asked = await server.connect()
     try:
         for name, text in texts.items():
             try:
-                await cast("Any", asked).prepare(for_postgres(text)[0])
+                await cast("Any", asked).prepare(translate_to_postgres(text)[0])
             except pg.PostgresError as error:
                 pytest.fail(f"{name}: {error}")
     finally:
@@ -63,47 +63,49 @@ async def prepared(server: Server, texts: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("topic", topics())
-async def test_every_query_is_understood(server: Server, topic: str) -> None:
+async def test_every_query_is_understood(server: PgServer, topic: str) -> None:
     queries = [cast("Query", getattr(Queries(topic), name)) for name in sorted(Queries(topic).names())]
     whole = r"(?is)(/\*.*?\*/|\s)*(select|insert|update|delete|with)\b"
     texts = {
         query.name: query.text
         for query in queries
-        if "{" not in query.text and re.match(whole, for_postgres(query.text)[0])
+        if "{" not in query.text and re.match(whole, translate_to_postgres(query.text)[0])
     }
     assert texts or topic == "listing"
     await prepared(server, texts)
 
 
 WISHES = [
-    listing.Wish(limit=5),
-    listing.Wish(limit=5, agents=["a", "b"], own_key="k", descendants=True, archived=True),
-    listing.Wish(limit=5, agents=["a"], own_key="k", kinds=("main", "cron")),
-    listing.Wish(limit=5, agents=[f"a{n}" for n in range(listing.AGENTS + 1)], own_key="k"),
-    listing.Wish(limit=5, agents=[], own_key="k", label="l", search="w"),
-    listing.Wish(limit=5, label="l", parent="p", search="some words", kinds=("main",)),
-    listing.Wish(limit=5, parent="p", cursor=(5, "k"), active_since=7, only_agent="a"),
-    listing.Wish(limit=5, search="some words", agents=["a"], own_key="k", descendants=True),
+    listing.SessionListQuery(limit=5),
+    listing.SessionListQuery(limit=5, agents=["a", "b"], own_key="k", descendants=True, archived=True),
+    listing.SessionListQuery(limit=5, agents=["a"], own_key="k", kinds=("main", "cron")),
+    listing.SessionListQuery(
+        limit=5, agents=[f"a{n}" for n in range(listing.MAX_AGENT_STREAMS + 1)], own_key="k"
+    ),
+    listing.SessionListQuery(limit=5, agents=[], own_key="k", label="l", search="w"),
+    listing.SessionListQuery(limit=5, label="l", parent="p", search="some words", kinds=("main",)),
+    listing.SessionListQuery(limit=5, parent="p", cursor=(5, "k"), active_since=7, only_agent="a"),
+    listing.SessionListQuery(limit=5, search="some words", agents=["a"], own_key="k", descendants=True),
 ]
 
 
-async def test_every_list_is_understood(server: Server) -> None:
+async def test_every_list_is_understood(server: PgServer) -> None:
     texts = {
-        str(wish): listing.statement(wish, prefix=prefix)[0].text
+        str(wish): listing.build_page_query(wish, prefix=prefix)[0].text
         for wish in WISHES
         for prefix in (True, False)
     }
     await prepared(server, texts)
     async with opened(server) as store:
         for wish in WISHES:
-            assert await within(store.read(listing.page, wish)) == []
+            assert await within(store.read(listing.load_session_page, wish)) == []
 
 
 # --- as if one after the other ---
 
 
 @pytest.mark.requirement("G13")
-async def test_increments_of_two_processes_are_all_there(server: Server) -> None:
+async def test_increments_of_two_processes_are_all_there(server: PgServer) -> None:
     async with opened(server) as one, opened(server) as other:
         values = await within(
             asyncio.gather(*(store.tx(increase, "n") for _ in range(250) for store in (one, other)))
@@ -113,11 +115,11 @@ async def test_increments_of_two_processes_are_all_there(server: Server) -> None
 
 
 @pytest.mark.requirement("G13")
-async def test_no_two_act_on_what_the_other_changes(server: Server) -> None:
+async def test_no_two_act_on_what_the_other_changes(server: PgServer) -> None:
     """Write skew: each may leave only while the other is there, so that one of them always is."""
 
     async def leave(tx: Tx, mine: str, other: str) -> bool:
-        await tx.alone(f"pair {mine[1:]}")
+        await tx.lock(f"pair {mine[1:]}")
         if not await lease(tx, other):
             return False
         await put(tx, mine, 0)
@@ -132,7 +134,7 @@ async def test_no_two_act_on_what_the_other_changes(server: Server) -> None:
 
 
 @pytest.mark.requirement("G13")
-async def test_a_script_that_raises_takes_nobody_with_it(server: Server) -> None:
+async def test_a_script_that_raises_takes_nobody_with_it(server: PgServer) -> None:
     async def refuse(tx: Tx, owner: str) -> str:
         await put(tx, owner)
         raise ValueError(owner)
@@ -150,7 +152,7 @@ async def test_a_script_that_raises_takes_nobody_with_it(server: Server) -> None
         assert await store.read(owners) == [name for n, name in enumerate(names) if n % 9 != 4]
 
 
-async def test_a_script_is_judged_by_what_was_kept_and_not_by_its_neighbours(server: Server) -> None:
+async def test_a_script_is_judged_by_what_was_kept_and_not_by_its_neighbours(server: PgServer) -> None:
     """The second of a batch refuses because of the first, which is then taken back: so it must be asked again."""
 
     async def first(tx: Tx) -> None:
@@ -170,7 +172,7 @@ async def test_a_script_is_judged_by_what_was_kept_and_not_by_its_neighbours(ser
 
 @pytest.mark.requirement("G13")
 async def test_what_went_on_after_a_failed_statement_was_not_kept_and_is_not_said_to_be(
-    server: Server,
+    server: PgServer,
 ) -> None:
     async def stubborn(tx: Tx) -> str:
         await put(tx, "lost")
@@ -198,7 +200,7 @@ async def test_what_went_on_after_a_failed_statement_was_not_kept_and_is_not_sai
         assert "lost" not in await store.read(owners)
 
 
-async def test_under_load_scripts_share_transactions(server: Server) -> None:
+async def test_under_load_scripts_share_transactions(server: PgServer) -> None:
     commits: list[str] = []
     async with opened(server, writers=4, on_commit=commits.append) as store:
         await within(asyncio.gather(*(store.tx(put, f"{n:03}") for n in range(500))))
@@ -207,7 +209,7 @@ async def test_under_load_scripts_share_transactions(server: Server) -> None:
     assert 500 / 32 <= commits.count("after") <= 50
 
 
-async def test_a_migration_elsewhere_does_not_break_what_is_running(server: Server) -> None:
+async def test_a_migration_elsewhere_does_not_break_what_is_running(server: PgServer) -> None:
     """Statements that were prepared before a column came are prepared again."""
     async with opened(server, writers=1) as store, opened(server, writers=1) as other:
         await store.tx(put, "a")
@@ -223,8 +225,8 @@ async def test_a_migration_elsewhere_does_not_break_what_is_running(server: Serv
 # --- the clock ---
 
 
-async def test_nobodys_wall_clock_moves_the_clock(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("antiphon.store.postgres.CLOCK_EVERY", 0.01)
+async def test_nobodys_wall_clock_moves_the_clock(server: PgServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("antiphon.store.postgres.CLOCK_SYNC_INTERVAL_SECONDS", 0.01)
     real, real_ns = time.time, time.time_ns
     async with opened(server) as store, opened(server) as other:
         seen = [store.clock.now()]
@@ -239,13 +241,15 @@ async def test_nobodys_wall_clock_moves_the_clock(server: Server, monkeypatch: p
         assert seen == sorted(seen)
 
 
-async def test_a_late_answer_does_not_blur_the_clock(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("antiphon.store.postgres.clock.BLUR", 0.2)
+async def test_a_late_answer_does_not_blur_the_clock(
+    server: PgServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("antiphon.store.postgres.clock.MAX_ROUND_TRIP_SECONDS", 0.2)
     clock = SharedClock()
     async with proxied(server, readers=1) as (proxy, store):
-        await store.read(clock.look)
+        await store.read(clock.synchronize)
         before = clock.now() - monotonic() * 1000
         proxy.delay = 0.5
-        await within(store.read(clock.look))
+        await within(store.read(clock.synchronize))
         assert abs(clock.now() - monotonic() * 1000 - before) < 50
         proxy.delay = 0.0

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from antiphon.config import Config
 from antiphon.errors import ConfigError, StoreError, StoreFull, StoreReadOnly
 from antiphon.store import Tx, listing
-from antiphon.store.opening import open_store
+from antiphon.store.factory import open_store
 from antiphon.store.postgres import PgStore, worker
-from antiphon.store.postgres.connection import Server, pg, told
+from antiphon.store.postgres.connection import PgServer, pg, translate_postgres_error
 from cluster.certificates import authority, issued
 from cluster.database import PASSWORD, Postgres
 from cluster.proxy import Proxy
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def server(postgres: Postgres, tmp_path: Path) -> Server:
+async def server(postgres: Postgres, tmp_path: Path) -> PgServer:
     return await postgres.database(tmp_path)
 
 
@@ -119,7 +119,7 @@ async def test_another_database_behind_a_reference_is_refused_before_any_package
 
 
 @pytest.mark.requirement("G21")
-async def test_a_user_without_rights_is_told(postgres: Postgres, server: Server, tmp_path: Path) -> None:
+async def test_a_user_without_rights_is_told(postgres: Postgres, server: PgServer, tmp_path: Path) -> None:
     await altered(server, f"CREATE ROLE guest LOGIN PASSWORD '{PASSWORD.replace(chr(39), chr(39) * 2)}'")
     guest = msgspec.structs.replace(server, url=server.url.replace("antiphon@", "guest@"))
     try:
@@ -136,7 +136,7 @@ async def test_a_user_without_rights_is_told(postgres: Postgres, server: Server,
 
 
 @pytest.mark.requirement("G21")
-async def test_a_database_that_is_read_only_is_said_to_be_so_and_survived(server: Server) -> None:
+async def test_a_database_that_is_read_only_is_said_to_be_so_and_survived(server: PgServer) -> None:
     name = server.url.rpartition("/")[2]
     async with opened(server) as store:
         await altered(server, f'ALTER DATABASE "{name}" SET default_transaction_read_only = on')
@@ -165,7 +165,7 @@ CREATE TRIGGER full_disk BEFORE INSERT OR UPDATE ON owners FOR EACH ROW EXECUTE 
 
 
 @pytest.mark.requirement("G21")
-async def test_a_full_disk_changes_nothing_and_is_survived(server: Server) -> None:
+async def test_a_full_disk_changes_nothing_and_is_survived(server: PgServer) -> None:
     async with opened(server, writers=1) as store:
         await altered(server, FULL)
         outcomes = await within(
@@ -178,10 +178,10 @@ async def test_a_full_disk_changes_nothing_and_is_survived(server: Server) -> No
 
 
 async def test_a_statement_that_takes_too_long_is_ended(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: PgServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "LOOK", worker.LOOK.replace("'30s'", "'50ms'"))
-    monkeypatch.setattr("antiphon.store.postgres.LOOK", worker.LOOK)
+    monkeypatch.setattr(worker, "BEGIN_READ_SQL", worker.BEGIN_READ_SQL.replace("'30s'", "'50ms'"))
+    monkeypatch.setattr("antiphon.store.postgres.BEGIN_READ_SQL", worker.BEGIN_READ_SQL)
     async with opened(server) as store:
         with pytest.raises(StoreError, match="did not finish a statement in time") as caught:
             await within(store.read(ask, "SELECT pg_sleep(60)"))
@@ -189,7 +189,7 @@ async def test_a_statement_that_takes_too_long_is_ended(
         assert await store.read(owners) == []
 
 
-async def test_a_value_that_does_not_fit_is_told_at_once(server: Server) -> None:
+async def test_a_value_that_does_not_fit_is_told_at_once(server: PgServer) -> None:
     async with opened(server) as store:
         began = monotonic()
         for value in (2**63, cast("int", "text")):
@@ -199,7 +199,7 @@ async def test_a_value_that_does_not_fit_is_told_at_once(server: Server) -> None
         assert monotonic() - began < 5
 
 
-async def test_what_a_script_raises_is_not_taken_for_the_database(server: Server) -> None:
+async def test_what_a_script_raises_is_not_taken_for_the_database(server: PgServer) -> None:
     async with opened(server) as store:
         for error in (TimeoutError("mine"), FileNotFoundError("mine")):
 
@@ -213,7 +213,7 @@ async def test_what_a_script_raises_is_not_taken_for_the_database(server: Server
             assert monotonic() - began < 5
 
 
-async def test_rows_that_stay_in_the_way_are_an_error_in_bounded_time(server: Server) -> None:
+async def test_rows_that_stay_in_the_way_are_an_error_in_bounded_time(server: PgServer) -> None:
     await altered(server, "INSERT INTO watch (id, owner, until) VALUES (1, '', 0) ON CONFLICT DO NOTHING")
     async with opened(server) as store:
         with pytest.raises(StoreError, match="refused a statement") as caught:
@@ -231,25 +231,30 @@ def test_no_name_of_a_server_has_a_part_of_its_password(password: str, where: st
     secret = f"Zq{password}Zq"
     user = f"user:{secret}@" if where != "query" else "user@"
     query = f"?password={secret}" if where != "user" else ""
-    server = Server(f"postgresql://{user}host:5432/database{query}")
-    assert "Zq" not in server.named
+    server = PgServer(f"postgresql://{user}host:5432/database{query}")
+    assert "Zq" not in server.display_name
     for error in (OSError("gone"), ValueError(f"bad port {secret}"), pg.ClientConfigurationError(secret)):
-        assert "Zq" not in str(told(error, server))
+        assert "Zq" not in str(translate_postgres_error(error, server))
 
 
 # --- what stands before a server ---
 
 
-async def test_without_prepared_statements_it_is_the_same(server: Server) -> None:
+async def test_without_prepared_statements_it_is_the_same(server: PgServer) -> None:
     async with opened(msgspec.structs.replace(server, prepared=False)) as store:
         values = await within(asyncio.gather(*(store.tx(increase, "n") for _ in range(50))))
         assert sorted(values) == list(range(1, 51))
-        assert await within(store.read(listing.page, listing.Wish(limit=5, search="some words"))) == []
+        assert (
+            await within(
+                store.read(listing.load_session_page, listing.SessionListQuery(limit=5, search="some words"))
+            )
+            == []
+        )
         assert await store.read(lease, "n") == 50
 
 
 async def test_only_the_right_authority_is_trusted(
-    postgres: Postgres, server: Server, tmp_path: Path
+    postgres: Postgres, server: PgServer, tmp_path: Path
 ) -> None:
     ours = authority(tmp_path / "ours.pem")
     authority(tmp_path / "theirs.pem")

@@ -12,7 +12,7 @@ import pytest
 from antiphon.errors import StoreError, StoreUnsure
 from antiphon.store import Tx
 from antiphon.store.postgres import PgStore, connection, worker
-from antiphon.store.postgres.connection import Server
+from antiphon.store.postgres.connection import PgServer
 from cluster.database import Postgres
 from cluster.proxy import Proxy, Side
 from cluster.stores import (
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-async def server(postgres: Postgres, tmp_path: Path) -> Server:
+async def server(postgres: Postgres, tmp_path: Path) -> PgServer:
     return await postgres.database(tmp_path)
 
 
@@ -44,7 +44,7 @@ async def server(postgres: Postgres, tmp_path: Path) -> Server:
 @pytest.mark.requirement("G2", "G13")
 @pytest.mark.parametrize("side", ["before", "after"])
 @pytest.mark.parametrize("batch", [1, 5])
-async def test_a_commit_that_is_cut_off_happens_once(server: Server, side: Side, batch: int) -> None:
+async def test_a_commit_that_is_cut_off_happens_once(server: PgServer, side: Side, batch: int) -> None:
     async with proxied(server, writers=1) as (proxy, store):
         await store.tx(put, "n")
         moment = proxy.cut_at(COMMIT, side)
@@ -57,7 +57,7 @@ async def test_a_commit_that_is_cut_off_happens_once(server: Server, side: Side,
 @pytest.mark.requirement("G2", "G21")
 @pytest.mark.parametrize("side", ["before", "after"])
 async def test_a_commit_during_which_the_server_is_killed_happens_once(
-    postgres: Postgres, server: Server, side: Side
+    postgres: Postgres, server: PgServer, side: Side
 ) -> None:
     async def power_cut() -> None:
         await asyncio.to_thread(postgres.kill)
@@ -73,7 +73,7 @@ async def test_a_commit_during_which_the_server_is_killed_happens_once(
 
 @pytest.mark.requirement("G2", "G21")
 async def test_another_transaction_with_the_number_of_a_lost_one_is_not_taken_for_it(
-    postgres: Postgres, server: Server
+    postgres: Postgres, server: PgServer
 ) -> None:
     """After a crash the database gives out again the numbers of transactions of which nothing was written down."""
     numbers: list[str] = []
@@ -103,10 +103,10 @@ async def test_another_transaction_with_the_number_of_a_lost_one_is_not_taken_fo
 
 @pytest.mark.requirement("G2")
 async def test_a_commit_whose_outcome_cannot_be_found_out_is_said_to_be_so(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: PgServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also to everybody whose script was in the same transaction; none of them is run again."""
-    monkeypatch.setattr(worker, "RESOLVE", 0.3)
+    monkeypatch.setattr(worker, "COMMIT_RESOLVE_SECONDS", 0.3)
     runs = 0
 
     async def counted(tx: Tx) -> int:
@@ -132,7 +132,7 @@ async def test_a_commit_whose_outcome_cannot_be_found_out_is_said_to_be_so(
 
 
 @pytest.mark.requirement("G13")
-async def test_reads_go_on_over_a_connection_that_breaks(server: Server) -> None:
+async def test_reads_go_on_over_a_connection_that_breaks(server: PgServer) -> None:
     async with proxied(server, readers=2) as (proxy, store):
         await store.tx(put, "a")
         for _ in range(3):
@@ -145,7 +145,7 @@ async def test_reads_go_on_over_a_connection_that_breaks(server: Server) -> None
 
 
 @pytest.mark.requirement("G2", "G13")
-async def test_connections_cut_at_random_lose_and_repeat_nothing(server: Server) -> None:
+async def test_connections_cut_at_random_lose_and_repeat_nothing(server: PgServer) -> None:
     async with proxied(server, writers=4) as (proxy, store):
         work = [asyncio.create_task(store.tx(increase, f"n{n % 3}")) for n in range(150)]
         while not all(task.done() for task in work):
@@ -160,7 +160,7 @@ async def test_connections_cut_at_random_lose_and_repeat_nothing(server: Server)
 
 @pytest.mark.requirement("G2", "G21")
 async def test_a_server_killed_under_load_keeps_what_it_acknowledged(
-    postgres: Postgres, server: Server
+    postgres: Postgres, server: PgServer
 ) -> None:
     async with opened(server, writers=4) as one, opened(server, writers=4) as other:
         done = asyncio.Event()
@@ -202,15 +202,15 @@ async def test_a_server_killed_under_load_keeps_what_it_acknowledged(
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "PATIENCE", 0.3)
-    monkeypatch.setattr(connection, "COMMAND_SECONDS", 0.5)
-    monkeypatch.setattr(worker, "PATIENCE", 0.3)
-    monkeypatch.setattr(worker, "WAIT", 0.6)
-    monkeypatch.setattr(worker, "RESOLVE", 0.6)
+    monkeypatch.setattr(connection, "CONNECT_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "COMMAND_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(worker, "CONNECT_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(worker, "RETRY_WINDOW_SECONDS", 0.6)
+    monkeypatch.setattr(worker, "COMMIT_RESOLVE_SECONDS", 0.6)
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_connection_on_which_nothing_comes_is_given_up(server: Server) -> None:
+async def test_a_connection_on_which_nothing_comes_is_given_up(server: PgServer) -> None:
     async with proxied(server, writers=1, readers=1) as (proxy, store):
         await store.tx(put, "a")
         assert await store.read(owners) == ["a"]
@@ -234,9 +234,11 @@ async def test_a_connection_on_which_nothing_comes_is_given_up(server: Server) -
 
 @pytest.mark.usefixtures("impatient")
 async def test_an_idle_connection_that_died_silently_costs_a_moment_and_no_error(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    server: PgServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "WAIT", BOUND)  # that the new one comes in time is not the question
+    monkeypatch.setattr(
+        worker, "RETRY_WINDOW_SECONDS", BOUND
+    )  # that the new one comes in time is not the question
     async with proxied(server, writers=1, readers=1) as (proxy, store):
         await store.tx(put, "a")
         proxy.stall()
@@ -247,7 +249,7 @@ async def test_an_idle_connection_that_died_silently_costs_a_moment_and_no_error
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_server_that_stays_away_is_told_to_everybody_who_waits(server: Server) -> None:
+async def test_a_server_that_stays_away_is_told_to_everybody_who_waits(server: PgServer) -> None:
     async with proxied(server, writers=2, readers=1) as (proxy, store):
         await store.tx(put, "a")
         proxy.refuse()
@@ -264,7 +266,7 @@ async def test_a_server_that_stays_away_is_told_to_everybody_who_waits(server: S
         assert await store.read(owners) == ["a", "c"]
 
 
-async def test_whoever_gives_up_breaks_nothing(server: Server) -> None:
+async def test_whoever_gives_up_breaks_nothing(server: PgServer) -> None:
     async with opened(server, writers=2) as store:
         for turn in range(20):
             work = [asyncio.create_task(store.tx(increase, "n")) for _ in range(10)]
@@ -276,7 +278,7 @@ async def test_whoever_gives_up_breaks_nothing(server: Server) -> None:
         assert 100 <= await store.read(lease, "n") <= 200
 
 
-async def test_closing_finishes_what_was_asked_for(server: Server) -> None:
+async def test_closing_finishes_what_was_asked_for(server: PgServer) -> None:
     store = await PgStore.open(server, writers=2)
     work = [asyncio.create_task(store.tx(put, f"{n:03}")) for n in range(300)]
     reading = asyncio.create_task(store.read(owners))
@@ -292,7 +294,7 @@ async def test_closing_finishes_what_was_asked_for(server: Server) -> None:
         assert len(await again.read(owners)) == 300
 
 
-async def test_a_closing_that_is_given_up_leaves_nobody_waiting(server: Server) -> None:
+async def test_a_closing_that_is_given_up_leaves_nobody_waiting(server: PgServer) -> None:
     async with Proxy(port_of(server)) as proxy:
         store = await PgStore.open(through(proxy, server), writers=2)
         await store.tx(put, "a")
@@ -308,8 +310,8 @@ async def test_a_closing_that_is_given_up_leaves_nobody_waiting(server: Server) 
         await within(store.close(), 5)
 
 
-async def test_no_connection_is_left_behind(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("antiphon.store.postgres.CLOCK_EVERY", 0.01)
+async def test_no_connection_is_left_behind(server: PgServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("antiphon.store.postgres.CLOCK_SYNC_INTERVAL_SECONDS", 0.01)
     async with Proxy(port_of(server)) as proxy:
         async with opened(through(proxy, server), writers=2, readers=2) as store:
             await within(asyncio.gather(*(store.tx(put, f"{n}") for n in range(20))))

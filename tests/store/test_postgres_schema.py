@@ -13,22 +13,22 @@ from uuid import uuid4
 import pytest
 
 from antiphon.access import Caller
+from antiphon.app import open_app_operations
 from antiphon.config import Config
-from antiphon.engine import search
+from antiphon.engine.sessions import search
 from antiphon.errors import StoreError, StoreNewer
-from antiphon.host import hosting
-from antiphon.operations import Message
+from antiphon.operations import IncomingMessage
 from antiphon.store import Tx
-from antiphon.store.migrations import Migration, migrations
+from antiphon.store.migrations import Migration, load_migrations
 from antiphon.store.postgres import PgStore, schema
-from antiphon.store.postgres.connection import Server
+from antiphon.store.postgres.connection import PgServer
 from antiphon.store.queries import Query
 from cluster.database import PASSWORD, Postgres
 
 pytestmark = pytest.mark.anyio
 
 BOUND = 60.0
-KNOWN = migrations("postgres")
+KNOWN = load_migrations("postgres")
 NEWEST = KNOWN[-1].version
 OPERATOR = Caller.operator()
 MAIN = "agent:main:main"
@@ -59,7 +59,7 @@ ADDED = Migration(
 
 
 @pytest.fixture
-async def empty(postgres: Postgres) -> AsyncGenerator[Server]:
+async def empty(postgres: Postgres) -> AsyncGenerator[PgServer]:
     """A database that nobody has used."""
     name = f"empty{uuid4().hex}"
     await told(postgres.server("postgres"), f'CREATE DATABASE "{name}"')
@@ -67,7 +67,7 @@ async def empty(postgres: Postgres) -> AsyncGenerator[Server]:
     await told(postgres.server("postgres"), f'DROP DATABASE "{name}" WITH (FORCE)')
 
 
-async def told(server: Server, *statements: str) -> list[dict[str, Any]]:
+async def told(server: PgServer, *statements: str) -> list[dict[str, Any]]:
     """What the last one gives."""
     connection = await server.connect()
     try:
@@ -82,12 +82,12 @@ async def told(server: Server, *statements: str) -> list[dict[str, Any]]:
 def knowing(known: list[Migration]) -> Generator[None]:
     """An Antiphon of another version."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schema, "migrations", Mock(return_value=known))
+        patch.setattr(schema, "load_migrations", Mock(return_value=known))
         yield
 
 
 @asynccontextmanager
-async def opened(server: Server, **options: Any) -> AsyncGenerator[PgStore]:
+async def opened(server: PgServer, **options: Any) -> AsyncGenerator[PgStore]:
     store = await asyncio.wait_for(PgStore.open(server, **options), BOUND)
     try:
         yield store
@@ -95,30 +95,30 @@ async def opened(server: Server, **options: Any) -> AsyncGenerator[PgStore]:
         await asyncio.wait_for(store.close(), BOUND)
 
 
-async def migrated(server: Server, known: list[Migration] | None = None) -> None:
+async def migrated(server: PgServer, known: list[Migration] | None = None) -> None:
     with knowing(KNOWN if known is None else known):
         async with opened(server):
             pass
 
 
-async def everything(server: Server) -> dict[str, list[dict[str, Any]]]:
+async def everything(server: PgServer) -> dict[str, list[dict[str, Any]]]:
     tables = await told(server, "SELECT tablename AS name FROM pg_tables WHERE schemaname = 'public'")
     return {row["name"]: await told(server, f'SELECT * FROM "{row["name"]}"') for row in tables}  # noqa: S608
 
 
-async def schema_of(server: Server) -> tuple[int, int]:
+async def schema_of(server: PgServer) -> tuple[int, int]:
     [row] = await told(server, "SELECT version, oldest FROM schema_version")
     return row["version"], row["oldest"]
 
 
-def on(server: Server) -> Config:
+def on(server: PgServer) -> Config:
     return Config.model_validate({"store": {"url": server.url, "password": PASSWORD}})
 
 
-async def converses(server: Server, path: Path) -> None:
+async def converses(server: PgServer, path: Path) -> None:
     """A question is asked, answered and found again."""
-    async with hosting(on(server), path) as operations:
-        ticket = await operations.submit(OPERATOR, Message(session=MAIN, content="say good morning"))
+    async with open_app_operations(on(server), path) as operations:
+        ticket = await operations.submit(OPERATOR, IncomingMessage(session=MAIN, content="say good morning"))
         view = await operations.wait(OPERATOR, ticket.run_id, BOUND)
         assert (view.state, view.reply) == ("ok", "good morning")
 
@@ -127,14 +127,14 @@ async def converses(server: Server, path: Path) -> None:
 
 
 @pytest.mark.requirement("G45")
-async def test_processes_that_migrate_at_once_do_it_once(empty: Server) -> None:
+async def test_processes_that_migrate_at_once_do_it_once(empty: PgServer) -> None:
     async def started() -> int:
         async with opened(empty, writers=1, readers=1) as store:
             return await store.read(_version)
 
     versions = await asyncio.wait_for(asyncio.gather(*(started() for _ in range(6))), BOUND)
     assert versions == [NEWEST] * 6
-    assert await schema_of(empty) == (NEWEST, KNOWN[-1].oldest)
+    assert await schema_of(empty) == (NEWEST, KNOWN[-1].oldest_compatible_version)
 
 
 async def _version(tx: Tx) -> int:
@@ -146,14 +146,14 @@ async def _version(tx: Tx) -> int:
 @pytest.mark.requirement("G45")
 @pytest.mark.parametrize("start", range(1, NEWEST))
 async def test_each_version_takes_over_what_the_ones_before_it_left(
-    empty: Server, start: int, tmp_path: Path
+    empty: PgServer, start: int, tmp_path: Path
 ) -> None:
     await migrated(empty, KNOWN[:start])
     await told(empty, *HOUSE)
     before = await everything(empty)
     for upto in range(start + 1, NEWEST + 1):
         await migrated(empty, KNOWN[:upto])
-        assert await schema_of(empty) == (upto, KNOWN[upto - 1].oldest)
+        assert await schema_of(empty) == (upto, KNOWN[upto - 1].oldest_compatible_version)
     after = await everything(empty)
     assert [row["message"] for row in after["unindexed"]] == ([1] if start < 8 else []), "it is indexed again"
     for name in before.keys() - {"schema_version", "unindexed"}:
@@ -162,7 +162,7 @@ async def test_each_version_takes_over_what_the_ones_before_it_left(
             for row, old in zip(after[name], before[name], strict=True)
         ]
         assert now == before[name], name
-    async with hosting(on(empty), tmp_path) as operations:
+    async with open_app_operations(on(empty), tmp_path) as operations:
         for run in ("cut", "waiting"):
             view = await operations.wait(OPERATOR, run, BOUND)
             assert (view.state, view.reply) == ("ok", "hello")
@@ -170,7 +170,7 @@ async def test_each_version_takes_over_what_the_ones_before_it_left(
 
 
 @pytest.mark.requirement("G45", "W2")
-async def test_what_schema_7_has_indexed_and_still_indexes_is_found_once(empty: Server) -> None:
+async def test_what_schema_7_has_indexed_and_still_indexes_is_found_once(empty: PgServer) -> None:
     """Before the migration, and after it by a replica that has not been replaced yet."""
     await migrated(empty, KNOWN[:7])
     indexed = "INSERT INTO message_words (rowid, words, vector) VALUES ({n}, 'said {n}', $$'said':1 '~s1' '~said'$$)"
@@ -180,15 +180,17 @@ async def test_what_schema_7_has_indexed_and_still_indexes_is_found_once(empty: 
     )
     await told(empty, *HOUSE[:2], message.format(n=1), indexed.format(n=1))
     async with opened(empty) as store:
-        assert await store.read(search.place) == (0, 1)
-        await search.catch_up(store)
+        assert await store.read(search.load_index_position) == (0, 1)
+        await search.catch_up_index(store)
         await told(empty, message.format(n=2), indexed.format(n=2))
-        rows, complete, _ = await store.read(search.find, search.Wish(query="said", limit=5, scopes=[["s1"]]))
+        rows, complete, _ = await store.read(
+            search.find_entries, search.SearchQuery(query="said", limit=5, scopes=[["s1"]])
+        )
         assert ([row["words"] for row in rows], complete) == (["said 2", "said 1"], True)
 
 
 @pytest.mark.requirement("G45")
-async def test_a_migration_that_fails_leaves_the_version_before(empty: Server) -> None:
+async def test_a_migration_that_fails_leaves_the_version_before(empty: PgServer) -> None:
     await migrated(empty)
     before = await everything(empty)
     broken = ADDED._replace(
@@ -202,7 +204,7 @@ async def test_a_migration_that_fails_leaves_the_version_before(empty: Server) -
 
 
 @pytest.mark.requirement("G45")
-async def test_who_may_only_look_changes_nothing(empty: Server) -> None:
+async def test_who_may_only_look_changes_nothing(empty: PgServer) -> None:
     await migrated(empty, KNOWN[:2])
     before = await everything(empty)
     with pytest.raises(StoreError, match="has schema 2") as refused:
@@ -212,7 +214,7 @@ async def test_who_may_only_look_changes_nothing(empty: Server) -> None:
 
 
 @pytest.mark.requirement("G45")
-async def test_what_runs_meanwhile_does_not_notice(empty: Server) -> None:
+async def test_what_runs_meanwhile_does_not_notice(empty: PgServer) -> None:
     """Replicas of the version before are at work while the first of the new ones migrates."""
     await migrated(empty)
     await told(empty, *HOUSE)
@@ -248,20 +250,20 @@ async def test_what_runs_meanwhile_does_not_notice(empty: Server) -> None:
 
 
 @pytest.mark.requirement("G45")
-async def test_the_version_before_works_on_the_schema_after(empty: Server, tmp_path: Path) -> None:
+async def test_the_version_before_works_on_the_schema_after(empty: PgServer, tmp_path: Path) -> None:
     await migrated(empty, [*KNOWN, ADDED])
     await converses(empty, tmp_path)
     assert await schema_of(empty) == (NEWEST + 1, NEWEST)
 
 
 @pytest.mark.requirement("G45")
-async def test_a_version_that_is_too_old_refuses_and_touches_nothing(empty: Server, tmp_path: Path) -> None:
+async def test_a_version_that_is_too_old_refuses_and_touches_nothing(empty: PgServer, tmp_path: Path) -> None:
     breaking = ADDED._replace(script=f"-- oldest: {NEWEST + 1}\n{ADDED.script}")
     await migrated(empty, [*KNOWN, breaking])
     await told(empty, *HOUSE)
     before = await everything(empty)
     with pytest.raises(StoreNewer, match=f"schema {NEWEST + 1}"):
-        async with hosting(on(empty), tmp_path):
+        async with open_app_operations(on(empty), tmp_path):
             pass
     for migrate in (True, False):
         with pytest.raises(StoreNewer):
@@ -270,7 +272,7 @@ async def test_a_version_that_is_too_old_refuses_and_touches_nothing(empty: Serv
 
 
 @pytest.mark.requirement("G45")
-async def test_tables_of_somebody_else_are_not_ours_to_migrate(empty: Server) -> None:
+async def test_tables_of_somebody_else_are_not_ours_to_migrate(empty: PgServer) -> None:
     await told(
         empty, "CREATE TABLE sessions (theirs TEXT)", "INSERT INTO sessions VALUES ('x') RETURNING theirs"
     )
@@ -280,5 +282,7 @@ async def test_tables_of_somebody_else_are_not_ours_to_migrate(empty: Server) ->
 
 
 def test_a_migration_says_which_version_can_still_work_on_it() -> None:
-    assert [migration.oldest for migration in KNOWN] == [min(step.version - 1, 8) for step in KNOWN]
-    assert ADDED._replace(script="-- oldest: 3\nSELECT 1;\n").oldest == 3
+    assert [migration.oldest_compatible_version for migration in KNOWN] == [
+        min(step.version - 1, 8) for step in KNOWN
+    ]
+    assert ADDED._replace(script="-- oldest: 3\nSELECT 1;\n").oldest_compatible_version == 3

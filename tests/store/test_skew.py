@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from antiphon import keys
-from antiphon.engine import chains, search, sessions
+from antiphon.engine.collaboration import chains
+from antiphon.engine.sessions import search, session_rows
 from antiphon.errors import WaitCycle
-from antiphon.messages import User
+from antiphon.messages import UserMessage
 from antiphon.store import Row, Tx
 from antiphon.store.postgres import PgStore
 from antiphon.store.queries import Query
@@ -32,11 +33,11 @@ async def pair(postgres: Postgres, tmp_path: Path) -> AsyncGenerator[tuple[PgSto
 
 
 async def founded(tx: Tx, name: str) -> Row:
-    return await sessions.create(tx, keys.parse(f"agent:main:dashboard:{name}"), 1)
+    return await session_rows.create_session(tx, keys.parse(f"agent:main:dashboard:{name}"), 1)
 
 
 async def said(tx: Tx, session: int, text: str) -> None:
-    await sessions.note(tx, session, User(content=text, timestamp=1), 1)
+    await session_rows.append_note(tx, session, UserMessage(content=text, timestamp=1), 1)
 
 
 @pytest.mark.requirement("S7")
@@ -49,7 +50,9 @@ async def test_two_waits_that_close_a_circle_are_not_both_begun(pair: tuple[PgSt
         async def wait(
             store: PgStore, mine: int, theirs: int, ids: list[int], runs: list[tuple[int, str]]
         ) -> None:
-            await store.tx(chains.wait, runs[mine][0], ids[mine], runs[theirs][1], ids[theirs], 10**13, 1)
+            await store.tx(
+                chains.record_wait, runs[mine][0], ids[mine], runs[theirs][1], ids[theirs], 10**13, 1
+            )
 
         outcomes = await asyncio.wait_for(
             asyncio.gather(wait(one, 0, 1, ids, runs), wait(other, 1, 0, ids, runs), return_exceptions=True),
@@ -79,17 +82,17 @@ async def test_words_of_a_deleted_session_are_not_indexed_beside_its_deletion(
             await one.tx(said, session["id"], f"secret{number} {part}")
         outcomes = await asyncio.wait_for(
             asyncio.gather(
-                one.tx(search.index, 100),
-                other.tx(sessions.forget, session["id"], session["key"], 1),
+                one.tx(search.index_entries, 100),
+                other.tx(session_rows.delete_session, session["id"], session["key"], 1),
                 return_exceptions=True,
             ),
             BOUND,
         )
         assert not any(isinstance(outcome, BaseException) for outcome in outcomes), outcomes
-        await one.tx(search.index, 100)
+        await one.tx(search.index_entries, 100)
         assert await one.read(_words_left) == 0
         await asyncio.wait_for(
-            search.catch_up(one), BOUND
+            search.catch_up_index(one), BOUND
         )  # ends, although a message of a number below is gone
 
 

@@ -21,19 +21,22 @@ import pytest
 
 import antiphon
 from antiphon.access import Caller
+from antiphon.app import open_app_operations
 from antiphon.config import Config
-from antiphon.engine import jobs, replicas, search
+from antiphon.engine import replicas
+from antiphon.engine.jobs import jobs
 from antiphon.engine.replicas import Replica
+from antiphon.engine.sessions import search
 from antiphon.errors import StoreDamaged, StoreError, StoreFull, StoreLocked, StoreNewer, StoreReadOnly
-from antiphon.host import hosting
-from antiphon.store import Row, Tx, listing, migrations, sqlite
+from antiphon.store import Row, Tx, listing, migrations
+from antiphon.store.factory import open_store
 from antiphon.store.migrations import Migration
-from antiphon.store.opening import open_store
 from antiphon.store.queries import Queries, Query
-from antiphon.store.sqlite import SqliteStore, check_file
+from antiphon.store.sqlite import store as sqlite
+from antiphon.store.sqlite.store import SqliteStore, check_file
 from antiphon.store.statedir import StateDir
-from nobody import unprivileged
-from stage import BOUND, dump, opened, raw
+from support.app_fixture import BOUND, dump, opened, raw
+from support.privileges import unprivileged
 
 NAME = "antiphon.db"
 OWNERS = Query("test.owners", "SELECT id FROM owners ORDER BY id")
@@ -252,7 +255,7 @@ async def test_a_directory_that_cannot_be_written_is_said_to_be_so(open_path: Pa
     state.chmod(0o555)
     with unprivileged():
         with pytest.raises(StoreReadOnly) as refused:
-            async with hosting(Config(), state):
+            async with open_app_operations(Config(), state):
                 pass
         assert "--state-dir" in refused.value.hint
         with pytest.raises(StoreReadOnly):
@@ -322,7 +325,7 @@ async def test_a_file_that_cannot_be_reached_is_said_to_be_so(open_path: Path) -
 def test_a_path_that_is_a_file_is_said_to_be_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("hello")
     with pytest.raises(StoreError) as refused:
-        StateDir.own(tmp_path / "file")
+        StateDir.open_locked(tmp_path / "file")
     assert refused.value.hint
 
 
@@ -419,7 +422,7 @@ async def test_what_is_stored_is_private(tmp_path: Path) -> None:
     state.chmod(0o755)  # as somebody made it by hand
     mask = os.umask(0)  # the least careful one
     try:
-        async with hosting(Config(), state):
+        async with open_app_operations(Config(), state):
             modes = {item.name: stat.S_IMODE(item.stat().st_mode) for item in state.iterdir()}
     finally:
         os.umask(mask)
@@ -429,10 +432,10 @@ async def test_what_is_stored_is_private(tmp_path: Path) -> None:
 
 
 def test_a_directory_has_one_owner(tmp_path: Path) -> None:
-    with StateDir.own(tmp_path / "state"), pytest.raises(StoreLocked) as refused:
-        StateDir.own(tmp_path / "state")
+    with StateDir.open_locked(tmp_path / "state"), pytest.raises(StoreLocked) as refused:
+        StateDir.open_locked(tmp_path / "state")
     assert str(os.getpid()) in str(refused.value)
-    StateDir.own(tmp_path / "state").close()  # and none when it has gone
+    StateDir.open_locked(tmp_path / "state").close()  # and none when it has gone
 
 
 # --- SQL ---
@@ -496,20 +499,22 @@ def test_a_missing_query_is_named() -> None:
 @pytest.mark.parametrize(
     "wish",
     [
-        listing.Wish(limit=50),
-        listing.Wish(limit=50, kinds=("main", "cron")),
-        listing.Wish(limit=50, agents=["main", "other"], own_key="k", descendants=True),
-        listing.Wish(limit=50, agents=["main"] * 99, own_key="k", descendants=True, archived=True),
-        listing.Wish(limit=50, agents=["main"] * 99, own_key="k", search="words"),
-        listing.Wish(limit=50, label="l"),
-        listing.Wish(limit=50, parent="p"),
-        listing.Wish(limit=50, search="words"),
-        listing.Wish(limit=50, active_since=5, cursor=(9, "k"), archived=True),
+        listing.SessionListQuery(limit=50),
+        listing.SessionListQuery(limit=50, kinds=("main", "cron")),
+        listing.SessionListQuery(limit=50, agents=["main", "other"], own_key="k", descendants=True),
+        listing.SessionListQuery(
+            limit=50, agents=["main"] * 99, own_key="k", descendants=True, archived=True
+        ),
+        listing.SessionListQuery(limit=50, agents=["main"] * 99, own_key="k", search="words"),
+        listing.SessionListQuery(limit=50, label="l"),
+        listing.SessionListQuery(limit=50, parent="p"),
+        listing.SessionListQuery(limit=50, search="words"),
+        listing.SessionListQuery(limit=50, active_since=5, cursor=(9, "k"), archived=True),
     ],
 )
-async def test_a_list_never_scans_the_sessions(tmp_path: Path, wish: listing.Wish) -> None:
+async def test_a_list_never_scans_the_sessions(tmp_path: Path, wish: listing.SessionListQuery) -> None:
     await (await SqliteStore.open(tmp_path / NAME)).close()
-    query, params = listing.statement(wish)
+    query, params = listing.build_page_query(wish)
     plan = raw_plan(tmp_path / NAME, query.text, params)
     scans = [line for line in plan if re.match(r"SCAN (s|sessions|parent|c)\b(?! USING)", line)]
     assert scans == [], plan
@@ -528,17 +533,19 @@ def raw_plan(path: Path, sql: str, params: object) -> list[str]:
 
 
 def test_migrations_are_numbered_without_a_gap() -> None:
-    assert [m.version for m in migrations.migrations()] == list(range(1, len(migrations.migrations()) + 1))
+    assert [m.version for m in migrations.load_migrations()] == list(
+        range(1, len(migrations.load_migrations()) + 1)
+    )
 
 
 @pytest.mark.requirement("G45")
 def test_each_version_is_reached_from_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     connection = sqlite3.connect(tmp_path / NAME, isolation_level=None)
-    known = migrations.migrations()
+    known = migrations.load_migrations()
     for count in range(1, len(known) + 1):
-        monkeypatch.setattr(migrations, "migrations", lambda upto=count: known[:upto])
+        monkeypatch.setattr(migrations, "load_migrations", lambda upto=count: known[:upto])
         migrations.migrate(connection)
-        assert migrations.version_of(connection) == count
+        assert migrations.read_schema_version(connection) == count
         migrations.migrate(connection)  # again changes nothing
     assert connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
     connection.close()
@@ -554,9 +561,9 @@ async def planted(path: Path) -> None:
 @contextmanager
 def schema(version: int) -> Generator[None]:
     """What is opened meanwhile becomes a file as that version of Antiphon leaves it."""
-    known = migrations.migrations()
+    known = migrations.load_migrations()
     with pytest.MonkeyPatch.context() as before:
-        before.setattr(migrations, "migrations", lambda: known[:version])
+        before.setattr(migrations, "load_migrations", lambda: known[:version])
         yield
 
 
@@ -576,7 +583,7 @@ def plant(path: Path) -> None:
 def assert_carried_over(path: Path, kept: dict[str, list[tuple[Any, ...]]]) -> None:
     """The file is of the newest version and sound, and has everything that was in it."""
     assert_kept(path, kept)
-    assert raw(path / NAME, "PRAGMA user_version") == [{"user_version": len(migrations.migrations())}]
+    assert raw(path / NAME, "PRAGMA user_version") == [{"user_version": len(migrations.load_migrations())}]
     check_file(path / NAME)
 
 
@@ -584,7 +591,7 @@ def assert_carried_over(path: Path, kept: dict[str, list[tuple[Any, ...]]]) -> N
 @pytest.mark.requirement("G21", "G45")
 async def test_a_broken_file_of_an_older_schema_is_refused_untouched(tmp_path: Path) -> None:
     path = tmp_path / NAME
-    with schema(len(migrations.migrations()) - 1):
+    with schema(len(migrations.load_migrations()) - 1):
         await filled(path)
     end = path.stat().st_size
     with path.open("r+b") as file:  # what no migration looks at
@@ -616,7 +623,7 @@ async def test_jobs_come_to_a_file_of_schema_1_and_take_nothing_from_it(tmp_path
         assert raw(tmp_path / NAME, "PRAGMA user_version") == [{"user_version": 1}]
         kept = dump(tmp_path / NAME)
     async with opened(tmp_path) as store:
-        assert await store.read(jobs.overview) == (0, None)
+        assert await store.read(jobs.load_overview) == (0, None)
         unfinished = await store.read(ask, jobs.SQL.unfinished)
         assert unfinished is not None and unfinished["runs"] == 2
     assert_carried_over(tmp_path, kept)
@@ -669,7 +676,7 @@ async def test_runs_of_schema_4_are_carried_on_and_lead_to_nothing(tmp_path: Pat
         ]
         for statement, params in statements:
             raw(tmp_path / NAME, statement, *params)
-    async with hosting(Config(), tmp_path) as operations:
+    async with open_app_operations(Config(), tmp_path) as operations:
         for run_id in ("cut", "waiting"):
             view = await operations.wait(Caller.operator(), run_id, BOUND)
             assert (view.state, view.reply) == ("ok", "hello")
@@ -694,11 +701,11 @@ async def test_what_was_said_before_schema_3_can_be_searched_after(tmp_path: Pat
         assert raw(tmp_path / NAME, "PRAGMA user_version") == [{"user_version": 2}]
         kept = dump(tmp_path / NAME)
     async with opened(tmp_path) as store:
-        assert await store.read(search.place) == (0, 3)
-        assert await store.tx(search.index, search.BATCH) == 3
-        rows, _, _ = await store.read(search.find, search.Wish(query="found", limit=5))
+        assert await store.read(search.load_index_position) == (0, 3)
+        assert await store.tx(search.index_entries, search.INDEX_BATCH_ENTRIES) == 3
+        rows, _, _ = await store.read(search.find_entries, search.SearchQuery(query="found", limit=5))
         assert [(row["key"], row["seq"]) for row in rows] == [("k", 1)]
-        assert (await store.read(search.find, search.Wish(query="lost", limit=5)))[0] == []
+        assert (await store.read(search.find_entries, search.SearchQuery(query="lost", limit=5)))[0] == []
     assert_carried_over(tmp_path, kept)
 
 
@@ -715,9 +722,9 @@ async def test_what_schema_7_had_indexed_is_indexed_again_and_found_once(tmp_pat
         ):
             raw(tmp_path / NAME, statement)
     async with opened(tmp_path) as store:
-        assert await store.read(search.place) == (0, 1)
-        await search.catch_up(store)
-        rows, complete, _ = await store.read(search.find, search.Wish(query="found", limit=5))
+        assert await store.read(search.load_index_position) == (0, 1)
+        await search.catch_up_index(store)
+        rows, complete, _ = await store.read(search.find_entries, search.SearchQuery(query="found", limit=5))
         assert ([row["seq"] for row in rows], complete) == ([1], True)
     check_file(tmp_path / NAME)
 
@@ -728,7 +735,7 @@ def test_a_migration_that_fails_leaves_the_version_before(
 ) -> None:
     connection = sqlite3.connect(tmp_path / NAME, isolation_level=None)
     migrations.migrate(connection)
-    known = migrations.migrations()
+    known = migrations.load_migrations()
     present = known[-1].version
     schema = connection.execute("SELECT * FROM sqlite_schema").fetchall()
     broken = Migration(
@@ -736,17 +743,17 @@ def test_a_migration_that_fails_leaves_the_version_before(
         "broken",
         "CREATE TABLE half (id INTEGER PRIMARY KEY);\nALTER TABLE nowhere ADD COLUMN x;\n",
     )
-    monkeypatch.setattr(migrations, "migrations", lambda: [*known, broken])
+    monkeypatch.setattr(migrations, "load_migrations", lambda: [*known, broken])
     with pytest.raises(sqlite3.OperationalError):
         migrations.migrate(connection)
-    assert migrations.version_of(connection) == present
+    assert migrations.read_schema_version(connection) == present
     assert connection.execute("SELECT * FROM sqlite_schema").fetchall() == schema
     mended = broken._replace(
         script="CREATE TABLE whole (id INTEGER PRIMARY KEY); -- a comment; with a semicolon\n"
     )
-    monkeypatch.setattr(migrations, "migrations", lambda: [*known, mended])
+    monkeypatch.setattr(migrations, "load_migrations", lambda: [*known, mended])
     migrations.migrate(connection)
-    assert migrations.version_of(connection) == present + 1
+    assert migrations.read_schema_version(connection) == present + 1
     assert connection.execute("SELECT count(*) FROM whole").fetchone()[0] == 0
     connection.close()
 

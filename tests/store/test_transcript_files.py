@@ -25,18 +25,18 @@ async def test_a_file_that_cannot_be_written_is_neither_looked_for_nor_tried_wit
     (tmp_path / "there.jsonl").touch()
     sessions = [("there", "agent:main:a"), ("missing", "agent:main:b")]
     await files.look_for(sessions)
-    assert files.path_of("there") == f"{tmp_path}/there.jsonl"
-    assert files.path_of("missing") is None
+    assert files.get_path("there") == f"{tmp_path}/there.jsonl"
+    assert files.get_path("missing") is None
     assert written == [["agent:main:b"]]
 
     def look(folder: Path, session_ids: list[str]) -> list[str]:
         raise AssertionError(f"looked for {session_ids}")
 
-    monkeypatch.setattr(transcript_files, "_find", look)
+    monkeypatch.setattr(transcript_files, "_find_existing", look)
     await files.look_for(sessions)
     assert written == [["agent:main:b"]]
     monkeypatch.undo()
     monkeypatch.setattr(transcript_files, "time", SimpleNamespace(monotonic=lambda: 10.0**9))
     (tmp_path / "missing.jsonl").touch()
     await files.look_for(sessions)
-    assert files.path_of("missing") == f"{tmp_path}/missing.jsonl"
+    assert files.get_path("missing") == f"{tmp_path}/missing.jsonl"

@@ -17,12 +17,12 @@ import pytest
 from antiphon.engine import replicas
 from antiphon.engine.replicas import Replica
 from antiphon.errors import StoreDamaged, StoreFull, StoreReadOnly
-from antiphon.store import TROUBLES, Tx
+from antiphon.store import STORE_TROUBLE_LOGGER, Tx
 from antiphon.store.queries import Query
-from antiphon.store.sqlite import SqliteStore
+from antiphon.store.sqlite.store import SqliteStore
 from antiphon.store.statedir import StateDir
-from disks import small_disk
-from stage import BOUND
+from support.app_fixture import BOUND
+from support.disks import small_disk
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("G21")]
 
@@ -70,7 +70,7 @@ async def store(tmp_path: Path) -> AsyncGenerator[SqliteStore]:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == TROUBLES]
+    return [record.getMessage() for record in caplog.records if record.name == STORE_TROUBLE_LOGGER]
 
 
 async def test_it_lasts_from_the_first_failure_to_the_next_change_that_is_kept(
@@ -130,7 +130,7 @@ async def test_what_is_kept_on_a_full_disk_does_not_say_that_there_is_room(
     await store.tx(ask, LIMIT)
     with pytest.raises(StoreFull):
         await store.tx(append, 500_000)
-    monkeypatch.setattr("antiphon.store.mishaps.LEAST_ROOM", 2**62)  # no disk has that
+    monkeypatch.setattr("antiphon.store.sqlite.errors.MIN_FREE_DISK_BYTES", 2**62)  # no disk has that
     await store.tx(put, "a")  # fits the pages that are there
     assert isinstance(store.trouble, StoreFull)
     monkeypatch.undo()
@@ -150,7 +150,7 @@ async def test_within_a_quota_it_does_not_come_and_go_with_every_commit(
         await store.tx(put, "a")  # fits the pages that are there
     assert isinstance(store.trouble, StoreFull)
     assert len(said(caplog)) == 3
-    monkeypatch.setattr("antiphon.store.mishaps.CALM", 0.0)
+    monkeypatch.setattr("antiphon.store.sqlite.errors.RECOVERY_QUIET_SECONDS", 0.0)
     await store.tx(put, "a")
     assert store.trouble is None
 
@@ -246,5 +246,5 @@ async def test_a_reader_does_not_make_everybody_wait_where_there_is_no_room(tmp_
 async def test_a_directory_for_which_there_is_no_room_is_said_to_be_so(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", files=1) as disk:
         with pytest.raises(StoreFull, match="no room left"):
-            StateDir.own(disk.path / "state")
+            StateDir.open_locked(disk.path / "state")
         assert not (disk.path / "state").exists()

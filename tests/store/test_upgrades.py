@@ -21,12 +21,12 @@ from test_postgres_schema import (
 from test_sqlite import NAME, schema
 
 from antiphon.access import Caller
+from antiphon.app import open_app_operations
 from antiphon.config import Config
-from antiphon.host import hosting
-from antiphon.store.migrations import migrations, missing
-from antiphon.store.postgres.connection import Server
-from antiphon.store.sqlite import check_file
-from stage import BOUND, opened, raw
+from antiphon.store.migrations import load_migrations, select_missing_migrations
+from antiphon.store.postgres.connection import PgServer
+from antiphon.store.sqlite.store import check_file
+from support.app_fixture import BOUND, opened, raw
 
 pytestmark = pytest.mark.anyio
 
@@ -134,9 +134,9 @@ RELEASED_SCHEMA = 8
 
 
 def test_replicas_of_the_last_release_can_work_on_the_newest_schema() -> None:
-    known = migrations("postgres")
+    known = load_migrations("postgres")
     released = [migration for migration in known if migration.version <= RELEASED_SCHEMA]
-    assert missing(known[-1].version, known[-1].oldest, released) == []
+    assert select_missing_migrations(known[-1].version, known[-1].oldest_compatible_version, released) == []
 
 
 def test_every_migration_since_the_ninth_has_its_upgrade() -> None:
@@ -177,7 +177,7 @@ async def test_a_file_of_the_schema_before_is_brought_up(tmp_path: Path, upgrade
 @pytest.mark.requirement("G45", "K3")
 @upgrades
 async def test_a_database_of_the_schema_before_is_brought_up(
-    empty: Server,  # noqa: F811
+    empty: PgServer,  # noqa: F811
     tmp_path: Path,
     upgrade: Upgrade,
 ) -> None:
@@ -217,7 +217,7 @@ async def _upgrade(
 
 async def _goes_on(config: Config, path: Path) -> None:
     """This version works on it: what was cut off and what waited is answered."""
-    async with hosting(config, path) as operations:
+    async with open_app_operations(config, path) as operations:
         for run in ("cut", "waiting"):
             view = await operations.wait(Caller.operator(), run, BOUND)
             assert (view.state, view.reply) == ("ok", "hello")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from antiphon.store.words import Match, Vector, folded, words
+from antiphon.store.fulltext import FulltextQuery, FulltextVector, fold_text, split_words
 from cluster.database import Postgres
 
 LETTERS = "aabbcÀàéÉüßœñçřŁØåσςΣωΏйЙ中文0179²_-'\"\\ .,:&|!<>()*~\0\n\t\u0301\u0308"
@@ -21,7 +21,7 @@ texts = st.text(LETTERS, max_size=40)
 pieces = st.lists(st.text(LETTERS, min_size=1, max_size=8), max_size=3)
 entries = st.lists(st.tuples(texts, st.lists(st.sampled_from(SCOPES), max_size=3, unique=True)), max_size=8)
 wishes = st.builds(
-    partial(Match, "words"),
+    partial(FulltextQuery, "words"),
     phrases=pieces,
     either=pieces,
     beginning=st.booleans(),
@@ -29,7 +29,7 @@ wishes = st.builds(
 )
 
 
-def fits(wish: Match, text: str, scope: Sequence[str]) -> bool:
+def fits(wish: FulltextQuery, text: str, scope: Sequence[str]) -> bool:
     """What a match means, said plainly."""
     if not wish.phrases and not wish.either:
         return False
@@ -42,7 +42,7 @@ def fits(wish: Match, text: str, scope: Sequence[str]) -> bool:
 
 
 def has(text: str, phrase: str, *, begun: bool = False) -> bool:
-    said, wanted = words(text), words(phrase)
+    said, wanted = split_words(text), split_words(phrase)
     if not wanted:
         return False
     for at in range(len(said) - len(wanted) + 1):
@@ -56,7 +56,7 @@ def has(text: str, phrase: str, *, begun: bool = False) -> bool:
 class Lite:
     connection: sqlite3.Connection
 
-    def found(self, entries: Sequence[tuple[str, Sequence[str]]], wish: Match) -> set[int]:
+    def found(self, entries: Sequence[tuple[str, Sequence[str]]], wish: FulltextQuery) -> set[int]:
         self.connection.execute("DELETE FROM texts")
         for n, (text, scope) in enumerate(entries):
             # A text with that character in it never gets as far as the index.
@@ -76,7 +76,7 @@ def lite() -> Iterator[Lite]:
     connection.close()
 
 
-def expected(entries: Sequence[tuple[str, Sequence[str]]], wish: Match) -> set[int]:
+def expected(entries: Sequence[tuple[str, Sequence[str]]], wish: FulltextQuery) -> set[int]:
     return {n for n, (text, scope) in enumerate(entries) if fits(wish, text, scope)}
 
 
@@ -90,25 +90,27 @@ never = settings(deadline=None, suppress_health_check=[HealthCheck.function_scop
 
 @never
 @given(entries=entries, wish=wishes)
-@example(entries=[("x", ["nothing"])], wish=Match("words", ["-"], beginning=True))
-@example(entries=[("x", ["said"])], wish=Match("words", ["~said"]))
-@example(entries=[("a", [])], wish=Match("words", [], either=["a"], beginning=True))
-@example(entries=[("a", [])], wish=Match("words", ["-", "a"]))
-@example(entries=[("ΟΔΟΣ", [])], wish=Match("words", ["οδοσ"]))
+@example(entries=[("x", ["nothing"])], wish=FulltextQuery("words", ["-"], beginning=True))
+@example(entries=[("x", ["said"])], wish=FulltextQuery("words", ["~said"]))
+@example(entries=[("a", [])], wish=FulltextQuery("words", [], either=["a"], beginning=True))
+@example(entries=[("a", [])], wish=FulltextQuery("words", ["-", "a"]))
+@example(entries=[("ΟΔΟΣ", [])], wish=FulltextQuery("words", ["οδοσ"]))
 def test_postgres_finds_what_is_there(
-    postgres: Postgres, entries: list[tuple[str, list[str]]], wish: Match
+    postgres: Postgres, entries: list[tuple[str, list[str]]], wish: FulltextQuery
 ) -> None:
-    vectors = [Vector(text, " ".join(scope)).tsvector() for text, scope in entries]
-    rows = postgres.rows("words", ASK, list(range(len(vectors))), vectors, wish.tsquery())
+    vectors = [FulltextVector(text, " ".join(scope)).to_tsvector() for text, scope in entries]
+    rows = postgres.rows("words", ASK, list(range(len(vectors))), vectors, wish.to_tsquery())
     assert {row["n"] for row in rows} == expected(entries, wish)
 
 
 @never
 @given(entries=entries, wish=wishes)
-@example(entries=[("a", [])], wish=Match("words", ["-", "a"]))
-@example(entries=[("a", [])], wish=Match("words", [], either=["a"], beginning=True))
-@example(entries=[("ΟΔΟΣ", [])], wish=Match("words", ["οδοσ"]))
-def test_sqlite_finds_what_is_there(lite: Lite, entries: list[tuple[str, list[str]]], wish: Match) -> None:
+@example(entries=[("a", [])], wish=FulltextQuery("words", ["-", "a"]))
+@example(entries=[("a", [])], wish=FulltextQuery("words", [], either=["a"], beginning=True))
+@example(entries=[("ΟΔΟΣ", [])], wish=FulltextQuery("words", ["οδοσ"]))
+def test_sqlite_finds_what_is_there(
+    lite: Lite, entries: list[tuple[str, list[str]]], wish: FulltextQuery
+) -> None:
     assert lite.found(entries, wish) == expected(entries, wish)
 
 
@@ -116,13 +118,13 @@ def test_sqlite_finds_what_is_there(lite: Lite, entries: list[tuple[str, list[st
 @given(asked=st.sampled_from(SCOPES), mark=st.sampled_from(["", "~", "'~", "scope : ", "\\~", "!"]))
 def test_no_word_of_a_user_finds_a_scope(postgres: Postgres, lite: Lite, asked: str, mark: str) -> None:
     entries = [("hello", SCOPES)]
-    vector = Vector("hello", " ".join(SCOPES)).tsvector()
+    vector = FulltextVector("hello", " ".join(SCOPES)).to_tsvector()
     for begun in (True, False):
         for wish in (
-            Match("words", [f"{mark}{asked}"], beginning=begun),
-            Match("words", [], either=[f"{mark}{asked}"], beginning=begun),
+            FulltextQuery("words", [f"{mark}{asked}"], beginning=begun),
+            FulltextQuery("words", [], either=[f"{mark}{asked}"], beginning=begun),
         ):
-            assert postgres.rows("words", ASK, [0], [vector], wish.tsquery()) == []
+            assert postgres.rows("words", ASK, [0], [vector], wish.to_tsquery()) == []
             assert lite.found(entries, wish) == set()
 
 
@@ -135,27 +137,29 @@ def test_nothing_breaks_out_of_its_quotes(
     postgres: Postgres, lite: Lite, text: str, phrase: str, scope: str
 ) -> None:
     """Whatever stands in it, an expression stays one: it is understood, and limited by a scope that nobody has."""
-    vector = Vector(text, "mine").tsvector()
+    vector = FulltextVector(text, "mine").to_tsvector()
     for wish in (
-        Match("words", [phrase], scopes=[["nobodys"]]),
-        Match("words", ["a", phrase], beginning=True, scopes=[["nobodys"]]),
-        Match("words", [], either=[phrase, "a"], scopes=[["nobodys"]]),
+        FulltextQuery("words", [phrase], scopes=[["nobodys"]]),
+        FulltextQuery("words", ["a", phrase], beginning=True, scopes=[["nobodys"]]),
+        FulltextQuery("words", [], either=[phrase, "a"], scopes=[["nobodys"]]),
     ):
-        assert postgres.rows("words", ASK, [0], [vector], wish.tsquery()) == []
+        assert postgres.rows("words", ASK, [0], [vector], wish.to_tsquery()) == []
         assert lite.found([(text, ["mine"])], wish) == set()
-    odd = Match("words", ["a"], scopes=[[scope]])
-    assert postgres.rows("words", ASK, [0], [Vector("a", "mine").tsvector()], odd.tsquery()) == []
-    postgres.rows("words", ASK, [0], [Vector("a", scope).tsvector()], odd.tsquery())
+    odd = FulltextQuery("words", ["a"], scopes=[[scope]])
+    assert (
+        postgres.rows("words", ASK, [0], [FulltextVector("a", "mine").to_tsvector()], odd.to_tsquery()) == []
+    )
+    postgres.rows("words", ASK, [0], [FulltextVector("a", scope).to_tsvector()], odd.to_tsquery())
 
 
 def test_texts_of_any_length_are_indexed(postgres: Postgres) -> None:
     many = " ".join(f"w{n}" for n in range(9_000))
     for text in ("word " * 20_000, "x" * 70_000, many):
-        vector = Vector(text, "said").tsvector()
-        wish = Match("words", [text.split()[0]], scopes=[["said"]])
-        assert postgres.rows("words", ASK, [1], [vector], wish.tsquery()) == [{"n": 1}]
+        vector = FulltextVector(text, "said").to_tsvector()
+        wish = FulltextQuery("words", [text.split()[0]], scopes=[["said"]])
+        assert postgres.rows("words", ASK, [1], [vector], wish.to_tsquery()) == [{"n": 1}]
 
 
 @given(st.text(max_size=60))
 def test_folding_again_changes_nothing(text: str) -> None:
-    assert words(folded(text)) == words(text)
+    assert split_words(fold_text(text)) == split_words(text)

@@ -12,21 +12,30 @@ from uuid import uuid4
 
 import httpx2
 import pytest
-from asking import answered, ask, put, said, silent
 from pydantic import ValidationError
-from troupe import HELPER, OPEN, Player, Troupe, cast_of, house, merged, phase_of
 
-from antiphon.client.link import Link, Site
+from antiphon.client.connection import GatewayConnection, Site
 from antiphon.clock import ManualClock
 from antiphon.config import Config
-from antiphon.engine.toolbox import Call
+from antiphon.engine.toolbox import ToolRequest
 from antiphon.errors import AntiphonError
-from antiphon.gateway.server import Served, serving
-from antiphon.gateway.tokens import Tokens
-from antiphon.operations import Patch
-from antiphon.transfers.imports import look, take
-from commits import Commits
-from stage import BOUND, MAIN, OPERATOR, Stage, staged, with_settings
+from antiphon.gateway.server import ListeningGateway, serve_gateway
+from antiphon.gateway.tokens import TokenRegistry
+from antiphon.operations import SessionPatch
+from antiphon.transfers.imports import import_source, scan_source
+from support.agents_fixture import (
+    HELPER,
+    OPEN,
+    AgentsFixture,
+    ScriptedAgent,
+    make_agents_config,
+    merged,
+    open_agents_fixture,
+    phase_of,
+)
+from support.app_fixture import BOUND, MAIN, OPERATOR, AppFixture, open_app_fixture, with_settings
+from support.commit_watcher import CommitWatcher
+from support.tool_calls import answered, ask, put, said, silent
 
 pytestmark = pytest.mark.anyio
 
@@ -46,13 +55,15 @@ def rows_of(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
 class Wire:
     """A gateway on a real socket, with the rehearsal model for every agent."""
 
-    def __init__(self, served: Served, path: Path, link: Link, commits: Commits) -> None:
+    def __init__(
+        self, served: ListeningGateway, path: Path, link: GatewayConnection, commits: CommitWatcher
+    ) -> None:
         self.link = link
-        self.troupe = Troupe(served.gateway.house, path, commits)
+        self.troupe = AgentsFixture(served.gateway.house, path, commits)
         self._served, self._path = served, path
 
     async def call(self, method: str, **params: Any) -> Any:
-        return await self.link.ask(method, params, BOUND)
+        return await self.link.request(method, params, BOUND)
 
     async def say(self, words: str, session: str = "main") -> Any:
         """Say it and wait until it is answered."""
@@ -61,10 +72,10 @@ class Wire:
         return sent
 
     @asynccontextmanager
-    async def linked(self, *scopes: str) -> AsyncGenerator[Link]:
+    async def linked(self, *scopes: str) -> AsyncGenerator[GatewayConnection]:
         """Another connection, of somebody with these scopes."""
-        token = Tokens.open(self._path).issue("somebody", scopes)
-        link = await Link.open(Site(self._served.url, token))
+        token = TokenRegistry.open(self._path).issue_token("somebody", scopes)
+        link = await GatewayConnection.open(Site(self._served.url, token))
         try:
             yield link
         finally:
@@ -77,9 +88,9 @@ class Wire:
 @asynccontextmanager
 async def wired(path: Path, **sections: Any) -> AsyncGenerator[Wire]:
     config = Config.model_validate(merged(OPEN, sections))
-    commits = Commits()
-    async with serving(config, path, port=0, on_commit=commits) as served:
-        link = await Link.open(Site(served.url, Tokens.open(path).owner))
+    commits = CommitWatcher()
+    async with serve_gateway(config, path, port=0, on_commit=commits) as served:
+        link = await GatewayConnection.open(Site(served.url, TokenRegistry.open(path).owner_token))
         try:
             yield Wire(served, path, link, commits)
         finally:
@@ -91,7 +102,7 @@ async def wired(path: Path, **sections: Any) -> AsyncGenerator[Wire]:
 
 @pytest.mark.requirement("K2", "003-key-main-is-own")
 async def test_main_is_the_main_session_of_whoever_says_it(tmp_path: Path) -> None:
-    async with house(cast_of("helper"), tmp_path) as troupe:
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as troupe:
         await troupe.ask("say of main", MAIN)
         await troupe.ask("say of helper", HELPER)
         for session, other in ((MAIN, HELPER), (HELPER, MAIN)):
@@ -103,7 +114,7 @@ async def test_main_is_the_main_session_of_whoever_says_it(tmp_path: Path) -> No
             status = await troupe.use("session_status", session, sessionKey="main")
             assert status["session"]["agentId"] == session.split(":")[1]
         job = "agent:helper:cron:1"
-        await troupe.found(job)
+        await troupe.open_sessions(job)
         sent = await troupe.use("sessions_send", job, sessionKey="main", message="say here", **CALM)
         assert (sent["status"], sent["sessionKey"]) == ("ok", "main")
         assert (await troupe.transcript(HELPER))[-2]["content"] == "say here"
@@ -115,8 +126,8 @@ async def test_the_older_form_of_a_group_is_taken_and_the_full_one_kept_and_show
     tmp_path: Path, short: str
 ) -> None:
     full = f"agent:main:{short}"
-    async with house(cast_of(), tmp_path) as troupe:
-        await troupe.found(MAIN)
+    async with open_agents_fixture(make_agents_config(), tmp_path) as troupe:
+        await troupe.open_sessions(MAIN)
         await troupe.ask("say hello", short)
         assert {row["key"] for row in troupe.rows("SELECT key FROM sessions")} == {MAIN, full}
         assert rows_of(await troupe.use("sessions_list", kinds=["group"])).keys() == {full}
@@ -127,10 +138,10 @@ async def test_the_older_form_of_a_group_is_taken_and_the_full_one_kept_and_show
             assert (sent["status"], sent["sessionKey"]) == ("ok", full)
 
 
-async def goes_by(troupe: Troupe, kind: str, short: str) -> None:
+async def goes_by(troupe: AgentsFixture, kind: str, short: str) -> None:
     """Its own agent sees it under the short form and may use both; another agent sees the full one."""
     full = f"agent:main:{short}"
-    await troupe.found(MAIN, HELPER)
+    await troupe.open_sessions(MAIN, HELPER)
     row = rows_of(await troupe.use("sessions_list", kinds=[kind]))[short]
     assert (row["kind"], row["channel"], row["agentId"]) == (kind, "internal", "main")
     for spelling in (short, full):
@@ -195,12 +206,12 @@ JOB = "agent:main:cron:1"
 @pytest.mark.requirement("K3", "003-key-reserved")
 @pytest.mark.parametrize("scope", ["per-sender", "global"])
 async def test_global_and_unknown_are_in_no_list_and_cannot_be_named(tmp_path: Path, scope: str) -> None:
-    async with house(cast_of(session={"scope": scope}), tmp_path) as troupe:
-        await troupe.found("main", JOB)
+    async with open_agents_fixture(make_agents_config(session={"scope": scope}), tmp_path) as troupe:
+        await troupe.open_sessions("main", JOB)
         (own,) = troupe.rows("SELECT key FROM sessions WHERE kind = 'main'")
         shown = "main" if scope == "global" else MAIN
         assert own["key"] == shown
-        assert [row["key"] for row in (await troupe.does("sessions_list", JOB))["sessions"]] == [
+        assert [row["key"] for row in (await troupe.call_tool("sessions_list", JOB))["sessions"]] == [
             "cron:1",
             "main",
         ]
@@ -213,28 +224,30 @@ async def test_global_and_unknown_are_in_no_list_and_cannot_be_named(tmp_path: P
                 assert told["status"] == "error", (tool, name)
             assert (await troupe.use("sessions_list", JOB, spawnedBy=name))["status"] == "error"
             with pytest.raises(AntiphonError):
-                await troupe.found(name)
+                await troupe.open_sessions(name)
         assert len(troupe.rows("SELECT key FROM sessions")) == 2
 
 
-async def ask_operator(troupe: Troupe, name: str, **arguments: Any) -> dict[str, Any]:
-    tool = troupe.house.toolbox.allowed((), ())[name]
-    return (await tool.invoke(Call(caller=OPERATOR, run_id="r", call_id="c", arguments=arguments))).details
+async def ask_operator(troupe: AgentsFixture, name: str, **arguments: Any) -> dict[str, Any]:
+    tool = troupe.house.toolbox.select_allowed((), ())[name]
+    return (
+        await tool.invoke(ToolRequest(caller=OPERATOR, run_id="r", call_id="c", arguments=arguments))
+    ).details
 
 
 @pytest.mark.requirement("K3", "003-key-global-is-main")
 async def test_where_all_share_one_main_session_every_tool_says_and_takes_main(tmp_path: Path) -> None:
-    async with house(cast_of("helper", **ONE_MAIN), tmp_path) as troupe:
-        await troupe.found("main", JOB, HELPER)
+    async with open_agents_fixture(make_agents_config("helper", **ONE_MAIN), tmp_path) as troupe:
+        await troupe.open_sessions("main", JOB, HELPER)
         assert [row["key"] for row in troupe.rows("SELECT key FROM sessions ORDER BY id")] == ["main", JOB]
         told: list[dict[str, Any]] = []
 
         async def does(tool: str, session: str = "main", /, **arguments: Any) -> dict[str, Any]:
-            told.append(await troupe.does(tool, session, **arguments))
+            told.append(await troupe.call_tool(tool, session, **arguments))
             return told[-1]
 
         spawned = await does("sessions_spawn", task="say done", label="errand")
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         child = spawned["childSessionKey"]
         assert rows_of(await does("sessions_list", messageLimit=20))[child]["parentKey"] == "main"
         assert (await does("subagents", action="list"))["recent"][0]["childSessionKey"] == child
@@ -258,21 +271,21 @@ async def test_where_all_share_one_main_session_every_tool_says_and_takes_main(t
 
 @pytest.mark.requirement("K3", "S3", "P3", "003-key-global-is-main")
 async def test_where_all_share_one_main_session_models_are_told_of_it_as_main(tmp_path: Path) -> None:
-    helper, there = Player("done"), "agent:helper:cron:1"
+    helper, there = ScriptedAgent("done"), "agent:helper:cron:1"
     spawning = {"id": "main", "default": True, "subagents": {"allowAgents": ["*"]}}
-    config = cast_of(spawning, "helper", **ONE_MAIN)
-    async with house(config, tmp_path, functions={"helper": helper}) as troupe:
-        await troupe.found("main", there)
-        sent = await troupe.does("sessions_send", "main", sessionKey=there, message="hello", replyBack=0)
+    config = make_agents_config(spawning, "helper", **ONE_MAIN)
+    async with open_agents_fixture(config, tmp_path, functions={"helper": helper}) as troupe:
+        await troupe.open_sessions("main", there)
+        sent = await troupe.call_tool("sessions_send", "main", sessionKey=there, message="hello", replyBack=0)
         assert sent["status"] == "ok"
-        await troupe.does("sessions_spawn", "main", task="an errand", agentId="helper")
-        await troupe.quiet()
+        await troupe.call_tool("sessions_spawn", "main", task="an errand", agentId="helper")
+        await troupe.wait_until_idle()
         assert [phase_of(prompt) for prompt in helper.prompts].count("request") == 2
         for prompt in helper.prompts:
             assert "'main'" in f"{prompt.instructions} {prompt.messages}"
             assert "global" not in f"{prompt.instructions} {prompt.messages}"
-    main = Player("done")
-    async with house(config, tmp_path, functions={"main": main}) as troupe:
+    main = ScriptedAgent("done")
+    async with open_agents_fixture(config, tmp_path, functions={"main": main}) as troupe:
         await troupe.ask("hello", "main")
         assert "'main'" in main.prompts[-1].instructions
         assert "global" not in main.prompts[-1].instructions
@@ -283,8 +296,8 @@ async def test_where_all_share_one_main_session_models_are_told_of_it_as_main(tm
 
 @pytest.mark.requirement("H1", "H5", "K2", "003-history-session-id", "003-history-id-resolves")
 async def test_a_session_id_of_a_list_stands_for_its_key_wherever_a_session_is_named(tmp_path: Path) -> None:
-    async with house(cast_of("helper"), tmp_path) as troupe:
-        await troupe.found(MAIN)
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as troupe:
+        await troupe.open_sessions(MAIN)
         for session in (JOB, HELPER):
             await troupe.ask("say needle", session)
         rows = rows_of(await troupe.use("sessions_list"))
@@ -307,7 +320,7 @@ async def test_a_session_id_of_a_list_stands_for_its_key_wherever_a_session_is_n
             assert NOWHERE in told["error"]
 
 
-async def _same(troupe: Troupe, tool: str, one: str, other: str) -> bool:
+async def _same(troupe: AgentsFixture, tool: str, one: str, other: str) -> bool:
     return await troupe.use(tool, sessionKey=one) == await troupe.use(tool, sessionKey=other)
 
 
@@ -316,7 +329,7 @@ async def _same(troupe: Troupe, tool: str, one: str, other: str) -> bool:
 
 @pytest.mark.requirement("L1", "003-list-limit")
 async def test_a_list_has_fifty_rows_unless_told_and_two_hundred_at_most(tmp_path: Path) -> None:
-    async with staged(tmp_path, silent, config=with_settings(WHOLE_AGENT)) as stage:
+    async with open_app_fixture(tmp_path, silent, config=with_settings(WHOLE_AGENT)) as stage:
         for number in range(205):
             await stage.create(f"agent:main:cron:{number}")
         counts = {
@@ -328,7 +341,7 @@ async def test_a_list_has_fifty_rows_unless_told_and_two_hundred_at_most(tmp_pat
 
 @pytest.mark.requirement("L1", "L2", "003-list-message-limit")
 async def test_a_row_has_no_messages_unless_asked_for_and_twenty_at_most(tmp_path: Path) -> None:
-    async with staged(tmp_path, silent) as stage:
+    async with open_app_fixture(tmp_path, silent) as stage:
         await put(stage, await stage.create(MAIN), *(said(str(number)) for number in range(1, 31)))
         for none in ({}, {"messageLimit": 0}):
             assert "messages" not in rows_of(await ask(stage, "sessions_list", **none))["main"]
@@ -341,7 +354,7 @@ async def test_a_row_has_no_messages_unless_asked_for_and_twenty_at_most(tmp_pat
 @pytest.mark.requirement("L1", "L2", "003-list-filters-together")
 async def test_kinds_limit_active_minutes_and_message_limit_work_in_one_call(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with staged(tmp_path, silent, config=with_settings(WHOLE_AGENT), clock=clock) as stage:
+    async with open_app_fixture(tmp_path, silent, config=with_settings(WHOLE_AGENT), clock=clock) as stage:
         await put(stage, await stage.create("agent:main:cron:old"), said("long ago"))
         clock.advance(seconds=3600)
         for number in range(4):
@@ -388,7 +401,7 @@ async def test_the_messages_of_a_row_are_the_newest_of_its_history_without_tool_
 CHANNELS = ("whatsapp", "telegram", "discord", "signal", "imessage", "webchat")
 
 
-async def furnish(stage: Stage) -> dict[str, str]:
+async def furnish(stage: AppFixture) -> dict[str, str]:
     """Sessions of every kind of origin, and the channel that each has."""
     expected = {"main": "unknown", "cron:1": "internal", "hook:1": "internal", "node-1": "internal"}
     for key in expected:
@@ -406,7 +419,7 @@ async def furnish(stage: Stage) -> dict[str, str]:
 
 @pytest.mark.requirement("L3", "K6", "003-row-channel")
 async def test_a_row_has_its_channel_by_one_of_the_known_names_or_its_own(tmp_path: Path) -> None:
-    async with staged(tmp_path, silent, config=with_settings(WHOLE_AGENT)) as stage:
+    async with open_app_fixture(tmp_path, silent, config=with_settings(WHOLE_AGENT)) as stage:
         expected = await furnish(stage)
         rows = rows_of(await ask(stage, "sessions_list"))
         assert {key: row["channel"] for key, row in rows.items()} == expected
@@ -417,7 +430,7 @@ async def test_a_row_has_its_channel_by_one_of_the_known_names_or_its_own(tmp_pa
 @pytest.mark.requirement("L3", "K6", "001-row-provider", "001-provider-as-channel")
 async def test_a_row_has_its_provider_by_the_same_rules(tmp_path: Path) -> None:
     config = with_settings(WHOLE_AGENT)
-    async with staged(tmp_path, silent, config=config) as stage:
+    async with open_app_fixture(tmp_path, silent, config=config) as stage:
         expected = await furnish(stage)
         await stage.ask("hello", "slack:group:7")
         rows = rows_of(await ask(stage, "sessions_list"))
@@ -444,9 +457,9 @@ async def test_a_row_has_its_route_in_one_form_however_it_was_recorded(tmp_path:
     source.mkdir(parents=True)
     index = {key: {"sessionId": key.split(":")[-1], "updatedAt": 1, **route} for key, route in ROUTES.items()}
     source.joinpath("sessions.json").write_text(json.dumps(index))
-    async with staged(tmp_path, silent, config=with_settings(WHOLE_AGENT)) as stage:
+    async with open_app_fixture(tmp_path, silent, config=with_settings(WHOLE_AGENT)) as stage:
         config = stage.operations.config
-        await take(stage.store, config, look(tmp_path / "old", config), 1)
+        await import_source(stage.store, config, scan_source(tmp_path / "old", config), 1)
         rows = rows_of(await ask(stage, "sessions_list"))
         old, new, part, none = (rows[key] for key in ROUTES)
         for row in (old, new):
@@ -459,13 +472,13 @@ async def test_a_row_has_its_route_in_one_form_however_it_was_recorded(tmp_path:
 @pytest.mark.requirement("L3", "D2", "003-row-send-policy")
 async def test_a_row_has_its_send_policy_while_it_has_one_of_its_own(tmp_path: Path) -> None:
     config = with_settings({"session": {"sendPolicy": {"default": "deny"}}})
-    async with staged(tmp_path, silent, config=config) as stage:
+    async with open_app_fixture(tmp_path, silent, config=config) as stage:
         await stage.create(MAIN)
         assert "sendPolicy" not in rows_of(await ask(stage, "sessions_list"))["main"]
         for policy in ("allow", "deny"):
-            await stage.operations.patch(OPERATOR, MAIN, Patch(send_policy=policy))
+            await stage.operations.patch(OPERATOR, MAIN, SessionPatch(send_policy=policy))
             assert rows_of(await ask(stage, "sessions_list"))["main"]["sendPolicy"] == policy
-        await stage.operations.patch(OPERATOR, MAIN, Patch(send_policy=None))
+        await stage.operations.patch(OPERATOR, MAIN, SessionPatch(send_policy=None))
         assert "sendPolicy" not in rows_of(await ask(stage, "sessions_list"))["main"]
 
 
@@ -488,7 +501,7 @@ async def test_unsubscribing_ends_the_messages_of_that_session_and_no_others(tmp
     other = "agent:main:dashboard:other"
     async with wired(tmp_path) as wire:
         await wire.call("sessions.create", key=other)
-        with wire.link.listening() as events:
+        with wire.link.listen() as events:
             for key in (MAIN, other):
                 await wire.call("sessions.messages.subscribe", key=key)
             assert await wire.call("sessions.messages.unsubscribe", key=MAIN) == {
@@ -511,7 +524,7 @@ async def test_a_message_is_told_as_the_entry_it_is_with_its_usage_where_that_is
     tmp_path: Path, method: str
 ) -> None:
     async with wired(tmp_path) as wire:
-        with wire.link.listening() as events:
+        with wire.link.listen() as events:
             await wire.call(method, **({"key": MAIN} if "messages" in method else {}))
             await wire.say("say one two three")
             question, answer = await heard(events, 2)
@@ -529,10 +542,10 @@ async def test_a_message_is_told_as_the_entry_it_is_with_its_usage_where_that_is
 @pytest.mark.requirement("D1", "001-policy-surface")
 async def test_a_rule_matches_by_surface_and_chat_type_and_never_by_session_id(tmp_path: Path) -> None:
     rule = {"action": "deny", "match": {"surface": "discord", "chatType": "group"}}
-    config = cast_of(session={"sendPolicy": {"rules": [rule], "default": "allow"}})
+    config = make_agents_config(session={"sendPolicy": {"rules": [rule], "default": "allow"}})
     group = "agent:main:discord:group:1"
-    async with house(config, tmp_path) as troupe:
-        await troupe.found(MAIN, group, "discord:channel:1", "telegram:group:1")
+    async with open_agents_fixture(config, tmp_path) as troupe:
+        await troupe.open_sessions(MAIN, group, "discord:channel:1", "telegram:group:1")
         for _ in range(2):
             told = await troupe.use("sessions_send", sessionKey=group, message="say yes", **CALM)
             assert told["status"] == "error"
@@ -543,7 +556,7 @@ async def test_a_rule_matches_by_surface_and_chat_type_and_never_by_session_id(t
             assert told["status"] == "ok"
     by_id = {"action": "deny", "match": {"sessionId": NOWHERE}}
     with pytest.raises(ValidationError, match="sessionId"):
-        cast_of(session={"sendPolicy": {"rules": [by_id]}})
+        make_agents_config(session={"sendPolicy": {"rules": [by_id]}})
 
 
 async def policy_of(wire: Wire) -> str | None:
@@ -558,7 +571,7 @@ async def test_the_owner_and_nobody_else_sets_the_policy_by_a_command(tmp_path: 
         for word, policy in (("on", "allow"), ("off", "deny"), ("inherit", None)):
             given = {"sessionKey": "main", "message": f"/send {word}", "idempotencyKey": f"not {word}"}
             before = await policy_of(wire)
-            await writer.ask("chat.send", given)  # ignored
+            await writer.request("chat.send", given)  # ignored
             assert await policy_of(wire) == before
             await wire.call("chat.send", **{**given, "idempotencyKey": word})
             assert await policy_of(wire) == policy

@@ -7,14 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from troupe import HELPER, MAIN, OPERATOR, Player, cast_of, house, phase_of, result_in
 
 from antiphon import keys
 from antiphon.errors import SpawnRefused
-from antiphon.messages import Assistant
-from antiphon.operations import Send, Spawn
+from antiphon.messages import AssistantMessage
+from antiphon.operations import SendRequest, SpawnRequest
 from antiphon.runtimes import Prompt
-from stage import DATABASE, calls, raw, text
+from support.agents_fixture import (
+    HELPER,
+    MAIN,
+    OPERATOR,
+    ScriptedAgent,
+    make_agents_config,
+    open_agents_fixture,
+    phase_of,
+    result_in,
+)
+from support.app_fixture import DATABASE, calls, raw, text
 
 pytestmark = pytest.mark.anyio
 
@@ -32,13 +41,15 @@ def agent_of(key: str) -> str:
 async def test_a_sandboxed_agent_does_not_leave_its_sandbox_from_the_shared_session(
     tmp_path: Path, scope: str
 ) -> None:
-    config = cast_of(BOXED, "open", session={"scope": scope})
-    async with house(config, tmp_path) as troupe:
-        await troupe.found(MAIN)
-        said = await troupe.does("sessions_spawn", HELPER, task="say .", agentId="open")
+    config = make_agents_config(BOXED, "open", session={"scope": scope})
+    async with open_agents_fixture(config, tmp_path) as troupe:
+        await troupe.open_sessions(MAIN)
+        said = await troupe.call_tool("sessions_spawn", HELPER, task="say .", agentId="open")
         assert (said["status"], said["code"], said["reason"]) == ("forbidden", "spawn_refused", "sandbox")
         with pytest.raises(SpawnRefused) as refused:
-            await troupe.operations.spawn(OPERATOR, Spawn(task="say .", agent_id="open"), requester=HELPER)
+            await troupe.operations.spawn(
+                OPERATOR, SpawnRequest(task="say .", agent_id="open"), requester=HELPER
+            )
         assert refused.value.data["reason"] == "sandbox"
         acting = await troupe.operations.act_as(OPERATOR, HELPER)
         assert (acting.actor.caller.agent_id, acting.actor.caller.sandboxed) == ("helper", True)
@@ -48,12 +59,12 @@ async def test_a_sandboxed_agent_does_not_leave_its_sandbox_from_the_shared_sess
 @pytest.mark.requirement("K3", "P8")
 async def test_an_agent_spawns_itself_with_its_own_settings_from_the_shared_session(tmp_path: Path) -> None:
     strict = {"id": "main", "default": True, "subagents": {"requireAgentId": True}}
-    async with house(cast_of(strict, "helper", **ONE_MAIN), tmp_path) as troupe:
-        await troupe.found(MAIN)
-        said = await troupe.does("sessions_spawn", HELPER, task="say .", announce="none")
+    async with open_agents_fixture(make_agents_config(strict, "helper", **ONE_MAIN), tmp_path) as troupe:
+        await troupe.open_sessions(MAIN)
+        said = await troupe.call_tool("sessions_spawn", HELPER, task="say .", announce="none")
         assert agent_of(said["childSessionKey"]) == "helper"
-        assert (await troupe.does("sessions_spawn", MAIN, task="say ."))["field"] == "agentId"
-        await troupe.quiet()
+        assert (await troupe.call_tool("sessions_spawn", MAIN, task="say ."))["field"] == "agentId"
+        await troupe.wait_until_idle()
 
 
 @pytest.mark.requirement("K3", "V2")
@@ -62,14 +73,16 @@ async def test_an_agent_that_may_not_be_messaged_is_not_reached_through_the_shar
     tmp_path: Path, scope: str
 ) -> None:
     alone: dict[str, Any] = {"sessions": {"visibility": "agent"}, "agentToAgent": {"enabled": False}}
-    async with house(cast_of("helper", tools=alone, session={"scope": scope}), tmp_path) as troupe:
-        await troupe.found(MAIN, HELPER, SIDE)
+    async with open_agents_fixture(
+        make_agents_config("helper", tools=alone, session={"scope": scope}), tmp_path
+    ) as troupe:
+        await troupe.open_sessions(MAIN, HELPER, SIDE)
         for where in ({"sessionKey": HELPER}, {"agentId": "helper"}):
-            said = await troupe.does("sessions_send", SIDE, message="say .", replyBack=0, **where)
+            said = await troupe.call_tool("sessions_send", SIDE, message="say .", replyBack=0, **where)
             assert said["status"] == "error"
-        said = await troupe.does("sessions_send", SIDE, sessionKey=MAIN, message="say yes", replyBack=0)
+        said = await troupe.call_tool("sessions_send", SIDE, sessionKey=MAIN, message="say yes", replyBack=0)
         assert said["reply"] == "yes"
-        await troupe.quiet()
+        await troupe.wait_until_idle()
 
 
 # --- who answers later steps ---
@@ -81,7 +94,7 @@ class Delegating:
     def __init__(self, name: str, free: asyncio.Event, *, waits: bool) -> None:
         self.name, self.free, self.waits = name, free, waits
 
-    async def __call__(self, prompt: Prompt) -> Assistant:
+    async def __call__(self, prompt: Prompt) -> AssistantMessage:
         if "subagent" in prompt.session_key:
             await self.free.wait()
         elif phase_of(prompt) == "request":
@@ -96,17 +109,19 @@ class Delegating:
 @pytest.mark.parametrize("waits", [True, False])
 async def test_each_agent_that_waits_in_the_shared_session_is_woken(tmp_path: Path, waits: bool) -> None:
     free = asyncio.Event()
-    players = {name: Player(Delegating(name, free, waits=waits)) for name in ("main", "helper")}
-    async with house(cast_of("helper", **ONE_MAIN), tmp_path, functions=players) as troupe:
-        await troupe.found(MAIN)
+    players = {name: ScriptedAgent(Delegating(name, free, waits=waits)) for name in ("main", "helper")}
+    async with open_agents_fixture(
+        make_agents_config("helper", **ONE_MAIN), tmp_path, functions=players
+    ) as troupe:
+        await troupe.open_sessions(MAIN)
         for number, session in enumerate((HELPER, MAIN, HELPER)):
-            sent = Send(
+            sent = SendRequest(
                 session=session, message="go", timeout_seconds=0, announce="none", idempotency_key=f"{number}"
             )
             await troupe.operations.send(OPERATOR, sent)
-            assert (await troupe.ended(f"{number}")).yielded == waits
+            assert (await troupe.wait_for_end(f"{number}")).yielded == waits
         free.set()
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         wakes = troupe.rows("SELECT agent_id, reply FROM runs WHERE origin = 'wake'")
         said = sorted((row["agent_id"] or "main", row["reply"]) for row in wakes)
         woken = ["helper", "main"] if waits else ["helper", "helper", "main"]
@@ -120,19 +135,21 @@ async def test_each_agent_that_waits_in_the_shared_session_is_woken(tmp_path: Pa
 async def test_replies_to_the_shared_session_are_answered_by_the_agent_that_wrote(tmp_path: Path) -> None:
     there = "agent:main:dashboard:there"
 
-    def answer(prompt: Prompt) -> str | Assistant:
+    def answer(prompt: Prompt) -> str | AssistantMessage:
         if phase_of(prompt) == "request" and result_in(prompt) is None and prompt.session_key == "main":
             return calls("sessions_send", sessionKey=there, message="hello", replyBack=1)
         return "helper says so"
 
-    players = {"main": Player("main says so"), "helper": Player(answer)}
-    async with house(cast_of("helper", **ONE_MAIN), tmp_path, functions=players) as troupe:
-        await troupe.found(MAIN, there)
+    players = {"main": ScriptedAgent("main says so"), "helper": ScriptedAgent(answer)}
+    async with open_agents_fixture(
+        make_agents_config("helper", **ONE_MAIN), tmp_path, functions=players
+    ) as troupe:
+        await troupe.open_sessions(MAIN, there)
         await troupe.ask("go", HELPER)
         await troupe.operations.send(
-            OPERATOR, Send(session=there, message="hello", reply_back=1), requester=HELPER
+            OPERATOR, SendRequest(session=there, message="hello", reply_back=1), requester=HELPER
         )
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         turns = troupe.rows("SELECT reply FROM runs WHERE id LIKE 'turn:%'")
         assert [row["reply"] for row in turns] == ["helper says so"] * 2
 
@@ -145,21 +162,21 @@ async def test_replies_to_the_shared_session_are_answered_by_the_agent_that_wrot
 async def test_a_shared_session_that_an_older_replica_started_is_shown_as_main_and_answers(
     tmp_path: Path,
 ) -> None:
-    async with house(cast_of("helper", **ONE_MAIN), tmp_path) as troupe:
-        await troupe.found(MAIN, SIDE)
+    async with open_agents_fixture(make_agents_config("helper", **ONE_MAIN), tmp_path) as troupe:
+        await troupe.open_sessions(MAIN, SIDE)
         await troupe.ask("say before", SIDE)
         (row,) = troupe.rows("SELECT session_id FROM sessions WHERE key = ?", SIDE)
         old = row["session_id"]
     raw(tmp_path / DATABASE, "UPDATE sessions SET key = 'global' WHERE session_id = ?", old)
     raw(tmp_path / DATABASE, "UPDATE transcripts SET key = 'global' WHERE session_id = ?", old)
-    async with house(cast_of("helper", **ONE_MAIN), tmp_path) as troupe:
+    async with open_agents_fixture(make_agents_config("helper", **ONE_MAIN), tmp_path) as troupe:
         assert (await troupe.ask("say after", old)).reply == "after"
         assert {"before", "after"} <= {
             entry["content"][0]["text"]
             for entry in await troupe.transcript(old)
             if entry["role"] == "assistant"
         }
-        listed = await troupe.does("sessions_list", MAIN)
+        listed = await troupe.call_tool("sessions_list", MAIN)
         assert {row["key"] for row in listed["sessions"]} == {"main"}
         for tool in ("session_status", "sessions_history"):
-            assert (await troupe.does(tool, MAIN, sessionKey=old))["sessionKey"] == "main"
+            assert (await troupe.call_tool(tool, MAIN, sessionKey=old))["sessionKey"] == "main"

@@ -12,26 +12,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from troupe import HELPER, MAIN, OPERATOR, Player, Troupe, cast_of, heard, house, phase_of, result_in
 
 from antiphon.access import Caller
-from antiphon.bus import Event, RunChanged, StopAsked
+from antiphon.bus import Event, RunChanged, StopRequested
 from antiphon.bus.local import LocalBus
 from antiphon.clock import ManualClock, SystemClock
-from antiphon.engine import gate
-from antiphon.engine.engine import Pace
-from antiphon.engine.tasks import SQL as tasks_sql
-from antiphon.engine.toolbox import Call
-from antiphon.engine.words import RESERVED
+from antiphon.engine.collaboration.subagents import SQL as tasks_sql
+from antiphon.engine.engine import EngineTimings
+from antiphon.engine.outbox import sanitize
+from antiphon.engine.toolbox import ToolRequest
+from antiphon.engine.validation import RESERVED_KEY_PREFIXES
 from antiphon.errors import NotFound
-from antiphon.messages import Assistant
+from antiphon.messages import AssistantMessage
 from antiphon.runtimes import Prompt
-from antiphon.tools.bounds import LIST_BYTES
-from stage import DATABASE, calls, raw, soon, text, unframed
+from antiphon.tools._bounds import MAX_LIST_RESULT_BYTES
+from support.agents_fixture import (
+    HELPER,
+    MAIN,
+    OPERATOR,
+    AgentsFixture,
+    ScriptedAgent,
+    get_last_user_text,
+    make_agents_config,
+    open_agents_fixture,
+    phase_of,
+    result_in,
+)
+from support.app_fixture import DATABASE, calls, raw, soon, text, unframed
 
 pytestmark = pytest.mark.anyio
 
-LASTING = Pace(lease=3600, sweep=0.02)
+LASTING = EngineTimings(lease=3600, sweep=0.02)
 NESTED = {"defaults": {"subagents": {"maxSpawnDepth": 2}}}
 
 
@@ -45,11 +56,11 @@ class Nursery:
         self.awake: list[Prompt] = []
         self.framed: list[str] = []
 
-    async def __call__(self, prompt: Prompt) -> Assistant:
+    async def __call__(self, prompt: Prompt) -> AssistantMessage:
         if prompt.session_key == MAIN:
             return self._parent(prompt)
-        job = unframed(heard(prompt))
-        if job != heard(prompt):
+        job = unframed(get_last_user_text(prompt))
+        if job != get_last_user_text(prompt):
             self.framed.append(job)
         if phase_of(prompt) == "announce":
             return text("ANNOUNCE_SKIP" if "skip" in job else "" if "mute" in job else f"told of {job[-4:]}")
@@ -59,14 +70,14 @@ class Nursery:
             raise RuntimeError(job)
         return text("" if "empty" in job else f"did {job}")
 
-    def _parent(self, prompt: Prompt) -> Assistant:
+    def _parent(self, prompt: Prompt) -> AssistantMessage:
         if phase_of(prompt) == "wake":
             self.awake.append(prompt)
             return text("all in")
         result = result_in(prompt)
         if result is None:
             spawns = [calls("sessions_spawn", task=job, label=job).content[0] for job in self.jobs]
-            return Assistant(content=spawns, timestamp=1)
+            return AssistantMessage(content=spawns, timestamp=1)
         return (
             calls("sessions_yield", waitFor=self.how, message="waiting")
             if "waitFor" not in result
@@ -80,7 +91,7 @@ def marks(transcript: list[dict[str, Any]]) -> list[str]:
     return [kind for kind in kinds if kind in {"subagent_result", "wake"}]
 
 
-def tasks(troupe: Troupe) -> dict[str, dict[str, Any]]:
+def tasks(troupe: AgentsFixture) -> dict[str, dict[str, Any]]:
     return {row["task"]: row for row in troupe.rows("SELECT * FROM tasks ORDER BY n")}
 
 
@@ -96,7 +107,7 @@ async def test_however_the_children_end_there_is_one_wake_behind_all_their_repor
     kinds = ["ok", "fail", "empty", "mute", "kill", "late"]
     jobs = [f"{chance.choice(kinds)} {number}" for number in range(chance.randint(1, 7))]
     nursery = Nursery(*jobs)
-    async with house(cast_of(), tmp_path, functions={"main": nursery}) as troupe:
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
         view = await troupe.ask("go")
         assert (view.state, view.reply) == ("ok", "waiting")
         for job in chance.sample(jobs, len(jobs)):
@@ -107,10 +118,10 @@ async def test_however_the_children_end_there_is_one_wake_behind_all_their_repor
                 nursery.free[job].set()
             if chance.random() < 0.5:
                 await asyncio.sleep(0)
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert marks(await troupe.transcript()) == ["subagent_result"] * len(jobs) + ["wake"]
         (woken,) = nursery.awake
-        assert heard(woken).startswith("The sub-agents you were waiting for have finished.")
+        assert get_last_user_text(woken).startswith("The sub-agents you were waiting for have finished.")
         for job in jobs:
             outcome = {"fail": "error", "empty": "incomplete", "kill": "cancelled"}.get(job.split()[0], "ok")
             assert tasks(troupe)[job]["outcome"] == outcome
@@ -121,7 +132,7 @@ async def test_however_the_children_end_there_is_one_wake_behind_all_their_repor
 @pytest.mark.requirement("A2")
 async def test_waiting_for_any_of_them_is_one_wake_after_the_first(tmp_path: Path) -> None:
     nursery = Nursery("first", "second", how="any")
-    async with house(cast_of(), tmp_path, functions={"main": nursery}) as troupe:
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
         await troupe.ask("go")
         nursery.free["second"].set()
 
@@ -130,25 +141,25 @@ async def test_waiting_for_any_of_them_is_one_wake_after_the_first(tmp_path: Pat
 
         await troupe.until(woken)
         nursery.free["first"].set()
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert marks(await troupe.transcript()) == ["subagent_result", "wake", "subagent_result"]
 
 
 @pytest.mark.requirement("A2", "G40")
 async def test_children_that_stay_silent_wake_too(tmp_path: Path) -> None:
     nursery = Nursery("skip it", "skip that")
-    async with house(cast_of(), tmp_path, functions={"main": nursery}) as troupe:
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
         await troupe.ask("go")
         for job in nursery.jobs:
             nursery.free[job].set()
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert marks(await troupe.transcript()) == ["wake"]
         assert {row["announced"] for row in tasks(troupe).values()} == {"skipped"}
 
 
 @pytest.mark.requirement("A2")
 async def test_with_nobody_to_wait_for_the_turn_goes_on(tmp_path: Path) -> None:
-    async with house(cast_of(), tmp_path) as troupe:
+    async with open_agents_fixture(make_agents_config(), tmp_path) as troupe:
         view = await troupe.ask("call sessions_yield {}\nsay going on")
         assert view.reply == "going on"
         (result,) = [row for row in await troupe.transcript() if row["role"] == "toolResult"]
@@ -159,13 +170,13 @@ async def test_with_nobody_to_wait_for_the_turn_goes_on(tmp_path: Path) -> None:
 @pytest.mark.requirement("A2", "G2", "G9")
 async def test_a_wait_for_children_outlives_the_house(tmp_path: Path) -> None:
     nursery = Nursery("one 1", "two 2")
-    async with house(cast_of(), tmp_path, functions={"main": nursery}) as troupe:
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
         await troupe.ask("go")
         await soon(nursery.begun["two 2"])
     for job in nursery.jobs:
         nursery.free[job].set()
-    async with house(cast_of(), tmp_path, functions={"main": nursery}) as troupe:
-        await troupe.quiet()
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
+        await troupe.wait_until_idle()
         assert marks(await troupe.transcript()) == ["subagent_result", "subagent_result", "wake"]
         assert len(nursery.awake) == 1
 
@@ -173,12 +184,12 @@ async def test_a_wait_for_children_outlives_the_house(tmp_path: Path) -> None:
 @pytest.mark.requirement("G16", "P5")
 async def test_stopping_the_parent_stops_its_children_and_wakes_nobody(tmp_path: Path) -> None:
     nursery = Nursery("one 1", "two 2")
-    async with house(cast_of(), tmp_path, functions={"main": nursery}) as troupe:
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
         await troupe.ask("go")
         for job in nursery.jobs:
             await soon(nursery.begun[job])
         await troupe.operations.stop(OPERATOR, MAIN)
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert marks(await troupe.transcript()) == ["subagent_result", "subagent_result"]
         assert {row["outcome"] for row in tasks(troupe).values()} == {"cancelled"}
         assert nursery.awake == []
@@ -190,7 +201,9 @@ async def test_stopping_the_parent_stops_its_children_and_wakes_nobody(tmp_path:
 @pytest.mark.requirement("A2", "G39")
 async def test_the_list_shows_who_is_at_work_and_who_has_reported(tmp_path: Path) -> None:
     nursery = Nursery("work 1", "work 2")
-    async with house(cast_of("helper"), tmp_path, functions={"main": nursery}) as troupe:
+    async with open_agents_fixture(
+        make_agents_config("helper"), tmp_path, functions={"main": nursery}
+    ) as troupe:
         await troupe.ask("go")
         await soon(nursery.begun["work 2"])
         nursery.free["work 1"].set()
@@ -210,10 +223,10 @@ async def test_the_list_shows_who_is_at_work_and_who_has_reported(tmp_path: Path
         assert "outcome" not in active and active["lastActivityAt"] >= active["createdAt"]
         assert (recent["label"], recent["outcome"], recent["result"]) == ("work 1", "ok", "did work 1")
         assert recent["endedAt"] >= recent["createdAt"]
-        await troupe.found(HELPER)
+        await troupe.open_sessions(HELPER)
         assert (await troupe.use("subagents", HELPER))["total"] == 0, "only one's own"
         nursery.free["work 2"].set()
-        await troupe.quiet()
+        await troupe.wait_until_idle()
 
 
 @pytest.mark.requirement("A2", "P4", "G16")
@@ -222,14 +235,14 @@ async def test_a_child_is_stopped_by_any_of_its_names_and_reported_as_cancelled(
     tmp_path: Path, name: str
 ) -> None:
     nursery = Nursery("dig deep")
-    async with house(cast_of(), tmp_path, functions={"main": nursery}) as troupe:
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
         await troupe.ask("go")
         await soon(nursery.begun["dig deep"])
         (child,) = (await troupe.use("subagents"))["active"]
         target = {"last": "last", "all": "all", "beginning": "DIG"}.get(name) or str(child[name])
         said = await troupe.use("subagents", action="kill", target=target)
         assert (said["status"], said["killed"], said["labels"]) == ("ok", 1, ["dig deep"])
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         (body,) = [row["body"] for row in troupe.rows("SELECT body FROM deliveries")]
         assert body == "Status: cancelled\nResult: none\nNotes: The run was stopped."
         again = await troupe.use("subagents", action="kill", target="dig deep")
@@ -252,13 +265,13 @@ async def test_who_is_meant_must_be_one_of_ones_own(
     tmp_path: Path, arguments: dict[str, Any], code: str
 ) -> None:
     nursery = Nursery("twin 1", "twin 2")
-    async with house(cast_of(), tmp_path, functions={"main": nursery}) as troupe:
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
         await troupe.ask("go")
         said = await troupe.use("subagents", **arguments)
         assert (said["status"], said["code"]) == ("error", code)
         for job in nursery.jobs:
             nursery.free[job].set()
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert {row["outcome"] for row in tasks(troupe).values()} == {"ok"}
 
 
@@ -266,7 +279,9 @@ async def test_who_is_meant_must_be_one_of_ones_own(
 async def test_a_child_cannot_stop_or_steer_its_siblings(tmp_path: Path) -> None:
     tools = {"subagents": {"tools": {"alsoAllow": ["subagents"]}}}
     nursery = Nursery("one 1", "two 2")
-    async with house(cast_of(tools=tools), tmp_path, functions={"main": nursery}) as troupe:
+    async with open_agents_fixture(
+        make_agents_config(tools=tools), tmp_path, functions={"main": nursery}
+    ) as troupe:
         await troupe.ask("go")
         one, two = (tasks(troupe)[job]["child_key"] for job in nursery.jobs)
         for action in ("kill", "steer"):
@@ -274,25 +289,25 @@ async def test_a_child_cannot_stop_or_steer_its_siblings(tmp_path: Path) -> None
             assert (said["status"], said["code"]) == ("error", "not_found")
         for job in nursery.jobs:
             nursery.free[job].set()
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert tasks(troupe)["two 2"]["outcome"] == "ok"
 
 
 @pytest.mark.requirement("A2", "P5")
 async def test_a_child_that_is_steered_keeps_its_task_and_reports_once(tmp_path: Path) -> None:
     nursery = Nursery("dig deep")
-    async with house(cast_of(), tmp_path, functions={"main": nursery}) as troupe:
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
         await troupe.ask("go")
         await soon(nursery.begun["dig deep"])
         before = tasks(troupe)["dig deep"]
         nursery.free["look up"].set()
         said = await troupe.use("subagents", action="steer", target="dig deep", message="look up")
         assert (said["status"], said["label"]) == ("accepted", "dig deep")
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         after = tasks(troupe)["dig deep"]
         assert (after["id"], after["child_key"]) == (before["id"], before["child_key"])
         assert (after["outcome"], after["result"]) == ("ok", "did look up")
-        assert (await troupe.operations.run(OPERATOR, before["id"])).state == "cancelled"
+        assert (await troupe.operations.get_run(OPERATOR, before["id"])).state == "cancelled"
         assert marks(await troupe.transcript()) == ["subagent_result", "wake"]
         assert len(troupe.rows("SELECT * FROM deliveries")) == 1
         (steered,) = [
@@ -318,13 +333,13 @@ class Tree:
         self.free, self.begun = asyncio.Event(), asyncio.Event()
         self.prompts: list[Prompt] = []
 
-    async def __call__(self, prompt: Prompt) -> Assistant:
+    async def __call__(self, prompt: Prompt) -> AssistantMessage:
         self.prompts.append(prompt)
         if prompt.session_key == MAIN:
             return text("thanks")
         if phase_of(prompt) in {"announce", "wake"}:
             return text("the whole of it" if phase_of(prompt) == "wake" else "in a word")
-        if heard(prompt) == "work":
+        if get_last_user_text(prompt) == "work":
             self.begun.set()
             await soon(self.free)
             return text("worked")
@@ -332,9 +347,9 @@ class Tree:
         return text("I have asked somebody") if result_in(prompt) else calls("sessions_spawn", **asked)
 
 
-async def under_way(tree: Tree, troupe: Troupe, **options: Any) -> str:
+async def under_way(tree: Tree, troupe: AgentsFixture, **options: Any) -> str:
     """A manager that has ended its turn and waits for its worker."""
-    await troupe.found(MAIN)
+    await troupe.open_sessions(MAIN)
     manager = (await troupe.use("sessions_spawn", task="manage", **options))["childSessionKey"]
     await soon(tree.begun)
 
@@ -348,11 +363,13 @@ async def under_way(tree: Tree, troupe: Troupe, **options: Any) -> str:
 @pytest.mark.requirement("G18", "G19", "P5")
 async def test_a_manager_reports_after_its_workers_and_they_report_to_it(tmp_path: Path) -> None:
     tree = Tree()
-    async with house(cast_of(agents=NESTED), tmp_path, functions={"main": tree}) as troupe:
+    async with open_agents_fixture(
+        make_agents_config(agents=NESTED), tmp_path, functions={"main": tree}
+    ) as troupe:
         manager = await under_way(tree, troupe)
         assert (await troupe.use("subagents"))["active"][0]["phase"] == "waiting"
         tree.free.set()
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert marks(await troupe.transcript(manager)) == ["subagent_result", "wake"]
         assert marks(await troupe.transcript()) == ["subagent_result"]
         assert tasks(troupe)["manage"]["result"] == "the whole of it"
@@ -362,11 +379,13 @@ async def test_a_manager_reports_after_its_workers_and_they_report_to_it(tmp_pat
 @pytest.mark.requirement("A2", "G16", "P4")
 async def test_a_manager_that_is_stopped_while_it_waits_is_cancelled_with_its_workers(tmp_path: Path) -> None:
     tree = Tree()
-    async with house(cast_of(agents=NESTED), tmp_path, functions={"main": tree}) as troupe:
+    async with open_agents_fixture(
+        make_agents_config(agents=NESTED), tmp_path, functions={"main": tree}
+    ) as troupe:
         await under_way(tree, troupe)
         said = await troupe.use("subagents", action="kill", target="last")
         assert said["killed"] == 1
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert {row["outcome"] for row in tasks(troupe).values()} == {"cancelled"}
         assert marks(await troupe.transcript()) == ["subagent_result"]
         bodies = [
@@ -380,11 +399,13 @@ async def test_the_report_of_a_worker_whose_manager_is_deleted_goes_further_up_a
     tmp_path: Path,
 ) -> None:
     tree = Tree()
-    async with house(cast_of(agents=NESTED), tmp_path, functions={"main": tree}) as troupe:
+    async with open_agents_fixture(
+        make_agents_config(agents=NESTED), tmp_path, functions={"main": tree}
+    ) as troupe:
         manager = await under_way(tree, troupe)
         worker = tasks(troupe)["work"]["child_key"]
         assert await troupe.operations.delete(OPERATOR, manager)
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         reports = {
             row["provenance"]["sourceSessionKey"]: row["content"][0]["text"]
             for row in await troupe.transcript()
@@ -400,11 +421,13 @@ async def test_the_report_of_a_worker_whose_manager_is_deleted_goes_further_up_a
 async def test_the_time_of_a_manager_runs_while_it_waits(tmp_path: Path) -> None:
     clock = ManualClock()
     tree = Tree()
-    async with house(cast_of(agents=NESTED), tmp_path, functions={"main": tree}, clock=clock) as troupe:
+    async with open_agents_fixture(
+        make_agents_config(agents=NESTED), tmp_path, functions={"main": tree}, clock=clock
+    ) as troupe:
         await under_way(tree, troupe, runTimeoutSeconds=60)
         clock.advance(seconds=61)
         tree.free.set()
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert tasks(troupe)["manage"]["outcome"] == "timeout"
         assert [prompt for prompt in tree.prompts if phase_of(prompt) == "wake"] == []
 
@@ -414,7 +437,7 @@ class Busy(Tree):
 
     announce = "parent"
 
-    async def __call__(self, prompt: Prompt) -> Assistant:
+    async def __call__(self, prompt: Prompt) -> AssistantMessage:
         if prompt.session_key != MAIN and phase_of(prompt) == "request" and result_in(prompt):
             await asyncio.Event().wait()
         return await super().__call__(prompt)
@@ -434,7 +457,7 @@ async def test_the_time_of_a_manager_is_that_of_its_workers_whoever_notices_that
         if isinstance(event, RunChanged) and event.state == "timeout":
             sql = "SELECT cancel_at FROM runs r JOIN tasks t ON t.id = r.id WHERE t.task = 'work'"
             stops.append(raw(tmp_path / DATABASE, sql))
-        if isinstance(event, StopAsked):
+        if isinstance(event, StopRequested):
             asked.append(event.run_id)
         publish(bus, topic, event)
 
@@ -443,21 +466,25 @@ async def test_the_time_of_a_manager_is_that_of_its_workers_whoever_notices_that
     clock = SystemClock() if played else ManualClock()
     busy = Busy()
     agents = {"main": busy}
-    async with house(cast_of(agents=NESTED), tmp_path, functions=agents, clock=clock, pace=LASTING) as troupe:
-        await troupe.found(MAIN)
+    async with open_agents_fixture(
+        make_agents_config(agents=NESTED), tmp_path, functions=agents, clock=clock, pace=LASTING
+    ) as troupe:
+        await troupe.open_sessions(MAIN)
         seconds = 1 if played else 60
         said = await troupe.use("sessions_spawn", task="manage", announce="parent", runTimeoutSeconds=seconds)
         await soon(busy.begun)
         if isinstance(clock, ManualClock):
             clock.advance(seconds=90 if noticed == "by the sweeper" else 0)
         if noticed != "after a restart":
-            assert (await troupe.ended(said["runId"])).state == "timeout"
-            await troupe.quiet()
+            assert (await troupe.wait_for_end(said["runId"])).state == "timeout"
+            await troupe.wait_until_idle()
     if isinstance(clock, ManualClock):
         clock.advance(seconds=90)
-    async with house(cast_of(agents=NESTED), tmp_path, functions=agents, clock=clock, pace=LASTING) as troupe:
-        assert (await troupe.ended(said["runId"])).state == "timeout"
-        await troupe.quiet()
+    async with open_agents_fixture(
+        make_agents_config(agents=NESTED), tmp_path, functions=agents, clock=clock, pace=LASTING
+    ) as troupe:
+        assert (await troupe.wait_for_end(said["runId"])).state == "timeout"
+        await troupe.wait_until_idle()
         outcomes = {task: row["outcome"] for task, row in tasks(troupe).items()}
         assert outcomes == {"manage": "timeout", "work": "cancelled"}
         assert all(row["cancel_at"] for rows in stops for row in rows)
@@ -474,8 +501,8 @@ async def test_an_announcement_whose_time_is_over_stops_nothing(tmp_path: Path) 
     clock = ManualClock()
     managed, begun, working, free = (asyncio.Event() for _ in range(4))
 
-    async def agent(prompt: Prompt) -> Assistant:
-        match heard(prompt):
+    async def agent(prompt: Prompt) -> AssistantMessage:
+        match get_last_user_text(prompt):
             case "manage":
                 begun.set()
                 await soon(managed)
@@ -489,10 +516,10 @@ async def test_an_announcement_whose_time_is_over_stops_nothing(tmp_path: Path) 
         return text("done")
 
     functions = {"main": agent}
-    async with house(
-        cast_of(agents=NESTED), tmp_path, functions=functions, clock=clock, pace=LASTING
+    async with open_agents_fixture(
+        make_agents_config(agents=NESTED), tmp_path, functions=functions, clock=clock, pace=LASTING
     ) as troupe:
-        await troupe.found(MAIN)
+        await troupe.open_sessions(MAIN)
         manager = (await troupe.use("sessions_spawn", task="manage"))["childSessionKey"]
         await soon(begun)
         await troupe.say("a second job", manager)
@@ -506,18 +533,18 @@ async def test_an_announcement_whose_time_is_over_stops_nothing(tmp_path: Path) 
         await troupe.until(over)
         assert troupe.rows("SELECT 1 FROM runs WHERE cancel_at IS NOT NULL") == []
         free.set()
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert tasks(troupe)["work"]["outcome"] == "ok"
 
 
 @pytest.mark.requirement("G16", "P2")
 async def test_a_run_that_was_stopped_spawns_nothing_more(tmp_path: Path) -> None:
     """Its call may be on the way when the stop has already taken what it had spawned before."""
-    async with house(cast_of(), tmp_path) as troupe:
+    async with open_agents_fixture(make_agents_config(), tmp_path) as troupe:
         run_id = (await troupe.ask("say hello")).run_id
         caller = Caller.agent("main", MAIN)
-        call = Call(caller=caller, run_id=run_id, call_id="late", arguments={"task": "work"})
-        result = await troupe.house.toolbox.allowed((), ())["sessions_spawn"].invoke(call)
+        call = ToolRequest(caller=caller, run_id=run_id, call_id="late", arguments={"task": "work"})
+        result = await troupe.house.toolbox.select_allowed((), ())["sessions_spawn"].invoke(call)
         assert "has ended or was stopped" in result.text
         assert troupe.rows("SELECT 1 FROM tasks") == []
 
@@ -526,8 +553,10 @@ async def test_a_run_that_was_stopped_spawns_nothing_more(tmp_path: Path) -> Non
 async def test_a_child_that_is_steered_has_no_more_time_than_before(tmp_path: Path) -> None:
     clock = ManualClock()
     nursery = Nursery()
-    async with house(cast_of(), tmp_path, functions={"main": nursery}, clock=clock) as troupe:
-        await troupe.found(MAIN)
+    async with open_agents_fixture(
+        make_agents_config(), tmp_path, functions={"main": nursery}, clock=clock
+    ) as troupe:
+        await troupe.open_sessions(MAIN)
         said = await troupe.use("sessions_spawn", task="dig deep", runTimeoutSeconds=60)
         await soon(nursery.begun["dig deep"])
         (first,) = troupe.rows("SELECT deadline_at FROM runs WHERE id = ?", said["runId"])
@@ -535,20 +564,22 @@ async def test_a_child_that_is_steered_has_no_more_time_than_before(tmp_path: Pa
         (run,) = troupe.rows("SELECT deadline_at FROM runs WHERE origin = 'steer'")
         assert run["deadline_at"] == first["deadline_at"]
         nursery.free["look up"].set()
-        await troupe.quiet()
+        await troupe.wait_until_idle()
 
 
 @pytest.mark.requirement("G19", "P5")
 async def test_a_requester_that_is_deleted_is_not_brought_back(tmp_path: Path) -> None:
     """Nobody is above it: what came of the task is on record, and the chat hears nothing."""
-    helper = Player("done")
-    config = cast_of({"id": "main", "default": True, "subagents": {"allowAgents": ["helper"]}}, "helper")
+    helper = ScriptedAgent("done")
+    config = make_agents_config(
+        {"id": "main", "default": True, "subagents": {"allowAgents": ["helper"]}}, "helper"
+    )
     group = "agent:main:discord:group:g1"
-    async with house(config, tmp_path, functions={"helper": helper}) as troupe:
-        await troupe.found(group)
+    async with open_agents_fixture(config, tmp_path, functions={"helper": helper}) as troupe:
+        await troupe.open_sessions(group)
         await troupe.use("sessions_spawn", group, task="work", agentId="helper")
         assert await troupe.operations.delete(OPERATOR, group)
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert troupe.rows("SELECT * FROM sessions WHERE key = ?", group) == []
         assert tasks(troupe)["work"]["outcome"] in {"ok", "cancelled"}
         assert tasks(troupe)["work"]["phase"] == "settled"
@@ -566,35 +597,41 @@ async def test_a_report_that_waits_for_its_turn_is_not_lost_when_the_requester_i
         await asyncio.Event().wait()
         return "never"
 
-    config = cast_of({"id": "main", "default": True, "subagents": {"allowAgents": ["helper"]}}, "helper")
-    async with house(config, tmp_path, functions={"main": Player(main), "helper": helper}) as troupe:
-        await troupe.found(MAIN)
+    config = make_agents_config(
+        {"id": "main", "default": True, "subagents": {"allowAgents": ["helper"]}}, "helper"
+    )
+    async with open_agents_fixture(
+        config, tmp_path, functions={"main": ScriptedAgent(main), "helper": helper}
+    ) as troupe:
+        await troupe.open_sessions(MAIN)
         said = await troupe.use("sessions_spawn", task="dig deep", agentId="helper")
         await troupe.say("hello")
         await soon(busy)
         helper.free["dig deep"].set()
-        await troupe.ended(said["runId"])
+        await troupe.wait_for_end(said["runId"])
 
         async def reported() -> bool:
             return tasks(troupe)["dig deep"]["phase"] == "settled"
 
         await troupe.until(reported)
         await troupe.operations.stop(OPERATOR, MAIN)
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert marks(await troupe.transcript()) == ["subagent_result"]
 
 
 # --- asked again ---
 
 
-async def repeatable(troupe: Troupe, call_id: str, run_id: str = "run", **arguments: Any) -> dict[str, Any]:
+async def repeatable(
+    troupe: AgentsFixture, call_id: str, run_id: str = "run", **arguments: Any
+) -> dict[str, Any]:
     """A call that is made again after a crash: the same one, whatever has changed since."""
     caller = Caller.agent("main", MAIN)
-    call = Call(caller=caller, run_id=run_id, call_id=call_id, arguments=arguments)
-    return (await troupe.house.toolbox.allowed((), ())["subagents"].invoke(call)).details
+    call = ToolRequest(caller=caller, run_id=run_id, call_id=call_id, arguments=arguments)
+    return (await troupe.house.toolbox.select_allowed((), ())["subagents"].invoke(call)).details
 
 
-async def spawned(troupe: Troupe, nursery: Nursery, *jobs: str) -> None:
+async def spawned(troupe: AgentsFixture, nursery: Nursery, *jobs: str) -> None:
     for job in jobs:
         await troupe.use("sessions_spawn", task=job, label=job)
         await soon(nursery.begun[job])
@@ -604,15 +641,15 @@ async def spawned(troupe: Troupe, nursery: Nursery, *jobs: str) -> None:
 @pytest.mark.parametrize("target", ["last", "1", "all", "dig"])
 async def test_a_kill_that_is_repeated_stops_nobody_else(tmp_path: Path, target: str) -> None:
     nursery = Nursery()
-    async with house(cast_of(), tmp_path, functions={"main": nursery}) as troupe:
-        await troupe.found(MAIN)
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
+        await troupe.open_sessions(MAIN)
         await spawned(troupe, nursery, "dig 1")
         first = await repeatable(troupe, "c", action="kill", target=target)
         assert first == {"status": "ok", "action": "kill", "killed": 1, "labels": ["dig 1"]}
         await spawned(troupe, nursery, "dig 2")
         assert await repeatable(troupe, "c", action="kill", target=target) == first
         nursery.free["dig 2"].set()
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert {job: row["outcome"] for job, row in tasks(troupe).items()} == {
             "dig 1": "cancelled",
             "dig 2": "ok",
@@ -622,15 +659,15 @@ async def test_a_kill_that_is_repeated_stops_nobody_else(tmp_path: Path, target:
         await spawned(troupe, nursery, "dig 3")
         assert await repeatable(troupe, "d", action="kill", target="last") == over
         nursery.free["dig 3"].set()
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert tasks(troupe)["dig 3"]["outcome"] == "ok"
 
 
 @pytest.mark.requirement("A2", "P5", "G3")
 async def test_a_steer_that_is_repeated_is_the_same_run_of_the_same_child(tmp_path: Path) -> None:
     nursery = Nursery()
-    async with house(cast_of(), tmp_path, functions={"main": nursery}) as troupe:
-        await troupe.found(MAIN)
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
+        await troupe.open_sessions(MAIN)
         await spawned(troupe, nursery, "dig 1")
         asked = {"action": "steer", "target": "last", "message": "look up"}
         first = await repeatable(troupe, "c", **asked)
@@ -640,20 +677,20 @@ async def test_a_steer_that_is_repeated_is_the_same_run_of_the_same_child(tmp_pa
         assert await repeatable(troupe, "c", **asked) == first
         for job in ("look up", "dig 2"):
             nursery.free[job].set()
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert await repeatable(troupe, "c", **asked) == first, "also when it has finished since"
         assert tasks(troupe)["dig 2"]["result"] == "did dig 2"
         assert len(troupe.rows("SELECT * FROM runs WHERE origin = 'steer'")) == 1
 
 
 @pytest.mark.requirement("A2", "G3")
-@pytest.mark.parametrize("run_id", [*(f"{prefix}x" for prefix in RESERVED), "r" * 300])
+@pytest.mark.parametrize("run_id", [*(f"{prefix}x" for prefix in RESERVED_KEY_PREFIXES), "r" * 300])
 async def test_a_child_is_steered_from_any_run_and_each_call_is_one_of_its_own(
     tmp_path: Path, run_id: str
 ) -> None:
     nursery = Nursery()
-    async with house(cast_of(), tmp_path, functions={"main": nursery}) as troupe:
-        await troupe.found(MAIN)
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
+        await troupe.open_sessions(MAIN)
         await spawned(troupe, nursery, "dig 1")
         said: list[dict[str, Any]] = []
         for number, words in enumerate(("look up", "look down")):
@@ -663,7 +700,7 @@ async def test_a_child_is_steered_from_any_run_and_each_call_is_one_of_its_own(
         assert [answer["status"] for answer in said] == ["accepted"] * 2
         assert said[0]["runId"] != said[1]["runId"]
         nursery.free["look down"].set()
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert tasks(troupe)["dig 1"]["result"] == "did look down"
 
 
@@ -672,7 +709,7 @@ async def test_a_child_is_steered_from_any_run_and_each_call_is_one_of_its_own(
 SECRET = "sk-abcdefghijklmnopqrstuvwxyz"
 
 
-def multiplied(troupe: Troupe, count: int, **changes: object) -> None:
+def multiplied(troupe: AgentsFixture, count: int, **changes: object) -> None:
     """So many copies of the one task there is, with columns changed."""
     (row,) = troupe.rows("SELECT * FROM tasks WHERE n = 1")
     columns = [name for name in row if name not in {"n", "id"}]
@@ -692,11 +729,11 @@ async def test_a_list_has_the_beginning_of_long_texts_and_no_secret(
 ) -> None:
     long = "word " * 50_000
     nursery = Nursery()
-    async with house(cast_of(), tmp_path, functions={"main": nursery}) as troupe:
-        await troupe.found(MAIN)
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
+        await troupe.open_sessions(MAIN)
         await spawned(troupe, nursery, f"dig {SECRET}")
         nursery.free[f"dig {SECRET}"].set()
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         # In the last one a mask is so short that the end of what is looked at is shown, which cuts a secret apart.
         cut = f"sk-{'a' * 400} {'x ' * 88}Bearer {SECRET[3:]}"
         for result in (f"key {SECRET} {long}", f"{'-' * 290} {SECRET} {long}", cut):
@@ -707,16 +744,16 @@ async def test_a_list_has_the_beginning_of_long_texts_and_no_secret(
                 assert SECRET[3:12] not in shown, shown
             assert task["result"].endswith("…")
         threads: set[int] = set()
-        clear = gate.clear
+        clear = sanitize.sanitize_for_people
 
         def cleared(text: str) -> str:
             threads.add(threading.get_ident())
             return clear(text)
 
-        monkeypatch.setattr(gate, "clear", cleared)
-        found = await troupe.operations.tasks(OPERATOR, MAIN)
+        monkeypatch.setattr(sanitize, "sanitize_for_people", cleared)
+        found = await troupe.operations.list_subagents(OPERATOR, MAIN)
         assert threads == set(), "a list needs no report"
-        report = await troupe.operations.task_report(OPERATOR, found[0].run_id)
+        report = await troupe.operations.get_subagent_report(OPERATOR, found[0].run_id)
         assert report is not None and report.startswith("Status: ok\nResult: ")
         assert threads and threading.get_ident() not in threads
 
@@ -726,32 +763,34 @@ async def test_a_report_is_for_whoever_may_read_the_session_that_asked_for_it(tm
     nursery = Nursery()
     long = "dig " + "deep " * 2000
     sections = {"tools": {"sessions": {"visibility": "tree"}, "agentToAgent": {"enabled": False}}}
-    async with house(cast_of("helper", **sections), tmp_path, functions={"main": nursery}) as troupe:
-        await troupe.found(MAIN, HELPER)
+    async with open_agents_fixture(
+        make_agents_config("helper", **sections), tmp_path, functions={"main": nursery}
+    ) as troupe:
+        await troupe.open_sessions(MAIN, HELPER)
         said = await troupe.use("sessions_spawn", task=long, announce="none")
         await soon(nursery.begun[long])
         me, other = Caller.agent("main", MAIN), Caller.agent("helper", HELPER)
-        assert await troupe.operations.task_report(me, said["runId"]) is None
+        assert await troupe.operations.get_subagent_report(me, said["runId"]) is None
         nursery.free[long].set()
-        await troupe.quiet()
-        whole = await troupe.operations.task_report(me, said["runId"])
+        await troupe.wait_until_idle()
+        whole = await troupe.operations.get_subagent_report(me, said["runId"])
         assert whole == f"Status: ok\nResult: did {long}", "nobody was told of it, and it is all there"
         for caller, run_id in ((other, said["runId"]), (me, "nothing")):
             with pytest.raises(NotFound, match="no sub-agent"):
-                await troupe.operations.task_report(caller, run_id)
+                await troupe.operations.get_subagent_report(caller, run_id)
 
 
 @pytest.mark.requirement("A2", "G22")
 async def test_a_list_of_many_is_bounded_and_says_what_was_cut(tmp_path: Path) -> None:
     nursery = Nursery()
-    async with house(cast_of(), tmp_path, functions={"main": nursery}) as troupe:
-        await troupe.found(MAIN)
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
+        await troupe.open_sessions(MAIN)
         await spawned(troupe, nursery, "first")
         # Beyond the last two hundred: one at work is seen, one that has ended is not looked for.
         ended = {"phase": "settled", "settled_at": tasks(troupe)["first"]["created_at"], "outcome": "ok"}
         multiplied(troupe, 300, **ended, result="“" * 5000)
-        found = await troupe.invoked("subagents")
-        assert len(found.text.encode()) <= LIST_BYTES
+        found = await troupe.invoke_tool("subagents")
+        assert len(found.text.encode()) <= MAX_LIST_RESULT_BYTES
         said = found.details
         (active,) = said["active"]
         assert (active["label"], active["number"], said["total"]) == ("first", 201, 201)
@@ -761,12 +800,12 @@ async def test_a_list_of_many_is_bounded_and_says_what_was_cut(tmp_path: Path) -
         killed = await troupe.use("subagents", action="kill", target="9" * 5000)
         assert killed["code"] == "not_found"
         multiplied(troupe, 150, task="“" * 5000, error="“" * 5000)
-        found = await troupe.invoked("subagents")
-        assert len(found.text.encode()) <= LIST_BYTES
+        found = await troupe.invoke_tool("subagents")
+        assert len(found.text.encode()) <= MAX_LIST_RESULT_BYTES
         assert found.details["recent"] == [] and found.details["cut"]["active"] > 0
         troupe.rows("UPDATE tasks SET phase = 'settled' WHERE task <> 'first'")
         nursery.free["first"].set()
-        await troupe.quiet()
+        await troupe.wait_until_idle()
 
 
 @pytest.mark.sqlite_only  # what its planner says
@@ -777,7 +816,7 @@ async def test_a_list_of_many_is_bounded_and_says_what_was_cut(tmp_path: Path) -
 async def test_what_a_session_has_spawned_is_read_by_index_and_not_as_a_whole(
     tmp_path: Path, name: str, indexes: set[str]
 ) -> None:
-    async with house(cast_of(), tmp_path) as troupe:
+    async with open_agents_fixture(make_agents_config(), tmp_path) as troupe:
         bare = re.sub(r":\w+", "1", getattr(tasks_sql, name).text)
         plan = [row["detail"] for row in troupe.rows(f"EXPLAIN QUERY PLAN {bare}")]
         used = {step.split("USING INDEX ")[1].split()[0] for step in plan if step.startswith("SEARCH tasks")}
@@ -796,7 +835,7 @@ async def test_what_has_reported_while_a_turn_went_on_counts_for_its_wait(tmp_pa
     nursery = Nursery()
     woken: list[str] = []
 
-    async def main(prompt: Prompt) -> Assistant:
+    async def main(prompt: Prompt) -> AssistantMessage:
         if phase_of(prompt) == "wake":
             woken.append(prompt.run_id)
             return text("woken")
@@ -812,10 +851,12 @@ async def test_what_has_reported_while_a_turn_went_on_counts_for_its_wait(tmp_pa
         return [row["phase"] for row in tasks(troupe).values()] == ["settled"]
 
     nursery.free["dig"].set()
-    config = cast_of({"id": "main", "default": True, "subagents": {"allowAgents": ["helper"]}}, "helper")
-    async with house(config, tmp_path, functions={"main": main, "helper": nursery}) as troupe:
+    config = make_agents_config(
+        {"id": "main", "default": True, "subagents": {"allowAgents": ["helper"]}}, "helper"
+    )
+    async with open_agents_fixture(config, tmp_path, functions={"main": main, "helper": nursery}) as troupe:
         await troupe.ask("go")
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert len(woken) == 1
         assert marks(await troupe.transcript()) == ["subagent_result", "wake"]
 
@@ -825,13 +866,15 @@ async def test_who_waits_for_what_it_has_spawned_does_not_begin_anew(tmp_path: P
     """The report would come to a conversation that never asked for it."""
     clock = ManualClock()
     nursery = Nursery("dig deep")
-    config = cast_of(session={"idleMinutes": 30})
-    async with house(config, tmp_path, functions={"main": nursery}, clock=clock, pace=LASTING) as troupe:
+    config = make_agents_config(session={"idleMinutes": 30})
+    async with open_agents_fixture(
+        config, tmp_path, functions={"main": nursery}, clock=clock, pace=LASTING
+    ) as troupe:
         await troupe.ask("find out for me")
         await soon(nursery.begun["dig deep"])
         clock.advance(seconds=31 * 60)
         nursery.jobs = ()
         await troupe.ask("are you still at it?")
         nursery.free["dig deep"].set()
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert "find out for me" in [entry.get("content") for entry in await troupe.transcript()]

@@ -8,14 +8,14 @@ from typing import Annotated, Any
 import jsonschema_rs
 import msgspec
 import pytest
-from asking import ME, refused, silent, tools
 from msgspec import Meta
 
-from antiphon.engine.toolbox import Call
+from antiphon.engine.toolbox import ToolRequest
 from antiphon.errors import InvalidInput, StoreReadOnly
-from antiphon.tools.adapter import adapted
-from antiphon.tools.arguments import Arguments, read, schema
-from stage import staged
+from antiphon.tools._adapter import build_tool
+from antiphon.tools._arguments import ToolArguments, build_schema, parse_arguments
+from support.app_fixture import open_app_fixture
+from support.tool_calls import ME, refused, silent, tools
 
 pytestmark = pytest.mark.anyio
 NAMES = ("sessions_list", "sessions_history", "sessions_search", "session_status", "agents_list")
@@ -26,7 +26,7 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     title: str = ""
 
 
-class Example(Arguments, frozen=True):
+class Example(ToolArguments, frozen=True):
     task: Annotated[str, Meta(description="What.")]
     some_number: Annotated[int, Meta(ge=1, le=9)] = 3
     share: float | None = None
@@ -35,7 +35,7 @@ class Example(Arguments, frozen=True):
 
 
 def test_a_schema_is_closed_plain_and_without_references() -> None:
-    assert schema(Example) == {
+    assert build_schema(Example) == {
         "type": "object",
         "properties": {
             "task": {"type": "string", "description": "What."},
@@ -61,7 +61,7 @@ def test_a_schema_is_closed_plain_and_without_references() -> None:
 @pytest.mark.parametrize("number", [5, 5.0, "5", "5.0"])
 def test_numbers_are_understood_however_a_model_writes_them(number: Any) -> None:
     given = {"task": "null", "someNumber": number, "share": "0.5", "sure": "true", "files": None}
-    assert read(Example, given) == Example(task="null", some_number=5, share=0.5, sure=True)
+    assert parse_arguments(Example, given) == Example(task="null", some_number=5, share=0.5, sure=True)
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,13 @@ def test_numbers_are_understood_however_a_model_writes_them(number: Any) -> None
 )
 def test_what_cannot_be_accepted_is_named_with_what_can(given: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        read(Example, given)
+        parse_arguments(Example, given)
     assert words in str(caught.value)
 
 
 @pytest.mark.requirement("L1", "H1", "A1", "A2")
 async def test_every_tool_has_a_valid_closed_schema_and_only_looks(tmp_path: Path) -> None:
-    async with staged(tmp_path, silent) as stage:
+    async with open_app_fixture(tmp_path, silent) as stage:
         found = tools(stage)
         assert set(NAMES) <= set(found)
         for name in NAMES:
@@ -110,7 +110,7 @@ async def test_every_tool_has_a_valid_closed_schema_and_only_looks(tmp_path: Pat
 
 @pytest.mark.requirement("L1", "H1", "A2")
 async def test_every_tool_refuses_an_argument_that_is_not_there(tmp_path: Path) -> None:
-    async with staged(tmp_path, silent) as stage:
+    async with open_app_fixture(tmp_path, silent) as stage:
         for name in NAMES:
             refusal = await refused(stage, name, nonsense=True)
             assert refusal["status"] == "error"
@@ -121,6 +121,6 @@ async def test_a_fault_of_ours_is_no_answer() -> None:
     async def broken(call: object, given: Example) -> object:
         raise StoreReadOnly("The store is closed.", "Start again.")
 
-    tool = adapted("example", "An example.", Example, broken)
+    tool = build_tool("example", "An example.", Example, broken)
     with pytest.raises(StoreReadOnly):
-        await tool.invoke(Call(caller=ME, run_id="r", call_id="c", arguments={"task": "x"}))
+        await tool.invoke(ToolRequest(caller=ME, run_id="r", call_id="c", arguments={"task": "x"}))

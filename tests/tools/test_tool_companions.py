@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import ALL, ME, answered, ask, put, refused, said, silent, tool_result
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from antiphon import access, keys
-from antiphon.access import Caller, Target
-from antiphon.engine import search
-from antiphon.engine.door import Door
-from antiphon.engine.redaction import redact
+from antiphon.access import Caller, TargetSession
+from antiphon.engine.outbox.redaction import redact
+from antiphon.engine.sessions import search
+from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.errors import Forbidden
-from antiphon.messages import Assistant, Cost, Usage
+from antiphon.messages import AssistantMessage, Cost, TokenUsage
 from antiphon.runtimes import Prompt
-from antiphon.store.words import Match, words
-from stage import MAIN, OPERATOR, staged, text, with_settings
+from antiphon.store.fulltext import FulltextQuery, split_words
+from support.app_fixture import MAIN, OPERATOR, open_app_fixture, text, with_settings
+from support.tool_calls import ALL, ME, answered, ask, put, refused, said, silent, tool_result
 
 pytestmark = pytest.mark.anyio
 
@@ -54,15 +54,15 @@ async def test_agents_list_is_what_spawning_accepts(
     tmp_path: Path, allowed: list[str], listed: list[str], allow_any: bool
 ) -> None:
     config = with_settings(household(*allowed))
-    async with staged(tmp_path, silent, config=config) as stage:
+    async with open_app_fixture(tmp_path, silent, config=config) as stage:
         result = await ask(stage, "agents_list")
         assert set(result) == {"requester", "allowAny", "agents", "hint"}
         assert (result["requester"], result["allowAny"]) == ("main", allow_any)
         assert [agent["id"] for agent in result["agents"]] == listed
         assert all(agent["configured"] is True for agent in result["agents"])
-        grants = Door(config).grants(ME)
+        grants = SessionResolver(config).get_grants(ME)
         for agent_id in ("main", "zoe", "adam", "nobody"):
-            target = Target(str(keys.main_session(agent_id)), agent_id)
+            target = TargetSession(str(keys.main_session_key(agent_id)), agent_id)
             try:
                 access.authorize(ME, "spawn", target, grants, configured=config.agent_ids)
                 accepted = True
@@ -73,7 +73,7 @@ async def test_agents_list_is_what_spawning_accepts(
 
 @pytest.mark.requirement("A1")
 async def test_an_operator_sees_every_agent_and_what_answers_for_it(tmp_path: Path) -> None:
-    async with staged(tmp_path, silent, config=with_settings(household())) as stage:
+    async with open_app_fixture(tmp_path, silent, config=with_settings(household())) as stage:
         result = await ask(stage, "agents_list", OPERATOR)
         assert (result["requester"], result["allowAny"]) == ("main", True)
         main, adam, zoe = result["agents"]
@@ -104,7 +104,7 @@ async def test_agents_list_says_whom_the_caller_can_message_and_spawn(
     tmp_path: Path, tools: dict[str, Any], spawn: list[str], messages: list[str]
 ) -> None:
     config = with_settings({**household(*spawn), "tools": tools})
-    async with staged(tmp_path, silent, config=config) as stage:
+    async with open_app_fixture(tmp_path, silent, config=config) as stage:
         result = await ask(stage, "agents_list")
         listed = {agent["id"]: agent for agent in [*result["agents"], *result.get("messageOnly", [])]}
         assert [name for name, agent in listed.items() if agent["canSpawn"]] == ["main", *spawn]
@@ -125,9 +125,9 @@ async def test_status_shows_what_runs_and_what_waits(tmp_path: Path) -> None:
             seen.append(await ask(stage, "session_status"))
         return "done"
 
-    async with staged(tmp_path, curious) as stage:
+    async with open_app_fixture(tmp_path, curious) as stage:
         run_id = await stage.say("hello")
-        await stage.ended(run_id)
+        await stage.wait_for_end(run_id)
         status = seen[0]
         assert set(status) == {"ok", "sessionKey", "session", "runs", "usage", "statusText"}
         assert (status["sessionKey"], status["session"]["state"]) == ("main", "running")
@@ -140,11 +140,11 @@ async def test_status_shows_what_runs_and_what_waits(tmp_path: Path) -> None:
 
 @pytest.mark.requirement("A2")
 async def test_status_is_of_the_current_session_unless_another_is_named(tmp_path: Path) -> None:
-    async def costly(prompt: Prompt) -> Assistant:
+    async def costly(prompt: Prompt) -> AssistantMessage:
         cost = Cost(total=0.25)
-        return text("done", usage=Usage(input=10, output=5, total_tokens=15, cost=cost), model="m")
+        return text("done", usage=TokenUsage(input=10, output=5, total_tokens=15, cost=cost), model="m")
 
-    async with staged(tmp_path, costly) as stage:
+    async with open_app_fixture(tmp_path, costly) as stage:
         await stage.ask("hello")
         await stage.create("agent:main:cron:1", MAIN)
         own = await ask(stage, "session_status")
@@ -167,9 +167,11 @@ async def test_status_is_of_the_current_session_unless_another_is_named(tmp_path
 async def test_search_finds_what_may_be_read_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "BUDGET", 60.0)  # how fast this machine is just now is not the question
+    monkeypatch.setattr(
+        search, "SEARCH_BUDGET_SECONDS", 60.0
+    )  # how fast this machine is just now is not the question
     config = {"agents": {"list": [{"id": "main"}, {"id": "helper"}]}}
-    async with staged(tmp_path, silent, config=with_settings(config)) as stage:
+    async with open_app_fixture(tmp_path, silent, config=with_settings(config)) as stage:
         own, other = await stage.create(MAIN), await stage.create(OTHER)
         await put(stage, own, said("the quick brown fox"), tool_result("a fox in a box"))
         await put(stage, other, answered("no fox here"))
@@ -186,14 +188,14 @@ async def test_search_finds_what_may_be_read_and_nothing_else(
         assert (await ask(stage, "sessions_search", query="fox", limit=-3))["count"] == 1
         assert "query is empty" in (await refused(stage, "sessions_search", query=" "))["error"]
         assert "'query' is missing" in (await refused(stage, "sessions_search"))["error"]
-    async with staged(tmp_path, silent, config=with_settings({**config, **ALL})) as stage:
+    async with open_app_fixture(tmp_path, silent, config=with_settings({**config, **ALL})) as stage:
         hits = (await ask(stage, "sessions_search", query="fox"))["results"]
         assert [hit["sessionKey"] for hit in hits] == [OTHER, "main", "main"]
 
 
 @pytest.mark.requirement("A2")
 async def test_at_most_twenty_five_are_found_and_that_is_said(tmp_path: Path) -> None:
-    async with staged(tmp_path, silent) as stage:
+    async with open_app_fixture(tmp_path, silent) as stage:
         await put(stage, await stage.create(MAIN), *(said(f"fox {number}") for number in range(30)))
         assert (await ask(stage, "sessions_search", query="fox"))["count"] == 10
         result = await ask(stage, "sessions_search", query="fox", limit=1000)
@@ -202,7 +204,7 @@ async def test_at_most_twenty_five_are_found_and_that_is_said(tmp_path: Path) ->
 
 @pytest.mark.requirement("A2", "H3")
 async def test_a_snippet_never_shows_a_secret_not_even_half_of_one(tmp_path: Path) -> None:
-    async with staged(tmp_path, silent) as stage:
+    async with open_app_fixture(tmp_path, silent) as stage:
         row = await stage.create(MAIN)
         for gap in range(120, 260, 7):
             await put(stage, row, said(f"needle {'x' * gap} {KEY} {'y ' * 100}"))
@@ -216,7 +218,7 @@ async def test_a_snippet_never_shows_a_secret_not_even_half_of_one(tmp_path: Pat
 
 
 async def test_a_caller_of_an_agent_that_is_gone_is_told(tmp_path: Path) -> None:
-    async with staged(tmp_path, silent) as stage:
+    async with open_app_fixture(tmp_path, silent) as stage:
         gone = Caller.agent("gone", "agent:gone:main")
         assert "no agent 'gone'" in (await refused(stage, "agents_list", gone))["error"]
 
@@ -238,16 +240,16 @@ def test_no_part_of_a_masked_secret_matches_but_what_the_mask_shows(
     masked = redact(text)
     assert secret not in masked
     guess = secret[:length]
-    asked = Match("words", [guess], beginning=True)
+    asked = FulltextQuery("words", [guess], beginning=True)
     assert asked.matches(text)
-    assert asked.matches(masked) == any(word.startswith(guess) for word in words(masked))
-    assert Match("words", ["zzz"], either=["zzz"]).matches(masked)
+    assert asked.matches(masked) == any(word.startswith(guess) for word in split_words(masked))
+    assert FulltextQuery("words", ["zzz"], either=["zzz"]).matches(masked)
 
 
 @pytest.mark.requirement("A2", "H3")
 async def test_a_masked_secret_cannot_be_found_letter_by_letter(tmp_path: Path) -> None:
     secret = "hunter2correct"
-    async with staged(tmp_path, silent) as stage:
+    async with open_app_fixture(tmp_path, silent) as stage:
         row = await stage.create(MAIN)
         spoken = [said(f"the DB_PASSWORD={secret} for entry {number}") for number in range(4)]
         await put(stage, row, said("a hunter2 in plain sight"), *spoken)

@@ -9,14 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asking import ALL, ME, NOW, answered, ask, put, refused, said, silent, tool_result
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from antiphon.access import Caller
-from antiphon.messages import Assistant, Image, Text, Thinking, ToolCall, ToolResult, User
-from antiphon.tools.bounds import HISTORY_BYTES, bounded
-from stage import MAIN, OPERATOR, Stage, staged, with_settings
+from antiphon.messages import (
+    AssistantMessage,
+    ImageBlock,
+    TextBlock,
+    ThinkingBlock,
+    ToolCall,
+    ToolResult,
+    UserMessage,
+)
+from antiphon.tools._bounds import MAX_HISTORY_RESULT_BYTES, bound_entry
+from support.app_fixture import MAIN, OPERATOR, AppFixture, open_app_fixture, with_settings
+from support.tool_calls import ALL, ME, NOW, answered, ask, put, refused, said, silent, tool_result
 
 pytestmark = pytest.mark.anyio
 
@@ -41,7 +49,7 @@ RESULT = set(
 
 @pytest.mark.requirement("H1", "H2", "H3", "K2", "003-history-no-tool-results", "003-history-raw")
 async def test_a_page_is_raw_and_says_everything_about_itself(tmp_path: Path) -> None:
-    async with staged(tmp_path, silent) as stage:
+    async with open_app_fixture(tmp_path, silent) as stage:
         row = await stage.create(MAIN)
         await put(stage, row, said("one"), answered("two"), tool_result("three"), answered("four"))
         page = await ask(stage, "sessions_history", sessionKey="main")
@@ -66,7 +74,7 @@ async def test_a_page_is_raw_and_says_everything_about_itself(tmp_path: Path) ->
 
 @pytest.mark.requirement("H1")
 async def test_limits_are_clamped_and_places_exclude_each_other(tmp_path: Path) -> None:
-    async with staged(tmp_path, silent) as stage:
+    async with open_app_fixture(tmp_path, silent) as stage:
         row = await stage.create(MAIN)
         await put(stage, row, *(said(str(number)) for number in range(1, 251)))
 
@@ -97,12 +105,12 @@ async def test_limits_are_clamped_and_places_exclude_each_other(tmp_path: Path) 
 
 @pytest.mark.requirement("H3", "003-history-raw")
 async def test_texts_are_cut_and_what_is_not_for_models_is_left_out(tmp_path: Path) -> None:
-    async with staged(tmp_path, silent) as stage:
+    async with open_app_fixture(tmp_path, silent) as stage:
         row = await stage.create(MAIN)
-        steps = Assistant(
+        steps = AssistantMessage(
             content=[
-                Thinking(thinking="t" * 5000, thinking_signature="s", native={"a": 1}),
-                Text(text="short", native={"a": 1}),
+                ThinkingBlock(thinking="t" * 5000, thinking_signature="s", native={"a": 1}),
+                TextBlock(text="short", native={"a": 1}),
                 ToolCall(id="c1", name="write", arguments={"details": {"body": "b" * 5000}, "native": 1}),
             ],
             timestamp=NOW,
@@ -111,7 +119,7 @@ async def test_texts_are_cut_and_what_is_not_for_models_is_left_out(tmp_path: Pa
         result = ToolResult(
             tool_call_id="c1",
             tool_name="write",
-            content=[Image(data="QUJD", mime_type="image/png")],
+            content=[ImageBlock(data="QUJD", mime_type="image/png")],
             timestamp=NOW,
             details={"a": 1},
         )
@@ -131,10 +139,10 @@ async def test_texts_are_cut_and_what_is_not_for_models_is_left_out(tmp_path: Pa
 
 @pytest.mark.requirement("H3", "003-history-raw")
 async def test_secrets_are_masked_on_the_way_out_and_kept_in_the_store(tmp_path: Path) -> None:
-    async with staged(tmp_path, silent) as stage:
+    async with open_app_fixture(tmp_path, silent) as stage:
         row = await stage.create(MAIN)
         call = ToolCall(id="c", name="login", arguments={"password": "tr0ub4dor", "user": ["ann", KEY]})
-        await put(stage, row, said(f"my key is {KEY}"), Assistant(content=[call], timestamp=NOW))
+        await put(stage, row, said(f"my key is {KEY}"), AssistantMessage(content=[call], timestamp=NOW))
         await put(stage, row, said("x" * 3990 + KEY), said("y" * 70_000 + KEY))
         page = await ask(stage, "sessions_history", sessionKey="main")
         assert page["contentRedacted"]
@@ -153,17 +161,17 @@ def test_no_cut_shows_half_a_secret() -> None:
     block = "-----BEGIN PRIVATE KEY-----\n" + "MIIEvQIBADANBgkq\n" * 190 + "-----END PRIVATE KEY-----\n"
     for length in range(15_000, 40_000, 777):
         text = (block * 30)[:length]
-        shown = bounded({"role": "user", "content": text, "seq": 1}, HISTORY_BYTES)
+        shown = bound_entry({"role": "user", "content": text, "seq": 1}, MAX_HISTORY_RESULT_BYTES)
         assert "MIIEvQ" not in shown.message["content"]
 
 
 @pytest.mark.requirement("H3")
 async def test_the_newest_are_kept_and_the_cursor_leads_to_what_was_dropped(tmp_path: Path) -> None:
-    async with staged(tmp_path, silent) as stage:
+    async with open_app_fixture(tmp_path, silent) as stage:
         row = await stage.create(MAIN)
         await put(stage, row, *(said(f"{number:04}" * 1000) for number in range(1, 31)))
         page = await ask(stage, "sessions_history", sessionKey="main")
-        assert page["bytes"] <= HISTORY_BYTES
+        assert page["bytes"] <= MAX_HISTORY_RESULT_BYTES
         kept = [item["seq"] for item in page["messages"]]
         assert kept == list(range(31 - len(kept), 31))
         assert (page["droppedMessages"], page["truncated"], page["hasMore"]) == (30 - len(kept), True, True)
@@ -175,9 +183,9 @@ async def test_the_newest_are_kept_and_the_cursor_leads_to_what_was_dropped(tmp_
 
 @pytest.mark.requirement("H3")
 async def test_a_message_that_is_too_large_leaves_a_placeholder(tmp_path: Path) -> None:
-    async with staged(tmp_path, silent) as stage:
+    async with open_app_fixture(tmp_path, silent) as stage:
         row = await stage.create(MAIN)
-        huge = User(content=[Text(text="x" * 4000) for _ in range(30)], timestamp=NOW)
+        huge = UserMessage(content=[TextBlock(text="x" * 4000) for _ in range(30)], timestamp=NOW)
         await put(stage, row, said("before"), huge, said("after"))
         page = await ask(stage, "sessions_history", sessionKey="main")
         stored = (await stage.transcript())[1]
@@ -199,7 +207,7 @@ async def test_entries_of_any_shape_can_be_shown(tmp_path: Path) -> None:
         f'{{"role": "user", "content": {deep}}}',
         f'{{"role": "user", "content": {"[" * 200_000}{"]" * 200_000}}}',
     ]
-    async with staged(tmp_path, silent) as stage:
+    async with open_app_fixture(tmp_path, silent) as stage:
         row = await stage.create(MAIN)
         await put(stage, row, *(said("x") for _ in bodies))
         for seq, body in enumerate(bodies, 1):
@@ -224,7 +232,7 @@ def test_following_the_cursors_gives_every_entry_once(
 
 
 async def _followed(path: Path, sizes: list[int], limit: int, forward: bool, tools: bool) -> None:
-    async with staged(path, silent) as stage:
+    async with open_app_fixture(path, silent) as stage:
         row = await stage.create(MAIN)
         await put(stage, row, *(_entry(number, size) for number, size in enumerate(sizes)))
         growing = asyncio.create_task(put(stage, row, *(_entry(number, 700) for number in range(20))))
@@ -234,7 +242,7 @@ async def _followed(path: Path, sizes: list[int], limit: int, forward: bool, too
         while True:
             grown = growing.done()
             page = await ask(stage, "sessions_history", **wanted, **place)
-            assert page["bytes"] <= HISTORY_BYTES
+            assert page["bytes"] <= MAX_HISTORY_RESULT_BYTES
             pages.append(page["messages"])
             if page["hasMore"]:
                 place = {"cursor": page["nextCursor"]}
@@ -256,11 +264,11 @@ def _same(entries: list[dict[str, Any]], stored: list[dict[str, Any]]) -> None:
         assert shown.get("omitted") or len(json.dumps(kept)) > 3000 or shown == kept
 
 
-def _entry(number: int, size: int) -> User | ToolResult:
+def _entry(number: int, size: int) -> UserMessage | ToolResult:
     if number % 3 == 2:
         return tool_result("r" * size)
     if size > 100_000:  # too large even when each of its texts was cut
-        return User(content=[Text(text="p" * 4000) for _ in range(size // 4000)], timestamp=NOW)
+        return UserMessage(content=[TextBlock(text="p" * 4000) for _ in range(size // 4000)], timestamp=NOW)
     return said("m" * size)
 
 
@@ -271,7 +279,7 @@ OTHER = "agent:helper:main"
 
 @pytest.mark.requirement("H5", "SEC5", "V1")
 async def test_unknown_and_invisible_sessions_look_alike(tmp_path: Path) -> None:
-    async with staged(tmp_path, silent) as stage:
+    async with open_app_fixture(tmp_path, silent) as stage:
         await stage.create(MAIN)
         hidden = await stage.create(OTHER)
         stage.rows("UPDATE sessions SET label = 'secret plans' WHERE key = ?", OTHER)
@@ -300,7 +308,7 @@ async def test_unknown_and_invisible_sessions_look_alike(tmp_path: Path) -> None
 
 @pytest.mark.requirement("H5")
 async def test_what_a_token_does_not_grant_is_forbidden(tmp_path: Path) -> None:
-    async with staged(tmp_path, silent) as stage:
+    async with open_app_fixture(tmp_path, silent) as stage:
         await stage.create(MAIN)
         nobody = Caller.operator([])
         assert (await refused(stage, "sessions_history", nobody, sessionKey="main"))["status"] == "forbidden"
@@ -342,7 +350,7 @@ def test_listed_if_and_only_if_readable(
 async def _listed_if_readable(
     path: Path, config: dict[str, Any], lineage: list[tuple[str, int | None]], who: int, sandboxed: bool
 ) -> None:
-    async with staged(path, silent, config=with_settings(config)) as stage:
+    async with open_app_fixture(path, silent, config=with_settings(config)) as stage:
         rows: list[Any] = []
         for number, (agent, parent) in enumerate(lineage):
             above = rows[parent]["key"] if parent is not None and parent < number else None
@@ -355,7 +363,7 @@ async def _listed_if_readable(
             await _agrees(stage, me, row, listed.get(row["session_id"]))
 
 
-async def _agrees(stage: Stage, me: Caller, row: Any, shown: dict[str, Any] | None) -> None:
+async def _agrees(stage: AppFixture, me: Caller, row: Any, shown: dict[str, Any] | None) -> None:
     if shown is None:
         for reference in (row["key"], row["session_id"]):
             refusal = await refused(stage, "sessions_history", me, sessionKey=reference)
@@ -372,7 +380,7 @@ async def _agrees(stage: Stage, me: Caller, row: Any, shown: dict[str, Any] | No
 @pytest.mark.requirement("V1")
 async def test_another_agents_session_is_shown_with_its_full_key(tmp_path: Path) -> None:
     config = with_settings({**ALL, "agents": {"list": [{"id": "main"}, {"id": "helper"}]}})
-    async with staged(tmp_path, silent, config=config) as stage:
+    async with open_app_fixture(tmp_path, silent, config=config) as stage:
         await stage.create(MAIN)
         await put(stage, await stage.create(OTHER), said("hello"))
         page = await ask(stage, "sessions_history", ME, sessionKey=OTHER)

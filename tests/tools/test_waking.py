@@ -9,39 +9,39 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from troupe import (
+
+from antiphon.engine.jobs.jobs import AgentTurn, AnnounceDelivery, JobSpec
+from antiphon.engine.jobs.schedule_slots import EverySchedule
+from antiphon.messages import AssistantMessage
+from antiphon.operations import SendRequest
+from antiphon.runtimes import Prompt
+from antiphon.store.migrations import load_migrations
+from support.agents_fixture import (
     HELPER,
     MAIN,
     OPERATOR,
-    Pigeon,
-    Troupe,
-    cast_of,
-    heard,
-    house,
+    AgentsFixture,
+    RecordingChannel,
+    get_last_user_text,
+    make_agents_config,
+    open_agents_fixture,
     phase_of,
     result_in,
 )
-
-from antiphon.engine.jobs import AgentTurn, Announce, JobSpec
-from antiphon.engine.slots import Every
-from antiphon.messages import Assistant
-from antiphon.operations import Send
-from antiphon.runtimes import Prompt
-from antiphon.store.migrations import migrations
-from bases import chosen
-from stage import BOUND, DATABASE, calls, raw, text
+from support.app_fixture import BOUND, DATABASE, calls, raw, text
+from support.databases import chosen
 
 pytestmark = pytest.mark.anyio
 
 
-async def has_yielded(troupe: Troupe) -> None:
+async def has_yielded(troupe: AgentsFixture) -> None:
     async def yielded() -> bool:
         return bool(troupe.rows("SELECT 1 FROM runs WHERE yielded = 1"))
 
     await troupe.until(yielded)
 
 
-async def delegating(prompt: Prompt) -> Assistant:
+async def delegating(prompt: Prompt) -> AssistantMessage:
     """Has a sub-agent do it and waits for that, then answers.
 
     A sub-agent that were done before that would wake it by its report, which it would answer in another turn.
@@ -60,16 +60,18 @@ async def delegating(prompt: Prompt) -> Assistant:
 
 @pytest.mark.requirement("S2", "S5", "G18", "A2")
 async def test_the_reply_to_a_send_is_that_of_the_turn_that_was_woken(tmp_path: Path) -> None:
-    async def helper(prompt: Prompt) -> Assistant:
+    async def helper(prompt: Prompt) -> AssistantMessage:
         if "subagent" in prompt.session_key:
             await has_yielded(troupe)
         return await delegating(prompt)
 
-    async with house(cast_of("helper"), tmp_path, functions={"helper": helper}) as troupe:
-        await troupe.found(MAIN, HELPER)
+    async with open_agents_fixture(
+        make_agents_config("helper"), tmp_path, functions={"helper": helper}
+    ) as troupe:
+        await troupe.open_sessions(MAIN, HELPER)
         sent = await troupe.use("sessions_send", sessionKey=HELPER, message="well?", replyBack=0)
         assert (sent["status"], sent["reply"]) == ("ok", "the answer is 42")
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         [exchange] = troupe.rows("SELECT first_reply, latest_reply, announced FROM exchanges")
         assert exchange == {
             "first_reply": "the answer is 42",
@@ -82,18 +84,20 @@ async def test_the_reply_to_a_send_is_that_of_the_turn_that_was_woken(tmp_path: 
 async def test_a_target_that_waits_longer_than_the_sender_has_not_answered_yet(tmp_path: Path) -> None:
     held = asyncio.Event()
 
-    async def helper(prompt: Prompt) -> Assistant:
+    async def helper(prompt: Prompt) -> AssistantMessage:
         if "subagent" in prompt.session_key:
             await held.wait()
         return await delegating(prompt)
 
-    async with house(cast_of("helper"), tmp_path, functions={"helper": helper}) as troupe:
-        await troupe.found(HELPER)
-        wanted = Send(message="well?", session=HELPER, timeout_seconds=0.3, idempotency_key="k")
+    async with open_agents_fixture(
+        make_agents_config("helper"), tmp_path, functions={"helper": helper}
+    ) as troupe:
+        await troupe.open_sessions(HELPER)
+        wanted = SendRequest(message="well?", session=HELPER, timeout_seconds=0.3, idempotency_key="k")
         sent = await troupe.operations.send(OPERATOR, wanted)
         assert (sent.status, sent.reply) == ("timeout", None)
         held.set()
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         again = await troupe.operations.send(OPERATOR, wanted)
         assert (again.status, again.reply) == ("ok", "the answer is 42")
 
@@ -101,13 +105,13 @@ async def test_a_target_that_waits_longer_than_the_sender_has_not_answered_yet(t
 OTHER = "agent:other:main"
 
 
-def yielded_runs(troupe: Troupe) -> int:
+def yielded_runs(troupe: AgentsFixture) -> int:
     return troupe.rows("SELECT count(*) AS n FROM runs WHERE yielded = 1")[0]["n"]
 
 
 @pytest.mark.requirement("S2", "S5", "G18", "A2")
 async def test_one_wake_answers_everybody_for_whom_the_target_has_yielded(tmp_path: Path) -> None:
-    async def helper(prompt: Prompt) -> Assistant:
+    async def helper(prompt: Prompt) -> AssistantMessage:
         if "subagent" in prompt.session_key:
             await troupe.until(both_wait)
         return await delegating(prompt)
@@ -115,8 +119,10 @@ async def test_one_wake_answers_everybody_for_whom_the_target_has_yielded(tmp_pa
     async def both_wait() -> bool:
         return yielded_runs(troupe) == 2
 
-    async with house(cast_of("helper", "other"), tmp_path, functions={"helper": helper}) as troupe:
-        await troupe.found(MAIN, OTHER, HELPER)
+    async with open_agents_fixture(
+        make_agents_config("helper", "other"), tmp_path, functions={"helper": helper}
+    ) as troupe:
+        await troupe.open_sessions(MAIN, OTHER, HELPER)
         replies = await asyncio.gather(
             *(
                 troupe.use("sessions_send", sender, sessionKey=HELPER, message="well?", replyBack=1)
@@ -124,7 +130,7 @@ async def test_one_wake_answers_everybody_for_whom_the_target_has_yielded(tmp_pa
             )
         )
         assert [(sent["status"], sent["reply"]) for sent in replies] == [("ok", "the answer is 42")] * 2
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         exchanges = troupe.rows("SELECT first_reply, turn, announced FROM exchanges")
         assert exchanges == [{"first_reply": "the answer is 42", "turn": 1, "announced": "delivered"}] * 2
         assert len(troupe.rows("SELECT 1 FROM runs WHERE id LIKE 'wake:%'")) == 1
@@ -135,9 +141,9 @@ async def test_one_wake_answers_everybody_for_whom_the_target_has_yielded(tmp_pa
 async def test_who_is_woken_and_yields_again_answers_for_all_in_the_end(tmp_path: Path) -> None:
     first, second = asyncio.Event(), asyncio.Event()
 
-    async def helper(prompt: Prompt) -> Assistant:
+    async def helper(prompt: Prompt) -> AssistantMessage:
         if "subagent" in prompt.session_key:
-            await asyncio.wait_for((second if "again" in heard(prompt) else first).wait(), BOUND)
+            await asyncio.wait_for((second if "again" in get_last_user_text(prompt) else first).wait(), BOUND)
             return text("42")
         if phase_of(prompt) not in {"request", "wake"}:
             return text("so it is")
@@ -155,8 +161,10 @@ async def test_who_is_woken_and_yields_again_answers_for_all_in_the_end(tmp_path
 
         await troupe.until(so_many)
 
-    async with house(cast_of("helper", "other"), tmp_path, functions={"helper": helper}) as troupe:
-        await troupe.found(MAIN, OTHER, HELPER)
+    async with open_agents_fixture(
+        make_agents_config("helper", "other"), tmp_path, functions={"helper": helper}
+    ) as troupe:
+        await troupe.open_sessions(MAIN, OTHER, HELPER)
         sends = [
             asyncio.create_task(
                 troupe.use("sessions_send", sender, sessionKey=HELPER, message="well?", replyBack=0)
@@ -169,7 +177,7 @@ async def test_who_is_woken_and_yields_again_answers_for_all_in_the_end(tmp_path
         second.set()
         for send in sends:
             assert (await send)["reply"] == "the answer is 42"
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert troupe.rows("SELECT announced FROM exchanges") == [{"announced": "delivered"}] * 2
 
 
@@ -178,13 +186,15 @@ async def test_who_is_woken_and_yields_again_answers_for_all_in_the_end(tmp_path
 async def test_a_wait_for_a_target_that_has_yielded_ends_when_it_is_stopped(tmp_path: Path, how: str) -> None:
     target = "agent:helper:dashboard:one"
 
-    async def helper(prompt: Prompt) -> Assistant:
+    async def helper(prompt: Prompt) -> AssistantMessage:
         if "subagent" in prompt.session_key:
             await asyncio.Event().wait()
         return await delegating(prompt)
 
-    async with house(cast_of("helper"), tmp_path, functions={"helper": helper}) as troupe:
-        await troupe.found(MAIN, target)
+    async with open_agents_fixture(
+        make_agents_config("helper"), tmp_path, functions={"helper": helper}
+    ) as troupe:
+        await troupe.open_sessions(MAIN, target)
         wanted = {"sessionKey": target, "message": "well?", "timeoutSeconds": 10 * BOUND}
         send = asyncio.create_task(troupe.use("sessions_send", **wanted))
         await has_yielded(troupe)
@@ -193,7 +203,7 @@ async def test_a_wait_for_a_target_that_has_yielded_ends_when_it_is_stopped(tmp_
         assert (sent["status"], sent.get("reply")) == ("error", None)
         assert "before it answered" in sent["error"]
         assert troupe.rows("SELECT announced FROM exchanges") == [{"announced": "no_reply"}]
-        await troupe.quiet()
+        await troupe.wait_until_idle()
 
 
 @pytest.mark.requirement("G45", "G18")
@@ -201,13 +211,15 @@ async def test_a_run_that_had_yielded_before_the_upgrade_is_answered_after_it(tm
     """Schema 9 named it in its session alone."""
     held = asyncio.Event()
 
-    async def helper(prompt: Prompt) -> Assistant:
+    async def helper(prompt: Prompt) -> AssistantMessage:
         if "subagent" in prompt.session_key:
             await held.wait()
         return await delegating(prompt)
 
-    async with house(cast_of("helper"), tmp_path, functions={"helper": helper}) as troupe:
-        await troupe.found(MAIN, HELPER)
+    async with open_agents_fixture(
+        make_agents_config("helper"), tmp_path, functions={"helper": helper}
+    ) as troupe:
+        await troupe.open_sessions(MAIN, HELPER)
         wanted = {"sessionKey": HELPER, "message": "well?", "timeoutSeconds": 0, "replyBack": 0}
         await troupe.use("sessions_send", **wanted)
         await has_yielded(troupe)
@@ -215,13 +227,15 @@ async def test_a_run_that_had_yielded_before_the_upgrade_is_answered_after_it(tm
     raw(path, "DROP INDEX runs_woken")
     raw(path, "ALTER TABLE runs DROP COLUMN woken_by")
     [upgrade] = [
-        step for step in migrations("postgres" if chosen.postgres else "sqlite") if step.version == 10
+        step for step in load_migrations("postgres" if chosen.postgres else "sqlite") if step.version == 10
     ]
-    for statement in upgrade.statements():  # as from schema 9; later steps are not taken twice
+    for statement in upgrade.split_statements():  # as from schema 9; later steps are not taken twice
         raw(path, statement)
     held.set()
-    async with house(cast_of("helper"), tmp_path, functions={"helper": helper}) as troupe:
-        await troupe.quiet()
+    async with open_agents_fixture(
+        make_agents_config("helper"), tmp_path, functions={"helper": helper}
+    ) as troupe:
+        await troupe.wait_until_idle()
         [exchange] = troupe.rows("SELECT first_reply, announced FROM exchanges")
         assert exchange == {"first_reply": "the answer is 42", "announced": "delivered"}
         assert troupe.rows("SELECT 1 FROM runs WHERE woken_by IS NOT NULL") == []
@@ -229,19 +243,21 @@ async def test_a_run_that_had_yielded_before_the_upgrade_is_answered_after_it(tm
 
 @pytest.mark.requirement("G18", "W2", "G7")
 async def test_a_job_that_delegates_announces_the_answer_and_nothing_before_it(tmp_path: Path) -> None:
-    pigeon = Pigeon()
+    pigeon = RecordingChannel()
 
-    async def main(prompt: Prompt) -> Assistant:
+    async def main(prompt: Prompt) -> AssistantMessage:
         if "subagent" in prompt.session_key:
             await has_yielded(troupe)
         return await delegating(prompt)
 
-    async with house(cast_of(), tmp_path, functions={"main": main}, channels={"pigeon": pigeon}) as troupe:
+    async with open_agents_fixture(
+        make_agents_config(), tmp_path, functions={"main": main}, channels={"pigeon": pigeon}
+    ) as troupe:
         spec = JobSpec(
             name="daily",
-            schedule=Every(every_ms=3_600_000),
+            schedule=EverySchedule(every_ms=3_600_000),
             payload=AgentTurn(message="go"),
-            delivery=Announce(channel="pigeon", to="bob"),
+            delivery=AnnounceDelivery(channel="pigeon", to="bob"),
         )
         job = await troupe.house.schedules.add(OPERATOR, spec)
         await troupe.house.schedules.run(OPERATOR, job.id)
@@ -250,7 +266,7 @@ async def test_a_job_that_delegates_announces_the_answer_and_nothing_before_it(t
             return bool(pigeon.posts)
 
         await troupe.until(posted)
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert pigeon.texts == ["the answer is 42"]
 
 
@@ -259,9 +275,9 @@ async def test_what_was_stopped_is_not_waited_for(tmp_path: Path) -> None:
     """It is still winding down when its requester has something new done and waits for that."""
     stubborn, release = asyncio.Event(), asyncio.Event()
 
-    async def main(prompt: Prompt) -> Assistant:
+    async def main(prompt: Prompt) -> AssistantMessage:
         if prompt.session_key != MAIN:
-            if heard(prompt) == "stubborn":
+            if get_last_user_text(prompt) == "stubborn":
                 stubborn.set()
                 try:
                     await asyncio.Event().wait()
@@ -272,12 +288,12 @@ async def test_what_was_stopped_is_not_waited_for(tmp_path: Path) -> None:
             return text("woken")
         result = result_in(prompt)
         if result is None:
-            return calls("sessions_spawn", task=heard(prompt))
-        if heard(prompt) == "stubborn" or "waitFor" in result:
+            return calls("sessions_spawn", task=get_last_user_text(prompt))
+        if get_last_user_text(prompt) == "stubborn" or "waitFor" in result:
             return text("started")
         return calls("sessions_yield")
 
-    async with house(cast_of(), tmp_path, functions={"main": main}) as troupe:
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": main}) as troupe:
         await troupe.ask("stubborn")
         await asyncio.wait_for(stubborn.wait(), BOUND)
         await troupe.operations.stop(OPERATOR, MAIN)
@@ -288,24 +304,24 @@ async def test_what_was_stopped_is_not_waited_for(tmp_path: Path) -> None:
 
         await troupe.until(woken)
         release.set()
-        await troupe.quiet()
+        await troupe.wait_until_idle()
 
 
 @pytest.mark.requirement("G1", "G2")
 async def test_what_nothing_would_move_on_any_more_is_settled(tmp_path: Path) -> None:
     """As if a run had been lost: the exchange and the task say so instead of waiting for ever."""
-    async with house(cast_of("helper"), tmp_path) as troupe:
-        await troupe.found(MAIN, HELPER)
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as troupe:
+        await troupe.open_sessions(MAIN, HELPER)
         await troupe.use(
             "sessions_send", sessionKey=HELPER, message="say hello", announce="none", replyBack=0
         )
         await troupe.use("sessions_spawn", task="say done")
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         troupe.rows("UPDATE exchanges SET phase = 'primary', settled_at = NULL, announced = NULL")
         troupe.rows(
             "UPDATE tasks SET phase = 'running', current = 'gone', settled_at = NULL, outcome = NULL, announced = NULL"
         )
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert troupe.rows("SELECT announced FROM exchanges") == [{"announced": "interrupted"}]
         [task] = troupe.rows("SELECT outcome, error FROM tasks")
         assert task == {"outcome": "interrupted", "error": "The run was lost."}
@@ -315,21 +331,23 @@ async def test_what_nothing_would_move_on_any_more_is_settled(tmp_path: Path) ->
 async def test_a_conversation_that_is_stopped_is_not_announced(tmp_path: Path) -> None:
     begun = asyncio.Event()
 
-    async def helper(prompt: Prompt) -> Assistant:
+    async def helper(prompt: Prompt) -> AssistantMessage:
         if phase_of(prompt) == "turn":
             begun.set()
             await asyncio.Event().wait()
         return text("go on")
 
-    async def main(prompt: Prompt) -> Assistant:
+    async def main(prompt: Prompt) -> AssistantMessage:
         return text("tell me more")
 
-    async with house(cast_of("helper"), tmp_path, functions={"helper": helper, "main": main}) as troupe:
-        await troupe.found(MAIN, HELPER)
+    async with open_agents_fixture(
+        make_agents_config("helper"), tmp_path, functions={"helper": helper, "main": main}
+    ) as troupe:
+        await troupe.open_sessions(MAIN, HELPER)
         await troupe.use("sessions_send", sessionKey=HELPER, message="hello")
         await asyncio.wait_for(begun.wait(), BOUND)
         await troupe.operations.stop(OPERATOR, HELPER)
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         assert troupe.rows("SELECT announced FROM exchanges") == [{"announced": "cancelled"}]
         assert troupe.rows("SELECT 1 FROM deliveries") == []
 
@@ -337,13 +355,13 @@ async def test_a_conversation_that_is_stopped_is_not_announced(tmp_path: Path) -
 @pytest.mark.requirement("S9", "D1", "S8")
 async def test_a_key_whose_session_is_gone_is_no_ticket_to_another(tmp_path: Path) -> None:
     rules = [{"action": "deny", "match": {"channel": "discord"}}]
-    config = cast_of("helper", session={"sendPolicy": {"rules": rules}})
+    config = make_agents_config("helper", session={"sendPolicy": {"rules": rules}})
     child, denied = "agent:helper:direct:a", "agent:helper:discord:group:private"
-    async with house(config, tmp_path) as troupe:
-        await troupe.found(MAIN, child, denied)
+    async with open_agents_fixture(config, tmp_path) as troupe:
+        await troupe.open_sessions(MAIN, child, denied)
         given = {"message": "say hello", "idempotencyKey": "k", "replyBack": 0}
         assert (await troupe.use("sessions_send", sessionKey=child, **given))["status"] == "ok"
-        await troupe.quiet()
+        await troupe.wait_until_idle()
         await troupe.operations.delete(OPERATOR, child)
         refused = await troupe.use("sessions_send", sessionKey=denied, **given)
         assert (refused["status"], refused["code"]) == ("error", "conflict")
@@ -356,18 +374,20 @@ async def test_a_key_whose_session_is_gone_is_no_ticket_to_another(tmp_path: Pat
 @pytest.mark.parametrize("gone", [False, True], ids=["moved", "deleted"])
 async def test_the_policy_is_asked_about_where_words_go_as_well(tmp_path: Path, gone: bool) -> None:
     """The route that a task was accepted with is denied; that its person writes from elsewhere now changes nothing."""
-    pigeon = Pigeon()
+    pigeon = RecordingChannel()
     rules = [{"action": "deny", "match": {"channel": "pigeon"}}]
     held = asyncio.Event()
 
-    async def main(prompt: Prompt) -> Assistant:
+    async def main(prompt: Prompt) -> AssistantMessage:
         await held.wait()
         return text("done")
 
-    config = cast_of(session={"sendPolicy": {"rules": rules}})
+    config = make_agents_config(session={"sendPolicy": {"rules": rules}})
     session = "agent:main:direct:bob"
-    async with house(config, tmp_path, functions={"main": main}, channels={"pigeon": pigeon}) as troupe:
-        await troupe.found(session)
+    async with open_agents_fixture(
+        config, tmp_path, functions={"main": main}, channels={"pigeon": pigeon}
+    ) as troupe:
+        await troupe.open_sessions(session)
         troupe.rows(
             "UPDATE sessions SET last_channel = 'pigeon', last_to = 'bob', send_policy = 'allow' WHERE key = ?",
             session,

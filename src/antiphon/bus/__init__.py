@@ -12,7 +12,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-EVERY_SESSION = "session.*"
+ALL_SESSIONS_TOPIC = "session.*"
 
 
 def session_topic(session: int) -> str:
@@ -41,7 +41,7 @@ class MessageAppended(_Event, tag="message", frozen=True):
     """It is not part of what a person would call the conversation."""
 
 
-class Spent(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+class RunUsage(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """Tokens and US dollars of a run; a cost that is not known is null."""
 
     input: int
@@ -64,7 +64,7 @@ class RunChanged(_Event, tag="run", frozen=True):
     model: str | None = None
     started_at: int | None = None
     ended_at: int | None = None
-    usage: Spent | None = None
+    usage: RunUsage | None = None
     quiet: bool = False
     """What it says is for other sessions, not for whoever watches this one's chat."""
     gated: bool = False
@@ -105,7 +105,7 @@ class Delivered(_Event, tag="delivered", frozen=True):
     text: str
 
 
-class StopAsked(_Event, tag="stop", frozen=True):
+class StopRequested(_Event, tag="stop", frozen=True):
     """Somebody committed a request to stop this run."""
 
     run_id: str
@@ -128,7 +128,7 @@ class Gap(_Event, tag="gap", frozen=True):
 
 
 Event: TypeAlias = (
-    MessageAppended | RunChanged | Delta | ToolPhase | Delivered | StopAsked | SessionChanged | Gap
+    MessageAppended | RunChanged | Delta | ToolPhase | Delivered | StopRequested | SessionChanged | Gap
 )
 
 
@@ -139,7 +139,7 @@ class Listener(Protocol):
 
 
 class EventBus(Protocol):
-    def wanted(self, topic: str) -> bool:
+    def has_listeners(self, topic: str) -> bool:
         """Whether anybody may be listening; a publisher may skip building an event nobody wants."""
         ...
 

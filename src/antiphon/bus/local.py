@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 
 from antiphon.bus import Event, Gap
 
-BUFFER = 1024  # events a listener may lag behind before it is told of a gap
+MAX_BUFFERED_EVENTS = 1024  # events a listener may lag behind before it is told of a gap
 
 
-class _Listener:
+class _QueueListener:
     """Drops everything it holds when it overflows: one gap is better than old news with holes in it."""
 
     def __init__(self, size: int) -> None:
@@ -45,36 +45,36 @@ class _Listener:
 
 
 class LocalBus:
-    def __init__(self, buffer: int = BUFFER) -> None:
+    def __init__(self, buffer: int = MAX_BUFFERED_EVENTS) -> None:
         self._buffer = buffer
-        self._listeners: dict[str, set[_Listener]] = {}
+        self._listeners: dict[str, set[_QueueListener]] = {}
         self._families = 0  # how many listen to a whole one; asked for every event, often by nobody
 
-    def wanted(self, topic: str) -> bool:
-        return topic in self._listeners or (self._families > 0 and family(topic) in self._listeners)
+    def has_listeners(self, topic: str) -> bool:
+        return topic in self._listeners or (self._families > 0 and get_topic_family(topic) in self._listeners)
 
     def publish(self, topic: str, event: Event) -> None:
-        self.tell(topic, event)
-        self.tell(family(topic), event)
+        self.deliver(topic, event)
+        self.deliver(get_topic_family(topic), event)
 
-    def tell(self, topic: str, event: Event) -> None:
+    def deliver(self, topic: str, event: Event) -> None:
         """Only those who listen to exactly this, which may be a whole family."""
         for listener in self._listeners.get(topic, ()):
             listener.put(event)
 
-    def listeners(self) -> dict[str, int]:
+    def count_listeners(self) -> dict[str, int]:
         """How many there are, by what they listen to."""
         return {topic: len(found) for topic, found in self._listeners.items()}
 
-    def tell_of_gap(self, topics: str = "") -> None:
+    def deliver_gap(self, topics: str = "") -> None:
         """Events have been missed: of one topic, of a family with all that belong to it, or of any."""
         for topic in self._listeners:
-            if topics in ("", topic, family(topic)):
-                self.tell(topic, Gap())
+            if topics in ("", topic, get_topic_family(topic)):
+                self.deliver(topic, Gap())
 
     @asynccontextmanager
-    async def listen(self, topic: str) -> AsyncGenerator[_Listener]:
-        listener = _Listener(self._buffer)
+    async def listen(self, topic: str) -> AsyncGenerator[_QueueListener]:
+        listener = _QueueListener(self._buffer)
         self._listeners.setdefault(topic, set()).add(listener)
         self._families += topic.endswith(".*")
         try:
@@ -87,7 +87,7 @@ class LocalBus:
                 del self._listeners[topic]
 
 
-def family(topic: str) -> str:
+def get_topic_family(topic: str) -> str:
     """`session.*` of `session.7`; nothing for a word that stands alone."""
     word, dot, _ = topic.partition(".")
     return f"{word}.*" if dot else ""

@@ -21,8 +21,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from antiphon.bus import Event, Gap, Listener
-from antiphon.bus.local import BUFFER, LocalBus, family
-from antiphon.natslink import Hear, Link, Servers, end, failures, subscribe
+from antiphon.bus.local import MAX_BUFFERED_EVENTS, LocalBus, get_topic_family
+from antiphon.nats.connection import (
+    MessageHandler,
+    NatsConnection,
+    NatsServers,
+    cancel_tasks,
+    list_connection_errors,
+    subscribe,
+)
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
@@ -31,13 +38,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OUTGOING = 8 * 2**20  # bytes that may wait for a slow connection
-ENTERING = 2.0  # seconds a listener waits for the server to know of it
-PUBLISHERS = 4096  # whose last number is remembered
-PLAIN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MAX_OUTGOING_BYTES = 8 * 2**20  # bytes that may wait for a slow connection
+SUBSCRIBE_TIMEOUT_SECONDS = 2.0  # seconds a listener waits for the server to know of it
+MAX_REMEMBERED_PUBLISHERS = 4096  # whose last number is remembered
+PLAIN_TOPIC_ID_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-class _Parcel(msgspec.Struct, array_like=True, frozen=True):
+class _EventEnvelope(msgspec.Struct, array_like=True, frozen=True):
     """An event on its way. `number` has no gap within a publisher's family of topics; 0 is outside the count."""
 
     publisher: str
@@ -45,7 +52,7 @@ class _Parcel(msgspec.Struct, array_like=True, frozen=True):
     event: Event
 
 
-class _Interest(msgspec.Struct):
+class _TopicSubscription(msgspec.Struct):
     """A topic that somebody here listens to."""
 
     listeners: int = 0
@@ -57,12 +64,14 @@ class _Interest(msgspec.Struct):
 class NatsBus:
     """`wanted` is always true while there is a connection: NATS does not say who listens elsewhere."""
 
-    def __init__(self, servers: Servers, *, namespace: str = "antiphon", buffer: int = BUFFER) -> None:
+    def __init__(
+        self, servers: NatsServers, *, namespace: str = "antiphon", buffer: int = MAX_BUFFERED_EVENTS
+    ) -> None:
         self._prefix = f"{namespace}.ev"
         self._gaps = f"{namespace}.gap"
         self._local = LocalBus(buffer)
         self._me = uuid.uuid4().hex
-        self._interests: dict[str, _Interest] = {}
+        self._interests: dict[str, _TopicSubscription] = {}
         self._numbers: dict[str, int] = {}
         self._outgoing: deque[tuple[str, bytes]] = deque()
         self._size = 0
@@ -71,56 +80,56 @@ class NatsBus:
         self._client: Client | None = None  # also while it is being prepared
         self._met = False
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(_Parcel)
+        self._decoder = msgspec.msgpack.Decoder(_EventEnvelope)
         self._chores: set[asyncio.Task[None]] = set()
         self._sender: asyncio.Task[None] | None = None
-        self._link = Link(
+        self._link = NatsConnection(
             servers,
             name=f"{namespace} events",
-            joined=self._joined,
-            left=self._left,
-            troubled=self._troubled,
+            joined=self._on_connected,
+            left=self._on_disconnected,
+            troubled=self._on_error,
             echo=False,
         )
 
     async def start(self, patience: float = 10.0) -> None:
         await self._link.start(patience)
-        self._sender = asyncio.create_task(self._send())
+        self._sender = asyncio.create_task(self._run_sender())
 
     async def stop(self) -> None:
         """Send what is waiting, then leave. Listeners of this process go on hearing each other."""
         if self._sender is not None:
             if self._outgoing and (client := self._link.client):
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(ENTERING):
+                    async with asyncio.timeout(SUBSCRIBE_TIMEOUT_SECONDS):
                         await self._send_waiting(client)
-                        await self._link.settled(client)
-            await end(self._sender)
+                        await self._link.confirm_flushed(client)
+            await cancel_tasks(self._sender)
         await self._link.stop()
-        await end(*self._chores)
+        await cancel_tasks(*self._chores)
 
     @property
-    def connected(self) -> bool:
+    def is_connected(self) -> bool:
         return self._link.client is not None
 
     # --- telling ---
 
-    def wanted(self, topic: str) -> bool:
-        return self._link.client is not None or self._local.wanted(topic)
+    def has_listeners(self, topic: str) -> bool:
+        return self._link.client is not None or self._local.has_listeners(topic)
 
     def publish(self, topic: str, event: Event) -> None:
         self._local.publish(topic, event)
         if self._link.client is None:
             return  # The others are told of the gap when we are back.
-        group = family(topic) or topic
+        group = get_topic_family(topic) or topic
         number = self._numbers[group] = self._numbers.get(group, 0) + 1
-        data = self._encoder.encode(_Parcel(self._me, number, event))
+        data = self._encoder.encode(_EventEnvelope(self._me, number, event))
         if len(data) > self._largest:
-            data = self._encoder.encode(_Parcel(self._me, number, Gap()))
-        self._put(self._subject(topic), data)
+            data = self._encoder.encode(_EventEnvelope(self._me, number, Gap()))
+        self._enqueue(self._build_subject(topic), data)
 
-    def _put(self, subject: str, data: bytes) -> None:
-        if self._size + len(data) > OUTGOING:
+    def _enqueue(self, subject: str, data: bytes) -> None:
+        if self._size + len(data) > MAX_OUTGOING_BYTES:
             log.warning("NATS takes events more slowly than they happen; some were dropped")
             self._outgoing.clear()
             self._size = 0
@@ -129,14 +138,14 @@ class NatsBus:
         self._size += len(data)
         self._woken.set()
 
-    async def _send(self) -> None:
+    async def _run_sender(self) -> None:
         while True:
             await self._woken.wait()
-            client = await self._link.present()
+            client = await self._link.wait_until_connected()
             self._woken.clear()
             try:
                 await self._send_waiting(client)
-            except failures():
+            except list_connection_errors():
                 pass  # The connection is being replaced, which is told as a gap.
             except Exception:
                 log.exception("An event was not sent")
@@ -148,11 +157,11 @@ class NatsBus:
             self._size -= len(data)
             await client.publish(subject, data)
 
-    def _subject(self, topic: str) -> str:
+    def _build_subject(self, topic: str) -> str:
         word, dot, name = topic.partition(".")
         if not dot:
             return f"{self._prefix}.{word}"
-        if name == "*" or PLAIN.fullmatch(name):
+        if name == "*" or PLAIN_TOPIC_ID_PATTERN.fullmatch(name):
             return f"{self._prefix}.{word}.{name}"
         # Callers choose ids of runs, and a subject is no place for any text.
         return f"{self._prefix}.{word}.~{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}"
@@ -162,41 +171,41 @@ class NatsBus:
     @asynccontextmanager
     async def listen(self, topic: str) -> AsyncGenerator[Listener]:
         async with self._local.listen(topic) as listener:
-            interest = self._interests.setdefault(topic, _Interest())
+            interest = self._interests.setdefault(topic, _TopicSubscription())
             interest.listeners += 1
             try:
-                await self._entered(topic, interest)
+                await self._wait_until_subscribed(topic, interest)
                 yield listener
             finally:
                 interest.listeners -= 1
                 if not interest.listeners:
                     del self._interests[topic]
-                    self._forget(interest)
+                    self._drop_subscription(interest)
 
-    async def _entered(self, topic: str, interest: _Interest) -> None:
+    async def _wait_until_subscribed(self, topic: str, interest: _TopicSubscription) -> None:
         """Until the server knows; if it is away, it is told when it is back, and the listener then of a gap."""
         client = self._client
         if client is None:
             return
         if interest.entering is None:
-            interest.entering = self._chore(self._subscribe(client, topic, interest))
-        _, late = await asyncio.wait([interest.entering], timeout=ENTERING)
+            interest.entering = self._start_task(self._subscribe(client, topic, interest))
+        _, late = await asyncio.wait([interest.entering], timeout=SUBSCRIBE_TIMEOUT_SECONDS)
         if late:
             log.warning("NATS does not answer; events of other replicas may come late")
 
-    async def _subscribe(self, client: Client, topic: str, interest: _Interest) -> None:
+    async def _subscribe(self, client: Client, topic: str, interest: _TopicSubscription) -> None:
         try:
             interest.subscription = await subscribe(
-                client, self._subject(topic), self._hearing(topic, interest)
+                client, self._build_subject(topic), self._build_handler(topic, interest)
             )
             if not interest.listeners:
-                self._forget(interest)
-            elif not await self._link.settled(client):
-                self._local.tell(topic, Gap())
-        except failures():
+                self._drop_subscription(interest)
+            elif not await self._link.confirm_flushed(client):
+                self._local.deliver(topic, Gap())
+        except list_connection_errors():
             pass  # The connection is being replaced, and with it comes every subscription.
 
-    def _hearing(self, topic: str, interest: _Interest) -> Hear:
+    def _build_handler(self, topic: str, interest: _TopicSubscription) -> MessageHandler:
         whole = topic.endswith(".*") or "." not in topic
 
         async def hear(message: Msg) -> None:
@@ -204,65 +213,65 @@ class NatsBus:
                 parcel = self._decoder.decode(message.data)
             except msgspec.MsgspecError:
                 log.warning("An event of another replica could not be read; is it of another version?")
-                self._local.tell_of_gap(topic)
+                self._local.deliver_gap(topic)
                 return
             if parcel.publisher == self._me:
                 return
-            if whole and self._skips(interest, parcel):
-                self._local.tell_of_gap(topic)
-            self._local.tell(topic, parcel.event)
+            if whole and self._has_gap(interest, parcel):
+                self._local.deliver_gap(topic)
+            self._local.deliver(topic, parcel.event)
 
         return hear
 
     @staticmethod
-    def _skips(interest: _Interest, parcel: _Parcel) -> bool:
+    def _has_gap(interest: _TopicSubscription, parcel: _EventEnvelope) -> bool:
         """Whether events of this publisher did not arrive."""
         before = interest.last.pop(parcel.publisher, None)
         interest.last[parcel.publisher] = parcel.number
-        if len(interest.last) > PUBLISHERS:
+        if len(interest.last) > MAX_REMEMBERED_PUBLISHERS:
             interest.last.popitem(last=False)
         return before is not None and parcel.number != before + 1
 
-    async def _hear_gap(self, message: Msg) -> None:
-        self._local.tell_of_gap()
+    async def _receive_gap(self, message: Msg) -> None:
+        self._local.deliver_gap()
 
-    def _forget(self, interest: _Interest) -> None:
+    def _drop_subscription(self, interest: _TopicSubscription) -> None:
         subscription, interest.subscription = interest.subscription, None
         if subscription is not None:
-            self._chore(_unsubscribe(subscription))
+            self._start_task(_unsubscribe(subscription))
 
     # --- the connection ---
 
-    async def _joined(self, client: Client) -> None:
+    async def _on_connected(self, client: Client) -> None:
         """Everything that is listened to is subscribed again; what happened meanwhile is a gap, here and elsewhere."""
         self._client = client
         self._largest = client.max_payload
-        await subscribe(client, self._gaps, self._hear_gap)
+        await subscribe(client, self._gaps, self._receive_gap)
         for topic, interest in list(self._interests.items()):
             interest.last.clear()
-            interest.entering = self._chore(self._subscribe(client, topic, interest))
-        await self._link.settled(client)
+            interest.entering = self._start_task(self._subscribe(client, topic, interest))
+        await self._link.confirm_flushed(client)
         if self._met:
             self._outgoing.appendleft((self._gaps, b""))
             self._woken.set()
-            self._local.tell_of_gap()
+            self._local.deliver_gap()
         self._met = True
 
-    def _left(self) -> None:
+    def _on_disconnected(self) -> None:
         self._client = None
         self._outgoing.clear()
         self._size = 0
         for interest in self._interests.values():
             interest.subscription = interest.entering = None
 
-    def _troubled(self, error: Exception) -> None:
+    def _on_error(self, error: Exception) -> None:
         from nats.errors import SlowConsumerError  # noqa: PLC0415 - an extra
 
         if isinstance(error, SlowConsumerError):
             log.warning("Events of other replicas come faster than they can be read; some were dropped")
-            self._local.tell_of_gap()
+            self._local.deliver_gap()
 
-    def _chore(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._chores.add(task)
         task.add_done_callback(self._chores.discard)
@@ -270,5 +279,5 @@ class NatsBus:
 
 
 async def _unsubscribe(subscription: Subscription) -> None:
-    with suppress(*failures()):
+    with suppress(*list_connection_errors()):
         await subscription.unsubscribe()

@@ -1,4 +1,4 @@
-"""The command line. Commands are thin: they read options, ask the gateway or the store (`desk`), and print.
+"""The command line. Commands are thin: they read options, ask the gateway or the store (`_backend`), and print.
 
 Only click is imported here. A command's module is imported when it is called and imports what it needs when it
 runs, because `antiphon --version` is over before a model library would be loaded.
@@ -14,14 +14,14 @@ from collections.abc import Sequence
 import click
 
 from antiphon import __version__
-from antiphon.cli.failures import report
-from antiphon.cli.settings import common
+from antiphon.cli._errors import report_error
+from antiphon.cli._options import common_options
 
-COMMANDS = {
+COMMAND_MODULES = {
     "demo": ("antiphon.cli.demo", "Watch agents talk with each other. Needs nothing else."),
     "up": ("antiphon.cli.up", "Run the gateway: everything else talks to it while it runs."),
     "stop": ("antiphon.cli.stop", "Stop the gateway of the state directory."),
-    "chat": ("antiphon.cli.chat", "Talk with an agent in this terminal."),
+    "chat": ("antiphon.cli.chat.command", "Talk with an agent in this terminal."),
     "send": ("antiphon.cli.send", "Say something to a session."),
     "agent": ("antiphon.cli.agent", "Let an agent do one thing, and print its answer."),
     "spawn": ("antiphon.cli.spawn", "Start a sub-agent for a session."),
@@ -39,7 +39,7 @@ COMMANDS = {
     "doctor": ("antiphon.cli.doctor", "Look for anything that is wrong, and say what to do."),
 }
 
-ABOUT = """\
+ROOT_HELP = """\
 Antiphon hosts agents' chat sessions and lets them find, read, message and spawn each other.
 
 Everything is kept in one state directory (~/.antiphon unless you say otherwise). Without a configured
@@ -49,18 +49,18 @@ Try first:  antiphon demo; then antiphon up, and antiphon chat in another termin
 """
 
 
-class Shelf(click.Group):
+class LazyCommandGroup(click.Group):
     """Commands that are imported when they are taken."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        return list(COMMAND_MODULES)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
+        if cmd_name not in COMMAND_MODULES:
             return None
         from importlib import import_module
 
-        return import_module(COMMANDS[cmd_name][0]).command
+        return import_module(COMMAND_MODULES[cmd_name][0]).command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -68,22 +68,24 @@ class Shelf(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.NoSuchCommand as error:  # click knows only the commands imported so far
-            raise click.NoSuchCommand(error.command_name, possibilities=list(COMMANDS), ctx=ctx) from None
+            raise click.NoSuchCommand(
+                error.command_name, possibilities=list(COMMAND_MODULES), ctx=ctx
+            ) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, about) for name, (_, about) in COMMANDS.items()])
+            formatter.write_dl([(name, about) for name, (_, about) in COMMAND_MODULES.items()])
 
 
 @click.group(
-    cls=Shelf,
+    cls=LazyCommandGroup,
     invoke_without_command=True,
-    help=ABOUT,
+    help=ROOT_HELP,
     epilog="`antiphon COMMAND --help` explains a command.",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 @click.version_option(__version__, prog_name="antiphon", message="%(prog)s %(version)s")
-@common
+@common_options
 @click.pass_context
 def root(ctx: click.Context) -> None:
     if ctx.invoked_subcommand is None:
@@ -103,8 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _abandon_stdout()
         return 1
-    except Exception as error:  # noqa: BLE001 - the last one to hear of it; `report` says it in one sentence
-        return report(error, given)
+    except Exception as error:  # noqa: BLE001 - the last one to hear of it; `report_error` says it in one sentence
+        return report_error(error, given)
     return code if isinstance(code, int) else 0
 
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from antiphon.cli.quantities import Finite
-from antiphon.cli.send import LONGEST, tell
-from antiphon.cli.settings import Settings, common, reaching, reference
+from antiphon.cli._options import Settings, common_options, gateway_options, get_session_reference
+from antiphon.cli._param_types import FiniteNumberParam
+from antiphon.cli.send import MAX_WAIT_SECONDS, print_run_outcome
 
 if TYPE_CHECKING:
-    from antiphon.operations import Message
+    from antiphon.operations import IncomingMessage
     from antiphon.views import RunView
 
 
@@ -22,30 +22,32 @@ if TYPE_CHECKING:
 @click.option("--session", "key", metavar="KEY", help="In which session; default: the agent's main one.")
 @click.option(
     "--timeout",
-    type=Finite("seconds", 0, LONGEST, min_open=True),
+    type=FiniteNumberParam("seconds", 0, MAX_WAIT_SECONDS, min_open=True),
     metavar="SECONDS",
     help="End the run after so long; default: as configured.",
 )
-@reaching
-@common
+@gateway_options
+@common_options
 @click.pass_obj
 def command(settings: Settings, text: str, agent: str | None, key: str | None, timeout: float | None) -> int:
-    from antiphon.operations import Message
+    from antiphon.operations import IncomingMessage
 
-    message = Message(session=reference(agent, key), content=text, origin="agent", timeout_seconds=timeout)
-    return tell(settings, asyncio.run(_ask(settings, message)))
+    message = IncomingMessage(
+        session=get_session_reference(agent, key), content=text, origin="agent", timeout_seconds=timeout
+    )
+    return print_run_outcome(settings, asyncio.run(_submit_and_wait(settings, message)))
 
 
-async def _ask(settings: Settings, message: Message) -> RunView:
-    from antiphon.cli.desk import remember_replicas, talking
-    from antiphon.cli.staying import leaving, tell_accepted, to_the_end
+async def _submit_and_wait(settings: Settings, message: IncomingMessage) -> RunView:
+    from antiphon.cli._backend import open_backend_for_messages, remember_replicas
+    from antiphon.cli._wait import explain_early_exit, print_accepted_run, wait_for_run_end
 
-    async with talking(settings) as (desk, gateway):
+    async with open_backend_for_messages(settings) as (desk, gateway):
         hosted = gateway is None
         await remember_replicas(settings, gateway)
-        with leaving(message.session, hosted=hosted):
+        with explain_early_exit(message.session, hosted=hosted):
             accepted = await desk.submit(message)
         if not settings.json:
-            tell_accepted(accepted.run_id, accepted.session_key)
-        with leaving(accepted.session_key, hosted=hosted, run_id=accepted.run_id):
-            return await to_the_end(desk, accepted.run_id)
+            print_accepted_run(accepted.run_id, accepted.session_key)
+        with explain_early_exit(accepted.session_key, hosted=hosted, run_id=accepted.run_id):
+            return await wait_for_run_end(desk, accepted.run_id)

@@ -7,56 +7,56 @@ from typing import TYPE_CHECKING
 
 import click
 
-from antiphon.cli import output
-from antiphon.cli.settings import Settings, common, reaching
+from antiphon.cli import _output
+from antiphon.cli._options import Settings, common_options, gateway_options
 
 if TYPE_CHECKING:
     from antiphon.views import AgentCard
 
-NO_REACH = (
+NO_MESSAGING_HINT = (
     "No agent can message another. To allow it, set tools.sessions.visibility to 'all' and tools.agentToAgent.enabled"
     " to true in the configuration."
 )
 
 
 @click.command(help="List the agents, what answers for each, and which agents each may spawn and message.")
-@reaching
-@common
+@gateway_options
+@common_options
 @click.pass_obj
 def command(settings: Settings) -> None:
-    cards = asyncio.run(_cards(settings))
+    cards = asyncio.run(_load_agent_cards(settings))
     if settings.json:
-        output.emit({"agents": cards})
+        _output.print_json({"agents": cards})
         return
     rows = [
         [
             f"{card.id} *" if card.default else card.id,
             card.name or "",
             card.model or card.runtime or "",
-            _spawns(card),
+            _format_spawn_targets(card),
             ", ".join(card.may_message) or "none",
         ]
         for card in cards
     ]
-    output.table(["AGENT", "NAME", "MODEL", "MAY SPAWN", "MAY MESSAGE"], rows)
-    click.echo(output.dim("* answers where no agent is named"))
+    _output.print_table(["AGENT", "NAME", "MODEL", "MAY SPAWN", "MAY MESSAGE"], rows)
+    click.echo(_output.dim("* answers where no agent is named"))
     if len(cards) > 1 and not any(card.may_message for card in cards):
-        click.echo(output.dim(NO_REACH))
+        click.echo(_output.dim(NO_MESSAGING_HINT))
 
 
-async def _cards(settings: Settings) -> list[AgentCard]:
-    from antiphon.cli.desk import calling
+async def _load_agent_cards(settings: Settings) -> list[AgentCard]:
+    from antiphon.cli._backend import make_gateway_client
 
-    if client := calling(settings):
+    if client := make_gateway_client(settings):
         async with client:
             return await client.roster()
-    from antiphon.engine.door import Door
-    from antiphon.operations.agents import Roster
+    from antiphon.engine.sessions.resolver import SessionResolver
+    from antiphon.operations.agents import AgentDirectory
 
     config = settings.load().config
-    return Roster(config, Door(config)).cards()
+    return AgentDirectory(config, SessionResolver(config)).list_cards()
 
 
-def _spawns(card: AgentCard) -> str:
+def _format_spawn_targets(card: AgentCard) -> str:
     others = [agent for agent in card.may_spawn if agent != card.id]
     return ", ".join(["itself", *others])

@@ -7,33 +7,33 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from antiphon.cli import output
-from antiphon.cli.agents import NO_REACH
-from antiphon.cli.settings import Settings, common
+from antiphon.cli import _output
+from antiphon.cli._options import Settings, common_options
+from antiphon.cli.agents import NO_MESSAGING_HINT
 
 if TYPE_CHECKING:
-    from antiphon.config import Config, Loaded
+    from antiphon.config import Config, LoadedConfig
 
 
 @click.group(help="Check the configuration, or print its schema.")
-@common
+@common_options
 def command() -> None: ...
 
 
 @command.command()
-@common
+@common_options
 @click.pass_obj
 def check(settings: Settings) -> None:
     """Check the configuration, build what runs need, and print a summary. Exit code 6 if it is not valid."""
     loaded = settings.load()
-    _build(loaded)
-    lacking = [*missing_secrets(loaded.config)]
-    facts = _facts(settings, loaded, lacking)
+    _raise_preflight_problems(loaded)
+    lacking = [*find_missing_secrets(loaded.config)]
+    facts = _collect_facts(settings, loaded, lacking)
     if settings.json:
-        output.emit(facts)
+        _output.print_json(facts)
         return
-    for name, fact in _told(settings, facts):
-        click.echo(f"{name:<10} {output.clean(fact)}")
+    for name, fact in _format_facts(settings, facts):
+        click.echo(f"{name:<10} {_output.clean_text(fact)}")
     click.echo(
         "Valid, but a required secret is missing (see above)."
         if lacking
@@ -41,18 +41,18 @@ def check(settings: Settings) -> None:
     )
 
 
-def _build(loaded: Loaded) -> None:
+def _raise_preflight_problems(loaded: LoadedConfig) -> None:
     """Refuses a configuration whose runs would all fail."""
     import asyncio
 
-    from antiphon.config.problems import combined
+    from antiphon.config.errors import combine_problems
     from antiphon.preflight import find_problems
 
     if problems := asyncio.run(find_problems(loaded.config)):
-        raise combined(problems, str(loaded.path) if loaded.path else None)
+        raise combine_problems(problems, str(loaded.path) if loaded.path else None)
 
 
-def _told(settings: Settings, facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _format_facts(settings: Settings, facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "config", facts["path"] or f"none at {str(settings.paths.config)!r}: the defaults are used"
     yield "state", facts["stateDir"]
     for agent in facts["agents"]:
@@ -62,25 +62,25 @@ def _told(settings: Settings, facts: dict[str, Any]) -> Iterator[tuple[str, str]
             others = [name for name in agent["maySpawn"] if name != agent["id"]]
             yield (
                 "",
-                f"  may spawn {', '.join(['itself', *others])}; may message {_listed(agent['mayMessage'])}",
+                f"  may spawn {', '.join(['itself', *others])}; may message {_join_agent_names(agent['mayMessage'])}",
             )
     if len(facts["agents"]) > 1 and not any(agent["mayMessage"] for agent in facts["agents"]):
-        yield "hint", NO_REACH
+        yield "hint", NO_MESSAGING_HINT
     yield "providers", ", ".join(facts["providers"]) or "none: the built-in rehearsal model answers"
     for warning in facts["warnings"]:
         yield "warning", warning
 
 
-def _listed(names: list[str]) -> str:
+def _join_agent_names(names: list[str]) -> str:
     return ", ".join(names) or "no other agent"
 
 
-def _facts(settings: Settings, loaded: Loaded, lacking: list[str]) -> dict[str, Any]:
-    from antiphon.engine.door import Door
-    from antiphon.operations.agents import Roster
+def _collect_facts(settings: Settings, loaded: LoadedConfig, lacking: list[str]) -> dict[str, Any]:
+    from antiphon.engine.sessions.resolver import SessionResolver
+    from antiphon.operations.agents import AgentDirectory
 
     config = loaded.config
-    cards = Roster(config, Door(config)).cards()
+    cards = AgentDirectory(config, SessionResolver(config)).list_cards()
     return {
         "path": str(loaded.path) if loaded.path else None,
         "stateDir": str(settings.paths.state_dir),
@@ -88,7 +88,7 @@ def _facts(settings: Settings, loaded: Loaded, lacking: list[str]) -> dict[str, 
             {
                 "id": card.id,
                 "default": card.default,
-                "model": answerer(loaded, card.id),
+                "model": describe_answering_model(loaded, card.id),
                 "maySpawn": card.may_spawn,
                 "mayMessage": card.may_message,
             }
@@ -99,27 +99,27 @@ def _facts(settings: Settings, loaded: Loaded, lacking: list[str]) -> dict[str, 
     }
 
 
-def missing_secrets(config: Config) -> Iterator[str]:
+def find_missing_secrets(config: Config) -> Iterator[str]:
     """Warnings for secrets that this process lacks; another process may have them, so the configuration is valid."""
-    from antiphon.config import secrets_in
+    from antiphon.config import list_secrets
 
-    for path, secret in secrets_in(config):
-        if trouble := secret.lacks:
+    for path, secret in list_secrets(config):
+        if trouble := secret.availability_error:
             yield f"{path!r} is missing: {trouble}"
 
 
-def answerer(loaded: Loaded, agent_id: str) -> str:
+def describe_answering_model(loaded: LoadedConfig, agent_id: str) -> str:
     """What answers for an agent, in a word."""
-    runtime = loaded.config.agent(agent_id).runtime
+    runtime = loaded.config.get_agent(agent_id).runtime
     if runtime.type == "function":
         return f"function {runtime.target}"
-    return loaded.config.model_ref(agent_id)
+    return loaded.config.get_model_ref(agent_id)
 
 
 @command.command()
-@common
+@common_options
 def schema() -> None:
     """Print the JSON Schema of the configuration, for editors."""
-    from antiphon.config import json_schema
+    from antiphon.config import build_json_schema
 
-    output.emit(json_schema())
+    _output.print_json(build_json_schema())

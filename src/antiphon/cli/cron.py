@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from antiphon.cli import output
-from antiphon.cli.quantities import Interval
-from antiphon.cli.settings import Settings, common, reaching
+from antiphon.cli import _output
+from antiphon.cli._options import Settings, common_options, gateway_options
+from antiphon.cli._param_types import IntervalParam
 
 if TYPE_CHECKING:
-    from antiphon.schedules import FiredView, JobView
+    from antiphon.job_operations import JobFireResult, JobView
     from antiphon.views import RunView
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,25 +24,25 @@ MAX_REPLY_CHARS = 60  # of a reply in a table on a terminal; --json has the whol
     help="List, add, edit, switch, run and remove scheduled jobs. They fire while a gateway runs. "
     "A JOB is an id or a name; the beginning of one will do."
 )
-@common
+@common_options
 def command() -> None: ...
 
 
 @command.command("list")
-@reaching
-@common
+@gateway_options
+@common_options
 @click.pass_obj
 def list_jobs(settings: Settings) -> None:
     """Every job, the oldest first."""
-    from antiphon.cli.timetable import consulted
+    from antiphon.cli._job_backend import open_jobs_for_reading
 
     async def jobs() -> Sequence[JobView]:
-        async with consulted(settings) as timetable:
+        async with open_jobs_for_reading(settings) as timetable:
             return await timetable.list()
 
     found = asyncio.run(jobs())
     if settings.json:
-        output.emit({"jobs": found})
+        _output.print_json({"jobs": found})
     elif not found:
         click.echo("No jobs.")
     else:
@@ -50,29 +50,29 @@ def list_jobs(settings: Settings) -> None:
             [
                 job.id,
                 job.name,
-                _when(job),
-                _next(job),
+                _format_schedule(job),
+                _format_next_run(job),
                 job.agent_id,
                 job.state.last_status or "",
                 job.state.last_error or "",
             ]
             for job in found
         ]
-        output.table(["ID", "NAME", "WHEN", "NEXT", "AGENT", "LAST", "ERROR"], rows)
+        _output.print_table(["ID", "NAME", "WHEN", "NEXT", "AGENT", "LAST", "ERROR"], rows)
 
 
-def _next(job: JobView) -> str:
+def _format_next_run(job: JobView) -> str:
     at = job.state.next_run_at_ms
-    return "" if at is None else output.format_time(at)
+    return "" if at is None else _output.format_time(at)
 
 
-def _when(job: JobView) -> str:
+def _format_schedule(job: JobView) -> str:
     import msgspec
 
     schedule: dict[str, Any] = msgspec.to_builtins(job.schedule)
     match schedule.pop("kind"):
         case "every":
-            when = f"every {output.lasting(schedule['everyMs'])}"
+            when = f"every {_output.format_duration(schedule['everyMs'])}"
         case "cron":
             when = " ".join(filter(None, [schedule["expr"], schedule.get("tz")]))
         case _:
@@ -80,7 +80,7 @@ def _when(job: JobView) -> str:
     return when if job.enabled else f"{when} (off)"
 
 
-def _scheduling(function: F) -> F:
+def _add_schedule_options(function: F) -> F:
     """Add the options for when a job fires, which agent answers and where the answer goes."""
     for option in (
         click.option("--to", metavar="ID", help="With --channel: the person or group to post to."),
@@ -96,7 +96,10 @@ def _scheduling(function: F) -> F:
         ),
         click.option("--at", metavar="TIME", help="Fire once, such as 2026-08-01T09:00:00+02:00."),
         click.option(
-            "--every", type=Interval(), metavar="INTERVAL", help="Fire at this interval, such as 10m or 6h."
+            "--every",
+            type=IntervalParam(),
+            metavar="INTERVAL",
+            help="Fire at this interval, such as 10m or 6h.",
         ),
     ):
         function = option(function)
@@ -107,9 +110,9 @@ def _scheduling(function: F) -> F:
 @click.option("--name", required=True, help="What to call it.")
 @click.option("--message", required=True, metavar="TEXT", help="What is said when it fires.")
 @click.option("--announce", is_flag=True, help="Also post each answer to a chat.")
-@_scheduling
-@reaching
-@common
+@_add_schedule_options
+@gateway_options
+@common_options
 @click.pass_obj
 def add(
     settings: Settings,
@@ -123,25 +126,25 @@ def add(
     **delivery: Any,
 ) -> None:
     """Say something to an agent by the clock, each job in a session of its own."""
-    from antiphon.cli.timetable import changed
+    from antiphon.cli._job_backend import open_jobs_for_changes
 
     job: dict[str, Any] = {
         "name": name,
-        "schedule": _schedule(every, at, expression, tz),
+        "schedule": _build_schedule(every, at, expression, tz),
         "payload": {"kind": "agentTurn", "message": message},
-        "delivery": _delivery(**delivery),
+        "delivery": _build_delivery(**delivery),
         **({"agentId": agent} if agent else {}),
     }
 
     async def added() -> JobView:
-        async with changed(settings) as timetable:
+        async with open_jobs_for_changes(settings) as timetable:
             return await timetable.add(job)
 
     view = asyncio.run(added())
     if settings.json:
-        output.emit(view)
+        _output.print_json(view)
     else:
-        click.echo(f"Added job {output.line(view.id)}: {output.line(_when(view))}.")
+        click.echo(f"Added job {_output.clean_line(view.id)}: {_output.clean_line(_format_schedule(view))}.")
 
 
 @command.command()
@@ -149,9 +152,9 @@ def add(
 @click.option("--name", help="Rename the job.")
 @click.option("--message", metavar="TEXT", help="The new message of the job.")
 @click.option("--announce/--no-announce", default=None, help="Whether each answer is also posted to a chat.")
-@_scheduling
-@reaching
-@common
+@_add_schedule_options
+@gateway_options
+@common_options
 @click.pass_obj
 def edit(
     settings: Settings,
@@ -172,51 +175,55 @@ def edit(
         field: given for field, given in (("name", name), ("agentId", agent)) if given is not None
     }
     if any(given is not None for given in (every, at, expression)):
-        patch["schedule"] = _schedule(every, at, expression, tz)
+        patch["schedule"] = _build_schedule(every, at, expression, tz)
     elif tz is not None:
         raise click.UsageError("--tz applies only to --cron. Give both.")
     if announce is not None or channel is not None or to is not None:
-        patch["delivery"] = _delivery(bool(announce), channel, to)
+        patch["delivery"] = _build_delivery(bool(announce), channel, to)
     if not patch and message is None:
         raise click.UsageError("Nothing to change. Give an option, such as --message TEXT or --every 1h.")
 
     def changes(view: JobView) -> dict[str, Any]:
-        return {**patch, "payload": _saying(view, message)} if message is not None else patch
+        return {**patch, "payload": _replace_message(view, message)} if message is not None else patch
 
-    _tell_changed(settings, asyncio.run(_update(settings, job, changes)), "Changed")
+    _print_changed_job(settings, asyncio.run(_update_job(settings, job, changes)), "Changed")
 
 
 @command.command()
 @click.argument("job", metavar="JOB")
-@reaching
-@common
+@gateway_options
+@common_options
 @click.pass_obj
 def enable(settings: Settings, job: str) -> None:
     """Let a job fire again. Missed firings are not made up for."""
-    _tell_changed(settings, asyncio.run(_update(settings, job, lambda _: {"enabled": True})), "Enabled")
+    _print_changed_job(
+        settings, asyncio.run(_update_job(settings, job, lambda _: {"enabled": True})), "Enabled"
+    )
 
 
 @command.command()
 @click.argument("job", metavar="JOB")
-@reaching
-@common
+@gateway_options
+@common_options
 @click.pass_obj
 def disable(settings: Settings, job: str) -> None:
     """Keep a job, but do not let it fire."""
-    _tell_changed(settings, asyncio.run(_update(settings, job, lambda _: {"enabled": False})), "Disabled")
+    _print_changed_job(
+        settings, asyncio.run(_update_job(settings, job, lambda _: {"enabled": False})), "Disabled"
+    )
 
 
-async def _update(
+async def _update_job(
     settings: Settings, reference: str, changes: Callable[[JobView], dict[str, Any]]
 ) -> JobView:
-    from antiphon.cli.timetable import changed, find_job
+    from antiphon.cli._job_backend import find_job, open_jobs_for_changes
 
-    async with changed(settings) as timetable:
+    async with open_jobs_for_changes(settings) as timetable:
         view = await find_job(timetable, reference)
         return await timetable.update(view.id, changes(view))
 
 
-def _saying(view: JobView, message: str) -> dict[str, Any]:
+def _replace_message(view: JobView, message: str) -> dict[str, Any]:
     """The payload of a job with a new message and everything else unchanged."""
     import msgspec
 
@@ -224,51 +231,58 @@ def _saying(view: JobView, message: str) -> dict[str, Any]:
     return {**payload, "text" if "text" in payload else "message": message}
 
 
-def _tell_changed(settings: Settings, view: JobView, done: str) -> None:
+def _print_changed_job(settings: Settings, view: JobView, done: str) -> None:
     if settings.json:
-        output.emit(view)
+        _output.print_json(view)
         return
-    following = f"; next at {_next(view)}" if _next(view) else ""
-    click.echo(f"{done} job {output.line(view.name)!r} ({view.id}): {output.line(_when(view))}{following}.")
+    following = f"; next at {_format_next_run(view)}" if _format_next_run(view) else ""
+    click.echo(
+        f"{done} job {_output.clean_line(view.name)!r} ({view.id}): "
+        f"{_output.clean_line(_format_schedule(view))}{following}."
+    )
 
 
 @command.command()
 @click.argument("job", metavar="JOB")
 @click.option("--limit", type=click.IntRange(1, 200), default=20, show_default=True)
-@reaching
-@common
+@gateway_options
+@common_options
 @click.pass_obj
 def runs(settings: Settings, job: str, limit: int) -> None:
     """List the runs of a job, newest first, and how each ended."""
-    from antiphon.cli.timetable import consulted, find_job
+    from antiphon.cli._job_backend import find_job, open_jobs_for_reading
 
     async def find_runs() -> tuple[JobView, Sequence[RunView]]:
-        async with consulted(settings) as timetable:
+        async with open_jobs_for_reading(settings) as timetable:
             view = await find_job(timetable, job)
-            return view, await timetable.runs(view.id, limit)
+            return view, await timetable.list_runs(view.id, limit)
 
     view, found = asyncio.run(find_runs())
     if settings.json:
-        output.emit({"jobId": view.id, "runs": found})
+        _output.print_json({"jobId": view.id, "runs": found})
     elif not found:
-        click.echo(f"Job {output.line(view.name)!r} has not run yet.")
+        click.echo(f"Job {_output.clean_line(view.name)!r} has not run yet.")
     else:
         rows = [
             [
-                output.format_time(run.created_at),
+                _output.format_time(run.created_at),
                 run.state,
-                output.lasting(run.running_ms or 0),
+                _output.format_duration(run.running_ms or 0),
                 run.run_id,
                 run.error or "",
-                output.shorten(run.reply or "", MAX_REPLY_CHARS),
+                _output.shorten_text(run.reply or "", MAX_REPLY_CHARS),
             ]
             for run in found
         ]
-        output.table(["AT", "STATE", "LASTED", "RUN", "ERROR", "REPLY"], rows)
-        click.echo(output.dim(f"Full replies: antiphon sessions history {output.line(found[0].session_key)}"))
+        _output.print_table(["AT", "STATE", "LASTED", "RUN", "ERROR", "REPLY"], rows)
+        click.echo(
+            _output.dim(f"Full replies: antiphon sessions history {_output.clean_line(found[0].session_key)}")
+        )
 
 
-def _schedule(every: int | None, at: str | None, expression: str | None, tz: str | None) -> dict[str, Any]:
+def _build_schedule(
+    every: int | None, at: str | None, expression: str | None, tz: str | None
+) -> dict[str, Any]:
     if sum(given is not None for given in (every, at, expression)) != 1:
         raise click.UsageError("Say when, with exactly one of --every, --at and --cron.")
     if tz is not None and expression is None:
@@ -278,7 +292,7 @@ def _schedule(every: int | None, at: str | None, expression: str | None, tz: str
     return {"kind": "every", "everyMs": every} if every is not None else {"kind": "at", "at": at}
 
 
-def _delivery(announce: bool, channel: str | None, to: str | None) -> dict[str, Any]:
+def _build_delivery(announce: bool, channel: str | None, to: str | None) -> dict[str, Any]:
     where = {name: given for name, given in (("channel", channel), ("to", to)) if given is not None}
     if where and not announce:
         raise click.UsageError("--channel and --to say where --announce goes; add that, or leave them out.")
@@ -289,52 +303,52 @@ def _delivery(announce: bool, channel: str | None, to: str | None) -> dict[str, 
 
 @command.command()
 @click.argument("job", metavar="JOB")
-@reaching
-@common
+@gateway_options
+@common_options
 @click.pass_obj
 def remove(settings: Settings, job: str) -> None:
     """Forget a job. What it has run stays."""
-    from antiphon.cli.timetable import changed, find_job
+    from antiphon.cli._job_backend import find_job, open_jobs_for_changes
 
     async def removed() -> JobView:
-        async with changed(settings) as timetable:
+        async with open_jobs_for_changes(settings) as timetable:
             view = await find_job(timetable, job)
             await timetable.remove(view.id)
             return view
 
     view = asyncio.run(removed())
     if settings.json:
-        output.emit({"removed": view.id})
+        _output.print_json({"removed": view.id})
     else:
-        click.echo(f"Removed job {output.line(view.name)!r} ({view.id}).")
+        click.echo(f"Removed job {_output.clean_line(view.name)!r} ({view.id}).")
 
 
 @command.command()
 @click.argument("job", metavar="JOB")
-@reaching
-@common
+@gateway_options
+@common_options
 @click.pass_obj
 def run(settings: Settings, job: str) -> int:
     """Fire a job now. Without a gateway this stays until its run has ended."""
-    from antiphon.cli.timetable import fired
+    from antiphon.cli._job_backend import fire_job
 
-    done = asyncio.run(fired(settings, job))
+    done = asyncio.run(fire_job(settings, job))
     if settings.json:
-        output.emit(done)
+        _output.print_json(done)
     else:
-        click.echo(_told(done))
+        click.echo(_format_fired(done))
     return 0 if done.ran else 1
 
 
-_REASONS = {
+_REFUSAL_REASONS = {
     "busy": "as many jobs run as may (cron.maxConcurrentRuns). Try again in a moment.",
     "lane-full": "its session has no room for another message. Try again when some are answered.",
     "cron-disabled": "cron.enabled is false. Set it to true, then start the gateway again.",
 }
 
 
-def _told(done: FiredView) -> str:
+def _format_fired(done: JobFireResult) -> str:
     if done.ran:
-        return f"Accepted: run {output.line(done.run_id or '')} in {output.line(done.session_key or '')}."
-    reason = output.line(done.reason or "no reason was given")
-    return f"It was not run: {_REASONS.get(reason, f'{reason}.')}"
+        return f"Accepted: run {_output.clean_line(done.run_id or '')} in {_output.clean_line(done.session_key or '')}."
+    reason = _output.clean_line(done.reason or "no reason was given")
+    return f"It was not run: {_REFUSAL_REASONS.get(reason, f'{reason}.')}"

@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from antiphon.cli import output
-from antiphon.cli.settings import Settings, common, reaching
+from antiphon.cli import _output
+from antiphon.cli._options import Settings, common_options, gateway_options
 
 if TYPE_CHECKING:
     from antiphon.views import DeliveryPage, DeliveryView
 
 F = TypeVar("F", bound=Callable[..., Any])
-STATES = ("pending", "sending", "delivered", "blocked", "ambiguous", "dead")
-STUCK = frozenset({"blocked", "ambiguous", "dead"})
+DELIVERY_STATES = ("pending", "sending", "delivered", "blocked", "ambiguous", "dead")
+STUCK_STATES = frozenset({"blocked", "ambiguous", "dead"})
 MAX_TEXT_CHARS = 60  # of a text in a table on a terminal; --json has more of it
 
 
-def _filters(function: F) -> F:
+def _add_filter_options(function: F) -> F:
     for option in (
         click.option("--cursor", help="Go on after an earlier page."),
         click.option("--limit", type=click.IntRange(1, 500), default=50, show_default=True),
-        click.option("--state", type=click.Choice(STATES), help="Only these."),
+        click.option("--state", type=click.Choice(DELIVERY_STATES), help="Only these."),
     ):
         function = option(function)
     return function
@@ -34,39 +34,39 @@ def _filters(function: F) -> F:
     help="See what is on its way to people, and send again what did not get there. Alone: as `list`.",
     invoke_without_command=True,
 )
-@_filters
-@reaching
-@common
+@_add_filter_options
+@gateway_options
+@common_options
 @click.pass_context
 def command(ctx: click.Context, state: str | None, limit: int, cursor: str | None) -> None:
     if ctx.invoked_subcommand is None:
-        _list(ctx.ensure_object(Settings), state, limit, cursor)
+        _show_deliveries(ctx.ensure_object(Settings), state, limit, cursor)
 
 
 @command.command("list")
-@_filters
-@reaching
-@common
+@_add_filter_options
+@gateway_options
+@common_options
 @click.pass_obj
 def list_deliveries(settings: Settings, state: str | None, limit: int, cursor: str | None) -> None:
     """Deliveries, the newest first."""
-    _list(settings, state, limit, cursor)
+    _show_deliveries(settings, state, limit, cursor)
 
 
-def _list(settings: Settings, state: str | None, limit: int, cursor: str | None) -> None:
-    page = asyncio.run(_page(settings, state, limit, cursor))
+def _show_deliveries(settings: Settings, state: str | None, limit: int, cursor: str | None) -> None:
+    page = asyncio.run(_load_page(settings, state, limit, cursor))
     if settings.json:
-        output.emit(page)
+        _output.print_json(page)
     elif not page.deliveries:
         click.echo(f"No deliveries that are {state}." if state else "No deliveries.")
     else:
         _print_page(page)
 
 
-async def _page(settings: Settings, state: str | None, limit: int, cursor: str | None) -> DeliveryPage:
-    from antiphon.cli.desk import reading
+async def _load_page(settings: Settings, state: str | None, limit: int, cursor: str | None) -> DeliveryPage:
+    from antiphon.cli._backend import open_backend_for_reading
 
-    async with reading(settings) as desk:
+    async with open_backend_for_reading(settings) as desk:
         return await desk.deliveries(state, limit, cursor)
 
 
@@ -74,54 +74,54 @@ def _print_page(page: DeliveryPage) -> None:
     rows = [
         [
             delivery.state,
-            _where(delivery),
-            output.ago(delivery.created_at),
-            _tries(delivery),
+            _format_destination(delivery),
+            _output.format_age(delivery.created_at),
+            _format_attempts(delivery),
             delivery.key,
             delivery.error or "",
-            output.shorten(delivery.text, MAX_TEXT_CHARS),
+            _output.shorten_text(delivery.text, MAX_TEXT_CHARS),
         ]
         for delivery in page.deliveries
     ]
-    output.table(["STATE", "WHERE", "SINCE", "TRIES", "KEY", "ERROR", "TEXT"], rows)
+    _output.print_table(["STATE", "WHERE", "SINCE", "TRIES", "KEY", "ERROR", "TEXT"], rows)
     if page.next_cursor:
-        click.echo(output.dim(f"There are more: --cursor {output.clean(page.next_cursor)}"))
-    if any(delivery.state in STUCK for delivery in page.deliveries):
-        click.echo(output.dim("Once the reason is gone: antiphon deliveries retry KEY"))
+        click.echo(_output.dim(f"There are more: --cursor {_output.clean_text(page.next_cursor)}"))
+    if any(delivery.state in STUCK_STATES for delivery in page.deliveries):
+        click.echo(_output.dim("Once the reason is gone: antiphon deliveries retry KEY"))
 
 
-def _where(delivery: DeliveryView) -> str:
+def _format_destination(delivery: DeliveryView) -> str:
     return f"{delivery.channel} {delivery.to or delivery.session_key}"
 
 
-def _tries(delivery: DeliveryView) -> str:
+def _format_attempts(delivery: DeliveryView) -> str:
     """What is shown in a web chat is there when it is written: it takes no attempt."""
     return str(delivery.attempts) if delivery.attempts or delivery.state != "delivered" else "-"
 
 
 @command.command()
 @click.argument("key")
-@reaching
-@common
+@gateway_options
+@common_options
 @click.pass_obj
 def retry(settings: Settings, key: str) -> int:
     """Send once more what is dead, ambiguous or blocked. What is ambiguous may arrive a second time."""
-    delivery = asyncio.run(_retried(settings, key))
+    delivery = asyncio.run(_retry_delivery(settings, key))
     if settings.json:
-        output.emit(delivery)
-    elif delivery.state in STUCK:
-        click.echo(output.clean(f"It is {delivery.state} again: {delivery.error}"), err=True)
+        _output.print_json(delivery)
+    elif delivery.state in STUCK_STATES:
+        click.echo(_output.clean_text(f"It is {delivery.state} again: {delivery.error}"), err=True)
     elif delivery.state == "delivered":
         click.echo("It was delivered.")
     else:
         click.echo("It is on its way. See: antiphon deliveries")
-    return 1 if delivery.state in STUCK else 0
+    return 1 if delivery.state in STUCK_STATES else 0
 
 
-async def _retried(settings: Settings, key: str) -> DeliveryView:
+async def _retry_delivery(settings: Settings, key: str) -> DeliveryView:
     """What has become of it a moment later; without a gateway, this process is what sends it."""
-    from antiphon.cli.desk import talking
-    from antiphon.cli.staying import sent_out
+    from antiphon.cli._backend import open_backend_for_messages
+    from antiphon.cli._wait import wait_for_delivery
 
-    async with talking(settings) as (desk, _):
-        return await sent_out(desk, await desk.deliver_again(key))
+    async with open_backend_for_messages(settings) as (desk, _):
+        return await wait_for_delivery(desk, await desk.deliver_again(key))

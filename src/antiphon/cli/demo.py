@@ -22,33 +22,40 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 import msgspec
 
-from antiphon.bus import EVERY_SESSION, Event, Gap, Listener, MessageAppended, RunChanged, ToolPhase
-from antiphon.cli import output
-from antiphon.cli.quantities import Finite
-from antiphon.cli.score import DRAWN, TYPED, WIDEST, Move, Narrator, score
-from antiphon.cli.settings import Settings, common
+from antiphon.bus import ALL_SESSIONS_TOPIC, Event, Gap, Listener, MessageAppended, RunChanged, ToolPhase
+from antiphon.cli import _output
+from antiphon.cli._demo_diagram import (
+    ASCII_CHARACTERS,
+    MAX_DIAGRAM_COLUMNS,
+    UNICODE_CHARACTERS,
+    DiagramStep,
+    DiagramStepBuilder,
+    make_diagram,
+)
+from antiphon.cli._options import Settings, common_options
+from antiphon.cli._param_types import FiniteNumberParam
 from antiphon.errors import AntiphonError
 
 if TYPE_CHECKING:
-    from antiphon.host import House
+    from antiphon.app import App
 
-PACE = 0.35  # seconds for which a person can look at a move before the next one
-SLOWEST = 10.0
-PATIENCE = 20.0  # seconds without any event after which something must be wrong
-YOU, MAIN, HELPER = "you", "agent:main:main", "agent:helper:main"
-VOICES = {MAIN: "main", HELPER: "helper"}
+DEFAULT_PACE_SECONDS = 0.35  # seconds for which a person can look at a move before the next one
+MAX_PACE_SECONDS = 10.0
+EVENT_TIMEOUT_SECONDS = 20.0  # seconds without any event after which something must be wrong
+PERSON_NAME, MAIN_SESSION_KEY, HELPER_SESSION_KEY = "you", "agent:main:main", "agent:helper:main"
+NAMES_BY_SESSION_KEY = {MAIN_SESSION_KEY: "main", HELPER_SESSION_KEY: "helper"}
 
-CONFIG = {
+DEMO_CONFIG = {
     "agents": {"list": [{"id": "main", "default": True}, {"id": "helper"}]},
     "tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}},
 }
 
-INTRODUCTION = (
+INTRODUCTION_TEXT = (
     "Two agents, main and helper, in a house of their own; you write to main. The built-in rehearsal model plays them "
     "all, with no key and no network. It understands nothing, so each message also carries the lines to come; those "
     "are left out below (--json has them). The sessions, tools, turns and deliveries are real."
 )
-NEXT = (
+NEXT_STEPS = (
     ("antiphon up", "run the gateway, for yourself and your agents"),
     ("antiphon chat", "talk with an agent, in another terminal"),
     ("docs/tools.md", "what agents can do with each other's sessions"),
@@ -56,39 +63,39 @@ NEXT = (
 )
 
 # The rehearsal model does what the lines of a message tell it to, and each answer hands on the lines for the next.
-DIRECTION = re.compile(r"(?:say|slow|call|announce)\b")
-ASK = """\
+SCRIPT_LINE_PATTERN = re.compile(r"(?:say|slow|call|announce)\b")
+ASK_SCRIPT = """\
 When does the ferry leave?
 say At 12:40, from pier 2.
 say say That is too early for us. Is there a later one?
 say say say Yes, at 15:10. Shall I hold two seats?
 say say say say Yes, please.
 announce I am holding two seats on the 15:10 ferry."""
-TASK = """\
+TASK_SCRIPT = """\
 How strong is the wind at 15:10?
 slow 0.3 A light breeze from the south-west."""
 
 
-class Act(NamedTuple):
+class DemoScene(NamedTuple):
     title: str
     message: str
     ends: frozenset[str]
     """What has to have come to its end before the next act."""
 
 
-ACTS = (
-    Act(
+DEMO_SCENES = (
+    DemoScene(
         "An agent asks another one",
         f"Can we take the ferry today?\n"
         f"call sessions_list {{}}\n"
-        f"call sessions_send {dumps({'sessionKey': HELPER, 'message': ASK})}\n"
+        f"call sessions_send {dumps({'sessionKey': HELPER_SESSION_KEY, 'message': ASK_SCRIPT})}\n"
         f"say There is one at 12:40. I am asking for a later one.",
         frozenset({"announce"}),
     ),
-    Act(
+    DemoScene(
         "An agent spawns a sub-agent",
         f"Will the sea be calm?\n"
-        f"call sessions_spawn {dumps({'task': TASK, 'label': 'scout'})}\n"
+        f"call sessions_spawn {dumps({'task': TASK_SCRIPT, 'label': 'scout'})}\n"
         f"call sessions_yield {dumps({'message': 'A scout is finding out.'})}",
         frozenset({"task", "wake"}),
     ),
@@ -102,29 +109,29 @@ ACTS = (
 @click.option("--fast", is_flag=True, help="Do not wait for anybody to read along.")
 @click.option(
     "--pace",
-    type=Finite("seconds", 0, SLOWEST),
+    type=FiniteNumberParam("seconds", 0, MAX_PACE_SECONDS),
     metavar="SECONDS",
-    help=f"Wait so long after each move; default: {PACE:g} on a terminal, else 0.",
+    help=f"Wait so long after each move; default: {DEFAULT_PACE_SECONDS:g} on a terminal, else 0.",
 )
 @click.option("--keep", is_flag=True, help="Keep the state directory, and say where it is.")
-@common
+@common_options
 @click.pass_obj
 def command(settings: Settings, fast: bool, pace: float | None, keep: bool) -> int:
-    from antiphon.loop import run
+    from antiphon.event_loop import run
 
     if settings.state_dir or settings.config:
         raise click.UsageError("The demo makes its own state directory: leave --state-dir and --config out.")
     if pace is None:
-        pace = PACE if sys.stdout.isatty() else 0.0
-    show = _Record() if settings.json else _Drawing(0.0 if fast else pace)
-    return run(_demo(show, debug=settings.debug, keep=keep))
+        pace = DEFAULT_PACE_SECONDS if sys.stdout.isatty() else 0.0
+    show = _JsonPresenter() if settings.json else _DiagramPresenter(0.0 if fast else pace)
+    return run(_run_demo(show, debug=settings.debug, keep=keep))
 
 
-async def _demo(show: _Record | _Drawing, *, debug: bool, keep: bool) -> int:
-    with _stoppable() as stopped:
+async def _run_demo(show: _JsonPresenter | _DiagramPresenter, *, debug: bool, keep: bool) -> int:
+    with _cancel_on_signal() as stopped:
         try:
-            with _directory(keep=keep) as place:
-                await _play(show, place, debug=debug, keep=keep)
+            with _make_state_dir(keep=keep) as place:
+                await _play_scenes(show, place, debug=debug, keep=keep)
         except asyncio.CancelledError:
             if not stopped:
                 raise
@@ -135,7 +142,7 @@ async def _demo(show: _Record | _Drawing, *, debug: bool, keep: bool) -> int:
 
 
 @contextmanager
-def _stoppable() -> Generator[list[int]]:
+def _cancel_on_signal() -> Generator[list[int]]:
     """A signal ends the task from within, so that what it made is removed. Gives the signals that came."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
@@ -156,13 +163,13 @@ def _stoppable() -> Generator[list[int]]:
 
 
 @contextmanager
-def _directory(*, keep: bool) -> Generator[Path]:
+def _make_state_dir(*, keep: bool) -> Generator[Path]:
     from tempfile import mkdtemp
 
     place = Path(mkdtemp(prefix="antiphon-demo-"))
     try:
         # In a file, so that a gateway which is started there later hosts the same agents.
-        (place / "config.json5").write_text(dumps(CONFIG, indent=2) + "\n", "utf-8")
+        (place / "config.json5").write_text(dumps(DEMO_CONFIG, indent=2) + "\n", "utf-8")
         yield place
     finally:
         if not keep:
@@ -170,56 +177,60 @@ def _directory(*, keep: bool) -> Generator[Path]:
 
 
 @asynccontextmanager
-async def _opened(place: Path, *, debug: bool) -> AsyncGenerator[tuple[House, Listener]]:
+async def _open_demo_app(place: Path, *, debug: bool) -> AsyncGenerator[tuple[App, Listener]]:
     """The house, and somebody who hears everything that happens in it."""
-    from antiphon.cli.journal import keep_journal
+    from antiphon.app import open_app
+    from antiphon.cli._logging import configure_logging
     from antiphon.config import load
-    from antiphon.host import house
 
-    keep_journal(place, debug=debug)
+    configure_logging(place, debug=debug)
     config = load(place / "config.json5").config
-    async with house(config, place) as opened, opened.bus.listen(EVERY_SESSION) as listener:
+    async with open_app(config, place) as opened, opened.bus.listen(ALL_SESSIONS_TOPIC) as listener:
         yield opened, listener
 
 
-async def _play(show: _Record | _Drawing, place: Path, *, debug: bool, keep: bool) -> None:
+async def _play_scenes(
+    show: _JsonPresenter | _DiagramPresenter, place: Path, *, debug: bool, keep: bool
+) -> None:
     from antiphon.access import Caller
-    from antiphon.operations import Message
+    from antiphon.operations import IncomingMessage
 
     start = time.monotonic()
     operator = Caller.operator()
-    narrator = Narrator(VOICES, YOU, _heard)
-    async with _opened(place, debug=debug) as (opened, listener):
-        await opened.operations.open(operator, HELPER)
-        for act in ACTS:
-            await show.begin(act.title)
-            await opened.operations.submit(operator, Message(session=MAIN, content=act.message))
+    narrator = DiagramStepBuilder(NAMES_BY_SESSION_KEY, PERSON_NAME, _strip_script_lines)
+    async with _open_demo_app(place, debug=debug) as (opened, listener):
+        await opened.operations.open(operator, HELPER_SESSION_KEY)
+        for act in DEMO_SCENES:
+            await show.begin_scene(act.title)
+            await opened.operations.submit(
+                operator, IncomingMessage(session=MAIN_SESSION_KEY, content=act.message)
+            )
             while not act.ends <= narrator.over:
-                event = _sound(await listener.get(PATIENCE))
-                await show.event(event, narrator.hear(event))
-        summary = await _summary(opened, narrator, time.monotonic() - start)
-    show.end(summary, place if keep else None)
+                event = _check_event(await listener.get(EVENT_TIMEOUT_SECONDS))
+                await show.show_event(event, narrator.process_event(event))
+        summary = await _build_summary(opened, narrator, time.monotonic() - start)
+    show.show_summary(summary, place if keep else None)
 
 
-def _heard(text: str) -> str:
+def _strip_script_lines(text: str) -> str:
     """Without what tells the rehearsal model what to do."""
-    return "\n".join(line for line in text.splitlines() if not DIRECTION.match(line))
+    return "\n".join(line for line in text.splitlines() if not SCRIPT_LINE_PATTERN.match(line))
 
 
-def _sound(event: Event | None) -> Event:
+def _check_event(event: Event | None) -> Event:
     """An event that can be part of the story."""
     match event:
         case None | Gap():
-            raise _failed("nothing more was heard of the agents")
+            raise _make_demo_error("nothing more was heard of the agents")
         case RunChanged(state=state) if state not in {"queued", "running", "ok"}:
-            raise _failed(f"a run ended as {state!r}")
+            raise _make_demo_error(f"a run ended as {state!r}")
         case ToolPhase(is_error=True, name=name):
-            raise _failed(f"the tool {name!r} failed")
+            raise _make_demo_error(f"the tool {name!r} failed")
         case _:
             return event
 
 
-def _failed(what: str) -> AntiphonError:
+def _make_demo_error(what: str) -> AntiphonError:
     return AntiphonError(
         f"The demo did not get to its end: {what}.", "Run it again with --debug and --keep to see why."
     )
@@ -228,7 +239,7 @@ def _failed(what: str) -> AntiphonError:
 # --- what it came to ---
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+class ParticipantSummary(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """What one voice had in it."""
 
     name: str
@@ -238,8 +249,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     tokens_out: int
 
 
-class Summary(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    voices: list[Part]
+class DemoSummary(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    voices: list[ParticipantSummary]
     turns: int
     """That the two sides of the exchange took after the first reply."""
     deliveries: dict[str, int]
@@ -249,18 +260,18 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     seconds: float
 
 
-async def _summary(opened: House, narrator: Narrator, seconds: float) -> Summary:
+async def _build_summary(opened: App, narrator: DiagramStepBuilder, seconds: float) -> DemoSummary:
     """Counted from the events, and read from the house: it is over there, too."""
     from antiphon.access import Caller
 
     operator = Caller.operator()
-    page = await opened.operations.deliveries(operator)
-    tasks = await opened.operations.tasks(operator, MAIN)
+    page = await opened.operations.list_deliveries(operator)
+    tasks = await opened.operations.list_subagents(operator, MAIN_SESSION_KEY)
     if set(page.standing) != {"delivered"} or any(task.phase != "settled" for task in tasks):
-        raise _failed("something is still on its way")
-    return Summary(
+        raise _make_demo_error("something is still on its way")
+    return DemoSummary(
         voices=[
-            Part(
+            ParticipantSummary(
                 name=name,
                 runs=tally.runs,
                 messages=tally.messages,
@@ -279,58 +290,64 @@ async def _summary(opened: House, narrator: Narrator, seconds: float) -> Summary
 # --- showing it ---
 
 
-class _Record:
+class _JsonPresenter:
     """For programs: the events as they are, one JSON value per line, and the summary."""
 
-    async def begin(self, title: str) -> None:
+    async def begin_scene(self, title: str) -> None:
         """Nothing happens that would be an event."""
 
-    async def event(self, event: Event, moves: Sequence[Move]) -> None:
+    async def show_event(self, event: Event, moves: Sequence[DiagramStep]) -> None:
         plain: dict[str, Any] = msgspec.to_builtins(event)
         if isinstance(event, MessageAppended):
             plain["body"] = msgspec.json.decode(event.body)
-        output.emit(plain, compact=True)
+        _output.print_json(plain, compact=True)
 
-    def end(self, summary: Summary, kept: Path | None) -> None:
+    def show_summary(self, summary: DemoSummary, kept: Path | None) -> None:
         plain: dict[str, Any] = msgspec.to_builtins(summary)
-        output.emit({"event": "summary", **plain, "stateDir": str(kept) if kept else None}, compact=True)
+        _output.print_json(
+            {"event": "summary", **plain, "stateDir": str(kept) if kept else None}, compact=True
+        )
 
 
-class _Drawing:
+class _DiagramPresenter:
     """For people: each move when it has happened, and as slowly as they want."""
 
     def __init__(self, pace: float) -> None:
         self._pace = pace
         self._waited = 0.0
-        self._width = min(shutil.get_terminal_size().columns, WIDEST)
-        self._score = score([YOU, *VOICES.values()], self._width, DRAWN if _draws() else TYPED)
-        self._say(INTRODUCTION)
+        self._width = min(shutil.get_terminal_size().columns, MAX_DIAGRAM_COLUMNS)
+        self._score = make_diagram(
+            [PERSON_NAME, *NAMES_BY_SESSION_KEY.values()],
+            self._width,
+            UNICODE_CHARACTERS if _can_print_unicode() else ASCII_CHARACTERS,
+        )
+        self._print_wrapped(INTRODUCTION_TEXT)
         click.echo()
 
-    async def begin(self, title: str) -> None:
-        await self._show(self._score.title(title))
+    async def begin_scene(self, title: str) -> None:
+        await self._print_lines(self._score.draw_title(title))
 
-    async def event(self, event: Event, moves: Sequence[Move]) -> None:
+    async def show_event(self, event: Event, moves: Sequence[DiagramStep]) -> None:
         for move in moves:
-            await self._show(self._score.draw(move))
+            await self._print_lines(self._score.draw(move))
 
-    def end(self, summary: Summary, kept: Path | None) -> None:
+    def show_summary(self, summary: DemoSummary, kept: Path | None) -> None:
         click.echo()
         rows = [
             [part.name, str(part.runs), str(part.messages), str(part.tokens_in), str(part.tokens_out)]
             for part in summary.voices
         ]
-        output.table(("who", "runs", "messages", "tokens read", "written"), rows)
+        _output.print_table(("who", "runs", "messages", "tokens read", "written"), rows)
         click.echo()
-        for what, outcome in self._outcome(summary):
-            self._say(f"{what:<11} {outcome}", "    ")
+        for what, outcome in self._format_outcome(summary):
+            self._print_wrapped(f"{what:<11} {outcome}", "    ")
         if kept:
             click.echo(f"{'kept':<11} antiphon --state-dir {kept} sessions history main --tools")
         click.echo()
-        for number, (what, why) in enumerate(NEXT):
-            self._say(f"{'      ' if number else 'Next: '}{what:<22} {why}", "        ")
+        for number, (what, why) in enumerate(NEXT_STEPS):
+            self._print_wrapped(f"{'      ' if number else 'Next: '}{what:<22} {why}", "        ")
 
-    def _outcome(self, summary: Summary) -> Iterator[tuple[str, str]]:
+    def _format_outcome(self, summary: DemoSummary) -> Iterator[tuple[str, str]]:
         yield "exchange", f"settled: one request, one reply, {summary.turns} reply-back turns"
         for name, status in summary.tasks.items():
             yield "sub-agent", f"{name} reported {status!r}"
@@ -338,18 +355,18 @@ class _Drawing:
         reading = f", {self._waited:.1f} s of them for reading along" if self._waited else ""
         yield "time", f"{summary.seconds:.1f} s{reading}"
 
-    async def _show(self, lines: Sequence[str]) -> None:
+    async def _print_lines(self, lines: Sequence[str]) -> None:
         for line in lines:
             click.echo(line)
         if self._pace:
             await asyncio.sleep(self._pace)
             self._waited += self._pace
 
-    def _say(self, text: str, indent: str = "") -> None:
+    def _print_wrapped(self, text: str, indent: str = "") -> None:
         lines = textwrap.wrap(text, self._width, break_on_hyphens=False, subsequent_indent=indent)
         click.echo("\n".join(lines))
 
 
-def _draws() -> bool:
+def _can_print_unicode() -> bool:
     """Whether more than ASCII can be shown."""
     return sys.stdout.isatty() and (sys.stdout.encoding or "").lower().startswith("utf")

@@ -7,45 +7,45 @@ from typing import TYPE_CHECKING
 
 import click
 
-from antiphon.cli import output
-from antiphon.cli.settings import Settings, common
+from antiphon.cli import _output
+from antiphon.cli._options import Settings, common_options
 from antiphon.errors import AntiphonError
 
 if TYPE_CHECKING:
     from antiphon.config import Config
     from antiphon.doctor import Finding
 
-MARKS = {"ok": "ok  ", "warn": "warn", "fail": "fail"}
+LEVEL_MARKS = {"ok": "ok  ", "warn": "warn", "fail": "fail"}
 
 
 @click.command(help="Look for anything that is wrong. Exit code 1 if something has to be mended.")
 @click.option("--online", is_flag=True, help="Also see whether model providers answer; no key is sent.")
-@common
+@common_options
 @click.pass_obj
 def command(settings: Settings, online: bool) -> int:
-    findings = asyncio.run(_findings(settings, online=online))
+    findings = asyncio.run(_collect_findings(settings, online=online))
     failed = any(finding.level == "fail" for finding in findings)
     if settings.json:
-        output.emit({"ok": not failed, "findings": findings})
+        _output.print_json({"ok": not failed, "findings": findings})
         return int(failed)
     for finding in findings:
-        mark = output.red(MARKS["fail"]) if finding.level == "fail" else MARKS[finding.level]
+        mark = _output.red(LEVEL_MARKS["fail"]) if finding.level == "fail" else LEVEL_MARKS[finding.level]
         hint = f" {finding.next_step}" if finding.next_step else ""
-        click.echo(f"{mark}  {finding.check:<12} {output.clean(finding.what + hint)}")
+        click.echo(f"{mark}  {finding.check:<12} {_output.clean_text(finding.what + hint)}")
     return int(failed)
 
 
-async def _findings(settings: Settings, *, online: bool) -> list[Finding]:
-    from antiphon.cli.checkup import bus, look
-    from antiphon.doctor import examine
+async def _collect_findings(settings: Settings, *, online: bool) -> list[Finding]:
+    from antiphon.cli._doctor_checks import check_bus, check_gateways
+    from antiphon.doctor import run_checks
 
-    config = _config(settings)
-    findings = await examine(settings.paths, online=online)
-    findings += await bus(config) if config else []
-    return [*findings, *look(settings.paths.state_dir, config)]
+    config = _load_config_or_none(settings)
+    findings = await run_checks(settings.paths, online=online)
+    findings += await check_bus(config) if config else []
+    return [*findings, *check_gateways(settings.paths.state_dir, config)]
 
 
-def _config(settings: Settings) -> Config | None:
+def _load_config_or_none(settings: Settings) -> Config | None:
     try:
         return settings.load().config
     except AntiphonError:

@@ -10,43 +10,43 @@ from typing import Any, TextIO, cast
 
 import click
 
-from antiphon.cli import output
-from antiphon.cli.settings import Settings, common
-from antiphon.paths import LOG
+from antiphon.cli import _output
+from antiphon.cli._options import Settings, common_options
+from antiphon.paths import LOG_FILE_NAME
 
 POLL_SECONDS = 0.2
 MAX_LINES = 100_000
-ABOUT = ("run_id", "session_key")
+CONTEXT_FIELDS = ("run_id", "session_key")
 
 
 @click.command(help="Show the end of the log in the state directory, and follow it with -f.")
 @click.option("-f", "--follow", is_flag=True, help="Print new lines as they are logged, until Ctrl-C.")
 @click.option("-n", "--lines", type=click.IntRange(0, MAX_LINES), default=50, show_default=True)
-@common
+@common_options
 @click.pass_obj
 def command(settings: Settings, follow: bool, lines: int) -> None:
-    path = settings.paths.state_dir / LOG
+    path = settings.paths.state_dir / LOG_FILE_NAME
     if not path.exists() and not follow:
         click.echo(f"No log exists at {str(path)!r}.", err=True)
         return
     position = 0
     if path.exists():
         with path.open(encoding="utf-8", errors="replace") as log:
-            for text in _last(log, lines):
-                _print(settings, text)
+            for text in _read_last_lines(log, lines):
+                _print_log_line(settings, text)
             position = log.tell()
     if follow:
-        for text in _added(path, position):
-            _print(settings, text)
+        for text in _follow_lines(path, position):
+            _print_log_line(settings, text)
 
 
-def _last(log: TextIO, count: int) -> Iterator[str]:
+def _read_last_lines(log: TextIO, count: int) -> Iterator[str]:
     from collections import deque
 
     yield from deque(iter(log.readline, ""), maxlen=count)
 
 
-def _added(path: Path, position: int) -> Iterator[str]:
+def _follow_lines(path: Path, position: int) -> Iterator[str]:
     """Lines as they are written, also after the log file was rotated."""
     log, begun = None, ""
     while True:
@@ -77,18 +77,20 @@ def _inode_of(log: TextIO) -> int:
     return os.fstat(log.fileno()).st_ino
 
 
-def _print(settings: Settings, text: str) -> None:
+def _print_log_line(settings: Settings, text: str) -> None:
     """Print a line of the log; as plain text unless JSON was asked for."""
     try:
         given: Any = json.loads(text)
     except ValueError:
         given = None
     if settings.json or not isinstance(given, dict):
-        click.echo(output.clean(text.rstrip("\n")))
+        click.echo(_output.clean_text(text.rstrip("\n")))
         return
     entry = cast("dict[str, Any]", given)
-    about = "".join(f" {name}={entry[name]}" for name in ABOUT if entry.get(name))
+    about = "".join(f" {name}={entry[name]}" for name in CONTEXT_FIELDS if entry.get(name))
     when, level = str(entry.get("time", ""))[:19], str(entry.get("level", ""))
-    click.echo(output.clean(f"{when} {level:<8} {entry.get('logger', '')}: {entry.get('event', '')}{about}"))
+    click.echo(
+        _output.clean_text(f"{when} {level:<8} {entry.get('logger', '')}: {entry.get('event', '')}{about}")
+    )
     if trace := entry.get("exception"):
-        click.echo("\n".join(f"    {part}" for part in output.clean(str(trace)).splitlines()))
+        click.echo("\n".join(f"    {part}" for part in _output.clean_text(str(trace)).splitlines()))

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 import click
 
-from antiphon.cli import output
-from antiphon.cli.failures import outcome
-from antiphon.cli.quantities import Finite
-from antiphon.cli.settings import Settings, common, reaching
+from antiphon.cli import _output
+from antiphon.cli._errors import get_run_exit_code
+from antiphon.cli._options import Settings, common_options, gateway_options
+from antiphon.cli._param_types import FiniteNumberParam
 
 if TYPE_CHECKING:
-    from antiphon.operations import Message, Send
-    from antiphon.views import Accepted, RunView, Sent
+    from antiphon.operations import IncomingMessage, SendRequest
+    from antiphon.views import MessageReceipt, RunView, SendResult
 
-LONGEST = 366 * 86_400  # seconds
-LONGEST_REPLY = 3600  # seconds that one session waits for another
+MAX_WAIT_SECONDS = 366 * 86_400  # seconds
+MAX_REPLY_WAIT_SECONDS = 3600  # seconds that one session waits for another
 
 
 @click.command(
@@ -29,7 +29,7 @@ LONGEST_REPLY = 3600  # seconds that one session waits for another
 @click.option(
     "--wait",
     "seconds",
-    type=Finite("seconds", 0, LONGEST),
+    type=FiniteNumberParam("seconds", 0, MAX_WAIT_SECONDS),
     metavar="SECONDS",
     help="Wait so long for the answer, and print it.",
 )
@@ -46,8 +46,8 @@ LONGEST_REPLY = 3600  # seconds that one session waits for another
     "--reply-back", type=click.IntRange(0, 5), metavar="N", help="With --from: at most N turns of that."
 )
 @click.option("--no-announce", is_flag=True, help="With --from: nothing is told to the other one's chat.")
-@reaching
-@common
+@gateway_options
+@common_options
 @click.pass_obj
 def command(
     settings: Settings,
@@ -59,17 +59,19 @@ def command(
     reply_back: int | None,
     no_announce: bool,
 ) -> int:
-    from antiphon.engine.words import check_key
-    from antiphon.operations import Message, Send
+    from antiphon.engine.validation import validate_idempotency_key
+    from antiphon.operations import IncomingMessage, SendRequest
 
-    check_key(key)
+    validate_idempotency_key(key)
     if sender is None:
         if reply_back is not None or no_announce:
             raise click.UsageError("--reply-back and --no-announce are for what is said --from a session.")
-        return _say(settings, Message(session=session, content=text, idempotency_key=key), seconds)
-    if seconds is not None and seconds > LONGEST_REPLY:
-        raise click.UsageError(f"With --from, --wait is at most {LONGEST_REPLY} seconds.")
-    wanted = Send(
+        return _send_as_operator(
+            settings, IncomingMessage(session=session, content=text, idempotency_key=key), seconds
+        )
+    if seconds is not None and seconds > MAX_REPLY_WAIT_SECONDS:
+        raise click.UsageError(f"With --from, --wait is at most {MAX_REPLY_WAIT_SECONDS} seconds.")
+    wanted = SendRequest(
         session=session,
         message=text,
         timeout_seconds=seconds or 0,
@@ -77,104 +79,110 @@ def command(
         reply_back=reply_back,
         announce="none" if no_announce else "target",
     )
-    sent, view = asyncio.run(_exchange(settings, wanted, sender))
-    return _told(settings, sent, view, seconds or 0)
+    sent, view = asyncio.run(_send_between_sessions(settings, wanted, sender))
+    return _print_exchange_outcome(settings, sent, view, seconds or 0)
 
 
-def _say(settings: Settings, message: Message, seconds: float | None) -> int:
-    accepted, view = asyncio.run(_send(settings, message, seconds))
+def _send_as_operator(settings: Settings, message: IncomingMessage, seconds: float | None) -> int:
+    accepted, view = asyncio.run(_submit_message(settings, message, seconds))
     if seconds is not None:
-        return tell(settings, view, seconds)
+        return print_run_outcome(settings, view, seconds)
     if settings.json:
-        output.emit(accepted)
+        _output.print_json(accepted)
     else:
-        _accepted(accepted.run_id, accepted.session_key)
+        _print_accepted_with_hint(accepted.run_id, accepted.session_key)
     return 0
 
 
-async def _send(settings: Settings, message: Message, seconds: float | None) -> tuple[Accepted, RunView]:
-    from antiphon.cli.desk import remember_replicas, talking
-    from antiphon.cli.staying import leaving, tell_accepted, to_the_end
+async def _submit_message(
+    settings: Settings, message: IncomingMessage, seconds: float | None
+) -> tuple[MessageReceipt, RunView]:
+    from antiphon.cli._backend import open_backend_for_messages, remember_replicas
+    from antiphon.cli._wait import explain_early_exit, print_accepted_run, wait_for_run_end
 
-    async with talking(settings) as (desk, gateway):
+    async with open_backend_for_messages(settings) as (desk, gateway):
         hosted = gateway is None
         if seconds:
             await remember_replicas(settings, gateway)
-        with leaving(message.session, hosted=hosted):  # it may be accepted before the acknowledgement arrives
+        with explain_early_exit(
+            message.session, hosted=hosted
+        ):  # it may be accepted before the acknowledgement arrives
             accepted = await desk.submit(message)
         if seconds and not settings.json:
-            tell_accepted(accepted.run_id, accepted.session_key)
-        with leaving(accepted.session_key, hosted=hosted, run_id=accepted.run_id):
+            print_accepted_run(accepted.run_id, accepted.session_key)
+        with explain_early_exit(accepted.session_key, hosted=hosted, run_id=accepted.run_id):
             if (
                 seconds is None and hosted
             ):  # only this process can answer, so it stays until the run has ended
-                return accepted, await to_the_end(desk, accepted.run_id)
+                return accepted, await wait_for_run_end(desk, accepted.run_id)
             return accepted, await desk.wait(accepted.run_id, seconds or 0)
 
 
-async def _exchange(settings: Settings, wanted: Send, sender: str) -> tuple[Sent, RunView]:
+async def _send_between_sessions(
+    settings: Settings, wanted: SendRequest, sender: str
+) -> tuple[SendResult, RunView]:
     import msgspec
 
-    from antiphon.cli.desk import talking
-    from antiphon.cli.parties import present
-    from antiphon.cli.staying import leaving, quiet, tell_accepted
+    from antiphon.cli._backend import open_backend_for_messages
+    from antiphon.cli._ensure_session import ensure_session_exists
+    from antiphon.cli._wait import explain_early_exit, print_accepted_run, wait_until_idle
 
     target = wanted.session or ""
-    async with talking(settings) as (desk, gateway):
+    async with open_backend_for_messages(settings) as (desk, gateway):
         for session in (sender, target):
-            await present(desk, session)
-        with leaving(target, hosted=gateway is None):
+            await ensure_session_exists(desk, session)
+        with explain_early_exit(target, hosted=gateway is None):
             sent = await desk.send(msgspec.structs.replace(wanted, timeout_seconds=0), sender)
         if wanted.timeout_seconds and not settings.json:
-            tell_accepted(sent.run_id, sent.session_key)
-        with leaving(sent.session_key, hosted=gateway is None, run_id=sent.run_id):
+            print_accepted_run(sent.run_id, sent.session_key)
+        with explain_early_exit(sent.session_key, hosted=gateway is None, run_id=sent.run_id):
             if wanted.timeout_seconds:  # the same key is the same message, so this only waits
                 sent = await desk.send(wanted, sender)
             if gateway is None and sent.status != "timeout":  # as above, and the two may have more to say
-                await quiet(desk, sender, sent.session_key)
+                await wait_until_idle(desk, sender, sent.session_key)
             return sent, await desk.wait(sent.run_id, 0)
 
 
-def tell(settings: Settings, view: RunView, seconds: float = 0) -> int:
+def print_run_outcome(settings: Settings, view: RunView, seconds: float = 0) -> int:
     """Print how a run ended; the exit code that says the same."""
     if settings.json:
-        output.emit(view)
-    elif not view.ended:
-        late(view, seconds)
+        _output.print_json(view)
+    elif not view.has_ended:
+        print_timeout_notice(view, seconds)
     else:
         if view.reply:
-            click.echo(output.clean(view.reply))
+            click.echo(_output.clean_text(view.reply))
         if view.state != "ok":
-            click.echo(output.clean(view.error or f"The run ended as {view.state!r}."), err=True)
-    return outcome(view)
+            click.echo(_output.clean_text(view.error or f"The run ended as {view.state!r}."), err=True)
+    return get_run_exit_code(view)
 
 
-def _told(settings: Settings, sent: Sent, view: RunView, seconds: float) -> int:
+def _print_exchange_outcome(settings: Settings, sent: SendResult, view: RunView, seconds: float) -> int:
     """The same of an exchange, of which only the first answer is waited for."""
     if settings.json:
-        output.emit(sent)
+        _output.print_json(sent)
     elif sent.status == "accepted":
-        _accepted(sent.run_id, sent.session_key)
+        _print_accepted_with_hint(sent.run_id, sent.session_key)
     elif sent.status == "timeout":
-        late(view, seconds)
+        print_timeout_notice(view, seconds)
     else:
-        click.echo(output.clean(sent.reply or sent.error or ""), err=sent.status == "error")
-    return 0 if sent.status in {"accepted", "ok"} else outcome(view) or 1
+        click.echo(_output.clean_text(sent.reply or sent.error or ""), err=sent.status == "error")
+    return 0 if sent.status in {"accepted", "ok"} else get_run_exit_code(view) or 1
 
 
-def _accepted(run_id: str, session_key: str) -> None:
-    key = output.line(session_key)
-    click.echo(f"Accepted: run {output.line(run_id)} in {key}.")
-    click.echo(output.dim(f"The answer: antiphon sessions history {key}"), err=True)
+def _print_accepted_with_hint(run_id: str, session_key: str) -> None:
+    key = _output.clean_line(session_key)
+    click.echo(f"Accepted: run {_output.clean_line(run_id)} in {key}.")
+    click.echo(_output.dim(f"The answer: antiphon sessions history {key}"), err=True)
 
 
-def late(view: RunView, seconds: float) -> None:
+def print_timeout_notice(view: RunView, seconds: float) -> None:
     """No answer in time is no failure: what was delivered is not to be sent again."""
-    key = output.line(view.session_key)
+    key = _output.clean_line(view.session_key)
     if view.state == "queued":
         where = f"is number {view.position} in its line"
     else:
-        where = f"has been worked on for {output.lasting(view.running_ms or 0)}"
+        where = f"has been worked on for {_output.format_duration(view.running_ms or 0)}"
     click.echo(
         f"There is no answer after {seconds:g} s. The message was delivered and {where}; the run goes on. "
         f"Look later: antiphon sessions history {key}",

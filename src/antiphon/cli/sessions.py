@@ -8,36 +8,41 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
-from antiphon.cli import output, transfers, upkeep, voices
-from antiphon.cli.quantities import Finite, Moment
-from antiphon.cli.settings import Settings, common, reaching
-from antiphon.filters import HistoryFilter, ListFilter, Role
+from antiphon.cli import _output, _sessions_edit, _sessions_transfer
+from antiphon.cli._options import Settings, common_options, gateway_options
+from antiphon.cli._param_types import FiniteNumberParam, TimeParam
+from antiphon.cli.chat import speakers
+from antiphon.filters import EntryRole, HistoryFilter, ListFilter
 
 if TYPE_CHECKING:
-    from antiphon.views import Conversation, HistoryPage, SearchPage, SessionPage
+    from antiphon.views import ConversationView, HistoryPage, SearchPage, SessionPage
 
-KINDS = ("main", "group", "cron", "hook", "node", "other")
-MOST_MINUTES = 1e9  # two thousand years; a time before that has no number in the store
-LAST = 2**53  # a number that no entry has
+SESSION_KINDS = ("main", "group", "cron", "hook", "node", "other")
+MAX_ACTIVE_MINUTES = 1e9  # two thousand years; a time before that has no number in the store
+MAX_ENTRY_NUMBER = 2**53  # a number that no entry has
 
 
 @click.group(help="List, read, find, name, delete, export and import conversations.")
-@common
+@common_options
 def command() -> None: ...
 
 
-for one in (*upkeep.COMMANDS, *transfers.COMMANDS):
+for one in (*_sessions_edit.EDIT_COMMANDS, *_sessions_transfer.TRANSFER_COMMANDS):
     command.add_command(one)
 
 
 @command.command("list")
 @click.option(
-    "--kind", "kinds", multiple=True, type=click.Choice(KINDS), help="Only this kind; may be repeated."
+    "--kind",
+    "kinds",
+    multiple=True,
+    type=click.Choice(SESSION_KINDS),
+    help="Only this kind; may be repeated.",
 )
 @click.option("--agent", metavar="ID", help="Only this agent's.")
 @click.option(
     "--active",
-    type=Finite("minutes", 0, MOST_MINUTES, min_open=True),
+    type=FiniteNumberParam("minutes", 0, MAX_ACTIVE_MINUTES, min_open=True),
     metavar="MIN",
     help="Only those active in the last MIN minutes.",
 )
@@ -46,8 +51,8 @@ for one in (*upkeep.COMMANDS, *transfers.COMMANDS):
 @click.option("--limit", type=click.IntRange(1, 200), default=50, show_default=True)
 @click.option("--archived", is_flag=True, help="Archived ones too.")
 @click.option("--cursor", help="Go on after an earlier page.")
-@reaching
-@common
+@gateway_options
+@common_options
 @click.pass_obj
 def list_sessions(
     settings: Settings,
@@ -71,17 +76,17 @@ def list_sessions(
         include_archived=archived,
         cursor=cursor,
     )
-    page = asyncio.run(_list(settings, wanted))
+    page = asyncio.run(_load_page(settings, wanted))
     if settings.json:
-        output.emit(page)
+        _output.print_json(page)
     else:
         _print_page(page)
 
 
-async def _list(settings: Settings, wanted: ListFilter) -> SessionPage:
-    from antiphon.cli.desk import reading
+async def _load_page(settings: Settings, wanted: ListFilter) -> SessionPage:
+    from antiphon.cli._backend import open_backend_for_reading
 
-    async with reading(settings) as desk:
+    async with open_backend_for_reading(settings) as desk:
         return await desk.list(wanted)
 
 
@@ -93,16 +98,16 @@ def _print_page(page: SessionPage) -> None:
         [
             session.key,
             session.kind,
-            output.ago(session.updated_at),
+            _output.format_age(session.updated_at),
             str(session.total_tokens or ""),
             session.model or "",
             session.label or session.display_name or "",
         ]
         for session in page.sessions
     ]
-    output.table(["SESSION", "KIND", "ACTIVE", "TOKENS", "MODEL", "NAME"], rows)
+    _output.print_table(["SESSION", "KIND", "ACTIVE", "TOKENS", "MODEL", "NAME"], rows)
     if page.next_cursor:
-        click.echo(output.dim(f"There are more: --cursor '{output.clean(page.next_cursor)}'"))
+        click.echo(_output.dim(f"There are more: --cursor '{_output.clean_text(page.next_cursor)}'"))
 
 
 @command.command()
@@ -111,23 +116,28 @@ def _print_page(page: SessionPage) -> None:
 @click.option("--tools", is_flag=True, help="Show what tools returned, too.")
 @click.option("--all", "everything", is_flag=True, help="Show what was not meant for people, too.")
 @click.option(
-    "--before", type=click.IntRange(1, LAST), metavar="SEQ", help="Only entries before this number."
+    "--before",
+    type=click.IntRange(1, MAX_ENTRY_NUMBER),
+    metavar="SEQ",
+    help="Only entries before this number.",
 )
-@click.option("--after", type=click.IntRange(0, LAST), metavar="SEQ", help="Only entries after this number.")
+@click.option(
+    "--after", type=click.IntRange(0, MAX_ENTRY_NUMBER), metavar="SEQ", help="Only entries after this number."
+)
 @click.option(
     "--role",
     "roles",
     multiple=True,
-    type=click.Choice(get_args(Role)),
+    type=click.Choice(get_args(EntryRole)),
     help="Only of this role; may be repeated.",
 )
 @click.option(
-    "--since", type=Moment(), metavar="TIME", help="Only since then, such as 2h (ago) or 2026-08-01T09:00."
+    "--since", type=TimeParam(), metavar="TIME", help="Only since then, such as 2h (ago) or 2026-08-01T09:00."
 )
 @click.option("--errors", is_flag=True, help="Only what failed, tools too.")
 @click.option("--tool", metavar="NAME", help="Only answers that called this tool, and what it returned.")
-@reaching
-@common
+@gateway_options
+@common_options
 @click.pass_obj
 def history(
     settings: Settings,
@@ -156,31 +166,35 @@ def history(
         tool=tool,
         without_internal=not everything,
     )
-    page, known = asyncio.run(_history(settings, key, wanted))
+    page, known = asyncio.run(_load_history(settings, key, wanted))
     if settings.json:
-        output.emit(page)
+        _output.print_json(page)
         return
     day = None
     for item in page.messages:
         at: int | None = item.get("timestamp")
-        if at is not None and output.format_day(at) != day:
-            day = output.format_day(at)
-            click.echo(output.dim(f"      {day}"))
-        output.print_entry(at, voices.heading(item, known), output.said(item), item["seq"])
+        if at is not None and _output.format_day(at) != day:
+            day = _output.format_day(at)
+            click.echo(_output.dim(f"      {day}"))
+        _output.print_entry(
+            at, speakers.format_heading(item, known), _output.format_entry_text(item), item["seq"]
+        )
     if page.next_cursor:
         way = "--before" if after is None else "--after"
-        sure = "may be" if wanted.narrow else "is"
-        click.echo(output.dim(f"There {sure} more: {way} {output.line(str(page.next_cursor))}"))
+        sure = "may be" if wanted.is_narrow else "is"
+        click.echo(_output.dim(f"There {sure} more: {way} {_output.clean_line(str(page.next_cursor))}"))
 
 
-async def _history(settings: Settings, key: str, wanted: HistoryFilter) -> tuple[HistoryPage, voices.Known]:
-    from antiphon.cli.desk import reading
+async def _load_history(
+    settings: Settings, key: str, wanted: HistoryFilter
+) -> tuple[HistoryPage, speakers.KnownSpeakers]:
+    from antiphon.cli._backend import open_backend_for_reading
 
-    async with reading(settings) as desk:
+    async with open_backend_for_reading(settings) as desk:
         page = await desk.history(key, wanted)
-        known = voices.Known(page.session_key)
+        known = speakers.KnownSpeakers(page.session_key)
         if not settings.json:
-            await voices.look_up_speakers(desk, page.messages, known)
+            await speakers.look_up_speakers(desk, page.messages, known)
         return page, known
 
 
@@ -189,65 +203,67 @@ async def _history(settings: Settings, key: str, wanted: HistoryFilter) -> tuple
 @click.option("--session", metavar="KEY", help="Only in this session, its earlier conversations too.")
 @click.option("--agent", metavar="ID", help="Only in this agent's sessions.")
 @click.option("--limit", type=click.IntRange(1, 25), default=10, show_default=True)
-@reaching
-@common
+@gateway_options
+@common_options
 @click.pass_obj
 def search(
     settings: Settings, words: Sequence[str], session: str | None, agent: str | None, limit: int
 ) -> None:
     """What was said with all these WORDS in it, the latest first. Quotes within them make a phrase."""
-    page = asyncio.run(_search(settings, " ".join(words), session, agent, limit))
+    page = asyncio.run(_search_messages(settings, " ".join(words), session, agent, limit))
     if settings.json:
-        output.emit(page)
+        _output.print_json(page)
     else:
-        _print_found(page)
+        _print_search_results(page)
 
 
-async def _search(
+async def _search_messages(
     settings: Settings, query: str, session: str | None, agent: str | None, limit: int
 ) -> SearchPage:
-    from antiphon.cli.desk import searching
+    from antiphon.cli._backend import open_backend_for_search
 
-    async with searching(settings) as desk:
+    async with open_backend_for_search(settings) as desk:
         only = None if session is None else (await desk.describe(session)).key
         return await desk.search(query, session=only, agent_id=agent, limit=limit)
 
 
-def _print_found(page: SearchPage) -> None:
+def _print_search_results(page: SearchPage) -> None:
     for hit in page.results:
-        where = f"{output.line(hit.session_key)} {hit.seq}"
-        about = f"{hit.role}, {output.ago(hit.timestamp)}, in {output.line(hit.session_id)}"
-        click.echo(f"{output.bold(where)} {output.dim(about)}")
-        click.echo(f"      {output.line(hit.snippet)}")
+        where = f"{_output.clean_line(hit.session_key)} {hit.seq}"
+        about = f"{hit.role}, {_output.format_age(hit.timestamp)}, in {_output.clean_line(hit.session_id)}"
+        click.echo(f"{_output.bold(where)} {_output.dim(about)}")
+        click.echo(f"      {_output.clean_line(hit.snippet)}")
     if not page.results:
         click.echo("Nothing was found.")
     if page.indexing:
-        click.echo(output.dim("What was said last cannot be found yet; try again in a moment."))
+        click.echo(_output.dim("What was said last cannot be found yet; try again in a moment."))
     if page.truncated:
-        click.echo(output.dim("There may be more: give more words, or a --session."))
+        click.echo(_output.dim("There may be more: give more words, or a --session."))
 
 
 @command.command()
 @click.argument("key")
-@reaching
-@common
+@gateway_options
+@common_options
 @click.pass_obj
 def past(settings: Settings, key: str) -> None:
     """The conversations a session has had, the newest first. `history` reads each by its id."""
-    conversations = asyncio.run(_past(settings, key))
+    conversations = asyncio.run(_load_conversations(settings, key))
     if settings.json:
-        output.emit(conversations)
+        _output.print_json(conversations)
         return
-    rows = [[c.session_id, c.reason, output.ago(c.started_at), _ended(c)] for c in conversations]
-    output.table(["ID", "BEGUN BY", "BEGUN", "ENDED"], rows)
+    rows = [
+        [c.session_id, c.reason, _output.format_age(c.started_at), _format_end_time(c)] for c in conversations
+    ]
+    _output.print_table(["ID", "BEGUN BY", "BEGUN", "ENDED"], rows)
 
 
-def _ended(conversation: Conversation) -> str:
-    return "current" if conversation.ended_at is None else output.ago(conversation.ended_at)
+def _format_end_time(conversation: ConversationView) -> str:
+    return "current" if conversation.ended_at is None else _output.format_age(conversation.ended_at)
 
 
-async def _past(settings: Settings, key: str) -> list[Conversation]:
-    from antiphon.cli.desk import reading
+async def _load_conversations(settings: Settings, key: str) -> list[ConversationView]:
+    from antiphon.cli._backend import open_backend_for_reading
 
-    async with reading(settings) as desk:
+    async with open_backend_for_reading(settings) as desk:
         return await desk.conversations(key)

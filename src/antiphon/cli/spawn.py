@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from antiphon.cli import output
-from antiphon.cli.failures import outcome
-from antiphon.cli.quantities import Finite
-from antiphon.cli.settings import Settings, common, reaching
+from antiphon.cli import _output
+from antiphon.cli._errors import get_run_exit_code
+from antiphon.cli._options import Settings, common_options, gateway_options
+from antiphon.cli._param_types import FiniteNumberParam
 from antiphon.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from antiphon.cli.desk import Desk
-    from antiphon.engine.attachments import Attachment
-    from antiphon.operations import Spawn
-    from antiphon.views import RunView, Spawned, TaskView
+    from antiphon.cli._backend import Backend
+    from antiphon.engine.collaboration.attachments import SpawnAttachment
+    from antiphon.operations import SpawnRequest
+    from antiphon.views import RunView, SpawnResult, TaskView
 
-LONGEST = 30 * 86_400  # seconds
-THINKING = ("off", "minimal", "low", "medium", "high", "xhigh")
-PHASES = {
+MAX_TASK_SECONDS = 30 * 86_400  # seconds
+THINKING_LEVELS = ("off", "minimal", "low", "medium", "high", "xhigh")
+PHASE_DESCRIPTIONS = {
     "running": "at work",
     "waiting": "waiting for its own sub-agents",
     "announcing": "wording its report",
 }
 
 
-class Ended(NamedTuple):
+class SubagentOutcome(NamedTuple):
     """A task when nobody waits for it any longer, what was said of it if it is over, and its first run.
 
     A run goes with its session, and a task that was over long ago is in no list; what was said of it is kept.
@@ -49,7 +49,7 @@ class Ended(NamedTuple):
         return self.task.status if self.task.phase == "settled" else None
 
 
-class Patience(Finite):
+class WaitSecondsParam(FiniteNumberParam):
     """Seconds to wait; the option alone is as long as it takes."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -72,10 +72,10 @@ class Patience(Finite):
 )
 @click.option("--label", metavar="NAME", help="A short name for it.")
 @click.option("--model", metavar="PROVIDER/MODEL", help="Instead of the agent's own.")
-@click.option("--thinking", type=click.Choice(THINKING), help="How much it is to think.")
+@click.option("--thinking", type=click.Choice(THINKING_LEVELS), help="How much it is to think.")
 @click.option(
     "--timeout",
-    type=Finite("seconds", 0, LONGEST),
+    type=FiniteNumberParam("seconds", 0, MAX_TASK_SECONDS),
     metavar="SECONDS",
     help="Stop it after so long; default: as configured.",
 )
@@ -104,7 +104,7 @@ class Patience(Finite):
 @click.option(
     "--wait",
     "seconds",
-    type=Patience("seconds", 0, LONGEST),
+    type=WaitSecondsParam("seconds", 0, MAX_TASK_SECONDS),
     is_flag=False,
     flag_value=math.inf,
     metavar="[SECONDS]",
@@ -113,19 +113,19 @@ class Patience(Finite):
 @click.option(
     "--key", metavar="IDEMPOTENCY", help="Asked again with the same key, it is the same one; default: new."
 )
-@reaching
-@common
+@gateway_options
+@common_options
 @click.pass_obj
 def command(
     settings: Settings, requester: str, files: Sequence[Path], seconds: float | None, **given: Any
 ) -> int:
-    from antiphon.engine.words import check_key
-    from antiphon.operations import Spawn
+    from antiphon.engine.validation import validate_idempotency_key
+    from antiphon.operations import SpawnRequest
 
-    check_key(given["key"])
+    validate_idempotency_key(given["key"])
     if not given["task"].strip():
         raise InvalidInput("The task is empty.", "Say what is to be done.", field="task")
-    wanted = Spawn(
+    wanted = SpawnRequest(
         task=given["task"],
         label=given["label"],
         agent_id=given["agent"],
@@ -134,107 +134,111 @@ def command(
         run_timeout_seconds=given["timeout"],
         cleanup=given["cleanup"],
         announce=given["announce"],
-        attachments=[_attachment(path) for path in files],
+        attachments=[_read_attachment(path) for path in files],
         idempotency_key=given["key"],
     )
-    spawned, ended = asyncio.run(_spawn(settings, wanted, requester, seconds))
+    spawned, ended = asyncio.run(_spawn_and_wait(settings, wanted, requester, seconds))
     if seconds is not None and ended:
-        return _told(settings, spawned, ended, seconds)
+        return _print_outcome(settings, spawned, ended, seconds)
     if settings.json:
-        output.emit(spawned)
+        _output.print_json(spawned)
     else:
-        _accepted(spawned, requester)
+        _print_accepted_with_hint(spawned, requester)
     return 0
 
 
-def _attachment(path: Path) -> Attachment:
+def _read_attachment(path: Path) -> SpawnAttachment:
     from base64 import b64encode
 
-    from antiphon.engine.attachments import Attachment
+    from antiphon.engine.collaboration.attachments import SpawnAttachment
 
     content = path.read_bytes()
     try:
-        return Attachment(name=path.name, content=content.decode())
+        return SpawnAttachment(name=path.name, content=content.decode())
     except UnicodeDecodeError:
-        return Attachment(name=path.name, content=b64encode(content).decode(), encoding="base64")
+        return SpawnAttachment(name=path.name, content=b64encode(content).decode(), encoding="base64")
 
 
-async def _spawn(
-    settings: Settings, wanted: Spawn, requester: str, seconds: float | None
-) -> tuple[Spawned, Ended | None]:
-    from antiphon.cli.desk import remember_replicas, talking
-    from antiphon.cli.parties import present
-    from antiphon.cli.staying import leaving, tell_accepted
+async def _spawn_and_wait(
+    settings: Settings, wanted: SpawnRequest, requester: str, seconds: float | None
+) -> tuple[SpawnResult, SubagentOutcome | None]:
+    from antiphon.cli._backend import open_backend_for_messages, remember_replicas
+    from antiphon.cli._ensure_session import ensure_session_exists
+    from antiphon.cli._wait import explain_early_exit, print_accepted_run
 
-    async with talking(settings) as (desk, gateway):
-        await present(desk, requester)
+    async with open_backend_for_messages(settings) as (desk, gateway):
+        await ensure_session_exists(desk, requester)
         silent, hosted = settings.json or seconds is None, gateway is None
         if seconds is not None:
             await remember_replicas(settings, gateway)
-        with leaving(requester, hosted=hosted):  # it may be accepted before we hear so
+        with explain_early_exit(requester, hosted=hosted):  # it may be accepted before we hear so
             spawned = await desk.spawn(wanted, requester)
         if seconds is None and gateway:
             return spawned, None
         if not silent:
-            tell_accepted(spawned.run_id, spawned.child_session_key)
-            _attached(spawned, err=True)
-        with leaving(spawned.child_session_key, hosted=hosted, run_id=spawned.run_id):
-            ended = await _ended(desk, spawned.run_id, requester, seconds, silent=silent, hosted=hosted)
+            print_accepted_run(spawned.run_id, spawned.child_session_key)
+            _print_attachments(spawned, err=True)
+        with explain_early_exit(spawned.child_session_key, hosted=hosted, run_id=spawned.run_id):
+            ended = await _wait_for_outcome(
+                desk, spawned.run_id, requester, seconds, silent=silent, hosted=hosted
+            )
         return spawned, ended
 
 
-async def _ended(
-    desk: Desk, run_id: str, requester: str, seconds: float | None, *, silent: bool, hosted: bool
-) -> Ended:
-    from antiphon.cli.staying import quiet, reported, seen
+async def _wait_for_outcome(
+    desk: Backend, run_id: str, requester: str, seconds: float | None, *, silent: bool, hosted: bool
+) -> SubagentOutcome:
+    from antiphon.cli._wait import wait_for_run_if_exists, wait_for_task, wait_until_idle
 
     patience = None if seconds in {None, math.inf} else seconds
-    shown = _nothing if silent else _progress
-    task = await reported(desk, requester, run_id, patience, shown)
+    shown = _ignore_progress if silent else _print_progress
+    task = await wait_for_task(desk, requester, run_id, patience, shown)
     report = await desk.task_report(run_id)
     if hosted and report is not None:  # it is on its way, and nobody else is here
-        await quiet(desk, requester)
-    return Ended(task, report, await seen(desk, run_id, 0))
+        await wait_until_idle(desk, requester)
+    return SubagentOutcome(task, report, await wait_for_run_if_exists(desk, run_id, 0))
 
 
-def _nothing(_: TaskView) -> None: ...
+def _ignore_progress(_: TaskView) -> None: ...
 
 
-def _progress(task: TaskView) -> None:
-    if task.phase in PHASES:
-        child = output.line(task.label or task.child_session_key)
-        click.echo(output.dim(f"{child} is {PHASES[task.phase]}…"), err=True)
+def _print_progress(task: TaskView) -> None:
+    if task.phase in PHASE_DESCRIPTIONS:
+        child = _output.clean_line(task.label or task.child_session_key)
+        click.echo(_output.dim(f"{child} is {PHASE_DESCRIPTIONS[task.phase]}…"), err=True)
 
 
-def _accepted(spawned: Spawned, requester: str) -> None:
-    child = output.line(spawned.child_session_key)
-    click.echo(f"Accepted: run {output.line(spawned.run_id)} in {child}.")
-    _attached(spawned)
-    click.echo(output.dim(f"The report: antiphon sessions history {output.line(requester)}"), err=True)
+def _print_accepted_with_hint(spawned: SpawnResult, requester: str) -> None:
+    child = _output.clean_line(spawned.child_session_key)
+    click.echo(f"Accepted: run {_output.clean_line(spawned.run_id)} in {child}.")
+    _print_attachments(spawned)
+    click.echo(
+        _output.dim(f"The report: antiphon sessions history {_output.clean_line(requester)}"), err=True
+    )
 
 
-def _attached(spawned: Spawned, *, err: bool = False) -> None:
+def _print_attachments(spawned: SpawnResult, *, err: bool = False) -> None:
     if receipt := spawned.attachments:
         files = "1 file" if receipt.count == 1 else f"{receipt.count} files"
-        folder = output.line(receipt.rel_dir)
+        folder = _output.clean_line(receipt.rel_dir)
         click.echo(f"Attached: {files}, {receipt.total_bytes} bytes, in {folder}.", err=err)
 
 
-def _told(settings: Settings, spawned: Spawned, ended: Ended, seconds: float) -> int:
+def _print_outcome(settings: Settings, spawned: SpawnResult, ended: SubagentOutcome, seconds: float) -> int:
     if settings.json:
         import msgspec
 
         known = ended.task or {"runId": spawned.run_id, "childSessionKey": spawned.child_session_key}
-        output.emit({**msgspec.to_builtins(known), "report": ended.report})
+        _output.print_json({**msgspec.to_builtins(known), "report": ended.report})
     elif ended.status is None:
-        child = output.line(spawned.child_session_key)
+        child = _output.clean_line(spawned.child_session_key)
         click.echo(
             f"There is no report after {seconds:g} s; the sub-agent goes on. "
             f"Look later: antiphon sessions history {child}",
             err=True,
         )
     else:
-        click.echo(output.clean(ended.report or f"Status: {ended.status}"))
+        click.echo(_output.clean_text(ended.report or f"Status: {ended.status}"))
     if ended.status == "ok":
         return 0
-    return (outcome(ended.run) if ended.run else 0) or 1
+    return (get_run_exit_code(ended.run) if ended.run else 0) or 1

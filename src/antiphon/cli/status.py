@@ -10,17 +10,17 @@ from urllib.parse import urlsplit
 import click
 import msgspec
 
-from antiphon.cli import output
-from antiphon.cli.settings import Settings, common, reaching
+from antiphon.cli import _output
+from antiphon.cli._options import Settings, common_options, gateway_options
 
 if TYPE_CHECKING:
     from antiphon.client import Client
 
-SOON = 5.0  # seconds in which a gateway says whether it can work; it gives its store two
-SHOWN = (
+READINESS_TIMEOUT_SECONDS = 5.0  # seconds in which a gateway says whether it can work; it gives its store two
+STATUS_FIELDS = (
     "version", "pid", "uptimeMs", "stateDir", "connections", "rssBytes", "runs", "cron", "deliveries", "replicas",
 )  # fmt: skip
-LACKING = {
+FAILURE_DESCRIPTIONS = {
     "closing": ("stopping", "it takes nothing any more, and is gone soon"),
     "store": ("database", "cannot be used now, so nothing is accepted; why: antiphon doctor"),
     "bus": (
@@ -38,52 +38,56 @@ class Readiness(msgspec.Struct, frozen=True):
 
 
 @click.command(help="How the gateway is, or what is kept while none runs.")
-@reaching
-@common
+@gateway_options
+@common_options
 @click.pass_obj
 def command(settings: Settings) -> None:
-    facts = asyncio.run(_facts(settings))
+    facts = asyncio.run(_collect_facts(settings))
     if settings.json:
-        output.emit(facts)
+        _output.print_json(facts)
         return
-    for name, fact in _running(facts) if facts["running"] else _stopped(facts):
-        click.echo(f"{name:<12} {output.line(fact)}")
+    for name, fact in _format_running(facts) if facts["running"] else _format_stopped(facts):
+        click.echo(f"{name:<12} {_output.clean_line(fact)}")
 
 
-async def _facts(settings: Settings) -> dict[str, Any]:
-    from antiphon.cli.desk import calling
+async def _collect_facts(settings: Settings) -> dict[str, Any]:
+    from antiphon.cli._backend import make_gateway_client
 
-    client = calling(settings)
+    client = make_gateway_client(settings)
     if client is None:
-        return await _without(settings)
+        return await _read_store_status(settings)
     async with client:
         ready = await asyncio.to_thread(read_readiness, client.site.url)
         # Without its store it would answer after a long wait, and then only that.
-        told = _known(settings) if "store" in ready.failing else await _told(client)
+        told = (
+            _build_unavailable_status(settings)
+            if "store" in ready.failing
+            else await _fetch_gateway_status(client)
+        )
         return {
             "running": True,
             "url": client.site.url,
             "failing": ready.failing,
             "degraded": ready.degraded,
             **told,
-            **({"tokenFile": _token_file(settings)} if settings.named_gateway is None else {}),
+            **({"tokenFile": _get_token_file(settings)} if settings.named_gateway is None else {}),
         }
 
 
-async def _told(client: Client) -> dict[str, Any]:
+async def _fetch_gateway_status(client: Client) -> dict[str, Any]:
     told = await client.call("status")
     config = (await client.call("config.get"))["config"]
     shared = all(config.get(part, {}).get("url") for part in ("store", "bus"))
-    facts = {name: told.get(name) for name in SHOWN}
+    facts = {name: told.get(name) for name in STATUS_FIELDS}
     return {**facts, "shared": shared, "sessions": told["sessions"]["count"]}
 
 
-def _known(settings: Settings) -> dict[str, Any]:
+def _build_unavailable_status(settings: Settings) -> dict[str, Any]:
     """What is known of a gateway that cannot say how it is."""
-    from antiphon.cli.running import here
+    from antiphon.cli._gateway_lookup import find_local_gateways
 
-    found = None if settings.named_gateway else next(here(settings.paths.state_dir), None)
-    return {**dict.fromkeys((*SHOWN, "shared", "sessions")), "pid": found.pid if found else None}
+    found = None if settings.named_gateway else next(find_local_gateways(settings.paths.state_dir), None)
+    return {**dict.fromkeys((*STATUS_FIELDS, "shared", "sessions")), "pid": found.pid if found else None}
 
 
 def read_readiness(url: str) -> Readiness:
@@ -92,7 +96,7 @@ def read_readiness(url: str) -> Readiness:
 
     parts = urlsplit(url)
     kind = HTTPSConnection if parts.scheme == "wss" else HTTPConnection
-    connection = kind(parts.hostname or "", parts.port, timeout=SOON)
+    connection = kind(parts.hostname or "", parts.port, timeout=READINESS_TIMEOUT_SECONDS)
     try:
         connection.request("GET", f"{parts.path.rstrip('/')}/readyz")
         return msgspec.json.decode(connection.getresponse().read(), type=Readiness)
@@ -102,58 +106,62 @@ def read_readiness(url: str) -> Readiness:
         connection.close()
 
 
-async def _without(settings: Settings) -> dict[str, Any]:
+async def _read_store_status(settings: Settings) -> dict[str, Any]:
     """From the store, if there is one by now."""
     from antiphon.access import Caller
+    from antiphon.state_access import open_operations_readonly
     from antiphon.store.statedir import StateDir
-    from antiphon.visits import looking
 
-    home = StateDir.look(settings.paths.state_dir)
+    home = StateDir.open_unlocked(settings.paths.state_dir)
     facts: dict[str, Any] = {"running": False, "stateDir": str(home.path), "holder": home.holder}
-    config, operator = settings.config_when_needed(), Caller.operator()
+    config, operator = settings.load_config_lazily(), Caller.operator()
     elsewhere = config.store.url is not None
     if not elsewhere and not home.database.exists():
         return {**facts, "sessions": 0, "runs": {"queued": 0, "running": 0}, "deliveries": {}}
-    async with looking(config, home.path) as operations:
-        summary = await operations.summary(operator)
-        standing = (await operations.deliveries(operator, limit=1)).standing
-        replicas = await operations.replicas(operator) if elsewhere else []
+    async with open_operations_readonly(config, home.path) as operations:
+        summary = await operations.get_summary(operator)
+        standing = (await operations.list_deliveries(operator, limit=1)).standing
+        replicas = await operations.list_replicas(operator) if elsewhere else []
     runs = {"queued": summary.queued, "running": summary.running}
     facts |= {"sessions": summary.sessions, "runs": runs, "deliveries": standing}
     facts |= {"replicas": msgspec.to_builtins(replicas), "shared": True} if elsewhere else {}
-    return {**facts, "tokenFile": _token_file(settings)}
+    return {**facts, "tokenFile": _get_token_file(settings)}
 
 
-def _token_file(settings: Settings) -> str:
-    from antiphon.gateway.tokens import NAME
+def _get_token_file(settings: Settings) -> str:
+    from antiphon.gateway.tokens import TOKEN_FILE_NAME
 
-    return str(settings.paths.state_dir / NAME)
+    return str(settings.paths.state_dir / TOKEN_FILE_NAME)
 
 
-def _running(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _format_running(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "gateway", f"running at {facts['url']}" + (f" (process {facts['pid']})" if facts["pid"] else "")
-    yield from (LACKING[part] for part in facts["failing"] + facts["degraded"] if part in LACKING)
+    yield from (
+        FAILURE_DESCRIPTIONS[part]
+        for part in facts["failing"] + facts["degraded"]
+        if part in FAILURE_DESCRIPTIONS
+    )
     if "store" not in facts["failing"]:
-        yield from _working(facts)
+        yield from _format_gateway_facts(facts)
     if facts.get("tokenFile"):
         yield "token", f"the owner's is in {facts['tokenFile']}"
 
 
-def _working(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _format_gateway_facts(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     runs, cron = facts["runs"], facts["cron"]
     yield "version", facts["version"]
-    yield "up for", output.lasting(facts["uptimeMs"])
+    yield "up for", _output.format_duration(facts["uptimeMs"])
     yield "sessions", str(facts["sessions"])
-    yield "runs", _going_on(runs)
+    yield "runs", _format_run_counts(runs)
     yield "connections", str(facts["connections"])
     yield "memory", f"{facts['rssBytes'] // 2**20} MiB at most"
-    yield "cron", _many(cron["jobs"], "job") + ("" if cron["enabled"] else ", switched off")
-    yield from _deliveries(facts)
-    yield from _replicas(facts)
+    yield "cron", _format_count(cron["jobs"], "job") + ("" if cron["enabled"] else ", switched off")
+    yield from _format_stuck_deliveries(facts)
+    yield from _format_replicas(facts)
     yield "state", facts["stateDir"]
 
 
-def _stopped(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _format_stopped(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     runs = facts["runs"]
     hosted = any(replica["alive"] for replica in facts.get("replicas", ()))
     yield "gateway", f"not running{' here, but elsewhere' * hosted}; start it with: antiphon up"
@@ -161,27 +169,27 @@ def _stopped(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "in use", f"by process {facts['holder']}, which is no gateway (a chat, an import)"
     yield "sessions", str(facts["sessions"])
     if hosted or facts["holder"]:
-        yield "runs", _going_on(runs)
+        yield "runs", _format_run_counts(runs)
     else:
         yield "runs", f"{runs['running']} interrupted, {runs['queued']} queued; they go on at the next start"
-    yield from _deliveries(facts)
-    yield from _replicas(facts)
+    yield from _format_stuck_deliveries(facts)
+    yield from _format_replicas(facts)
     yield "state", facts["stateDir"]
 
 
-def _going_on(runs: dict[str, int]) -> str:
+def _format_run_counts(runs: dict[str, int]) -> str:
     return f"{runs['running']} running, {runs['queued']} queued"
 
 
-def _replicas(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _format_replicas(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """A line for each, where there are or could be several."""
     replicas: list[dict[str, Any]] = facts.get("replicas") or []
     for replica in replicas if facts.get("shared") or len(replicas) > 1 else ():
-        heard = f"heard of {output.lasting(replica.get('lagMs') or 0)} ago"
+        heard = f"heard of {_output.format_duration(replica.get('lagMs') or 0)} ago"
         parts = [
             replica.get("address") or "no address",
             replica.get("version") or "unknown version",
-            _many(replica["lanes"], "lane"),
+            _format_count(replica["lanes"], "lane"),
             heard,
         ]
         parts += [] if replica["alive"] else ["silent: its lanes pass to others"]
@@ -189,7 +197,7 @@ def _replicas(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "replica", f"{replica['name']}: {', '.join(parts)}"
 
 
-def _deliveries(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _format_stuck_deliveries(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Only what somebody has to look at."""
     standing: dict[str, int] = facts["deliveries"] or {}
     stuck = [f"{standing[state]} {state}" for state in ("dead", "ambiguous") if standing.get(state)]
@@ -197,5 +205,5 @@ def _deliveries(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "deliveries", f"{', '.join(stuck)}; see: antiphon deliveries"
 
 
-def _many(count: int, what: str) -> str:
+def _format_count(count: int, what: str) -> str:
     return f"{count} {what}" + ("" if count == 1 else "s")

@@ -8,9 +8,9 @@ import time
 
 import click
 
-from antiphon.cli import output
-from antiphon.cli.quantities import Finite
-from antiphon.cli.settings import Settings, common
+from antiphon.cli import _output
+from antiphon.cli._options import Settings, common_options
+from antiphon.cli._param_types import FiniteNumberParam
 
 POLL_SECONDS = 0.05
 MAX_TIMEOUT_SECONDS = 3600
@@ -22,23 +22,27 @@ MAX_TIMEOUT_SECONDS = 3600
 )
 @click.option(
     "--timeout",
-    type=Finite("seconds", 0, MAX_TIMEOUT_SECONDS),
+    type=FiniteNumberParam("seconds", 0, MAX_TIMEOUT_SECONDS),
     default=30,
     show_default=True,
     metavar="SECONDS",
     help="How long to wait.",
 )
-@common
+@common_options
 @click.pass_obj
 def command(settings: Settings, replicas: bool, timeout: float) -> None:
-    from antiphon.cli.running import alive, running
+    from antiphon.cli._gateway_lookup import find_running_gateway, is_process_alive
     from antiphon.errors import Forbidden, NotFound, Unavailable
-    from antiphon.paths import JOINED
+    from antiphon.paths import REPLICAS_DIRECTORY_NAME
     from antiphon.store.statedir import StateDir
 
     state_dir = settings.paths.state_dir
-    places = [state_dir, *sorted((state_dir / JOINED).glob("[0-9]*"))] if replicas else [state_dir]
-    found = {place: note for place in places if (note := running(place))}
+    places = (
+        [state_dir, *sorted((state_dir / REPLICAS_DIRECTORY_NAME).glob("[0-9]*"))]
+        if replicas
+        else [state_dir]
+    )
+    found = {place: note for place in places if (note := find_running_gateway(place))}
     if not found:
         raise NotFound(
             f"No gateway is running in {str(state_dir)!r}.",
@@ -56,7 +60,9 @@ def command(settings: Settings, replicas: bool, timeout: float) -> None:
     until = time.monotonic() + timeout
     # A zombie process looks alive, but has released its lock.
     while left := [
-        note for place, note in found.items() if alive(note.pid) and StateDir.look(place).holder is not None
+        note
+        for place, note in found.items()
+        if is_process_alive(note.pid) and StateDir.open_unlocked(place).holder is not None
     ]:
         if time.monotonic() > until:
             raise Unavailable(
@@ -66,6 +72,6 @@ def command(settings: Settings, replicas: bool, timeout: float) -> None:
             )
         time.sleep(POLL_SECONDS)
     if settings.json:
-        output.emit({"stopped": [{"pid": note.pid, "url": note.url} for note in found.values()]})
+        _output.print_json({"stopped": [{"pid": note.pid, "url": note.url} for note in found.values()]})
     for note in () if settings.json else found.values():
         click.echo(f"Stopped the gateway at {note.url} (process {note.pid}).")

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 
 import click
 
-from antiphon.cli import output
-from antiphon.cli.settings import Settings, common
+from antiphon.cli import _output
+from antiphon.cli._options import Settings, common_options
 
 if TYPE_CHECKING:
     from antiphon.config import Config
-    from antiphon.store.postgres.connection import Server
-    from antiphon.transfers.moves import Moved, Progress
+    from antiphon.store.postgres.connection import PgServer
+    from antiphon.transfers.postgres_migration import MigrationProgress, MigrationResult
 
-BAR = 20  # characters
-STEPS = {"copy": "Copying", "check": "Comparing"}
+BAR_CHARACTERS = 20  # characters
+STEP_LABELS = {"copy": "Copying", "check": "Comparing"}
 
 
 @click.group(help="Move everything into another database.")
-@common
+@common_options
 def command() -> None: ...
 
 
@@ -43,37 +43,37 @@ def command() -> None: ...
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="Where the password of the user in --to stands.",
 )
-@common
+@common_options
 @click.pass_obj
 def migrate(settings: Settings, origin: str, goal: str | None, password_file: Path | None) -> None:
     """Move everything from SQLite into an empty PostgreSQL database. The source is not changed.
 
     If it is interrupted, give the same command again: it goes on where it stopped.
     """
-    from antiphon.transfers.moves import migrate as move
+    from antiphon.transfers.postgres_migration import migrate_to_postgres as move
 
-    source = _source(settings, origin)
-    server = _server(settings.load().config, goal, password_file)
-    show = _Json() if settings.json else _Bars() if _live() else _Lines()
+    source = _get_source_database(settings, origin)
+    server = _get_target_server(settings.load().config, goal, password_file)
+    show = _JsonProgress() if settings.json else _BarProgress() if _is_live_terminal() else _LineProgress()
     moved = asyncio.run(move(source, server, show))
     tokens = _move_tokens(source, server)
     if settings.json:
-        output.emit({"event": "done", **_plain(moved), "tokens": tokens}, compact=True)
+        _output.print_json({"event": "done", **_build_result(moved), "tokens": tokens}, compact=True)
     else:
-        _print(moved, tokens, server)
+        _print_result(moved, tokens, server)
 
 
-def _move_tokens(source: Path, server: Server) -> int:
+def _move_tokens(source: Path, server: PgServer) -> int:
     """Make rows of the tokens that were issued into the file beside the database; how many there were."""
     from antiphon.gateway.shared_tokens import adopt_tokens
-    from antiphon.gateway.tokens import NAME, Tokens
-    from antiphon.paths import DATABASE
+    from antiphon.gateway.tokens import TOKEN_FILE_NAME, TokenRegistry
+    from antiphon.paths import DATABASE_FILE_NAME
     from antiphon.store.postgres import PgStore
 
-    path = source.with_name(NAME)
-    if source.name != DATABASE or not path.exists():
+    path = source.with_name(TOKEN_FILE_NAME)
+    if source.name != DATABASE_FILE_NAME or not path.exists():
         return 0
-    issued = [record for record in Tokens.read(path).records if record.token is None]
+    issued = [record for record in TokenRegistry.read(path).records if record.token is None]
 
     async def adopt() -> None:
         store = await PgStore.open(server, writers=1, readers=1, migrate=False)
@@ -87,56 +87,61 @@ def _move_tokens(source: Path, server: Server) -> int:
     return len(issued)
 
 
-def _source(settings: Settings, origin: str) -> Path:
-    from antiphon.paths import DATABASE, at_home
+def _get_source_database(settings: Settings, origin: str) -> Path:
+    from antiphon.paths import DATABASE_FILE_NAME, expand_home
 
     scheme, _, path = origin.partition(":")
     if scheme != "sqlite":
         raise click.UsageError("Only an SQLite database can be moved: --from sqlite:/path/antiphon.db.")
-    return at_home(path).resolve() if path else settings.paths.state_dir / DATABASE
+    return expand_home(path).resolve() if path else settings.paths.state_dir / DATABASE_FILE_NAME
 
 
-def _server(config: Config, goal: str | None, password_file: Path | None) -> Server:
+def _get_target_server(config: Config, goal: str | None, password_file: Path | None) -> PgServer:
     """The server to move to, with the configuration's password only where it is the configuration's server."""
     from msgspec.structs import replace
 
-    from antiphon.store.opening import server_of
-    from antiphon.store.postgres.connection import Server
+    from antiphon.store.factory import build_server
+    from antiphon.store.postgres.connection import PgServer
 
-    known = server_of(config) if config.store.url is not None else None
-    url = _url(goal) if goal else None
+    known = build_server(config) if config.store.url is not None else None
+    url = _parse_target_url(goal) if goal else None
     if url is None and known is None:
         raise click.UsageError("Say where to: --to postgres://user@host/database, or set store.url.")
-    server = known if known and url in {None, known.url} else Server(str(url))
+    server = known if known and url in {None, known.url} else PgServer(str(url))
     return replace(server, password=password_file.read_text("utf-8").strip()) if password_file else server
 
 
-def _url(goal: str) -> str:
+def _parse_target_url(goal: str) -> str:
     from urllib.parse import urlsplit
 
-    from antiphon.config.addresses import STORES
+    from antiphon.config.addresses import STORE_URL_SCHEMES
 
     url = next(
-        (goal.removeprefix("postgres:") for scheme in STORES if goal.startswith(f"postgres:{scheme}:")), goal
+        (
+            goal.removeprefix("postgres:")
+            for scheme in STORE_URL_SCHEMES
+            if goal.startswith(f"postgres:{scheme}:")
+        ),
+        goal,
     )
-    if not any(url.startswith(f"{scheme}://") for scheme in STORES):
+    if not any(url.startswith(f"{scheme}://") for scheme in STORE_URL_SCHEMES):
         raise click.UsageError("It can only be moved to PostgreSQL: --to postgres://user@host/database.")
     if urlsplit(url).password:
         raise click.UsageError("Others can see the password in --to: leave it out and use --password-file.")
     return url
 
 
-def _live() -> bool:
+def _is_live_terminal() -> bool:
     import os
 
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def _plain(moved: Moved) -> dict[str, object]:
+def _build_result(moved: MigrationResult) -> dict[str, object]:
     return {"tables": moved.tables, "replaced": moved.replaced, "already": moved.already}
 
 
-def _print(moved: Moved, tokens: int, server: Server) -> None:
+def _print_result(moved: MigrationResult, tokens: int, server: PgServer) -> None:
     rows = sum(moved.tables.values())
     done = "Everything was there already" if moved.already else "Everything is there"
     click.echo(f"{done}: {rows:,} rows of {len(moved.tables)} tables, the same on both sides.")
@@ -146,35 +151,35 @@ def _print(moved: Moved, tokens: int, server: Server) -> None:
         )
     if tokens:
         click.echo(f"Tokens that were issued are valid there, too: {tokens:,}.")
-    click.echo(f"Next: set store.url to the database {server.named} and start `antiphon up`.")
+    click.echo(f"Next: set store.url to the database {server.display_name} and start `antiphon up`.")
 
 
 # --- progress ---
 
 
-class _Json:
+class _JsonProgress:
     """One object a line."""
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: MigrationProgress) -> None:
         fields = {
             "step": progress.step,
             "table": progress.table,
             "rows": progress.rows,
             "total": progress.total,
         }
-        output.emit({"event": "progress", **fields}, compact=True)
+        _output.print_json({"event": "progress", **fields}, compact=True)
         sys.stdout.flush()
 
 
-class _Lines:
+class _LineProgress:
     """A line for each table that is done."""
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: MigrationProgress) -> None:
         if progress.rows == progress.total and progress.total:
-            click.echo(f"{STEPS[progress.step]} {progress.table}: {progress.total:,} rows")
+            click.echo(f"{STEP_LABELS[progress.step]} {progress.table}: {progress.total:,} rows")
 
 
-class _Bars:
+class _BarProgress:
     """A line for each table, drawn again as it fills."""
 
     def __init__(self) -> None:
@@ -182,26 +187,28 @@ class _Bars:
         self._began = 0.0
         self._first = 0
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: MigrationProgress) -> None:
         if not progress.total:
             return
         if self._line != (progress.step, progress.table):
             self._line = (progress.step, progress.table)
             self._began, self._first = monotonic(), progress.rows
         done = progress.rows == progress.total
-        click.echo(f"\r{self._drawn(progress)}\033[K", nl=done)
+        click.echo(f"\r{self._draw_bar(progress)}\033[K", nl=done)
 
-    def _drawn(self, progress: Progress) -> str:
-        full = BAR * progress.rows // progress.total
-        bar = "#" * full + "-" * (BAR - full)
-        said = f"{STEPS[progress.step]:<9} {progress.table:<13} [{bar}] {progress.rows:>9,} of {progress.total:,}"
-        return said + self._pace(progress)
+    def _draw_bar(self, progress: MigrationProgress) -> str:
+        full = BAR_CHARACTERS * progress.rows // progress.total
+        bar = "#" * full + "-" * (BAR_CHARACTERS - full)
+        said = f"{STEP_LABELS[progress.step]:<9} {progress.table:<13} [{bar}] {progress.rows:>9,} of {progress.total:,}"
+        return said + self._format_pace(progress)
 
-    def _pace(self, progress: Progress) -> str:
+    def _format_pace(self, progress: MigrationProgress) -> str:
         """How fast, and how long it still takes; nothing before that can be said."""
         seconds, rows = monotonic() - self._began, progress.rows - self._first
         if not rows or not seconds:
             return ""
         left = (progress.total - progress.rows) * seconds / rows
-        remaining = f", {output.lasting(round(left * 1000))} left" if progress.rows < progress.total else ""
+        remaining = (
+            f", {_output.format_duration(round(left * 1000))} left" if progress.rows < progress.total else ""
+        )
         return f"  {rows / seconds:,.0f}/s{remaining}"

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from antiphon.cli import output
-from antiphon.cli.settings import Settings, common, reaching
+from antiphon.cli import _output
+from antiphon.cli._options import Settings, common_options, gateway_options
 
 if TYPE_CHECKING:
-    from antiphon.cli.desk import Desk
+    from antiphon.cli._backend import Backend
     from antiphon.views import TaskView
 
 F = TypeVar("F", bound=Callable[..., Any])
 MAX_RESULT_CHARS = 60  # of a result in a table on a terminal; `subagents show` prints the whole report
-EVERY = "all"
-STATES = {"running": "at work", "waiting": "waiting for its own", "announcing": "wording its report"}
+ALL_TARGET = "all"
+PHASE_LABELS = {"running": "at work", "waiting": "waiting for its own", "announcing": "wording its report"}
 
 
-def _whose(function: F) -> F:
+def _add_requester_option(function: F) -> F:
     option = click.option(
         "--for",
         "requester",
@@ -38,95 +38,96 @@ def _whose(function: F) -> F:
     help="List a session's sub-agents, print a report, stop or redirect one. Without a subcommand: `list`.",
     invoke_without_command=True,
 )
-@_whose
-@reaching
-@common
+@_add_requester_option
+@gateway_options
+@common_options
 @click.pass_context
 def command(ctx: click.Context, requester: str) -> None:
     if ctx.invoked_subcommand is None:
-        _list(ctx.ensure_object(Settings), requester)
+        _show_subagents(ctx.ensure_object(Settings), requester)
 
 
 @command.command("list")
-@_whose
-@reaching
-@common
+@_add_requester_option
+@gateway_options
+@common_options
 @click.pass_obj
 def list_subagents(settings: Settings, requester: str) -> None:
     """Those at work, and those that ended in the last half hour; the newest first."""
-    _list(settings, requester)
+    _show_subagents(settings, requester)
 
 
-def _list(settings: Settings, requester: str) -> None:
-    found = asyncio.run(_tasks(settings, requester))
+def _show_subagents(settings: Settings, requester: str) -> None:
+    found = asyncio.run(_load_tasks(settings, requester))
     if settings.json:
-        output.emit({"subagents": found})
+        _output.print_json({"subagents": found})
     elif not found:
-        click.echo(f"No sub-agents of {output.line(requester)} are at work or have ended lately.")
+        click.echo(f"No sub-agents of {_output.clean_line(requester)} are at work or have ended lately.")
     else:
-        rows = [_row(number, task) for number, task in enumerate(found, 1)]
-        output.table(["LABEL", "STATE", "AGENT", "SINCE", "TOKENS", "ERROR", "RESULT"], rows)
+        rows = [_format_row(number, task) for number, task in enumerate(found, 1)]
+        _output.print_table(["LABEL", "STATE", "AGENT", "SINCE", "TOKENS", "ERROR", "RESULT"], rows)
         click.echo(
-            output.dim("One of them: antiphon subagents show|kill TARGET (a label, a number or `last`)")
+            _output.dim("One of them: antiphon subagents show|kill TARGET (a label, a number or `last`)")
         )
 
 
-async def _tasks(settings: Settings, requester: str) -> list[TaskView]:
-    from antiphon.cli.desk import reading
+async def _load_tasks(settings: Settings, requester: str) -> list[TaskView]:
+    from antiphon.cli._backend import open_backend_for_reading
 
-    async with reading(settings) as desk:
+    async with open_backend_for_reading(settings) as desk:
         return await desk.tasks(requester)
 
 
-def _row(number: int, task: TaskView) -> list[str]:
+def _format_row(number: int, task: TaskView) -> list[str]:
     return [
         f"{number} {task.name}",
-        STATES.get(task.phase) or task.status or task.phase,
+        PHASE_LABELS.get(task.phase) or task.status or task.phase,
         task.agent_id,
-        output.ago(task.created_at),
+        _output.format_age(task.created_at),
         "" if task.total_tokens is None else str(task.total_tokens),
         task.error or "",
-        output.shorten(task.result or "", MAX_RESULT_CHARS),
+        _output.shorten_text(task.result or "", MAX_RESULT_CHARS),
     ]
 
 
 @command.command()
 @click.argument("target")
-@_whose
-@reaching
-@common
+@_add_requester_option
+@gateway_options
+@common_options
 @click.pass_obj
 def show(settings: Settings, target: str, requester: str) -> None:
     """Print one sub-agent with its whole report. TARGET is a label, number, key or run id, or `last`."""
-    task, report = asyncio.run(_report(settings, target, requester))
+    task, report = asyncio.run(_load_report(settings, target, requester))
     if settings.json:
         import msgspec
 
         known: Any = msgspec.to_builtins(task) if task else {"runId": target}
-        output.emit({**known, "report": report})
+        _output.print_json({**known, "report": report})
         return
     if task is not None:
         click.echo(
-            f"{output.bold(output.line(task.name))} · {STATES.get(task.phase) or task.status or task.phase}"
+            f"{_output.bold(_output.clean_line(task.name))} · "
+            f"{PHASE_LABELS.get(task.phase) or task.status or task.phase}"
         )
         for name, fact in (
             ("key", task.child_session_key),
             ("run", task.run_id),
             ("agent", task.agent_id),
-            ("since", output.format_time(task.created_at)),
+            ("since", _output.format_time(task.created_at)),
             ("task", task.task),
         ):
-            output.print_fact(name, fact)
-    click.echo(output.clean(report or "It has not reported yet."))
+            _output.print_fact(name, fact)
+    click.echo(_output.clean_text(report or "It has not reported yet."))
 
 
-async def _report(settings: Settings, target: str, requester: str) -> tuple[TaskView | None, str | None]:
-    from antiphon.cli.desk import reading
+async def _load_report(settings: Settings, target: str, requester: str) -> tuple[TaskView | None, str | None]:
+    from antiphon.cli._backend import open_backend_for_reading
     from antiphon.errors import NotFound
 
-    async with reading(settings) as desk:
+    async with open_backend_for_reading(settings) as desk:
         try:
-            task = _chosen(target, await desk.tasks(requester))
+            task = _find_task(target, await desk.tasks(requester))
         except NotFound as error:
             try:
                 return None, await desk.task_report(target)  # it may have ended too long ago to be listed
@@ -137,118 +138,122 @@ async def _report(settings: Settings, target: str, requester: str) -> tuple[Task
 
 @command.command()
 @click.argument("target")
-@_whose
-@reaching
-@common
+@_add_requester_option
+@gateway_options
+@common_options
 @click.pass_obj
 def kill(settings: Settings, target: str, requester: str) -> None:
     """Stop one, and everything below it. TARGET is its label, number, key or run id, `last`, or `all`."""
-    killed = asyncio.run(_kill(settings, target, requester))
+    killed = asyncio.run(_kill_tasks(settings, target, requester))
     if settings.json:
-        output.emit({"killed": [task.child_session_key for task in killed]})
+        _output.print_json({"killed": [task.child_session_key for task in killed]})
     elif not killed:
         click.echo("Nothing was at work.")
     else:
-        names = ", ".join(output.line(task.name) for task in killed)
+        names = ", ".join(_output.clean_line(task.name) for task in killed)
         click.echo(f"Stopped: {names}. What there was comes as a report.")
 
 
-async def _kill(settings: Settings, target: str, requester: str) -> list[TaskView]:
-    from antiphon.cli.desk import talking
+async def _kill_tasks(settings: Settings, target: str, requester: str) -> list[TaskView]:
+    from antiphon.cli._backend import open_backend_for_messages
 
-    async with talking(settings) as (desk, gateway):
+    async with open_backend_for_messages(settings) as (desk, gateway):
         found = await desk.tasks(requester)
         killed = [task for task in found if task.phase != "settled"]
-        if target != EVERY:
-            killed = [_at_work(_chosen(target, found))]
+        if target != ALL_TARGET:
+            killed = [_check_running(_find_task(target, found))]
         for task in killed:
             await desk.stop(task.child_session_key)
         if gateway is None:
-            await _settled(desk, requester, killed)
+            await _wait_for_tasks(desk, requester, killed)
         return killed
 
 
 @command.command()
 @click.argument("target")
 @click.argument("message")
-@_whose
-@reaching
-@common
+@_add_requester_option
+@gateway_options
+@common_options
 @click.pass_obj
 def steer(settings: Settings, target: str, message: str, requester: str) -> None:
     """Let one drop what it does and do MESSAGE instead; its report is then about that."""
-    task, run_id = asyncio.run(_steer(settings, target, message, requester))
+    task, run_id = asyncio.run(_steer_task(settings, target, message, requester))
     if settings.json:
-        output.emit({"runId": run_id, "childSessionKey": task.child_session_key})
+        _output.print_json({"runId": run_id, "childSessionKey": task.child_session_key})
     else:
-        click.echo(f"Accepted: run {output.line(run_id)} in {output.line(task.child_session_key)}.")
+        click.echo(
+            f"Accepted: run {_output.clean_line(run_id)} in {_output.clean_line(task.child_session_key)}."
+        )
 
 
-async def _steer(settings: Settings, target: str, message: str, requester: str) -> tuple[TaskView, str]:
+async def _steer_task(settings: Settings, target: str, message: str, requester: str) -> tuple[TaskView, str]:
     """Which one was meant, and the run in which it does something else."""
-    from antiphon.cli.desk import calling
+    from antiphon.cli._backend import make_gateway_client
 
-    client = calling(settings)
+    client = make_gateway_client(settings)
     if client is None:
-        return await _steer_alone(settings, target, message, requester)
+        return await _steer_without_gateway(settings, target, message, requester)
     async with client:
-        task = _at_work(_chosen(target, await client.tasks(requester)))
+        task = _check_running(_find_task(target, await client.tasks(requester)))
         said = {"key": task.child_session_key, "message": message, "idempotencyKey": uuid.uuid4().hex}
         return task, (await client.call("sessions.steer", said))["runId"]
 
 
-async def _steer_alone(settings: Settings, target: str, message: str, requester: str) -> tuple[TaskView, str]:
+async def _steer_without_gateway(
+    settings: Settings, target: str, message: str, requester: str
+) -> tuple[TaskView, str]:
     from antiphon.access import Caller
-    from antiphon.cli.desk import Own
-    from antiphon.cli.journal import keep_journal
-    from antiphon.host import hosting
-    from antiphon.operations import Message
-    from antiphon.visits import check_alone
+    from antiphon.app import open_app_operations
+    from antiphon.cli._backend import LocalBackend
+    from antiphon.cli._logging import configure_logging
+    from antiphon.operations import IncomingMessage
+    from antiphon.state_access import require_no_live_replicas
 
     config = settings.load().config
-    await check_alone(config, settings.paths.state_dir)
-    keep_journal(settings.paths.state_dir, debug=settings.debug)
-    async with hosting(config, settings.paths.state_dir) as operations:
-        desk = Own(operations)
-        task = _at_work(_chosen(target, await desk.tasks(requester)))
-        said = Message(session=task.child_session_key, content=message)
+    await require_no_live_replicas(config, settings.paths.state_dir)
+    configure_logging(settings.paths.state_dir, debug=settings.debug)
+    async with open_app_operations(config, settings.paths.state_dir) as operations:
+        desk = LocalBackend(operations)
+        task = _check_running(_find_task(target, await desk.tasks(requester)))
+        said = IncomingMessage(session=task.child_session_key, content=message)
         accepted, _ = await operations.steer(Caller.operator(), said)
-        await _settled(desk, requester, [task])
+        await _wait_for_tasks(desk, requester, [task])
         return task, accepted.run_id
 
 
-async def _settled(desk: Desk, requester: str, tasks: Sequence[TaskView]) -> None:
+async def _wait_for_tasks(desk: Backend, requester: str, tasks: Sequence[TaskView]) -> None:
     """Without a gateway nobody else is here to make their reports, and to take them out."""
-    from antiphon.cli.staying import quiet, reported
+    from antiphon.cli._wait import wait_for_task, wait_until_idle
 
     for task in tasks:
-        await reported(desk, requester, task.run_id, None, lambda _: None)
-    await quiet(desk, requester)
+        await wait_for_task(desk, requester, task.run_id, None, lambda _: None)
+    await wait_until_idle(desk, requester)
 
 
-def _chosen(target: str, found: Sequence[TaskView]) -> TaskView:
+def _find_task(target: str, found: Sequence[TaskView]) -> TaskView:
     """The sub-agent that a label, table number, key, run id or `last` refers to."""
-    from antiphon.cli.choices import choose
+    from antiphon.cli._name_lookup import find_by_name
 
     if target == "last" and found:
         return found[0]
-    exact = any(target in _names(task) for task in found)
+    exact = any(target in _list_task_names(task) for task in found)
     if not exact and target.isdecimal() and 0 < int(target) <= len(found):
         return found[int(target) - 1]
-    return choose(
+    return find_by_name(
         target,
         found,
-        _names,
+        _list_task_names,
         "sub-agent",
         "See `antiphon subagents`, with --for SESSION for those of another session.",
     )
 
 
-def _names(task: TaskView) -> Sequence[str]:
+def _list_task_names(task: TaskView) -> Sequence[str]:
     return [task.child_session_key, task.run_id, *([task.label] if task.label else [])]
 
 
-def _at_work(task: TaskView) -> TaskView:
+def _check_running(task: TaskView) -> TaskView:
     from antiphon.errors import Conflict
 
     if task.phase == "settled":

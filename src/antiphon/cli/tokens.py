@@ -8,78 +8,80 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from antiphon.cli import output
-from antiphon.cli.settings import Settings, common
+from antiphon.cli import _output
+from antiphon.cli._options import Settings, common_options
 
 if TYPE_CHECKING:
     from antiphon.config import Config
-    from antiphon.gateway.tokens import Record, Tokens
+    from antiphon.gateway.tokens import TokenRecord, TokenRegistry
     from antiphon.store import Store
 
 T = TypeVar("T")
 
-SCOPES = ("read", "write", "admin")
+TOKEN_SCOPES = ("read", "write", "admin")
 
 
 @click.group(help="List, issue and revoke the tokens of the gateway.")
-@common
+@common_options
 def command() -> None: ...
 
 
-def _shared(settings: Settings) -> Config | None:
+def _load_shared_store_config(settings: Settings) -> Config | None:
     """The configuration, where tokens are rows of a database that replicas share."""
-    config = settings.config_when_needed()
+    config = settings.load_config_lazily()
     return config if config.store.url is not None else None
 
 
-def _on_store(settings: Settings, config: Config, work: Callable[[Store], Awaitable[T]]) -> T:
-    from antiphon.visits import reading
+def _run_on_store(settings: Settings, config: Config, work: Callable[[Store], Awaitable[T]]) -> T:
+    from antiphon.state_access import open_store_readonly
 
     async def connected() -> T:
-        async with reading(config, settings.paths.state_dir) as store:
+        async with open_store_readonly(config, settings.paths.state_dir) as store:
             return await work(store)
 
     return asyncio.run(connected())
 
 
-def _tokens(settings: Settings) -> Tokens:
+def _read_token_file(settings: Settings) -> TokenRegistry:
     from antiphon.errors import NotFound
-    from antiphon.gateway.tokens import NAME, Tokens
+    from antiphon.gateway.tokens import TOKEN_FILE_NAME, TokenRegistry
     from antiphon.store.statedir import StateDir
 
-    path = settings.paths.state_dir / NAME
-    StateDir.look(settings.paths.state_dir).check()
+    path = settings.paths.state_dir / TOKEN_FILE_NAME
+    StateDir.open_unlocked(settings.paths.state_dir).check_readable()
     if not path.exists():
         raise NotFound(
             f"There are no tokens in {str(path.parent)!r} yet.", "The first `antiphon up` makes the owner's."
         )
-    return Tokens.read(path)
+    return TokenRegistry.read(path)
 
 
 @command.command("list")
-@common
+@common_options
 @click.pass_obj
 def list_tokens(settings: Settings) -> None:
     """Names and scopes; never a token itself."""
-    from antiphon.gateway.tokens import NAME, Tokens
+    from antiphon.gateway.tokens import TOKEN_FILE_NAME, TokenRegistry
 
-    path = settings.paths.state_dir / NAME
-    if config := _shared(settings):
+    path = settings.paths.state_dir / TOKEN_FILE_NAME
+    if config := _load_shared_store_config(settings):
         from antiphon.gateway.shared_tokens import read_tokens
 
-        shared = _on_store(settings, config, lambda store: store.read(read_tokens))
+        shared = _run_on_store(settings, config, lambda store: store.read(read_tokens))
         digests = {record.digest for record in shared}
-        in_file = Tokens.read(path).records if path.exists() else ()
+        in_file = TokenRegistry.read(path).records if path.exists() else ()
         records = [*(record for record in in_file if record.digest not in digests), *shared]
     else:
-        records = _tokens(settings).records
+        records = _read_token_file(settings).records
     if settings.json:
-        output.emit({"tokens": [_facts(record) for record in records]})
+        _output.print_json({"tokens": [_describe_token(record) for record in records]})
     else:
-        output.table(["NAME", "SCOPES"], [[record.name, ", ".join(record.scopes)] for record in records])
+        _output.print_table(
+            ["NAME", "SCOPES"], [[record.name, ", ".join(record.scopes)] for record in records]
+        )
 
 
-def _facts(record: Record) -> dict[str, object]:
+def _describe_token(record: TokenRecord) -> dict[str, object]:
     facts: dict[str, object] = {"name": record.name, "scopes": record.scopes}
     if record.created_at is not None:
         facts |= {"createdAt": record.created_at, "lastUsedAt": record.last_used_at}
@@ -93,29 +95,31 @@ def _facts(record: Record) -> dict[str, object]:
     "scopes",
     multiple=True,
     required=True,
-    type=click.Choice(SCOPES),
+    type=click.Choice(TOKEN_SCOPES),
     help="What it may do; may be repeated. `write` may read, `admin` may do everything.",
 )
-@common
+@common_options
 @click.pass_obj
 def issue(settings: Settings, name: str, scopes: Sequence[str]) -> None:
     """Make a token. It is printed once, on standard output, and kept nowhere."""
     full = [f"operator.{scope}" for scope in scopes]
-    if config := _shared(settings):
+    if config := _load_shared_store_config(settings):
         from antiphon.errors import Conflict
-        from antiphon.gateway.shared_tokens import issue as issue_shared
-        from antiphon.gateway.tokens import OWNER
+        from antiphon.gateway.shared_tokens import issue_shared_token as issue_shared
+        from antiphon.gateway.tokens import OWNER_TOKEN_NAME
 
-        if name == OWNER or _is_in_file(settings, name):
+        if name == OWNER_TOKEN_NAME or _is_in_file(settings, name):
             raise Conflict(
                 f"A token named {name!r} already exists.",
-                "Choose another name." if name == OWNER else "Choose another name, or revoke that one.",
+                "Choose another name."
+                if name == OWNER_TOKEN_NAME
+                else "Choose another name, or revoke that one.",
             )
-        token = _on_store(settings, config, lambda store: issue_shared(store, name, full))
+        token = _run_on_store(settings, config, lambda store: issue_shared(store, name, full))
     else:
-        token = _tokens(settings).issue(name, full)
+        token = _read_token_file(settings).issue_token(name, full)
     if settings.json:
-        output.emit({"name": name, "scopes": full, "token": token})
+        _output.print_json({"name": name, "scopes": full, "token": token})
         return
     click.echo(token)
     click.echo("Keep it now: it is not shown again.", err=True)
@@ -123,35 +127,35 @@ def issue(settings: Settings, name: str, scopes: Sequence[str]) -> None:
 
 def _is_in_file(settings: Settings, name: str) -> bool:
     """Whether a token from before the database was shared is meant."""
-    from antiphon.gateway.tokens import NAME, Tokens
+    from antiphon.gateway.tokens import TOKEN_FILE_NAME, TokenRegistry
 
-    path = settings.paths.state_dir / NAME
-    return path.exists() and any(record.name == name for record in Tokens.read(path).records)
+    path = settings.paths.state_dir / TOKEN_FILE_NAME
+    return path.exists() and any(record.name == name for record in TokenRegistry.read(path).records)
 
 
 @command.command()
 @click.argument("name")
-@common
+@common_options
 @click.pass_obj
 def revoke(settings: Settings, name: str) -> None:
     """Revoke a token; connections that use it end within seconds."""
     from antiphon.errors import InvalidInput
-    from antiphon.gateway.tokens import OWNER
+    from antiphon.gateway.tokens import OWNER_TOKEN_NAME
 
-    if name == OWNER:
+    if name == OWNER_TOKEN_NAME:
         raise InvalidInput(
             "The owner's token is what the commands on this machine use.",
             "To replace it, stop the gateway, remove tokens.json and start it again.",
             field="name",
         )
-    config, in_file = _shared(settings), _is_in_file(settings, name)
+    config, in_file = _load_shared_store_config(settings), _is_in_file(settings, name)
     if in_file or config is None:
-        _tokens(settings).revoke(name)
+        _read_token_file(settings).revoke_token(name)
     if config is not None:
         from antiphon.gateway.shared_tokens import revoke_token
 
-        _on_store(settings, config, lambda store: store.tx(revoke_token, name, or_none=in_file))
+        _run_on_store(settings, config, lambda store: store.tx(revoke_token, name, or_none=in_file))
     if settings.json:
-        output.emit({"revoked": name})
+        _output.print_json({"revoked": name})
     else:
-        click.echo(f"Revoked {output.line(name)}.")
+        click.echo(f"Revoked {_output.clean_line(name)}.")

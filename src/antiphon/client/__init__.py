@@ -18,74 +18,81 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from antiphon.bus import Event, RunChanged, SessionChanged
-from antiphon.client import shapes
-from antiphon.client.feed import Place, ended
-from antiphon.client.link import ANSWER, Heard, Json, Link, Lost, Site
+from antiphon.client import parsing
+from antiphon.client.connection import (
+    RESPONSE_TIMEOUT_SECONDS,
+    GatewayConnection,
+    GatewayUnreachable,
+    Json,
+    ReceivedEvent,
+    Site,
+)
+from antiphon.client.feed import FeedPosition, is_feed_ended
 from antiphon.errors import InvalidInput, NotFound, TooLarge
-from antiphon.policy import parse_send_command
+from antiphon.send_policy import parse_send_command
 from antiphon.views import (
-    Accepted,
     AgentCard,
-    Conversation,
+    ConversationView,
     DeliveryPage,
     DeliveryView,
     ExchangeDetail,
     ExchangePage,
     HistoryPage,
+    MessageReceipt,
     ReplicaView,
     RunView,
     SearchPage,
-    Sent,
+    SendResult,
     SessionPage,
     SessionView,
-    Spawned,
+    SpawnResult,
     TaskView,
-    end_of,
+    build_run_ended_event,
 )
 
 if TYPE_CHECKING:  # a command that asks one question is over before these would be imported
     from antiphon.filters import HistoryFilter, ListFilter
-    from antiphon.operations import Message, Send, Spawn, StopView
+    from antiphon.operations import IncomingMessage, SendRequest, SpawnRequest, StopView
 
-__all__ = ["Client", "Lost", "Replicas", "Site"]
+__all__ = ["Client", "GatewayUnreachable", "ReplicaRotation", "Site"]
 
-PATIENCE = 60.0  # seconds in which a lost gateway may come back
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0  # seconds between two attempts
-BEHIND = 2.0  # seconds that the messages of a run may come after its end
-LATEST = 8  # entries in which the last one of a run that has just ended is looked for
-SPOKEN = ("chat", "agent")  # origins of what a person says, which to a gateway are one
-
-
-def _nothing(_: str) -> None: ...
+RECONNECT_TIMEOUT_SECONDS = 60.0  # seconds in which a lost gateway may come back
+FIRST_RECONNECT_DELAY_SECONDS, MAX_RECONNECT_DELAY_SECONDS = 0.1, 3.0  # seconds between two attempts
+MAX_MESSAGE_LAG_SECONDS = 2.0  # seconds that the messages of a run may come after its end
+RECENT_ENTRIES_CHECKED = 8  # entries in which the last one of a run that has just ended is looked for
+CHAT_ORIGINS = ("chat", "agent")  # origins of what a person says, which to a gateway are one
 
 
-class Replicas:
+def _ignore_change(_: str) -> None: ...
+
+
+class ReplicaRotation:
     """The addresses of a cluster's replicas, tried in rotation."""
 
     def __init__(self, sites: Sequence[Site]) -> None:
         self.sites = [*sites]
         self._next = 0
 
-    async def following(self) -> Site:
+    async def get_next_site(self) -> Site:
         site = self.sites[self._next % len(self.sites)]
         self._next += 1
         return site
 
-    def add(self, known: Site, addresses: Sequence[str]) -> None:
+    def add_replicas(self, known: Site, addresses: Sequence[str]) -> None:
         """Add replicas that a known one has named. A secret that others could not read is not sent in clear to them.
 
         Over TLS only replicas with TLS are added, and on this machine also those on it.
         """
-        protection = _protection(known.url)
+        protection = _rate_protection(known.url)
         urls = {site.url.rstrip("/") for site in self.sites}
         self.sites += [
             Site(url, known.secret)
             for url in addresses
-            if url.rstrip("/") not in urls and _protection(url) >= protection
+            if url.rstrip("/") not in urls and _rate_protection(url) >= protection
         ]
 
 
-def _protection(url: str) -> int:
+def _rate_protection(url: str) -> int:
     """How well a secret is protected on its way: 2 by TLS, 1 by staying on this machine, 0 not at all."""
     from ipaddress import ip_address  # noqa: PLC0415 - only for a client of replicas
     from urllib.parse import urlsplit  # noqa: PLC0415
@@ -104,31 +111,31 @@ class Client:
     """What can be asked of a gateway. Use as a context manager; entering it connects."""
 
     def __init__(
-        self, find: Callable[[], Awaitable[Site]], on_change: Callable[[str], None] = _nothing
+        self, find: Callable[[], Awaitable[Site]], on_change: Callable[[str], None] = _ignore_change
     ) -> None:
         """`find` is asked before every connection: a gateway may come back elsewhere. `on_change` hears of loss."""
-        self._find = find
-        self._tell = on_change
-        self._link: Link | None = None
-        self._linking = asyncio.Lock()
-        self._until: float | None = None
-        self._replicas: Replicas | None = None
+        self._find_site = find
+        self._on_change = on_change
+        self._connection: GatewayConnection | None = None
+        self._connect_lock = asyncio.Lock()
+        self._reconnect_until: float | None = None
+        self._replicas: ReplicaRotation | None = None
 
     @classmethod
-    def of_replicas(cls, sites: Sequence[Site], on_change: Callable[[str], None] = _nothing) -> Self:
+    def of_replicas(cls, sites: Sequence[Site], on_change: Callable[[str], None] = _ignore_change) -> Self:
         """A client of the first of several replicas that answers."""
-        replicas = Replicas(sites)
-        client = cls(replicas.following, on_change)
+        replicas = ReplicaRotation(sites)
+        client = cls(replicas.get_next_site, on_change)
         client._replicas = replicas
         return client
 
     async def __aenter__(self) -> Self:
         left = len(self._replicas.sites) if self._replicas else 1
-        while self._link is None:
+        while self._connection is None:
             left -= 1
             try:
-                self._link = await Link.open(await self._find())
-            except Lost:
+                self._connection = await GatewayConnection.open(await self._find_site())
+            except GatewayUnreachable:
                 if not left:
                     raise
         return self
@@ -138,73 +145,80 @@ class Client:
         if self._replicas:
             found = msgspec.convert((await self.call("status")).get("replicas") or [], list[ReplicaView])
             addresses = [replica.address for replica in found if replica.alive and replica.address]
-            self._replicas.add(self.site, addresses)
+            self._replicas.add_replicas(self.site, addresses)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._link:
-            await self._link.close()
+        if self._connection:
+            await self._connection.close()
 
     @property
     def site(self) -> Site:
-        assert self._link is not None
-        return self._link.site
+        assert self._connection is not None
+        return self._connection.site
 
     @property
-    def away(self) -> float | None:
+    def reconnect_deadline(self) -> float | None:
         """Until when a lost connection is being made again, by the loop's clock; None while there is one."""
-        return self._until
+        return self._reconnect_until
 
     async def call(
-        self, method: str, params: Json | None = None, *, seconds: float = ANSWER, again: bool = True
+        self,
+        method: str,
+        params: Json | None = None,
+        *,
+        seconds: float = RESPONSE_TIMEOUT_SECONDS,
+        again: bool = True,
     ) -> Any:
         """Ask; and ask again over another connection, if the first was lost and twice does no harm."""
         loop = asyncio.get_running_loop()
-        until = loop.time() + PATIENCE + seconds
+        until = loop.time() + RECONNECT_TIMEOUT_SECONDS + seconds
         while True:
-            link = await self._linked()
+            link = await self._get_connection()
             try:
-                return await link.ask(method, params or {}, seconds)
-            except Lost:
+                return await link.request(method, params or {}, seconds)
+            except GatewayUnreachable:
                 if not again or loop.time() > until:
                     raise
                 await link.close()  # also one that only does not answer, or says that it is stopping
 
-    async def _linked(self) -> Link:
+    async def _get_connection(self) -> GatewayConnection:
         """The connection, made again if it was lost."""
-        async with self._linking:
-            assert self._link is not None
-            if self._link.lost.is_set():
-                if self._until is None:  # for all who ask meanwhile: patience is not begun anew by each
-                    self._until = asyncio.get_running_loop().time() + PATIENCE
-                    self._tell("The gateway went away; connecting again…")
-                await self._link.close()
-                self._link = await self._again(self._until)
-                self._until = None
-                self._tell("Connected again.")
-            return self._link
+        async with self._connect_lock:
+            assert self._connection is not None
+            if self._connection.lost.is_set():
+                if (
+                    self._reconnect_until is None
+                ):  # for all who ask meanwhile: patience is not begun anew by each
+                    self._reconnect_until = asyncio.get_running_loop().time() + RECONNECT_TIMEOUT_SECONDS
+                    self._on_change("The gateway went away; connecting again…")
+                await self._connection.close()
+                self._connection = await self._reconnect(self._reconnect_until)
+                self._reconnect_until = None
+                self._on_change("Connected again.")
+            return self._connection
 
-    async def _again(self, until: float) -> Link:
+    async def _reconnect(self, until: float) -> GatewayConnection:
         loop = asyncio.get_running_loop()
-        pause = FIRST_PAUSE
+        pause = FIRST_RECONNECT_DELAY_SECONDS
         while True:
             try:
-                return await Link.open(await self._find())
-            except Lost:
+                return await GatewayConnection.open(await self._find_site())
+            except GatewayUnreachable:
                 if loop.time() + pause > until:
                     raise
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))  # noqa: S311 - so that not all come at once
-            pause = min(pause * 2, LONGEST_PAUSE)
+            pause = min(pause * 2, MAX_RECONNECT_DELAY_SECONDS)
 
     # --- messages and runs ---
 
-    async def submit(self, message: Message) -> Accepted:
-        _check_carried(message)
+    async def submit(self, message: IncomingMessage) -> MessageReceipt:
+        _check_sendable(message)
         params: Json = {
             "sessionKey": message.session,
             "message": message.content,
-            "idempotencyKey": _key(message.idempotency_key),
+            "idempotencyKey": _get_or_create_key(message.idempotency_key),
             "suppressCommandInterpretation": parse_send_command(str(message.content)) is None,
         }
         if message.thinking is not None:
@@ -212,7 +226,7 @@ class Client:
         if message.timeout_seconds is not None:
             params["timeoutMs"] = max(1, round(message.timeout_seconds * 1000))
         done = await self.call("chat.send", params)
-        return Accepted(
+        return MessageReceipt(
             run_id=done["runId"],
             session_key=done["sessionKey"],
             session_id=done["sessionId"],
@@ -222,13 +236,15 @@ class Client:
 
     async def wait(self, run_id: str, timeout: float) -> RunView:
         params = {"runId": run_id, "timeoutMs": round(timeout * 1000)}
-        return shapes.run_view(await self.call("agent.wait", params, seconds=timeout + ANSWER))
+        return parsing.parse_run_view(
+            await self.call("agent.wait", params, seconds=timeout + RESPONSE_TIMEOUT_SECONDS)
+        )
 
     async def run(self, run_id: str) -> RunView:
         return await self.wait(run_id, 0)
 
     async def unfinished(self, session: str) -> list[str]:
-        return (await self._row(session))["activeRunIds"]
+        return (await self._load_session_row(session))["activeRunIds"]
 
     async def stop(self, session: str, run_id: str | None = None) -> StopView:
         from antiphon.operations import StopView  # noqa: PLC0415 - see above
@@ -239,7 +255,7 @@ class Client:
 
     # --- sessions among themselves ---
 
-    async def send(self, wanted: Send, requester: str) -> Sent:
+    async def send(self, wanted: SendRequest, requester: str) -> SendResult:
         """From one session to another; the wait for the reply is the gateway's."""
         given: Json = {
             "key": wanted.session,
@@ -248,12 +264,14 @@ class Client:
             "timeoutSeconds": wanted.timeout_seconds,
             "replyBack": wanted.reply_back,
             "announce": wanted.announce,
-            "idempotencyKey": _key(wanted.idempotency_key),
+            "idempotencyKey": _get_or_create_key(wanted.idempotency_key),
         }
-        seconds = wanted.timeout_seconds + ANSWER
-        return msgspec.convert(await self.call("sessions.send", _given(given), seconds=seconds), Sent)
+        seconds = wanted.timeout_seconds + RESPONSE_TIMEOUT_SECONDS
+        return msgspec.convert(
+            await self.call("sessions.send", _drop_none(given), seconds=seconds), SendResult
+        )
 
-    async def spawn(self, wanted: Spawn, requester: str) -> Spawned:
+    async def spawn(self, wanted: SpawnRequest, requester: str) -> SpawnResult:
         given: Json = {
             "task": wanted.task,
             "requesterSessionKey": requester,
@@ -265,9 +283,9 @@ class Client:
             "cleanup": wanted.cleanup,
             "attachments": msgspec.to_builtins(wanted.attachments),
             "announce": wanted.announce,
-            "idempotencyKey": _key(wanted.idempotency_key),
+            "idempotencyKey": _get_or_create_key(wanted.idempotency_key),
         }
-        return msgspec.convert(await self.call("sessions.spawn", _given(given)), Spawned)
+        return msgspec.convert(await self.call("sessions.spawn", _drop_none(given)), SpawnResult)
 
     async def tasks(self, session: str) -> list[TaskView]:
         found = await self.call("subagents.list", {"sessionKey": session})
@@ -283,13 +301,15 @@ class Client:
         self, session: str | None, *, unsettled: bool, limit: int, cursor: str | None = None
     ) -> ExchangePage:
         given: Json = {"sessionKey": session, "unsettled": unsettled, "limit": limit, "cursor": cursor}
-        return msgspec.convert(await self.call("exchanges.list", _given(given)), ExchangePage)
+        return msgspec.convert(await self.call("exchanges.list", _drop_none(given)), ExchangePage)
 
     async def exchange(self, reference: str) -> ExchangeDetail:
         return msgspec.convert(await self.call("exchanges.get", {"id": reference}), ExchangeDetail)
 
     async def deliveries(self, state: str | None, limit: int, cursor: str | None = None) -> DeliveryPage:
-        page = await self.call("deliveries.list", _given({"state": state, "limit": limit, "cursor": cursor}))
+        page = await self.call(
+            "deliveries.list", _drop_none({"state": state, "limit": limit, "cursor": cursor})
+        )
         return msgspec.convert(page, DeliveryPage)
 
     async def deliver_again(self, key: str) -> DeliveryView:
@@ -309,14 +329,14 @@ class Client:
             "archived": wanted.include_archived,
             "cursor": wanted.cursor,
         }
-        page = await self.call("sessions.list", _given(given))
-        found = [shapes.session_view(row) for row in page["sessions"]]
+        page = await self.call("sessions.list", _drop_none(given))
+        found = [parsing.parse_session_view(row) for row in page["sessions"]]
         return SessionPage(count=len(found), sessions=found, scope="all", next_cursor=page["nextCursor"])
 
     async def describe(self, session: str) -> SessionView:
-        return shapes.session_view(await self._row(session))
+        return parsing.parse_session_view(await self._load_session_row(session))
 
-    async def _row(self, session: str) -> Json:
+    async def _load_session_row(self, session: str) -> Json:
         row = (await self.call("sessions.describe", {"key": session}))["session"]
         if row is None:
             raise NotFound(
@@ -326,7 +346,7 @@ class Client:
 
     async def open(self, session: str) -> SessionView:
         """The session, founded if it is not there yet."""
-        return shapes.session_view((await self.call("sessions.create", {"key": session}))["entry"])
+        return parsing.parse_session_view((await self.call("sessions.create", {"key": session}))["entry"])
 
     async def renew(self, session: str, expected: str | None = None) -> SessionView:
         given: Json = {
@@ -336,8 +356,8 @@ class Client:
             "expectedSessionId": expected,
             "idempotencyKey": uuid.uuid4().hex,
         }
-        done = await self.call("sessions.reset", _given(given))
-        return shapes.session_view(done["entry"])
+        done = await self.call("sessions.reset", _drop_none(given))
+        return parsing.parse_session_view(done["entry"])
 
     async def history(self, session: str, wanted: HistoryFilter) -> HistoryPage:
         given: Json = {
@@ -352,12 +372,12 @@ class Client:
             "tool": wanted.tool,
             "withoutInternal": wanted.without_internal or None,
         }
-        page = await self.call("sessions.history", _given(given))
+        page = await self.call("sessions.history", _drop_none(given))
         return msgspec.convert(page, HistoryPage)
 
-    async def conversations(self, session: str) -> list[Conversation]:
+    async def conversations(self, session: str) -> list[ConversationView]:
         found = await self.call("sessions.conversations", {"key": session})
-        return msgspec.convert(found["conversations"], list[Conversation])
+        return msgspec.convert(found["conversations"], list[ConversationView])
 
     async def search(
         self, query: str, *, session: str | None, agent_id: str | None, limit: int
@@ -368,14 +388,14 @@ class Client:
             "agentId": agent_id,
             "sessionKeys": None if session is None else [session],
         }
-        page = await self.call("sessions.search", _given(given))
+        page = await self.call("sessions.search", _drop_none(given))
         for hit in page["results"]:
             hit["seq"] = hit.pop("messageSeq")
         return msgspec.convert(page, SearchPage)
 
     async def label(self, session: str, text: str | None) -> SessionView:
         done = await self.call("sessions.patch", {"key": session, "label": text})
-        return shapes.session_view(done["entry"])
+        return parsing.parse_session_view(done["entry"])
 
     async def delete(self, session: str, expected: str) -> bool:
         params: Json = {
@@ -388,85 +408,91 @@ class Client:
 
     async def restore(self, session_id: str) -> SessionView:
         done = await self.call("sessions.restore", {"sessionId": session_id}, again=False)
-        return shapes.session_view(done["entry"])
+        return parsing.parse_session_view(done["entry"])
 
     # --- what happens ---
 
     async def follow(self, session: str, after: int | None = None) -> AsyncGenerator[Event]:
         """Entries after a number (default: from now on) and live events, over lost connections, each once."""
-        place = Place(session, after)
+        place = FeedPosition(session, after)
         while True:
-            link = await self._linked()
+            link = await self._get_connection()
             try:
-                with link.listening() as heard:
-                    place.begin(await link.ask("sessions.messages.subscribe", place.params))
-                    async with aclosing(self._events(heard, place)) as events:
+                with link.listen() as heard:
+                    place.apply_subscription(
+                        await link.request("sessions.messages.subscribe", place.subscribe_params)
+                    )
+                    async with aclosing(self._receive_events(heard, place)) as events:
                         async for event in events:
                             yield event
                 if not link.lost.is_set():
                     await self.describe(place.key)
-                elif isinstance(link.why, TooLarge):
-                    raise link.why  # what is told next is what was too large, and would be again
+                elif isinstance(link.close_error, TooLarge):
+                    raise link.close_error  # what is told next is what was too large, and would be again
             except NotFound:
                 yield SessionChanged(session_key=place.key, reason="delete")
                 return
-            except Lost:
+            except GatewayUnreachable:
                 await link.close()
 
-    async def _events(self, heard: asyncio.Queue[Heard | None], place: Place) -> AsyncGenerator[Event]:
+    async def _receive_events(
+        self, heard: asyncio.Queue[ReceivedEvent | None], place: FeedPosition
+    ) -> AsyncGenerator[Event]:
         """Until the connection is lost, or the session is not followed any longer."""
-        await self._look(place)
+        await self._check_active_runs(place)
         while True:
             try:
-                async with asyncio.timeout(BEHIND if place.waiting else None):
+                async with asyncio.timeout(MAX_MESSAGE_LAG_SECONDS if place.is_waiting else None):
                     got = await heard.get()
             except TimeoutError:
-                for end in place.due(all_of_them=True):
+                for end in place.take_due_ends(all_of_them=True):
                     yield end
-                await self._look(place)
+                await self._check_active_runs(place)
                 continue
-            if got is None or ended(*got, place.key):
+            if got is None or is_feed_ended(*got, place.key):
                 return
-            event = place.event(*got)
+            event = place.handle_event(*got)
             if isinstance(event, RunChanged) and event.state != "running":
-                await self._ended(event, place)
+                await self._record_run_end(event, place)
             elif event:
                 yield event
-            for end in place.due():
+            for end in place.take_due_ends():
                 yield end
 
-    async def _look(self, place: Place) -> None:
+    async def _check_active_runs(self, place: FeedPosition) -> None:
         """For ends that nobody told us of: events are hints, and are lost with a connection."""
-        for run_id in list(place.under_way):
+        for run_id in list(place.active_runs):
             view = await self.run(run_id)
-            if view.ended:
-                await self._ended(end_of(place.key, view), place)
+            if view.has_ended:
+                await self._record_run_end(build_run_ended_event(place.key, view), place)
 
-    async def _ended(self, end: RunChanged, place: Place) -> None:
+    async def _record_run_end(self, end: RunChanged, place: FeedPosition) -> None:
         """A run has ended, and its messages come by another way: its end is told after them."""
         if end.state != "ok":  # an event says little of an end that was not good
-            end = end_of(place.key, await self.run(end.run_id))
-        page = await self.call("sessions.history", {"key": place.key, "limit": LATEST, "includeTools": True})
+            end = build_run_ended_event(place.key, await self.run(end.run_id))
+        page = await self.call(
+            "sessions.history", {"key": place.key, "limit": RECENT_ENTRIES_CHECKED, "includeTools": True}
+        )
         # The next run may be at work by now: what that says is not waited for.
         own = [entry["seq"] for entry in page["messages"] if entry.get("runId") == end.run_id]
         last = max(own, default=page["total"])
-        place.end(end, last if page["sessionId"] == place.session_id else 0)
+        place.add_run_end(end, last if page["sessionId"] == place.session_id else 0)
 
 
-def _key(given: str | None) -> str:
+def _get_or_create_key(given: str | None) -> str:
     """By which a request that is made again is known; an empty one is the caller's mistake, not ours to mend."""
     return uuid.uuid4().hex if given is None else given
 
 
-def _given(params: Json) -> Json:
+def _drop_none(params: Json) -> Json:
     return {name: it for name, it in params.items() if it is not None}
 
 
-def _check_carried(message: Message) -> None:
+def _check_sendable(message: IncomingMessage) -> None:
     """What `chat.send` has no place for is refused: left out without a word, something else would be answered."""
     carried = {
         "content": isinstance(message.content, str),
-        "origin": message.origin in SPOKEN,
+        "origin": message.origin in CHAT_ORIGINS,
         "model": message.model is None,
         "instructions": message.instructions is None,
         "provenance": message.provenance is None,

@@ -7,83 +7,83 @@ from collections import deque
 import msgspec
 
 from antiphon.bus import Delivered, Delta, Event, MessageAppended, RunChanged, SessionChanged, ToolPhase
-from antiphon.client.link import Json
-from antiphon.client.shapes import item
+from antiphon.client.connection import Json
+from antiphon.client.parsing import strip_client_marks
 
-REMEMBERED = 256  # runs whose end was told
-_STATES = {"final": "ok", "aborted": "cancelled", "error": "error"}
+MAX_ENDED_RUNS_REMEMBERED = 256  # runs whose end was told
+_RUN_STATE_BY_CHAT_STATE = {"final": "ok", "aborted": "cancelled", "error": "error"}
 
 
-class Place:
+class FeedPosition:
     """How far a feed has come, over however many connections."""
 
     def __init__(self, session: str, after: int | None) -> None:
         self.key = session
         self.session_id: str | None = None
         self.seq = after
-        self.under_way: dict[str, None] = {}
+        self.active_runs: dict[str, None] = {}
         """Runs that were heard of and have not ended, in their order."""
-        self._ends: list[tuple[int, RunChanged]] = []
-        self._over: deque[str] = deque(maxlen=REMEMBERED)
+        self._pending_ends: list[tuple[int, RunChanged]] = []
+        self._ended_runs: deque[str] = deque(maxlen=MAX_ENDED_RUNS_REMEMBERED)
 
     @property
-    def params(self) -> Json:
+    def subscribe_params(self) -> Json:
         given: Json = {"key": self.key, "afterSeq": self.seq, "sessionId": self.session_id}
         return {name: it for name, it in given.items() if it is not None}
 
-    def begin(self, start: Json) -> None:
+    def apply_subscription(self, start: Json) -> None:
         """Subscribed: under the key that events will name, and from where it was not known by now."""
         self.key = start["key"]
         self.session_id = self.session_id or start["sessionId"]
         self.seq = start["lastSeq"] if self.seq is None else self.seq
 
-    def end(self, end: RunChanged, seq: int) -> None:
+    def add_run_end(self, end: RunChanged, seq: int) -> None:
         """A run has ended, which is to be told once, and after the message with that number."""
-        self.under_way.pop(end.run_id, None)
-        if end.run_id not in self._over:
-            self._over.append(end.run_id)
-            self._ends.append((seq, end))
+        self.active_runs.pop(end.run_id, None)
+        if end.run_id not in self._ended_runs:
+            self._ended_runs.append(end.run_id)
+            self._pending_ends.append((seq, end))
 
-    def due(self, *, all_of_them: bool = False) -> list[RunChanged]:
+    def take_due_ends(self, *, all_of_them: bool = False) -> list[RunChanged]:
         """Ends that can be told now."""
-        count = sum(all_of_them or seq <= (self.seq or 0) for seq, _ in self._ends)
-        told, self._ends = self._ends[:count], self._ends[count:]
+        count = sum(all_of_them or seq <= (self.seq or 0) for seq, _ in self._pending_ends)
+        told, self._pending_ends = self._pending_ends[:count], self._pending_ends[count:]
         return [end for _, end in told]
 
     @property
-    def waiting(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether something has to come yet."""
-        return bool(self._ends or self.under_way)
+        return bool(self._pending_ends or self.active_runs)
 
-    def event(self, name: str, payload: Json) -> Event | None:
+    def handle_event(self, name: str, payload: Json) -> Event | None:
         """What an event of the wire is, if it is of this session and new."""
-        event = self._read(name, payload) if payload.get("sessionKey") == self.key else None
+        event = self._parse_event(name, payload) if payload.get("sessionKey") == self.key else None
         run_id: str | None = None if isinstance(event, Delivered) else getattr(event, "run_id", None)
-        if run_id and run_id not in self._over:
-            self.under_way[run_id] = None
+        if run_id and run_id not in self._ended_runs:
+            self.active_runs[run_id] = None
         return event
 
-    def _read(self, name: str, payload: Json) -> Event | None:
+    def _parse_event(self, name: str, payload: Json) -> Event | None:
         match name:
             case "session.message":
-                return self._message(payload)
+                return self._parse_message(payload)
             case "session.gap":
-                return self._gap(payload)
+                return self._parse_gap(payload)
             case "chat" if payload["seq"] == 0:  # the events of a run count from one
-                return _delivered(payload)
+                return _parse_delivery(payload)
             case "chat":
-                return _delta(payload) if payload["state"] == "delta" else _end(payload)
+                return _parse_delta(payload) if payload["state"] == "delta" else _parse_run_end(payload)
             case "agent":
-                return _phase(payload)
+                return _parse_agent_event(payload)
             case _:
                 return None
 
-    def _message(self, payload: Json) -> Event | None:
+    def _parse_message(self, payload: Json) -> Event | None:
         session_id, seq = payload["sessionId"], payload["messageSeq"]
         if session_id == self.session_id and seq <= (self.seq or 0):
             return None
         self.session_id, self.seq = session_id, seq
-        body = item(payload["message"])
+        body = strip_client_marks(payload["message"])
         run_id = body.pop("runId", None)
         internal = bool(body.pop("internal", False))
         del body["id"], body["seq"]
@@ -97,17 +97,17 @@ class Place:
             internal=internal,
         )
 
-    def _gap(self, payload: Json) -> Event:
+    def _parse_gap(self, payload: Json) -> Event:
         self.session_id, self.seq = payload["sessionId"], 0
         return SessionChanged(session_key=self.key, reason="renewed", session_id=self.session_id)
 
 
-def ended(name: str, payload: Json, key: str) -> bool:
+def is_feed_ended(name: str, payload: Json, key: str) -> bool:
     """Whether the gateway does not follow this session any longer."""
     return name == "session.gap" and payload.get("sessionKey") == key and payload.get("reason") == "ended"
 
 
-def _delta(payload: Json) -> Delta:
+def _parse_delta(payload: Json) -> Delta:
     return Delta(
         session_key=payload["sessionKey"],
         run_id=payload["runId"],
@@ -117,35 +117,35 @@ def _delta(payload: Json) -> Delta:
     )
 
 
-def _delivered(payload: Json) -> Delivered:
+def _parse_delivery(payload: Json) -> Delivered:
     """Words that were posted; the wire does not say what they are, only where they stand."""
     return Delivered(
         session_key=payload["sessionKey"],
         key=payload["runId"],
         run_id=payload["runId"],
         kind="posted",
-        text=_words(payload),
+        text=_join_text(payload),
     )
 
 
-def _words(payload: Json) -> str:
+def _join_text(payload: Json) -> str:
     message: Json = payload.get("message") or {}
     blocks: list[Json] = message.get("content") or []
     return "".join(block.get("text", "") for block in blocks if block.get("type") == "text")
 
 
-def _end(payload: Json) -> RunChanged:
+def _parse_run_end(payload: Json) -> RunChanged:
     """The last `chat` event of a run."""
-    state = _STATES.get(payload["state"], "error")
+    state = _RUN_STATE_BY_CHAT_STATE.get(payload["state"], "error")
     return RunChanged(
         session_key=payload["sessionKey"],
         run_id=payload["runId"],
         state="incomplete" if payload.get("stopReason") == "length" else state,
-        reply=_words(payload) or None,
+        reply=_join_text(payload) or None,
     )
 
 
-def _phase(payload: Json) -> Event | None:
+def _parse_agent_event(payload: Json) -> Event | None:
     key, run_id, data = payload["sessionKey"], payload["runId"], payload["data"]
     match payload["stream"], data.get("phase"):
         case "lifecycle", "start":

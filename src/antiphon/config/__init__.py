@@ -4,48 +4,61 @@ Errors name the key, what is allowed and what was given; secrets stay references
 This package decides nothing about sessions, and importing it starts nothing.
 """
 
-from antiphon.config.agents import AgentConfig, ModelChoice, Runtime, Sandbox, Subagents, ToolRules
+from antiphon.config.agents import (
+    AgentConfig,
+    ModelChoice,
+    RuntimeConfig,
+    SandboxConfig,
+    SubagentsConfig,
+    ToolRules,
+)
 from antiphon.config.base import Thinking, Visibility
-from antiphon.config.load import Loaded, load, parse, secrets_in
-from antiphon.config.model import REHEARSAL, REHEARSAL_REF, Config, FoundModel, json_schema
+from antiphon.config.load import LoadedConfig, list_secrets, load, parse
+from antiphon.config.schema import (
+    REHEARSAL_MODEL_REF,
+    REHEARSAL_PROVIDER,
+    Config,
+    FoundModel,
+    build_json_schema,
+)
 from antiphon.config.secrets import Secret
 from antiphon.config.sections import (
-    OWN_APIS,
+    NATIVE_PROVIDER_APIS,
     ModelConfig,
     ProviderConfig,
-    Reset,
+    ResetConfig,
     SendMatch,
-    SendPolicy,
-    SendRule,
+    SendPolicyConfig,
+    SendRuleConfig,
 )
-from antiphon.paths import Paths, locate
+from antiphon.paths import Paths, locate_paths
 
 __all__ = [
-    "OWN_APIS",
-    "REHEARSAL",
-    "REHEARSAL_REF",
+    "NATIVE_PROVIDER_APIS",
+    "REHEARSAL_MODEL_REF",
+    "REHEARSAL_PROVIDER",
     "AgentConfig",
     "Config",
     "FoundModel",
-    "Loaded",
+    "LoadedConfig",
     "ModelChoice",
     "ModelConfig",
     "Paths",
     "ProviderConfig",
-    "Reset",
-    "Runtime",
-    "Sandbox",
+    "ResetConfig",
+    "RuntimeConfig",
+    "SandboxConfig",
     "Secret",
     "SendMatch",
-    "SendPolicy",
-    "SendRule",
-    "Subagents",
+    "SendPolicyConfig",
+    "SendRuleConfig",
+    "SubagentsConfig",
     "Thinking",
     "ToolRules",
     "Visibility",
-    "json_schema",
+    "build_json_schema",
+    "list_secrets",
     "load",
-    "locate",
+    "locate_paths",
     "parse",
-    "secrets_in",
 ]

@@ -12,22 +12,22 @@ from urllib.parse import urlsplit
 
 from antiphon.errors import ConfigError
 
-STORES = ("postgresql", "postgres")
-BUSES = ("nats", "tls")
-_TOKEN_SHAPE = re.compile(
+STORE_URL_SCHEMES = ("postgresql", "postgres")
+BUS_URL_SCHEMES = ("nats", "tls")
+_TOKEN_PATTERN = re.compile(
     r"(?=.*[A-Za-z])(?=.*[0-9]).{16,}|(?:sk|pk|rk|xox[a-z]|xapp|pplx)-.+|(?:sk|pk|gh[a-z]|github_pat|gsk|npm|hf)_.+|AIza.+"
 )
 """A segment of a path that may be a token: long, with letters and digits, or with a prefix of well-known ones."""
 
 
-def check_store(url: str) -> None:
+def check_store_url(url: str) -> None:
     """Whether it begins like a database that is known; the rest is for whoever connects to say.
 
     Raises:
         ConfigError: it does not.
     """
-    scheme = _scheme(url)
-    if scheme not in STORES:
+    scheme = _get_scheme(url)
+    if scheme not in STORE_URL_SCHEMES:
         begins = f"begins with {scheme + '://'!r}, which" if scheme else "has no beginning, so that it"
         raise ConfigError(
             f"'store.url' {begins} is no database that is known here.",
@@ -36,7 +36,7 @@ def check_store(url: str) -> None:
         )
 
 
-def bus_addresses(url: str) -> list[str]:
+def parse_bus_addresses(url: str) -> list[str]:
     """One or, with commas between them, several.
 
     Raises:
@@ -44,9 +44,9 @@ def bus_addresses(url: str) -> list[str]:
     """
     addresses = [part.strip() for part in url.split(",") if part.strip()]
     for address in addresses or [""]:
-        if not _has_server(address):
+        if not _is_nats_address(address):
             raise ConfigError(
-                f"'bus.url' names {_shown(address)}, which is not the address of a NATS server.",
+                f"'bus.url' names {_mask_address(address)}, which is not the address of a NATS server.",
                 "Write bus.url as nats://host:4222 or tls://host:4222, several separated by commas.",
                 path="bus.url",
             )
@@ -66,28 +66,30 @@ def is_loopback(host: str) -> bool:
     return is_ip(host) and ip_address(host).is_loopback
 
 
-def _has_server(address: str) -> bool:
+def _is_nats_address(address: str) -> bool:
     try:
         parts = urlsplit(address)
-        return parts.scheme in BUSES and bool(parts.hostname) and parts.port is not False  # it may raise
+        return (
+            parts.scheme in BUS_URL_SCHEMES and bool(parts.hostname) and parts.port is not False
+        )  # it may raise
     except ValueError:
         return False
 
 
-def _shown(address: str) -> str:
-    scheme = _scheme(address)
+def _mask_address(address: str) -> str:
+    scheme = _get_scheme(address)
     if not scheme:
         return "something without nats:// or tls://"
-    return f"{scheme + '://…'!r}{' without a usable host or port' if scheme in BUSES else ''}"
+    return f"{scheme + '://…'!r}{' without a usable host or port' if scheme in BUS_URL_SCHEMES else ''}"
 
 
-def _scheme(url: str) -> str:
+def _get_scheme(url: str) -> str:
     """How it begins; nothing where that cannot be told from what may be a user or a password."""
     scheme, separator, _ = url.partition("://")
     return scheme if separator and scheme.isascii() and scheme.isalnum() else ""
 
 
-def shown_url(url: str | None) -> str:
+def mask_url(url: str | None) -> str:
     """A provider's address without user name, password, parameters and what looks like a token in its path."""
     if url is None:
         return "the provider's public address"
@@ -98,10 +100,10 @@ def shown_url(url: str | None) -> str:
     # A password that contains / ? or # would be parsed as a host.
     if "@" in parts.path + parts.query + parts.fragment:
         return f"{parts.scheme}://…"
-    host, path = parts.netloc.rpartition("@")[2], "/".join(map(_shown_segment, parts.path.split("/")))
+    host, path = parts.netloc.rpartition("@")[2], "/".join(map(_mask_segment, parts.path.split("/")))
     return parts._replace(netloc=host, path=path, query="", fragment="").geturl()
 
 
-def _shown_segment(segment: str) -> str:
+def _mask_segment(segment: str) -> str:
     segment = segment.partition(";")[0]
-    return "…" if _TOKEN_SHAPE.fullmatch(segment) else segment
+    return "…" if _TOKEN_PATTERN.fullmatch(segment) else segment

@@ -9,7 +9,7 @@ import msgspec
 from pydantic import BeforeValidator, Field, Strict
 
 from antiphon.config.base import (
-    TARGET,
+    CALLABLE_TARGET_PATTERN,
     AgentId,
     AgentPatterns,
     Amount,
@@ -20,12 +20,12 @@ from antiphon.config.base import (
     Text,
     Thinking,
     Visibility,
-    expected,
+    build_expected_error,
 )
-from antiphon.config.sections import Tools
-from antiphon.config.toolnames import ToolNames
+from antiphon.config.sections import ToolsConfig
+from antiphon.config.tool_names import ToolNames
 
-MAIN = "main"
+IMPLICIT_AGENT_ID = "main"
 """The agent there is when the config lists none."""
 
 
@@ -36,18 +36,20 @@ class ModelChoice(Section):
     fallbacks: Strings = ()
 
 
-def _choice(value: object) -> object:
+def _normalize_model_choice(value: object) -> object:
     if isinstance(value, str):
         return {"primary": value}
     if not isinstance(value, dict | ModelChoice):
-        raise expected("text such as 'provider/model', or an object with 'primary' and 'fallbacks'")
+        raise build_expected_error(
+            "text such as 'provider/model', or an object with 'primary' and 'fallbacks'"
+        )
     return cast("object", value)
 
 
-Choice = Annotated[ModelChoice, BeforeValidator(_choice, Text | ModelChoice)]
+Choice = Annotated[ModelChoice, BeforeValidator(_normalize_model_choice, Text | ModelChoice)]
 
 
-class Compaction(Section):
+class CompactionConfig(Section):
     """When a long conversation is summarised."""
 
     reserve_tokens: Amount = Field(default=16384, description="Kept free for the answer.")
@@ -57,7 +59,7 @@ class Compaction(Section):
     )
 
 
-class Subagents(Section):
+class SubagentsConfig(Section):
     """Limits and defaults of sub-agents."""
 
     max_concurrent: Count = 8
@@ -88,7 +90,7 @@ class EntrySubagents(Section):
     delegation_mode: Literal["suggest", "prefer"] | None = None
 
 
-class Sandbox(Section):
+class SandboxConfig(Section):
     """Which sessions are sandboxed, and what their session tools see."""
 
     mode: Literal["off", "non-main", "all"] = "off"
@@ -118,7 +120,7 @@ class EntryTools(Section):
     deny: ToolNames = ()
 
 
-class Identity(Section):
+class IdentityConfig(Section):
     """How an agent presents itself."""
 
     name: str | None = None
@@ -127,21 +129,21 @@ class Identity(Section):
     avatar: str | None = None
 
 
-def _runtime_type(value: object) -> object:
+def _normalize_runtime_type(value: object) -> object:
     return "model" if value == "embedded" else value
 
 
 RuntimeType = Annotated[
     Literal["model", "function"],
-    BeforeValidator(_runtime_type, Literal["model", "function", "embedded"]),
+    BeforeValidator(_normalize_runtime_type, Literal["model", "function", "embedded"]),
 ]
 
 
-class Runtime(Section):
+class RuntimeConfig(Section):
     """What answers for an agent: a model (`embedded` is its older name) or a Python callable."""
 
     type: RuntimeType = "model"
-    target: Annotated[str, Field(pattern=TARGET)] | None = Field(
+    target: Annotated[str, Field(pattern=CALLABLE_TARGET_PATTERN)] | None = Field(
         default=None, description="`package.module:callable`, for a function."
     )
     history: bool = Field(default=True, description="Whether a function is shown what was said before.")
@@ -159,9 +161,9 @@ class AgentDefaults(Section):
     )
     max_steps: Count = Field(default=100, description="Model steps in one run.")
     thinking_default: Thinking | None = None
-    compaction: Compaction = Field(default_factory=Compaction.model_construct)
-    subagents: Subagents = Field(default_factory=Subagents.model_construct)
-    sandbox: Sandbox = Field(default_factory=Sandbox.model_construct)
+    compaction: CompactionConfig = Field(default_factory=CompactionConfig.model_construct)
+    subagents: SubagentsConfig = Field(default_factory=SubagentsConfig.model_construct)
+    sandbox: SandboxConfig = Field(default_factory=SandboxConfig.model_construct)
 
 
 class AgentEntry(Section):
@@ -173,15 +175,15 @@ class AgentEntry(Section):
     instructions: str | None = Field(default=None, description="The system prompt.")
     model: Choice | None = None
     workspace: Text | None = None
-    identity: Identity | None = None
+    identity: IdentityConfig | None = None
     thinking_default: Thinking | None = None
-    runtime: Runtime = Field(default_factory=Runtime.model_construct)
+    runtime: RuntimeConfig = Field(default_factory=RuntimeConfig.model_construct)
     subagents: EntrySubagents = Field(default_factory=EntrySubagents.model_construct)
     tools: EntryTools = Field(default_factory=EntryTools.model_construct)
     sandbox: EntrySandbox = Field(default_factory=EntrySandbox.model_construct)
 
 
-class Agents(Section):
+class AgentsConfig(Section):
     """The agents this gateway hosts; with none listed there is one, `main`."""
 
     defaults: AgentDefaults = Field(default_factory=AgentDefaults.model_construct)
@@ -210,19 +212,19 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     instructions: str | None
     model: ModelChoice | None
     workspace: str | None
-    identity: Identity | None
+    identity: IdentityConfig | None
     thinking_default: Thinking | None
-    runtime: Runtime
+    runtime: RuntimeConfig
     timeout_seconds: int
     max_concurrent: int
     max_steps: int
-    compaction: Compaction
-    subagents: Subagents
-    sandbox: Sandbox
+    compaction: CompactionConfig
+    subagents: SubagentsConfig
+    sandbox: SandboxConfig
     tools: ToolRules
 
 
-def merge(entry: AgentEntry, defaults: AgentDefaults, tools: Tools) -> AgentConfig:
+def merge_agent(entry: AgentEntry, defaults: AgentDefaults, tools: ToolsConfig) -> AgentConfig:
     """The agent as it is to be run."""
     return AgentConfig(
         id=entry.id,
@@ -237,21 +239,21 @@ def merge(entry: AgentEntry, defaults: AgentDefaults, tools: Tools) -> AgentConf
         max_concurrent=defaults.max_concurrent,
         max_steps=defaults.max_steps,
         compaction=defaults.compaction,
-        subagents=_overlay(defaults.subagents, entry.subagents),
-        sandbox=_overlay(defaults.sandbox, entry.sandbox),
-        tools=_tool_rules(entry.tools, tools),
+        subagents=_apply_overrides(defaults.subagents, entry.subagents),
+        sandbox=_apply_overrides(defaults.sandbox, entry.sandbox),
+        tools=_merge_tool_rules(entry.tools, tools),
     )
 
 
 _S = TypeVar("_S", bound=Section)
 
 
-def _overlay(base: _S, override: Section) -> _S:
+def _apply_overrides(base: _S, override: Section) -> _S:
     said: dict[str, Any] = {name: value for name, value in override if value is not None}
     return base.model_copy(update=said)
 
 
-def _tool_rules(own: EntryTools, general: Tools) -> ToolRules:
+def _merge_tool_rules(own: EntryTools, general: ToolsConfig) -> ToolRules:
     # The nearest level that says anything decides, so that an agent which narrows its visibility narrows its
     # sends too, whatever the general section grants.
     near, far = own.sessions, general.sessions
@@ -262,15 +264,15 @@ def _tool_rules(own: EntryTools, general: Tools) -> ToolRules:
         visibility=near.visibility or far.visibility,
         send=near.send or near.visibility or far.send or far.visibility,
         control=near.control
-        or _control(near.visibility)
+        or _derive_control(near.visibility)
         or far.control
-        or _control(far.visibility)
+        or _derive_control(far.visibility)
         or "tree",
         allow=tuple(names for names in (general.allow, own.allow) if names is not None),
         deny=(*general.deny, *own.deny),
     )
 
 
-def _control(visibility: Visibility | None) -> Control | None:
+def _derive_control(visibility: Visibility | None) -> Control | None:
     """Control that goes with a visibility: however much is seen, only the own tree is stopped or steered."""
     return "self" if visibility == "self" else "tree" if visibility else None

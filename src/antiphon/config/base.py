@@ -15,17 +15,17 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
-LARGEST = 1_000_000_000
+MAX_NUMBER = 1_000_000_000
 """Upper bound of every count and duration: far beyond use, and small enough for any clock or file size."""
 
-LONGEST_NAME = 64
+MAX_COMPARED_NAME_CHARACTERS = 64
 """Characters of a name that others are compared with: megabytes would take seconds, and be like nothing."""
 
-FEW = 12
+MAX_LISTED_OPTIONS = 12
 """As many valid names as an error lists although it already suggests one."""
 
 
-def _title(name: str, _field: object) -> str:
+def _format_title(name: str, _field: object) -> str:
     return name.replace("_", " ").capitalize()
 
 
@@ -39,44 +39,46 @@ class Section(BaseModel):
         strict=True,
         allow_inf_nan=False,
         alias_generator=to_camel,
-        field_title_generator=_title,
+        field_title_generator=_format_title,
         serialize_by_alias=True,
         hide_input_in_errors=True,
         defer_build=True,
     )
 
 
-def expected(text: str) -> PydanticCustomError:
+def build_expected_error(text: str) -> PydanticCustomError:
     """A validation error whose text completes "must be …"."""
     return PydanticCustomError("expected", "{text}", {"text": text})
 
 
-WEB_ADDRESS = r"^https?://[^\s/]"
-URL_PATH = r"^/\S*$"
-TARGET = r"^[^\W\d][\w.]*:[^\W\d][\w.]*$"
+WEB_ADDRESS_PATTERN = r"^https?://[^\s/]"
+URL_PATH_PATTERN = r"^/\S*$"
+CALLABLE_TARGET_PATTERN = r"^[^\W\d][\w.]*:[^\W\d][\w.]*$"
 
-_AGENT_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+_AGENT_ID_PATTERN = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 
-def _agent_id(value: str) -> str:
+def _normalize_agent_id(value: str) -> str:
     lowered = value.strip().lower()
-    if not _AGENT_ID.fullmatch(lowered):
-        raise expected("an agent id: up to 64 of a-z, 0-9, '-' and '_', starting with a letter or digit")
+    if not _AGENT_ID_PATTERN.fullmatch(lowered):
+        raise build_expected_error(
+            "an agent id: up to 64 of a-z, 0-9, '-' and '_', starting with a letter or digit"
+        )
     return lowered
 
 
-def _lowered(value: str) -> str:
+def _lower_pattern(value: str) -> str:
     return value.strip().lower()
 
 
-Count = Annotated[int, Field(ge=1, le=LARGEST)]
-Amount = Annotated[int, Field(ge=0, le=LARGEST)]
-Quantity = Annotated[float, Field(ge=0, le=LARGEST)]
-Days = Annotated[float, Field(gt=0, le=LARGEST)]
+Count = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
+Amount = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
+Quantity = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
+Days = Annotated[float, Field(gt=0, le=MAX_NUMBER)]
 Text = Annotated[str, Field(min_length=1)]
 Strings = Annotated[tuple[str, ...], Strict(False)]  # JSON has lists only, and strictness would refuse them
-AgentId = Annotated[str, AfterValidator(_agent_id)]
-AgentPatterns = Annotated[tuple[Annotated[str, AfterValidator(_lowered)], ...], Strict(False)]
+AgentId = Annotated[str, AfterValidator(_normalize_agent_id)]
+AgentPatterns = Annotated[tuple[Annotated[str, AfterValidator(_lower_pattern)], ...], Strict(False)]
 """Agent ids as compared: lower-cased, `*` for any."""
 
 Visibility = Literal["self", "tree", "agent", "all"]
@@ -85,19 +87,19 @@ Action = Literal["allow", "deny"]
 Thinking = Literal["off", "minimal", "low", "medium", "high", "xhigh", "adaptive", "max"]
 
 
-def nearest(word: str, options: Iterable[str], *, alike: float = 0.6) -> str | None:
+def find_nearest(word: str, options: Iterable[str], *, alike: float = 0.6) -> str | None:
     """The option most like `word`, ignoring case; None when nothing is close. `alike` is how close, of 1."""
-    if len(word) > LONGEST_NAME:
+    if len(word) > MAX_COMPARED_NAME_CHARACTERS:
         return None
     by_lower = {option.lower(): option for option in options}
     found = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=alike)
     return by_lower[found[0]] if found else None
 
 
-def suggestion(word: str, options: Sequence[str], *, noun: str, prefix: str = "") -> str:
+def suggest_options(word: str, options: Sequence[str], *, noun: str, prefix: str = "") -> str:
     """What to try instead: the nearest option when one is close, and all of them when they are few."""
-    near = nearest(word, options)
+    near = find_nearest(word, options)
     parts = [f"Did you mean {prefix + near!r}?"] if near else []
-    if options and (len(options) <= FEW or not near):
+    if options and (len(options) <= MAX_LISTED_OPTIONS or not near):
         parts.append(f"Valid {noun}: {', '.join(repr(option) for option in options)}.")
     return " ".join(parts) or f"There are no {noun}."

@@ -16,20 +16,20 @@ from pydantic import ValidationError
 from pydantic.alias_generators import to_camel
 
 from antiphon.config.base import Section
-from antiphon.config.checks import concerns, contradictions
-from antiphon.config.foreign import drop_foreign
-from antiphon.config.implied import with_implied
-from antiphon.config.model import Config
-from antiphon.config.problems import Location, Problem, combined, dotted, from_errors
-from antiphon.config.repeats import repeated
+from antiphon.config.duplicate_keys import find_duplicate_keys
+from antiphon.config.errors import Location, Problem, build_problems, combine_problems, format_path
+from antiphon.config.foreign_keys import drop_foreign_keys
+from antiphon.config.implied_providers import add_implied_providers
+from antiphon.config.schema import Config
 from antiphon.config.secrets import Secret
+from antiphon.config.validate import find_contradictions, find_warnings
 from antiphon.errors import ConfigError
-from antiphon.paths import locate
+from antiphon.paths import locate_paths
 
-MAX_BYTES = 1024 * 1024
+MAX_CONFIG_BYTES = 1024 * 1024
 
 
-class Loaded(msgspec.Struct, frozen=True):
+class LoadedConfig(msgspec.Struct, frozen=True):
     """A config that can be used, where it came from, and what its owner should know of."""
 
     config: Config
@@ -38,7 +38,7 @@ class Loaded(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...]
 
 
-def load(path: Path | None = None, *, required: bool = True) -> Loaded:
+def load(path: Path | None = None, *, required: bool = True) -> LoadedConfig:
     """Reads and checks a config file; without a path, the one of this user.
 
     A file that does not exist gives the defaults when nobody asked for it: no path, or not `required`.
@@ -48,22 +48,24 @@ def load(path: Path | None = None, *, required: bool = True) -> Loaded:
             `data['problems']` says what else is wrong.
     """
     if path is None:
-        paths = locate(None, None, os.environ)
+        paths = locate_paths(None, None, os.environ)
         path, required = paths.config, paths.config_explicit
-    found = _read(path, required=required)
+    found = _read_file(path, required=required)
     if found is None:
-        return Loaded(Config(), None, ())
+        return LoadedConfig(Config(), None, ())
     content, status = found
-    config, warnings = parse(_decode(content, path), base=path.parent, file=str(path))
-    secrets = list(secrets_in(config))
+    config, warnings = parse(_decode_json5(content, path), base=path.parent, file=str(path))
+    secrets = list(list_secrets(config))
     if exposure := _find_exposure(path, status):
         _check_harmless(exposure, path, config, secrets)
         warnings = (*warnings, f"The config file {str(path)!r} {exposure.why}. Run: {exposure.fix}")
     mode = stat.S_IMODE(status.st_mode)
-    if mode & 0o077 and (any(secret.is_written for _, secret in secrets) or _urls_with_credentials(config)):
+    if mode & 0o077 and (
+        any(secret.is_written for _, secret in secrets) or _list_urls_with_credentials(config)
+    ):
         readable = f"{str(path)!r} holds secrets and is not only for its owner (mode {mode:04o})."
         warnings = (*warnings, f"{readable} Run: chmod 600 {str(path)!r}")
-    return Loaded(config, path, warnings)
+    return LoadedConfig(config, path, warnings)
 
 
 def parse(
@@ -78,43 +80,43 @@ def parse(
         raise ConfigError(
             "The config is not an object.", "Put its keys between '{' and '}'.", path="", file=file
         )
-    _check_text(cast("dict[str, Any]", raw), (), file)
+    _check_unicode(cast("dict[str, Any]", raw), (), file)
     known = copy.deepcopy(cast("dict[str, Any]", raw))
-    ignored = [dotted(location) for location in drop_foreign(known)]
-    config = _validated(known, base, file)
+    ignored = [format_path(location) for location in drop_foreign_keys(known)]
+    config = _validate(known, base, file)
     warnings = [f"{path!r} belongs to a part that Antiphon does not have; it is ignored." for path in ignored]
-    return config, (*warnings, *concerns(config))
+    return config, (*warnings, *find_warnings(config))
 
 
-def _check_text(value: object, location: Location, file: str | None) -> None:
+def _check_unicode(value: object, location: Location, file: str | None) -> None:
     """JSON can spell half of a surrogate pair, which no file, wire or database can hold."""
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError:
-            path = dotted(location).encode(errors="replace").decode()
+            path = format_path(location).encode(errors="replace").decode()
             what = f"Value of {path!r} contains half of a surrogate pair, which is not text."
-            raise combined([Problem(path, what, "Write valid Unicode.")], file) from None
+            raise combine_problems([Problem(path, what, "Write valid Unicode.")], file) from None
     elif isinstance(value, dict):
         for key, item in cast("dict[str, object]", value).items():
-            _check_text(key, (*location, key), file)
-            _check_text(item, (*location, key), file)
+            _check_unicode(key, (*location, key), file)
+            _check_unicode(item, (*location, key), file)
     elif isinstance(value, list):
         for number, item in enumerate(cast("list[object]", value)):
-            _check_text(item, (*location, number), file)
+            _check_unicode(item, (*location, number), file)
 
 
-def _validated(known: dict[str, Any], base: Path | None, file: str | None) -> Config:
+def _validate(known: dict[str, Any], base: Path | None, file: str | None) -> Config:
     try:
-        config = with_implied(Config.model_validate(known, context={"base": base}))
+        config = add_implied_providers(Config.model_validate(known, context={"base": base}))
     except ValidationError as error:
-        problems = from_errors(error.errors(include_url=False))
+        problems = build_problems(error.errors(include_url=False))
     else:
-        problems = contradictions(config)
+        problems = find_contradictions(config)
         if not problems:
             return config
     # Raised out here, because the validation error would bring the values along.
-    raise combined(problems, file)
+    raise combine_problems(problems, file)
 
 
 class _Exposure(msgspec.Struct, frozen=True):
@@ -153,7 +155,7 @@ def _check_harmless(
     found |= {
         key: "is a secret" for key, secret in secrets if secret.kind in ("env", "file") or secret.is_written
     }
-    found |= {key: "may contain a password" for key in _urls_with_credentials(config)}
+    found |= {key: "may contain a password" for key in _list_urls_with_credentials(config)}
     for key, what in found.items():
         raise ConfigError(
             f"{key!r} {what}, but the config file {str(path)!r} {exposure.why}.",
@@ -163,22 +165,22 @@ def _check_harmless(
         )
 
 
-def _urls_with_credentials(config: Config) -> list[str]:
+def _list_urls_with_credentials(config: Config) -> list[str]:
     providers = config.models.providers.items()
     return [
-        dotted(("models", "providers", name, "baseUrl"))
+        format_path(("models", "providers", name, "baseUrl"))
         for name, provider in providers
         if "@" in (provider.base_url or "") or "?" in (provider.base_url or "")
     ]
 
 
-def _read(path: Path, *, required: bool) -> tuple[str, os.stat_result] | None:
+def _read_file(path: Path, *, required: bool) -> tuple[str, os.stat_result] | None:
     try:
         with path.open("rb") as file:
-            content, status = file.read(MAX_BYTES + 1), os.fstat(file.fileno())
-        if len(content) > MAX_BYTES:
+            content, status = file.read(MAX_CONFIG_BYTES + 1), os.fstat(file.fileno())
+        if len(content) > MAX_CONFIG_BYTES:
             raise ConfigError(
-                f"The config file {str(path)!r} is larger than {MAX_BYTES} bytes.",
+                f"The config file {str(path)!r} is larger than {MAX_CONFIG_BYTES} bytes.",
                 "Move long texts out of it.",
                 file=str(path),
             )
@@ -197,13 +199,13 @@ def _read(path: Path, *, required: bool) -> tuple[str, os.stat_result] | None:
     raise ConfigError(f"The config file {str(path)!r} {why}.", hint, file=str(path))
 
 
-def _decode(content: str, path: Path) -> object:
+def _decode_json5(content: str, path: Path) -> object:
     try:
         read = pyjson5.decode(content)
     except (pyjson5.Json5Exception, ValueError, RecursionError) as error:
-        why = _syntax(error, content)
+        why = _describe_syntax_error(error, content)
     else:
-        _check_once(content, path)
+        _check_duplicate_keys(content, path)
         return read
     raise ConfigError(
         f"The config file {str(path)!r} is not JSON5: {why}.",
@@ -212,18 +214,18 @@ def _decode(content: str, path: Path) -> object:
     )
 
 
-def _check_once(content: str, path: Path) -> None:
+def _check_duplicate_keys(content: str, path: Path) -> None:
     """Of two sections of one name the first would be gone without a word."""
-    for name, offset in repeated(content):
+    for name, offset in find_duplicate_keys(content):
         raise ConfigError(
-            f"The config file {str(path)!r} has the key {name!r} a second time at {_place(content, offset)}.",
+            f"The config file {str(path)!r} has the key {name!r} a second time at {_format_position(content, offset)}.",
             "Put what stands there into one.",
             path=name,
             file=str(path),
         )
 
 
-def _syntax(error: Exception, content: str) -> str:
+def _describe_syntax_error(error: Exception, content: str) -> str:
     """Where and what, without the parts of the document that the parser attaches to its errors."""
     found = re.search(r"near (\d+)", str(error.args[0]) if error.args else "")
     offset = max(0, int(found[1]) - 1) if found else 0
@@ -237,22 +239,22 @@ def _syntax(error: Exception, content: str) -> str:
         what = "it is nested too deeply"
     else:
         what = "this is not expected here"
-    return f"{_place(content, offset)}: {what}"
+    return f"{_format_position(content, offset)}: {what}"
 
 
-def _place(content: str, offset: int) -> str:
+def _format_position(content: str, offset: int) -> str:
     return (
         f"line {content.count(chr(10), 0, offset) + 1}, column {offset - content.rfind(chr(10), 0, offset)}"
     )
 
 
-def secrets_in(value: object, location: Location = ()) -> Iterator[tuple[str, Secret]]:
+def list_secrets(value: object, location: Location = ()) -> Iterator[tuple[str, Secret]]:
     """Every secret there is in a config, with its path."""
     if isinstance(value, Secret):
-        yield dotted(location), value
+        yield format_path(location), value
     elif isinstance(value, Section):
         for name, item in value:
-            yield from secrets_in(item, (*location, to_camel(name)))
+            yield from list_secrets(item, (*location, to_camel(name)))
     elif isinstance(value, dict):
         for name, item in cast("dict[str, object]", value).items():
-            yield from secrets_in(item, (*location, name))
+            yield from list_secrets(item, (*location, name))

@@ -23,17 +23,17 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from antiphon.errors import ConfigError
-from antiphon.paths import at_home
+from antiphon.paths import expand_home
 
-MAX_BYTES = 64 * 1024
-EXEC_TIMEOUT = 10.0  # seconds
-MASK = "***"
+MAX_SECRET_BYTES = 64 * 1024
+EXEC_TIMEOUT_SECONDS = 10.0  # seconds
+SECRET_MASK = "***"  # noqa: S105
 
-Kind = Literal["text", "env", "file", "exec"]
+SecretKind = Literal["text", "env", "file", "exec"]
 
-_ENV_IN_TEXT = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_ENV_REFERENCE_PATTERN = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 """The way older configs name a variable; only where it is the whole text."""
-_FORMS = 'text, {env: "NAME"}, {file: "path"} or {exec: ["command", "argument"]}'
+_ACCEPTED_FORMS = 'text, {env: "NAME"}, {file: "path"} or {exec: ["command", "argument"]}'
 
 
 class Secret:
@@ -41,8 +41,8 @@ class Secret:
 
     __slots__ = ("_base", "_kind", "_value")
 
-    def __init__(self, kind: Kind, value: tuple[str, ...], base: Path | None = None) -> None:
-        self._kind: Kind = kind
+    def __init__(self, kind: SecretKind, value: tuple[str, ...], base: Path | None = None) -> None:
+        self._kind: SecretKind = kind
         self._value = value
         self._base = base
 
@@ -55,13 +55,13 @@ class Secret:
         """
         if isinstance(value, Secret):
             return value
-        reference = _reference(value)
+        reference = _parse_reference(value)
         if reference is None:
-            raise ValueError(_FORMS)
+            raise ValueError(_ACCEPTED_FORMS)
         return cls(*reference, base)
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> SecretKind:
         return self._kind
 
     @property
@@ -71,19 +71,19 @@ class Secret:
         return self._kind == "text" and ("://" not in text or "@" in text or "?" in text)
 
     @property
-    def lacks(self) -> ConfigError | None:
+    def availability_error(self) -> ConfigError | None:
         """Why it cannot be had, as far as that can be told without opening or running anything."""
         try:
             if self._kind == "env":
-                _from_env(self._value[0])
+                _read_env(self._value[0])
             elif self._kind == "file":
-                _found(self._path())
+                _check_file_exists(self._resolve_path())
         except ConfigError as error:
             return error
         return None
 
-    def _path(self) -> Path:
-        return (self._base or Path()) / at_home(self._value[0])
+    def _resolve_path(self) -> Path:
+        return (self._base or Path()) / expand_home(self._value[0])
 
     def reveal(self) -> str:
         """The secret itself. A file or a command may block for seconds: call it in a thread.
@@ -95,17 +95,17 @@ class Secret:
             case "text":
                 return self._value[0]
             case "env":
-                return _from_env(self._value[0])
+                return _read_env(self._value[0])
             case "file":
-                return _from_file(self._path())
+                return _read_file(self._resolve_path())
             case "exec":
-                return _from_command(self._value, self._base)
+                return _read_command_output(self._value, self._base)
 
     def __repr__(self) -> str:
         return f"Secret({self._kind})"
 
     def __str__(self) -> str:
-        return MASK
+        return SECRET_MASK
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Secret):
@@ -130,9 +130,13 @@ class Secret:
             "description": "A text, or where the text is kept.",
             "anyOf": [
                 {"type": "string", "minLength": 1, "writeOnly": True},
-                _one_key("env", {"type": "string", "description": "Name of an environment variable."}),
-                _one_key("file", {"type": "string", "description": "A file that only its owner can read."}),
-                _one_key("exec", {"type": "array", "items": {"type": "string"}, "minItems": 1}),
+                _build_one_key_schema(
+                    "env", {"type": "string", "description": "Name of an environment variable."}
+                ),
+                _build_one_key_schema(
+                    "file", {"type": "string", "description": "A file that only its owner can read."}
+                ),
+                _build_one_key_schema("exec", {"type": "array", "items": {"type": "string"}, "minItems": 1}),
             ],
         }
 
@@ -143,17 +147,17 @@ class Secret:
             return cls.parse(value, base)
         except ValueError:
             # A type of its own, so that the report knows never to show what was given.
-            raise PydanticCustomError("secret", "{text}", {"text": _FORMS}) from None
+            raise PydanticCustomError("secret", "{text}", {"text": _ACCEPTED_FORMS}) from None
 
 
-def _one_key(key: str, value: dict[str, Any]) -> dict[str, Any]:
+def _build_one_key_schema(key: str, value: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": {key: value}, "required": [key], "additionalProperties": False}
 
 
-def _reference(value: object) -> tuple[Kind, tuple[str, ...]] | None:
+def _parse_reference(value: object) -> tuple[SecretKind, tuple[str, ...]] | None:
     if isinstance(value, str):
-        named = _ENV_IN_TEXT.fullmatch(value)
-        return ("env", (named[1],)) if named else ("text", (value,)) if _usable(value) else None
+        named = _ENV_REFERENCE_PATTERN.fullmatch(value)
+        return ("env", (named[1],)) if named else ("text", (value,)) if _is_usable(value) else None
     if not isinstance(value, dict):
         return None
     entries = cast("dict[str, object]", value)
@@ -162,25 +166,25 @@ def _reference(value: object) -> tuple[Kind, tuple[str, ...]] | None:
     if len(entries) != 1:
         return None
     [(kind, source)] = entries.items()
-    return _single(kind, source)
+    return _parse_single_key(kind, source)
 
 
-def _single(kind: str, source: object) -> tuple[Kind, tuple[str, ...]] | None:
+def _parse_single_key(kind: str, source: object) -> tuple[SecretKind, tuple[str, ...]] | None:
     if (kind == "exec") != isinstance(source, list):
         return None
     words = cast("list[object]", source if kind == "exec" else [source])
     texts = tuple(word for word in words if isinstance(word, str))
-    if kind not in ("env", "file", "exec") or not texts or len(texts) < len(words) or not _usable(*texts):
+    if kind not in ("env", "file", "exec") or not texts or len(texts) < len(words) or not _is_usable(*texts):
         return None
     return kind, texts
 
 
-def _usable(*texts: str) -> bool:
+def _is_usable(*texts: str) -> bool:
     """Not empty, and without what no file name, variable or header can carry: NUL and broken characters."""
     return bool(texts[0]) and not any(re.search("[\0\ud800-\udfff]", text) for text in texts)
 
 
-def _from_env(name: str) -> str:
+def _read_env(name: str) -> str:
     value = os.environ.get(name)
     if not value:
         raise ConfigError(
@@ -191,68 +195,70 @@ def _from_env(name: str) -> str:
     return value
 
 
-class _Unsafe(Exception):
+class _UnsafeFile(Exception):
     """A file that is no place for a secret; the text completes "the file …"."""
 
 
-def _from_file(path: Path) -> str:
+def _read_file(path: Path) -> str:
     try:
-        content = _read_private(path)
-    except _Unsafe as error:
+        content = _read_private_file(path)
+    except _UnsafeFile as error:
         hint = f"Make it a regular file of this user and run: chmod 600 {str(path)!r}"
-        raise _refused(path, str(error), hint) from None
+        raise _build_refused_error(path, str(error), hint) from None
     except (OSError, ValueError) as error:
-        raise _absent(path, error) from None
-    if len(content) > MAX_BYTES:
-        raise _refused(path, f"is larger than {MAX_BYTES} bytes", "Keep only the secret in it.")
-    return _text(content, f"The secret file {str(path)!r}").rstrip("\r\n")
+        raise _build_absent_error(path, error) from None
+    if len(content) > MAX_SECRET_BYTES:
+        raise _build_refused_error(
+            path, f"is larger than {MAX_SECRET_BYTES} bytes", "Keep only the secret in it."
+        )
+    return _decode_secret(content, f"The secret file {str(path)!r}").rstrip("\r\n")
 
 
-def _found(path: Path) -> None:
+def _check_file_exists(path: Path) -> None:
     try:
         path.stat()
     except (OSError, ValueError) as error:
-        raise _absent(path, error) from None
+        raise _build_absent_error(path, error) from None
 
 
-def _absent(path: Path, error: OSError | ValueError) -> ConfigError:
+def _build_absent_error(path: Path, error: OSError | ValueError) -> ConfigError:
     why = getattr(error, "strerror", None) or "its name is not usable"
-    return _refused(path, f"cannot be read: {why}", "Correct the path, or create the file.")
+    return _build_refused_error(path, f"cannot be read: {why}", "Correct the path, or create the file.")
 
 
-def _refused(path: Path, why: str, hint: str) -> ConfigError:
+def _build_refused_error(path: Path, why: str, hint: str) -> ConfigError:
     return ConfigError(f"The secret file {str(path)!r} {why}.", hint, file=str(path))
 
 
-def _read_private(path: Path) -> bytes:
+def _read_private_file(path: Path) -> bytes:
     # Checked on the open file, so that it cannot be swapped between the check and the read; non-blocking,
     # because opening a pipe would otherwise wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise _Unsafe("is not a regular file")
+            raise _UnsafeFile("is not a regular file")
         if status.st_mode & 0o077:
-            raise _Unsafe(f"can be used by others than its owner (mode {status.st_mode & 0o777:04o})")
+            raise _UnsafeFile(f"can be used by others than its owner (mode {status.st_mode & 0o777:04o})")
         if status.st_uid not in (os.geteuid(), 0):
-            raise _Unsafe("belongs to another user")
-        return file.read(MAX_BYTES + 1)
+            raise _UnsafeFile("belongs to another user")
+        return file.read(MAX_SECRET_BYTES + 1)
 
 
-def _from_command(command: tuple[str, ...], base: Path | None) -> str:
+def _read_command_output(command: tuple[str, ...], base: Path | None) -> str:
     try:
-        output = _run(command, base)
+        output = _run_command(command, base)
     except TimeoutError:
-        why = f"did not finish within {EXEC_TIMEOUT:g} s"
+        why = f"did not finish within {EXEC_TIMEOUT_SECONDS:g} s"
     except subprocess.CalledProcessError as error:
         why = f"ended with status {error.returncode}"
     except OverflowError:
-        why = f"printed more than {MAX_BYTES} bytes"
+        why = f"printed more than {MAX_SECRET_BYTES} bytes"
     except (OSError, ValueError):
         why = "cannot be started"
     else:
         first = output.split(b"\n", 1)[0].rstrip(b"\r")
-        return _text(first, f"The first line of the secret command {command[0]!r}")
+        return _decode_secret(first, f"The first line of the secret command {command[0]!r}")
     # Only the program is named: its arguments and its output may be the secret.
     raise ConfigError(
         f"The secret command {command[0]!r} {why}.",
@@ -261,8 +267,8 @@ def _from_command(command: tuple[str, ...], base: Path | None) -> str:
     )
 
 
-def _run(command: tuple[str, ...], base: Path | None) -> bytes:
-    deadline = time.monotonic() + EXEC_TIMEOUT
+def _run_command(command: tuple[str, ...], base: Path | None) -> bytes:
+    deadline = time.monotonic() + EXEC_TIMEOUT_SECONDS
     process = subprocess.Popen(
         command,
         cwd=base,
@@ -290,17 +296,17 @@ def _read_until(stream: IO[bytes], deadline: float) -> bytes:
     output = bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(stream, selectors.EVENT_READ)
-        while len(output) <= MAX_BYTES:
+        while len(output) <= MAX_SECRET_BYTES:
             if not selector.select(max(0.0, deadline - time.monotonic())):
                 raise TimeoutError
-            chunk = os.read(stream.fileno(), MAX_BYTES)
+            chunk = os.read(stream.fileno(), MAX_SECRET_BYTES)
             if not chunk:
                 return bytes(output)
             output += chunk
     raise OverflowError
 
 
-def _text(content: bytes, what: str) -> str:
+def _decode_secret(content: bytes, what: str) -> str:
     try:
         text = content.decode()
     except UnicodeDecodeError:

@@ -1,17 +1,17 @@
 """The sections of the config other than the agents: types, defaults and the words of the JSON Schema.
 
-Whether values of different keys fit together is not decided here; see `antiphon.config.checks`.
+Whether values of different keys fit together is not decided here; see `antiphon.config.validate`.
 """
 
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, Strict, field_serializer
 
-from antiphon.config.addresses import shown_url
+from antiphon.config.addresses import mask_url
 from antiphon.config.base import (
-    LARGEST,
-    URL_PATH,
-    WEB_ADDRESS,
+    MAX_NUMBER,
+    URL_PATH_PATTERN,
+    WEB_ADDRESS_PATTERN,
     Action,
     AgentPatterns,
     Amount,
@@ -24,19 +24,19 @@ from antiphon.config.base import (
     Text,
     Visibility,
 )
-from antiphon.config.secrets import MASK, Secret
-from antiphon.config.toolnames import ToolNames
+from antiphon.config.secrets import SECRET_MASK, Secret
+from antiphon.config.tool_names import ToolNames
 
 MIB = 1024 * 1024
 
 
-def _chat_type(value: object) -> object:
+def _normalize_chat_type(value: object) -> object:
     return {"dm": "direct", "room": "channel"}.get(value, value) if isinstance(value, str) else value
 
 
 ChatType = Annotated[
     Literal["direct", "group", "channel"],
-    BeforeValidator(_chat_type, Literal["direct", "group", "channel", "dm", "room"]),
+    BeforeValidator(_normalize_chat_type, Literal["direct", "group", "channel", "dm", "room"]),
 ]
 """Read under its older names too."""
 
@@ -56,7 +56,7 @@ class SendMatch(Section):
         return self.channel or self.surface
 
 
-class SendRule(Section):
+class SendRuleConfig(Section):
     """Allows or denies sending in the sessions that match."""
 
     action: Action
@@ -66,10 +66,10 @@ class SendRule(Section):
     )
 
 
-class SendPolicy(Section):
+class SendPolicyConfig(Section):
     """Which sessions may send outward: any matching deny wins, then any matching allow, then the default."""
 
-    rules: Annotated[tuple[SendRule, ...], Strict(False)] = ()
+    rules: Annotated[tuple[SendRuleConfig, ...], Strict(False)] = ()
     default: Action = "allow"
 
 
@@ -94,7 +94,7 @@ class ThreadBindings(Section):
     spawn_sessions: bool = True
 
 
-class Reset(Section):
+class ResetConfig(Section):
     """When a session starts over by itself."""
 
     mode: Literal["daily", "idle"] = "daily"
@@ -107,10 +107,10 @@ class Reset(Section):
 class ResetByType(Section):
     """Automatic reset by kind of chat."""
 
-    direct: Reset | None = None
-    dm: Reset | None = Field(default=None, description="Older name of `direct`.")
-    group: Reset | None = None
-    thread: Reset | None = None
+    direct: ResetConfig | None = None
+    dm: ResetConfig | None = Field(default=None, description="Older name of `direct`.")
+    group: ResetConfig | None = None
+    thread: ResetConfig | None = None
 
 
 class Retention(Section):
@@ -129,7 +129,7 @@ class Transcripts(Section):
     )
 
 
-class Announce(Section):
+class AnnounceConfig(Section):
     """Wording of announcements."""
 
     locale: Literal["en", "pt"] = "en"
@@ -143,7 +143,7 @@ class Compat(Section):
     )
 
 
-class Session(Section):
+class SessionConfig(Section):
     """How messages are put into sessions, and what sessions may do. No session resets unless told to here."""
 
     scope: Literal["per-sender", "global"] = "per-sender"
@@ -154,12 +154,12 @@ class Session(Section):
     identity_links: dict[str, Strings] = Field(
         default_factory=dict[str, Strings], description="Name of a person → `channel:peer` ids that are them."
     )
-    send_policy: SendPolicy = Field(default_factory=SendPolicy.model_construct)
+    send_policy: SendPolicyConfig = Field(default_factory=SendPolicyConfig.model_construct)
     agent_to_agent: AgentToAgentTurns = Field(default_factory=AgentToAgentTurns.model_construct)
     thread_bindings: ThreadBindings = Field(default_factory=ThreadBindings.model_construct)
-    reset: Reset | None = None
+    reset: ResetConfig | None = None
     reset_by_type: ResetByType = Field(default_factory=ResetByType.model_construct)
-    reset_by_channel: dict[str, Reset] = Field(default_factory=dict[str, Reset])
+    reset_by_channel: dict[str, ResetConfig] = Field(default_factory=dict[str, ResetConfig])
     idle_minutes: Count | None = Field(default=None, description="Older form of `reset: {mode: 'idle'}`.")
     reset_triggers: Strings = ("/new", "/reset")
     store: str | None = Field(default=None, description="Accepted without effect; see the top-level `store`.")
@@ -168,7 +168,7 @@ class Session(Section):
     )
     retention: Retention = Field(default_factory=Retention.model_construct)
     transcripts: Transcripts = Field(default_factory=Transcripts.model_construct)
-    announce: Announce = Field(default_factory=Announce.model_construct)
+    announce: AnnounceConfig = Field(default_factory=AnnounceConfig.model_construct)
     compat: Compat = Field(default_factory=Compat.model_construct)
 
 
@@ -217,7 +217,7 @@ class SessionsSpawn(Section):
     attachments: Attachments = Field(default_factory=Attachments.model_construct)
 
 
-class Tools(Section):
+class ToolsConfig(Section):
     """What tools agents have and how far they reach."""
 
     sessions: SessionTools = Field(default_factory=SessionTools.model_construct)
@@ -255,14 +255,14 @@ class ModelConfig(Section):
     api: Api | None = Field(default=None, description="Left out: the provider's.")
 
 
-OWN_APIS: dict[str, Api] = {"anthropic": "anthropic-messages", "google": "google-generative-ai"}
+NATIVE_PROVIDER_APIS: dict[str, Api] = {"anthropic": "anthropic-messages", "google": "google-generative-ai"}
 """What the providers of these names speak; every other is taken to speak OpenAI's chat completions."""
 
 
 class ProviderConfig(Section):
     """Where models are served, and how to speak to them."""
 
-    base_url: Annotated[str, Field(pattern=WEB_ADDRESS)] | None = Field(
+    base_url: Annotated[str, Field(pattern=WEB_ADDRESS_PATTERN)] | None = Field(
         default=None, description="Needed unless the provider is `openai`, `anthropic` or `google`."
     )
     api_key: Secret | None = None
@@ -275,14 +275,14 @@ class ProviderConfig(Section):
 
     @field_serializer("base_url")
     def _hide_credentials(self, base_url: str | None) -> str | None:
-        return base_url and shown_url(base_url)
+        return base_url and mask_url(base_url)
 
 
 class ImpliedProvider(ProviderConfig):
     """One that is not configured: see `config.implied`."""
 
 
-class Models(Section):
+class ModelsConfig(Section):
     """The model providers."""
 
     mode: Literal["merge", "replace"] = Field(
@@ -333,7 +333,7 @@ class ControlUi(Section):
     allowed_origins: Strings = ()
 
 
-class Gateway(Section):
+class GatewayConfig(Section):
     """Where the gateway listens and whom it lets in."""
 
     port: int = Field(default=18789, ge=0, le=65535, description="0 takes any free port.")
@@ -347,26 +347,26 @@ class Gateway(Section):
     control_ui: ControlUi = Field(default_factory=ControlUi.model_construct)
 
 
-class Hooks(Section):
+class HooksConfig(Section):
     """Runs started by web hooks."""
 
     enabled: bool = False
     token: Secret | None = None
-    path: Annotated[str, Field(pattern=URL_PATH)] = "/hooks"
+    path: Annotated[str, Field(pattern=URL_PATH_PATTERN)] = "/hooks"
     default_session_key: Text | None = None
     allow_request_session_key: bool = False
     allowed_session_key_prefixes: Strings | None = Field(default=None, description="Left out: any.")
     allowed_agent_ids: AgentPatterns | None = Field(default=None, description="Left out: any.")
 
 
-class Cron(Section):
+class CronConfig(Section):
     """Scheduled runs."""
 
     enabled: bool = True
     max_concurrent_runs: Count = 1
 
 
-class Store(Section):
+class StoreConfig(Section):
     """Where sessions are kept, and how much they may take."""
 
     url: Secret | None = Field(
@@ -388,12 +388,12 @@ class Store(Section):
         default="full", description="`normal` may lose the last moments at a power cut."
     )
     message_max_bytes: int = Field(
-        default=MIB, ge=1024, le=LARGEST, description="Maximum size of one message or one answer."
+        default=MIB, ge=1024, le=MAX_NUMBER, description="Maximum size of one message or one answer."
     )
     lane_max_queued: Count = Field(default=1000, description="Messages one session may have waiting.")
 
 
-class Bus(Section):
+class BusConfig(Section):
     """What tells several gateways of each other's news."""
 
     url: Secret | None = Field(
@@ -420,10 +420,10 @@ class Bus(Section):
     )
 
 
-def masked(value: object) -> object:
+def mask_values(value: object) -> object:
     """The shape of a value without what it says: which parts of a channel are secret is not known here."""
     if isinstance(value, dict):
-        return {key: masked(item) for key, item in cast("dict[str, object]", value).items()}
+        return {key: mask_values(item) for key, item in cast("dict[str, object]", value).items()}
     if isinstance(value, list):
-        return [masked(item) for item in cast("list[object]", value)]
-    return value if value is None or isinstance(value, bool) else MASK
+        return [mask_values(item) for item in cast("list[object]", value)]
+    return value if value is None or isinstance(value, bool) else SECRET_MASK

@@ -20,48 +20,51 @@ from antiphon.bus import (
     Gap,
     MessageAppended,
     RunChanged,
+    RunUsage,
     SessionChanged,
-    Spent,
-    StopAsked,
+    StopRequested,
     ToolPhase,
     run_topic,
     session_topic,
 )
 from antiphon.clock import Clock
-from antiphon.engine import archive, chains, replicas, retention, runs, search, sequels
-from antiphon.engine.admissions import NOTE, Accepted
-from antiphon.engine.deltas import DeltaStream
-from antiphon.engine.outbox import Outbox
-from antiphon.engine.patience import until_there_is_room
+from antiphon.engine import replicas
+from antiphon.engine.collaboration import chains, subagent_archive
+from antiphon.engine.outbox.sender import Outbox
 from antiphon.engine.replicas import Replica
-from antiphon.engine.runs import Claim, Ended, Ending, Stopped, Worker
-from antiphon.engine.steps import ANNOUNCE, GATED, QUIET, Outcome, Sequel
-from antiphon.engine.transcripts import Entry
-from antiphon.engine.trial import Trial
-from antiphon.engine.turns import Setting, Turn
+from antiphon.engine.runs import completion, lifecycle
+from antiphon.engine.runs.crash_quarantine import CrashQuarantine
+from antiphon.engine.runs.deltas import DeltaStream
+from antiphon.engine.runs.lifecycle import Claim, Effects, EndedRun, RunEnding, RunWorker
+from antiphon.engine.runs.retry import retry_while_store_full
+from antiphon.engine.runs.run_loop import RunLoop, RunSetup
+from antiphon.engine.runs.run_queue import NOTE_ORIGIN, AcceptedRun
+from antiphon.engine.runs.steps import ANNOUNCE_ORIGIN, QUIET_ORIGINS, SANITIZED_ORIGINS, FollowUp, RunOutcome
+from antiphon.engine.sessions import retention, search
+from antiphon.engine.sessions.transcripts import Entry
 from antiphon.errors import (
     AntiphonError,
+    CrashSuspected,
     Fenced,
     ProviderError,
     RunFailed,
     StoreError,
     StoreFull,
     StoreReplaced,
-    Suspected,
 )
 from antiphon.lanes import LaneEngine
-from antiphon.messages import Assistant, ToolCall, ToolResult
-from antiphon.runtimes.answers import whole
+from antiphon.messages import AssistantMessage, ToolCall, ToolResult
+from antiphon.runtimes.text import repair_surrogates
 from antiphon.store import Store
-from antiphon.tracing import span
+from antiphon.tracing import start_span
 
 log = logging.getLogger(__name__)
 
-STOPS = "stops"  # the topic on which every process hears of requests to stop
-IN_A_ROW = 64  # runs of one lane, after which others that wait for a place have theirs
+STOP_TOPIC = "stops"  # the topic on which every process hears of requests to stop
+MAX_CONSECUTIVE_RUNS_PER_LANE = 64  # runs of one lane, after which others that wait for a place have theirs
 
 
-class Pace(msgspec.Struct, frozen=True, kw_only=True):
+class EngineTimings(msgspec.Struct, frozen=True, kw_only=True):
     """How patient the engine is. Times in seconds."""
 
     lease: float = 10.0
@@ -72,12 +75,12 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
     max_attempts: int = 5
 
 
-class _Play(msgspec.Struct):
+class _ActiveRun(msgspec.Struct):
     """A run being played: how to stop it, and as what it then ends."""
 
     lane: int
     limit: asyncio.Timeout
-    outcome: Outcome = "timeout"
+    outcome: RunOutcome = "timeout"
 
 
 class Engine:
@@ -88,10 +91,10 @@ class Engine:
         lanes: LaneEngine,
         bus: EventBus,
         clock: Clock,
-        setting: Callable[[Claim], Coroutine[Any, Any, Setting]],
+        setting: Callable[[Claim], Coroutine[Any, Any, RunSetup]],
         outbox: Outbox,
-        pace: Pace | None = None,
-        keep: retention.Keep | None = None,
+        pace: EngineTimings | None = None,
+        keep: retention.RetentionPolicy | None = None,
         longest_run: float = 172_800.0,
         alone: bool = True,
         replica: Replica | None = None,
@@ -100,253 +103,278 @@ class Engine:
         self._lanes = lanes
         self._bus = bus
         self._clock = clock
-        self._setting = setting
+        self._load_run_setup = setting
         self._outbox = outbox
-        self._pace = pace or Pace()
-        self._keep = keep or retention.Keep()
-        self._longest_ms = round(longest_run * 1000)
-        self._alone = alone
+        self._timings = pace or EngineTimings()
+        self._retention_policy = keep or retention.RetentionPolicy()
+        self._max_run_ms = round(longest_run * 1000)
+        self._is_only_replica = alone
         self._replica = replica or Replica(id=uuid.uuid4().hex, started_at=clock.now())
         self._owner = self._replica.id
-        self._watching = alone
+        self._is_coordinator = alone
         self._stopping = False
-        self._playing: dict[str, _Play] = {}
-        self._ending_now: set[str] = set()
-        self._trial = Trial()
-        self._chores: list[asyncio.Task[None]] = []
+        self._active_runs: dict[str, _ActiveRun] = {}
+        self._run_ids_being_ended: set[str] = set()
+        self._crash_quarantine = CrashQuarantine()
+        self._background_tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Take the lease, then look for work that an earlier process left."""
-        await self._renew(alone=self._alone)
-        self._watching = self._alone or await self._keep_watch()  # retention asks for it at once
-        await self._lanes.start(self._drain, self._has_work)
+        await self._renew_lease(alone=self._is_only_replica)
+        self._is_coordinator = (
+            self._is_only_replica or await self._acquire_coordinator_lease()
+        )  # retention asks for it at once
+        await self._lanes.start(self._drain_lane, self._has_work)
         await self._wake_idle_lanes(older_than=0)
         chores = [
-            self._every(self._pace.lease / 3, self._renew),
-            self._every(self._pace.sweep, self._sweep),
-            self._every(self._pace.deadlines, self._watched(self._expire)),
-            self._every(self._pace.retention, self._watched(self._retain), at_once=True),
-            self._every(search.EVERY, self._watched(self._index)),
-            self._hear_stops(),
+            self._repeat_every(self._timings.lease / 3, self._renew_lease),
+            self._repeat_every(self._timings.sweep, self._sweep_replica),
+            self._repeat_every(
+                self._timings.deadlines, self._restrict_to_coordinator(self._expire_overdue_runs)
+            ),
+            self._repeat_every(
+                self._timings.retention, self._restrict_to_coordinator(self._apply_retention), at_once=True
+            ),
+            self._repeat_every(
+                search.INDEX_INTERVAL_SECONDS, self._restrict_to_coordinator(self._index_transcripts)
+            ),
+            self._listen_for_stops(),
             self._outbox.run(self._owner),
         ]
-        self._chores = [asyncio.create_task(chore) for chore in chores]
+        self._background_tasks = [asyncio.create_task(chore) for chore in chores]
 
     async def stop(self, grace: float = 0.0) -> None:
         """Let go. Runs that do not end in time stay `running` in the store; others or the next start carry them on."""
         self._stopping = True
         await self._lanes.stop(grace)
-        for task in self._chores:
+        for task in self._background_tasks:
             task.cancel()
-        await asyncio.gather(*self._chores, return_exceptions=True)
+        await asyncio.gather(*self._background_tasks, return_exceptions=True)
         try:
-            await self._store.tx(replicas.drop_lease, self._owner)
+            await self._store.tx(replicas.release_lease, self._owner)
         except StoreError as error:
             log.error("The lease could not be given back, and runs out by itself: %s", error)
         finally:
             await self._lanes.close()
 
-    async def introduce(self, address: str) -> None:
+    async def publish_address(self, address: str) -> None:
         """Tell the others where this process can be reached."""
         self._replica = msgspec.structs.replace(self._replica, address=address)
-        await self._renew()
+        await self._renew_lease()
 
-    async def accepted(self, accepted: Accepted) -> None:
+    async def dispatch_accepted_run(self, accepted: AcceptedRun) -> None:
         """After the commit of a submission: tell listeners, wake the lane."""
         if accepted.new and not accepted.note:
             self._publish_phase(accepted.session, accepted.session_key, accepted.run_id, "queued")
         await self._lanes.activate(accepted.session)
 
     @contextmanager
-    def resting(self, run_id: str | None) -> Generator[None]:
+    def release_lane_slot(self, run_id: str | None) -> Generator[None]:
         """While a run that is played here waits for another session's, it keeps no third one from running."""
-        play = self._playing.get(run_id or "")
+        play = self._active_runs.get(run_id or "")
         if play is None:
             yield
             return
-        self._trial.leave(play.lane)  # what it waits for may be waiting for that place
-        with self._rest(play.lane):
+        self._crash_quarantine.leave(play.lane)  # what it waits for may be waiting for that place
+        with self._release_slot(play.lane):
             yield
 
     @contextmanager
-    def _rest(self, lane: int) -> Generator[None]:
-        self._lanes.rest(lane, resting=True)
+    def _release_slot(self, lane: int) -> Generator[None]:
+        self._lanes.set_resting(lane, resting=True)
         try:
             yield
         finally:
-            self._lanes.rest(lane, resting=False)
+            self._lanes.set_resting(lane, resting=False)
 
-    def deliver(self) -> None:
+    def wake_outbox(self) -> None:
         """Something was put into the outbox."""
         self._outbox.wake()
 
-    async def stopping(self, stopped: Stopped) -> None:
+    async def apply_effects(self, stopped: Effects) -> None:
         """After a commit that stopped runs: end what ended, tell the owners of the rest."""
-        await self._tell_all(stopped.ended)
-        await self._follow(stopped.sequel)
+        await self._publish_all_ended(stopped.ended)
+        await self._apply_follow_up(stopped.sequel)
         for run_id in stopped.asked:
-            self._bus.publish(STOPS, StopAsked(run_id=run_id))
+            self._bus.publish(STOP_TOPIC, StopRequested(run_id=run_id))
 
     # --- lanes ---
 
-    def _worker(self, *, trying: bool = False) -> Worker:
-        return Worker(self._owner, self._clock.now(), self._pace.max_attempts, self._longest_ms, trying)
+    def _build_run_worker(self, *, trying: bool = False) -> RunWorker:
+        return RunWorker(self._owner, self._clock.now(), self._timings.max_attempts, self._max_run_ms, trying)
 
-    async def _drain(self, lane: int) -> bool:
+    async def _drain_lane(self, lane: int) -> bool:
         """Play what is in a lane; True if there may be more, and it is the turn of other lanes."""
         try:
-            return await self._play_lane(lane)
+            return await self._execute_lane(lane)
         except (StoreFull, StoreReplaced) as error:
-            if not self._is_known(error):
+            if not self._is_already_reported(error):
                 raise
             return False
 
-    async def _play_lane(self, lane: int) -> bool:
+    async def _execute_lane(self, lane: int) -> bool:
         try:
-            return await self._play_some(lane, IN_A_ROW)
-        except Suspected:
-            with self._rest(lane):
-                await self._trial.enter(lane)
+            return await self._execute_runs(lane, MAX_CONSECUTIVE_RUNS_PER_LANE)
+        except CrashSuspected:
+            with self._release_slot(lane):
+                await self._crash_quarantine.enter(lane)
             try:
-                return not self._stopping and await self._play_some(lane, 1, trying=True)
+                return not self._stopping and await self._execute_runs(lane, 1, trying=True)
             finally:
-                self._trial.leave(lane)
+                self._crash_quarantine.leave(lane)
 
-    def _is_known(self, error: AntiphonError) -> bool:
+    def _is_already_reported(self, error: AntiphonError) -> bool:
         """Whether the store has said so itself, once for everybody who waits."""
         return isinstance(error, StoreFull | StoreReplaced) and self._store.trouble is not None
 
-    async def _play_some(self, lane: int, most: int, *, trying: bool = False) -> bool:
+    async def _execute_runs(self, lane: int, most: int, *, trying: bool = False) -> bool:
         try:
-            claim, skipped = await self._store.tx(runs.claim, lane, self._worker(trying=trying))
+            claim, skipped = await self._store.tx(
+                lifecycle.claim_run, lane, self._build_run_worker(trying=trying)
+            )
         except Fenced:
             return False
-        await self._tell_all(skipped)
+        await self._publish_all_ended(skipped)
         for left in reversed(range(most)):
             if claim is None:
                 return False
-            claim = await self._play(claim, going_on=left > 0 and not self._stopping)
+            claim = await self._execute_run(claim, going_on=left > 0 and not self._stopping)
         return True
 
     async def _has_work(self, lane: int) -> bool:
-        return await self._store.read(runs.has_work, lane, self._clock.now())
+        return await self._store.read(lifecycle.has_work, lane, self._clock.now())
 
-    async def _play(self, claim: Claim, *, going_on: bool) -> Claim | None:
+    async def _execute_run(self, claim: Claim, *, going_on: bool) -> Claim | None:
         """Play a run to its end; going on, the claim of the next one comes with the commit that ends this."""
         self._publish_phase(claim.session, claim.session_key, claim.run_id, "running")
         self._on_entries(claim, claim.entries)
         if claim.resumed:
-            log.warning("Run %r is carried on where it was interrupted", claim.run_id, extra=_about(claim))
+            log.warning(
+                "Run %r is carried on where it was interrupted", claim.run_id, extra=_build_log_fields(claim)
+            )
         try:
-            with span("run", run_id=claim.run_id, session_key=claim.session_key, agent_id=claim.agent_id):
-                ending = await self._ending(claim)
-            ended, following, skipped = await self._finish(claim, ending, going_on=going_on)
+            with start_span(
+                "run", run_id=claim.run_id, session_key=claim.session_key, agent_id=claim.agent_id
+            ):
+                ending = await self._run_to_ending(claim)
+            ended, following, skipped = await self._finish_run(claim, ending, going_on=going_on)
         except Fenced:
-            log.info("Run %r was taken over", claim.run_id, extra=_about(claim))
+            log.info("Run %r was taken over", claim.run_id, extra=_build_log_fields(claim))
             return None
-        await self._tell_ended(ended, claim)
-        await self._tell_all(skipped)
+        await self._publish_ended(ended, claim)
+        await self._publish_all_ended(skipped)
         return following
 
-    async def _finish(
-        self, claim: Claim, ending: Ending, *, going_on: bool
-    ) -> tuple[Ended, Claim | None, list[Ended]]:
+    async def _finish_run(
+        self, claim: Claim, ending: RunEnding, *, going_on: bool
+    ) -> tuple[EndedRun, Claim | None, list[EndedRun]]:
         for on in dict.fromkeys((going_on, False)):  # it may be what follows that cannot be had
             try:
                 return await self._commit_end(claim, ending, going_on=on)
             except (Fenced, StoreError):
                 raise
             except Exception:
-                log.exception("The end of run %r could not be kept", claim.run_id, extra=_about(claim))
+                log.exception(
+                    "The end of run %r could not be kept", claim.run_id, extra=_build_log_fields(claim)
+                )
             await self._lanes.activate(claim.session)  # the lane goes on by itself
         # Played again, it would come to the same: it ends here, with nothing of what could not be kept.
-        return await self._commit_end(claim, _unkept(ending, self._clock.now()), going_on=False)
+        return await self._commit_end(
+            claim, _build_uncommittable_ending(ending, self._clock.now()), going_on=False
+        )
 
     async def _commit_end(
-        self, claim: Claim, ending: Ending, *, going_on: bool
-    ) -> tuple[Ended, Claim | None, list[Ended]]:
-        self._ending_now.add(claim.run_id)
+        self, claim: Claim, ending: RunEnding, *, going_on: bool
+    ) -> tuple[EndedRun, Claim | None, list[EndedRun]]:
+        self._run_ids_being_ended.add(claim.run_id)
         try:
-            return await until_there_is_room(
-                lambda: self._store.tx(runs.finish, claim, ending, self._worker(), going_on=going_on)
+            return await retry_while_store_full(
+                lambda: self._store.tx(
+                    lifecycle.finish_run, claim, ending, self._build_run_worker(), going_on=going_on
+                )
             )
         finally:
-            self._ending_now.discard(claim.run_id)
+            self._run_ids_being_ended.discard(claim.run_id)
 
-    async def _ending(self, claim: Claim) -> Ending:
-        turn: Turn | None = None
+    async def _run_to_ending(self, claim: Claim) -> RunEnding:
+        turn: RunLoop | None = None
         try:
-            async with asyncio.timeout(self._seconds_left(claim)) as limit:
-                play = self._playing[claim.run_id] = _Play(claim.session, limit)
+            async with asyncio.timeout(self._compute_seconds_left(claim)) as limit:
+                play = self._active_runs[claim.run_id] = _ActiveRun(claim.session, limit)
                 if claim.cancelled:
-                    self._cut(play)
-                turn = await self._turn(claim)
-                return await turn.play()
+                    self._cancel_active_run(play)
+                turn = await self._build_run_loop(claim)
+                return await turn.run()
         except TimeoutError:
-            play = self._playing[claim.run_id]
+            play = self._active_runs[claim.run_id]
             if play.limit.expired():
-                return _stopped(turn, play.outcome)
-            log.exception("Run %r failed", claim.run_id, extra=_about(claim))
-            return _failed(turn, RunFailed(claim.run_id))
+                return _build_stopped_ending(turn, play.outcome)
+            log.exception("Run %r failed", claim.run_id, extra=_build_log_fields(claim))
+            return _build_failed_ending(turn, RunFailed(claim.run_id))
         except (Fenced, StoreError):
             raise  # Nothing can be committed now; the run is taken up again from its transcript.
         except AntiphonError as error:
             if isinstance(error, ProviderError):  # of the others, whoever asked is told
-                log.warning("Run %r failed: %s", claim.run_id, whole(error.what), extra=_about(claim))
-            return _failed(turn, error)
+                log.warning(
+                    "Run %r failed: %s",
+                    claim.run_id,
+                    repair_surrogates(error.what),
+                    extra=_build_log_fields(claim),
+                )
+            return _build_failed_ending(turn, error)
         except Exception:
-            log.exception("Run %r failed", claim.run_id, extra=_about(claim))
-            return _failed(turn, RunFailed(claim.run_id))
+            log.exception("Run %r failed", claim.run_id, extra=_build_log_fields(claim))
+            return _build_failed_ending(turn, RunFailed(claim.run_id))
         finally:
-            self._playing.pop(claim.run_id, None)
+            self._active_runs.pop(claim.run_id, None)
 
-    async def _turn(self, claim: Claim) -> Turn:
+    async def _build_run_loop(self, claim: Claim) -> RunLoop:
         deltas = DeltaStream(
             self._bus,
             session_topic(claim.session),
             claim.session_key,
             claim.run_id,
-            quiet=claim.origin in QUIET,
-            gated=claim.origin in GATED,
+            quiet=claim.origin in QUIET_ORIGINS,
+            gated=claim.origin in SANITIZED_ORIGINS,
         )
-        setting = await self._setting(claim)
-        return Turn(self._store, self._clock, claim, setting, deltas, self._on_entries, self._on_tool)
+        setting = await self._load_run_setup(claim)
+        return RunLoop(self._store, self._clock, claim, setting, deltas, self._on_entries, self._on_tool)
 
-    def _seconds_left(self, claim: Claim) -> float:
+    def _compute_seconds_left(self, claim: Claim) -> float:
         return max(0.0, (claim.deadline_at - self._clock.now()) / 1000)
 
     # --- stopping ---
 
-    async def _hear_stops(self) -> None:
-        async with self._bus.listen(STOPS) as events:
+    async def _listen_for_stops(self) -> None:
+        async with self._bus.listen(STOP_TOPIC) as events:
             while True:
                 event = await events.get()
-                if isinstance(event, StopAsked):
-                    self._cut_run(event.run_id)
+                if isinstance(event, StopRequested):
+                    self._cancel_run(event.run_id)
                 elif event is not None:
                     with suppress(
                         StoreError
                     ):  # The sweeper asks again; without this listener stops would be slow.
-                        await self._cut_asked()
+                        await self._cancel_requested_runs()
 
-    async def _cut_asked(self) -> None:
+    async def _cancel_requested_runs(self) -> None:
         """Whatever was asked to stop, also when the hint got lost or came before the run was in hand."""
-        for run_id in await self._store.read(runs.asked_to_stop, self._owner):
-            self._cut_run(run_id)
+        for run_id in await self._store.read(lifecycle.list_stop_requested_runs, self._owner):
+            self._cancel_run(run_id)
 
-    def _cut_run(self, run_id: str) -> None:
-        if play := self._playing.get(run_id):
-            self._cut(play)
+    def _cancel_run(self, run_id: str) -> None:
+        if play := self._active_runs.get(run_id):
+            self._cancel_active_run(play)
 
     @staticmethod
-    def _cut(play: _Play) -> None:
+    def _cancel_active_run(play: _ActiveRun) -> None:
         if not play.limit.expired():
             play.outcome = "cancelled"
             play.limit.reschedule(asyncio.get_running_loop().time())
 
     # --- chores ---
 
-    async def _every(
+    async def _repeat_every(
         self, seconds: float, chore: Callable[[], Coroutine[Any, Any, None]], *, at_once: bool = False
     ) -> None:
         while True:
@@ -356,87 +384,87 @@ class Engine:
             try:
                 await chore()
             except AntiphonError as error:
-                if not self._is_known(error):
+                if not self._is_already_reported(error):
                     log.error("%s", error)
             except Exception:
                 log.exception("A chore of the engine failed; it is tried again in %.1f s", seconds)
 
-    async def _renew(self, *, alone: bool = False) -> None:
+    async def _renew_lease(self, *, alone: bool = False) -> None:
         now = self._clock.now()
-        until = now + round(self._pace.lease * 1000)
+        until = now + round(self._timings.lease * 1000)
         await self._store.tx(replicas.renew_lease, self._replica, until, now, alone=alone)
 
-    async def _sweep(self) -> None:
+    async def _sweep_replica(self) -> None:
         """Whatever a lost hint, a stuck tool or a full disk left behind."""
-        await self._cut_asked()
-        await self._compare()
-        self._watching = self._alone or await self._keep_watch()
-        if self._watching:
-            await self._look_after_all(self._clock.now())
+        await self._cancel_requested_runs()
+        await self._reconcile_owned_runs()
+        self._is_coordinator = self._is_only_replica or await self._acquire_coordinator_lease()
+        if self._is_coordinator:
+            await self._sweep_as_coordinator(self._clock.now())
 
-    async def _compare(self) -> None:
+    async def _reconcile_owned_runs(self) -> None:
         """What is in our hands with what the store says: a run may have been taken from us, or lie there unplayed."""
-        playing = dict(self._playing)
-        held = await self._store.read(runs.held_by, self._owner)
+        playing = dict(self._active_runs)
+        held = await self._store.read(lifecycle.load_owned_runs, self._owner)
         for run_id, lane in held.items():
-            if run_id not in self._playing:
+            if run_id not in self._active_runs:
                 await self._lanes.activate(lane)
         for run_id, play in playing.items():
-            if run_id not in held and self._playing.get(run_id) is play:
+            if run_id not in held and self._active_runs.get(run_id) is play:
                 log.info("Run %r was taken over", run_id, extra={"run_id": run_id})
                 await self._lanes.abandon(play.lane)
                 await self._lanes.activate(play.lane)
 
-    async def _keep_watch(self) -> bool:
+    async def _acquire_coordinator_lease(self) -> bool:
         now = self._clock.now()
-        until = now + round(3000 * self._pace.sweep)
-        return await self._store.tx(replicas.keep_watch, self._owner, until, now)
+        until = now + round(3000 * self._timings.sweep)
+        return await self._store.tx(replicas.acquire_coordinator_lease, self._owner, until, now)
 
-    def _watched(
+    def _restrict_to_coordinator(
         self, chore: Callable[[], Coroutine[Any, Any, None]]
     ) -> Callable[[], Coroutine[Any, Any, None]]:
         """A chore of whoever has the watch."""
 
         async def done() -> None:
-            if self._watching:
+            if self._is_coordinator:
                 await chore()
 
         return done
 
-    async def _look_after_all(self, now: int) -> None:
+    async def _sweep_as_coordinator(self, now: int) -> None:
         """What is nobody's in particular, done by one of all replicas."""
-        await self._force(now - round(self._pace.stop_grace * 1000), now)
-        await self._wake_idle_lanes(older_than=self._pace.sweep)
-        if await self._store.tx(replicas.drop_expired, now):
+        await self._force_end_runs(now - round(self._timings.stop_grace * 1000), now)
+        await self._wake_idle_lanes(older_than=self._timings.sweep)
+        if await self._store.tx(replicas.delete_expired_replicas, now):
             # It may have committed what it did not live to tell: whoever follows a session looks for it.
             self._bus.publish(session_topic(0), Gap())
-        if await self._store.read(sequels.astray):
+        if await self._store.read(completion.has_stuck_work):
             log.error("Some exchanges or tasks had nothing left that could move them; they are settled")
-            await self._follow(await self._store.tx(sequels.mend, now))
-        for key in await archive.sweep(self._store, now):
+            await self._apply_follow_up(await self._store.tx(completion.settle_stuck_work, now))
+        for key in await subagent_archive.archive_finished_subagents(self._store, now):
             self._bus.publish("sessions", SessionChanged(session_key=key, reason="retention"))
-        await self._store.tx(chains.forget_waits, now)
+        await self._store.tx(chains.delete_expired_waits, now)
 
-    async def _expire(self) -> None:
+    async def _expire_overdue_runs(self) -> None:
         """What waits has its time as well, by the second; looking is cheaper than a commit of nothing."""
         now = self._clock.now()
-        if await self._store.read(runs.overdue, now):
-            await self.stopping(await self._store.tx(runs.expire, now))
+        if await self._store.read(lifecycle.has_overdue_work, now):
+            await self.apply_effects(await self._store.tx(lifecycle.expire_overdue_work, now))
 
-    async def _force(self, before: int, now: int) -> None:
+    async def _force_end_runs(self, before: int, now: int) -> None:
         """End runs that should have ended, each by itself: one that cannot be ended must not save the others."""
-        for run_id in await self._store.read(runs.not_stopping, before):
-            if run_id in self._ending_now:
+        for run_id in await self._store.read(lifecycle.list_unstopped_runs, before):
+            if run_id in self._run_ids_being_ended:
                 continue  # it has come to its end, which waits for room
             try:
-                ended = await self._store.tx(runs.force, run_id, before, now)
+                ended = await self._store.tx(lifecycle.force_end_run, run_id, before, now)
             except StoreFull:
                 continue  # it waits for room; another may fit
             except Exception:
                 log.exception("Run %r could not be ended", run_id, extra={"run_id": run_id})
                 continue
             if ended:
-                await self._tell_ended(ended)
+                await self._publish_ended(ended)
                 await self._lanes.abandon(ended.session)
                 await self._lanes.activate(ended.session)
 
@@ -445,25 +473,25 @@ class Engine:
         after, page = 0, 1000
         while True:
             before = now - round(older_than * 1000)
-            lanes = await self._store.read(runs.idle_lanes, after, before, now, page)
+            lanes = await self._store.read(lifecycle.list_idle_lanes, after, before, now, page)
             for lane in lanes:
                 await self._lanes.activate(lane)
             if len(lanes) < page:
                 return
             after = lanes[-1]
 
-    async def _index(self) -> None:
-        await search.catch_up(self._store)
+    async def _index_transcripts(self) -> None:
+        await search.catch_up_index(self._store)
 
-    async def _retain(self) -> None:
-        for key in await retention.sweep(self._store, self._keep, self._clock.now()):
+    async def _apply_retention(self) -> None:
+        for key in await retention.apply_retention(self._store, self._retention_policy, self._clock.now()):
             self._bus.publish("sessions", SessionChanged(session_key=key, reason="retention"))
 
     # --- events, always after the commit they tell of ---
 
     def _on_entries(self, claim: Claim, entries: Sequence[Entry]) -> None:
         if entries:
-            self._trial.leave(claim.session)  # it gets on
+            self._crash_quarantine.leave(claim.session)  # it gets on
         self._publish_entries(
             claim.session, claim.session_key, claim.session_id, claim.run_id, claim.origin, entries
         )
@@ -477,10 +505,10 @@ class Engine:
         origin: str,
         entries: Sequence[Entry],
     ) -> None:
-        if entries and self._bus.wanted("sessions"):
+        if entries and self._bus.has_listeners("sessions"):
             self._bus.publish("sessions", SessionChanged(session_key=key, reason="message"))
         topic = session_topic(session)
-        if self._bus.wanted(topic):
+        if self._bus.has_listeners(topic):
             for entry in entries:
                 event = MessageAppended(
                     session_key=key,
@@ -489,13 +517,13 @@ class Engine:
                     entry=entry.id,
                     body=entry.body,
                     run_id=run_id,
-                    internal=origin == ANNOUNCE or entry.internal,  # until it is posted
+                    internal=origin == ANNOUNCE_ORIGIN or entry.is_internal,  # until it is posted
                 )
                 self._bus.publish(topic, event)
 
     def _on_tool(self, claim: Claim, call: ToolCall, result: ToolResult | None) -> None:
         topic = session_topic(claim.session)
-        if self._bus.wanted(topic):
+        if self._bus.has_listeners(topic):
             event = ToolPhase(
                 session_key=claim.session_key,
                 run_id=claim.run_id,
@@ -506,48 +534,48 @@ class Engine:
             )
             self._bus.publish(topic, event)
 
-    async def _tell_all(self, all_ended: Sequence[Ended]) -> None:
+    async def _publish_all_ended(self, all_ended: Sequence[EndedRun]) -> None:
         for ended in all_ended:
-            await self._tell_ended(ended)
+            await self._publish_ended(ended)
 
-    async def _tell_ended(self, ended: Ended, claim: Claim | None = None) -> None:
+    async def _publish_ended(self, ended: EndedRun, claim: Claim | None = None) -> None:
         """Whoever listens, and whatever the end has led to."""
-        note = ended.origin == NOTE
+        note = ended.origin == NOTE_ORIGIN
         run_id = None if note else ended.run_id
         self._publish_entries(
             ended.session, ended.session_key, ended.session_id, run_id, ended.origin, ended.entries
         )
         topics = (run_topic(ended.run_id), session_topic(ended.session))
-        if not note and any(map(self._bus.wanted, topics)):
-            event = _end_event(ended, claim)
+        if not note and any(map(self._bus.has_listeners, topics)):
+            event = _build_end_event(ended, claim)
             for topic in topics:
                 self._bus.publish(topic, event)
-        await self.stopping(ended.after)
+        await self.apply_effects(ended.after)
 
-    async def _follow(self, sequel: Sequel) -> None:
+    async def _apply_follow_up(self, sequel: FollowUp) -> None:
         for accepted in sequel.runs:
-            await self.accepted(accepted)
+            await self.dispatch_accepted_run(accepted)
         if sequel.posted:
             self._outbox.wake()
 
     def _publish_phase(self, session: int, session_key: str, run_id: str, state: str) -> None:
         topic = session_topic(session)
-        if self._bus.wanted(topic):
+        if self._bus.has_listeners(topic):
             self._bus.publish(topic, RunChanged(session_key=session_key, run_id=run_id, state=state))
 
 
-_REASONS: dict[Outcome, str] = {
+_STOP_REASONS: dict[RunOutcome, str] = {
     "timeout": "The run's time was over.",
     "cancelled": "The run was stopped.",
 }
 
 
-def _about(claim: Claim) -> dict[str, str]:
+def _build_log_fields(claim: Claim) -> dict[str, str]:
     """For the log, which can be searched by either."""
     return {"run_id": claim.run_id, "session_key": claim.session_key}
 
 
-def _end_event(ended: Ended, claim: Claim | None) -> RunChanged:
+def _build_end_event(ended: EndedRun, claim: Claim | None) -> RunChanged:
     ending, spent = ended.ending, ended.spent
     return RunChanged(
         session_key=ended.session_key,
@@ -559,26 +587,32 @@ def _end_event(ended: Ended, claim: Claim | None) -> RunChanged:
         model=ending.model_answered,
         started_at=claim.started_at if claim else None,
         ended_at=ended.at if claim else None,
-        usage=Spent(input=spent["input"], output=spent["output"], cost=spent["cost"]) if spent else None,
-        quiet=ended.origin in QUIET,
-        gated=ended.origin in GATED,
+        usage=RunUsage(input=spent["input"], output=spent["output"], cost=spent["cost"]) if spent else None,
+        quiet=ended.origin in QUIET_ORIGINS,
+        gated=ended.origin in SANITIZED_ORIGINS,
         yielded=ending.yielded,
     )
 
 
-def _stopped(turn: Turn | None, outcome: Outcome) -> Ending:
-    reason = _REASONS[outcome]
-    return turn.stopped(outcome, reason) if turn else Ending(state=outcome, error_code=outcome, error=reason)
+def _build_stopped_ending(turn: RunLoop | None, outcome: RunOutcome) -> RunEnding:
+    reason = _STOP_REASONS[outcome]
+    return (
+        turn.build_stopped_ending(outcome, reason)
+        if turn
+        else RunEnding(state=outcome, error_code=outcome, error=reason)
+    )
 
 
-def _unkept(ending: Ending, now: int) -> Ending:
+def _build_uncommittable_ending(ending: RunEnding, now: int) -> RunEnding:
     error = "What the run came to could not be kept. See the log for the reason, then try again."
-    usage = next((said.usage for said in ending.messages if isinstance(said, Assistant)), None)
-    notice = Assistant(content=[], timestamp=now, stop_reason="error", error_message=error, usage=usage)
-    return Ending(state="error", error_code=RunFailed.code, error=error, messages=[notice])
+    usage = next((said.usage for said in ending.messages if isinstance(said, AssistantMessage)), None)
+    notice = AssistantMessage(
+        content=[], timestamp=now, stop_reason="error", error_message=error, usage=usage
+    )
+    return RunEnding(state="error", error_code=RunFailed.code, error=error, messages=[notice])
 
 
-def _failed(turn: Turn | None, error: AntiphonError) -> Ending:
+def _build_failed_ending(turn: RunLoop | None, error: AntiphonError) -> RunEnding:
     if turn is not None:
-        return turn.failed(error)
-    return Ending(state="error", error_code=error.code, error=str(error))
+        return turn.build_failed_ending(error)
+    return RunEnding(state="error", error_code=error.code, error=str(error))

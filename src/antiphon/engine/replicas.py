@@ -40,7 +40,7 @@ async def renew_lease(tx: Tx, replica: Replica, until: int, now: int, *, alone: 
     )
 
 
-async def drop_expired(tx: Tx, now: int) -> int:
+async def delete_expired_replicas(tx: Tx, now: int) -> int:
     """Those that are gone and whose runs have all been taken over; how many they were."""
     gone = await tx.all(SQL.expired, now=now)
     for row in gone:
@@ -48,16 +48,16 @@ async def drop_expired(tx: Tx, now: int) -> int:
     return len(gone)
 
 
-async def drop_lease(tx: Tx, owner: str) -> None:
+async def release_lease(tx: Tx, owner: str) -> None:
     await tx.do(SQL.excuse, owner=owner)
     await tx.do(SQL.leave_watch, owner=owner)
     await tx.do(SQL.drop, id=owner)
 
 
-async def keep_watch(tx: Tx, owner: str, until: int, now: int) -> bool:
+async def acquire_coordinator_lease(tx: Tx, owner: str, until: int, now: int) -> bool:
     """Whether this one has the watch until then."""
     return bool(await tx.do(SQL.keep_watch, owner=owner, until=until, now=now))
 
 
-async def listed(tx: Tx, now: int) -> list[Row]:
+async def list_replicas(tx: Tx, now: int) -> list[Row]:
     return await tx.all(SQL.listed, now=now)

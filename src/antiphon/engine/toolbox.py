@@ -17,7 +17,7 @@ from antiphon.access import Caller
 from antiphon.runtimes import ToolSpec
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class ToolRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One invocation. `key` identifies it for ever: the same key is the same effect."""
 
     caller: Caller
@@ -30,7 +30,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.run_id}:{self.call_id}"
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True):
+class ToolOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What the model reads, and the same for machines."""
 
     text: str
@@ -40,7 +40,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True):
     spec: ToolSpec
-    invoke: Callable[[Call], Awaitable[Result]]
+    invoke: Callable[[ToolRequest], Awaitable[ToolOutput]]
     after_crash: Literal["settle", "report"] = "report"
     acts: bool = True
     """Whether calling it changes anything; one that only looks may be offered more freely."""
@@ -51,7 +51,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     fit: Callable[[str], ToolSpec] | None = None
     """The tool as one agent sees it, by the agent's id: with the choices that this agent has."""
 
-    def as_seen_by(self, agent_id: str) -> Tool:
+    def adapt_to_agent(self, agent_id: str) -> Tool:
         return self if self.fit is None else msgspec.structs.replace(self, spec=self.fit(agent_id), fit=None)
 
 
@@ -60,40 +60,43 @@ class Toolbox:
 
     def __init__(self) -> None:
         self._tools: dict[str, Tool] = {}
-        self._chosen: dict[tuple[object, ...], dict[str, Tool]] = {}
-        self._seen: dict[tuple[object, ...], dict[str, Tool]] = {}
+        self._allowed_by_rules: dict[tuple[object, ...], dict[str, Tool]] = {}
+        self._adapted_by_rules: dict[tuple[object, ...], dict[str, Tool]] = {}
 
     def add(self, tool: Tool) -> None:
         self._tools[tool.spec.name] = tool
-        self._chosen.clear()
-        self._seen.clear()
+        self._allowed_by_rules.clear()
+        self._adapted_by_rules.clear()
 
     @property
     def names(self) -> Set[str]:
         return self._tools.keys()
 
-    def allowed(self, allow: tuple[tuple[str, ...], ...], deny: tuple[str, ...]) -> Mapping[str, Tool]:
+    def select_allowed(self, allow: tuple[tuple[str, ...], ...], deny: tuple[str, ...]) -> Mapping[str, Tool]:
         """The tools that every list in `allow` admits and `deny` does not; `*` in a name stands for any text."""
         rules = (allow, deny)
-        if rules not in self._chosen:  # as many as there are agents
-            self._chosen[rules] = {
+        if rules not in self._allowed_by_rules:  # as many as there are agents
+            self._allowed_by_rules[rules] = {
                 name: tool
                 for name, tool in self._tools.items()
-                if all(named(name, patterns) for patterns in allow) and not named(name, deny)
+                if all(matches_any_pattern(name, patterns) for patterns in allow)
+                and not matches_any_pattern(name, deny)
             }
-        return self._chosen[rules]
+        return self._allowed_by_rules[rules]
 
-    def seen_by(
+    def select_for_agent(
         self, agent_id: str, allow: tuple[tuple[str, ...], ...], deny: tuple[str, ...]
     ) -> Mapping[str, Tool]:
         """The same, each as this agent sees it."""
         rules = (agent_id, allow, deny)
-        if rules not in self._seen:
-            found = self.allowed(allow, deny)
-            self._seen[rules] = {name: tool.as_seen_by(agent_id) for name, tool in found.items()}
-        return self._seen[rules]
+        if rules not in self._adapted_by_rules:
+            found = self.select_allowed(allow, deny)
+            self._adapted_by_rules[rules] = {
+                name: tool.adapt_to_agent(agent_id) for name, tool in found.items()
+            }
+        return self._adapted_by_rules[rules]
 
 
-def named(name: str, patterns: Iterable[str]) -> bool:
+def matches_any_pattern(name: str, patterns: Iterable[str]) -> bool:
     """Whether a list of patterns names a tool."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)

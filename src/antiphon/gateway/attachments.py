@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 
 from antiphon.errors import InvalidInput
-from antiphon.messages import Image, Text
+from antiphon.messages import ImageBlock, TextBlock
 
-TYPES = ("image/png", "image/jpeg", "image/gif", "image/webp")
-MOST = 20
+IMAGE_MIME_TYPES = ("image/png", "image/jpeg", "image/gif", "image/webp")
+MAX_ATTACHMENTS_PER_MESSAGE = 20
 
 
-class Attachment(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+class ImageAttachment(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     """Open: clients add what they know of a file."""
 
     content: Any = None
@@ -25,30 +25,36 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     file_name: str | None = None
 
 
-def content(text: str, attachments: Sequence[Attachment]) -> str | list[Text | Image]:
+def build_message_content(
+    text: str, attachments: Sequence[ImageAttachment]
+) -> str | list[TextBlock | ImageBlock]:
     """The content of a message: its text alone, or blocks when images come with it."""
     if not attachments:
         return text
-    if len(attachments) > MOST:
-        raise InvalidInput(f"At most {MOST} attachments are taken.", "Send fewer.", field="attachments")
-    images = [_image(number, attachment) for number, attachment in enumerate(attachments)]
-    return [*([Text(text=text)] if text.strip() else []), *images]
+    if len(attachments) > MAX_ATTACHMENTS_PER_MESSAGE:
+        raise InvalidInput(
+            f"At most {MAX_ATTACHMENTS_PER_MESSAGE} attachments are taken.",
+            "Send fewer.",
+            field="attachments",
+        )
+    images = [_parse_attachment(number, attachment) for number, attachment in enumerate(attachments)]
+    return [*([TextBlock(text=text)] if text.strip() else []), *images]
 
 
-def _image(number: int, attachment: Attachment) -> Image:
+def _parse_attachment(number: int, attachment: ImageAttachment) -> ImageBlock:
     data = attachment.content if isinstance(attachment.content, str) else ""
     kind = attachment.mime_type or ""
     if data.startswith("data:"):
         head, _, data = data.partition(",")
         kind = head[5:].partition(";")[0] or kind
-    return image(data, kind, f"attachments/{number}")
+    return parse_image(data, kind, f"attachments/{number}")
 
 
-def image(data: str, kind: str, field: str) -> Image:
+def parse_image(data: str, kind: str, field: str) -> ImageBlock:
     """An image as it was sent: of a type that models take, and in base64."""
-    if kind not in TYPES:
+    if kind not in IMAGE_MIME_TYPES:
         raise InvalidInput(
-            f"An image is of type {kind[:80]!r}.", f"Send one of {', '.join(TYPES)}.", field=field
+            f"An image is of type {kind[:80]!r}.", f"Send one of {', '.join(IMAGE_MIME_TYPES)}.", field=field
         )
     try:
         base64.b64decode(data, validate=True)
@@ -56,4 +62,4 @@ def image(data: str, kind: str, field: str) -> Image:
         data = ""
     if not data:
         raise InvalidInput("An image is not base64.", "Send the file itself in base64.", field=field)
-    return Image(data=data, mime_type=kind)
+    return ImageBlock(data=data, mime_type=kind)

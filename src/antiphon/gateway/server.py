@@ -18,36 +18,37 @@ from typing import Unpack
 import msgspec
 import uvicorn
 
+from antiphon.app import App, AppOptions, open_app
 from antiphon.config import Config
-from antiphon.config.checks import TAILNET
+from antiphon.config.validate import TAILNET_ERROR
 from antiphon.errors import ConfigError, Unavailable
-from antiphon.gateway import frames, note
-from antiphon.gateway.app import App
-from antiphon.gateway.auth import Guard, own_origins
-from antiphon.gateway.gateway import Gateway
-from antiphon.gateway.heads import bounded_protocol, most_connections
+from antiphon.gateway import discovery
+from antiphon.gateway.asgi import AsgiApp
+from antiphon.gateway.auth import AuthGuard, list_own_origins
+from antiphon.gateway.http.limits import create_http_protocol, determine_max_connections
 from antiphon.gateway.hub import Hub
-from antiphon.gateway.line import LineProtocol
 from antiphon.gateway.shared_tokens import SharedTokens
-from antiphon.gateway.tokens import Tokens, configured
-from antiphon.host import House, Options, house
+from antiphon.gateway.state import GatewayState
+from antiphon.gateway.tokens import TokenRegistry, build_owner_record
+from antiphon.gateway.ws import frames
+from antiphon.gateway.ws.fast_send import LimitedWebSocketProtocol
 
-GRACE = 5  # seconds that requests get to end when the process stops
-BACKLOG = 2048
-STALLED = 30_000  # ms after which the system gives up a peer that takes nothing
+SHUTDOWN_GRACE_SECONDS = 5  # seconds that requests get to end when the process stops
+LISTEN_BACKLOG_CONNECTIONS = 2048
+TCP_USER_TIMEOUT_MS = 30_000  # ms after which the system gives up a peer that takes nothing
 
 
-class Served(msgspec.Struct, frozen=True):
+class ListeningGateway(msgspec.Struct, frozen=True):
     """A gateway that is listening."""
 
     url: str
-    gateway: Gateway
+    gateway: GatewayState
     hub: Hub
     ended: asyncio.Task[None]
     """Done when the server has stopped, by itself or because it was told to."""
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Generator[None]:
         """Signals are for whoever runs the process."""
@@ -55,27 +56,29 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def serving(
+async def serve_gateway(
     config: Config,
     state_dir: Path,
     *,
     port: int | None = None,
     tokens_dir: Path | None = None,
-    **options: Unpack[Options],
-) -> AsyncGenerator[Served]:
+    **options: Unpack[AppOptions],
+) -> AsyncGenerator[ListeningGateway]:
     """Host the directory and listen, until the context is left. Tokens may be kept elsewhere, for several to share."""
-    host = address(config)
-    most = most_connections()
-    async with house(config, state_dir, **options) as opened:
-        listener = listen(host, config.gateway.port if port is None else port)
+    host = choose_listen_address(config)
+    most = determine_max_connections()
+    async with open_app(config, state_dir, **options) as opened:
+        listener = open_listener(host, config.gateway.port if port is None else port)
         number = listener.getsockname()[1]
         try:
-            tokens = await asyncio.to_thread(Tokens.open, tokens_dir or state_dir)
-            guard = await asyncio.to_thread(_guard, config, opened, tokens, host, number)
-            gateway = Gateway(house=opened, guard=guard, state_dir=state_dir, started_at=opened.clock.now())
+            tokens = await asyncio.to_thread(TokenRegistry.open, tokens_dir or state_dir)
+            guard = await asyncio.to_thread(_build_guard, config, opened, tokens, host, number)
+            gateway = GatewayState(
+                house=opened, guard=guard, state_dir=state_dir, started_at=opened.clock.now()
+            )
             async with (
-                _refreshing(opened, tokens),
-                _listening(gateway, listener, _url(host, number), most) as served,
+                _refresh_shared_tokens(opened, tokens),
+                _serve_app(gateway, listener, _format_url(host, number), most) as served,
             ):
                 yield served
         finally:
@@ -83,7 +86,7 @@ async def serving(
 
 
 @asynccontextmanager
-async def _refreshing(opened: House, tokens: Tokens) -> AsyncGenerator[None]:
+async def _refresh_shared_tokens(opened: App, tokens: TokenRegistry) -> AsyncGenerator[None]:
     """The tokens that replicas share, known before anyone is let in and kept up to date."""
     if not opened.store.shared:
         yield
@@ -99,80 +102,82 @@ async def _refreshing(opened: House, tokens: Tokens) -> AsyncGenerator[None]:
 
 
 @asynccontextmanager
-async def _listening(
-    gateway: Gateway, listener: socket.socket, url: str, most: int
-) -> AsyncGenerator[Served]:
+async def _serve_app(
+    gateway: GatewayState, listener: socket.socket, url: str, most: int
+) -> AsyncGenerator[ListeningGateway]:
     hub = Hub(gateway)
-    app = App(gateway, hub)
+    app = AsgiApp(gateway, hub)
     async with (
-        app.web.open(),
-        _answering(gateway, hub, _Server(_settings(app, most)), listener, url) as served,
+        app.http.open(),
+        _run_server(gateway, hub, _UvicornServer(_build_uvicorn_config(app, most)), listener, url) as served,
     ):
         yield served
 
 
 @asynccontextmanager
-async def _answering(
-    gateway: Gateway, hub: Hub, server: uvicorn.Server, listener: socket.socket, url: str
-) -> AsyncGenerator[Served]:
+async def _run_server(
+    gateway: GatewayState, hub: Hub, server: uvicorn.Server, listener: socket.socket, url: str
+) -> AsyncGenerator[ListeningGateway]:
     telling = asyncio.create_task(hub.run())
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        await _started(server, task)
-        await asyncio.to_thread(note.write, gateway.state_dir, note.Note(url, os.getpid()))
+        await _wait_until_started(server, task)
+        await asyncio.to_thread(
+            discovery.write, gateway.state_dir, discovery.DiscoveryRecord(url, os.getpid())
+        )
         await gateway.house.introduce(url)
-        yield Served(url, gateway, hub, task)
+        yield ListeningGateway(url, gateway, hub, task)
     finally:
         with suppress(OSError):
-            note.remove(gateway.state_dir)
+            discovery.remove(gateway.state_dir)
         gateway.closing.set()
-        hub.say_goodbye("the gateway is stopping")
+        hub.broadcast_shutdown("the gateway is stopping")
         server.should_exit = True
         telling.cancel()
         await asyncio.gather(task, telling, return_exceptions=True)
 
 
-async def _started(server: uvicorn.Server, task: asyncio.Task[None]) -> None:
+async def _wait_until_started(server: uvicorn.Server, task: asyncio.Task[None]) -> None:
     while not server.started:
         if task.done():
             raise Unavailable("The gateway did not start.", "See the log for the reason.")
         await asyncio.sleep(0.001)
 
 
-def _settings(app: App, most: int) -> uvicorn.Config:
+def _build_uvicorn_config(app: AsgiApp, most: int) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="none",
-        http=bounded_protocol(),
+        http=create_http_protocol(),
         limit_concurrency=most + 1,  # the protocol hangs up on one of them at this one
-        ws=LineProtocol,
-        ws_max_size=frames.MAX_BYTES,
+        ws=LimitedWebSocketProtocol,
+        ws_max_size=frames.MAX_FRAME_BYTES,
         ws_per_message_deflate=False,  # memory and time for every client, for texts on one machine
         lifespan="off",
         log_config=None,
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        timeout_graceful_shutdown=GRACE,
-        backlog=BACKLOG,
+        timeout_graceful_shutdown=SHUTDOWN_GRACE_SECONDS,
+        backlog=LISTEN_BACKLOG_CONNECTIONS,
     )
 
 
-def _guard(config: Config, opened: House, tokens: Tokens, host: str, port: int) -> Guard:
+def _build_guard(config: Config, opened: App, tokens: TokenRegistry, host: str, port: int) -> AuthGuard:
     """Reads files and may run commands for secrets, so it is called in a thread."""
     auth = config.gateway.auth
-    origins = [*own_origins(host, port), *config.gateway.control_ui.allowed_origins]
-    return Guard(
+    origins = [*list_own_origins(host, port), *config.gateway.control_ui.allowed_origins]
+    return AuthGuard(
         mode=auth.mode,
         tokens=tokens,
-        owner=configured(auth.token.reveal()) if auth.token else None,
+        owner=build_owner_record(auth.token.reveal()) if auth.token else None,
         password=auth.password.reveal() if auth.password else None,
         origins=origins,
         clock=opened.clock,
     )
 
 
-def address(config: Config) -> str:
+def choose_listen_address(config: Config) -> str:
     """Where to listen: on this machine only, unless the configuration says otherwise.
 
     Raises:
@@ -187,10 +192,10 @@ def address(config: Config) -> str:
         case "custom":
             return gateway.custom_bind_host or "127.0.0.1"
         case "tailnet":
-            raise ConfigError(*TAILNET, path="gateway.bind")
+            raise ConfigError(*TAILNET_ERROR, path="gateway.bind")
 
 
-def listen(host: str, port: int) -> socket.socket:
+def open_listener(host: str, port: int) -> socket.socket:
     """
     Raises:
         ConfigError: this machine has no such address, so that no port would do.
@@ -202,7 +207,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, TCP_USER_TIMEOUT_MS)
         listener.bind((host, port))
     except OSError as error:
         listener.close()
@@ -215,6 +220,6 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _url(host: str, port: int) -> str:
+def _format_url(host: str, port: int) -> str:
     shown = "127.0.0.1" if host == "0.0.0.0" else host  # noqa: S104
     return f"ws://[{shown}]:{port}" if ":" in shown else f"ws://{shown}:{port}"

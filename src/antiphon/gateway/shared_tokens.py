@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 from antiphon.errors import Conflict, NotFound, StoreError
-from antiphon.gateway.tokens import Record, Tokens, new_token
+from antiphon.gateway.tokens import TokenRecord, TokenRegistry, create_token
 from antiphon.store import Store, Tx
 from antiphon.store.queries import Queries
 
@@ -23,10 +23,10 @@ REFRESH_SECONDS = 2.0
 MAX_TOKENS = 10_000
 
 
-async def read_tokens(tx: Tx) -> list[Record]:
+async def read_tokens(tx: Tx) -> list[TokenRecord]:
     rows = await tx.all(SQL.listed, limit=MAX_TOKENS)
     return [
-        Record(
+        TokenRecord(
             name=row["name"],
             scopes=row["scopes"].split(),
             digest=row["digest"],
@@ -37,7 +37,7 @@ async def read_tokens(tx: Tx) -> list[Record]:
     ]
 
 
-async def issue_token(tx: Tx, record: Record, now: int) -> None:
+async def issue_token(tx: Tx, record: TokenRecord, now: int) -> None:
     scopes = " ".join(record.scopes)
     if not await tx.do(SQL.issue, name=record.name, scopes=scopes, digest=record.digest, now=now):
         raise Conflict(
@@ -45,7 +45,7 @@ async def issue_token(tx: Tx, record: Record, now: int) -> None:
         )
 
 
-async def adopt_tokens(tx: Tx, records: Sequence[Record], now: int) -> set[str]:
+async def adopt_tokens(tx: Tx, records: Sequence[TokenRecord], now: int) -> set[str]:
     """Make rows of the tokens of a file whose names are free. Returns the digests that are rows then."""
     for record in records:
         scopes = " ".join(record.scopes)
@@ -59,9 +59,9 @@ async def revoke_token(tx: Tx, name: str, *, or_none: bool = False) -> None:
         raise NotFound(f"No token is named {name!r}.", "See `antiphon tokens list`.")
 
 
-async def issue(store: Store, name: str, scopes: list[str]) -> str:
+async def issue_shared_token(store: Store, name: str, scopes: list[str]) -> str:
     """Issue a token. Only its digest is stored, so it cannot be shown again."""
-    token, record = new_token(name, scopes)
+    token, record = create_token(name, scopes)
     await store.tx(issue_token, record, store.clock.now())
     return token
 
@@ -69,23 +69,23 @@ async def issue(store: Store, name: str, scopes: list[str]) -> str:
 class SharedTokens:
     """Keeps the guard's tokens up to date with the rows, and the rows with when a token was last used."""
 
-    def __init__(self, store: Store, tokens: Tokens) -> None:
+    def __init__(self, store: Store, tokens: TokenRegistry) -> None:
         self._store = store
         self._tokens = tokens
-        self._failing: set[str] = set()
+        self._failing_updates: set[str] = set()
 
     async def start(self) -> None:
         """Know every token before anyone is let in."""
-        await self._adopt()
+        await self._adopt_file_tokens()
         await self.refresh()
 
-    async def _adopt(self) -> None:
-        issued = [record for record in self._tokens.current() if record.token is None]
+    async def _adopt_file_tokens(self) -> None:
+        issued = [record for record in self._tokens.load_current_records() if record.token is None]
         if not issued:
             return
         rows = await self._store.tx(adopt_tokens, issued, self._store.clock.now())
         try:
-            await asyncio.to_thread(self._tokens.drop, rows)
+            await asyncio.to_thread(self._tokens.remove_tokens, rows)
         except (OSError, StoreError) as error:
             log.warning("The tokens of the file stay valid here until they are removed from it. %s", error)
         if left := sorted(record.name for record in issued if record.digest not in rows):
@@ -94,37 +94,37 @@ class SharedTokens:
             )
 
     async def refresh(self) -> None:
-        self._tokens.shared = await self._store.read(read_tokens)
+        self._tokens.shared_records = await self._store.read(read_tokens)
 
     async def run(self) -> None:
         """Refresh first: a database that takes no writes can still say which tokens are revoked."""
         while True:
             await asyncio.sleep(REFRESH_SECONDS)
-            await self._attempt(self.refresh, "read the issued tokens; the known ones stay valid")
-            await self._attempt(self._record_uses, "record when tokens were used; it is recorded later")
+            await self._try_update(self.refresh, "read the issued tokens; the known ones stay valid")
+            await self._try_update(self._record_uses, "record when tokens were used; it is recorded later")
 
-    async def _attempt(self, work: Callable[[], Awaitable[None]], what: str) -> None:
+    async def _try_update(self, work: Callable[[], Awaitable[None]], what: str) -> None:
         """Do one part of an update. A part that keeps failing is logged once, until it has succeeded again."""
         try:
             await work()
         except Exception as error:  # noqa: BLE001 - whatever it was, the next update is due
-            if what not in self._failing:
+            if what not in self._failing_updates:
                 log.warning("Failed to %s. %s", what, error)
-            self._failing.add(what)
+            self._failing_updates.add(what)
         else:
-            self._failing.discard(what)
+            self._failing_updates.discard(what)
 
     async def _record_uses(self) -> None:
-        used, self._tokens.used = self._tokens.used, set()
+        used, self._tokens.used_digests = self._tokens.used_digests, set()
         if not used:
             return
         try:
-            await self._store.tx(_record_uses, sorted(used), self._store.clock.now())
+            await self._store.tx(_store_uses, sorted(used), self._store.clock.now())
         except BaseException:
-            self._tokens.used |= used
+            self._tokens.used_digests |= used
             raise
 
 
-async def _record_uses(tx: Tx, digests: list[str], now: int) -> None:
+async def _store_uses(tx: Tx, digests: list[str], now: int) -> None:
     for digest in digests:
         await tx.do(SQL.use, digest=digest, now=now)

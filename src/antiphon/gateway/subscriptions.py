@@ -15,75 +15,78 @@ from contextlib import aclosing
 from typing import Any
 
 from antiphon import keys
-from antiphon.access import READ, Caller
+from antiphon.access import READ_SCOPE, Caller
 from antiphon.bus import Event, MessageAppended, SessionChanged
 from antiphon.errors import AntiphonError, InvalidInput, NotFound
-from antiphon.gateway import frames, rows
-from antiphon.gateway.connection import Connection
+from antiphon.gateway import wire
+from antiphon.gateway.ws import frames
+from antiphon.gateway.ws.connection import WebSocketConnection
 from antiphon.operations import HistoryFilter, Operations
 
 log = logging.getLogger(__name__)
 
-PAGE = 200
-MOST = 200  # sessions that one connection may subscribe to
-READER = Caller.operator({READ})
+HISTORY_PAGE_ENTRIES = 200
+MAX_SUBSCRIPTIONS_PER_CONNECTION = 200  # sessions that one connection may subscribe to
+READ_ONLY_CALLER = Caller.operator({READ_SCOPE})
 
-Announce = Callable[[dict[str, Any], Iterable[Connection]], None]
+BeforeMessage = Callable[[dict[str, Any], Iterable[WebSocketConnection]], None]
 """Called before a message is sent to these connections, so that none of its text is streamed to them afterwards."""
 
 
-class Channel:
+class FollowedSession:
     """One followed session, under the key that operators see. `seq` is the last number handed out live."""
 
     def __init__(
-        self, operations: Operations, announce: Announce, key: str, session_id: str, seq: int
+        self, operations: Operations, announce: BeforeMessage, key: str, session_id: str, seq: int
     ) -> None:
         self.key = key
         self.session_id = session_id
         self.seq = seq
-        self.seen: dict[Connection, int] = {}
-        self.arriving: dict[Connection, object] = {}
+        self.seen_seq: dict[WebSocketConnection, int] = {}
+        self.catching_up: dict[WebSocketConnection, object] = {}
         """Who is catching up, and the one visit of it that counts."""
         self._operations = operations
-        self._announce = announce
+        self._before_message = announce
         self.task: asyncio.Task[None] | None = None
 
     @property
-    def wanted(self) -> bool:
-        return bool(self.seen or self.arriving)
+    def has_subscribers(self) -> bool:
+        return bool(self.seen_seq or self.catching_up)
 
-    def drop(self, connection: Connection) -> None:
-        self.seen.pop(connection, None)
-        self.arriving.pop(connection, None)
+    def remove_connection(self, connection: WebSocketConnection) -> None:
+        self.seen_seq.pop(connection, None)
+        self.catching_up.pop(connection, None)
 
     async def follow(self) -> None:
-        feed = self._operations.follow(READER, self.key, self.seq, session_id=self.session_id)
+        feed = self._operations.follow(READ_ONLY_CALLER, self.key, self.seq, session_id=self.session_id)
         async with aclosing(feed):
             async for event in feed:
-                self._tell(event)
+                self._handle_event(event)
 
-    def _tell(self, event: Event) -> None:
+    def _handle_event(self, event: Event) -> None:
         if isinstance(event, SessionChanged) and event.session_id:
             self.session_id, self.seq = event.session_id, event.seq
-            self.seen = dict.fromkeys(self.seen, event.seq)
-            self._gap(list(self.seen), "reset")
+            self.seen_seq = dict.fromkeys(self.seen_seq, event.seq)
+            self._send_gap(list(self.seen_seq), "reset")
         elif isinstance(event, MessageAppended):
             self.seq = event.seq
-            message = rows.appended(event.body, event.entry, event.seq, event.run_id, internal=event.internal)
-            text = _message(self.key, event.session_id, message)
-            readers = [connection for connection, seen in self.seen.items() if event.seq > seen]
-            self._announce(message, readers)
+            message = wire.format_appended_entry(
+                event.body, event.entry, event.seq, event.run_id, internal=event.internal
+            )
+            text = _encode_message_event(self.key, event.session_id, message)
+            readers = [connection for connection, seen in self.seen_seq.items() if event.seq > seen]
+            self._before_message(message, readers)
             for connection in readers:
-                self.seen[connection] = event.seq
-                connection.event(text)
+                self.seen_seq[connection] = event.seq
+                connection.send_event(text)
 
-    def _gap(self, connections: list[Connection], reason: str) -> None:
+    def _send_gap(self, connections: list[WebSocketConnection], reason: str) -> None:
         for connection in connections:
-            connection.event(gap(self.key, self.session_id, reason))
+            connection.send_event(encode_gap_event(self.key, self.session_id, reason))
 
 
-def _message(key: str, session_id: str, message: dict[str, Any]) -> str:
-    return frames.event(
+def _encode_message_event(key: str, session_id: str, message: dict[str, Any]) -> str:
+    return frames.encode_event(
         "session.message",
         {
             "sessionKey": key,
@@ -95,47 +98,50 @@ def _message(key: str, session_id: str, message: dict[str, Any]) -> str:
     )
 
 
-def gap(key: str, session_id: str, reason: str) -> str:
+def encode_gap_event(key: str, session_id: str, reason: str) -> str:
     """What a subscriber saw before is not what this goes on from: read the history again."""
     payload = {"sessionKey": key, "sessionId": session_id, "reason": reason}
-    return frames.event("session.gap", payload)
+    return frames.encode_event("session.gap", payload)
 
 
 class Subscriptions:
-    def __init__(self, operations: Operations, announce: Announce) -> None:
+    def __init__(self, operations: Operations, announce: BeforeMessage) -> None:
         self._operations = operations
-        self._announce = announce
-        self._channels: dict[str, Channel] = {}
-        self._joined: dict[Connection, set[Channel]] = {}
+        self._before_message = announce
+        self._followed_sessions: dict[str, FollowedSession] = {}
+        self._sessions_by_connection: dict[WebSocketConnection, set[FollowedSession]] = {}
         """What each connection is subscribed to; without it, who leaves would be looked for everywhere."""
-        self._opening = asyncio.Lock()
+        self._open_lock = asyncio.Lock()
 
-    def subscribed(self, connection: Connection, key: str) -> bool:
-        channel = self._channels.get(key)
-        return channel is not None and (connection in channel.seen or connection in channel.arriving)
+    def is_subscribed(self, connection: WebSocketConnection, key: str) -> bool:
+        channel = self._followed_sessions.get(key)
+        return channel is not None and (connection in channel.seen_seq or connection in channel.catching_up)
 
-    async def add(
-        self, connection: Connection, session: str, after: int | None, session_id: str | None
+    async def subscribe(
+        self, connection: WebSocketConnection, session: str, after: int | None, session_id: str | None
     ) -> dict[str, Any]:
         """Subscribe, and catch up in the background if a number was given."""
-        page = await self._operations.history(
+        page = await self._operations.read_history(
             connection.caller, session, HistoryFilter(limit=1, include_tools=True)
         )
-        key = keys.spoken(page.session_key)
-        if not self.subscribed(connection, key) and len(self._joined.get(connection, ())) >= MOST:
+        key = keys.display_full_key(page.session_key)
+        if (
+            not self.is_subscribed(connection, key)
+            and len(self._sessions_by_connection.get(connection, ())) >= MAX_SUBSCRIPTIONS_PER_CONNECTION
+        ):
             raise InvalidInput(
-                f"This connection is subscribed to {MOST} sessions already.",
+                f"This connection is subscribed to {MAX_SUBSCRIPTIONS_PER_CONNECTION} sessions already.",
                 "Unsubscribe from one.",
                 field="key",
             )
-        channel = await self._channel(key)
-        channel.drop(connection)
-        self._joined.setdefault(connection, set()).add(channel)
+        channel = await self._open_session(key)
+        channel.remove_connection(connection)
+        self._sessions_by_connection.setdefault(connection, set()).add(channel)
         if after is None:
-            channel.seen[connection] = channel.seq
+            channel.seen_seq[connection] = channel.seq
         else:
-            visit = channel.arriving[connection] = object()
-            connection.start(lambda: self._catch_up(channel, connection, visit, after, session_id))
+            visit = channel.catching_up[connection] = object()
+            connection.start_task(lambda: self._catch_up(channel, connection, visit, after, session_id))
         return {
             "subscribed": True,
             "key": channel.key,
@@ -143,18 +149,22 @@ class Subscriptions:
             "lastSeq": channel.seq,
         }
 
-    async def _channel(self, key: str) -> Channel:
+    async def _open_session(self, key: str) -> FollowedSession:
         """The channel of a session, opened by whoever asks first."""
-        async with self._opening:
-            channel = self._channels.get(key)
+        async with self._open_lock:
+            channel = self._followed_sessions.get(key)
             if channel is None:
-                page = await self._operations.history(READER, key, HistoryFilter(limit=1, include_tools=True))
-                channel = Channel(self._operations, self._announce, key, page.session_id, page.total)
-                channel.task = asyncio.create_task(self._keep(channel))
-                self._channels[key] = channel
+                page = await self._operations.read_history(
+                    READ_ONLY_CALLER, key, HistoryFilter(limit=1, include_tools=True)
+                )
+                channel = FollowedSession(
+                    self._operations, self._before_message, key, page.session_id, page.total
+                )
+                channel.task = asyncio.create_task(self._run_session(channel))
+                self._followed_sessions[key] = channel
             return channel
 
-    async def _keep(self, channel: Channel) -> None:
+    async def _run_session(self, channel: FollowedSession) -> None:
         try:
             await channel.follow()
         except AntiphonError as error:
@@ -162,75 +172,82 @@ class Subscriptions:
         except Exception:
             log.exception("Session %r is not followed any more", channel.key)
         finally:
-            if self._channels.get(channel.key) is channel:
-                del self._channels[channel.key]
-            for connection in (*channel.seen, *channel.arriving):
+            if self._followed_sessions.get(channel.key) is channel:
+                del self._followed_sessions[channel.key]
+            for connection in (*channel.seen_seq, *channel.catching_up):
                 # A session that is gone, or a store that failed: it can be asked again.
-                connection.event(gap(channel.key, channel.session_id, "ended"))
-                self._part(channel, connection)
+                connection.send_event(encode_gap_event(channel.key, channel.session_id, "ended"))
+                self._detach(channel, connection)
 
     async def _catch_up(
-        self, channel: Channel, connection: Connection, visit: object, seq: int, session_id: str | None
+        self,
+        channel: FollowedSession,
+        connection: WebSocketConnection,
+        visit: object,
+        seq: int,
+        session_id: str | None,
     ) -> None:
         """After that number, or from the beginning if it is a number of another conversation."""
         known = channel.seq  # what is streamed now comes after it
         try:
             while True:
-                wanted = HistoryFilter(limit=PAGE, include_tools=True, after=seq)
-                page = await self._operations.history(connection.caller, channel.key, wanted)
-                if channel.arriving.get(connection) is not visit:
+                wanted = HistoryFilter(limit=HISTORY_PAGE_ENTRIES, include_tools=True, after=seq)
+                page = await self._operations.read_history(connection.caller, channel.key, wanted)
+                if channel.catching_up.get(connection) is not visit:
                     return  # it has unsubscribed, or subscribed again, or the session is gone
                 if seq > page.total or page.session_id != (session_id or page.session_id):
                     session_id, seq = page.session_id, 0
-                    connection.event(gap(channel.key, session_id, "reset"))
+                    connection.send_event(encode_gap_event(channel.key, session_id, "reset"))
                     continue
                 session_id = page.session_id
                 for item in page.messages:
-                    await connection.room()
-                    if channel.arriving.get(connection) is not visit:
+                    await connection.wait_for_room()
+                    if channel.catching_up.get(connection) is not visit:
                         return
                     seq = item["seq"]
-                    self._announce(item, [connection] if seq > known else [])
-                    connection.event(_message(channel.key, session_id, rows.message(item)))
+                    self._before_message(item, [connection] if seq > known else [])
+                    connection.send_event(
+                        _encode_message_event(channel.key, session_id, wire.format_history_item(item))
+                    )
                 if not page.has_more and channel.session_id == session_id and channel.seq <= seq:
-                    channel.drop(connection)
-                    channel.seen[connection] = seq
+                    channel.remove_connection(connection)
+                    channel.seen_seq[connection] = seq
                     return
-                await connection.room()
+                await connection.wait_for_room()
         except NotFound:
-            connection.event(gap(channel.key, channel.session_id, "ended"))
+            connection.send_event(encode_gap_event(channel.key, channel.session_id, "ended"))
         except AntiphonError as error:
             log.warning("A subscription to %r ended: %s", channel.key, error)
             connection.close(1011, "a subscription failed; connect again")
         finally:
-            if channel.arriving.get(connection) is visit:
-                self._part(channel, connection)
-            self._sweep(channel)
+            if channel.catching_up.get(connection) is visit:
+                self._detach(channel, connection)
+            self._stop_if_unused(channel)
 
-    def remove(self, connection: Connection, key: str) -> bool:
-        channel = self._channels.get(key)
+    def unsubscribe(self, connection: WebSocketConnection, key: str) -> bool:
+        channel = self._followed_sessions.get(key)
         if channel is None:
             return False
-        found = self.subscribed(connection, key)
-        self._part(channel, connection)
-        self._sweep(channel)
+        found = self.is_subscribed(connection, key)
+        self._detach(channel, connection)
+        self._stop_if_unused(channel)
         return found
 
-    def leave(self, connection: Connection) -> None:
-        for channel in self._joined.pop(connection, ()):
-            channel.drop(connection)
-            self._sweep(channel)
+    def remove_connection(self, connection: WebSocketConnection) -> None:
+        for channel in self._sessions_by_connection.pop(connection, ()):
+            channel.remove_connection(connection)
+            self._stop_if_unused(channel)
 
-    def _part(self, channel: Channel, connection: Connection) -> None:
-        channel.drop(connection)
-        joined = self._joined.get(connection, set())
+    def _detach(self, channel: FollowedSession, connection: WebSocketConnection) -> None:
+        channel.remove_connection(connection)
+        joined = self._sessions_by_connection.get(connection, set())
         joined.discard(channel)
         if not joined:
-            self._joined.pop(connection, None)
+            self._sessions_by_connection.pop(connection, None)
 
-    def _sweep(self, channel: Channel) -> None:
+    def _stop_if_unused(self, channel: FollowedSession) -> None:
         """A session that nobody wants is not followed."""
-        if not channel.wanted and self._channels.get(channel.key) is channel:
-            del self._channels[channel.key]
+        if not channel.has_subscribers and self._followed_sessions.get(channel.key) is channel:
+            del self._followed_sessions[channel.key]
             if channel.task:
                 channel.task.cancel()

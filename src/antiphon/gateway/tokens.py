@@ -20,21 +20,23 @@ from pathlib import Path
 
 import msgspec
 
-from antiphon.access import ADMIN, ALL_SCOPES
+from antiphon.access import ADMIN_SCOPE, ALL_SCOPES
 from antiphon.errors import Conflict, InvalidInput, NotFound, StoreError
-from antiphon.store.statedir import explain
+from antiphon.store.statedir import translate_os_error
 
 log = logging.getLogger(__name__)
 
-NAME = "tokens.json"
-LOCK = "tokens.lock"  # held by whoever changes the file, which is replaced and so cannot be locked itself
-PATIENCE = 5.0  # seconds in which somebody else's change has to end
-OWNER = "owner"
-Mark = tuple[int, int, int]
-NOTHING: Mark = (0, 0, 0)
+TOKEN_FILE_NAME = "tokens.json"  # noqa: S105
+LOCK_FILE_NAME = (
+    "tokens.lock"  # held by whoever changes the file, which is replaced and so cannot be locked itself
+)
+LOCK_TIMEOUT_SECONDS = 5.0  # seconds in which somebody else's change has to end
+OWNER_TOKEN_NAME = "owner"  # noqa: S105
+FileVersion = tuple[int, int, int]
+NO_FILE_VERSION: FileVersion = (0, 0, 0)
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TokenRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str
     scopes: list[str]
     digest: str
@@ -43,60 +45,62 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     last_used_at: int | None = None
 
 
-class _File(msgspec.Struct, frozen=True):
-    tokens: list[Record]
+class _TokenFile(msgspec.Struct, frozen=True):
+    tokens: list[TokenRecord]
 
 
-class Tokens:
+class TokenRegistry:
     """The records of a file. Reading and writing it blocks: call from a thread, or before there is a loop."""
 
-    def __init__(self, path: Path, records: Iterable[Record], seen: Mark = NOTHING) -> None:
+    def __init__(
+        self, path: Path, records: Iterable[TokenRecord], seen: FileVersion = NO_FILE_VERSION
+    ) -> None:
         self._path = path
-        self._seen = seen
-        self._complained: Mark | None = None
+        self._seen_version = seen
+        self._warned_version: FileVersion | None = None
         self.records = list(records)
-        self.shared: list[Record] = []
+        self.shared_records: list[TokenRecord] = []
         """Those of a database that replicas share; see `shared_tokens`."""
-        self.used: set[str] = set()
+        self.used_digests: set[str] = set()
         """Digests of the shared tokens used since the last update of the database."""
 
-    def current(self) -> list[Record]:
+    def load_current_records(self) -> list[TokenRecord]:
         """The records as the file has them now: a token that was revoked is not let in any more.
 
         Never raises: while the file cannot be read, what was known before holds.
         """
-        mark = _mark(self._path)
-        if mark != self._seen:
+        mark = _read_file_version(self._path)
+        if mark != self._seen_version:
             try:
-                self._read_again()
+                self._reload()
             except StoreError as error:
-                self._complain(mark, error)
-        return [*self.records, *self.shared] if self.shared else self.records
+                self._warn_once(mark, error)
+        return [*self.records, *self.shared_records] if self.shared_records else self.records
 
-    def _read_again(self) -> None:
-        fresh = Tokens.read(self._path)
-        self.records, self._seen, self._complained = fresh.records, fresh._seen, None
+    def _reload(self) -> None:
+        fresh = TokenRegistry.read(self._path)
+        self.records, self._seen_version, self._warned_version = fresh.records, fresh._seen_version, None
 
-    def _complain(self, mark: Mark, error: StoreError) -> None:
+    def _warn_once(self, mark: FileVersion, error: StoreError) -> None:
         """Once for each state of the file: it is looked at with every request."""
-        if mark != self._complained:
+        if mark != self._warned_version:
             log.warning("The tokens that were known before are still used. %s", error)
-        self._complained = mark
+        self._warned_version = mark
 
     @classmethod
-    def open(cls, state_dir: Path) -> Tokens:
+    def open(cls, state_dir: Path) -> TokenRegistry:
         """The file of this directory, made with an owner's token if it is not there."""
-        path = state_dir / NAME
+        path = state_dir / TOKEN_FILE_NAME
         if not path.exists():
             tokens = cls(path, [])
-            with tokens._alone():
+            with tokens._hold_lock():
                 if not path.exists():
                     token = secrets.token_urlsafe(32)
-                    tokens._write([_record(OWNER, [ADMIN], token, token)])
+                    tokens._write_records([_build_record(OWNER_TOKEN_NAME, [ADMIN_SCOPE], token, token)])
         return cls.read(path)
 
     @classmethod
-    def read(cls, path: Path) -> Tokens:
+    def read(cls, path: Path) -> TokenRegistry:
         try:
             with path.open("rb") as file:
                 found = os.fstat(file.fileno())  # before reading: a later change shows as another mark
@@ -113,77 +117,79 @@ class Tokens:
                 f"Make it private: chmod 600 {str(path)!r}; then replace its tokens if others may have seen them.",
             )
         try:
-            return cls(path, msgspec.json.decode(content, type=_File).tokens, _marked(found))
+            return cls(path, msgspec.json.decode(content, type=_TokenFile).tokens, _get_file_version(found))
         except msgspec.MsgspecError as error:
             raise StoreError(
                 f"The token file {str(path)!r} cannot be read.", "Move it away; a new one is made at start."
             ) from error
 
     @property
-    def owner(self) -> str | None:
+    def owner_token(self) -> str | None:
         """The owner's token itself."""
         return next((record.token for record in self.records if record.token), None)
 
     @staticmethod
-    def match(records: Iterable[Record], token: str) -> Record | None:
+    def find_record(records: Iterable[TokenRecord], token: str) -> TokenRecord | None:
         """The record of a token. Every record is compared, so that time tells nothing."""
-        digest = _digest(token)
+        digest = _hash_token(token)
         found = [record for record in records if hmac.compare_digest(record.digest, digest)]
         return found[0] if found else None
 
-    def issue(self, name: str, scopes: Iterable[str]) -> str:
+    def issue_token(self, name: str, scopes: Iterable[str]) -> str:
         """A new token, which is not kept and cannot be shown again."""
-        token, record = new_token(name, scopes)
-        with self._alone():
-            self._read_again()
+        token, record = create_token(name, scopes)
+        with self._hold_lock():
+            self._reload()
             if any(record.name == name for record in self.records):
                 raise Conflict(
                     f"There is a token named {name!r} already.", "Choose another name, or revoke that one."
                 )
-            self._write([*self.records, record])
+            self._write_records([*self.records, record])
         return token
 
-    def revoke(self, name: str) -> None:
-        with self._alone():
-            self._read_again()
+    def revoke_token(self, name: str) -> None:
+        with self._hold_lock():
+            self._reload()
             left = [record for record in self.records if record.name != name]
             if len(left) == len(self.records):
                 raise NotFound(f"There is no token named {name!r}.", "See `antiphon tokens list`.")
-            self._write(left)
+            self._write_records(left)
 
-    def drop(self, digests: Container[str]) -> None:
+    def remove_tokens(self, digests: Container[str]) -> None:
         """Remove tokens that are stored elsewhere from now on; never the owner's."""
-        with self._alone():
-            self._read_again()
-            self._write([it for it in self.records if it.token is not None or it.digest not in digests])
+        with self._hold_lock():
+            self._reload()
+            self._write_records(
+                [it for it in self.records if it.token is not None or it.digest not in digests]
+            )
 
     @contextmanager
-    def _alone(self) -> Generator[None]:
+    def _hold_lock(self) -> Generator[None]:
         """While the file is read and changed: of two that do so at once, one would undo the other's change."""
-        lock = self._path.with_name(LOCK)
+        lock = self._path.with_name(LOCK_FILE_NAME)
         try:
             file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise explain(error, lock.parent) from error
+            raise translate_os_error(error, lock.parent) from error
         try:
-            _lock(file)
+            _acquire_lock(file)
             yield
         finally:
             os.close(file)
 
-    def _write(self, records: list[Record]) -> None:
-        draft = self._path.with_name(f".{NAME}.{secrets.token_hex(4)}")
+    def _write_records(self, records: list[TokenRecord]) -> None:
+        draft = self._path.with_name(f".{TOKEN_FILE_NAME}.{secrets.token_hex(4)}")
         file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with os.fdopen(file, "wb") as stream:
-            stream.write(msgspec.json.format(msgspec.json.encode(_File(records))) + b"\n")
+            stream.write(msgspec.json.format(msgspec.json.encode(_TokenFile(records))) + b"\n")
             stream.flush()
             os.fsync(stream.fileno())
         draft.replace(self._path)
-        _sync(self._path.parent)
-        self.records, self._seen = records, _mark(self._path)
+        _sync_directory(self._path.parent)
+        self.records, self._seen_version = records, _read_file_version(self._path)
 
 
-def new_token(name: str, scopes: Iterable[str]) -> tuple[str, Record]:
+def create_token(name: str, scopes: Iterable[str]) -> tuple[str, TokenRecord]:
     """A token, and what is stored of it."""
     wanted = list(dict.fromkeys(scopes))
     if unknown := set(wanted) - ALL_SCOPES:
@@ -197,11 +203,11 @@ def new_token(name: str, scopes: Iterable[str]) -> tuple[str, Record]:
             "A token needs a name of 1 to 64 characters and a scope.", "Give both.", field="name"
         )
     token = secrets.token_urlsafe(32)
-    return token, _record(name, wanted, token)
+    return token, _build_record(name, wanted, token)
 
 
-def _lock(file: int) -> None:
-    deadline = time.monotonic() + PATIENCE
+def _acquire_lock(file: int) -> None:
+    deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
     while True:
         try:
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -213,7 +219,7 @@ def _lock(file: int) -> None:
             time.sleep(0.01)
 
 
-def _sync(directory: Path) -> None:
+def _sync_directory(directory: Path) -> None:
     """A name that was given is kept through a power cut only when its directory has been written."""
     file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -222,26 +228,26 @@ def _sync(directory: Path) -> None:
         os.close(file)
 
 
-def _mark(path: Path) -> Mark:
+def _read_file_version(path: Path) -> FileVersion:
     """By this it shows that the file was replaced. One look at an open directory, so it may be had in a loop."""
     try:
-        return _marked(path.stat())
+        return _get_file_version(path.stat())
     except OSError:
-        return NOTHING
+        return NO_FILE_VERSION
 
 
-def _marked(found: os.stat_result) -> Mark:
+def _get_file_version(found: os.stat_result) -> FileVersion:
     return found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 
 
-def _record(name: str, scopes: list[str], token: str, kept: str | None = None) -> Record:
-    return Record(name=name, scopes=scopes, digest=_digest(token), token=kept)
+def _build_record(name: str, scopes: list[str], token: str, kept: str | None = None) -> TokenRecord:
+    return TokenRecord(name=name, scopes=scopes, digest=_hash_token(token), token=kept)
 
 
-def configured(token: str) -> Record:
+def build_owner_record(token: str) -> TokenRecord:
     """The record of a token that the configuration sets: it is the owner's."""
-    return _record(OWNER, [ADMIN], token)
+    return _build_record(OWNER_TOKEN_NAME, [ADMIN_SCOPE], token)
 
 
-def _digest(token: str) -> str:
+def _hash_token(token: str) -> str:
     return hashlib.sha256(token.encode(errors="surrogatepass")).hexdigest()

@@ -13,12 +13,12 @@ from typing import Protocol
 Drain = Callable[[int], Awaitable[bool | None]]
 """Work a lane off until the database has nothing more for it. True: it was given back early, and there is more."""
 
-Waiting = Callable[[int], Awaitable[bool]]
+HasWaitingWork = Callable[[int], Awaitable[bool]]
 """Whether the database has work for a lane that nobody is at."""
 
 
 class LaneEngine(Protocol):
-    async def start(self, drain: Drain, waiting: Waiting | None = None) -> None:
+    async def start(self, drain: Drain, waiting: HasWaitingWork | None = None) -> None:
         """Begin. `waiting` is asked after a lane was let go, where a hint can get lost in that moment."""
         ...
 
@@ -30,7 +30,7 @@ class LaneEngine(Protocol):
         """The lane's drain, wherever it is, is stuck in a run that has been ended: let others have the lane."""
         ...
 
-    def rest(self, lane: int, *, resting: bool) -> None:
+    def set_resting(self, lane: int, *, resting: bool) -> None:
         """What runs in the lane waits for another lane, or does so no longer: meanwhile it takes nobody's place."""
         ...
 

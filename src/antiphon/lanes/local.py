@@ -8,11 +8,13 @@ import logging
 from collections.abc import Collection
 
 from antiphon.errors import AntiphonError
-from antiphon.lanes import Drain, Waiting
+from antiphon.lanes import Drain, HasWaitingWork
 
 log = logging.getLogger(__name__)
 
-LAST_WAIT = 5.0  # seconds a cancelled drain may take to end; something in it may not know how to stop
+CANCEL_WAIT_SECONDS = (
+    5.0  # seconds a cancelled drain may take to end; something in it may not know how to stop
+)
 
 
 async def wind_down(drains: Collection[asyncio.Task[None]], grace: float) -> None:
@@ -22,7 +24,7 @@ async def wind_down(drains: Collection[asyncio.Task[None]], grace: float) -> Non
     for drain in drains:
         drain.cancel()
     if drains:
-        await asyncio.wait(drains, timeout=LAST_WAIT)
+        await asyncio.wait(drains, timeout=CANCEL_WAIT_SECONDS)
 
 
 class LocalLanes:
@@ -35,10 +37,10 @@ class LocalLanes:
         self._stuck: set[asyncio.Task[None]] = set()
 
     @property
-    def active(self) -> int:
+    def active_count(self) -> int:
         return len(self._tasks)
 
-    async def start(self, drain: Drain, waiting: Waiting | None = None) -> None:
+    async def start(self, drain: Drain, waiting: HasWaitingWork | None = None) -> None:
         self._drain = drain  # Within a process no hint gets lost, so there is nothing to ask.
 
     async def activate(self, lane: int) -> None:
@@ -59,7 +61,7 @@ class LocalLanes:
             task.add_done_callback(self._stuck.discard)
             task.cancel()
 
-    def rest(self, lane: int, *, resting: bool) -> None:
+    def set_resting(self, lane: int, *, resting: bool) -> None:
         """There are places for all."""
 
     async def stop(self, grace: float) -> None:

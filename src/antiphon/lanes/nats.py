@@ -19,19 +19,26 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from antiphon.errors import AntiphonError
-from antiphon.lanes import Drain, Waiting
+from antiphon.lanes import Drain, HasWaitingWork
 from antiphon.lanes.local import wind_down
-from antiphon.lanes.queue import LaneQueue
-from antiphon.natslink import ANSWER, Link, Servers, end, failures
+from antiphon.lanes.nats_queue import LaneQueue
+from antiphon.nats.connection import (
+    NATS_RESPONSE_TIMEOUT_SECONDS,
+    NatsConnection,
+    NatsServers,
+    cancel_tasks,
+    list_connection_errors,
+)
 
 if TYPE_CHECKING:
     from nats.aio.client import Client
 
 log = logging.getLogger(__name__)
 
-HINTS = 100_000  # lanes that may wait to be activated; those beyond are found by the sweeper
-OURS = 0.8  # the part of `ack_wait` we count on: the server's clock for a lease starts before its message is here
-BREATH = 256  # messages written before others have their turn
+MAX_WAITING_HINTS = 100_000  # lanes that may wait to be activated; those beyond are found by the sweeper
+# The part of `ack_wait` we count on: the server's clock for a lease starts before its message is here
+LEASE_SAFETY_FACTOR = 0.8
+MESSAGES_PER_YIELD = 256  # messages written before others have their turn
 
 
 class _Lease(msgspec.Struct):
@@ -46,7 +53,7 @@ class NatsLanes:
 
     def __init__(
         self,
-        servers: Servers,
+        servers: NatsServers,
         *,
         namespace: str = "antiphon",
         slots: int = 256,
@@ -58,7 +65,7 @@ class NatsLanes:
         self._ack_wait = ack_wait
         self._patience = patience
         self._drain: Drain | None = None
-        self._waiting: Waiting | None = None
+        self._waiting: HasWaitingWork | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._leases: dict[int, _Lease] = {}
         self._again: set[int] = set()
@@ -70,24 +77,31 @@ class NatsLanes:
         self._puller: asyncio.Task[None] | None = None
         self._chores: list[asyncio.Task[None]] = []
         self._queue = LaneQueue(
-            namespace, ack_wait, replicas, taken=self._taken, missed=self._hint, abandoned=self._let_go
+            namespace,
+            ack_wait,
+            replicas,
+            taken=self._on_lane_taken,
+            missed=self._queue_hint,
+            abandoned=self._release_lane,
         )
-        self._link = Link(servers, name=f"{namespace} lanes", joined=self._queue.join, left=self._queue.leave)
+        self._link = NatsConnection(
+            servers, name=f"{namespace} lanes", joined=self._queue.join, left=self._queue.leave
+        )
 
     @property
-    def active(self) -> int:
+    def active_count(self) -> int:
         return len(self._tasks)
 
     @property
-    def connected(self) -> bool:
+    def is_connected(self) -> bool:
         return self._link.client is not None
 
-    async def start(self, drain: Drain, waiting: Waiting | None = None) -> None:
+    async def start(self, drain: Drain, waiting: HasWaitingWork | None = None) -> None:
         """Connect, or raise `BusError`; from then on the connection is kept for ever."""
         await self._link.start(self._patience)
         self._drain, self._waiting = drain, waiting
-        self._puller = asyncio.create_task(self._pull())
-        self._chores = [asyncio.create_task(self._renew()), asyncio.create_task(self._send_hints())]
+        self._puller = asyncio.create_task(self._pull_lanes())
+        self._chores = [asyncio.create_task(self._renew_leases()), asyncio.create_task(self._send_hints())]
 
     async def activate(self, lane: int) -> None:
         if self._drain is None:
@@ -95,17 +109,17 @@ class NatsLanes:
         if lane in self._tasks:
             self._again.add(lane)
         else:
-            self._hint(lane)
+            self._queue_hint(lane)
 
     async def abandon(self, lane: int) -> None:
         if lane in self._tasks:
-            await self._let_go(lane)
+            await self._release_lane(lane)
         elif client := self._link.client:
-            with suppress(*failures()):
-                async with asyncio.timeout(ANSWER):
+            with suppress(*list_connection_errors()):
+                async with asyncio.timeout(NATS_RESPONSE_TIMEOUT_SECONDS):
                     await self._queue.abandon(client, lane)
 
-    def rest(self, lane: int, *, resting: bool) -> None:
+    def set_resting(self, lane: int, *, resting: bool) -> None:
         if not resting:
             self._resting.discard(lane)
         elif lane in self._tasks:
@@ -115,26 +129,26 @@ class NatsLanes:
     async def stop(self, grace: float) -> None:
         """As any engine. What is not finished stays ours until `close`."""
         self._drain = None
-        await end(self._puller)
+        await cancel_tasks(self._puller)
         closing = asyncio.create_task(self._queue.close())
-        await asyncio.wait([closing], timeout=ANSWER)
-        await end(closing)
+        await asyncio.wait([closing], timeout=NATS_RESPONSE_TIMEOUT_SECONDS)
+        await cancel_tasks(closing)
         await wind_down([*self._tasks.values(), *self._stuck], grace)
 
     async def close(self) -> None:
         """Everything that is left goes to another replica at once."""
-        await end(*self._chores)
+        await cancel_tasks(*self._chores)
         await self._give_back(*self._leases.values())
         self._leases.clear()
         if client := self._link.client:
-            await self._link.settled(client)
+            await self._link.confirm_flushed(client)
         await self._link.stop()
 
     # --- draining ---
 
-    async def _taken(self, lane: int, reply: str) -> None:
+    async def _on_lane_taken(self, lane: int, reply: str) -> None:
         """The message of a lane is ours, perhaps again: a second one for a lane we are at is its new lease."""
-        lease = _Lease(reply, asyncio.get_running_loop().time() + OURS * self._ack_wait)
+        lease = _Lease(reply, asyncio.get_running_loop().time() + LEASE_SAFETY_FACTOR * self._ack_wait)
         if self._drain is None:
             await self._give_back(lease)
             return
@@ -149,25 +163,25 @@ class NatsLanes:
     async def _run(self, lane: int, drain: Drain) -> None:
         try:
             while True:
-                left = await self._work(lane, drain)
+                left = await self._drain_until_idle(lane, drain)
                 if not self._owns(lane):
                     return
-                await self._finish(self._leases.pop(lane, None))
+                await self._acknowledge(self._leases.pop(lane, None))
                 # Whoever submitted in the moment before that was refused: "it is active".
-                if left or (left is False and await self._is_waiting(lane)):
-                    self._hint(lane)
+                if left or (left is False and await self._has_waiting_work(lane)):
+                    self._queue_hint(lane)
                 if lane not in self._leases:
                     return
         finally:
             if self._owns(lane):
                 if lane in self._again:
                     self._again.discard(lane)
-                    self._hint(lane)
+                    self._queue_hint(lane)
                 del self._tasks[lane]
                 self._resting.discard(lane)
                 self._room.set()
 
-    async def _work(self, lane: int, drain: Drain) -> bool | None:
+    async def _drain_until_idle(self, lane: int, drain: Drain) -> bool | None:
         """Drain until there is nothing new; whether something is left, and None if that cannot be said."""
         while True:
             self._again.discard(lane)
@@ -181,7 +195,7 @@ class NatsLanes:
             if left or not self._owns(lane) or lane not in self._again or self._drain is None:
                 return left
 
-    async def _is_waiting(self, lane: int) -> bool:
+    async def _has_waiting_work(self, lane: int) -> bool:
         if self._waiting is None or self._drain is None:
             return False
         try:
@@ -196,7 +210,7 @@ class NatsLanes:
         """False for a drain that was abandoned: the lane is somebody else's then."""
         return self._tasks.get(lane) is asyncio.current_task()
 
-    async def _let_go(self, lane: int) -> None:
+    async def _release_lane(self, lane: int) -> None:
         self._again.discard(lane)
         self._resting.discard(lane)
         if task := self._tasks.pop(lane, None):
@@ -209,25 +223,25 @@ class NatsLanes:
 
     # --- leases ---
 
-    async def _finish(self, lease: _Lease | None) -> None:
+    async def _acknowledge(self, lease: _Lease | None) -> None:
         """Only while it is ours: answering late would take the lane from whoever has it now."""
         client = self._link.client
         if lease and client and lease.until > asyncio.get_running_loop().time():
-            with suppress(*failures()):
-                await self._queue.finish(client, lease.reply)
+            with suppress(*list_connection_errors()):
+                await self._queue.acknowledge(client, lease.reply)
 
     async def _give_back(self, *leases: _Lease) -> None:
         now = asyncio.get_running_loop().time()
         client = self._link.client
         if client is None:
             return
-        with suppress(*failures()):
-            async with asyncio.timeout(ANSWER):
+        with suppress(*list_connection_errors()):
+            async with asyncio.timeout(NATS_RESPONSE_TIMEOUT_SECONDS):
                 for lease in leases:
                     if lease.until > now:
                         await self._queue.give_back(client, lease.reply)
 
-    async def _renew(self) -> None:
+    async def _renew_leases(self) -> None:
         """All leases in one go. If it fails the drains go on: at worst another replica looks, and finds them at it."""
         loop = asyncio.get_running_loop()
         while True:
@@ -235,65 +249,65 @@ class NatsLanes:
             client = self._link.client
             if client is None:
                 continue
-            with suppress(*failures()):
+            with suppress(*list_connection_errors()):
                 for number, lease in enumerate(list(self._leases.values())):
                     now = loop.time()
                     if lease.until > now:
-                        await self._queue.renew(client, lease.reply)
-                        lease.until = now + OURS * self._ack_wait
-                    if number % BREATH == BREATH - 1:
+                        await self._queue.renew_lease(client, lease.reply)
+                        lease.until = now + LEASE_SAFETY_FACTOR * self._ack_wait
+                    if number % MESSAGES_PER_YIELD == MESSAGES_PER_YIELD - 1:
                         await asyncio.sleep(0)
 
     # --- chores ---
 
-    async def _pull(self) -> None:
+    async def _pull_lanes(self) -> None:
         while True:
-            client = await self._link.present()
+            client = await self._link.wait_until_connected()
             free = self._slots - len(self._tasks) + len(self._resting)
             if free <= 0:
                 self._room.clear()
                 await self._room.wait()
                 continue
             try:
-                await self._queue.pull(client, free)
+                await self._queue.pull_lanes(client, free)
                 continue
             except AntiphonError as error:
                 log.error("%s", error)
-            except failures():
+            except list_connection_errors():
                 pass  # The connection is being replaced.
             except Exception:
                 log.exception("Lanes could not be asked for")
             await asyncio.sleep(random.uniform(0.2, 1.0))  # noqa: S311 - spreads load, guards nothing
 
-    def _hint(self, lane: int) -> None:
-        if self._drain is not None and len(self._hints) < HINTS:
+    def _queue_hint(self, lane: int) -> None:
+        if self._drain is not None and len(self._hints) < MAX_WAITING_HINTS:
             self._hints[lane] = None
             self._hinted.set()
 
     async def _send_hints(self) -> None:
         while True:
             await self._hinted.wait()
-            client = await self._link.present()
+            client = await self._link.wait_until_connected()
             self._hinted.clear()
             try:
-                await self._send_waiting(client)
+                await self._send_waiting_hints(client)
                 continue
-            except failures():
+            except list_connection_errors():
                 pass  # The connection is being replaced.
             except Exception:
                 log.exception("Lanes could not be activated; the sweeper does it")
             await asyncio.sleep(0.05)
 
-    async def _send_waiting(self, client: Client) -> None:
+    async def _send_waiting_hints(self, client: Client) -> None:
         for number in itertools.count(1):
             if not self._hints:
                 return
             lane = next(iter(self._hints))
             del self._hints[lane]
             try:
-                await self._queue.add(client, lane)
-            except failures():
-                self._hint(lane)
+                await self._queue.add_lane(client, lane)
+            except list_connection_errors():
+                self._queue_hint(lane)
                 raise
-            if number % BREATH == 0:
+            if number % MESSAGES_PER_YIELD == 0:
                 await asyncio.sleep(0)

@@ -7,56 +7,63 @@ data or an error from `errors`. Each operation is one straight line: check the i
 
 from __future__ import annotations
 
-from antiphon.engine.words import THINKING
-from antiphon.filters import HISTORY_LIMIT, HISTORY_MOST, LIST_LIMIT, LIST_MOST, HistoryFilter, ListFilter
-from antiphon.operations.acting import Acting, Actings
-from antiphon.operations.agents import Agents
-from antiphon.operations.conversations import Conversations
-from antiphon.operations.correspondence import Correspondence
-from antiphon.operations.deliveries import Deliveries
-from antiphon.operations.exchanges import Send
-from antiphon.operations.links import Origin
-from antiphon.operations.replicas import Replicas
-from antiphon.operations.runs import LOOK_AGAIN, StopView
-from antiphon.operations.searches import Searches
-from antiphon.operations.sessions import Patch
-from antiphon.operations.spawns import Spawn
-from antiphon.operations.standings import Standings
-from antiphon.operations.statuses import Statuses
-from antiphon.operations.submissions import Message, Submissions
-from antiphon.operations.tasks import Tasks
+from antiphon.engine.validation import THINKING_LEVELS
+from antiphon.filters import (
+    DEFAULT_HISTORY_ENTRIES,
+    DEFAULT_LIST_ROWS,
+    MAX_HISTORY_ENTRIES,
+    MAX_LIST_ROWS,
+    HistoryFilter,
+    ListFilter,
+)
+from antiphon.operations.agents import AgentOperations
+from antiphon.operations.deliveries import DeliveryOperations
+from antiphon.operations.exchange_log import ExchangeLogOperations
+from antiphon.operations.exchanges import SendRequest
+from antiphon.operations.impersonation import ActingSession, ImpersonationOperations
+from antiphon.operations.message_search import SearchOperations
+from antiphon.operations.messages import IncomingMessage, MessageOperations
+from antiphon.operations.replicas import ReplicaOperations
+from antiphon.operations.request_origin import RequestOrigin
+from antiphon.operations.runs import RUN_WAIT_POLL_SECONDS, StopView
+from antiphon.operations.session_lifecycle import SessionLifecycleOperations
+from antiphon.operations.session_status import SessionStatusOperations
+from antiphon.operations.sessions import SessionPatch
+from antiphon.operations.spawn_rules import SpawnRequest
+from antiphon.operations.subagents import SubagentOperations
+from antiphon.operations.system_status import SystemStatusOperations
 
 __all__ = [
-    "HISTORY_LIMIT",
-    "HISTORY_MOST",
-    "LIST_LIMIT",
-    "LIST_MOST",
-    "LOOK_AGAIN",
-    "THINKING",
-    "Acting",
+    "DEFAULT_HISTORY_ENTRIES",
+    "DEFAULT_LIST_ROWS",
+    "MAX_HISTORY_ENTRIES",
+    "MAX_LIST_ROWS",
+    "RUN_WAIT_POLL_SECONDS",
+    "THINKING_LEVELS",
+    "ActingSession",
     "HistoryFilter",
+    "IncomingMessage",
     "ListFilter",
-    "Message",
     "Operations",
-    "Origin",
-    "Patch",
-    "Send",
-    "Spawn",
+    "RequestOrigin",
+    "SendRequest",
+    "SessionPatch",
+    "SpawnRequest",
     "StopView",
 ]
 
 
 class Operations(
-    Tasks,
-    Conversations,
-    Correspondence,
-    Submissions,
-    Deliveries,
-    Statuses,
-    Searches,
-    Agents,
-    Actings,
-    Standings,
-    Replicas,
+    SubagentOperations,
+    SessionLifecycleOperations,
+    ExchangeLogOperations,
+    MessageOperations,
+    DeliveryOperations,
+    SessionStatusOperations,
+    SearchOperations,
+    AgentOperations,
+    ImpersonationOperations,
+    SystemStatusOperations,
+    ReplicaOperations,
 ):
     """Everything that can be asked, from the parts that each know one thing."""

@@ -6,57 +6,72 @@ import asyncio
 
 from antiphon import access
 from antiphon.access import Caller
-from antiphon.engine import deliveries, gate
+from antiphon.engine.outbox import delivery_rows as deliveries
+from antiphon.engine.outbox import sanitize
 from antiphon.errors import Conflict, NotFound
-from antiphon.operations.checks import before_row, between, one_of
-from antiphon.operations.core import Core
+from antiphon.operations.context import OperationContext
+from antiphon.operations.request_validation import parse_row_cursor, validate_and_clamp, validate_choice
 from antiphon.store import Row, Tx
 from antiphon.views import DeliveryPage, DeliveryView
 
-STATES = ("pending", "sending", "delivered", "blocked", "ambiguous", "dead")
-LIMIT, MOST = 50, 500
-COUNTED = 10_000  # of those that were delivered; the others are all counted
-OUTBOX = "the outbox", "Ask one of them."
-SEEN, EDGE = 2000, 200  # characters that are cleared, and at their end too few to recognise what is cut apart
+DELIVERY_STATES = ("pending", "sending", "delivered", "blocked", "ambiguous", "dead")
+DEFAULT_DELIVERIES_PER_PAGE, MAX_DELIVERIES_PER_PAGE = 50, 500
+MAX_DELIVERED_COUNTED = 10_000  # of those that were delivered; the others are all counted
+OUTBOX_REFUSAL = "the outbox", "Ask one of them."
+MAX_SANITIZED_CHARACTERS, CUT_EDGE_CHARACTERS = (
+    2000,
+    200,
+)  # characters that are cleared, and at their end too few to recognise what is cut apart
 
 
-class Deliveries(Core):
-    async def deliveries(
-        self, caller: Caller, state: str | None = None, limit: int = LIMIT, cursor: str | None = None
+class DeliveryOperations(OperationContext):
+    async def list_deliveries(
+        self,
+        caller: Caller,
+        state: str | None = None,
+        limit: int = DEFAULT_DELIVERIES_PER_PAGE,
+        cursor: str | None = None,
     ) -> DeliveryPage:
         """For whoever may read every session."""
-        access.require_operator(caller, "read", *OUTBOX)
+        access.require_operator(caller, "read", *OUTBOX_REFUSAL)
         if state is not None:
-            one_of(state, STATES, "state")
-        before = before_row(cursor)
-        rows, standing = await self._store.read(_page, state, before, between(limit, 1, MOST, "limit") + 1)
-        shown = rows[: min(limit, MOST)]
+            validate_choice(state, DELIVERY_STATES, "state")
+        before = parse_row_cursor(cursor)
+        rows, standing = await self._store.read(
+            _load_delivery_page,
+            state,
+            before,
+            validate_and_clamp(limit, 1, MAX_DELIVERIES_PER_PAGE, "limit") + 1,
+        )
+        shown = rows[: min(limit, MAX_DELIVERIES_PER_PAGE)]
         counts = {row["state"]: row["deliveries"] for row in standing}
         return DeliveryPage(
-            deliveries=await asyncio.to_thread(lambda: [_view(row) for row in shown]),
+            deliveries=await asyncio.to_thread(lambda: [_build_delivery_view(row) for row in shown]),
             standing=counts,
-            capped=counts.get("delivered") == COUNTED,
+            capped=counts.get("delivered") == MAX_DELIVERED_COUNTED,
             next_cursor=str(shown[-1]["n"]) if len(rows) > len(shown) else None,
         )
 
-    async def deliver_again(self, caller: Caller, key: str) -> DeliveryView:
+    async def retry_delivery(self, caller: Caller, key: str) -> DeliveryView:
         """Send once more what is dead, in doubt or was blocked. For what is in doubt, that may be a second time."""
-        access.require_operator(caller, "manage", *OUTBOX)
-        engine = self._running()
-        row = await self._store.tx(_again, key, self._clock.now())
-        engine.deliver()
-        return _view(row)
+        access.require_operator(caller, "manage", *OUTBOX_REFUSAL)
+        engine = self._require_engine()
+        row = await self._store.tx(_requeue_delivery, key, self._clock.now())
+        engine.wake_outbox()
+        return _build_delivery_view(row)
 
 
-async def _page(tx: Tx, state: str | None, before: int, limit: int) -> tuple[list[Row], list[Row]]:
+async def _load_delivery_page(
+    tx: Tx, state: str | None, before: int, limit: int
+) -> tuple[list[Row], list[Row]]:
     if state is None:
         rows = await tx.all(deliveries.SQL.page, before=before, limit=limit)
     else:
         rows = await tx.all(deliveries.SQL.page_in, state=state, before=before, limit=limit)
-    return rows, await tx.all(deliveries.SQL.standing, most=COUNTED)
+    return rows, await tx.all(deliveries.SQL.standing, most=MAX_DELIVERED_COUNTED)
 
 
-async def _again(tx: Tx, key: str, now: int) -> Row:
+async def _requeue_delivery(tx: Tx, key: str, now: int) -> Row:
     row = await tx.one(deliveries.SQL.by_key, key=key)
     if row is None:
         raise NotFound(f"There is no delivery {key!r}.", "Use a key that `antiphon deliveries` shows.")
@@ -69,15 +84,15 @@ async def _again(tx: Tx, key: str, now: int) -> Row:
     return after
 
 
-def _cleared(body: str, stats: str | None) -> str:
+def _sanitize_body(body: str, stats: str | None) -> str:
     """As people get it; of a long text there is the beginning."""
-    if len(body) <= SEEN:
-        return gate.clear(body, stats=stats)
-    return f"{gate.clear(body[:SEEN])[:-EDGE]}…"
+    if len(body) <= MAX_SANITIZED_CHARACTERS:
+        return sanitize.sanitize_for_people(body, stats=stats)
+    return f"{sanitize.sanitize_for_people(body[:MAX_SANITIZED_CHARACTERS])[:-CUT_EDGE_CHARACTERS]}…"
 
 
-def _view(row: Row) -> DeliveryView:
-    where = deliveries.read(row["destination"])
+def _build_delivery_view(row: Row) -> DeliveryView:
+    where = deliveries.decode_destination(row["destination"])
     return DeliveryView(
         key=row["key"],
         kind=row["kind"],
@@ -85,7 +100,7 @@ def _view(row: Row) -> DeliveryView:
         channel=where.channel,
         to=where.to,
         state=row["state"],
-        text=_cleared(row["body"], row["stats"]),
+        text=_sanitize_body(row["body"], row["stats"]),
         attempts=row["attempts"],
         error=row["error"],
         message_id=row["message_id"],

@@ -5,20 +5,20 @@ from __future__ import annotations
 from antiphon import access
 from antiphon.access import Caller
 from antiphon.engine import replicas
-from antiphon.operations.core import Core
+from antiphon.operations.context import OperationContext
 from antiphon.store import Row
 from antiphon.views import ReplicaView
 
 
-class Replicas(Core):
-    async def replicas(self, caller: Caller) -> list[ReplicaView]:
+class ReplicaOperations(OperationContext):
+    async def list_replicas(self, caller: Caller) -> list[ReplicaView]:
         """For operators, the one that started first first."""
         access.require_operator(caller, "list")
         now = self._clock.now()
-        return [_view(row, now) for row in await self._store.read(replicas.listed, now)]
+        return [_build_replica_view(row, now) for row in await self._store.read(replicas.list_replicas, now)]
 
 
-def _view(row: Row, now: int) -> ReplicaView:
+def _build_replica_view(row: Row, now: int) -> ReplicaView:
     return ReplicaView(
         id=row["id"],
         name=row["name"] or row["id"],

@@ -9,14 +9,15 @@ import msgspec
 from antiphon import views
 from antiphon.access import Caller
 from antiphon.bus import RunChanged, run_topic
-from antiphon.engine import admissions, runs, words
+from antiphon.engine import validation
+from antiphon.engine.runs import lifecycle, run_queue
 from antiphon.errors import NotFound
 from antiphon.messages import ToolCall
-from antiphon.operations.core import Core
+from antiphon.operations.context import OperationContext
 from antiphon.store import Row, Tx
 from antiphon.views import RunView
 
-LOOK_AGAIN = 2.0  # seconds after which a wait reads the row though no event came
+RUN_WAIT_POLL_SECONDS = 2.0  # seconds after which a wait reads the row though no event came
 
 
 class StopView(msgspec.Struct, frozen=True):
@@ -25,10 +26,10 @@ class StopView(msgspec.Struct, frozen=True):
     run_ids: list[str]
 
 
-class Runs(Core):
-    async def run(self, caller: Caller, run_id: str) -> RunView:
+class RunOperations(OperationContext):
+    async def get_run(self, caller: Caller, run_id: str) -> RunView:
         """Where a run is."""
-        return await self._store.read(self._run, caller, run_id)
+        return await self._store.read(self._load_run_view, caller, run_id)
 
     async def wait(self, caller: Caller, run_id: str, timeout: float) -> RunView:
         """Until the run has ended or `timeout` seconds are over; look at `ended` to see which.
@@ -39,44 +40,44 @@ class Runs(Core):
         until = loop.time() + timeout
         async with self._bus.listen(run_topic(run_id)) as events:
             while True:
-                view = await self._store.read(self._run, caller, run_id)
+                view = await self._store.read(self._load_run_view, caller, run_id)
                 left = until - loop.time()
-                if view.ended or left <= 0:
+                if view.has_ended or left <= 0:
                     return view
-                event = await events.get(min(left, LOOK_AGAIN))
+                event = await events.get(min(left, RUN_WAIT_POLL_SECONDS))
                 if isinstance(event, RunChanged) and event.ended_at is not None:
-                    return views.ended_view(view, event)
+                    return views.apply_run_end(view, event)
 
-    async def _run(self, tx: Tx, caller: Caller, run_id: str) -> RunView:
-        row = await tx.one(runs.SQL.by_id, id=run_id, viewer=caller.session_key)
+    async def _load_run_view(self, tx: Tx, caller: Caller, run_id: str) -> RunView:
+        row = await tx.one(lifecycle.SQL.by_id, id=run_id, viewer=caller.session_key)
         missing = NotFound(
             f"Run {run_id!r} was not found.", "Check the id; it is given when a message is accepted."
         )
         if row is None:
             raise missing
         try:
-            self._door.admit(caller, "read", row, run_id)
+            self._session_resolver.authorize(caller, "read", row, run_id)
         except NotFound:
             raise missing from None
-        spent = await tx.one(runs.SQL.spent, id=run_id) if row["ended_at"] else None
-        return views.run_view(row, spent, self._clock.now())
+        spent = await tx.one(lifecycle.SQL.spent, id=run_id) if row["ended_at"] else None
+        return views.build_run_view(row, spent, self._clock.now())
 
-    async def client_calls(self, caller: Caller, run_id: str) -> list[ToolCall]:
+    async def list_client_calls(self, caller: Caller, run_id: str) -> list[ToolCall]:
         """The calls of client-side tools that a run ended with, to be answered by a later request."""
-        return await self._store.read(self._client_calls, caller, run_id)
+        return await self._store.read(self._load_client_calls, caller, run_id)
 
-    async def _client_calls(self, tx: Tx, caller: Caller, run_id: str) -> list[ToolCall]:
-        await self._run(tx, caller, run_id)
-        return await runs.client_calls(tx, run_id)
+    async def _load_client_calls(self, tx: Tx, caller: Caller, run_id: str) -> list[ToolCall]:
+        await self._load_run_view(tx, caller, run_id)
+        return await lifecycle.load_client_calls(tx, run_id)
 
-    async def unfinished(self, caller: Caller, session: str) -> list[str]:
+    async def list_unfinished_runs(self, caller: Caller, session: str) -> list[str]:
         """Ids of the runs that play or wait in a session, in their order."""
-        return await self._store.read(self._unfinished, caller, session)
+        return await self._store.read(self._load_unfinished_runs, caller, session)
 
-    async def _unfinished(self, tx: Tx, caller: Caller, session: str) -> list[str]:
-        row = await self._door.open(tx, caller, "read", session)
-        active = await tx.all(runs.SQL.active_in, session=row["id"])
-        queued = await tx.all(runs.SQL.queued_in, session=row["id"])
+    async def _load_unfinished_runs(self, tx: Tx, caller: Caller, session: str) -> list[str]:
+        row = await self._session_resolver.open(tx, caller, "read", session)
+        active = await tx.all(lifecycle.SQL.active_in, session=row["id"])
+        queued = await tx.all(lifecycle.SQL.queued_in, session=row["id"])
         return [run["id"] for run in [*active, *queued]]
 
     async def stop(
@@ -86,19 +87,19 @@ class Runs(Core):
 
         Asked again with the same key, nothing is stopped again.
         """
-        words.check_key(key)
-        engine = self._running()
+        validation.validate_idempotency_key(key)
+        engine = self._require_engine()
         row, stopped = await self._store.tx(self._stop, caller, session, run_id, key, self._clock.now())
-        await engine.stopping(stopped)
+        await engine.apply_effects(stopped)
         run_ids = [*(ended.run_id for ended in stopped.ended), *stopped.asked]
         if run_ids:
-            self._tell(row, "abort")
+            self._publish_change(row, "abort")
         return StopView(run_ids)
 
     async def _stop(
         self, tx: Tx, caller: Caller, session: str, run_id: str | None, key: str | None, now: int
-    ) -> tuple[Row, runs.Stopped]:
-        row = await self._door.open(tx, caller, "control", session)
-        if key is not None and not await admissions.record_command(tx, key, row["id"], "stop", now):
-            return row, runs.Stopped([], [])
-        return row, await runs.cancel(tx, row["id"], run_id, now)
+    ) -> tuple[Row, lifecycle.Effects]:
+        row = await self._session_resolver.open(tx, caller, "control", session)
+        if key is not None and not await run_queue.record_command(tx, key, row["id"], "stop", now):
+            return row, lifecycle.Effects([], [])
+        return row, await lifecycle.cancel_runs(tx, row["id"], run_id, now)

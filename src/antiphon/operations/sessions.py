@@ -11,20 +11,20 @@ from msgspec import UNSET, UnsetType
 
 from antiphon import access, keys
 from antiphon.access import Action, Caller
-from antiphon.engine import sessions
-from antiphon.engine.words import THINKING
+from antiphon.engine.sessions import session_rows
+from antiphon.engine.validation import THINKING_LEVELS
 from antiphon.errors import InvalidInput
-from antiphon.operations import checks
-from antiphon.operations.core import Core
+from antiphon.operations import request_validation
+from antiphon.operations.context import OperationContext
 from antiphon.store import Row, Tx
 from antiphon.views import SessionView
 
-DISPLAY_NAME_MOST = 200  # characters
+MAX_DISPLAY_NAME_CHARACTERS = 200  # characters
 
 _Settings: TypeAlias = Mapping[str, str | int | None]
 
 
-class Patch(msgspec.Struct, frozen=True, kw_only=True):
+class SessionPatch(msgspec.Struct, frozen=True, kw_only=True):
     """What to set on a session. Unset stays as it is, None is as if it had never been set."""
 
     label: str | UnsetType | None = UNSET
@@ -36,25 +36,28 @@ class Patch(msgspec.Struct, frozen=True, kw_only=True):
     archived: bool | UnsetType | None = UNSET
 
 
-_COLUMNS = {"thinking_level": "thinking", "verbose_level": "verbose"}  # the others are called as their column
+_COLUMN_BY_FIELD = {
+    "thinking_level": "thinking",
+    "verbose_level": "verbose",
+}  # the others are called as their column
 
 
-class Sessions(Core):
+class SessionOperations(OperationContext):
     def is_main(self, caller: Caller, session: str) -> bool:
         """Whether this names the main session of a configured agent, which need not exist yet."""
-        return self._door.is_main(caller, session)
+        return self._session_resolver.is_main_session(caller, session)
 
     async def open(self, caller: Caller, session: str) -> SessionView:
         """The session, founded if it is not there yet."""
         row, founded = await self._store.tx(self._open, caller, session, self._clock.now())
         if founded:
-            self._tell(row, "create")
-        return self._session_view(caller, row)
+            self._publish_change(row, "create")
+        return self._build_session_view(caller, row)
 
     async def _open(self, tx: Tx, caller: Caller, session: str, now: int) -> tuple[Row, bool]:
-        row, founded = await self._opened_or_founded(tx, caller, "send", session, now)
-        checks.current(row, session)
-        return await self._described(tx, row["id"]), founded
+        row, founded = await self._open_or_create_session(tx, caller, "send", session, now)
+        request_validation.require_current_conversation(row, session)
+        return await self._load_described_session(tx, row["id"]), founded
 
     async def create(
         self,
@@ -73,17 +76,19 @@ class Sessions(Core):
         stays who it is.
         """
         access.require_scope(caller, "send")
-        agent = None if agent_id is None else keys.checked_agent_id(agent_id)
+        agent = None if agent_id is None else keys.validate_agent_id(agent_id)
         if session is None:
             owner = agent or caller.agent_id or self.config.default_agent_id
             session = str(keys.owned_key(owner, "dashboard", str(uuid.uuid4())))
         given = {"label": label, "display_name": display_name, "model": model}
-        settings = {name: self._checked(name, value) for name, value in given.items() if value is not None}
+        settings = {
+            name: self._validate_setting(name, value) for name, value in given.items() if value is not None
+        }
         now = self._clock.now()
         row, reason = await self._store.tx(self._create, caller, session, agent, parent, settings, now)
         if reason:
-            self._tell(row, reason)
-        return self._session_view(caller, row)
+            self._publish_change(row, reason)
+        return self._build_session_view(caller, row)
 
     async def _create(
         self,
@@ -96,66 +101,70 @@ class Sessions(Core):
         now: int,
     ) -> tuple[Row, str | None]:
         # The parent first: a session cannot be its own, and must not be founded to be one.
-        above = None if parent is None else await self._door.open(tx, caller, "send", parent)
-        row, founded = await self._opened_or_founded(tx, caller, "send", session, now)
-        checks.current(row, session)
+        above = None if parent is None else await self._session_resolver.open(tx, caller, "send", parent)
+        row, founded = await self._open_or_create_session(tx, caller, "send", session, now)
+        request_validation.require_current_conversation(row, session)
         _check_agent(row, agent)
         if founded and above:
-            await sessions.place_under(tx, row["id"], above["id"])
-        before = await self._described(tx, row["id"])
+            await session_rows.attach_to_parent(tx, row["id"], above["id"])
+        before = await self._load_described_session(tx, row["id"])
         changed = {column: value for column, value in settings.items() if value != before[column]}
         if changed:
             if not founded:
-                self._door.admit(caller, "control", row, session)
-            await sessions.patch(tx, row["id"], changed, now)
+                self._session_resolver.authorize(caller, "control", row, session)
+            await session_rows.patch_session(tx, row["id"], changed, now)
         reason = "create" if founded else "patch" if changed else None
-        return await self._described(tx, row["id"]), reason
+        return await self._load_described_session(tx, row["id"]), reason
 
-    async def patch(self, caller: Caller, session: str, changes: Patch) -> SessionView:
+    async def patch(self, caller: Caller, session: str, changes: SessionPatch) -> SessionView:
         """Set what is given, all of it or nothing. A key that has no session yet gets one.
 
         Names, model and the like are the business of whoever may write; what may be sent is not.
         """
         action: Action = "control" if changes.send_policy is UNSET else "manage"
         access.require_scope(caller, action)
-        given = {name: getattr(changes, name) for name in Patch.__struct_fields__}
+        given = {name: getattr(changes, name) for name in SessionPatch.__struct_fields__}
         settings = {
-            _COLUMNS.get(name, name): self._checked(name, value)
+            _COLUMN_BY_FIELD.get(name, name): self._validate_setting(name, value)
             for name, value in given.items()
             if value is not UNSET
         }
         row, founded = await self._store.tx(self._patch, caller, action, session, settings, self._clock.now())
         if founded:
-            self._tell(row, "create")
+            self._publish_change(row, "create")
         if settings:
-            self._tell(row, "patch")
-        return self._session_view(caller, row)
+            self._publish_change(row, "patch")
+        return self._build_session_view(caller, row)
 
     async def _patch(
         self, tx: Tx, caller: Caller, action: Action, session: str, settings: _Settings, now: int
     ) -> tuple[Row, bool]:
-        row, founded = await self._opened_or_founded(tx, caller, action, session, now)
+        row, founded = await self._open_or_create_session(tx, caller, action, session, now)
         if settings:
-            await sessions.patch(tx, row["id"], settings, now)
-        return await self._described(tx, row["id"]), founded
+            await session_rows.patch_session(tx, row["id"], settings, now)
+        return await self._load_described_session(tx, row["id"]), founded
 
-    def _checked(self, field: str, value: str | bool | None) -> str | int | None:
+    def _validate_setting(self, field: str, value: str | bool | None) -> str | int | None:
         """A setting as it is stored."""
         match field, value:
             case "archived", _:
                 return int(bool(value))
             case "label", str():
-                return checks.name(value, checks.LABEL_MOST, "label")
+                return request_validation.validate_printable_name(
+                    value, request_validation.MAX_LABEL_CHARACTERS, "label"
+                )
             case "display_name", str():
-                return checks.name(value, DISPLAY_NAME_MOST, "displayName")
+                return request_validation.validate_printable_name(
+                    value, MAX_DISPLAY_NAME_CHARACTERS, "displayName"
+                )
             case "model", str():
                 self.config.find_model(value)
             case "thinking_level", str():
-                checks.one_of(value, THINKING, "thinkingLevel")
+                request_validation.validate_choice(value, THINKING_LEVELS, "thinkingLevel")
             case "verbose_level", str():
-                checks.one_of(value, checks.VERBOSE, "verboseLevel")
+                request_validation.validate_choice(value, request_validation.VERBOSE_LEVELS, "verboseLevel")
             case "send_policy", str():
-                checks.one_of(value, checks.SEND_POLICIES, "sendPolicy")
+                request_validation.validate_choice(value, request_validation.SEND_POLICIES, "sendPolicy")
             case _:
                 return None
         return value

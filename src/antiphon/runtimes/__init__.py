@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from antiphon.messages import Assistant, Message
+from antiphon.messages import AssistantMessage, Message
 
 
 class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +62,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling | None = None
 
     @property
-    def about(self) -> dict[str, str]:
+    def log_fields(self) -> dict[str, str]:
         """For the log, which can be searched by either."""
         return {"run_id": self.run_id, "session_key": self.session_key}
 
@@ -92,6 +92,6 @@ class Runtime(Protocol):
         """False for a runtime that only looks at the run's own messages, which saves reading the others."""
         ...
 
-    async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant: ...
+    async def step(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage: ...
 
     async def close(self) -> None: ...

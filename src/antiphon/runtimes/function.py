@@ -1,6 +1,6 @@
 """Answers a step with a Python function: for agents that are code, and for tests.
 
-The function is given the prompt and gives back a text, a whole `Assistant`, or, as an async generator, pieces
+The function is given the prompt and gives back a text, a whole `AssistantMessage`, or, as an async generator, pieces
 of text. It keeps whatever state it likes; nothing is put between it and the engine.
 """
 
@@ -20,29 +20,31 @@ import msgspec
 
 from antiphon.clock import Clock, SystemClock
 from antiphon.errors import AntiphonError, ConfigError, ProviderError
-from antiphon.messages import Assistant, Text
+from antiphon.messages import AssistantMessage, TextBlock
 from antiphon.runtimes import Deltas, Prompt
-from antiphon.runtimes.answers import sound
+from antiphon.runtimes.text import sanitize_answer
 
 log = logging.getLogger(__name__)
 
-_CONTRACT = "Mend the function: it takes a prompt and answers with a text, an Assistant, or pieces of text."
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_CONTRACT_HINT = (
+    "Mend the function: it takes a prompt and answers with a text, an Assistant, or pieces of text."
+)
+_LIBRARY_PATHS = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
-ENDINGS = (SystemExit, KeyboardInterrupt)
+PROCESS_ENDING_ERRORS = (SystemExit, KeyboardInterrupt)
 """What ends a process, and would end it again whenever the run is taken up. Code of others may end its run."""
 
-Agent: TypeAlias = (
+AgentFunction: TypeAlias = (
     Callable[[Prompt], Awaitable[str]]
-    | Callable[[Prompt], Awaitable[Assistant]]
+    | Callable[[Prompt], Awaitable[AssistantMessage]]
     | Callable[[Prompt], AsyncGenerator[str, None]]
 )
 
 
 class FunctionRuntime:
-    """A `Runtime` around an `Agent` function."""
+    """A `Runtime` around an `AgentFunction` function."""
 
-    def __init__(self, fn: Agent, *, history: bool = True, clock: Clock | None = None) -> None:
+    def __init__(self, fn: AgentFunction, *, history: bool = True, clock: Clock | None = None) -> None:
         self.reads_history = history
         self._fn = fn
         self._name: str = getattr(fn, "__name__", type(fn).__name__)
@@ -52,39 +54,43 @@ class FunctionRuntime:
     def context_window(self) -> int | None:
         return None
 
-    async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+    async def step(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
         try:
-            return await self._answer(prompt, deltas)
+            return await self._call_function(prompt, deltas)
         except AntiphonError:
             raise
-        except (Exception, *ENDINGS) as error:
-            raise self._raised(error, prompt) from error
+        except (Exception, *PROCESS_ENDING_ERRORS) as error:
+            raise self._translate_exception(error, prompt) from error
 
     async def close(self) -> None:
         """There is nothing to close."""
 
-    async def _answer(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+    async def _call_function(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
         given: Any = self._fn(prompt)
         if isinstance(given, AsyncGenerator):
-            return self._said(await _collect(cast(AsyncGenerator[str, None], given), deltas))
+            return self._build_text_answer(
+                await _collect_pieces(cast(AsyncGenerator[str, None], given), deltas)
+            )
         if not isinstance(given, Awaitable):
-            raise self._failure(f"gave back {type(given).__name__!r} instead of something to await")
+            raise self._build_error(f"gave back {type(given).__name__!r} instead of something to await")
         answer = await cast(Awaitable[object], given)
-        if isinstance(answer, Assistant):
-            answer = self._completed(answer)
+        if isinstance(answer, AssistantMessage):
+            answer = self._complete_answer(answer)
             deltas.text(answer.text)
             return answer
         if not isinstance(answer, str):
-            raise self._failure(f"answered with {type(answer).__name__!r} instead of a text")
+            raise self._build_error(f"answered with {type(answer).__name__!r} instead of a text")
         deltas.text(answer)
-        return self._said(answer)
+        return self._build_text_answer(answer)
 
-    def _said(self, text: str) -> Assistant:
-        return self._completed(Assistant(content=[Text(text=text)], timestamp=self._clock.now()))
+    def _build_text_answer(self, text: str) -> AssistantMessage:
+        return self._complete_answer(
+            AssistantMessage(content=[TextBlock(text=text)], timestamp=self._clock.now())
+        )
 
-    def _completed(self, answer: Assistant) -> Assistant:
+    def _complete_answer(self, answer: AssistantMessage) -> AssistantMessage:
         """The answer with what the function need not say."""
-        return sound(
+        return sanitize_answer(
             msgspec.structs.replace(
                 answer,
                 stop_reason=answer.stop_reason or ("toolUse" if answer.tool_calls else "stop"),
@@ -94,18 +100,18 @@ class FunctionRuntime:
             )
         )
 
-    def _raised(self, error: BaseException, prompt: Prompt) -> ProviderError:
-        log.exception("Function agent %r failed", self._name, extra=prompt.about)
+    def _translate_exception(self, error: BaseException, prompt: Prompt) -> ProviderError:
+        log.exception("Function agent %r failed", self._name, extra=prompt.log_fields)
         what = f"failed with {type(error).__name__}: {error}"
-        place = _place(error)
+        place = _find_error_location(error)
         # Nowhere in the function: it could not be called, or what it gave could not be used.
         return (
-            self._failure(f"{what} ({place})", "See the log for the traceback.")
+            self._build_error(f"{what} ({place})", "See the log for the traceback.")
             if place
-            else self._failure(what)
+            else self._build_error(what)
         )
 
-    def _failure(self, what: str, hint: str = _CONTRACT) -> ProviderError:
+    def _build_error(self, what: str, hint: str = _CONTRACT_HINT) -> ProviderError:
         return ProviderError(
             f"Function agent {self._name!r} {what}.",
             hint,
@@ -115,18 +121,18 @@ class FunctionRuntime:
         )
 
 
-def _place(error: BaseException) -> str | None:
+def _find_error_location(error: BaseException) -> str | None:
     """`file:line` of the innermost frame that the function's author wrote, else of the innermost one."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    own = [frame for frame in frames if not _is_library(frame.filename)] or frames
+    own = [frame for frame in frames if not _is_library_file(frame.filename)] or frames
     return f"{own[-1].filename}:{own[-1].lineno}" if own else None
 
 
-def _is_library(file: str) -> bool:
-    return file.startswith("<frozen ") or any(Path(file).is_relative_to(path) for path in _LIBRARIES)
+def _is_library_file(file: str) -> bool:
+    return file.startswith("<frozen ") or any(Path(file).is_relative_to(path) for path in _LIBRARY_PATHS)
 
 
-async def _collect(pieces: AsyncGenerator[str, None], deltas: Deltas) -> str:
+async def _collect_pieces(pieces: AsyncGenerator[str, None], deltas: Deltas) -> str:
     said: list[str] = []
     # Closed here, so that a cancelled step has run the function's own clean-up when it returns.
     async with aclosing(pieces):
@@ -136,7 +142,7 @@ async def _collect(pieces: AsyncGenerator[str, None], deltas: Deltas) -> str:
     return "".join(said)
 
 
-def load(target: str) -> Agent:
+def load_function(target: str) -> AgentFunction:
     """The function that `package.module:callable` names.
 
     Raises:
@@ -144,29 +150,33 @@ def load(target: str) -> Agent:
     """
     module, colon, name = target.partition(":")
     if not (module and colon and name):
-        raise _unusable(target, "is not of the form 'package.module:callable'", "Write it in that form.")
+        raise _build_unusable_error(
+            target, "is not of the form 'package.module:callable'", "Write it in that form."
+        )
     try:
         found: Any = attrgetter(name)(importlib.import_module(module))
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise _unusable(
+            raise _build_unusable_error(
                 target, f"imports {error.name!r}, which is not installed", "Install it."
             ) from error
-        raise _unusable(
+        raise _build_unusable_error(
             target, f"names the module {module!r}, which cannot be found", "Check the name and PYTHONPATH."
         ) from error
     except AttributeError as error:
-        raise _unusable(
+        raise _build_unusable_error(
             target, f"finds no {name!r} in {module!r}", "Check the name after the colon."
         ) from error
-    except (Exception, *ENDINGS) as error:
-        raise _unusable(
+    except (Exception, *PROCESS_ENDING_ERRORS) as error:
+        raise _build_unusable_error(
             target, f"could not be imported ({type(error).__name__}: {error})", f"Mend {module!r} first."
         ) from error
     if not callable(found):
-        raise _unusable(target, f"is a {type(found).__name__!r}, not a function", "Name an async function.")
-    return cast(Agent, found)
+        raise _build_unusable_error(
+            target, f"is a {type(found).__name__!r}, not a function", "Name an async function."
+        )
+    return cast(AgentFunction, found)
 
 
-def _unusable(target: str, what: str, hint: str) -> ConfigError:
+def _build_unusable_error(target: str, what: str, hint: str) -> ConfigError:
     return ConfigError(f"Function agent {target!r} {what}.", hint, target=target)

@@ -20,10 +20,10 @@ import msgspec
 
 from antiphon.clock import Clock, SystemClock
 from antiphon.errors import ProviderError
-from antiphon.messages import Assistant, StopReason, Text, Thinking, ToolCall, Usage
+from antiphon.messages import AssistantMessage, StopReason, TextBlock, ThinkingBlock, TokenUsage, ToolCall
 from antiphon.runtimes import Deltas, Prompt
-from antiphon.runtimes.answers import sound
-from antiphon.runtimes.model import ModelSpec, Patience, failure
+from antiphon.runtimes.model import ModelSpec, RetryPolicy, build_provider_error
+from antiphon.runtimes.text import sanitize_answer
 
 PLACEHOLDER_KEY = "not-needed"
 """Sent where no key is configured: the SDKs refuse to work without one, local servers do not look at it."""
@@ -57,7 +57,7 @@ class HttpReader(ABC):
     def __init__(
         self,
         spec: ModelSpec,
-        patience: Patience,
+        patience: RetryPolicy,
         *,
         http: httpx2.AsyncClient | None = None,
         clock: Clock | None = None,
@@ -66,7 +66,7 @@ class HttpReader(ABC):
         self._patience = patience
         self._http = http or _open_client(patience)
         # Not as a transport: a client with one of its own does not look for a proxy in the environment.
-        self._http.event_hooks = {"response": [self._guard]}
+        self._http.event_hooks = {"response": [self._guard_response]}
         self._clock = clock or SystemClock()
         self._prepare()
 
@@ -74,32 +74,32 @@ class HttpReader(ABC):
     def _prepare(self) -> None:
         """Make what is the same for every step."""
 
-    async def read(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+    async def read(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
         async with AnswerMeter(self._spec, self._patience.content) as meter:
             return await self._read(prompt, deltas, meter)
 
     @abstractmethod
-    async def _read(self, prompt: Prompt, deltas: Deltas, meter: AnswerMeter) -> Assistant:
+    async def _read(self, prompt: Prompt, deltas: Deltas, meter: AnswerMeter) -> AssistantMessage:
         """Make one attempt, and have `meter` count what the answer consists of."""
 
     async def close(self) -> None:
         await self._http.aclose()
 
-    def _assistant(
+    def _build_assistant(
         self,
-        content: list[Text | Thinking | ToolCall],
+        content: list[TextBlock | ThinkingBlock | ToolCall],
         *,
         finish: str | None,
         model: str,
-        usage: Usage | None,
+        usage: TokenUsage | None,
         native: dict[str, Any] | None,
-    ) -> Assistant:
+    ) -> AssistantMessage:
         self._check_native(content, native)
-        return sound(
-            Assistant(
+        return sanitize_answer(
+            AssistantMessage(
                 content=content,
                 timestamp=self._clock.now(),
-                stop_reason=_stop_reason(finish, content),
+                stop_reason=_get_stop_reason(finish, content),
                 api=self._spec.api,
                 provider=self._spec.provider,
                 model=model,
@@ -108,7 +108,7 @@ class HttpReader(ABC):
             )
         )
 
-    def _model_name(self, reported: str | None) -> str:
+    def _choose_model_name(self, reported: str | None) -> str:
         """The name of what answered, or that of the spec if what the provider says is not the name of a model."""
         secrets = (self._spec.api_key, *self._spec.headers.values())
         if (
@@ -121,43 +121,51 @@ class HttpReader(ABC):
             return self._spec.model
         return reported
 
-    def _check_native(self, content: list[Text | Thinking | ToolCall], native: dict[str, Any] | None) -> None:
+    def _check_native(
+        self, content: list[TextBlock | ThinkingBlock | ToolCall], native: dict[str, Any] | None
+    ) -> None:
         """Refuse what only the provider understands if it is too much to keep: it is not counted as it arrives."""
         kept = [native, *(block.native for block in content)]
         try:
             size = len(msgspec.json.encode(kept)) if any(kept) else 0
         except RecursionError:
-            raise failure(self._spec, "brokenOff", reason="its answer is nested too deeply") from None
+            raise build_provider_error(
+                self._spec, "brokenOff", reason="its answer is nested too deeply"
+            ) from None
         except UnicodeEncodeError:
-            return  # half a character, which `sound` takes out
+            return  # half a character, which `sanitize_answer` takes out
         if size > self._spec.max_answer_bytes:
-            raise too_long(self._spec)
+            raise build_too_long_error(self._spec)
 
-    async def _guard(self, response: httpx2.Response) -> None:
+    async def _guard_response(self, response: httpx2.Response) -> None:
         """Called with every response, a redirect included, before anything of its body is read."""
         if response.has_redirect_location:
             try:
                 target = response.url.join(response.headers["location"])
             except httpx2.InvalidURL:
-                raise failure(self._spec, "redirected", status=response.status_code) from None
-            if _origin(target) != _origin(response.url):
+                raise build_provider_error(self._spec, "redirected", status=response.status_code) from None
+            if _get_origin(target) != _get_origin(response.url):
                 place = f"to {target.scheme}://{target.netloc.decode()}"
-                raise failure(self._spec, "redirected", status=response.status_code, reason=place)
-        decode = self._decoder(response.headers.pop("content-encoding", "identity").strip().lower())
-        response.stream = _Bounded(response.stream, self._spec, decode, failed=not response.is_success)
+                raise build_provider_error(
+                    self._spec, "redirected", status=response.status_code, reason=place
+                )
+        decode = self._build_decoder(response.headers.pop("content-encoding", "identity").strip().lower())
+        response.stream = _BoundedStream(response.stream, self._spec, decode, failed=not response.is_success)
 
-    def _decoder(self, encoding: str) -> Callable[[bytes], Generator[bytes]] | None:
+    def _build_decoder(self, encoding: str) -> Callable[[bytes], Generator[bytes]] | None:
         """None was asked for, but some servers compress all the same."""
         if encoding in ("identity", ""):
             return None
         if encoding not in ("gzip", "x-gzip", "deflate"):
-            raise failure(self._spec, "brokenOff", reason="its answer has an encoding that was not asked for")
+            raise build_provider_error(
+                self._spec, "brokenOff", reason="its answer has an encoding that was not asked for"
+            )
         inflate = zlib.decompressobj(zlib.MAX_WBITS | 32)
-        return lambda data: _inflated(inflate, data)
+        return lambda data: _inflate_pieces(inflate, data)
 
 
-def too_long(spec: ModelSpec) -> ProviderError:
-    return failure(spec, "tooLong", reason=f"more than {spec.max_answer_bytes} bytes")
+def build_too_long_error(spec: ModelSpec) -> ProviderError:
+    return build_provider_error(spec, "tooLong", reason=f"more than {spec.max_answer_bytes} bytes")
 
 
 class AnswerMeter:
@@ -173,7 +181,7 @@ class AnswerMeter:
         self._loop = asyncio.get_running_loop()
         self._latest = self._loop.time()
         self._limit = asyncio.timeout(None)
-        self._timer = self._loop.call_later(patience, self._look)
+        self._timer = self._loop.call_later(patience, self._check_idle)
 
     async def __aenter__(self) -> Self:
         await self._limit.__aenter__()
@@ -187,17 +195,17 @@ class AnswerMeter:
             await self._limit.__aexit__(kind, error, trace)
         except TimeoutError:
             waited = f"nothing of it came for {self._patience:g} seconds"
-            raise failure(self._spec, "stalled", reason=waited) from None
+            raise build_provider_error(self._spec, "stalled", reason=waited) from None
 
     def add(self, piece: str) -> None:
         """Count a part of a text, a thought or a name."""
         if piece:
-            self._grow(_utf8_bytes(piece))
+            self._grow(_count_utf8_bytes(piece))
 
     def add_arguments(self, piece: str) -> None:
         """Count a part of a tool call's arguments, which may be longer: files are handed over in them."""
         if piece:
-            self._argument_bytes += _utf8_bytes(piece)
+            self._argument_bytes += _count_utf8_bytes(piece)
             self._grow(0)
 
     def begin_block(self) -> None:
@@ -208,7 +216,7 @@ class AnswerMeter:
         """Count the beginning of a tool call. The limit keeps libraries from slowing down."""
         self._calls += 1
         if self._calls > MAX_TOOL_CALLS_READ:
-            raise failure(self._spec, "tooManyCalls", reason=f"more than {MAX_TOOL_CALLS_READ}")
+            raise build_provider_error(self._spec, "tooManyCalls", reason=f"more than {MAX_TOOL_CALLS_READ}")
         self.begin_block()
 
     def _grow(self, size: int) -> None:
@@ -216,22 +224,22 @@ class AnswerMeter:
         self._bytes += size
         attached = min(self._argument_bytes, self._spec.max_attachment_bytes)
         if self._bytes + self._argument_bytes - attached > self._spec.max_answer_bytes:
-            raise too_long(self._spec)
+            raise build_too_long_error(self._spec)
 
-    def _look(self) -> None:
+    def _check_idle(self) -> None:
         """One timer that is set again is cheaper than one for each piece."""
         due = self._latest + self._patience
         if self._loop.time() >= due:
             self._limit.reschedule(self._loop.time())
         else:
-            self._timer = self._loop.call_at(due, self._look)
+            self._timer = self._loop.call_at(due, self._check_idle)
 
 
-def _utf8_bytes(text: str) -> int:
+def _count_utf8_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode(errors="surrogatepass"))
 
 
-class _Bounded(httpx2.AsyncByteStream):
+class _BoundedStream(httpx2.AsyncByteStream):
     """The body of a response: whole events at a time, decompressed, and no more than a limit of bytes."""
 
     def __init__(
@@ -249,43 +257,47 @@ class _Bounded(httpx2.AsyncByteStream):
         self._failed = failed
 
     def __aiter__(self) -> AsyncIterator[bytes]:
-        return self._beginning() if self._failed else self._events()
+        return self._read_beginning() if self._failed else self._read_events()
 
     async def aclose(self) -> None:
         await self._stream.aclose()
 
-    async def _beginning(self) -> AsyncGenerator[bytes]:
+    async def _read_beginning(self) -> AsyncGenerator[bytes]:
         left = MAX_ERROR_BODY_BYTES
-        async for piece in self._pieces():
+        async for piece in self._read_pieces():
             yield piece[:left]
             left -= len(piece)
             if left <= 0:
                 return
 
-    async def _events(self) -> AsyncGenerator[bytes]:
+    async def _read_events(self) -> AsyncGenerator[bytes]:
         held = bytearray()  # the beginning of an event
         seen = 0
         max_bytes = self._spec.max_answer_bytes + self._spec.max_attachment_bytes
-        async for piece in self._pieces():
+        async for piece in self._read_pieces():
             seen += len(piece)
             if seen > max(MIN_WIRE_BYTES, WIRE_FACTOR * max_bytes):
-                raise failure(self._spec, "tooLong", reason=f"{seen} bytes with what is around it")
+                raise build_provider_error(
+                    self._spec, "tooLong", reason=f"{seen} bytes with what is around it"
+                )
             if not held and len(piece) <= PIECE_BYTES and piece.endswith(b"\n\n"):
                 yield piece
                 continue
             searched = max(0, len(held) - 3)
             held += piece
-            for end in self._ends(held, searched):
+            for end in self._find_event_ends(held, searched):
                 yield bytes(held[:end])
                 del held[:end]
                 await asyncio.sleep(0)
             if len(held) > max(MIN_EVENT_BYTES, EVENT_FACTOR * max_bytes):
-                raise failure(self._spec, "tooLong", reason=f"one event of it has {len(held)} bytes")
+                raise build_provider_error(
+                    self._spec, "tooLong", reason=f"one event of it has {len(held)} bytes"
+                )
         if held:
             self._check_lines(held, 0, len(held))
             yield bytes(held)
 
-    def _ends(self, held: bytearray, searched: int) -> Generator[int]:
+    def _find_event_ends(self, held: bytearray, searched: int) -> Generator[int]:
         """How many bytes to hand over, again and again: events that are complete, about `PIECE_BYTES` of them."""
         done = 0
         while found := _EVENT_END.search(held, searched):
@@ -302,9 +314,11 @@ class _Bounded(httpx2.AsyncByteStream):
         if end - start <= MAX_LINES_PER_EVENT:
             return
         if held.count(b"\n", start, end) + held.count(b"\r", start, end) > 2 * MAX_LINES_PER_EVENT:
-            raise failure(self._spec, "brokenOff", reason="an event of the stream has too many lines")
+            raise build_provider_error(
+                self._spec, "brokenOff", reason="an event of the stream has too many lines"
+            )
 
-    async def _pieces(self) -> AsyncGenerator[bytes]:
+    async def _read_pieces(self) -> AsyncGenerator[bytes]:
         try:
             async for piece in self._stream:
                 if self._decode is None:
@@ -313,22 +327,24 @@ class _Bounded(httpx2.AsyncByteStream):
                     for part in self._decode(piece):
                         yield part
         except zlib.error:
-            raise failure(self._spec, "brokenOff", reason="its answer cannot be decompressed") from None
+            raise build_provider_error(
+                self._spec, "brokenOff", reason="its answer cannot be decompressed"
+            ) from None
 
 
-def _inflated(inflate: Any, data: bytes) -> Generator[bytes]:
+def _inflate_pieces(inflate: Any, data: bytes) -> Generator[bytes]:
     """In pieces, since a few bytes can stand for millions."""
     while data and (piece := inflate.decompress(data, PIECE_BYTES)):
         yield piece
         data = inflate.unconsumed_tail
 
 
-def _origin(url: httpx2.URL) -> tuple[str, str, int | None]:
+def _get_origin(url: httpx2.URL) -> tuple[str, str, int | None]:
     ports = {"http": 80, "https": 443}
     return url.scheme, url.host, url.port or ports.get(url.scheme)
 
 
-def _open_client(patience: Patience) -> httpx2.AsyncClient:
+def _open_client(patience: RetryPolicy) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(
         timeout=httpx2.Timeout(patience.idle, connect=patience.connect, pool=None),
         # The engine bounds how many runs go at once; a second bound here would only hide waiting.
@@ -338,7 +354,7 @@ def _open_client(patience: Patience) -> httpx2.AsyncClient:
     )
 
 
-def _stop_reason(finish: str | None, content: list[Text | Thinking | ToolCall]) -> StopReason:
+def _get_stop_reason(finish: str | None, content: list[TextBlock | ThinkingBlock | ToolCall]) -> StopReason:
     if any(isinstance(block, ToolCall) for block in content):
         return "toolUse"
     return "length" if finish == "length" else "stop"

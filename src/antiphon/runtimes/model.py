@@ -1,10 +1,10 @@
 """Answers a step with a language model behind an HTTP API.
 
-Here live what a model is (`ModelSpec`), how long one is tried (`Patience`) and what its failures are called
-(`failure`). How an answer is read off the wire is the business of a `Reader`, one per spec and opened on the
-first step and imported only then, so importing this module costs nothing: a lean one for chat completions,
-and one on pydantic-ai's model layer for every other API. The agent loop of that library is not used; the
-durable loop is the engine's.
+Here live what a model is (`ModelSpec`), how long one is tried (`RetryPolicy`) and what its failures are called
+(`build_provider_error`). How an answer is read off the wire is the business of a `Reader`, one per spec and opened on
+the first step and imported only then, so importing this module costs nothing: a lean one for chat completions, and one
+on pydantic-ai's model layer for every other API. The agent loop of that library is not used; the durable loop is the
+engine's.
 
 A reader makes exactly one attempt and raises `ProviderError`; the attempts are counted here.
 """
@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast
 import msgspec
 
 from antiphon.clock import Clock
-from antiphon.config.addresses import shown_url
+from antiphon.config.addresses import mask_url
 from antiphon.errors import ContextOverflow, CredentialsRefused, ProviderError
-from antiphon.messages import Assistant
+from antiphon.messages import AssistantMessage
 from antiphon.runtimes import Deltas, Prompt
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ Api = Literal["openai-completions", "openai-responses", "anthropic-messages", "g
 MAX_RETRY_AFTER_SECONDS = 7 * 86_400.0
 """What a provider that asks for more is said to ask for."""
 
-INVALID_ARGUMENTS = "invalidArguments"
+INVALID_ARGUMENTS_KEY = "invalidArguments"
 """Key in `ToolCall.native` holding what the model wrote where its arguments were not a JSON object, or too deep a one.
 
 Such a call has `arguments == {}`; whoever runs tools answers it with an error result that quotes this text
@@ -44,7 +44,7 @@ instead of running the tool. The text goes back to the model as it was written.
 """
 
 
-class Price(msgspec.Struct, frozen=True, kw_only=True):
+class ModelPrice(msgspec.Struct, frozen=True, kw_only=True):
     """US dollars per million tokens; what has no price here is unknown, not free."""
 
     input: float | None = None
@@ -72,11 +72,11 @@ class ModelSpec:
     """Most bytes of one answer: its texts, thoughts and tool calls together."""
     max_attachment_bytes: int = 0
     """Bytes that the arguments of its tool calls may have besides: files are handed over in them."""
-    price: Price | None = None
+    price: ModelPrice | None = None
     """None means the bundled price list, and an unknown cost for what is not on it."""
 
 
-class Patience(msgspec.Struct, frozen=True, kw_only=True):
+class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """How often and how long a step tries before it gives up. Times are in seconds."""
 
     attempts: int = 4
@@ -93,7 +93,7 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
     """Longest time without content, whatever else is sent: some models think long behind keep-alives."""
 
 
-def most_tokens(spec: ModelSpec, prompt: Prompt) -> int | None:
+def get_max_answer_tokens(spec: ModelSpec, prompt: Prompt) -> int | None:
     """Most tokens of one answer: the configured limit, or a lower one that the request chose."""
     chosen = prompt.sampling.max_tokens if prompt.sampling else None
     limits = [limit for limit in (spec.max_tokens, chosen) if limit is not None]
@@ -103,11 +103,11 @@ def most_tokens(spec: ModelSpec, prompt: Prompt) -> int | None:
 class Reader(Protocol):
     """Reads one answer of one model from the wire."""
 
-    async def read(self, prompt: Prompt, deltas: Deltas) -> Assistant:
+    async def read(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
         """Make one attempt.
 
         Raises:
-            ProviderError: made by `failure`; `retryable` says whether another attempt makes sense.
+            ProviderError: made by `build_provider_error`; `retryable` says whether another attempt makes sense.
         """
         ...
 
@@ -123,7 +123,7 @@ class ModelRuntime:
         self,
         spec: ModelSpec,
         *,
-        patience: Patience | None = None,
+        patience: RetryPolicy | None = None,
         reader: Reader | None = None,
         slots: asyncio.Semaphore | None = None,
         clock: Clock | None = None,
@@ -131,7 +131,7 @@ class ModelRuntime:
         """`slots` bounds the requests under way at once, with whoever shares it; waiting to try again holds none."""
         self._slots = slots or asyncio.Semaphore(1000)
         self.spec = spec
-        self._patience = patience or Patience()
+        self._patience = patience or RetryPolicy()
         self._reader = reader
         self._clock = clock
         self._opening = asyncio.Lock()
@@ -140,23 +140,23 @@ class ModelRuntime:
     def context_window(self) -> int | None:
         return self.spec.context_window
 
-    async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant:
-        reader = self._reader or await self._open()
-        from antiphon.runtimes.retry import attempts  # noqa: PLC0415 - came with the reader
+    async def step(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
+        reader = self._reader or await self._open_reader()
+        from antiphon.runtimes.retry import iterate_attempts  # noqa: PLC0415 - came with the reader
 
-        async for attempt in attempts(self._patience):
+        async for attempt in iterate_attempts(self._patience):
             with attempt:
                 if attempt.num > 1:
                     deltas.restart()
                 return await self._attempt(reader, prompt, deltas)
         raise AssertionError("The last attempt returns or raises.")
 
-    async def _attempt(self, reader: Reader, prompt: Prompt, deltas: Deltas) -> Assistant:
+    async def _attempt(self, reader: Reader, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
         try:
             async with self._slots:
                 return await reader.read(prompt, deltas)
         except ProviderError as error:
-            error.data |= prompt.about  # who logs the retry is given nothing but the error
+            error.data |= prompt.log_fields  # who logs the retry is given nothing but the error
             raise
 
     async def close(self) -> None:
@@ -165,7 +165,7 @@ class ModelRuntime:
                 await self._reader.close()
                 self._reader = None
 
-    async def _open(self) -> Reader:
+    async def _open_reader(self) -> Reader:
         async with self._opening:
             if self._reader is None:
                 # The provider libraries take most of a second to import: not on the event loop.
@@ -175,7 +175,7 @@ class ModelRuntime:
 
 def open_reader(
     spec: ModelSpec,
-    patience: Patience,
+    patience: RetryPolicy,
     clock: Clock | None = None,
     *,
     http: httpx2.AsyncClient | None = None,
@@ -183,32 +183,32 @@ def open_reader(
     """The reader for a spec: the lean one wherever it does all that the other would."""
     import_module("antiphon.runtimes.retry")  # here, in a thread, and not with the first step
 
-    if is_plain(spec):
-        from antiphon.runtimes.completions_reader import CompletionsReader  # noqa: PLC0415
+    if is_plain_chat_completions(spec):
+        from antiphon.runtimes.openai_chat.reader import CompletionsReader  # noqa: PLC0415
 
         return CompletionsReader(spec, patience, http=http, clock=clock)
-    from antiphon.runtimes.pydantic_reader import PydanticReader  # noqa: PLC0415
+    from antiphon.runtimes.pydantic_ai.reader import PydanticReader  # noqa: PLC0415
 
     return PydanticReader(spec, patience, http=http, clock=clock)
 
 
-_FAMILIES_WITH_HABITS = ("anthropic/", "deepseek/", "moonshotai/", "qwen/")
+_PECULIAR_MODEL_PREFIXES = ("anthropic/", "deepseek/", "moonshotai/", "qwen/")
 """Other tags around their thinking, or blank text before their calls."""
 
 
-def is_plain(spec: ModelSpec) -> bool:
+def is_plain_chat_completions(spec: ModelSpec) -> bool:
     """Whether chat completions as documented are enough; what is peculiar is left to the library that knows it."""
     url, model = spec.base_url or "", spec.model
     return (
         spec.api == "openai-completions"
         and spec.provider not in ("azure", "zai")
         and not any(mark in url for mark in ("?", "#", ".azure.com"))
-        and not model.startswith(("o1-mini", *_FAMILIES_WITH_HABITS))
+        and not model.startswith(("o1-mini", *_PECULIAR_MODEL_PREFIXES))
         and "-search-preview" not in model
     )
 
 
-Kind = Literal[
+FailureKind = Literal[
     "overflow",
     "credentials",
     "unknownModel",
@@ -226,8 +226,11 @@ Kind = Literal[
     "redirected",
 ]
 
-_ERRORS: dict[Kind, type[ProviderError]] = {"overflow": ContextOverflow, "credentials": CredentialsRefused}
-_SENTENCES: dict[Kind, tuple[str, str]] = {
+_ERROR_CLASSES: dict[FailureKind, type[ProviderError]] = {
+    "overflow": ContextOverflow,
+    "credentials": CredentialsRefused,
+}
+_SENTENCES_BY_KIND: dict[FailureKind, tuple[str, str]] = {
     "overflow": (
         "says the conversation is longer than the context window of {model!r}",
         "Compact the session or choose a model with a larger window.",
@@ -263,9 +266,11 @@ _SENTENCES: dict[Kind, tuple[str, str]] = {
     ),
 }
 
-_RETRYABLE: frozenset[Kind] = frozenset({"rateLimit", "busy", "unreachable", "silent", "brokenOff"})
+_RETRYABLE_KINDS: frozenset[FailureKind] = frozenset(
+    {"rateLimit", "busy", "unreachable", "silent", "brokenOff"}
+)
 
-_TOO_LONG = re.compile(
+_OVERFLOW_PATTERN = re.compile(
     r"context.length.exceeded|exceed.context.size|maximum context length|reduce the length of the messages"
     r"|prompt is too long|prompt too long|input is too long|longer than the (maximum )?(model|context)"
     r"|exceeds? (the |max(imum)? )*(available |model'?s? )*context|greater than the context length"
@@ -275,10 +280,10 @@ _TOO_LONG = re.compile(
 """How OpenAI, Anthropic, Google, vLLM, llama.cpp, Ollama, LM Studio and gateways word an overflow."""
 
 
-def kind_of(status: int, reason: str) -> Kind:
+def classify_status(status: int, reason: str) -> FailureKind:
     """What an HTTP error status means, given what the provider wrote with it."""
     # A 429 that speaks of size is about tokens per minute, which compacting does not help.
-    if status != 429 and (status == 413 or _TOO_LONG.search(reason)):
+    if status != 429 and (status == 413 or _OVERFLOW_PATTERN.search(reason)):
         return "overflow"
     if status in (401, 403):
         return "credentials"
@@ -291,7 +296,7 @@ def kind_of(status: int, reason: str) -> Kind:
     return "busy" if status in (408, 409) or status >= 500 else "rejected"
 
 
-def reason_in(body: object) -> str:
+def extract_reason(body: object) -> str:
     """The sentence in an error body: `{"error": {"message": …}}` in its many spellings."""
     while isinstance(body, dict):
         fields = cast(dict[str, object], body)
@@ -299,9 +304,9 @@ def reason_in(body: object) -> str:
     return body if isinstance(body, str) else ""
 
 
-def failure(
+def build_provider_error(
     spec: ModelSpec,
-    kind: Kind,
+    kind: FailureKind,
     *,
     status: int | None = None,
     reason: str = "",
@@ -311,20 +316,22 @@ def failure(
 
     What a provider says about refused credentials tends to quote them, so that reason is left out.
     """
-    what, hint = _SENTENCES[kind]
-    names = {"provider": spec.provider, "model": spec.model, "url": shown_url(spec.base_url)}
-    said = "" if kind == "credentials" else _without_secrets(spec, reason)
+    what, hint = _SENTENCES_BY_KIND[kind]
+    names = {"provider": spec.provider, "model": spec.model, "url": mask_url(spec.base_url)}
+    said = "" if kind == "credentials" else _mask_secrets(spec, reason)
     aside = ": ".join(str(part) for part in (status, said) if part)
     what = f"Provider {spec.provider!r} {what.format(**names)}{f' ({aside})' if aside else ''}."
     data: dict[str, object] = {"status": status, "provider": spec.provider, "model": spec.model}
     if retry_after is not None and retry_after >= 0:  # not a number is neither
         retry_after = min(retry_after, MAX_RETRY_AFTER_SECONDS)
         data["retryAfter"] = retry_after
-        hint = f"Try again in {math.ceil(retry_after)} seconds, at {_clock_time(retry_after)}."
-    return _ERRORS.get(kind, ProviderError)(what, hint.format(**names), retryable=kind in _RETRYABLE, **data)
+        hint = f"Try again in {math.ceil(retry_after)} seconds, at {_format_clock_time(retry_after)}."
+    return _ERROR_CLASSES.get(kind, ProviderError)(
+        what, hint.format(**names), retryable=kind in _RETRYABLE_KINDS, **data
+    )
 
 
-def _without_secrets(spec: ModelSpec, reason: str) -> str:
+def _mask_secrets(spec: ModelSpec, reason: str) -> str:
     said = " ".join(reason.split())
     # Of `Bearer abc` the second word alone is as secret.
     tokens = [
@@ -336,5 +343,5 @@ def _without_secrets(spec: ModelSpec, reason: str) -> str:
     return said if len(said) <= 300 else f"{said[:299]}…"
 
 
-def _clock_time(seconds: float) -> str:
+def _format_clock_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time.time() + seconds))

@@ -12,9 +12,9 @@ import msgspec
 from genai_prices import calc_price
 from genai_prices.data_snapshot import get_snapshot
 
-from antiphon.messages import Cost, Usage
-from antiphon.runtimes.answers import bounded
-from antiphon.runtimes.model import ModelSpec, Price
+from antiphon.messages import Cost, TokenUsage
+from antiphon.runtimes.model import ModelPrice, ModelSpec
+from antiphon.runtimes.text import clamp_usage
 
 
 class Prices:
@@ -22,30 +22,30 @@ class Prices:
 
     def __init__(self, spec: ModelSpec, url: str | None) -> None:
         self._own = spec.price
-        self._listed = _price_list(spec, url)
+        self._listed = _find_price_list(spec, url)
 
-    def usage(self, counted: Any, model: str, details: Mapping[str, Any] | None) -> Usage:
+    def price_usage(self, counted: Any, model: str, details: Mapping[str, Any] | None) -> TokenUsage:
         """What was `counted`, and its cost; `details` is what else was said of the answer: some prices depend on it."""
         read, written = counted.cache_read_tokens or 0, counted.cache_write_tokens or 0
         input_, output = counted.input_tokens or 0, counted.output_tokens or 0
-        said = Usage(
+        said = TokenUsage(
             input=max(input_ - read - written, 0),
             output=output,
             cache_read=read,
             cache_write=written,
             total_tokens=max(input_, read + written) + output,
         )
-        usage = bounded(said)
+        usage = clamp_usage(said)
         if usage != said:
             return usage  # a count that cannot be has no price
         if self._own is not None:
-            cost = _own_cost(self._own, usage)
+            cost = _compute_own_cost(self._own, usage)
         else:
-            cost = _listed_cost(self._listed, counted, model, details)
+            cost = _compute_listed_cost(self._listed, counted, model, details)
         return msgspec.structs.replace(usage, cost=cost)
 
 
-def _own_cost(price: Price, usage: Usage) -> Cost | None:
+def _compute_own_cost(price: ModelPrice, usage: TokenUsage) -> Cost | None:
     """None when tokens were used that have no price."""
     parts: dict[str, float] = {}
     for kind in ("input", "output", "cache_read", "cache_write"):
@@ -56,7 +56,7 @@ def _own_cost(price: Price, usage: Usage) -> Cost | None:
     return Cost(total=sum(parts.values()), **parts)
 
 
-def _price_list(spec: ModelSpec, url: str | None) -> str | None:
+def _find_price_list(spec: ModelSpec, url: str | None) -> str | None:
     """Whose bundled prices apply: the owner of the address, else the provider of exactly that name.
 
     A name that merely resembles a known one, or a model that merely has a known name, is not priced.
@@ -68,7 +68,7 @@ def _price_list(spec: ModelSpec, url: str | None) -> str | None:
         return next((provider.id for provider in snapshot.providers if provider.id == spec.provider), None)
 
 
-def _listed_cost(
+def _compute_listed_cost(
     listed: str | None, usage: Any, model: str, details: Mapping[str, Any] | None
 ) -> Cost | None:
     if listed is None:

@@ -31,23 +31,23 @@ import msgspec
 from antiphon.clock import Clock, SystemClock
 from antiphon.errors import ProviderError
 from antiphon.messages import (
-    Assistant,
-    Compaction,
+    AssistantMessage,
+    CompactionEntry,
     Message,
-    Text,
-    Thinking,
+    TextBlock,
+    ThinkingBlock,
+    TokenUsage,
     ToolCall,
     ToolResult,
-    Usage,
-    User,
+    UserMessage,
 )
 from antiphon.runtimes import Deltas, Prompt
 
-_CALL = re.compile(r"call\s+(\S+)\s*")
-_PLUS = re.compile(r"\s*\+\s*(?=call\s)")
+_CALL_PATTERN = re.compile(r"call\s+(\S+)\s*")
+_PLUS_PATTERN = re.compile(r"\s*\+\s*(?=call\s)")
 
 
-class _Act(msgspec.Struct):
+class _ScriptStep(msgspec.Struct):
     """What one step does: think, then ask for tools; the last act has no calls and replies."""
 
     thoughts: list[str] = msgspec.field(default_factory=list[str])
@@ -55,9 +55,9 @@ class _Act(msgspec.Struct):
 
 
 class _Script(msgspec.Struct):
-    acts: list[_Act]
+    acts: list[_ScriptStep]
     """Those that call tools, in order."""
-    ending: _Act
+    ending: _ScriptStep
     lines: list[str] = msgspec.field(default_factory=list[str])
     """What `say` said."""
     seconds: float = 0.0
@@ -77,66 +77,70 @@ class RehearsalRuntime:
     def context_window(self) -> int | None:
         return None
 
-    async def step(self, prompt: Prompt, deltas: Deltas) -> Assistant:
-        told, results = _position(prompt.messages)
-        script = _parse(told)
+    async def step(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
+        told, results = _find_position(prompt.messages)
+        script = _parse_script(told)
         if script is None:
-            text = _cued(told, prompt) or f"You said: {told.strip()!r}. {_help(prompt)}"
-            return await self._reply(prompt, deltas, text)
-        act = _next_act(script, len(results))
-        if problem := _problem(script, act, prompt):
-            return await self._reply(prompt, deltas, problem)
+            text = (
+                _answer_unscripted_step(told, prompt) or f"You said: {told.strip()!r}. {_format_help(prompt)}"
+            )
+            return await self._stream_reply(prompt, deltas, text)
+        act = _find_next_step(script, len(results))
+        if problem := _find_problem(script, act, prompt):
+            return await self._stream_reply(prompt, deltas, problem)
         if act.calls:
-            return self._ask(prompt, deltas, act)
+            return self._build_tool_calls(prompt, deltas, act)
         if script.failure is not None:
-            raise _failed(script.failure)
-        text = "\n".join(script.lines) if script.lines else _last_results(script, results)
-        return await self._reply(prompt, deltas, text, thoughts=act.thoughts, seconds=script.seconds)
+            raise _build_failure(script.failure)
+        text = "\n".join(script.lines) if script.lines else _format_last_results(script, results)
+        return await self._stream_reply(prompt, deltas, text, thoughts=act.thoughts, seconds=script.seconds)
 
     async def close(self) -> None:
         """There is nothing to close."""
 
-    def _ask(self, prompt: Prompt, deltas: Deltas, act: _Act) -> Assistant:
+    def _build_tool_calls(self, prompt: Prompt, deltas: Deltas, act: _ScriptStep) -> AssistantMessage:
         # The same step of the same run asks under the same ids, so a repeated step is recognised.
         run = blake2s(prompt.run_id.encode(), digest_size=6).hexdigest()
         calls = [
             ToolCall(id=f"call_{run}_{len(prompt.messages)}_{index}", name=name, arguments=arguments)
             for index, (name, arguments) in enumerate(act.calls)
         ]
-        return self._assistant(prompt, [*_thinking(act.thoughts, deltas), *calls])
+        return self._build_assistant(prompt, [*_emit_thinking(act.thoughts, deltas), *calls])
 
-    async def _reply(
+    async def _stream_reply(
         self, prompt: Prompt, deltas: Deltas, text: str, *, thoughts: Sequence[str] = (), seconds: float = 0.0
-    ) -> Assistant:
-        content = _thinking(thoughts, deltas)
+    ) -> AssistantMessage:
+        content = _emit_thinking(thoughts, deltas)
         words = re.findall(r"\S+\s*|\s+", text)
         for word in words:
             if seconds:
                 await asyncio.sleep(seconds / len(words))
             deltas.text(word)
-        return self._assistant(prompt, [*content, Text(text=text)])
+        return self._build_assistant(prompt, [*content, TextBlock(text=text)])
 
-    def _assistant(self, prompt: Prompt, content: Sequence[Text | Thinking | ToolCall]) -> Assistant:
-        seen = _words(prompt.instructions) + sum(map(_words, map(_text_of, prompt.messages)))
-        written = sum(map(_words_of_block, content))
-        return Assistant(
+    def _build_assistant(
+        self, prompt: Prompt, content: Sequence[TextBlock | ThinkingBlock | ToolCall]
+    ) -> AssistantMessage:
+        seen = _count_words(prompt.instructions) + sum(map(_count_words, map(_get_text, prompt.messages)))
+        written = sum(map(_count_block_words, content))
+        return AssistantMessage(
             content=list(content),
             timestamp=self._clock.now(),
             stop_reason="toolUse" if isinstance(content[-1], ToolCall) else "stop",
             api="rehearsal",
             provider="rehearsal",
             model="rehearsal",
-            usage=Usage(input=seen, output=written, total_tokens=seen + written),
+            usage=TokenUsage(input=seen, output=written, total_tokens=seen + written),
         )
 
 
-def _help(prompt: Prompt) -> str:
+def _format_help(prompt: Prompt) -> str:
     # A call can be tried only where there is a tool.
     call = f"`call {prompt.tools[0].name} {{}}`, " if prompt.tools else ""
     return f"Instruct me with lines such as `say hello`, {call}`think …`, `slow 2` or `fail …`."
 
 
-def _cued(told: str, prompt: Prompt) -> str | None:
+def _answer_unscripted_step(told: str, prompt: Prompt) -> str | None:
     """The answer to a step between agents that nobody has scripted."""
     if told.split("\n", 1)[0].endswith("announce step."):
         quoted = [line.removeprefix("> ") for line in told.splitlines() if line.startswith("> ")]
@@ -148,26 +152,26 @@ def _cued(told: str, prompt: Prompt) -> str | None:
     return "REPLY_SKIP" if "REPLY_SKIP" in prompt.instructions else None
 
 
-def _position(messages: Sequence[Message]) -> tuple[str, list[ToolResult]]:
+def _find_position(messages: Sequence[Message]) -> tuple[str, list[ToolResult]]:
     """The message to obey and the tool results that came after it."""
     results: list[ToolResult] = []
     for message in reversed(messages):
-        if isinstance(message, User):
-            return _text_of(message), results[::-1]
+        if isinstance(message, UserMessage):
+            return _get_text(message), results[::-1]
         if isinstance(message, ToolResult):
             results.append(message)
     return "", results[::-1]
 
 
-def _parse(told: str) -> _Script | None:
+def _parse_script(told: str) -> _Script | None:
     """None when there is no instruction at all."""
-    script = _Script(acts=[], ending=_Act())
+    script = _Script(acts=[], ending=_ScriptStep())
     instructed = False
     for line in map(str.strip, told.splitlines()):
         verb, _, rest = line.partition(" ")
-        if verb in _VERBS and (rest or verb == "say"):
+        if verb in _VERB_HANDLERS and (rest or verb == "say"):
             instructed = True
-            _VERBS[verb](script, line, rest.lstrip())
+            _VERB_HANDLERS[verb](script, line, rest.lstrip())
     return script if instructed else None
 
 
@@ -178,7 +182,7 @@ def _add_call(script: _Script, line: str, _: str) -> None:
         script.unreadable = script.unreadable or f"I cannot read {line!r}: {error}."
     else:
         script.acts.append(script.ending)
-        script.ending = _Act()
+        script.ending = _ScriptStep()
 
 
 def _add_thought(script: _Script, _: str, rest: str) -> None:
@@ -203,12 +207,12 @@ def _add_failure(script: _Script, _: str, rest: str) -> None:
     script.failure = rest
 
 
-def _keep(script: _Script, _: str, rest: str) -> None:
-    """For later: see `_cued`."""
+def _ignore_instruction(script: _Script, _: str, rest: str) -> None:
+    """For later: see `_answer_unscripted_step`."""
 
 
-_VERBS = {
-    "announce": _keep,
+_VERB_HANDLERS = {
+    "announce": _ignore_instruction,
     "call": _add_call,
     "think": _add_thought,
     "say": _add_line,
@@ -221,10 +225,10 @@ def _read_calls(line: str) -> list[tuple[str, dict[str, Any]]]:
     """The calls of one line. The JSON is read by its grammar, so a `+` inside it joins nothing."""
     calls: list[tuple[str, dict[str, Any]]] = []
     at = 0
-    while found := _CALL.match(line, at):
+    while found := _CALL_PATTERN.match(line, at):
         arguments, at = _read_arguments(line, found.end())
         calls.append((found[1], arguments))
-        if joined := _PLUS.match(line, at):
+        if joined := _PLUS_PATTERN.match(line, at):
             at = joined.end()
         elif line[at:].strip():
             raise ValueError(f"after {found[1]!r} comes neither a JSON object nor '+ call'")
@@ -243,7 +247,7 @@ def _read_arguments(line: str, at: int) -> tuple[dict[str, Any], int]:
     return cast(dict[str, Any], arguments), end
 
 
-def _next_act(script: _Script, done: int) -> _Act:
+def _find_next_step(script: _Script, done: int) -> _ScriptStep:
     for act in script.acts:
         if done < len(act.calls):
             return act
@@ -251,7 +255,7 @@ def _next_act(script: _Script, done: int) -> _Act:
     return script.ending
 
 
-def _problem(script: _Script, act: _Act, prompt: Prompt) -> str | None:
+def _find_problem(script: _Script, act: _ScriptStep, prompt: Prompt) -> str | None:
     if script.unreadable:
         return script.unreadable
     known = [tool.name for tool in prompt.tools]
@@ -261,13 +265,13 @@ def _problem(script: _Script, act: _Act, prompt: Prompt) -> str | None:
     return f"I have no tool named {missing!r}. I have: {', '.join(known) or 'none'}."
 
 
-def _last_results(script: _Script, results: Sequence[ToolResult]) -> str:
+def _format_last_results(script: _Script, results: Sequence[ToolResult]) -> str:
     if not script.acts:
         return "Thought about it." if script.ending.thoughts else "Done."
     return "\n".join(result.text for result in results[-len(script.acts[-1].calls) :])
 
 
-def _failed(text: str) -> ProviderError:
+def _build_failure(text: str) -> ProviderError:
     return ProviderError(
         "Provider 'rehearsal' failed as it was told to.",
         # Here and not above, because what happened is logged, and these are somebody's words.
@@ -278,32 +282,34 @@ def _failed(text: str) -> ProviderError:
     )
 
 
-def _thinking(thoughts: Sequence[str], deltas: Deltas) -> list[Thinking]:
+def _emit_thinking(thoughts: Sequence[str], deltas: Deltas) -> list[ThinkingBlock]:
     for thought in thoughts:
         deltas.thinking(thought)
-    return [Thinking(thinking=thought) for thought in thoughts]
+    return [ThinkingBlock(thinking=thought) for thought in thoughts]
 
 
-def _text_of(message: Message) -> str:
-    if isinstance(message, Compaction):
+def _get_text(message: Message) -> str:
+    if isinstance(message, CompactionEntry):
         return message.summary
-    if isinstance(message, User):
+    if isinstance(message, UserMessage):
         content = message.content
         return (
-            content if isinstance(content, str) else "\n".join(b.text for b in content if isinstance(b, Text))
+            content
+            if isinstance(content, str)
+            else "\n".join(b.text for b in content if isinstance(b, TextBlock))
         )
     return message.text
 
 
-def _words(text: str) -> int:
+def _count_words(text: str) -> int:
     return len(text.split())
 
 
-def _words_of_block(block: Text | Thinking | ToolCall) -> int:
+def _count_block_words(block: TextBlock | ThinkingBlock | ToolCall) -> int:
     match block:
-        case Text():
-            return _words(block.text)
-        case Thinking():
-            return _words(block.thinking)
+        case TextBlock():
+            return _count_words(block.text)
+        case ThinkingBlock():
+            return _count_words(block.thinking)
         case ToolCall():
             return 1 + len(block.arguments)

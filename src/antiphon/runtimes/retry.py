@@ -17,14 +17,14 @@ from stamina.instrumentation import RetryDetails, RetryHook, get_on_retry_hooks,
 from antiphon.errors import ProviderError
 
 if TYPE_CHECKING:
-    from antiphon.runtimes.model import Patience
+    from antiphon.runtimes.model import RetryPolicy
 
 log = logging.getLogger(__name__)
 
 
-def attempts(patience: Patience) -> AsyncIterator[stamina.Attempt]:
+def iterate_attempts(patience: RetryPolicy) -> AsyncIterator[stamina.Attempt]:
     """Attempts at one request; each is a context manager, and the last one raises."""
-    _log_our_retries()
+    _install_retry_hook()
 
     def wait_for(error: Exception) -> bool | float:
         """Whether to try again: no, yes after the usual wait, or after that many seconds."""
@@ -47,11 +47,11 @@ def attempts(patience: Patience) -> AsyncIterator[stamina.Attempt]:
     )
 
 
-def _log_our_retries() -> None:
+def _install_retry_hook() -> None:
     """Log retries of providers in our words. Hooks belong to the whole process, so other retries keep theirs."""
     hooks = get_on_retry_hooks()
     if _log_retry not in hooks:
-        set_on_retry_hooks([_log_retry, *map(_except_ours, hooks)])
+        set_on_retry_hooks([_log_retry, *map(_skip_provider_errors, hooks)])
 
 
 def _log_retry(details: RetryDetails) -> None:
@@ -68,5 +68,5 @@ def _log_retry(details: RetryDetails) -> None:
         )
 
 
-def _except_ours(hook: RetryHook) -> RetryHook:
+def _skip_provider_errors(hook: RetryHook) -> RetryHook:
     return lambda details: None if isinstance(details.caused_by, ProviderError) else hook(details)

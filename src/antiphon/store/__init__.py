@@ -18,16 +18,16 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from antiphon.clock import Clock
 from antiphon.errors import StoreError
+from antiphon.store.fulltext import FulltextQuery, FulltextVector
 from antiphon.store.queries import Query
-from antiphon.store.words import Match, Vector
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-TROUBLES = "antiphon.store.troubles"
+STORE_TROUBLE_LOGGER = "antiphon.store.troubles"
 """The log on which a store says that it can keep nothing for now, and that it can again."""
 
-Param = str | int | float | Match | Vector | None
+Param = str | int | float | FulltextQuery | FulltextVector | None
 
 
 class Row(Protocol):
@@ -53,7 +53,7 @@ class Tx(Protocol):
         """Run a statement; how many rows it changed."""
         ...
 
-    async def alone(self, name: str) -> None:
+    async def lock(self, name: str) -> None:
         """Of the transactions that name this, one at a time, each seeing everything that those before it did.
 
         Rows that a script changes keep others out by themselves. It is for what is decided by looking at rows that

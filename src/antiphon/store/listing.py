@@ -16,23 +16,23 @@ from typing import Any, NamedTuple
 import msgspec
 
 from antiphon.errors import StoreDamaged
-from antiphon.keys import Kind
+from antiphon.keys import SessionKind
 from antiphon.store import Param, Row, Tx
+from antiphon.store.fulltext import FulltextQuery
 from antiphon.store.queries import Queries, Query
-from antiphon.store.words import Match
 
 SQL = Queries("listing")
-MATCHES = 400  # of a search that are looked at, the most recently created ones
-AGENTS = 16  # that get streams of their own; SQLite merges at most 500
-MOST_AGENTS = 10_000  # that are told apart
-KINDS = ("main", "group", "cron", "hook", "node", "other")
+MAX_SEARCH_MATCHES = 400  # of a search that are looked at, the most recently created ones
+MAX_AGENT_STREAMS = 16  # that get streams of their own; SQLite merges at most 500
+MAX_LISTED_AGENTS = 10_000  # that are told apart
+SESSION_KINDS = ("main", "group", "cron", "hook", "node", "other")
 
 
-class Wish(msgspec.Struct, frozen=True, kw_only=True):
+class SessionListQuery(msgspec.Struct, frozen=True, kw_only=True):
     """What to list. `agents` None means every agent; `own_key` and `descendants` add the caller's own tree."""
 
     limit: int
-    kinds: Sequence[str] = KINDS
+    kinds: Sequence[str] = SESSION_KINDS
     agents: Sequence[str] | None = None
     own_key: str | None = None
     descendants: bool = False
@@ -45,12 +45,12 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     cursor: tuple[int, str] | None = None
 
 
-class Listed(NamedTuple):
+class SessionListRow(NamedTuple):
     """A session as a row of a list, in the order of the columns of `listing.page` and `sessions.described`."""
 
     id: int
     key: str
-    kind: Kind
+    kind: SessionKind
     channel: str | None
     agent_id: str
     session_id: str
@@ -81,38 +81,38 @@ class Listed(NamedTuple):
     archived: int
 
 
-_PAGE = msgspec.json.Decoder(list[Listed])
-_ODD_PAGE = msgspec.json.Decoder(list[list[Any]])
+_PAGE_DECODER = msgspec.json.Decoder(list[SessionListRow])
+_LENIENT_PAGE_DECODER = msgspec.json.Decoder(list[list[Any]])
 
 
-async def page(tx: Tx, wish: Wish) -> list[Listed]:
+async def load_session_page(tx: Tx, wish: SessionListQuery) -> list[SessionListRow]:
     """At most `limit` rows, newest first by `updated_at`, then by key."""
-    prefix = wish.search is not None and not await _common(tx, wish.search)
+    prefix = wish.search is not None and not await _has_enough_whole_word_matches(tx, wish.search)
     if wish.own_key is None:
-        return sorted(await _found(tx, wish, prefix=prefix), key=_place)
+        return sorted(await _fetch_rows(tx, wish, prefix=prefix), key=_sort_key)
     # A session of the own tree may be in another stream, too.
-    found = await _found(tx, msgspec.structs.replace(wish, limit=2 * wish.limit), prefix=prefix)
-    return sorted({row.id: row for row in found}.values(), key=_place)[: wish.limit]
+    found = await _fetch_rows(tx, msgspec.structs.replace(wish, limit=2 * wish.limit), prefix=prefix)
+    return sorted({row.id: row for row in found}.values(), key=_sort_key)[: wish.limit]
 
 
-async def _found(tx: Tx, wish: Wish, *, prefix: bool) -> list[Listed]:
-    query, params = statement(wish, prefix=prefix)
+async def _fetch_rows(tx: Tx, wish: SessionListQuery, *, prefix: bool) -> list[SessionListRow]:
+    query, params = build_page_query(wish, prefix=prefix)
     row = await tx.one(query, **params)
     assert row is not None
     try:
-        return _PAGE.decode(row["page"])
+        return _PAGE_DECODER.decode(row["page"])
     except msgspec.DecodeError:
-        return _odd(row["page"])
+        return _decode_leniently(row["page"])
 
 
-def _odd(page: str) -> list[Listed]:
+def _decode_leniently(page: str) -> list[SessionListRow]:
     """A value of another kind is shown as it is, and costs no other row its place, unless it decides about that.
 
     Raises:
         StoreDamaged: where a value is none that can be read at all, or no time to be listed by.
     """
     try:
-        return sorted((Listed(*row) for row in _ODD_PAGE.decode(page)), key=_place)
+        return sorted((SessionListRow(*row) for row in _LENIENT_PAGE_DECODER.decode(page)), key=_sort_key)
     except (msgspec.DecodeError, TypeError) as error:
         raise StoreDamaged(
             "A session of this list has a value that cannot be read.",
@@ -120,29 +120,31 @@ def _odd(page: str) -> list[Listed]:
         ) from error
 
 
-def _place(row: Listed) -> tuple[int, str]:
+def _sort_key(row: SessionListRow) -> tuple[int, str]:
     return -row.updated_at, row.key
 
 
-async def _common(tx: Tx, search: str) -> bool:
+async def _has_enough_whole_word_matches(tx: Tx, search: str) -> bool:
     """Whether whole words find enough: they are streamed from the index, beginnings have to be gathered first."""
-    row = await tx.one(SQL.matches, words=words(search, prefix=False), most=MATCHES)
-    return row is not None and row["matches"] >= MATCHES
+    row = await tx.one(SQL.matches, words=build_name_match(search, prefix=False), most=MAX_SEARCH_MATCHES)
+    return row is not None and row["matches"] >= MAX_SEARCH_MATCHES
 
 
-async def agent_ids(tx: Tx) -> list[str]:
-    """Those that have sessions, `MOST_AGENTS` at most."""
-    return [row["id"] for row in await tx.all(SQL.agent_ids, most=MOST_AGENTS)]
+async def list_agent_ids(tx: Tx) -> list[str]:
+    """Those that have sessions, `MAX_LISTED_AGENTS` at most."""
+    return [row["id"] for row in await tx.all(SQL.agent_ids, most=MAX_LISTED_AGENTS)]
 
 
-async def admitted(tx: Tx, admits: Callable[[str], bool]) -> list[str] | None:
+async def load_admitted_agents(tx: Tx, admits: Callable[[str], bool]) -> list[str] | None:
     """The agents that pass, or None if every one does, which cannot be said where there may be more of them."""
-    known = await agent_ids(tx)
+    known = await list_agent_ids(tx)
     passed = [agent for agent in known if admits(agent)]
-    return None if len(passed) == len(known) < MOST_AGENTS else passed
+    return None if len(passed) == len(known) < MAX_LISTED_AGENTS else passed
 
 
-async def hidden(tx: Tx, agents: Sequence[str], own_key: str, *, descendants: bool, most: int) -> int:
+async def count_hidden_sessions(
+    tx: Tx, agents: Sequence[str], own_key: str, *, descendants: bool, most: int
+) -> int:
     """How many sessions of these agents are not in the caller's tree, archived ones not counted; `most` at most."""
     found = 0
     for agent in agents:
@@ -159,22 +161,22 @@ async def hidden(tx: Tx, agents: Sequence[str], own_key: str, *, descendants: bo
     return found
 
 
-async def last_said(tx: Tx, session: int, limit: int, room: int) -> list[Row]:
+async def load_last_messages(tx: Tx, session: int, limit: int, room: int) -> list[Row]:
     """The last messages of a session, newest first, without tool results; one longer than `room` has no body."""
     return await tx.all(SQL.last_said, session=session, limit=limit, room=room)
 
 
-def statement(wish: Wish, *, prefix: bool = False) -> tuple[Query, dict[str, Param]]:
+def build_page_query(wish: SessionListQuery, *, prefix: bool = False) -> tuple[Query, dict[str, Param]]:
     params: dict[str, Param] = {"limit": wish.limit}
-    filters = _filters(wish, params)
+    filters = _build_filters(wish, params)
     streams = [
         SQL.stream.text.replace("{rows}", text.replace("{filters}", filters))
-        for text in _streams(wish, params, prefix=prefix)
+        for text in _build_streams(wish, params, prefix=prefix)
     ]
     return Query("listing.page", SQL.page.text.replace("{streams}", "\nUNION ALL\n".join(streams))), params
 
 
-def _filters(wish: Wish, params: dict[str, Param]) -> str:
+def _build_filters(wish: SessionListQuery, params: dict[str, Param]) -> str:
     filters = ["1 = 1"]
     if wish.cursor is not None:
         params["cursor_at"], params["cursor_key"] = wish.cursor
@@ -188,36 +190,36 @@ def _filters(wish: Wish, params: dict[str, Param]) -> str:
     return " AND ".join(filters)
 
 
-def _streams(wish: Wish, params: dict[str, Param], *, prefix: bool) -> Iterator[str]:
-    chosen = _chosen(wish, params, prefix=prefix)
+def _build_streams(wish: SessionListQuery, params: dict[str, Param], *, prefix: bool) -> Iterator[str]:
+    chosen = _build_narrowest_stream(wish, params, prefix=prefix)
     if chosen:
-        yield f"{chosen} AND {_residue(wish, params)}"
+        yield f"{chosen} AND {_build_remaining_filters(wish, params)}"
         return
-    crowded = wish.agents is not None and len(wish.agents) > AGENTS
+    crowded = wish.agents is not None and len(wish.agents) > MAX_AGENT_STREAMS
     agents = [None] if wish.agents is None or crowded else wish.agents
     for i, (agent, kind, archived) in enumerate(product(agents, wish.kinds, range(int(wish.archived) + 1))):
         params |= {f"kind_{i}": kind, f"archived_{i}": archived}
         if agent is not None:
             params[f"agent_{i}"] = agent
         stream = (SQL.of_kind if agent is None else SQL.of_agent).text.replace("{i}", str(i))
-        yield f"{stream} AND {_visible(wish, params)}" if crowded else stream
+        yield f"{stream} AND {_build_visibility_filter(wish, params)}" if crowded else stream
     if wish.own_key is not None and wish.agents is not None:
         params["own_key"] = wish.own_key
         own = (SQL.of_tree if wish.descendants else SQL.of_self).text
-        yield f"{own} AND {_kinds(wish, params)}"
+        yield f"{own} AND {_build_kind_filter(wish, params)}"
 
 
-def _chosen(wish: Wish, params: dict[str, Param], *, prefix: bool) -> str | None:
+def _build_narrowest_stream(wish: SessionListQuery, params: dict[str, Param], *, prefix: bool) -> str | None:
     """The stream of the narrowest filter where one of those that pick single sessions is given, tested by the rest."""
     found = {
         "label": wish.label,
         "parent": wish.parent,
-        "words": words(wish.search, prefix=prefix) if wish.search is not None else None,
+        "words": build_name_match(wish.search, prefix=prefix) if wish.search is not None else None,
     }
     given = {name: value for name, value in found.items() if value is not None}
     params |= given
     if wish.search is not None:  # who sees few sessions must not lose them among the many that match
-        params["matches"] = MATCHES if wish.agents is None else 50 * MATCHES
+        params["matches"] = MAX_SEARCH_MATCHES if wish.agents is None else 50 * MAX_SEARCH_MATCHES
     streams = {"label": SQL.of_label, "parent": SQL.of_parent, "words": SQL.of_words}
     tests = {"label": SQL.filter_label, "parent": SQL.filter_parent, "words": SQL.filter_words}
     if not given:
@@ -226,27 +228,27 @@ def _chosen(wish: Wish, params: dict[str, Param], *, prefix: bool) -> str | None
     return " AND ".join([streams[first].text, *(tests[name].text for name in others)])
 
 
-def _residue(wish: Wish, params: dict[str, Param]) -> str:
-    kinds = _kinds(wish, params)
-    return kinds if wish.agents is None else f"{kinds} AND {_visible(wish, params)}"
+def _build_remaining_filters(wish: SessionListQuery, params: dict[str, Param]) -> str:
+    kinds = _build_kind_filter(wish, params)
+    return kinds if wish.agents is None else f"{kinds} AND {_build_visibility_filter(wish, params)}"
 
 
-def _visible(wish: Wish, params: dict[str, Param]) -> str:
+def _build_visibility_filter(wish: SessionListQuery, params: dict[str, Param]) -> str:
     params["seen"] = msgspec.json.encode(wish.agents or ()).decode()
     params |= {"own_key": wish.own_key, "descendants": int(wish.descendants)}
     return SQL.filter_visible.text
 
 
-def _kinds(wish: Wish, params: dict[str, Param]) -> str:
+def _build_kind_filter(wish: SessionListQuery, params: dict[str, Param]) -> str:
     text = "s.archived <= :with_archived"
     params["with_archived"] = int(wish.archived)
-    if len(wish.kinds) < len(KINDS):
+    if len(wish.kinds) < len(SESSION_KINDS):
         for i, kind in enumerate(wish.kinds):
             params[f"only_{i}"] = kind
         text += f" AND s.kind IN ({', '.join(f':only_{i}' for i in range(len(wish.kinds)))})"
     return text
 
 
-def words(search: str, *, prefix: bool) -> Match:
+def build_name_match(search: str, *, prefix: bool) -> FulltextQuery:
     """Sessions that have all these words; the last may be the beginning of one."""
-    return Match("names", re.findall(r"\w+", search)[:16], beginning=prefix)
+    return FulltextQuery("names", re.findall(r"\w+", search)[:16], beginning=prefix)

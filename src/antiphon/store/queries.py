@@ -12,11 +12,11 @@ from functools import lru_cache
 from importlib import resources
 from typing import NamedTuple
 
-_COMMENT = re.compile(r"^--[^\n]*\n", re.MULTILINE)
-_NAME = re.compile(r"^-- name: (\w+)[^\n]*\n", re.MULTILINE)
-_INSTEAD = re.compile(r"/\*lite\*/.*?/\*pg:(.*?)\*/", re.DOTALL)
-_BESIDE = re.compile(r"/\*pg:(.*?)\*/", re.DOTALL)
-_PARAM = re.compile(r"(?<![:\w]):([a-z_]\w*)")
+_COMMENT_LINE_PATTERN = re.compile(r"^--[^\n]*\n", re.MULTILINE)
+_NAME_HEADER_PATTERN = re.compile(r"^-- name: (\w+)[^\n]*\n", re.MULTILINE)
+_DIALECT_ALTERNATIVE_PATTERN = re.compile(r"/\*lite\*/.*?/\*pg:(.*?)\*/", re.DOTALL)
+_POSTGRES_ONLY_PATTERN = re.compile(r"/\*pg:(.*?)\*/", re.DOTALL)
+_NAMED_PARAMETER_PATTERN = re.compile(r"(?<![:\w]):([a-z_]\w*)")
 
 
 class Query(NamedTuple):
@@ -33,9 +33,9 @@ class Queries:
         source = (
             resources.files("antiphon.store").joinpath("sql", "queries", f"{topic}.sql").read_text("utf-8")
         )
-        parts = _NAME.split(source)[1:]
+        parts = _NAME_HEADER_PATTERN.split(source)[1:]
         self._queries = {
-            name: Query(f"{topic}.{name}", _COMMENT.sub("", text).strip().removesuffix(";"))
+            name: Query(f"{topic}.{name}", _COMMENT_LINE_PATTERN.sub("", text).strip().removesuffix(";"))
             for name, text in zip(parts[::2], parts[1::2], strict=True)
         }
 
@@ -52,9 +52,9 @@ class Queries:
 
 
 @lru_cache(maxsize=4096)
-def for_postgres(text: str) -> tuple[str, tuple[str, ...]]:
+def translate_to_postgres(text: str) -> tuple[str, tuple[str, ...]]:
     """The text with `$1`, `$2` … for its parameters, and the names of these in their order."""
-    text = _BESIDE.sub(r"\1", _INSTEAD.sub(r"\1", text))
-    names = tuple(dict.fromkeys(_PARAM.findall(text)))
+    text = _POSTGRES_ONLY_PATTERN.sub(r"\1", _DIALECT_ALTERNATIVE_PATTERN.sub(r"\1", text))
+    names = tuple(dict.fromkeys(_NAMED_PARAMETER_PATTERN.findall(text)))
     numbers = {name: f"${number}" for number, name in enumerate(names, 1)}
-    return _PARAM.sub(lambda found: numbers[found[1]], text), names
+    return _NAMED_PARAMETER_PATTERN.sub(lambda found: numbers[found[1]], text), names

@@ -12,24 +12,24 @@ from types import TracebackType
 from typing import Self
 
 from antiphon.errors import StoreError, StoreFull, StoreLocked, StoreReadOnly
-from antiphon.paths import CONFIG, DATABASE, LOG
+from antiphon.paths import CONFIG_FILE_NAME, DATABASE_FILE_NAME, LOG_FILE_NAME
 
-PATIENCE = 1.0  # seconds in which another owner may leave
-READ_ONLY = {errno.EACCES, errno.EPERM, errno.EROFS}
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
-_FIRST = {CONFIG, LOG}  # written there before the first start
+LOCK_WAIT_SECONDS = 1.0  # seconds in which another owner may leave
+READ_ONLY_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS}
+_DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
+_INITIAL_FILES = {CONFIG_FILE_NAME, LOG_FILE_NAME}  # written there before the first start
 
 
-def explain(error: OSError, path: Path) -> StoreError:
+def translate_os_error(error: OSError, path: Path) -> StoreError:
     """An operating-system error on the state directory, in one sentence."""
     reason = os.strerror(error.errno) if error.errno else str(error)
-    if error.errno in READ_ONLY:
+    if error.errno in READ_ONLY_ERRNOS:
         return StoreReadOnly(
             f"The state directory {str(path)!r} cannot be written ({reason}).",
             "Give this user write access to it, or choose another one with --state-dir.",
             path=str(path),
         )
-    if error.errno in _NO_ROOM:
+    if error.errno in _DISK_FULL_ERRNOS:
         return StoreFull(
             f"There is no room left for the state directory {str(path)!r} ({reason}).",
             "Free some disk space and try again.",
@@ -45,15 +45,15 @@ def explain(error: OSError, path: Path) -> StoreError:
 def _make_private(path: Path) -> None:
     """Make the directory, or close it to others, but only where it holds nothing that is somebody else's."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if error := exposed(path):
+    if error := find_exposure(path):
         raise error
     if path.stat().st_mode & 0o077:
         path.chmod(0o700)
 
 
-def exposed(path: Path) -> StoreError | None:
+def find_exposure(path: Path) -> StoreError | None:
     """Why nothing can be kept in a directory: others may enter it, and it is not ours to close."""
-    if not path.stat().st_mode & 0o077 or _ours(path):
+    if not path.stat().st_mode & 0o077 or _is_ours(path):
         return None
     return StoreError(
         f"The directory {str(path)!r} holds other things and is open to other users.",
@@ -62,13 +62,13 @@ def exposed(path: Path) -> StoreError | None:
     )
 
 
-def _ours(path: Path) -> bool:
+def _is_ours(path: Path) -> bool:
     """Whether it has been a state directory before, or holds nothing but what one is begun with."""
     names = {found.name for found in path.iterdir()}
-    return DATABASE in names or names <= _FIRST or _is_lock(path / "lock")
+    return DATABASE_FILE_NAME in names or names <= _INITIAL_FILES or _is_lock_file(path / "lock")
 
 
-def _is_lock(path: Path) -> bool:
+def _is_lock_file(path: Path) -> bool:
     """Others have files of that name, too; in ours stands the number of a process, or nothing."""
     if not path.is_file():
         return False
@@ -77,9 +77,9 @@ def _is_lock(path: Path) -> bool:
     return not content or content.isdigit()
 
 
-def _take(lock: int) -> None:
+def _take_lock(lock: int) -> None:
     """Some own it only for a moment, such as who searches: these are waited for."""
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + LOCK_WAIT_SECONDS
     while True:
         try:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,22 +98,22 @@ class StateDir:
 
     @property
     def database(self) -> Path:
-        return self.path / DATABASE
+        return self.path / DATABASE_FILE_NAME
 
     @property
     def transcripts(self) -> Path:
         return self.path / "transcripts"
 
     @classmethod
-    def own(cls, path: Path) -> Self:
+    def open_locked(cls, path: Path) -> Self:
         """Create the directory if need be and become its only owner until closed."""
         try:
             _make_private(path)
             lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise explain(error, path) from error
+            raise translate_os_error(error, path) from error
         try:
-            _take(lock)
+            _take_lock(lock)
         except OSError as error:
             holder = os.read(lock, 32).decode(errors="replace").strip() or "unknown"
             os.close(lock)
@@ -130,11 +130,11 @@ class StateDir:
         return cls(path, lock)
 
     @classmethod
-    def look(cls, path: Path) -> Self:
+    def open_unlocked(cls, path: Path) -> Self:
         """For readers beside a running owner: nothing is created, nothing is locked."""
         return cls(path, None)
 
-    def check(self) -> None:
+    def check_readable(self) -> None:
         """Before a reader takes what it does not find for what is not there.
 
         Raises:

@@ -12,13 +12,13 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import TypeAlias
 
-SESSION_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+SESSION_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 """Session ids that can be the name of a file; those we make are UUIDs."""
 MAX_KNOWN_FILES = 20_000
 RETRY_SECONDS = 60.0  # after which a file that could not be written is tried again
 WRITE_WAIT_SECONDS = 1.0  # that a row waits for its file; after that it is shown without one
 
-Writer: TypeAlias = Callable[[list[str]], Awaitable[None]]
+TranscriptWriter: TypeAlias = Callable[[list[str]], Awaitable[None]]
 """Writes the files of the sessions with these keys now."""
 
 
@@ -28,7 +28,7 @@ class TranscriptFiles:
     With a `writer`, a file that is looked for and missing is written.
     """
 
-    def __init__(self, folder: Path, writer: Writer | None = None) -> None:
+    def __init__(self, folder: Path, writer: TranscriptWriter | None = None) -> None:
         self.folder = folder
         self._prefix = f"{folder}/"
         self._writer = writer
@@ -36,7 +36,7 @@ class TranscriptFiles:
         self._retry_at: dict[str, float] = {}
         self._writing: set[asyncio.Task[None]] = set()
 
-    def path_of(self, session_id: str) -> str | None:
+    def get_path(self, session_id: str) -> str | None:
         return f"{self._prefix}{session_id}.jsonl" if session_id in self._known else None
 
     def add(self, session_id: str) -> None:
@@ -57,15 +57,15 @@ class TranscriptFiles:
         }
         if not missing:
             return
-        for session_id in await asyncio.to_thread(_find, self.folder, list(missing)):
+        for session_id in await asyncio.to_thread(_find_existing, self.folder, list(missing)):
             self.add(session_id)
             del missing[session_id]
         if missing and self._writer is not None:
-            await self._write(self._writer, list(missing.values()))
+            await self._write_files(self._writer, list(missing.values()))
             for session_id in missing:
-                self._note(session_id, now + RETRY_SECONDS)
+                self._schedule_retry(session_id, now + RETRY_SECONDS)
 
-    def _note(self, session_id: str, retry_at: float) -> None:
+    def _schedule_retry(self, session_id: str, retry_at: float) -> None:
         """Try a file that could not be written again, but not with every list."""
         if session_id in self._known:
             self._retry_at.pop(session_id, None)
@@ -74,7 +74,7 @@ class TranscriptFiles:
         if len(self._retry_at) > MAX_KNOWN_FILES:
             del self._retry_at[next(iter(self._retry_at))]
 
-    async def _write(self, writer: Writer, keys: list[str]) -> None:
+    async def _write_files(self, writer: TranscriptWriter, keys: list[str]) -> None:
         """Wait a moment for it; it goes on even when the caller does not."""
         task = asyncio.ensure_future(writer(keys))
         self._writing.add(task)
@@ -82,5 +82,9 @@ class TranscriptFiles:
         await asyncio.wait({task}, timeout=WRITE_WAIT_SECONDS)
 
 
-def _find(folder: Path, session_ids: list[str]) -> list[str]:
-    return [id_ for id_ in session_ids if SESSION_ID.fullmatch(id_) and (folder / f"{id_}.jsonl").is_file()]
+def _find_existing(folder: Path, session_ids: list[str]) -> list[str]:
+    return [
+        id_
+        for id_ in session_ids
+        if SESSION_ID_PATTERN.fullmatch(id_) and (folder / f"{id_}.jsonl").is_file()
+    ]

@@ -18,10 +18,10 @@ from antiphon.tools.sessions_spawn import sessions_spawn
 from antiphon.tools.sessions_yield import sessions_yield
 from antiphon.tools.subagents import subagents
 
-__all__ = ["session_tools"]
+__all__ = ["create_session_tools"]
 
 
-def session_tools(operations: Operations) -> list[Tool]:
+def create_session_tools(operations: Operations) -> list[Tool]:
     return [
         sessions_list(operations),
         sessions_history(operations),

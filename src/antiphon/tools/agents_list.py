@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from antiphon.engine.toolbox import Call, Tool
+from antiphon.engine.toolbox import Tool, ToolRequest
 from antiphon.operations import Operations
-from antiphon.tools.adapter import adapted
-from antiphon.tools.arguments import Arguments
+from antiphon.tools._adapter import build_tool
+from antiphon.tools._arguments import ToolArguments
 from antiphon.views import AgentsView
 
-DESCRIPTION = (
+TOOL_DESCRIPTION = (
     "List the agents you may start with sessions_spawn (its agentId), yourself first, and which you may message with"
     " sessions_send (its agentId): canSpawn and canMessage, and messageOnly for those you may not start."
 )
 
 
-class AgentsListArguments(Arguments, frozen=True):
+class AgentsListArguments(ToolArguments, frozen=True):
     """None."""
 
 
 def agents_list(operations: Operations) -> Tool:
-    async def answer(call: Call, given: AgentsListArguments) -> AgentsView:
-        return await operations.agents(call.caller)
+    async def answer(call: ToolRequest, given: AgentsListArguments) -> AgentsView:
+        return await operations.list_reachable_agents(call.caller)
 
-    return adapted("agents_list", DESCRIPTION, AgentsListArguments, answer)
+    return build_tool("agents_list", TOOL_DESCRIPTION, AgentsListArguments, answer)

@@ -13,20 +13,20 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from antiphon.engine.toolbox import Call, Tool
+from antiphon.engine.toolbox import Tool, ToolRequest
 from antiphon.operations import Operations
-from antiphon.tools.adapter import adapted
-from antiphon.tools.arguments import Arguments
-from antiphon.tools.rows import row
-from antiphon.views import RunView, SessionView, StatusView, UsageLine
+from antiphon.tools._adapter import build_tool
+from antiphon.tools._arguments import ToolArguments
+from antiphon.tools._session_row import build_tool_session_row
+from antiphon.views import RunView, SessionStatusView, SessionView, UsageLine
 
-DESCRIPTION = (
+TOOL_DESCRIPTION = (
     "Show how a session is right now: its state, model, what runs or waits in it, its tokens and cost. "
     "Without sessionKey it is the session you are in."
 )
 
 
-class StatusArguments(Arguments, frozen=True):
+class StatusArguments(ToolArguments, frozen=True):
     session_key: (
         Annotated[str, Meta(description="A key or sessionId from sessions_list; left out, this session.")]
         | None
@@ -34,72 +34,77 @@ class StatusArguments(Arguments, frozen=True):
 
 
 def session_status(operations: Operations) -> Tool:
-    async def answer(call: Call, given: StatusArguments) -> dict[str, Any]:
+    async def answer(call: ToolRequest, given: StatusArguments) -> dict[str, Any]:
         here = "main" if call.caller.is_operator else "current"
-        status = await operations.status(
+        status = await operations.get_session_status(
             call.caller, here if given.session_key is None else given.session_key
         )
         return {
             "ok": True,
             "sessionKey": status.session.key,
-            "session": row(call.caller, status.session),
-            "runs": [_run(run) for run in status.runs],
+            "session": build_tool_session_row(call.caller, status.session),
+            "runs": [_describe_run(run) for run in status.runs],
             "usage": status.usage,
-            "statusText": card(status),
+            "statusText": format_status_card(status),
         }
 
-    return adapted("session_status", DESCRIPTION, StatusArguments, answer)
+    return build_tool("session_status", TOOL_DESCRIPTION, StatusArguments, answer)
 
 
-def _run(run: RunView) -> dict[str, Any]:
+def _describe_run(run: RunView) -> dict[str, Any]:
     told: dict[str, Any] = msgspec.to_builtins(run)
     return {name: value for name, value in told.items() if name != "sessionKey"}  # it is said once, above
 
 
-def card(status: StatusView) -> str:
+def format_status_card(status: SessionStatusView) -> str:
     """A few lines for people. Names are put on one line each, so that none can pass for another line."""
     session = status.session
     lines = [
-        ("Session", _title(session)),
-        ("State", _state(status.runs)),
-        ("Model", _joined(session.model, session.thinking_level and f"thinking {session.thinking_level}")),
-        ("Tokens", _tokens(session, status.usage)),
-        ("Cost", _cost(status.usage)),
-        ("Active", _time(session.last_activity_at)),
+        ("Session", _format_title(session)),
+        ("State", _format_state(status.runs)),
+        (
+            "Model",
+            _join_parts(session.model, session.thinking_level and f"thinking {session.thinking_level}"),
+        ),
+        ("Tokens", _format_tokens(session, status.usage)),
+        ("Cost", _format_cost(status.usage)),
+        ("Active", _format_time(session.last_activity_at)),
     ]
-    return "\n".join(f"{name}: {_one_line(said)}" for name, said in lines if said)
+    return "\n".join(f"{name}: {_collapse_lines(said)}" for name, said in lines if said)
 
 
-def _title(session: SessionView) -> str:
+def _format_title(session: SessionView) -> str:
     agent = session.agent_id and f"agent {session.agent_id}"
-    return _joined(session.key, session.label or session.display_name, agent, session.archived and "archived")
+    return _join_parts(
+        session.key, session.label or session.display_name, agent, session.archived and "archived"
+    )
 
 
-def _state(runs: Sequence[RunView]) -> str:
+def _format_state(runs: Sequence[RunView]) -> str:
     active = next((run for run in runs if run.state == "running"), None)
     waiting = sum(run.state == "queued" for run in runs)
     seconds = (active.running_ms or 0) / 1000 if active else 0
-    return _joined(f"running for {seconds:.0f} s" if active else "idle", waiting and f"{waiting} waiting")
+    return _join_parts(f"running for {seconds:.0f} s" if active else "idle", waiting and f"{waiting} waiting")
 
 
-def _tokens(session: SessionView, usage: Sequence[UsageLine]) -> str:
+def _format_tokens(session: SessionView, usage: Sequence[UsageLine]) -> str:
     spent = f"{sum(line.input for line in usage)} in, {sum(line.output for line in usage)} out"
-    return _joined(spent, session.used_tokens and f"{session.used_tokens} in the last prompt")
+    return _join_parts(spent, session.used_tokens and f"{session.used_tokens} in the last prompt")
 
 
-def _cost(usage: Sequence[UsageLine]) -> str:
+def _format_cost(usage: Sequence[UsageLine]) -> str:
     """Nothing is said unless every price is known: a part of a sum looks like the sum."""
     costs = [line.cost for line in usage if line.cost is not None]
     return f"${sum(costs):.4f}" if usage and len(costs) == len(usage) else ""
 
 
-def _time(milliseconds: int) -> str:
+def _format_time(milliseconds: int) -> str:
     return datetime.fromtimestamp(milliseconds / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _joined(*parts: object) -> str:
+def _join_parts(*parts: object) -> str:
     return " · ".join(str(part) for part in parts if part)
 
 
-def _one_line(text: str) -> str:
+def _collapse_lines(text: str) -> str:
     return " ".join(text.split())

@@ -6,21 +6,25 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from antiphon.engine.toolbox import Call, Tool
-from antiphon.operations import Operations, Origin, Send
-from antiphon.operations.exchanges import LONGEST, TIMEOUT, TURNS_MOST
-from antiphon.tools.adapter import adapted
-from antiphon.tools.arguments import Arguments, told
-from antiphon.views import Sent
+from antiphon.engine.toolbox import Tool, ToolRequest
+from antiphon.operations import Operations, RequestOrigin, SendRequest
+from antiphon.operations.exchanges import (
+    DEFAULT_REPLY_TIMEOUT_SECONDS,
+    MAX_REPLY_BACK_TURNS,
+    MAX_REPLY_TIMEOUT_SECONDS,
+)
+from antiphon.tools._adapter import build_tool
+from antiphon.tools._arguments import ToolArguments, describe_clamped_range
+from antiphon.views import SendResult
 
-DESCRIPTION = (
+TOOL_DESCRIPTION = (
     "Send a message into another session and wait for its reply. Name the session by sessionKey (a key or sessionId "
     "from sessions_list), by label, or by agentId alone for that agent's main session. A timeout does not mean "
     "that the message was lost: its run goes on, so read sessions_history later instead of sending it again."
 )
 
 
-class SendArguments(Arguments, frozen=True):
+class SendArguments(ToolArguments, frozen=True):
     message: Annotated[str, Meta(min_length=1, description="What to say. It arrives word for word.")]
     session_key: Annotated[str, Meta(description="A key or sessionId from sessions_list.")] | None = None
     label: Annotated[str, Meta(description="The session's label, instead of sessionKey.")] | None = None
@@ -29,15 +33,22 @@ class SendArguments(Arguments, frozen=True):
         | None
     ) = None
     timeout_seconds: Annotated[
-        float, told("How long to wait for the reply; 0 returns at once.", 0, LONGEST)
-    ] = TIMEOUT
+        float,
+        describe_clamped_range(
+            "How long to wait for the reply; 0 returns at once.", 0, MAX_REPLY_TIMEOUT_SECONDS
+        ),
+    ] = DEFAULT_REPLY_TIMEOUT_SECONDS
     idempotency_key: (
         Annotated[str, Meta(description="The same key is the same message, however often it is sent.")] | None
     ) = None
     reply_back: (
         Annotated[
             int,
-            Meta(ge=0, le=TURNS_MOST, description="How many turns you two may answer each other afterwards."),
+            Meta(
+                ge=0,
+                le=MAX_REPLY_BACK_TURNS,
+                description="How many turns you two may answer each other afterwards.",
+            ),
         ]
         | None
     ) = None
@@ -48,17 +59,17 @@ class SendArguments(Arguments, frozen=True):
 
 
 def sessions_send(operations: Operations) -> Tool:
-    async def answer(call: Call, given: SendArguments) -> Sent:
-        wanted = Send(
+    async def answer(call: ToolRequest, given: SendArguments) -> SendResult:
+        wanted = SendRequest(
             message=given.message,
             session=given.session_key,
             label=given.label,
             agent_id=given.agent_id,
-            timeout_seconds=min(given.timeout_seconds, LONGEST),
+            timeout_seconds=min(given.timeout_seconds, MAX_REPLY_TIMEOUT_SECONDS),
             idempotency_key=given.idempotency_key,
             reply_back=given.reply_back,
             announce=given.announce,
         )
-        return await operations.send(call.caller, wanted, Origin(call.run_id, call.key))
+        return await operations.send(call.caller, wanted, RequestOrigin(call.run_id, call.key))
 
-    return adapted("sessions_send", DESCRIPTION, SendArguments, answer, acts=True)
+    return build_tool("sessions_send", TOOL_DESCRIPTION, SendArguments, answer, acts=True)

@@ -7,27 +7,27 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from antiphon.engine.attachments import Attachment
-from antiphon.engine.toolbox import Call, Tool
-from antiphon.engine.words import Thinking
-from antiphon.operations import Operations, Origin, Spawn
-from antiphon.tools.adapter import adapted
-from antiphon.tools.arguments import Arguments
-from antiphon.views import Spawned
+from antiphon.engine.collaboration.attachments import SpawnAttachment
+from antiphon.engine.toolbox import Tool, ToolRequest
+from antiphon.engine.validation import ThinkingLevel
+from antiphon.operations import Operations, RequestOrigin, SpawnRequest
+from antiphon.tools._adapter import build_tool
+from antiphon.tools._arguments import ToolArguments
+from antiphon.views import SpawnResult
 
-DESCRIPTION = (
+TOOL_DESCRIPTION = (
     "Start a sub-agent in a session of its own and go on at once. When it is done, its result is posted to this chat "
     "and put into this conversation: do not poll for it. End your turn with sessions_yield to be woken when all of "
     "your sub-agents have reported."
 )
-NOTE = "The result comes by itself. Do not poll; end your turn, or wait with sessions_yield."
+SPAWN_NOTE = "The result comes by itself. Do not poll; end your turn, or wait with sessions_yield."
 
 
 class AttachAs(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
     mount_path: str | None = None
 
 
-class SpawnArguments(Arguments, frozen=True):
+class SpawnArguments(ToolArguments, frozen=True):
     """What a sub-agent is asked for with, here and on the wire (`sessions.spawn`)."""
 
     task: Annotated[
@@ -36,7 +36,7 @@ class SpawnArguments(Arguments, frozen=True):
     label: Annotated[str, Meta(description="A short name, for people and for subagents.")] | None = None
     agent_id: Annotated[str, Meta(description="Which agent; left out, this one.")] | None = None
     model: Annotated[str, Meta(description="provider/model, instead of the agent's own.")] | None = None
-    thinking: Annotated[Thinking, Meta(description="How much it is to think.")] | None = None
+    thinking: Annotated[ThinkingLevel, Meta(description="How much it is to think.")] | None = None
     run_timeout_seconds: (
         Annotated[float, Meta(ge=0, description="Stop it after so many seconds; 0 is never.")] | None
     ) = None
@@ -54,8 +54,8 @@ class SpawnArguments(Arguments, frozen=True):
         Literal["inherit", "require"], Meta(description="'require' refuses a child outside of a sandbox.")
     ] = "inherit"
     attachments: Annotated[
-        list[Attachment], Meta(max_length=1000, description="Files for its workspace.")
-    ] = msgspec.field(default_factory=list[Attachment])
+        list[SpawnAttachment], Meta(max_length=1000, description="Files for its workspace.")
+    ] = msgspec.field(default_factory=list[SpawnAttachment])
     attach_as: Annotated[AttachAs, Meta(description="A hint where the files should appear.")] | None = None
     runtime: Annotated[Literal["subagent", "acp"], Meta(description="What runs it.")] = "subagent"
     idempotency_key: (
@@ -68,8 +68,8 @@ class SpawnArguments(Arguments, frozen=True):
     ] = "channel"
 
     @property
-    def wanted(self) -> Spawn:
-        return Spawn(
+    def spawn_request(self) -> SpawnRequest:
+        return SpawnRequest(
             task=self.task,
             label=self.label,
             agent_id=self.agent_id,
@@ -89,14 +89,21 @@ class SpawnArguments(Arguments, frozen=True):
 
 
 def sessions_spawn(operations: Operations) -> Tool:
-    async def answer(call: Call, given: SpawnArguments) -> dict[str, Any]:
-        spawned = await operations.spawn(call.caller, given.wanted, Origin(call.run_id, call.key))
-        return {**_plain(spawned), "note": NOTE}
+    async def answer(call: ToolRequest, given: SpawnArguments) -> dict[str, Any]:
+        spawned = await operations.spawn(
+            call.caller, given.spawn_request, RequestOrigin(call.run_id, call.key)
+        )
+        return {**_drop_none_fields(spawned), "note": SPAWN_NOTE}
 
-    return adapted(
-        "sessions_spawn", DESCRIPTION, SpawnArguments, answer, acts=True, agents=operations.spawnable
+    return build_tool(
+        "sessions_spawn",
+        TOOL_DESCRIPTION,
+        SpawnArguments,
+        answer,
+        acts=True,
+        agents=operations.list_spawnable_agents,
     )
 
 
-def _plain(spawned: Spawned) -> dict[str, Any]:
+def _drop_none_fields(spawned: SpawnResult) -> dict[str, Any]:
     return {name: value for name, value in msgspec.to_builtins(spawned).items() if value is not None}

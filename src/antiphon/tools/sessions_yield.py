@@ -6,26 +6,28 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from antiphon.engine.toolbox import Call, Tool
-from antiphon.operations import Operations, Origin
-from antiphon.tools.adapter import adapted
-from antiphon.tools.arguments import Arguments
+from antiphon.engine.toolbox import Tool, ToolRequest
+from antiphon.operations import Operations, RequestOrigin
+from antiphon.tools._adapter import build_tool
+from antiphon.tools._arguments import ToolArguments
 
-DESCRIPTION = (
+TOOL_DESCRIPTION = (
     "End your turn now and be woken when your sub-agents have reported: all of them, or any one. Their reports are in "
     "this conversation then."
 )
 
 
-class YieldArguments(Arguments, frozen=True):
+class YieldArguments(ToolArguments, frozen=True):
     wait_for: Annotated[Literal["all", "any"], Meta(description="When to be woken.")] = "all"
     message: Annotated[str, Meta(max_length=4000, description="What to say meanwhile.")] | None = None
 
 
 def sessions_yield(operations: Operations) -> Tool:
-    async def answer(call: Call, given: YieldArguments) -> dict[str, Any]:
-        waiting = await operations.yield_to_tasks(call.caller, Origin(call.run_id, call.key), given.wait_for)
+    async def answer(call: ToolRequest, given: YieldArguments) -> dict[str, Any]:
+        waiting = await operations.yield_to_subagents(
+            call.caller, RequestOrigin(call.run_id, call.key), given.wait_for
+        )
         said = given.message or "Turn yielded."
         return {"status": "yielded", "message": said, "waitFor": given.wait_for, "subagents": waiting}
 
-    return adapted("sessions_yield", DESCRIPTION, YieldArguments, answer, acts=True, ends_turn=True)
+    return build_tool("sessions_yield", TOOL_DESCRIPTION, YieldArguments, answer, acts=True, ends_turn=True)

@@ -8,25 +8,25 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from antiphon.engine.toolbox import Call, Tool
+from antiphon.engine.toolbox import Tool, ToolRequest
 from antiphon.errors import InvalidInput
 from antiphon.messages import Provenance
-from antiphon.operations import Message, Operations, Origin
-from antiphon.operations.exchanges import NAMESPACE
-from antiphon.tools.adapter import adapted
-from antiphon.tools.arguments import Arguments
-from antiphon.tools.bounds import LIST_BYTES
+from antiphon.operations import IncomingMessage, Operations, RequestOrigin
+from antiphon.operations.exchanges import REQUEST_ID_NAMESPACE
+from antiphon.tools._adapter import build_tool
+from antiphon.tools._arguments import ToolArguments
+from antiphon.tools._bounds import MAX_LIST_RESULT_BYTES
 from antiphon.views import TaskView
 
-DESCRIPTION = (
+TOOL_DESCRIPTION = (
     "See the sub-agents you have started ('list'), stop one or all of them ('kill'), or tell one to do something "
     "else ('steer': it drops what it was doing)."
 )
 
-_ENVELOPE = 300  # bytes of a list besides its rows
+_LIST_OVERHEAD_BYTES = 300  # bytes of a list besides its rows
 
 
-class SubagentsArguments(Arguments, frozen=True):
+class SubagentsArguments(ToolArguments, frozen=True):
     action: Annotated[Literal["list", "kill", "steer"], Meta(description="What to do.")] = "list"
     target: (
         Annotated[
@@ -46,37 +46,39 @@ class SubagentsArguments(Arguments, frozen=True):
 
 
 def subagents(operations: Operations) -> Tool:
-    async def answer(call: Call, given: SubagentsArguments) -> dict[str, Any]:
+    async def answer(call: ToolRequest, given: SubagentsArguments) -> dict[str, Any]:
         match given.action:
             case "list":
-                return _listed(await operations.tasks(call.caller, recent_minutes=given.recent_minutes))
+                return _build_list(
+                    await operations.list_subagents(call.caller, recent_minutes=given.recent_minutes)
+                )
             case "kill":
                 return await _kill(operations, call, given)
             case "steer":
                 return await _steer(operations, call, given)
 
-    return adapted("subagents", DESCRIPTION, SubagentsArguments, answer, acts=True)
+    return build_tool("subagents", TOOL_DESCRIPTION, SubagentsArguments, answer, acts=True)
 
 
-def _listed(found: list[TaskView]) -> dict[str, Any]:
+def _build_list(found: list[TaskView]) -> dict[str, Any]:
     """As many as fit: those at work before those that have ended, and of each the newest."""
     numbered = list(enumerate(found, 1))
     at_work = [item for item in numbered if item[1].phase != "settled"]
     ended = [item for item in numbered if item[1].phase == "settled"]
-    room = LIST_BYTES - _ENVELOPE
-    active, room = _fitting(at_work, room)
-    recent, _ = _fitting(ended, room if len(active) == len(at_work) else 0)
+    room = MAX_LIST_RESULT_BYTES - _LIST_OVERHEAD_BYTES
+    active, room = _fit_rows(at_work, room)
+    recent, _ = _fit_rows(ended, room if len(active) == len(at_work) else 0)
     listed: dict[str, Any] = {"status": "ok", "action": "list", "total": len(found)}
     listed |= {"active": active, "recent": recent}
     cut = {"active": len(at_work) - len(active), "recent": len(ended) - len(recent)}
     return listed | ({"truncated": True, "cut": cut} if any(cut.values()) else {})
 
 
-def _fitting(tasks: list[tuple[int, TaskView]], room: int) -> tuple[list[dict[str, Any]], int]:
+def _fit_rows(tasks: list[tuple[int, TaskView]], room: int) -> tuple[list[dict[str, Any]], int]:
     """Those for which there is room, and how much is left."""
     kept: list[dict[str, Any]] = []
     for number, task in tasks:
-        shown = _shown(number, task)
+        shown = _build_row(number, task)
         size = len(msgspec.json.encode(shown)) + len(",")
         if size > room:
             break
@@ -85,7 +87,7 @@ def _fitting(tasks: list[tuple[int, TaskView]], room: int) -> tuple[list[dict[st
     return kept, room
 
 
-def _shown(number: int, task: TaskView) -> dict[str, Any]:
+def _build_row(number: int, task: TaskView) -> dict[str, Any]:
     shown = {
         "number": number,
         "runId": task.run_id,
@@ -106,26 +108,26 @@ def _shown(number: int, task: TaskView) -> dict[str, Any]:
     return {name: value for name, value in shown.items() if value is not None}
 
 
-async def _kill(operations: Operations, call: Call, given: SubagentsArguments) -> dict[str, Any]:
+async def _kill(operations: Operations, call: ToolRequest, given: SubagentsArguments) -> dict[str, Any]:
     killed = await operations.kill(
-        call.caller, given.target, recent_minutes=given.recent_minutes, key=_once(call)
+        call.caller, given.target, recent_minutes=given.recent_minutes, key=_derive_request_id(call)
     )
     if killed.finished is not None:
-        return _finished("kill", killed.finished)
+        return _build_finished_answer("kill", killed.finished)
     return {"status": "ok", "action": "kill", "killed": len(killed.keys), "labels": killed.names}
 
 
-async def _steer(operations: Operations, call: Call, given: SubagentsArguments) -> dict[str, Any]:
+async def _steer(operations: Operations, call: ToolRequest, given: SubagentsArguments) -> dict[str, Any]:
     if not (given.message or "").strip():
         raise InvalidInput("There is no message.", "Say what the sub-agent is to do now.", field="message")
-    run_id = _once(call)
-    name = await operations.steered(call.caller, run_id)
+    run_id = _derive_request_id(call)
+    name = await operations.find_steered_subagent(call.caller, run_id)
     if name is None:
-        task = await operations.task(call.caller, given.target, given.recent_minutes)
+        task = await operations.find_subagent(call.caller, given.target, given.recent_minutes)
         if task.phase == "settled":
-            return _finished("steer", task.name)
+            return _build_finished_answer("steer", task.name)
         name = task.name
-        message = Message(
+        message = IncomingMessage(
             session=task.child_session_key,
             content=given.message or "",
             idempotency_key=run_id,
@@ -134,14 +136,14 @@ async def _steer(operations: Operations, call: Call, given: SubagentsArguments) 
                 kind="steer", source_session_key=call.caller.session_key, source_tool="subagents"
             ),
         )
-        await operations.steer(call.caller, message, Origin(call.run_id, call.key))
+        await operations.steer(call.caller, message, RequestOrigin(call.run_id, call.key))
     return {"status": "accepted", "action": "steer", "runId": run_id, "label": name}
 
 
-def _once(call: Call) -> str:
+def _derive_request_id(call: ToolRequest) -> str:
     """What stands for the call if it is made again: a call's own key may be as long as it likes."""
-    return str(uuid.uuid5(NAMESPACE, call.key))
+    return str(uuid.uuid5(REQUEST_ID_NAMESPACE, call.key))
 
 
-def _finished(action: str, name: str) -> dict[str, Any]:
+def _build_finished_answer(action: str, name: str) -> dict[str, Any]:
     return {"status": "done", "action": action, "message": f"{name} has already finished."}

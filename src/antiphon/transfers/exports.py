@@ -18,22 +18,22 @@ import msgspec
 
 from antiphon import keys
 from antiphon.access import Caller
-from antiphon.engine import sessions, transcripts
-from antiphon.engine.door import Door
-from antiphon.engine.transcripts import Entry
+from antiphon.engine.sessions import session_rows, transcripts
+from antiphon.engine.sessions.resolver import SessionResolver
+from antiphon.engine.sessions.transcripts import Entry
 from antiphon.errors import InvalidInput, StoreError
 from antiphon.store import Row, Store, Tx
 from antiphon.store.queries import Queries
-from antiphon.store.transcript_files import SESSION_ID
-from antiphon.transfers import index, jsonl
-from antiphon.transfers.index import Told
+from antiphon.store.transcript_files import SESSION_ID_PATTERN
+from antiphon.transfers import jsonl, sessions_index
+from antiphon.transfers.sessions_index import ConversationRecord
 
 SQL = Queries("transfers")
-INDEX = "sessions.json"
-PAGE = 200  # entries read at a time
+INDEX_FILE_NAME = "sessions.json"
+EXPORTED_ROWS_PER_PAGE = 200  # entries read at a time
 
 
-class Exported(msgspec.Struct, rename="camel", kw_only=True):
+class ExportReport(msgspec.Struct, rename="camel", kw_only=True):
     """What an export wrote. `damaged` entries could not be written and are still in the store."""
 
     directory: str
@@ -42,7 +42,7 @@ class Exported(msgspec.Struct, rename="camel", kw_only=True):
     damaged: int = 0
 
 
-class Draft:
+class AtomicFile:
     """A file under construction, which takes its name when it is complete."""
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +55,7 @@ class Draft:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             number, name = tempfile.mkstemp(dir=self._path.parent, prefix=f".{self._path.name[:64]}.")
         except OSError as error:
-            raise _unwritable(error, self._path) from error
+            raise _build_write_error(error, self._path) from error
         self._temporary = Path(name)
         self._file = os.fdopen(number, "wb")
         return self
@@ -65,7 +65,7 @@ class Draft:
         try:
             self._file.write(content)
         except OSError as error:
-            raise _unwritable(error, self._path) from error
+            raise _build_write_error(error, self._path) from error
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -78,78 +78,82 @@ class Draft:
             if kind is None:
                 self._temporary.replace(self._path)
         except OSError as failed:
-            raise _unwritable(failed, self._path) from failed
+            raise _build_write_error(failed, self._path) from failed
         finally:
             self._temporary.unlink(missing_ok=True)
 
 
-async def export_named(store: Store, door: Door, out: Path, references: Sequence[str]) -> Exported:
+async def export_named(
+    store: Store, door: SessionResolver, out: Path, references: Sequence[str]
+) -> ExportReport:
     """Write the conversations that these keys, session ids or labels name, beside what is there already."""
-    done = Exported(directory=str(out))
+    done = ExportReport(directory=str(out))
     # All of them first: a name that leads nowhere is told before anything is written.
-    rows = [await store.read(_named, door, reference) for reference in references]
-    entries = _existing(out / INDEX)
+    rows = [await store.read(_load_named_conversation, door, reference) for reference in references]
+    entries = _read_existing_index(out / INDEX_FILE_NAME)
     for row in rows:
-        await _export(store, row, out, done)
+        await _export_conversation(store, row, out, done)
         if row["session_id"] == row["named_session_id"]:
-            entries[row["key"]] = index.entry_of(row)
+            entries[row["key"]] = sessions_index.build_index_entry(row)
     for key in {row["key"] for row in rows} & entries.keys():
-        told = await store.read(_told, key)
-        _tell(entries[key], [item for item in told if (out / f"{item.session_id}.jsonl").is_file()])
-    with Draft(out / INDEX) as draft:
+        told = await store.read(_load_conversation_records, key)
+        _set_conversations(
+            entries[key], [item for item in told if (out / f"{item.session_id}.jsonl").is_file()]
+        )
+    with AtomicFile(out / INDEX_FILE_NAME) as draft:
         _write_index(draft, entries)
     return done
 
 
-async def export_all(store: Store, out: Path, *, ours: bool = False) -> Exported:
+async def export_all(store: Store, out: Path, *, ours: bool = False) -> ExportReport:
     """Write every conversation there is, those that `/new` ended too, beside what is there already.
 
     In a directory that is `ours` nobody else keeps anything: what its index says of sessions that are not here any
     more is left over from an earlier export, and goes.
     """
-    done = Exported(directory=str(out))
-    entries = {} if ours else _existing(out / INDEX)
-    told: dict[str, list[Told]] = {}
-    with Draft(out / INDEX) as draft:
-        async for row in _conversations(store):
-            await _export(store, row, out, done)
-            told.setdefault(row["key"], []).append(Told(row["named_session_id"]))
+    done = ExportReport(directory=str(out))
+    entries = {} if ours else _read_existing_index(out / INDEX_FILE_NAME)
+    told: dict[str, list[ConversationRecord]] = {}
+    with AtomicFile(out / INDEX_FILE_NAME) as draft:
+        async for row in _iterate_conversations(store):
+            await _export_conversation(store, row, out, done)
+            told.setdefault(row["key"], []).append(ConversationRecord(row["named_session_id"]))
             if row["session_id"] == row["named_session_id"]:
-                entries[row["key"]] = index.entry_of(row)
+                entries[row["key"]] = sessions_index.build_index_entry(row)
         for key, items in told.items():
             if len(items) > 1 and key in entries:
-                known = {item.session_id: item for item in await store.read(_told, key)}
-                _tell(entries[key], [known.get(item.session_id, item) for item in items])
+                known = {item.session_id: item for item in await store.read(_load_conversation_records, key)}
+                _set_conversations(entries[key], [known.get(item.session_id, item) for item in items])
         _write_index(draft, entries)
     return done
 
 
-def _tell(entry: dict[str, Any], conversations: list[Told]) -> None:
+def _set_conversations(entry: dict[str, Any], conversations: list[ConversationRecord]) -> None:
     if len(conversations) > 1:
-        entry[index.CONVERSATIONS] = msgspec.to_builtins(conversations)
+        entry[sessions_index.CONVERSATIONS_FIELD] = msgspec.to_builtins(conversations)
 
 
-async def _told(tx: Tx, key: str) -> list[Told]:
+async def _load_conversation_records(tx: Tx, key: str) -> list[ConversationRecord]:
     """The conversations of a key, oldest first."""
-    row = await sessions.find(tx, keys.parse(key), None)
-    rows = await sessions.conversations(tx, row) if row else []
-    return [Told(row["session_id"], row["reason"], row["ended_at"]) for row in reversed(rows)]
+    row = await session_rows.find_session(tx, keys.parse(key), None)
+    rows = await session_rows.list_transcripts(tx, row) if row else []
+    return [ConversationRecord(row["session_id"], row["reason"], row["ended_at"]) for row in reversed(rows)]
 
 
-async def _export(store: Store, row: Row, out: Path, done: Exported) -> None:
+async def _export_conversation(store: Store, row: Row, out: Path, done: ExportReport) -> None:
     session_id = row["named_session_id"]
-    if not SESSION_ID.fullmatch(session_id):
+    if not SESSION_ID_PATTERN.fullmatch(session_id):
         raise InvalidInput(
             f"The session id {session_id!r} cannot be the name of a file.",
             "Start a new conversation under that key with /new, and export that.",
         )
-    cwd = index.extra_of(row).get("cwd")
-    with Draft(out / f"{session_id}.jsonl") as draft:
-        draft.write(jsonl.header(session_id, row["started_at"], cwd if isinstance(cwd, str) else ""))
+    cwd = sessions_index.parse_extra(row).get("cwd")
+    with AtomicFile(out / f"{session_id}.jsonl") as draft:
+        draft.write(jsonl.encode_header(session_id, row["started_at"], cwd if isinstance(cwd, str) else ""))
         parent: str | None = None
-        async for entry in _entries(store, row["named_transcript"]):
-            kept = await _first_kept(store, row["named_transcript"], entry)
-            line = jsonl.line(entry, parent, kept)
+        async for entry in _iterate_entries(store, row["named_transcript"]):
+            kept = await _find_first_kept_entry(store, row["named_transcript"], entry)
+            line = jsonl.encode_entry(entry, parent, kept)
             if line is None:
                 done.damaged += 1
                 continue
@@ -159,51 +163,53 @@ async def _export(store: Store, row: Row, out: Path, done: Exported) -> None:
     done.files += 1
 
 
-async def _entries(store: Store, transcript: int) -> AsyncIterator[Entry]:
+async def _iterate_entries(store: Store, transcript: int) -> AsyncIterator[Entry]:
     after = 0
     while True:
-        page = await store.read(transcripts.after, transcript, after, PAGE, tools=True)
+        page = await store.read(
+            transcripts.read_entries_after, transcript, after, EXPORTED_ROWS_PER_PAGE, tools=True
+        )
         for entry in page:
             yield entry
-        if len(page) < PAGE:
+        if len(page) < EXPORTED_ROWS_PER_PAGE:
             return
         after = page[-1].seq
 
 
-async def _conversations(store: Store) -> AsyncIterator[Row]:
+async def _iterate_conversations(store: Store) -> AsyncIterator[Row]:
     after = 0
     while True:
-        page = await store.read(_conversations_after, after)
+        page = await store.read(_load_conversations_after, after)
         for row in page:
             yield row
-        if len(page) < PAGE:
+        if len(page) < EXPORTED_ROWS_PER_PAGE:
             return
         after = page[-1]["named_transcript"]
 
 
-async def _conversations_after(tx: Tx, after: int) -> list[Row]:
-    return await tx.all(SQL.conversations, after=after, limit=PAGE)
+async def _load_conversations_after(tx: Tx, after: int) -> list[Row]:
+    return await tx.all(SQL.conversations, after=after, limit=EXPORTED_ROWS_PER_PAGE)
 
 
-async def _named(tx: Tx, door: Door, reference: str) -> Row:
+async def _load_named_conversation(tx: Tx, door: SessionResolver, reference: str) -> Row:
     found = await door.open(tx, Caller.operator(), "read", reference)
-    transcript, _ = sessions.named(found)
+    transcript, _ = session_rows.get_named_transcript(found)
     row = await tx.one(SQL.conversation, transcript=transcript)
     assert row is not None
     return row
 
 
-async def _first_kept(store: Store, transcript: int, entry: Entry) -> str | None:
-    seq = jsonl.first_kept_seq(entry)
-    return None if seq is None else await store.read(entry_at, transcript, seq)
+async def _find_first_kept_entry(store: Store, transcript: int, entry: Entry) -> str | None:
+    seq = jsonl.get_first_kept_seq(entry)
+    return None if seq is None else await store.read(find_entry_at, transcript, seq)
 
 
-async def entry_at(tx: Tx, transcript: int, seq: int) -> str | None:
+async def find_entry_at(tx: Tx, transcript: int, seq: int) -> str | None:
     row = await tx.one(SQL.entry_at, transcript=transcript, seq=seq)
     return row["entry"] if row else None
 
 
-def _existing(path: Path) -> dict[str, dict[str, Any]]:
+def _read_existing_index(path: Path) -> dict[str, dict[str, Any]]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, Any]])
     except FileNotFoundError:
@@ -215,19 +221,19 @@ def _existing(path: Path) -> dict[str, dict[str, Any]]:
         ) from error
 
 
-def _write_index(draft: Draft, entries: dict[str, Any]) -> None:
+def _write_index(draft: AtomicFile, entries: dict[str, Any]) -> None:
     separator = b"{\n"
     for key, entry in entries.items():
-        draft.write(separator + _member(key, entry))
+        draft.write(separator + _encode_member(key, entry))
         separator = b",\n"
     draft.write(b"\n}\n" if entries else b"{}\n")
 
 
-def _member(key: str, entry: dict[str, Any]) -> bytes:
+def _encode_member(key: str, entry: dict[str, Any]) -> bytes:
     return msgspec.json.encode(key) + b": " + msgspec.json.encode(entry)
 
 
-def _unwritable(error: OSError, path: Path) -> StoreError:
+def _build_write_error(error: OSError, path: Path) -> StoreError:
     return StoreError(
         f"{str(path)!r} cannot be written ({os.strerror(error.errno or 0)}).",
         "Free some space or give this user write access, or choose another directory with --out.",

@@ -20,34 +20,35 @@ import msgspec
 
 from antiphon import keys
 from antiphon.config import Config
-from antiphon.config.base import suggestion
-from antiphon.engine import sessions, transcripts
-from antiphon.engine.sessions import Birth
+from antiphon.config.base import suggest_options
+from antiphon.engine.sessions import session_rows as sessions
+from antiphon.engine.sessions import transcripts
+from antiphon.engine.sessions.session_rows import NewSession
 from antiphon.errors import AntiphonError, InvalidInput, NotFound, StoreError, TooLarge, UnknownModel
 from antiphon.keys import SessionIdRef, SessionKey
-from antiphon.misfits import mended
 from antiphon.store import Param, Row, Store, Tx
-from antiphon.transfers import index
-from antiphon.transfers.exports import INDEX, SESSION_ID, SQL
-from antiphon.transfers.index import Told
-from antiphon.transfers.jsonl import Reading, moment
+from antiphon.transfers import sessions_index
+from antiphon.transfers.exports import INDEX_FILE_NAME, SESSION_ID_PATTERN, SQL
+from antiphon.transfers.jsonl import TranscriptReader, parse_timestamp
+from antiphon.transfers.sessions_index import ConversationRecord
+from antiphon.validation_errors import replace_lone_surrogates
 
-MOST_INDEX = 512 * 2**20  # bytes of one sessions.json
-LONGEST_LINE = 64 * 2**20  # bytes; longer ones count as damaged
-MOST_TOLD = 100  # one by one
-LONGEST_REASON = 64  # characters
+MAX_INDEX_BYTES = 512 * 2**20  # bytes of one sessions.json
+MAX_LINE_BYTES = 64 * 2**20  # bytes; longer ones count as damaged
+MAX_REPORTED_ITEMS = 100  # one by one
+MAX_REASON_CHARACTERS = 64  # characters
 
-_ARCHIVED = re.compile(r"\.jsonl\.(reset|deleted|bak)\.")
+_ARCHIVED_FILE_PATTERN = re.compile(r"\.jsonl\.(reset|deleted|bak)\.")
 
-Outcome: TypeAlias = Literal["imported", "beside", "skipped"]
+ImportOutcome: TypeAlias = Literal["imported", "beside", "skipped"]
 
 
-class Failure(msgspec.Struct, rename="camel", frozen=True):
+class ImportFailure(msgspec.Struct, rename="camel", frozen=True):
     key: str
     reason: str
 
 
-class Merged(msgspec.Struct, rename="camel", frozen=True):
+class MergedSession(msgspec.Struct, rename="camel", frozen=True):
     """What became of the data of a session that was put beside another, by the names of `sessions.json`."""
 
     key: str
@@ -55,21 +56,21 @@ class Merged(msgspec.Struct, rename="camel", frozen=True):
     left_behind: list[str]
 
 
-class Imported(msgspec.Struct, rename="camel", kw_only=True):
+class ImportReport(msgspec.Struct, rename="camel", kw_only=True):
     """What an import did, or with `dryRun` would do."""
 
     dry_run: bool = False
     imported: int = 0
     beside: int = 0
     """Of the imported ones: put beside a conversation that already had the key."""
-    merged: list[Merged] = []
+    merged: list[MergedSession] = []
     past: int = 0
     """Ended conversations that came along with the session whose key they had."""
     skipped: int = 0
     """Sessions whose session id is already here."""
     passed_over: int = 0
     """Entries called `unknown`, which are no sessions: other programs put there what they could not place."""
-    failed: list[Failure] = []
+    failed: list[ImportFailure] = []
     failed_count: int = 0
     messages: int = 0
     damaged_lines: int = 0
@@ -84,21 +85,21 @@ class Imported(msgspec.Struct, rename="camel", kw_only=True):
     """Agents of imported sessions that are not configured here, so that nobody answers for them yet."""
 
 
-class Folder(msgspec.Struct, frozen=True):
+class SessionsFolder(msgspec.Struct, frozen=True):
     """A directory with a `sessions.json`, and the agent that its short keys belong to."""
 
     path: Path
     agent_id: str
 
 
-class Past(msgspec.Struct, frozen=True, kw_only=True):
+class PastConversation(msgspec.Struct, frozen=True, kw_only=True):
     """A conversation that ended before the current one of its key began, or was left for it."""
 
-    told: Told
+    told: ConversationRecord
     file: Path
 
 
-class Found(msgspec.Struct, frozen=True, kw_only=True):
+class SourceSession(msgspec.Struct, frozen=True, kw_only=True):
     """One session of a `sessions.json`."""
 
     key: SessionKey
@@ -110,9 +111,9 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = "imported"
     stands_in: bool = False
     """It is called `global` and is taken for the main session, unless that has an entry of its own."""
-    before: Sequence[Past] = ()
+    before: Sequence[PastConversation] = ()
     """Older than the current conversation, oldest first."""
-    after: Sequence[Past] = ()
+    after: Sequence[PastConversation] = ()
     """Younger than the current conversation, which somebody went back to."""
 
     @property
@@ -122,11 +123,11 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def updated_at(self) -> int:
-        return moment(self.entry.get("updatedAt")) or 0
+        return parse_timestamp(self.entry.get("updatedAt")) or 0
 
     @property
     def archived_at(self) -> int | None:
-        return moment(self.entry.get("archivedAt"))
+        return parse_timestamp(self.entry.get("archivedAt"))
 
     @property
     def ids(self) -> set[str]:
@@ -136,52 +137,54 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """As text, whatever it is; only what `_Done` calls taken is one."""
+        """As text, whatever it is; only what `_SessionImport` calls taken is one."""
         return str(self.entry.get("label"))
 
 
-class Source(msgspec.Struct, frozen=True):
+class ImportSource(msgspec.Struct, frozen=True):
     """What there is to import, and the report on it as far as reading the indexes has come."""
 
-    sessions: Sequence[Found]
-    report: Imported
+    sessions: Sequence[SourceSession]
+    report: ImportReport
 
 
-class _Done(msgspec.Struct):
-    outcome: Outcome = "skipped"
+class _SessionImport(msgspec.Struct):
+    outcome: ImportOutcome = "skipped"
     past: int = 0
     messages: int = 0
     damaged: int = 0
     left_out: int = 0
     label_taken: bool = False
     label_left_out: bool = False
-    merged: Merged | None = None
+    merged: MergedSession | None = None
 
 
-class _DryRun(Exception):
+class _DryRunRollback(Exception):
     """Undoes the transaction of a dry run, and brings its result out of it."""
 
-    def __init__(self, done: _Done) -> None:
+    def __init__(self, done: _SessionImport) -> None:
         self.done = done
 
 
-class _Rehearsal:
+class _DryRunImporter:
     """A dry run. Each session is undone, so one that wants what others took is tried after them, in their order."""
 
     def __init__(self) -> None:
-        self._tried: list[Found] = []
+        self._tried: list[SourceSession] = []
         self._takers: dict[str, set[int]] = {}
 
-    async def take(self, store: Store, found: Found, config: Config, now: int) -> _Done:
+    async def import_session(
+        self, store: Store, found: SourceSession, config: Config, now: int
+    ) -> _SessionImport:
         numbers = set[int]().union(*(self._takers.get(name, ()) for name in (*found.ids, found.label)))
         earlier = [self._tried[number] for number in sorted(numbers)]
         try:
-            return await store.tx(_rehearse, earlier, found, config, now)
-        except _DryRun as rehearsed:
+            return await store.tx(_write_and_roll_back, earlier, found, config, now)
+        except _DryRunRollback as rehearsed:
             self._remember(found, rehearsed.done, numbers)
             return rehearsed.done
 
-    def _remember(self, found: Found, done: _Done, after: set[int]) -> None:
+    def _remember(self, found: SourceSession, done: _SessionImport, after: set[int]) -> None:
         if done.outcome == "skipped" and not done.past:
             return
         for name in found.ids:
@@ -191,72 +194,74 @@ class _Rehearsal:
         self._tried.append(found)
 
 
-def look(source: Path, config: Config, agent_id: str | None = None) -> Source:
+def scan_source(source: Path, config: Config, agent_id: str | None = None) -> ImportSource:
     """What there is to import under `source`, of one agent or of all. Needs no store.
 
     Raises:
         InvalidInput: nothing there can be imported, or that is no agent id.
         NotFound: there is nothing of that agent.
     """
-    report = Imported()
-    found: list[Found] = []
-    only = None if agent_id is None else keys.checked_agent_id(agent_id)
-    for folder in folders(source, config.default_agent_id, only=only):
+    report = ImportReport()
+    found: list[SourceSession] = []
+    only = None if agent_id is None else keys.validate_agent_id(agent_id)
+    for folder in find_session_folders(source, config.default_agent_id, only=only):
         found += _read_folder(folder, config, report)
-    return Source(found, report)
+    return ImportSource(found, report)
 
 
-async def take(store: Store, config: Config, source: Source, now: int, *, dry_run: bool = False) -> Imported:
+async def import_source(
+    store: Store, config: Config, source: ImportSource, now: int, *, dry_run: bool = False
+) -> ImportReport:
     """Import what was found. The store must be owned, and no engine need run on it."""
     report = source.report
     report.dry_run = dry_run
-    rehearsal = _Rehearsal() if dry_run else None
-    for found in _parents_first(source.sessions):
+    rehearsal = _DryRunImporter() if dry_run else None
+    for found in _order_parents_first(source.sessions):
         try:
             if rehearsal:
-                done = await rehearsal.take(store, found, config, now)
+                done = await rehearsal.import_session(store, found, config, now)
             else:
-                done = await store.tx(_write, found, config, now)
+                done = await store.tx(_write_source_session, found, config, now)
         except StoreError:
             raise  # no other session would fare better
         except (AntiphonError, OSError) as error:
-            _fail(report, str(found.key), error)
+            _record_failure(report, str(found.key), error)
         else:
-            _count(report, found, done, config)
+            _add_to_report(report, found, done, config)
     return report
 
 
-def folders(source: Path, default: str, *, only: str | None = None) -> list[Folder]:
+def find_session_folders(source: Path, default: str, *, only: str | None = None) -> list[SessionsFolder]:
     """Where the sessions are: in `source` itself, in its `sessions`, or in `agents/<id>/sessions` below it.
 
     The short keys of a single directory that is not in such a place belong to `only`, or else to `default`.
     """
-    found = _single(source, only or default) or [
-        Folder(path.parent, keys.normalize_agent_id(path.parent.parent.name))
-        for path in sorted(source.glob(f"agents/*/sessions/{INDEX}"))
+    found = _find_single_folder(source, only or default) or [
+        SessionsFolder(path.parent, keys.normalize_agent_id(path.parent.parent.name))
+        for path in sorted(source.glob(f"agents/*/sessions/{INDEX_FILE_NAME}"))
     ]
     if not found:
-        raise _nothing_in(source)
+        raise _build_nothing_found_error(source)
     chosen = [folder for folder in found if only in {None, folder.agent_id}]
     if only and not chosen:
         there = sorted({folder.agent_id for folder in found})
         raise NotFound(
             f"There are no sessions of agent {only!r} in {str(source)!r}.",
-            suggestion(only, there, noun="agent ids"),
+            suggest_options(only, there, noun="agent ids"),
             agent_id=only,
         )
     return chosen
 
 
-def _single(source: Path, agent_id: str) -> list[Folder]:
+def _find_single_folder(source: Path, agent_id: str) -> list[SessionsFolder]:
     for path in (source.absolute(), source.absolute() / "sessions"):
-        if (path / INDEX).is_file():
+        if (path / INDEX_FILE_NAME).is_file():
             within = path.parent.parent.name == "agents" and path.name == "sessions"
-            return [Folder(path, keys.normalize_agent_id(path.parent.name) if within else agent_id)]
+            return [SessionsFolder(path, keys.normalize_agent_id(path.parent.name) if within else agent_id)]
     return []
 
 
-def _nothing_in(source: Path) -> InvalidInput:
+def _build_nothing_found_error(source: Path) -> InvalidInput:
     if any(source.glob("agents/*/agent/*.sqlite")):
         return InvalidInput(
             f"The sessions under {str(source)!r} are kept in SQLite, which cannot be imported.",
@@ -264,25 +269,25 @@ def _nothing_in(source: Path) -> InvalidInput:
             field="directory",
         )
     return InvalidInput(
-        f"There is no {INDEX!r} in {str(source)!r}, nor under 'agents/<id>/sessions' in it.",
+        f"There is no {INDEX_FILE_NAME!r} in {str(source)!r}, nor under 'agents/<id>/sessions' in it.",
         "Pass a state directory such as '~/.openclaw', or a directory that holds that file.",
         field="directory",
     )
 
 
-def _read_folder(folder: Folder, config: Config, report: Imported) -> list[Found]:
-    found: list[Found] = []
-    for raw_key, entry in _read_index(folder.path / INDEX).items():
-        if _is(raw_key, "unknown"):
+def _read_folder(folder: SessionsFolder, config: Config, report: ImportReport) -> list[SourceSession]:
+    found: list[SourceSession] = []
+    for raw_key, entry in _read_index(folder.path / INDEX_FILE_NAME).items():
+        if _is_key_named(raw_key, "unknown"):
             report.passed_over += 1
             continue
         try:
-            found.append(_found(raw_key, entry, folder, config))
+            found.append(_build_source_session(raw_key, entry, folder, config))
         except AntiphonError as error:
-            _fail(report, raw_key, error)
+            _record_failure(report, raw_key, error)
     used = {file for item in found for file in item.files}
     names = [path.name for path in folder.path.iterdir()]
-    report.archived_files += sum(1 for name in names if _ARCHIVED.search(name))
+    report.archived_files += sum(1 for name in names if _ARCHIVED_FILE_PATTERN.search(name))
     files = (folder.path / name for name in names if name.endswith(".jsonl"))
     report.unlisted_files += sum(1 for path in files if path not in used)
     report.missing_transcripts += sum(1 for item in found if item.file is None)
@@ -290,8 +295,10 @@ def _read_folder(folder: Folder, config: Config, report: Imported) -> list[Found
 
 
 def _read_index(path: Path) -> dict[str, Any]:
-    if path.stat().st_size > MOST_INDEX:
-        raise TooLarge(f"{str(path)!r} is larger than {MOST_INDEX} bytes.", "Split it.", max=MOST_INDEX)
+    if path.stat().st_size > MAX_INDEX_BYTES:
+        raise TooLarge(
+            f"{str(path)!r} is larger than {MAX_INDEX_BYTES} bytes.", "Split it.", max=MAX_INDEX_BYTES
+        )
     content = path.read_bytes()
     read = _read_json(content)
     read = _read_json5(content, path) if read is None else read
@@ -302,7 +309,7 @@ def _read_index(path: Path) -> dict[str, Any]:
 
 def _read_json(content: bytes) -> object:
     """None where it is no JSON, or JSON's null, which is no object of sessions either."""
-    for mend in (bytes, mended):
+    for mend in (bytes, replace_lone_surrogates):
         with suppress(ValueError, RecursionError):
             return msgspec.json.decode(mend(content))
     return None
@@ -318,50 +325,56 @@ def _read_json5(content: bytes, path: Path) -> object:
     raise InvalidInput(f"{str(path)!r} cannot be read ({reason}).", "Mend it, or restore a backup of it.")
 
 
-def _found(raw_key: str, entry: object, folder: Folder, config: Config) -> Found:
+def _build_source_session(
+    raw_key: str, entry: object, folder: SessionsFolder, config: Config
+) -> SourceSession:
     if not isinstance(entry, dict):
-        raise InvalidInput("The entry is not an object.", f"Mend it in {INDEX!r}.")
+        raise InvalidInput("The entry is not an object.", f"Mend it in {INDEX_FILE_NAME!r}.")
     values = cast("dict[str, Any]", entry)
     session_id = values.get("sessionId")
-    if not isinstance(session_id, str) or not SESSION_ID.fullmatch(session_id):
-        raise InvalidInput(f"The session id {session_id!r} is not one.", f"Mend it in {INDEX!r}.")
-    key = _canonical(raw_key, folder.agent_id, config)
-    file = _file(folder.path, session_id, values, key)
+    if not isinstance(session_id, str) or not SESSION_ID_PATTERN.fullmatch(session_id):
+        raise InvalidInput(f"The session id {session_id!r} is not one.", f"Mend it in {INDEX_FILE_NAME!r}.")
+    key = _canonicalise_key(raw_key, folder.agent_id, config)
+    file = _find_transcript_file(folder.path, session_id, values, key)
     spawned_by = values.get("spawnedBy")
-    told = [item for item in index.told_in(values) if _sound(item)]
+    told = [item for item in sessions_index.parse_conversation_records(values) if _is_valid_record(item)]
     place = next((at for at, item in enumerate(told) if item.session_id == session_id), len(told))
-    return Found(
+    return SourceSession(
         key=key,
         agent_id=key.agent_id or folder.agent_id,
         session_id=session_id,
         entry=values,
-        parent=_parent(spawned_by, folder.agent_id, config) if isinstance(spawned_by, str) else None,
+        parent=_canonicalise_parent(spawned_by, folder.agent_id, config)
+        if isinstance(spawned_by, str)
+        else None,
         file=file,
         reason=told[place].reason if place < len(told) else "imported",
-        stands_in=_is(raw_key, "global") and (file is None or config.session.scope != "global"),
-        before=_past(folder.path, told[:place]),
-        after=_past(folder.path, told[place + 1 :]),
+        stands_in=_is_key_named(raw_key, "global") and (file is None or config.session.scope != "global"),
+        before=_find_past_conversations(folder.path, told[:place]),
+        after=_find_past_conversations(folder.path, told[place + 1 :]),
     )
 
 
-def _past(folder: Path, told: Sequence[Told]) -> list[Past]:
+def _find_past_conversations(folder: Path, told: Sequence[ConversationRecord]) -> list[PastConversation]:
     """Those that have a file: without one there is nothing to remember."""
-    named = [Past(told=item, file=folder / f"{item.session_id}.jsonl") for item in told]
+    named = [PastConversation(told=item, file=folder / f"{item.session_id}.jsonl") for item in told]
     return [past for past in named if _is_file(past.file)]
 
 
-def _sound(told: Told) -> bool:
-    return bool(SESSION_ID.fullmatch(told.session_id)) and 0 < len(told.reason) <= LONGEST_REASON
+def _is_valid_record(told: ConversationRecord) -> bool:
+    return (
+        bool(SESSION_ID_PATTERN.fullmatch(told.session_id)) and 0 < len(told.reason) <= MAX_REASON_CHARACTERS
+    )
 
 
-def _is(raw_key: str, name: str) -> bool:
+def _is_key_named(raw_key: str, name: str) -> bool:
     return raw_key.strip().lower() == name
 
 
-def _canonical(raw_key: str, agent_id: str, config: Config) -> SessionKey:
+def _canonicalise_key(raw_key: str, agent_id: str, config: Config) -> SessionKey:
     """The key that is stored, from any spelling that was ever used."""
-    if _is(raw_key, "global"):
-        return keys.main_session(agent_id, scope=config.session.scope)
+    if _is_key_named(raw_key, "global"):
+        return keys.main_session_key(agent_id, scope=config.session.scope)
     session = config.session
     found = keys.canonicalise(raw_key, agent_id=agent_id, main_key=session.main_key, scope=session.scope)
     if isinstance(found, SessionIdRef):  # a bare peer or chat id, from before keys had agents
@@ -370,14 +383,16 @@ def _canonical(raw_key: str, agent_id: str, config: Config) -> SessionKey:
     return found
 
 
-def _parent(spawned_by: str, agent_id: str, config: Config) -> str | None:
+def _canonicalise_parent(spawned_by: str, agent_id: str, config: Config) -> str | None:
     try:
-        return str(_canonical(spawned_by, agent_id, config))
+        return str(_canonicalise_key(spawned_by, agent_id, config))
     except AntiphonError:
         return None
 
 
-def _file(folder: Path, session_id: str, entry: Mapping[str, Any], key: SessionKey) -> Path | None:
+def _find_transcript_file(
+    folder: Path, session_id: str, entry: Mapping[str, Any], key: SessionKey
+) -> Path | None:
     """The transcript. A recorded path is from another place or time, so only its last part is used."""
     recorded = entry.get("sessionFile")
     topic = key.thread.id if key.thread else None
@@ -395,7 +410,7 @@ def _is_file(path: Path) -> bool:
     return os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises there
 
 
-def _parents_first(everything: Sequence[Found]) -> Iterator[Found]:
+def _order_parents_first(everything: Sequence[SourceSession]) -> Iterator[SourceSession]:
     """Newest first, but nobody before whoever spawned it: lineage is recorded when a session is created.
 
     What stands in comes last, however new it is: if the key has a conversation of its own, that one has it by then.
@@ -404,8 +419,8 @@ def _parents_first(everything: Sequence[Found]) -> Iterator[Found]:
     by_key = {str(found.key): found for found in reversed(newest)}
     placed: set[int] = set()
     for found in newest:
-        chain: list[Found] = []
-        above: Found | None = found
+        chain: list[SourceSession] = []
+        above: SourceSession | None = found
         while above is not None and id(above) not in placed:
             placed.add(id(above))
             chain.append(above)
@@ -413,17 +428,19 @@ def _parents_first(everything: Sequence[Found]) -> Iterator[Found]:
         yield from reversed(chain)
 
 
-async def _rehearse(tx: Tx, earlier: Sequence[Found], found: Found, config: Config, now: int) -> _Done:
+async def _write_and_roll_back(
+    tx: Tx, earlier: Sequence[SourceSession], found: SourceSession, config: Config, now: int
+) -> _SessionImport:
     for other in earlier:
-        await _write(tx, other, config, now)
-    raise _DryRun(await _write(tx, found, config, now))
+        await _write_source_session(tx, other, config, now)
+    raise _DryRunRollback(await _write_source_session(tx, found, config, now))
 
 
-async def _write(tx: Tx, found: Found, config: Config, now: int) -> _Done:
+async def _write_source_session(tx: Tx, found: SourceSession, config: Config, now: int) -> _SessionImport:
     """The whole session. Reads its files in the writer's thread, entry by entry."""
-    done = _Done()
+    done = _SessionImport()
     known = await tx.one(SQL.has_session_id, session_id=found.session_id)
-    present = await sessions.find(tx, found.key, None)
+    present = await sessions.find_session(tx, found.key, None)
     if known and not present:
         return done  # it is here under another key, and its past has nowhere to go
     # Conversations are listed in the order they were written in.
@@ -437,17 +454,17 @@ async def _write(tx: Tx, found: Found, config: Config, now: int) -> _Done:
 
 
 async def _write_current(
-    tx: Tx, found: Found, config: Config, now: int, done: _Done, present: Row | None
+    tx: Tx, found: SourceSession, config: Config, now: int, done: _SessionImport, present: Row | None
 ) -> None:
-    reading = Reading(lambda: _lines(found.file))
+    reading = TranscriptReader(lambda: _iterate_lines(found.file))
     began = reading.started_at or found.updated_at or now
     entry = {**found.entry, **({"cwd": reading.cwd} if reading.cwd else {})}
-    columns = index.columns(entry, found.key, lambda ref: _known(config, ref))
+    columns = sessions_index.build_columns(entry, found.key, lambda ref: _is_known_model(config, ref))
     if present is not None:
         done.outcome = "beside"
-        told = Told(found.session_id, found.reason)
-        done.messages += await _write_beside(tx, str(found.key), told, reading, began)
-        done.merged = await _merge(tx, found.key, present["id"], columns)
+        told = ConversationRecord(found.session_id, found.reason)
+        done.messages += await _write_ended_conversation(tx, str(found.key), told, reading, began)
+        done.merged = await _merge_settings(tx, found.key, present["id"], columns)
         done.label_taken = "label" in done.merged.taken_over
     else:
         done.outcome = "imported"
@@ -456,67 +473,80 @@ async def _write_current(
     done.left_out += reading.left_out
 
 
-async def _write_past(tx: Tx, found: Found, past: Past, now: int, done: _Done) -> None:
+async def _write_past(
+    tx: Tx, found: SourceSession, past: PastConversation, now: int, done: _SessionImport
+) -> None:
     if await tx.one(SQL.has_session_id, session_id=past.told.session_id):
         return
-    reading = Reading(lambda: _lines(past.file))
+    reading = TranscriptReader(lambda: _iterate_lines(past.file))
     began = reading.started_at or found.updated_at or now
-    done.messages += await _write_beside(tx, str(found.key), past.told, reading, began)
+    done.messages += await _write_ended_conversation(tx, str(found.key), past.told, reading, began)
     done.past += 1
     done.damaged += reading.damaged
     done.left_out += reading.left_out
 
 
 async def _write_session(
-    tx: Tx, found: Found, columns: Mapping[str, Param], reading: Reading, began: int, done: _Done
+    tx: Tx,
+    found: SourceSession,
+    columns: Mapping[str, Param],
+    reading: TranscriptReader,
+    began: int,
+    done: _SessionImport,
 ) -> None:
-    parent = await sessions.find(tx, keys.parse(found.parent), None) if found.parent else None
+    parent = await sessions.find_session(tx, keys.parse(found.parent), None) if found.parent else None
     role = found.entry.get("subagentRole")
-    birth = Birth(
+    birth = NewSession(
         agent_id=found.agent_id,
         session_id=found.session_id,
         reason=found.reason,
         parent=parent["id"] if parent else None,
         role=role if isinstance(role, str) else None,
     )
-    row = await sessions.create(tx, found.key, began, birth)
+    row = await sessions.create_session(tx, found.key, began, birth)
     # A sub-agent is given its label without asking whose it is, here as where it was spawned.
     unasked = found.archived_at or found.key.shape == "subagent"
-    after = columns if unasked else await _with_free_label(tx, row, columns)
+    after = columns if unasked else await _drop_taken_label(tx, row, columns)
     done.label_taken = after["label"] is not None and not found.archived_at
     done.label_left_out = after["label"] != columns["label"]
-    count, last_at = await _append(tx, row["transcript"], reading)
+    count, last_at = await _append_entries(tx, row["transcript"], reading)
     updated_at = found.updated_at or last_at or began
     await tx.one(sessions.SQL.advance_unfenced, id=row["id"], count=count, now=updated_at)
-    await _adopt(tx, found.key, row["id"], updated_at, after)
+    await _store_columns(tx, found.key, row["id"], updated_at, after)
     if found.archived_at:
         await tx.do(sessions.SQL.archive, id=row["id"], now=found.archived_at)
     done.messages += count
 
 
-async def _merge(tx: Tx, key: SessionKey, session: int, told: Mapping[str, Param]) -> Merged:
+async def _merge_settings(tx: Tx, key: SessionKey, session: int, told: Mapping[str, Param]) -> MergedSession:
     row = await tx.one(sessions.SQL.by_id, id=session)
     assert row is not None
-    after = index.merged(row, await _with_free_label(tx, row, told))
-    await _adopt(tx, key, session, row["updated_at"], after)
-    return Merged(str(key), taken_over=index.unlike(row, after), left_behind=index.unlike(after, told))
+    after = sessions_index.merge_columns(row, await _drop_taken_label(tx, row, told))
+    await _store_columns(tx, key, session, row["updated_at"], after)
+    return MergedSession(
+        str(key),
+        taken_over=sessions_index.list_differing_fields(row, after),
+        left_behind=sessions_index.list_differing_fields(after, told),
+    )
 
 
-async def _with_free_label(tx: Tx, session: Row, told: Mapping[str, Param]) -> Mapping[str, Param]:
+async def _drop_taken_label(tx: Tx, session: Row, told: Mapping[str, Param]) -> Mapping[str, Param]:
     """Without the label if another session has it."""
-    free = told["label"] is None or await sessions.label_is_free(tx, session, told["label"])
+    free = told["label"] is None or await sessions.is_label_free(tx, session, told["label"])
     return told if free else {**told, "label": None}
 
 
-async def _adopt(
+async def _store_columns(
     tx: Tx, key: SessionKey, session: int, updated_at: int, columns: Mapping[str, Param]
 ) -> None:
     await tx.do(sessions.SQL.adopt, id=session, updated_at=updated_at, **columns)
     names = cast("list[str | None]", [columns["label"], columns["display_name"]])
-    await sessions.name(tx, session, key.id, key.thread and key.thread.id, *names)
+    await sessions.index_session_names(tx, session, key.id, key.thread and key.thread.id, *names)
 
 
-async def _write_beside(tx: Tx, key: str, told: Told, reading: Reading, began: int) -> int:
+async def _write_ended_conversation(
+    tx: Tx, key: str, told: ConversationRecord, reading: TranscriptReader, began: int
+) -> int:
     transcript = await tx.one(
         sessions.SQL.insert_transcript,
         session_id=told.session_id,
@@ -525,36 +555,36 @@ async def _write_beside(tx: Tx, key: str, told: Told, reading: Reading, began: i
         now=began,
     )
     assert transcript is not None
-    count, last_at = await _append(tx, transcript["id"], reading)
-    ended_at = moment(told.ended_at) or last_at or began
+    count, last_at = await _append_entries(tx, transcript["id"], reading)
+    ended_at = parse_timestamp(told.ended_at) or last_at or began
     await tx.do(sessions.SQL.end_transcript, transcript=transcript["id"], now=ended_at)
     return count
 
 
-async def _append(tx: Tx, transcript: int, reading: Reading) -> tuple[int, int]:
+async def _append_entries(tx: Tx, transcript: int, reading: TranscriptReader) -> tuple[int, int]:
     """How many entries were written, and when the last of them was said."""
     count = last_at = 0
-    for entry in reading.entries():
+    for entry in reading.iterate_entries():
         await transcripts.append_raw(tx, transcript, None, entry)
         count, last_at = entry.seq, entry.created_at
     return count, last_at
 
 
-def _lines(path: Path | None) -> Iterator[bytes]:
+def _iterate_lines(path: Path | None) -> Iterator[bytes]:
     """Lines of a bounded length; what is longer is given as something that cannot be read."""
     if path is None:
         return
     with path.open("rb") as file:
-        while line := file.readline(LONGEST_LINE):
-            if len(line) < LONGEST_LINE or line.endswith(b"\n"):
+        while line := file.readline(MAX_LINE_BYTES):
+            if len(line) < MAX_LINE_BYTES or line.endswith(b"\n"):
                 yield line
                 continue
-            while (more := file.readline(LONGEST_LINE)) and not more.endswith(b"\n"):
+            while (more := file.readline(MAX_LINE_BYTES)) and not more.endswith(b"\n"):
                 pass
             yield b"(too long)"
 
 
-def _known(config: Config, ref: str) -> bool:
+def _is_known_model(config: Config, ref: str) -> bool:
     try:
         config.find_model(ref)
     except UnknownModel:
@@ -562,12 +592,12 @@ def _known(config: Config, ref: str) -> bool:
     return True
 
 
-def _count(report: Imported, found: Found, done: _Done, config: Config) -> None:
+def _add_to_report(report: ImportReport, found: SourceSession, done: _SessionImport, config: Config) -> None:
     report.skipped += done.outcome == "skipped"
     report.imported += done.outcome != "skipped"
     report.beside += done.outcome == "beside"
     if done.merged and (done.merged.taken_over or done.merged.left_behind):
-        report.merged += [done.merged][: MOST_TOLD - len(report.merged)]
+        report.merged += [done.merged][: MAX_REPORTED_ITEMS - len(report.merged)]
     report.past += done.past
     report.messages += done.messages
     report.damaged_lines += done.damaged
@@ -577,7 +607,7 @@ def _count(report: Imported, found: Found, done: _Done, config: Config) -> None:
         report.unknown_agents.append(found.agent_id)
 
 
-def _fail(report: Imported, key: str, error: Exception) -> None:
+def _record_failure(report: ImportReport, key: str, error: Exception) -> None:
     report.failed_count += 1
-    if len(report.failed) < MOST_TOLD:
-        report.failed.append(Failure(key[:200], str(error)))
+    if len(report.failed) < MAX_REPORTED_ITEMS:
+        report.failed.append(ImportFailure(key[:200], str(error)))

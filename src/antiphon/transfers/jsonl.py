@@ -15,34 +15,34 @@ from typing import Any, TypeAlias, cast
 import msgspec
 
 from antiphon import messages
-from antiphon.engine.transcripts import Entry
+from antiphon.engine.sessions.transcripts import Entry
 from antiphon.errors import InvalidInput
-from antiphon.misfits import mended
+from antiphon.validation_errors import replace_lone_surrogates
 
-VERSION = 3
-COMPACTION = "compaction"
-LONGEST_ROLE = 64  # characters
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_LAST = 253_402_300_799_999  # the last millisecond that has a four-digit year
+FORMAT_VERSION = 3
+COMPACTION_TYPE = "compaction"
+MAX_ROLE_CHARACTERS = 64  # characters
+_UNIX_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MAX_TIMESTAMP_MILLISECONDS = 253_402_300_799_999  # the last millisecond that has a four-digit year
 _SUMMARY_FIELDS = {"type", "id", "parentId", "timestamp", "summary", "firstKeptEntryId", "tokensBefore"}
 _BODY_FIELDS = {"role", "summary", "firstKeptSeq", "tokensBefore", "timestamp"}
 
-Lines: TypeAlias = Callable[[], Iterable[bytes]]
+LineSource: TypeAlias = Callable[[], Iterable[bytes]]
 """Gives the lines of a file from its beginning, as often as it is called."""
 
 
-def iso(ms: int) -> str:
+def format_timestamp(ms: int) -> str:
     """Milliseconds since the epoch as the format writes them."""
-    ms = min(max(ms, 0), _LAST)
-    return f"{_iso_second(ms // 1000)}.{ms % 1000:03d}Z"
+    ms = min(max(ms, 0), _MAX_TIMESTAMP_MILLISECONDS)
+    return f"{_format_second(ms // 1000)}.{ms % 1000:03d}Z"
 
 
 @lru_cache(maxsize=256)  # what is written together was said within a few seconds
-def _iso_second(seconds: int) -> str:
+def _format_second(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).replace(tzinfo=None).isoformat()
 
 
-def moment(value: object) -> int | None:
+def parse_timestamp(value: object) -> int | None:
     """Milliseconds since the epoch from either spelling, or None."""
     if isinstance(value, bool):
         return None
@@ -51,30 +51,34 @@ def moment(value: object) -> int | None:
             read = datetime.fromisoformat(value)
         except ValueError:
             return None
-        value = (read.replace(tzinfo=read.tzinfo or UTC) - _EPOCH) // timedelta(milliseconds=1)
+        value = (read.replace(tzinfo=read.tzinfo or UTC) - _UNIX_EPOCH) // timedelta(milliseconds=1)
     if not isinstance(value, int | float):
         return None
-    return int(value) if 0 <= value <= _LAST else None
+    return int(value) if 0 <= value <= _MAX_TIMESTAMP_MILLISECONDS else None
 
 
-def header(session_id: str, started_at: int, cwd: str) -> bytes:
-    return _line(type="session", version=VERSION, id=session_id, timestamp=iso(started_at), cwd=cwd)
+def encode_header(session_id: str, started_at: int, cwd: str) -> bytes:
+    return _encode_line(
+        type="session", version=FORMAT_VERSION, id=session_id, timestamp=format_timestamp(started_at), cwd=cwd
+    )
 
 
-def line(entry: Entry, parent: str | None, first_kept: str | None = None) -> bytes | None:
+def encode_entry(entry: Entry, parent: str | None, first_kept: str | None = None) -> bytes | None:
     """One stored entry, or None when what is stored is not JSON. `first_kept` is for compactions."""
-    at = iso(entry.created_at)
-    if entry.role != COMPACTION:
+    at = format_timestamp(entry.created_at)
+    if entry.role != COMPACTION_TYPE:
         if not _is_object(entry.body):
             return None
-        said = _Said("message", entry.id, parent, at, msgspec.Raw(_one_line(entry.body).encode()))
+        said = _MessageLine(
+            "message", entry.id, parent, at, msgspec.Raw(_put_on_one_line(entry.body).encode())
+        )
         return msgspec.json.encode(said) + b"\n"
-    body = as_object(entry.body)
+    body = parse_object(entry.body)
     if body is None:
         return None
     rest = {name: value for name, value in body.items() if name not in _BODY_FIELDS}
-    return _line(
-        type=COMPACTION,
+    return _encode_line(
+        type=COMPACTION_TYPE,
         id=entry.id,
         parentId=parent,
         timestamp=at,
@@ -85,13 +89,13 @@ def line(entry: Entry, parent: str | None, first_kept: str | None = None) -> byt
     )
 
 
-def first_kept_seq(entry: Entry) -> int | None:
+def get_first_kept_seq(entry: Entry) -> int | None:
     """Where the part that a compaction left in place begins."""
-    seq = (as_object(entry.body) or {}).get("firstKeptSeq") if entry.role == COMPACTION else None
+    seq = (parse_object(entry.body) or {}).get("firstKeptSeq") if entry.role == COMPACTION_TYPE else None
     return seq if isinstance(seq, int) else None
 
 
-def as_object(text: str | bytes) -> dict[str, Any] | None:
+def parse_object(text: str | bytes) -> dict[str, Any] | None:
     """A JSON object, or None."""
     try:
         found: object = msgspec.json.decode(text)
@@ -115,7 +119,7 @@ def _is_object(text: str) -> bool:
     return True
 
 
-class _Said(msgspec.Struct, rename="camel"):
+class _MessageLine(msgspec.Struct, rename="camel"):
     type: str
     id: str
     parent_id: str | None
@@ -123,7 +127,7 @@ class _Said(msgspec.Struct, rename="camel"):
     message: msgspec.Raw
 
 
-class _Line(msgspec.Struct, rename="camel"):
+class _EntryLine(msgspec.Struct, rename="camel"):
     type: str
     id: str | None = None
     parent_id: str | msgspec.UnsetType | None = msgspec.UNSET
@@ -133,13 +137,13 @@ class _Line(msgspec.Struct, rename="camel"):
     first_kept_entry_id: str | None = None
 
 
-_decoder = msgspec.json.Decoder(_Line)
+_decoder = msgspec.json.Decoder(_EntryLine)
 
 
-class Reading:
+class TranscriptReader:
     """One file, read twice: first for its shape, then for its entries."""
 
-    def __init__(self, lines: Lines) -> None:
+    def __init__(self, lines: LineSource) -> None:
         self.damaged = 0
         """Lines that could not be read."""
         self.left_out = 0
@@ -148,31 +152,31 @@ class Reading:
         self.cwd: str | None = None
         self._lines = lines
         self._kept: set[str] = set()
-        self._branch = self._survey()
+        self._branch = self._find_branch()
 
-    def entries(self) -> Iterator[Entry]:
+    def iterate_entries(self) -> Iterator[Entry]:
         """The conversation that ends in the file's last entry, numbered from 1."""
         seqs: dict[str, int] = {}
         seq, at = 0, self.started_at or 0
         for number, raw in enumerate(self._lines()):
             if number not in self._branch:
                 continue
-            found, raw = _sound(raw)  # noqa: PLW2901
-            at = moment(found.timestamp) or at
+            found, raw = _decode_line(raw)  # noqa: PLW2901
+            at = parse_timestamp(found.timestamp) or at
             if found.id in self._kept:
                 seqs[found.id] = seq + 1
-            entry = self._entry(found, raw, seq + 1, at, seqs)
+            entry = self._build_entry(found, raw, seq + 1, at, seqs)
             if entry is not None:
                 seq, at = entry.seq, entry.created_at
                 yield entry
 
-    def _survey(self) -> set[int]:
+    def _find_branch(self) -> set[int]:
         """The numbers of the lines on the way from the last entry to its root."""
         numbers: list[int] = []
         parents: list[int] = []
         places: dict[str, int] = {}
         for number, raw in enumerate(self._lines()):
-            found = self._decoded(raw)
+            found = self._decode_or_count(raw)
             if found is None:
                 continue
             if found.type == "session":
@@ -187,37 +191,39 @@ class Reading:
             if found.first_kept_entry_id:
                 self._kept.add(found.first_kept_entry_id)
             numbers.append(number)
-        return _ancestry(numbers, parents)
+        return _trace_ancestry(numbers, parents)
 
-    def _decoded(self, raw: bytes) -> _Line | None:
+    def _decode_or_count(self, raw: bytes) -> _EntryLine | None:
         if not raw.strip():
             return None
         try:
-            return _sound(raw)[0]
+            return _decode_line(raw)[0]
         except (ValueError, RecursionError):
             self.damaged += 1
             return None
 
-    def _take_header(self, found: _Line) -> None:
-        self.started_at = moment(found.timestamp)
+    def _take_header(self, found: _EntryLine) -> None:
+        self.started_at = parse_timestamp(found.timestamp)
         self.cwd = found.cwd
 
-    def _entry(self, found: _Line, raw: bytes, seq: int, at: int, seqs: dict[str, int]) -> Entry | None:
+    def _build_entry(
+        self, found: _EntryLine, raw: bytes, seq: int, at: int, seqs: dict[str, int]
+    ) -> Entry | None:
         name = (found.id or f"{seq:08x}")[:128]
         if found.type == "message":
-            said = _message(bytes(found.message), at)
+            said = _parse_message(bytes(found.message), at)
             if said is None:
                 self.damaged += 1
                 return None
             return Entry(seq, name, said[0], said[1], at or said[2])
-        if found.type == COMPACTION:
+        if found.type == COMPACTION_TYPE:
             kept = seqs.get(found.first_kept_entry_id or "", seq)
-            return Entry(seq, name, COMPACTION, _summary(raw, kept, at), at)
+            return Entry(seq, name, COMPACTION_TYPE, _build_summary_body(raw, kept, at), at)
         self.left_out += 1
         return None
 
 
-def _sound(raw: bytes) -> tuple[_Line, bytes]:
+def _decode_line(raw: bytes) -> tuple[_EntryLine, bytes]:
     """The line, with halves of surrogate pairs replaced: cutting a text in UTF-16 leaves them behind.
 
     Raises:
@@ -228,11 +234,11 @@ def _sound(raw: bytes) -> tuple[_Line, bytes]:
     except msgspec.ValidationError:
         raise
     except msgspec.DecodeError:
-        whole = mended(raw)
+        whole = replace_lone_surrogates(raw)
         return _decoder.decode(whole), whole
 
 
-def _ancestry(numbers: list[int], parents: list[int]) -> set[int]:
+def _trace_ancestry(numbers: list[int], parents: list[int]) -> set[int]:
     branch: set[int] = set()
     place = len(numbers) - 1
     while place >= 0:  # a parent stands before its child, so this ends
@@ -241,29 +247,34 @@ def _ancestry(numbers: list[int], parents: list[int]) -> set[int]:
     return branch
 
 
-def _message(raw: bytes, at: int) -> tuple[str, str, int] | None:
+def _parse_message(raw: bytes, at: int) -> tuple[str, str, int] | None:
     """Role, text to store and time of a message: as it is if it can be read, or must be kept as it is."""
-    body = as_object(raw)
+    body = parse_object(raw)
     role = body.get("role") if body else None
-    if body is None or not isinstance(role, str) or not 0 < len(role) <= LONGEST_ROLE or role == COMPACTION:
+    if (
+        body is None
+        or not isinstance(role, str)
+        or not 0 < len(role) <= MAX_ROLE_CHARACTERS
+        or role == COMPACTION_TYPE
+    ):
         return None
-    said_at = moment(body.get("timestamp")) or 0
+    said_at = parse_timestamp(body.get("timestamp")) or 0
     text = raw.decode()
-    if not _readable(text):
-        mended = msgspec.json.encode(_mended(body, role, said_at or at)).decode()
-        text = mended if _readable(mended) else text
+    if not _is_readable(text):
+        mended = msgspec.json.encode(_repair_message(body, role, said_at or at)).decode()
+        text = mended if _is_readable(mended) else text
     return role, text, said_at
 
 
-def _readable(text: str) -> bool:
+def _is_readable(text: str) -> bool:
     try:
-        messages.decode(text)
+        messages.decode_message(text)
     except InvalidInput:
         return False
     return True
 
 
-def _mended(body: dict[str, Any], role: str, at: int) -> dict[str, Any]:
+def _repair_message(body: dict[str, Any], role: str, at: int) -> dict[str, Any]:
     """The message with what older writers left out: a time, blocks instead of bare text, a tool's name."""
     mended = {**body, "timestamp": at}
     if role != "user" and isinstance(body.get("content"), str):
@@ -273,12 +284,12 @@ def _mended(body: dict[str, Any], role: str, at: int) -> dict[str, Any]:
     return mended
 
 
-def _summary(raw: bytes, first_kept: int, at: int) -> str:
-    found = as_object(raw) or {}
+def _build_summary_body(raw: bytes, first_kept: int, at: int) -> str:
+    found = parse_object(raw) or {}
     summary, tokens = found.get("summary"), found.get("tokensBefore")
     rest = {name: value for name, value in found.items() if name not in _SUMMARY_FIELDS}
     body = {
-        "role": COMPACTION,
+        "role": COMPACTION_TYPE,
         "summary": summary if isinstance(summary, str) else "",
         "firstKeptSeq": first_kept,
         "tokensBefore": tokens if isinstance(tokens, int) else 0,
@@ -287,9 +298,9 @@ def _summary(raw: bytes, first_kept: int, at: int) -> str:
     return msgspec.json.encode({**rest, **body}).decode()
 
 
-def _one_line(body: str) -> str:
+def _put_on_one_line(body: str) -> str:
     return msgspec.json.format(body, indent=-1) if "\n" in body or "\r" in body else body
 
 
-def _line(**fields: Any) -> bytes:
+def _encode_line(**fields: Any) -> bytes:
     return msgspec.json.encode(fields) + b"\n"

@@ -26,28 +26,30 @@ import msgspec
 
 from antiphon.bus import Event, EventBus, Gap, SessionChanged
 from antiphon.clock import Clock, SystemClock
-from antiphon.engine import transcripts
-from antiphon.engine.transcripts import Entry
-from antiphon.engine.words import FORGOTTEN
+from antiphon.engine.sessions import transcripts
+from antiphon.engine.sessions.transcripts import Entry
+from antiphon.engine.validation import DELETED_TRANSCRIPT_PREFIX
 from antiphon.errors import AntiphonError
 from antiphon.store import Row, Store, Tx
-from antiphon.store.listing import Listed, Wish, page
-from antiphon.store.transcript_files import SESSION_ID, TranscriptFiles
-from antiphon.transfers import index, jsonl
-from antiphon.transfers.exports import SQL, Draft, entry_at
+from antiphon.store.listing import SessionListQuery, SessionListRow, load_session_page
+from antiphon.store.transcript_files import SESSION_ID_PATTERN, TranscriptFiles
+from antiphon.transfers import jsonl, sessions_index
+from antiphon.transfers.exports import SQL, AtomicFile, find_entry_at
 
 log = logging.getLogger(__name__)
 
-DELAY = 1.0  # seconds that a change may wait for others to be written with it
-LISTEN_SECONDS = 0.05  # between two looks at what was heard: to be woken by every event would cost each turn
-MARGIN = 10_000  # milliseconds that a row's time may be behind its event
-PAGE = 200
-MARK = ".mirrored"  # the file that says since when, in milliseconds
-FILES = 4096  # whose place is remembered, the most recently changed ones
+WRITE_DELAY_SECONDS = 1.0  # seconds that a change may wait for others to be written with it
+EVENT_POLL_SECONDS = (
+    0.05  # between two looks at what was heard: to be woken by every event would cost each turn
+)
+CLOCK_MARGIN_MILLISECONDS = 10_000  # milliseconds that a row's time may be behind its event
+MIRRORED_ROWS_PER_PAGE = 200
+MARK_FILE_NAME = ".mirrored"  # the file that says since when, in milliseconds
+MAX_REMEMBERED_FILES = 4096  # whose place is remembered, the most recently changed ones
 CATCH_UP_PAUSE_SECONDS = 0.05  # between two files that are written only because they are behind
 
 
-class _Place(msgspec.Struct):
+class _FilePosition(msgspec.Struct):
     """How far a file has got: the last number in it, and that entry's id. At 0 it is begun anew."""
 
     seq: int = 0
@@ -56,7 +58,7 @@ class _Place(msgspec.Struct):
     """Nothing is said in this conversation any more, unless it is restored."""
 
 
-class _News(NamedTuple):
+class _PendingEntries(NamedTuple):
     """What a file has yet to be given; `more` if that is not all of it."""
 
     session_id: str
@@ -69,13 +71,13 @@ class _News(NamedTuple):
     more: bool
 
 
-class _Addition(NamedTuple):
+class _FileAppend(NamedTuple):
     session_id: str
     content: bytes
     fresh: bool
 
 
-class Mirror:
+class TranscriptMirror:
     """`run` writes until it is cancelled; `flush` writes what is due now."""
 
     def __init__(self, store: Store, bus: EventBus, folder: Path, clock: Clock | None = None) -> None:
@@ -87,7 +89,7 @@ class Mirror:
         self._changed: dict[str, bool] = {}
         """Keys of sessions, and whether more may have happened there than that something was said."""
         self._lock = asyncio.Lock()  # one writer at a time
-        self._places: dict[str, _Place] = {}
+        self._positions: dict[str, _FilePosition] = {}
         self._missed = True  # whatever happened before it listened
         self._due: float | None = None
         self._since = now = self._clock.now()
@@ -101,21 +103,21 @@ class Mirror:
             catching_up = asyncio.create_task(self._catch_up())
             try:
                 while True:
-                    if (left := self._left()) is None:
-                        self._hear(await events.get())
+                    if (left := self._seconds_until_due()) is None:
+                        self._handle_event(await events.get())
                         continue
-                    await asyncio.sleep(min(left, LISTEN_SECONDS))
+                    await asyncio.sleep(min(left, EVENT_POLL_SECONDS))
                     while (event := await events.get(0)) is not None:
-                        self._hear(event)
-                    if self._left() == 0:
-                        await _wholly(self.flush())
+                        self._handle_event(event)
+                    if self._seconds_until_due() == 0:
+                        await _run_to_completion(self.flush())
             finally:  # whoever ends this flushes once more
                 catching_up.cancel()
                 await asyncio.gather(catching_up, return_exceptions=True)
                 while (event := await events.get(0)) is not None:
-                    self._hear(event)
+                    self._handle_event(event)
 
-    def _hear(self, event: Event | None) -> None:
+    def _handle_event(self, event: Event | None) -> None:
         if isinstance(event, SessionChanged):
             key = event.session_key
             self._changed[key] = self._changed.get(key, False) or event.reason != "message"
@@ -124,9 +126,9 @@ class Mirror:
         else:
             return
         if self._due is None:
-            self._due = asyncio.get_running_loop().time() + DELAY
+            self._due = asyncio.get_running_loop().time() + WRITE_DELAY_SECONDS
 
-    def _left(self) -> float | None:
+    def _seconds_until_due(self) -> float | None:
         """Seconds until something has to be written, or None while nothing has changed."""
         return None if self._due is None else max(0.0, self._due - asyncio.get_running_loop().time())
 
@@ -139,13 +141,13 @@ class Mirror:
                 self._begun.append(self._clock.now())
             while self._changed:
                 changed, self._changed = self._changed, {}
-                await self._update(changed)
+                await self._write_changes(changed)
 
     async def write(self, keys: Iterable[str]) -> None:
         """Write the files of these sessions now."""
         async with self._lock:
             changed = {key: self._changed.pop(key, False) for key in keys}
-            await self._update(changed)
+            await self._write_changes(changed)
 
     async def _catch_up(self) -> None:
         """Write what is missing or older than its session, without haste: imports, and what a crash left behind."""
@@ -153,11 +155,14 @@ class Mirror:
         try:
             while True:
                 await asyncio.sleep(CATCH_UP_PAUSE_SECONDS)
-                rows = await self._store.read(page, Wish(limit=PAGE, archived=True, cursor=cursor))
-                for key in await asyncio.to_thread(_behind, self._folder, rows):
-                    await _wholly(self.write([key]))
+                rows = await self._store.read(
+                    load_session_page,
+                    SessionListQuery(limit=MIRRORED_ROWS_PER_PAGE, archived=True, cursor=cursor),
+                )
+                for key in await asyncio.to_thread(_find_outdated, self._folder, rows):
+                    await _run_to_completion(self.write([key]))
                     await asyncio.sleep(CATCH_UP_PAUSE_SECONDS)
-                if len(rows) < PAGE:
+                if len(rows) < MIRRORED_ROWS_PER_PAGE:
                     return
                 cursor = rows[-1].updated_at, rows[-1].key
         except (AntiphonError, OSError):
@@ -168,92 +173,98 @@ class Mirror:
     async def _rescan(self) -> None:
         """Events were dropped: whatever was active since then may have changed, and any session may be gone."""
         try:
-            since = self._begun[0] - MARGIN
-            for key in await self._active_since(since):
+            since = self._begun[0] - CLOCK_MARGIN_MILLISECONDS
+            for key in await self._load_active_since(since):
                 self._changed.setdefault(key, False)
-            mark = await asyncio.to_thread(_marked, self._folder)
+            mark = await asyncio.to_thread(_read_mark, self._folder)
             self._since = self._since if mark is None else min(mark, self._clock.now())
-            if await self._remove(FORGOTTEN):
+            if await self._remove_deleted(DELETED_TRANSCRIPT_PREFIX):
                 self._since = max(self._since, since)
-                await asyncio.to_thread(_mark, self._folder, self._since)
+                await asyncio.to_thread(_write_mark, self._folder, self._since)
         except (AntiphonError, OSError):
             log.exception("What changed unheard could not be found out; that is tried at the next change")
             return
         self._missed = False
 
-    async def _active_since(self, time: int) -> set[str]:
+    async def _load_active_since(self, time: int) -> set[str]:
         keys: set[str] = set()
         cursor: tuple[int, str] | None = None
         while True:
-            wish = Wish(limit=PAGE, active_since=time, archived=True, cursor=cursor)
-            rows = await self._store.read(page, wish)
+            wish = SessionListQuery(
+                limit=MIRRORED_ROWS_PER_PAGE, active_since=time, archived=True, cursor=cursor
+            )
+            rows = await self._store.read(load_session_page, wish)
             keys.update(row.key for row in rows)
-            if len(rows) < PAGE:
+            if len(rows) < MIRRORED_ROWS_PER_PAGE:
                 return keys
             cursor = rows[-1].updated_at, rows[-1].key
 
-    async def _update(self, changed: Mapping[str, bool]) -> None:
+    async def _write_changes(self, changed: Mapping[str, bool]) -> None:
         """Write what is new. A session that cannot be written keeps back no other, and does not end the mirror."""
         try:
             for key, more in changed.items():
                 if more:  # also where the key stands for another session now
-                    await self._remove(f"{FORGOTTEN}{key} ")
+                    await self._remove_deleted(f"{DELETED_TRANSCRIPT_PREFIX}{key} ")
             left = list(changed)
             while left:
-                news, done = await self._store.read(_news, left, changed, self._places)
-                again = await self._append(news)
+                news, done = await self._store.read(_load_pending, left, changed, self._positions)
+                again = await self._append_pending(news)
                 left = left[done:] if not again else left
         except Exception:
             if len(changed) > 1:
                 for key, more in changed.items():
-                    await self._update({key: more})
+                    await self._write_changes({key: more})
                 return
             log.exception(
                 "Transcript files could not be written; that is tried when their sessions change again"
             )
 
-    async def _remove(self, prefix: str) -> bool:
+    async def _remove_deleted(self, prefix: str) -> bool:
         """Remove the files of what was deleted, as far as the record of it begins like that; whether all are gone."""
         after, until = prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1)
         clean = True
         while True:
-            rows = await self._store.read(_forgotten, after, until, self._since)
-            gone = [row["session_id"] for row in rows if SESSION_ID.fullmatch(row["session_id"])]
+            rows = await self._store.read(_load_deleted, after, until, self._since)
+            gone = [row["session_id"] for row in rows if SESSION_ID_PATTERN.fullmatch(row["session_id"])]
             if gone:
-                clean &= await asyncio.to_thread(_unlink, self._folder, gone)
+                clean &= await asyncio.to_thread(_unlink_files, self._folder, gone)
             for session_id in gone:
-                self._places.pop(session_id, None)
+                self._positions.pop(session_id, None)
                 self.files.discard(session_id)
-            if len(rows) < PAGE:
+            if len(rows) < MIRRORED_ROWS_PER_PAGE:
                 return clean
             after = rows[-1]["id"]
 
-    async def _append(self, news: Sequence[_News]) -> bool:
+    async def _append_pending(self, news: Sequence[_PendingEntries]) -> bool:
         """Whether there is more to be written of these."""
-        additions: list[_Addition] = []
-        places: dict[str, _Place] = {}
+        additions: list[_FileAppend] = []
+        places: dict[str, _FilePosition] = {}
         for item in news:
-            place = self._places.pop(item.session_id, None) or _Place()
-            self._places[item.session_id] = _Place()  # for the case that it cannot be written completely
-            content = b"".join([item.header, *(_line(entry, place, item.kept) for entry in item.entries)])
+            place = self._positions.pop(item.session_id, None) or _FilePosition()
+            self._positions[item.session_id] = (
+                _FilePosition()
+            )  # for the case that it cannot be written completely
+            content = b"".join(
+                [item.header, *(_encode_next_line(entry, place, item.kept) for entry in item.entries)]
+            )
             place.ended = item.ended and not item.more
             places[item.session_id] = place
             if content:
-                additions.append(_Addition(item.session_id, content, bool(item.header)))
-        failed = await asyncio.to_thread(_write, self._folder, additions) if additions else {}
+                additions.append(_FileAppend(item.session_id, content, bool(item.header)))
+        failed = await asyncio.to_thread(_write_files, self._folder, additions) if additions else {}
         for session_id, place in places.items():
             if session_id in failed:
                 self.files.discard(session_id)
             else:
-                self._places[session_id] = place
+                self._positions[session_id] = place
                 self.files.add(session_id)
-        while len(self._places) > FILES:
-            del self._places[next(iter(self._places))]  # written anew when it changes again
+        while len(self._positions) > MAX_REMEMBERED_FILES:
+            del self._positions[next(iter(self._positions))]  # written anew when it changes again
         return any(failed.get(item.session_id, item.more) for item in news)
 
 
-def _line(entry: Entry, place: _Place, kept: Mapping[int, str | None]) -> bytes:
-    line = jsonl.line(entry, place.entry, kept.get(entry.seq))
+def _encode_next_line(entry: Entry, place: _FilePosition, kept: Mapping[int, str | None]) -> bytes:
+    line = jsonl.encode_entry(entry, place.entry, kept.get(entry.seq))
     place.seq = entry.seq
     if line is None:
         return b""
@@ -261,41 +272,50 @@ def _line(entry: Entry, place: _Place, kept: Mapping[int, str | None]) -> bytes:
     return line
 
 
-async def _news(
-    tx: Tx, keys: Sequence[str], changed: Mapping[str, bool], places: Mapping[str, _Place]
-) -> tuple[list[_News], int]:
+async def _load_pending(
+    tx: Tx, keys: Sequence[str], changed: Mapping[str, bool], places: Mapping[str, _FilePosition]
+) -> tuple[list[_PendingEntries], int]:
     """What the first of these keys have that their files do not, and of how many keys; a page, or little more."""
-    news: list[_News] = []
+    news: list[_PendingEntries] = []
     entries = 0
     for number, key in enumerate(keys):
-        if entries >= PAGE:
+        if entries >= MIRRORED_ROWS_PER_PAGE:
             return news, number
         rows = [] if changed[key] else await tx.all(SQL.current_conversation, key=key)
         if not rows or rows[0]["session_id"] not in places:  # another may have ended a moment ago
             rows = await tx.all(SQL.recent_conversations, key=key)
         for row in rows:
-            place = places.get(row["session_id"]) or _Place()
+            place = places.get(row["session_id"]) or _FilePosition()
             ended = row["ended_at"] is not None
-            if SESSION_ID.fullmatch(row["session_id"]) and not (ended and place.ended):
-                news.append(await _news_of(tx, row, place))
+            if SESSION_ID_PATTERN.fullmatch(row["session_id"]) and not (ended and place.ended):
+                news.append(await _load_pending_entries(tx, row, place))
                 entries += len(news[-1].entries)
     return news, len(keys)
 
 
-async def _news_of(tx: Tx, row: Row, place: _Place) -> _News:
-    found = await transcripts.after(tx, row["id"], place.seq, PAGE, tools=True)
+async def _load_pending_entries(tx: Tx, row: Row, place: _FilePosition) -> _PendingEntries:
+    found = await transcripts.read_entries_after(tx, row["id"], place.seq, MIRRORED_ROWS_PER_PAGE, tools=True)
     kept: dict[int, str | None] = {}
     for entry in found:
-        if (seq := jsonl.first_kept_seq(entry)) is not None:
-            kept[entry.seq] = await entry_at(tx, row["id"], seq)
+        if (seq := jsonl.get_first_kept_seq(entry)) is not None:
+            kept[entry.seq] = await find_entry_at(tx, row["id"], seq)
     header = b""
     if place.seq == 0:
-        cwd = index.extra_of(row).get("cwd")
-        header = jsonl.header(row["session_id"], row["started_at"], cwd if isinstance(cwd, str) else "")
-    return _News(row["session_id"], header, found, kept, row["ended_at"] is not None, len(found) == PAGE)
+        cwd = sessions_index.parse_extra(row).get("cwd")
+        header = jsonl.encode_header(
+            row["session_id"], row["started_at"], cwd if isinstance(cwd, str) else ""
+        )
+    return _PendingEntries(
+        row["session_id"],
+        header,
+        found,
+        kept,
+        row["ended_at"] is not None,
+        len(found) == MIRRORED_ROWS_PER_PAGE,
+    )
 
 
-async def _wholly(writing: Coroutine[Any, Any, None]) -> None:
+async def _run_to_completion(writing: Coroutine[Any, Any, None]) -> None:
     """To its end even when cancelled: a file that is being appended to must not be begun anew meanwhile."""
     task = asyncio.create_task(writing)
     try:
@@ -304,11 +324,11 @@ async def _wholly(writing: Coroutine[Any, Any, None]) -> None:
         await task
 
 
-async def _forgotten(tx: Tx, after: str, until: str, since: int) -> list[Row]:
-    return await tx.all(SQL.forgotten, after=after, until=until, since=since, limit=PAGE)
+async def _load_deleted(tx: Tx, after: str, until: str, since: int) -> list[Row]:
+    return await tx.all(SQL.forgotten, after=after, until=until, since=since, limit=MIRRORED_ROWS_PER_PAGE)
 
 
-def _write(folder: Path, additions: Sequence[_Addition]) -> dict[str, bool]:
+def _write_files(folder: Path, additions: Sequence[_FileAppend]) -> dict[str, bool]:
     """Those that could not be written, and whether it helps to begin them anew at once."""
     failed: dict[str, bool] = {}
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -332,16 +352,16 @@ def _write(folder: Path, additions: Sequence[_Addition]) -> dict[str, bool]:
     return failed
 
 
-def _behind(folder: Path, rows: Sequence[Listed]) -> list[str]:
+def _find_outdated(folder: Path, rows: Sequence[SessionListRow]) -> list[str]:
     """The keys of sessions whose file is missing, or was last written before the session changed."""
     return [
         row.key
         for row in rows
-        if SESSION_ID.fullmatch(row.session_id) and _written_at(folder, row) < row.updated_at
+        if SESSION_ID_PATTERN.fullmatch(row.session_id) and _get_written_at(folder, row) < row.updated_at
     ]
 
 
-def _written_at(folder: Path, row: Listed) -> int:
+def _get_written_at(folder: Path, row: SessionListRow) -> int:
     """In milliseconds, as a session's times are."""
     try:
         return (folder / f"{row.session_id}.jsonl").stat().st_mtime_ns // 1_000_000
@@ -349,7 +369,7 @@ def _written_at(folder: Path, row: Listed) -> int:
         return -1
 
 
-def _unlink(folder: Path, session_ids: Sequence[str]) -> bool:
+def _unlink_files(folder: Path, session_ids: Sequence[str]) -> bool:
     clean = True
     for session_id in session_ids:
         try:
@@ -363,19 +383,19 @@ def _unlink(folder: Path, session_ids: Sequence[str]) -> bool:
     return clean
 
 
-def _marked(folder: Path) -> int | None:
+def _read_mark(folder: Path) -> int | None:
     try:
-        return int((folder / MARK).read_bytes())
+        return int((folder / MARK_FILE_NAME).read_bytes())
     except (FileNotFoundError, ValueError):
         return None
 
 
-def _mark(folder: Path, since: int) -> None:
-    with Draft(folder / MARK) as draft:
+def _write_mark(folder: Path, since: int) -> None:
+    with AtomicFile(folder / MARK_FILE_NAME) as draft:
         draft.write(b"%d\n" % since)
 
 
-def leave(folder: Path) -> None:
+def remove_mark(folder: Path) -> None:
     """It is not mirrored now: what is deleted meanwhile keeps its files, also when it is mirrored again."""
     with suppress(OSError):  # there is none, most of the time
-        (folder / MARK).unlink()
+        (folder / MARK_FILE_NAME).unlink()

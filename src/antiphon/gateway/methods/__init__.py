@@ -2,30 +2,30 @@
 
 from antiphon.gateway.methods import (
     agent,
-    changes,
     chat,
     cron,
     deliveries,
     exchanges,
-    sends,
+    session_changes,
+    session_messages,
     sessions,
     subagents,
     system,
     tools,
 )
-from antiphon.gateway.methods.registry import METHODS, Call, Method
+from antiphon.gateway.methods.registry import METHODS_BY_NAME, Method, MethodCall
 
 __all__ = [
-    "METHODS",
-    "Call",
+    "METHODS_BY_NAME",
     "Method",
+    "MethodCall",
     "agent",
-    "changes",
     "chat",
     "cron",
     "deliveries",
     "exchanges",
-    "sends",
+    "session_changes",
+    "session_messages",
     "sessions",
     "subagents",
     "system",

@@ -7,42 +7,45 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from antiphon.access import READ, WRITE
+from antiphon.access import READ_SCOPE, WRITE_SCOPE
 from antiphon.bus import run_topic
 from antiphon.errors import AntiphonError, InvalidInput, NotFound
-from antiphon.gateway import attachments, frames, speech
-from antiphon.gateway.attachments import Attachment
-from antiphon.gateway.frames import IdempotencyKey, Params
-from antiphon.gateway.methods.registry import Call, method, named
+from antiphon.gateway import attachments, slash_commands
+from antiphon.gateway.attachments import ImageAttachment
+from antiphon.gateway.methods.registry import MethodCall, qualify_session_key, rpc_method
+from antiphon.gateway.ws import frames
+from antiphon.gateway.ws.frames import IdempotencyKey, Params
 from antiphon.messages import Provenance
-from antiphon.operations import Message
+from antiphon.operations import IncomingMessage
 from antiphon.views import RunView
 
-LOOK_AGAIN = 5.0  # seconds between looks for a run that is not there yet, if nothing is heard of its end
-LONGEST_WAIT = 24 * 3600 * 1000  # ms
+RUN_POLL_SECONDS = (
+    5.0  # seconds between looks for a run that is not there yet, if nothing is heard of its end
+)
+MAX_WAIT_MS = 24 * 3600 * 1000  # ms
 
 
-class RunFailed(AntiphonError):
-    """The run of an `agent` request ended badly; the payload says how."""
+class AgentRunFailed(AntiphonError):
+    """The run of an `run_agent` request ended badly; the payload says how."""
 
     code = "run_failed"
     ws = "UNAVAILABLE"
 
 
-Short = Annotated[str, Meta(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
+ShortText = Annotated[str, Meta(max_length=200, pattern=r"^[^\x00-\x1f\x7f]*$")]
 
 
-class GivenProvenance(Params, frozen=True):
+class ProvenanceParams(Params, frozen=True):
     """What a client says of where a text comes from. That it came from another session only we can say."""
 
-    kind: Short
-    origin_session_id: Short | None = None
-    source_session_key: Short | None = None
-    source_channel: Short | None = None
-    source_tool: Short | None = None
+    kind: ShortText
+    origin_session_id: ShortText | None = None
+    source_session_key: ShortText | None = None
+    source_channel: ShortText | None = None
+    source_tool: ShortText | None = None
 
 
-class Agent(Params, frozen=True):
+class AgentParams(Params, frozen=True):
     message: Annotated[str, Meta(min_length=1)]
     idempotency_key: IdempotencyKey
     agent_id: str | None = None
@@ -51,11 +54,11 @@ class Agent(Params, frozen=True):
     model: str | None = None
     provider: str | None = None
     thinking: str | None = None
-    attachments: list[Attachment] = []
+    attachments: list[ImageAttachment] = []
     timeout: Annotated[float, Meta(ge=0)] | None = None
     """Seconds."""
     extra_system_prompt: str | None = None
-    input_provenance: GivenProvenance | None = None
+    input_provenance: ProvenanceParams | None = None
     deliver: bool | None = None
     """The answer is to be posted to `channel` and `to`; to the session's own page, which shows it, by default."""
     best_effort_deliver: bool | None = None
@@ -77,11 +80,13 @@ class Agent(Params, frozen=True):
     label: str | None = None
 
 
-@method("agent", WRITE, Agent, waits=True)
-async def agent(call: Call, params: Agent) -> dict[str, Any]:
+@rpc_method("agent", WRITE_SCOPE, AgentParams, waits=True)
+async def run_agent(call: MethodCall, params: AgentParams) -> dict[str, Any]:
     """Answers twice: when the message is durable, and when its run has ended."""
     _check_delivery(params)
-    spoken = await speech.speak(call.operations, call.caller, _message(call, params))
+    spoken = await slash_commands.submit_or_run_command(
+        call.operations, call.caller, _build_message(call, params)
+    )
     if spoken.accepted is None:
         return {
             "runId": params.idempotency_key,
@@ -97,19 +102,19 @@ async def agent(call: Call, params: Agent) -> dict[str, Any]:
         "sessionKey": accepted.session_key,
         "sessionId": accepted.session_id,
     }
-    call.connection.put(frames.answer(call.request_id, receipt))
+    call.connection.enqueue(frames.encode_response(call.request_id, receipt))
     while True:
         view = await call.operations.wait(call.caller, accepted.run_id, 3600)
-        if view.ended:
-            return _ended(view, accepted.session_id)
+        if view.has_ended:
+            return _format_ended_run(view, accepted.session_id)
 
 
-def _check_delivery(params: Agent) -> None:
+def _check_delivery(params: AgentParams) -> None:
     """Refuse to deliver to where nothing can be delivered; who asks for the best effort gets what there is."""
     if not params.deliver or params.best_effort_deliver:
         return
-    speech.check_channel("replyChannel", params.reply_channel)
-    speech.check_channel("channel", params.channel)
+    slash_commands.check_channel("replyChannel", params.reply_channel)
+    slash_commands.check_channel("channel", params.channel)
     for field, to in (("replyTo", params.reply_to), ("to", params.to)):
         if to and to not in {params.session_key, params.session_id}:
             raise InvalidInput(
@@ -119,12 +124,12 @@ def _check_delivery(params: Agent) -> None:
             )
 
 
-def _message(call: Call, params: Agent) -> Message:
+def _build_message(call: MethodCall, params: AgentParams) -> IncomingMessage:
     given = params.input_provenance
     model = f"{params.provider}/{params.model}" if params.provider and params.model else params.model
-    return Message(
-        session=_session(call, params),
-        content=attachments.content(params.message, params.attachments),
+    return IncomingMessage(
+        session=_choose_session(call, params),
+        content=attachments.build_message_content(params.message, params.attachments),
         idempotency_key=params.idempotency_key,
         origin="agent",
         model=model or None,
@@ -141,7 +146,7 @@ def _message(call: Call, params: Agent) -> Message:
     )
 
 
-def _session(call: Call, params: Agent) -> str:
+def _choose_session(call: MethodCall, params: AgentParams) -> str:
     if params.agent_id is not None and params.agent_id not in call.config.agent_ids:
         raise InvalidInput(
             f'invalid agent params: unknown agent id "{params.agent_id}".',
@@ -149,13 +154,13 @@ def _session(call: Call, params: Agent) -> str:
             field="agentId",
         )
     if params.session_key:
-        return named(params.session_key, params.agent_id)
+        return qualify_session_key(params.session_key, params.agent_id)
     if params.session_id:
         return params.session_id
     return f"agent:{params.agent_id}:main" if params.agent_id else "main"
 
 
-def _ended(view: RunView, session_id: str) -> dict[str, Any]:
+def _format_ended_run(view: RunView, session_id: str) -> dict[str, Any]:
     provider, _, model = (view.model or "").rpartition("/")
     usage = {"input": view.usage.input, "output": view.usage.output} if view.usage else None
     result = {
@@ -171,16 +176,16 @@ def _ended(view: RunView, session_id: str) -> dict[str, Any]:
         return {"runId": view.run_id, "status": "ok", "summary": summary, "result": result}
     payload = {"runId": view.run_id, "status": "error", "summary": view.error, "result": result}
     what = view.error or f"The run ended as {view.state}."
-    raise RunFailed(what, "To try again, send it with a new idempotency key.", payload=payload)
+    raise AgentRunFailed(what, "To try again, send it with a new idempotency key.", payload=payload)
 
 
-class Wait(Params, frozen=True):
+class AgentWaitParams(Params, frozen=True):
     run_id: Annotated[str, Meta(min_length=1)]
-    timeout_ms: Annotated[int, Meta(ge=0, le=LONGEST_WAIT)] = 30_000
+    timeout_ms: Annotated[int, Meta(ge=0, le=MAX_WAIT_MS)] = 30_000
 
 
-@method("agent.wait", READ, Wait, waits=True)
-async def wait(call: Call, params: Wait) -> dict[str, Any]:
+@rpc_method("agent.wait", READ_SCOPE, AgentWaitParams, waits=True)
+async def wait_for_run(call: MethodCall, params: AgentWaitParams) -> dict[str, Any]:
     """Until the run has ended. One that is not known yet is waited for, too."""
     loop = asyncio.get_running_loop()
     until = loop.time() + params.timeout_ms / 1000
@@ -188,15 +193,15 @@ async def wait(call: Call, params: Wait) -> dict[str, Any]:
         while True:
             left = max(0.0, until - loop.time())
             try:
-                return _waited(await call.operations.wait(call.caller, params.run_id, left))
+                return _format_waited_run(await call.operations.wait(call.caller, params.run_id, left))
             except NotFound:
                 if left <= 0:
                     return {"runId": params.run_id, "status": "timeout"}
-                await ends.get(min(LOOK_AGAIN, left))
+                await ends.get(min(RUN_POLL_SECONDS, left))
 
 
-def _waited(view: RunView) -> dict[str, Any]:
-    if not view.ended:
+def _format_waited_run(view: RunView) -> dict[str, Any]:
+    if not view.has_ended:
         return {"runId": view.run_id, "status": "timeout", "run": view}
     status = {"ok": "ok", "incomplete": "ok", "timeout": "timeout"}.get(view.state, "error")
     facts = {

@@ -8,24 +8,24 @@ import msgspec
 from msgspec import Meta
 
 from antiphon import keys
-from antiphon.access import ADMIN, READ, WRITE
+from antiphon.access import ADMIN_SCOPE, READ_SCOPE, WRITE_SCOPE
 from antiphon.errors import Conflict, InvalidInput, NotFound
-from antiphon.gateway import attachments, rows, speech
-from antiphon.gateway.attachments import Attachment
-from antiphon.gateway.frames import IdempotencyKey, Key, Params
+from antiphon.gateway import attachments, slash_commands, wire
+from antiphon.gateway.attachments import ImageAttachment
 from antiphon.gateway.methods import system
-from antiphon.gateway.methods.registry import Call, method, named
-from antiphon.operations import HistoryFilter, Message
-from antiphon.views import Accepted, HistoryPage
+from antiphon.gateway.methods.registry import MethodCall, qualify_session_key, rpc_method
+from antiphon.gateway.ws.frames import IdempotencyKey, Params, SessionReference
+from antiphon.operations import HistoryFilter, IncomingMessage
+from antiphon.views import HistoryPage, MessageReceipt
 
-MOST_BYTES = 6 * 2**20  # of one history
-LARGE = 128 * 1024  # bytes of one message, above which it is left out of a history
-Text = Annotated[str, Meta(min_length=1)]
+MAX_HISTORY_BYTES = 6 * 2**20  # of one history
+MAX_HISTORY_MESSAGE_BYTES = 128 * 1024  # bytes of one message, above which it is left out of a history
+NonEmptyText = Annotated[str, Meta(min_length=1)]
 Milliseconds = Annotated[int, Meta(ge=0, le=2**53)]
 
 
-class History(Params, frozen=True):
-    session_key: Key
+class ChatHistoryParams(Params, frozen=True):
+    session_key: SessionReference
     agent_id: str | None = None
     session_id: str | None = None
     """Another conversation of the session than the current one."""
@@ -33,25 +33,29 @@ class History(Params, frozen=True):
     offset: Annotated[int, Meta(ge=0)] | None = None
     cursor: str | None = None
     max_chars: Annotated[int, Meta(ge=1, le=500_000)] | None = None
-    max_bytes: Annotated[int, Meta(ge=1024)] = MOST_BYTES
+    max_bytes: Annotated[int, Meta(ge=1024)] = MAX_HISTORY_BYTES
     message_id: str | None = None
     input_run_ids: list[str] = []
     pending_before: int | None = None
 
 
-@method("chat.history", READ, History)
-async def history(call: Call, params: History) -> dict[str, Any]:
+@rpc_method("chat.history", READ_SCOPE, ChatHistoryParams)
+async def get_chat_history(call: MethodCall, params: ChatHistoryParams) -> dict[str, Any]:
     """The newest messages of the conversation, oldest first. A session that is not there yet has none.
 
     Entries that are not for people are left out; `sessions.history` has all of them.
     """
-    reference = params.session_id or named(params.session_key, params.agent_id)
+    reference = params.session_id or qualify_session_key(params.session_key, params.agent_id)
     try:
-        page = await call.operations.history(call.caller, reference, await _wanted(call, reference, params))
-        info = rows.session_row(await call.operations.describe(call.caller, page.session_key))
+        page = await call.operations.read_history(
+            call.caller, reference, await _build_filter(call, reference, params)
+        )
+        info = wire.build_session_dict(await call.operations.describe(call.caller, page.session_key))
     except NotFound:
         page, info = HistoryPage(params.session_key, "", [], 0, False), None
-    messages, left_out = bounded([rows.message(item) for item in page.messages], params.max_bytes)
+    messages, left_out = fit_history_bytes(
+        [wire.format_history_item(item) for item in page.messages], params.max_bytes
+    )
     more = page.has_more or left_out > 0
     first = page.messages[left_out]["seq"] if left_out else int(page.next_cursor or 0)
     return {
@@ -61,23 +65,23 @@ async def history(call: Call, params: History) -> dict[str, Any]:
         "hasMore": more,
         "totalMessages": page.total,
         **({"nextCursor": str(first), "nextOffset": page.total - first + 1} if more and first else {}),
-        "thinkingLevel": _thinking(call, info or {}),
-        "defaults": defaults(call),
+        "thinkingLevel": _get_thinking_level(call, info or {}),
+        "defaults": get_model_defaults(call),
         **({"sessionInfo": info} if info else {}),
     }
 
 
-method("chat.startup", READ, History)(history)
+rpc_method("chat.startup", READ_SCOPE, ChatHistoryParams)(get_chat_history)
 
 
-def _thinking(call: Call, row: dict[str, Any]) -> str:
+def _get_thinking_level(call: MethodCall, row: dict[str, Any]) -> str:
     """How much a message is thought about that says nothing of it itself."""
     agent_id = row.get("agentId", call.config.default_agent_id)
-    default = call.config.agent(agent_id).thinking_default if agent_id in call.config.agent_ids else None
+    default = call.config.get_agent(agent_id).thinking_default if agent_id in call.config.agent_ids else None
     return row.get("thinkingLevel") or default or "off"
 
 
-async def _wanted(call: Call, reference: str, params: History) -> HistoryFilter:
+async def _build_filter(call: MethodCall, reference: str, params: ChatHistoryParams) -> HistoryFilter:
     before = None
     if params.cursor is not None:
         seq = params.cursor.removeprefix("seq:")
@@ -87,34 +91,36 @@ async def _wanted(call: Call, reference: str, params: History) -> HistoryFilter:
             )
         before = int(seq)
     elif params.offset:
-        end = await call.operations.history(
+        end = await call.operations.read_history(
             call.caller, reference, HistoryFilter(limit=1, include_tools=True)
         )
         before = max(1, end.total - params.offset + 1)
     return HistoryFilter(limit=params.limit, include_tools=True, before=before, without_internal=True)
 
 
-def bounded(messages: list[dict[str, Any]], most: int = MOST_BYTES) -> tuple[list[msgspec.Raw], int]:
+def fit_history_bytes(
+    messages: list[dict[str, Any]], most: int = MAX_HISTORY_BYTES
+) -> tuple[list[msgspec.Raw], int]:
     """The newest that fit, and how many older ones do not. One that is too large by itself is named, not shown."""
     kept: list[msgspec.Raw] = []
     size = 0
     for item in reversed(messages):
         raw = msgspec.json.encode(item)
-        if len(raw) > LARGE:
+        if len(raw) > MAX_HISTORY_MESSAGE_BYTES:
             marks = {**item["__openclaw"], "truncated": True, "reason": "oversized"}
             text = "[left out: the message is too large to show here]"
             shown = {**item, "content": [{"type": "text", "text": text}], "__openclaw": marks}
             shown.pop("details", None)
             raw = msgspec.json.encode(shown)
         size += len(raw)
-        if kept and size > min(most, MOST_BYTES):
+        if kept and size > min(most, MAX_HISTORY_BYTES):
             break
         kept.append(msgspec.Raw(raw))
     return kept[::-1], len(messages) - len(kept)
 
 
-def defaults(call: Call) -> dict[str, Any]:
-    found = call.config.find_model(call.config.model_ref(call.config.default_agent_id))
+def get_model_defaults(call: MethodCall) -> dict[str, Any]:
+    found = call.config.find_model(call.config.get_model_ref(call.config.default_agent_id))
     return {
         "modelProvider": found.provider_name,
         "model": found.model.id,
@@ -122,14 +128,14 @@ def defaults(call: Call) -> dict[str, Any]:
     }
 
 
-class Send(Params, frozen=True):
-    session_key: Key
+class ChatSendParams(Params, frozen=True):
+    session_key: SessionReference
     message: str
     idempotency_key: IdempotencyKey
     agent_id: str | None = None
     session_id: str | None = None
     thinking: str | None = None
-    attachments: list[Attachment] = []
+    attachments: list[ImageAttachment] = []
     timeout_ms: Milliseconds | None = None
     # What clients say that has no effect here: an answer always goes back to the session.
     deliver: bool | None = None
@@ -152,27 +158,27 @@ class Send(Params, frozen=True):
     work_context: Any = None
 
 
-@method("chat.send", WRITE, Send)
-async def send(call: Call, params: Send) -> dict[str, Any]:
-    message = Message(
-        session=named(params.session_key, params.agent_id),
-        content=attachments.content(params.message, params.attachments),
+@rpc_method("chat.send", WRITE_SCOPE, ChatSendParams)
+async def send_chat_message(call: MethodCall, params: ChatSendParams) -> dict[str, Any]:
+    message = IncomingMessage(
+        session=qualify_session_key(params.session_key, params.agent_id),
+        content=attachments.build_message_content(params.message, params.attachments),
         idempotency_key=params.idempotency_key,
         thinking=params.thinking or None,
         timeout_seconds=params.timeout_ms / 1000 if params.timeout_ms else None,
     )
-    return await spoken(call, message, literal=params.suppress_command_interpretation)
+    return await submit_text(call, message, literal=params.suppress_command_interpretation)
 
 
-async def spoken(call: Call, message: Message, *, literal: bool = False) -> dict[str, Any]:
+async def submit_text(call: MethodCall, message: IncomingMessage, *, literal: bool = False) -> dict[str, Any]:
     """Say it, and tell the client where it stands."""
     try:
         if literal:
             message = msgspec.structs.replace(message, literal=True)
             accepted = await call.operations.submit(call.caller, message)
-            result = speech.Spoken(accepted.session_key, accepted=accepted)
+            result = slash_commands.SubmitOutcome(accepted.session_key, accepted=accepted)
         else:
-            result = await speech.speak(call.operations, call.caller, message)
+            result = await slash_commands.submit_or_run_command(call.operations, call.caller, message)
     except Conflict as error:
         error.data["reason"] = "chat-request-conflict"
         raise
@@ -182,73 +188,73 @@ async def spoken(call: Call, message: Message, *, literal: bool = False) -> dict
         return {
             "runId": message.idempotency_key,
             "status": "ok",
-            "sessionKey": keys.spoken(result.session_key),
+            "sessionKey": keys.display_full_key(result.session_key),
         }
-    return receipt(call, result.accepted)
+    return build_receipt(call, result.accepted)
 
 
-def receipt(call: Call, accepted: Accepted) -> dict[str, Any]:
+def build_receipt(call: MethodCall, accepted: MessageReceipt) -> dict[str, Any]:
     if accepted.new:
-        call.hub.acknowledged(call.connection, accepted.run_id, accepted.session_key)
+        call.hub.track_accepted_run(call.connection, accepted.run_id, accepted.session_key)
     return {
         "runId": accepted.run_id,
-        "status": _stands(accepted.state, new=accepted.new),
-        "sessionKey": keys.spoken(accepted.session_key),
+        "status": _format_run_status(accepted.state, new=accepted.new),
+        "sessionKey": keys.display_full_key(accepted.session_key),
         "sessionId": accepted.session_id,
         "state": accepted.state,
     }
 
 
-def _stands(state: str, *, new: bool) -> str:
+def _format_run_status(state: str, *, new: bool) -> str:
     if new:
         return "started"
     stands = {"queued": "in_flight", "running": "in_flight", "ok": "ok", "incomplete": "ok"}
     return stands.get(state, "error")
 
 
-class Abort(Params, frozen=True):
-    session_key: Key
+class ChatAbortParams(Params, frozen=True):
+    session_key: SessionReference
     agent_id: str | None = None
     run_id: str | None = None
     preserve_side_runs: bool = False
 
 
-@method("chat.abort", WRITE, Abort)
-async def abort(call: Call, params: Abort) -> dict[str, Any]:
-    session = named(params.session_key, params.agent_id)
+@rpc_method("chat.abort", WRITE_SCOPE, ChatAbortParams)
+async def abort_chat(call: MethodCall, params: ChatAbortParams) -> dict[str, Any]:
+    session = qualify_session_key(params.session_key, params.agent_id)
     if params.run_id is not None:
-        run = await call.operations.run(call.caller, params.run_id)
+        run = await call.operations.get_run(call.caller, params.run_id)
         view = await call.operations.describe(call.caller, session)
-        if keys.spoken(run.session_key) != view.key:
+        if keys.display_full_key(run.session_key) != view.key:
             raise InvalidInput("runId does not match sessionKey.", "Leave one of them out.", field="runId")
     stopped = await call.operations.stop(call.caller, session, params.run_id)
     return {"ok": True, "aborted": bool(stopped.run_ids), "runIds": stopped.run_ids}
 
 
-class Inject(Params, frozen=True):
-    session_key: Key
-    message: Text
+class ChatInjectParams(Params, frozen=True):
+    session_key: SessionReference
+    message: NonEmptyText
     agent_id: str | None = None
     label: Annotated[str, Meta(max_length=100)] | None = None
     idempotency_key: IdempotencyKey | None = None
 
 
-@method("chat.inject", ADMIN, Inject)
-async def inject(call: Call, params: Inject) -> dict[str, Any]:
-    session = named(params.session_key, params.agent_id)
+@rpc_method("chat.inject", ADMIN_SCOPE, ChatInjectParams)
+async def inject_message(call: MethodCall, params: ChatInjectParams) -> dict[str, Any]:
+    session = qualify_session_key(params.session_key, params.agent_id)
     injected = await call.operations.inject(
         call.caller, session, params.message, params.label, key=params.idempotency_key
     )
     return {"ok": True, "messageId": injected.message_id, "messageSeq": injected.seq}
 
 
-class Metadata(Params, frozen=True):
+class ChatMetadataParams(Params, frozen=True):
     agent_id: str | None = None
     session_key: str | None = None
     auth_profile_id: str | None = None
 
 
-@method("chat.metadata", READ, Metadata)
-async def metadata(call: Call, params: Metadata) -> dict[str, Any]:
+@rpc_method("chat.metadata", READ_SCOPE, ChatMetadataParams)
+async def get_chat_metadata(call: MethodCall, params: ChatMetadataParams) -> dict[str, Any]:
     """What a chat page needs beside the conversation."""
-    return {"commands": [], "models": system.models(call)}
+    return {"commands": [], "models": system.describe_models(call)}

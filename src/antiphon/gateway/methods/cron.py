@@ -1,4 +1,4 @@
-"""Scheduled jobs over the wire; what they are is in `schedules`."""
+"""Scheduled jobs over the wire; what they are is in `job_operations`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 from msgspec import Meta
 
-from antiphon.access import ADMIN, READ
+from antiphon.access import ADMIN_SCOPE, READ_SCOPE
 from antiphon.errors import InvalidInput
-from antiphon.gateway.frames import IdempotencyKey, Params
-from antiphon.gateway.methods.registry import Call, Nothing, method
-from antiphon.schedules import FiredView, JobPatch, JobSpec, JobView, StatusView, read_as
+from antiphon.gateway.methods.registry import MethodCall, NoParams, rpc_method
+from antiphon.gateway.ws.frames import IdempotencyKey, Params
+from antiphon.job_operations import (
+    JobFireResult,
+    JobPatch,
+    JobSpec,
+    JobView,
+    SchedulerStatusView,
+    parse_job_input,
+)
 
 
-class List(Params, frozen=True):
+class CronListParams(Params, frozen=True):
     include_disabled: bool = False
     enabled: Literal["all", "enabled", "disabled"] = "enabled"
     limit: Annotated[int, Meta(ge=1, le=200)] = 200
@@ -32,8 +39,8 @@ class List(Params, frozen=True):
     session_agent_id: str | None = None
 
 
-@method("cron.list", READ, List)
-async def list_(call: Call, params: List) -> dict[str, Any]:
+@rpc_method("cron.list", READ_SCOPE, CronListParams)
+async def list_jobs(call: MethodCall, params: CronListParams) -> dict[str, Any]:
     everything = params.include_disabled or params.enabled != "enabled"
     jobs = await call.gateway.house.schedules.list(call.caller, include_disabled=everything)
     if params.enabled == "disabled":
@@ -55,13 +62,13 @@ async def list_(call: Call, params: List) -> dict[str, Any]:
     }
 
 
-@method("cron.status", READ)
-async def status(call: Call, params: Nothing) -> StatusView:
-    return await call.gateway.house.schedules.status(call.caller)
+@rpc_method("cron.status", READ_SCOPE)
+async def get_cron_status(call: MethodCall, params: NoParams) -> SchedulerStatusView:
+    return await call.gateway.house.schedules.get_status(call.caller)
 
 
-class Add(Params, frozen=True):
-    """The job itself is read by `schedules`; only what this wire adds to it is named here."""
+class CronAddParams(Params, frozen=True):
+    """The job itself is read by `job_operations`; only what this wire adds to it is named here."""
 
     name: str
     schedule: Any
@@ -76,22 +83,24 @@ class Add(Params, frozen=True):
     idempotency_key: IdempotencyKey | None = None
 
 
-@method("cron.add", ADMIN, Add)
-async def add(call: Call, params: Add) -> JobView:
-    raw = _given(params)
+@rpc_method("cron.add", ADMIN_SCOPE, CronAddParams)
+async def add_job(call: MethodCall, params: CronAddParams) -> JobView:
+    raw = _to_job_data(params)
     return await call.gateway.house.schedules.add(
-        call.caller, read_as(JobSpec, raw), key=params.idempotency_key
+        call.caller, parse_job_input(JobSpec, raw), key=params.idempotency_key
     )
 
 
-def _given(params: Params) -> dict[str, Any]:
+def _to_job_data(params: Params) -> dict[str, Any]:
     """As plain data again, without what only this wire knows."""
     raw: dict[str, Any] = msgspec.to_builtins(params)
     unknown = {"wakeMode", "description", "idempotencyKey", "id", "jobId"}
-    return _silent({name: value for name, value in raw.items() if name not in unknown and value is not None})
+    return _normalize_delivery(
+        {name: value for name, value in raw.items() if name not in unknown and value is not None}
+    )
 
 
-def _silent(raw: dict[str, Any]) -> dict[str, Any]:
+def _normalize_delivery(raw: dict[str, Any]) -> dict[str, Any]:
     """Clients say where nothing is to be delivered to; it is enough to know that nothing is."""
     delivery = raw.get("delivery")
     if isinstance(delivery, dict) and cast("dict[str, Any]", delivery).get("mode") == "none":
@@ -99,7 +108,7 @@ def _silent(raw: dict[str, Any]) -> dict[str, Any]:
     return raw
 
 
-class Named(Params, frozen=True):
+class CronJobParams(Params, frozen=True):
     id: str | None = None
     job_id: str | None = None
 
@@ -110,40 +119,40 @@ class Named(Params, frozen=True):
         return self.id or self.job_id or ""
 
 
-class Update(Named, frozen=True):
+class CronUpdateParams(CronJobParams, frozen=True):
     patch: dict[str, Any] = {}
 
 
-@method("cron.update", ADMIN, Update)
-async def update(call: Call, params: Update) -> JobView:
+@rpc_method("cron.update", ADMIN_SCOPE, CronUpdateParams)
+async def update_job(call: MethodCall, params: CronUpdateParams) -> JobView:
     known = {name: value for name, value in params.patch.items() if name not in ("wakeMode", "description")}
     return await call.gateway.house.schedules.update(
-        call.caller, params.job, read_as(JobPatch, _silent(known))
+        call.caller, params.job, parse_job_input(JobPatch, _normalize_delivery(known))
     )
 
 
-@method("cron.remove", ADMIN, Named)
-async def remove(call: Call, params: Named) -> dict[str, Any]:
+@rpc_method("cron.remove", ADMIN_SCOPE, CronJobParams)
+async def remove_job(call: MethodCall, params: CronJobParams) -> dict[str, Any]:
     return {"ok": True, "removed": await call.gateway.house.schedules.remove(call.caller, params.job)}
 
 
-class Run(Named, frozen=True):
+class CronRunParams(CronJobParams, frozen=True):
     mode: Literal["due", "force"] = "force"
     idempotency_key: IdempotencyKey | None = None
 
 
-@method("cron.run", ADMIN, Run)
-async def run(call: Call, params: Run) -> dict[str, Any]:
-    fired: FiredView = await call.gateway.house.schedules.run(
+@rpc_method("cron.run", ADMIN_SCOPE, CronRunParams)
+async def run_job(call: MethodCall, params: CronRunParams) -> dict[str, Any]:
+    fired: JobFireResult = await call.gateway.house.schedules.run(
         call.caller, params.job, params.mode, key=params.idempotency_key
     )
     return {"ok": True, **msgspec.to_builtins(fired)}
 
 
-class Runs(Named, frozen=True):
+class CronRunsParams(CronJobParams, frozen=True):
     limit: Annotated[int, Meta(ge=1, le=200)] = 50
 
 
-@method("cron.runs", READ, Runs)
-async def runs(call: Call, params: Runs) -> dict[str, Any]:
-    return {"entries": await call.gateway.house.schedules.runs(call.caller, params.job, params.limit)}
+@rpc_method("cron.runs", READ_SCOPE, CronRunsParams)
+async def list_job_runs(call: MethodCall, params: CronRunsParams) -> dict[str, Any]:
+    return {"entries": await call.gateway.house.schedules.list_runs(call.caller, params.job, params.limit)}

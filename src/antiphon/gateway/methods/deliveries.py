@@ -6,28 +6,28 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from antiphon.access import ADMIN, READ
-from antiphon.gateway.frames import Params
-from antiphon.gateway.methods.registry import Call, method
+from antiphon.access import ADMIN_SCOPE, READ_SCOPE
+from antiphon.gateway.methods.registry import MethodCall, rpc_method
+from antiphon.gateway.ws.frames import Params
 from antiphon.views import DeliveryPage, DeliveryView
 
 
-class List(Params, frozen=True):
+class DeliveryListParams(Params, frozen=True):
     state: Literal["pending", "sending", "delivered", "blocked", "ambiguous", "dead"] | None = None
     limit: Annotated[int, Meta(ge=1, le=500)] = 50
     cursor: str | None = None
 
 
-@method("deliveries.list", READ, List)
-async def list_(call: Call, params: List) -> DeliveryPage:
-    return await call.operations.deliveries(call.caller, params.state, params.limit, params.cursor)
+@rpc_method("deliveries.list", READ_SCOPE, DeliveryListParams)
+async def list_deliveries(call: MethodCall, params: DeliveryListParams) -> DeliveryPage:
+    return await call.operations.list_deliveries(call.caller, params.state, params.limit, params.cursor)
 
 
-class Retry(Params, frozen=True):
+class DeliveryRetryParams(Params, frozen=True):
     key: Annotated[str, Meta(min_length=1, max_length=512)]
 
 
-@method("deliveries.retry", ADMIN, Retry)
-async def retry(call: Call, params: Retry) -> DeliveryView:
+@rpc_method("deliveries.retry", ADMIN_SCOPE, DeliveryRetryParams)
+async def retry_delivery(call: MethodCall, params: DeliveryRetryParams) -> DeliveryView:
     """Asked again it is refused, because it is on its way: nothing is sent more often than it was asked for."""
-    return await call.operations.deliver_again(call.caller, params.key)
+    return await call.operations.retry_delivery(call.caller, params.key)

@@ -6,22 +6,22 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from antiphon.access import READ
-from antiphon.gateway.frames import Params
-from antiphon.gateway.methods.registry import Call, method
+from antiphon.access import READ_SCOPE
+from antiphon.gateway.methods.registry import MethodCall, rpc_method
+from antiphon.gateway.ws.frames import Params
 from antiphon.views import ExchangeDetail, ExchangePage
 
 
-class List(Params, frozen=True):
+class ExchangeListParams(Params, frozen=True):
     session_key: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
     unsettled: bool = False
     limit: Annotated[int, Meta(ge=1, le=500)] = 50
     cursor: str | None = None
 
 
-@method("exchanges.list", READ, List)
-async def list_(call: Call, params: List) -> ExchangePage:
-    return await call.operations.exchanges(
+@rpc_method("exchanges.list", READ_SCOPE, ExchangeListParams)
+async def list_exchanges(call: MethodCall, params: ExchangeListParams) -> ExchangePage:
+    return await call.operations.list_exchanges(
         call.caller,
         params.session_key,
         unsettled=params.unsettled,
@@ -30,11 +30,11 @@ async def list_(call: Call, params: List) -> ExchangePage:
     )
 
 
-class Get(Params, frozen=True):
+class ExchangeGetParams(Params, frozen=True):
     id: Annotated[str, Meta(min_length=1, max_length=512)]
 
 
-@method("exchanges.get", READ, Get)
-async def get(call: Call, params: Get) -> ExchangeDetail:
+@rpc_method("exchanges.get", READ_SCOPE, ExchangeGetParams)
+async def get_exchange(call: MethodCall, params: ExchangeGetParams) -> ExchangeDetail:
     """One exchange by its id or the beginning of it, with whole texts and every answer."""
-    return await call.operations.exchange(call.caller, params.id)
+    return await call.operations.get_exchange(call.caller, params.id)

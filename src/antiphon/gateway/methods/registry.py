@@ -10,21 +10,21 @@ import msgspec
 from antiphon.access import Caller
 from antiphon.config import Config
 from antiphon.errors import Forbidden, InvalidInput
-from antiphon.gateway.connection import Connection
-from antiphon.gateway.frames import Params
-from antiphon.gateway.gateway import Gateway
 from antiphon.gateway.hub import Hub
+from antiphon.gateway.state import GatewayState
+from antiphon.gateway.ws.connection import WebSocketConnection
+from antiphon.gateway.ws.frames import Params
 from antiphon.operations import Operations
 
 P = TypeVar("P", bound=Params)
 
 
-class Call(msgspec.Struct, frozen=True):
+class MethodCall(msgspec.Struct, frozen=True):
     """One request: who asks is `caller`, from the server's own record."""
 
-    gateway: Gateway
+    gateway: GatewayState
     hub: Hub
-    connection: Connection
+    connection: WebSocketConnection
     request_id: str
 
     @property
@@ -49,11 +49,11 @@ class Method(msgspec.Struct, frozen=True):
     scope: str
     params: type[Params]
     decoder: msgspec.json.Decoder[Any]
-    run: Callable[[Call, Any], Awaitable[Any]]
+    run: Callable[[MethodCall, Any], Awaitable[Any]]
     waits: bool | Callable[[Any], bool]
     """Whether it may wait for something, perhaps by what is asked; it is then answered out of turn."""
 
-    def out_of_turn(self, raw: msgspec.Raw) -> bool:
+    def is_answered_out_of_turn(self, raw: msgspec.Raw) -> bool:
         if isinstance(self.waits, bool):
             return self.waits
         try:
@@ -61,7 +61,7 @@ class Method(msgspec.Struct, frozen=True):
         except (msgspec.MsgspecError, RecursionError):
             return False  # and refused in its turn
 
-    def check(self, caller: Caller) -> None:
+    def check_scope(self, caller: Caller) -> None:
         """The wire's own look at the scope; `access` looks again at what is done."""
         if self.scope not in caller.scopes:
             raise Forbidden(
@@ -71,24 +71,24 @@ class Method(msgspec.Struct, frozen=True):
             )
 
 
-METHODS: dict[str, Method] = {}
+METHODS_BY_NAME: dict[str, Method] = {}
 
 
-class Nothing(Params, frozen=True):
+class NoParams(Params, frozen=True):
     """No parameters."""
 
 
-def method(
-    name: str, scope: str, params: type[P] = Nothing, *, waits: bool | Callable[[P], bool] = False
-) -> Callable[[Callable[[Call, P], Awaitable[Any]]], Callable[[Call, P], Awaitable[Any]]]:
-    def register(run: Callable[[Call, P], Awaitable[Any]]) -> Callable[[Call, P], Awaitable[Any]]:
-        METHODS[name] = Method(name, scope, params, msgspec.json.Decoder(params), run, waits)
+def rpc_method(
+    name: str, scope: str, params: type[P] = NoParams, *, waits: bool | Callable[[P], bool] = False
+) -> Callable[[Callable[[MethodCall, P], Awaitable[Any]]], Callable[[MethodCall, P], Awaitable[Any]]]:
+    def register(run: Callable[[MethodCall, P], Awaitable[Any]]) -> Callable[[MethodCall, P], Awaitable[Any]]:
+        METHODS_BY_NAME[name] = Method(name, scope, params, msgspec.json.Decoder(params), run, waits)
         return run
 
     return register
 
 
-def named(key: str, agent_id: str | None) -> str:
+def qualify_session_key(key: str, agent_id: str | None) -> str:
     """A session key as a client names it: on its own, or beside the agent it belongs to."""
     if agent_id is None:
         return key

@@ -8,21 +8,21 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from antiphon.access import READ, WRITE
+from antiphon.access import READ_SCOPE, WRITE_SCOPE
 from antiphon.errors import Ambiguous, InvalidInput, NotFound
-from antiphon.filters import Role
-from antiphon.gateway import rows
-from antiphon.gateway.frames import Key, Params
+from antiphon.filters import EntryRole
+from antiphon.gateway import wire
 from antiphon.gateway.methods import chat
-from antiphon.gateway.methods.registry import Call, Nothing, method, named
+from antiphon.gateway.methods.registry import MethodCall, NoParams, qualify_session_key, rpc_method
+from antiphon.gateway.ws.frames import Params, SessionReference
 from antiphon.operations import HistoryFilter, ListFilter
-from antiphon.store.listing import KINDS
+from antiphon.store.listing import SESSION_KINDS
 from antiphon.views import HistoryPage, SessionView
 
-LIST_MOST = 200
+MAX_SESSIONS_PER_PAGE = 200
 
 
-class List(Params, frozen=True):
+class SessionListParams(Params, frozen=True):
     limit: Annotated[int, Meta(ge=1)] | None = None
     cursor: str | None = None
     offset: Annotated[int, Meta(ge=0)] = 0
@@ -53,12 +53,12 @@ class List(Params, frozen=True):
     exclude_subagents: bool = False
 
 
-@method("sessions.list", READ, List)
-async def list_(call: Call, params: List) -> dict[str, Any]:
+@rpc_method("sessions.list", READ_SCOPE, SessionListParams)
+async def list_sessions(call: MethodCall, params: SessionListParams) -> dict[str, Any]:
     """Newest first. `offset` is for clients that count; `nextCursor` finds the next page without counting."""
-    limit = min(params.limit or LIST_MOST, LIST_MOST)
+    limit = min(params.limit or MAX_SESSIONS_PER_PAGE, MAX_SESSIONS_PER_PAGE)
     wanted = ListFilter(
-        kinds=_kinds(params),
+        kinds=_choose_kinds(params),
         limit=limit,
         active_minutes=params.active_minutes or None,
         agent_id=params.agent_id,
@@ -68,52 +68,54 @@ async def list_(call: Call, params: List) -> dict[str, Any]:
         include_archived=bool(params.archived),
         cursor=params.cursor,
     )
-    wanted = await _skip(call, wanted, params.offset)
+    wanted = await _skip_rows(call, wanted, params.offset)
     page = await call.operations.list(call.caller, wanted)
-    found = [view for view in page.sessions if _wanted(view, params)]
+    found = [view for view in page.sessions if _is_wanted(view, params)]
     return {
         "ts": call.now,
-        "path": call.gateway.database,
+        "path": call.gateway.database_path,
         "count": len(found),
         "limitApplied": limit,
         "hasMore": page.next_cursor is not None,
         "nextCursor": page.next_cursor,
         "nextOffset": params.offset + page.count if page.next_cursor else None,
-        "defaults": chat.defaults(call),
-        "sessions": await _rows(call, params, found),
+        "defaults": chat.get_model_defaults(call),
+        "sessions": await _build_rows(call, params, found),
     }
 
 
-async def _rows(call: Call, params: List, found: Sequence[SessionView]) -> Sequence[object]:
+async def _build_rows(
+    call: MethodCall, params: SessionListParams, found: Sequence[SessionView]
+) -> Sequence[object]:
     if not (params.include_last_message or params.include_derived_titles):
-        return [rows.listed(view) for view in found]
-    more = [rows.session_row(view) for view in found]
+        return [wire.build_session_row(view) for view in found]
+    more = [wire.build_session_dict(view) for view in found]
     await _add_last_messages(call, more)
     return more
 
 
-def _kinds(params: List) -> list[str] | None:
+def _choose_kinds(params: SessionListParams) -> list[str] | None:
     left_out = {"cron"} if params.exclude_cron else set[str]()
     left_out |= {"hook", "node"} if params.exclude_system else set[str]()
     if not left_out:
         return params.kinds
-    return [kind for kind in params.kinds or KINDS if kind not in left_out]
+    return [kind for kind in params.kinds or SESSION_KINDS if kind not in left_out]
 
 
-def _wanted(view: SessionView, params: List) -> bool:
+def _is_wanted(view: SessionView, params: SessionListParams) -> bool:
     """What no index knows is left out of the page, which then has fewer rows."""
     if params.active_only and view.state != "running":
         return False
     return not (params.exclude_subagents and ":subagent:" in view.key)
 
 
-async def _skip(call: Call, wanted: ListFilter, offset: int) -> ListFilter:
+async def _skip_rows(call: MethodCall, wanted: ListFilter, offset: int) -> ListFilter:
     """Past `offset` rows, a page at a time; at most a thousand, beyond which a cursor has to be used."""
     if offset > 1000:
         raise InvalidInput("'offset' is at most 1000.", "Use nextCursor to go on.", field="offset")
     while offset > 0:
         page = await call.operations.list(
-            call.caller, msgspec.structs.replace(wanted, limit=min(offset, LIST_MOST))
+            call.caller, msgspec.structs.replace(wanted, limit=min(offset, MAX_SESSIONS_PER_PAGE))
         )
         if page.next_cursor is None:
             return msgspec.structs.replace(wanted, cursor="0|~")  # after everything there is
@@ -122,7 +124,7 @@ async def _skip(call: Call, wanted: ListFilter, offset: int) -> ListFilter:
     return wanted
 
 
-async def _add_last_messages(call: Call, found: list[dict[str, Any]]) -> None:
+async def _add_last_messages(call: MethodCall, found: list[dict[str, Any]]) -> None:
     for start in range(0, len(found), 64):
         part = found[start : start + 64]
         previews = await call.operations.preview(call.caller, [row["key"] for row in part], 1, 120)
@@ -132,7 +134,7 @@ async def _add_last_messages(call: Call, found: list[dict[str, Any]]) -> None:
             row["derivedTitle"] = row.get("displayName") or row.get("label") or row["key"]
 
 
-class Resolve(Params, frozen=True):
+class SessionResolveParams(Params, frozen=True):
     key: str | None = None
     session_id: str | None = None
     label: str | None = None
@@ -145,8 +147,8 @@ class Resolve(Params, frozen=True):
     slug_hint: str | None = None
 
 
-@method("sessions.resolve", READ, Resolve)
-async def resolve(call: Call, params: Resolve) -> dict[str, Any]:
+@rpc_method("sessions.resolve", READ_SCOPE, SessionResolveParams)
+async def resolve_session(call: MethodCall, params: SessionResolveParams) -> dict[str, Any]:
     given = [value for value in (params.key, params.session_id, params.label) if value]
     if not given:
         raise InvalidInput("Either key, sessionId, or label is required.", "Pass one.", field="key")
@@ -155,7 +157,7 @@ async def resolve(call: Call, params: Resolve) -> dict[str, Any]:
             "Provide either key, sessionId, or label (not multiple).", "Pass one.", field="key"
         )
     try:
-        view = await _resolved(call, params)
+        view = await _find_session(call, params)
     except (NotFound, Ambiguous) as error:
         if params.allow_missing:
             return {"ok": False, "candidates": []}
@@ -170,9 +172,11 @@ async def resolve(call: Call, params: Resolve) -> dict[str, Any]:
     return {"ok": True, "key": view.key, "agentId": view.agent_id, "sessionId": view.session_id}
 
 
-async def _resolved(call: Call, params: Resolve) -> SessionView:
+async def _find_session(call: MethodCall, params: SessionResolveParams) -> SessionView:
     if params.label is None:
-        reference = named(params.key, params.agent_id) if params.key else params.session_id or ""
+        reference = (
+            qualify_session_key(params.key, params.agent_id) if params.key else params.session_id or ""
+        )
         return await call.operations.describe(call.caller, reference)
     # Not as a reference: a label may read like a key.
     page = await call.operations.list(
@@ -190,56 +194,56 @@ async def _resolved(call: Call, params: Resolve) -> SessionView:
     return page.sessions[0]
 
 
-class Previews(Params, frozen=True):
-    keys: Annotated[list[Key], Meta(min_length=1)]
+class SessionPreviewParams(Params, frozen=True):
+    keys: Annotated[list[SessionReference], Meta(min_length=1)]
     limit: Annotated[int, Meta(ge=1)] = 12
     max_chars: Annotated[int, Meta(ge=20)] = 240
 
 
-@method("sessions.preview", READ, Previews)
-async def preview(call: Call, params: Previews) -> dict[str, Any]:
+@rpc_method("sessions.preview", READ_SCOPE, SessionPreviewParams)
+async def preview_sessions(call: MethodCall, params: SessionPreviewParams) -> dict[str, Any]:
     found = await call.operations.preview(
         call.caller, params.keys[:64], min(params.limit, 50), min(params.max_chars, 2000)
     )
     return {"ts": call.now, "previews": found}
 
 
-class Describe(Params, frozen=True):
-    key: Key
+class SessionDescribeParams(Params, frozen=True):
+    key: SessionReference
     agent_id: str | None = None
     include_derived_titles: bool = False
     include_last_message: bool = False
 
 
-@method("sessions.describe", READ, Describe)
-async def describe(call: Call, params: Describe) -> dict[str, Any]:
+@rpc_method("sessions.describe", READ_SCOPE, SessionDescribeParams)
+async def describe_session(call: MethodCall, params: SessionDescribeParams) -> dict[str, Any]:
     try:
-        view = await call.operations.describe(call.caller, named(params.key, params.agent_id))
+        view = await call.operations.describe(call.caller, qualify_session_key(params.key, params.agent_id))
     except NotFound:
         return {"session": None}
-    row = rows.session_row(view)
-    row["activeRunIds"] = await call.operations.unfinished(call.caller, view.key)
+    row = wire.build_session_dict(view)
+    row["activeRunIds"] = await call.operations.list_unfinished_runs(call.caller, view.key)
     if params.include_derived_titles or params.include_last_message:
         await _add_last_messages(call, [row])
     return {"session": row}
 
 
-class Search(Params, frozen=True):
+class SessionSearchParams(Params, frozen=True):
     query: Annotated[str, Meta(min_length=1, max_length=4096)]
     limit: Annotated[int, Meta(ge=1, le=25)] = 10
     agent_id: str | None = None
-    session_keys: Annotated[list[Key], Meta(min_length=1, max_length=200)] | None = None
+    session_keys: Annotated[list[SessionReference], Meta(min_length=1, max_length=200)] | None = None
 
 
-@method("sessions.search", READ, Search)
-async def search(call: Call, params: Search) -> dict[str, Any]:
+@rpc_method("sessions.search", READ_SCOPE, SessionSearchParams)
+async def search_sessions(call: MethodCall, params: SessionSearchParams) -> dict[str, Any]:
     only = params.session_keys
     page = await call.operations.search(
         call.caller,
         params.query,
         limit=params.limit,
         agent_id=params.agent_id,
-        sessions=None if only is None else [named(key, params.agent_id) for key in only],
+        sessions=None if only is None else [qualify_session_key(key, params.agent_id) for key in only],
     )
     found: dict[str, Any] = msgspec.to_builtins(page)
     for hit in found["results"]:
@@ -247,36 +251,38 @@ async def search(call: Call, params: Search) -> dict[str, Any]:
     return found
 
 
-class Get(Params, frozen=True):
-    key: Key
+class SessionGetParams(Params, frozen=True):
+    key: SessionReference
     agent_id: str | None = None
     limit: Annotated[int, Meta(ge=1, le=1000)] = 200
 
 
-@method("sessions.get", READ, Get)
-async def get(call: Call, params: Get) -> dict[str, Any]:
+@rpc_method("sessions.get", READ_SCOPE, SessionGetParams)
+async def get_session_messages(call: MethodCall, params: SessionGetParams) -> dict[str, Any]:
     wanted = HistoryFilter(limit=params.limit, include_tools=True)
-    page = await call.operations.history(call.caller, named(params.key, params.agent_id), wanted)
-    messages, _ = chat.bounded([rows.message(item) for item in page.messages])
+    page = await call.operations.read_history(
+        call.caller, qualify_session_key(params.key, params.agent_id), wanted
+    )
+    messages, _ = chat.fit_history_bytes([wire.format_history_item(item) for item in page.messages])
     return {"messages": messages, "sessionId": page.session_id, "hasMore": page.has_more}
 
 
-class History(Params, frozen=True):
-    key: Key
+class SessionHistoryParams(Params, frozen=True):
+    key: SessionReference
     agent_id: str | None = None
     limit: Annotated[int, Meta(ge=1, le=1000)] = 50
     include_tools: bool = False
     before: Annotated[int, Meta(ge=0, le=2**53)] | None = None
     after: Annotated[int, Meta(ge=0, le=2**53)] | None = None
-    roles: Annotated[tuple[Role, ...], Meta(min_length=1, max_length=10)] | None = None
+    roles: Annotated[tuple[EntryRole, ...], Meta(min_length=1, max_length=10)] | None = None
     since: Annotated[int, Meta(ge=0, le=2**53)] | None = None
     errors: bool = False
     tool: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     without_internal: bool = False
 
 
-@method("sessions.history", READ, History)
-async def history(call: Call, params: History) -> HistoryPage:
+@rpc_method("sessions.history", READ_SCOPE, SessionHistoryParams)
+async def get_session_history(call: MethodCall, params: SessionHistoryParams) -> HistoryPage:
     """Raw entries by their numbers, as they are stored; `key` may be the id of an earlier conversation."""
     wanted = HistoryFilter(
         limit=params.limit,
@@ -289,30 +295,36 @@ async def history(call: Call, params: History) -> HistoryPage:
         tool=params.tool,
         without_internal=params.without_internal,
     )
-    return await call.operations.history(call.caller, named(params.key, params.agent_id), wanted)
+    return await call.operations.read_history(
+        call.caller, qualify_session_key(params.key, params.agent_id), wanted
+    )
 
 
-class Conversations(Params, frozen=True):
-    key: Key
+class SessionConversationsParams(Params, frozen=True):
+    key: SessionReference
     agent_id: str | None = None
 
 
-@method("sessions.conversations", READ, Conversations)
-async def conversations(call: Call, params: Conversations) -> dict[str, Any]:
+@rpc_method("sessions.conversations", READ_SCOPE, SessionConversationsParams)
+async def list_conversations(call: MethodCall, params: SessionConversationsParams) -> dict[str, Any]:
     """What a session has had before, newest first; each can be read, and restored, by its id."""
-    found = await call.operations.conversations(call.caller, named(params.key, params.agent_id))
+    found = await call.operations.list_conversations(
+        call.caller, qualify_session_key(params.key, params.agent_id)
+    )
     return {"conversations": found}
 
 
-class Usage(Params, frozen=True):
-    key: Key
+class SessionUsageParams(Params, frozen=True):
+    key: SessionReference
     agent_id: str | None = None
     tree: bool = False
 
 
-@method("sessions.usage", READ, Usage)
-async def usage(call: Call, params: Usage) -> dict[str, Any]:
-    lines = await call.operations.usage(call.caller, named(params.key, params.agent_id), tree=params.tree)
+@rpc_method("sessions.usage", READ_SCOPE, SessionUsageParams)
+async def get_session_usage(call: MethodCall, params: SessionUsageParams) -> dict[str, Any]:
+    lines = await call.operations.get_usage(
+        call.caller, qualify_session_key(params.key, params.agent_id), tree=params.tree
+    )
     known = [line.cost for line in lines]
     return {
         "key": params.key,
@@ -327,20 +339,20 @@ async def usage(call: Call, params: Usage) -> dict[str, Any]:
     }
 
 
-@method("sessions.subscribe", READ)
-async def subscribe(call: Call, params: Nothing) -> dict[str, Any]:
-    call.connection.every_session = True
+@rpc_method("sessions.subscribe", READ_SCOPE)
+async def subscribe_to_sessions(call: MethodCall, params: NoParams) -> dict[str, Any]:
+    call.connection.is_subscribed_to_all_sessions = True
     return {"subscribed": True}
 
 
-@method("sessions.unsubscribe", READ)
-async def unsubscribe(call: Call, params: Nothing) -> dict[str, Any]:
-    call.connection.every_session = False
+@rpc_method("sessions.unsubscribe", READ_SCOPE)
+async def unsubscribe_from_sessions(call: MethodCall, params: NoParams) -> dict[str, Any]:
+    call.connection.is_subscribed_to_all_sessions = False
     return {"subscribed": False}
 
 
-class Messages(Params, frozen=True):
-    key: Key
+class MessagesSubscribeParams(Params, frozen=True):
+    key: SessionReference
     agent_id: str | None = None
     after_seq: Annotated[int, Meta(ge=0, le=2**53)] | None = None
     session_id: str | None = None
@@ -348,25 +360,27 @@ class Messages(Params, frozen=True):
     include_approvals: bool = False
 
 
-@method("sessions.messages.subscribe", READ, Messages)
-async def messages_subscribe(call: Call, params: Messages) -> dict[str, Any]:
-    session = named(params.key, params.agent_id)
+@rpc_method("sessions.messages.subscribe", READ_SCOPE, MessagesSubscribeParams)
+async def subscribe_to_messages(call: MethodCall, params: MessagesSubscribeParams) -> dict[str, Any]:
+    session = qualify_session_key(params.key, params.agent_id)
     try:
         await call.operations.describe(call.caller, session)
     except NotFound:  # clients subscribe to the main session before anything was said in it
-        if WRITE not in call.caller.scopes or not call.operations.is_main(call.caller, session):
+        if WRITE_SCOPE not in call.caller.scopes or not call.operations.is_main(call.caller, session):
             raise
         await call.operations.open(call.caller, session)
-    return await call.hub.subscriptions.add(call.connection, session, params.after_seq, params.session_id)
+    return await call.hub.subscriptions.subscribe(
+        call.connection, session, params.after_seq, params.session_id
+    )
 
 
-class MessagesEnd(Params, frozen=True):
-    key: Key
+class MessagesUnsubscribeParams(Params, frozen=True):
+    key: SessionReference
     agent_id: str | None = None
 
 
-@method("sessions.messages.unsubscribe", READ, MessagesEnd)
-async def messages_unsubscribe(call: Call, params: MessagesEnd) -> dict[str, Any]:
-    view = await call.operations.describe(call.caller, named(params.key, params.agent_id))
-    call.hub.subscriptions.remove(call.connection, view.key)
+@rpc_method("sessions.messages.unsubscribe", READ_SCOPE, MessagesUnsubscribeParams)
+async def unsubscribe_from_messages(call: MethodCall, params: MessagesUnsubscribeParams) -> dict[str, Any]:
+    view = await call.operations.describe(call.caller, qualify_session_key(params.key, params.agent_id))
+    call.hub.subscriptions.unsubscribe(call.connection, view.key)
     return {"subscribed": False, "key": view.key}

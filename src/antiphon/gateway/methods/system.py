@@ -10,28 +10,28 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from antiphon import __version__
-from antiphon.access import READ
+from antiphon.access import READ_SCOPE
 from antiphon.config import AgentConfig
 from antiphon.errors import InvalidInput
-from antiphon.gateway import logs
-from antiphon.gateway.frames import Params
-from antiphon.gateway.methods.registry import Call, Nothing, method
+from antiphon.gateway import log_tail
+from antiphon.gateway.methods.registry import MethodCall, NoParams, rpc_method
+from antiphon.gateway.ws.frames import Params
 
 
-class Health(Params, frozen=True):
+class HealthParams(Params, frozen=True):
     probe: bool = False
     include_sensitive: bool = False
 
 
-@method("health", READ, Health)
-async def health(call: Call, params: Health) -> dict[str, Any]:
-    return call.hub.health()
+@rpc_method("health", READ_SCOPE, HealthParams)
+async def get_health(call: MethodCall, params: HealthParams) -> dict[str, Any]:
+    return call.hub.build_health()
 
 
-@method("status", READ, Health)
-async def status(call: Call, params: Health) -> dict[str, Any]:
+@rpc_method("status", READ_SCOPE, HealthParams)
+async def get_status(call: MethodCall, params: HealthParams) -> dict[str, Any]:
     """What an operator wants to see first."""
-    summary = await call.operations.summary(call.caller)
+    summary = await call.operations.get_summary(call.caller)
     return {
         "runtimeVersion": __version__,
         "version": __version__,
@@ -44,29 +44,29 @@ async def status(call: Call, params: Health) -> dict[str, Any]:
         "agents": list(call.config.agent_ids),
         "defaultAgentId": call.config.default_agent_id,
         "runs": {"queued": summary.queued, "running": summary.running},
-        "sessions": {"count": summary.sessions, "path": call.gateway.database},
-        "cron": await call.gateway.house.schedules.status(call.caller),
-        "deliveries": (await call.operations.deliveries(call.caller, limit=1)).standing,
-        "replicas": await call.operations.replicas(call.caller),
+        "sessions": {"count": summary.sessions, "path": call.gateway.database_path},
+        "cron": await call.gateway.house.schedules.get_status(call.caller),
+        "deliveries": (await call.operations.list_deliveries(call.caller, limit=1)).standing,
+        "replicas": await call.operations.list_replicas(call.caller),
         "channelSummary": [],
         "queuedSystemEvents": [],
     }
 
 
-@method("system-presence", READ)
-async def presence(call: Call, params: Nothing) -> list[dict[str, Any]]:
-    return call.hub.presence()
+@rpc_method("system-presence", READ_SCOPE)
+async def get_presence(call: MethodCall, params: NoParams) -> list[dict[str, Any]]:
+    return call.hub.list_presence()
 
 
-@method("config.get", READ)
-async def config_get(call: Call, params: Nothing) -> dict[str, Any]:
+@rpc_method("config.get", READ_SCOPE)
+async def get_config(call: MethodCall, params: NoParams) -> dict[str, Any]:
     """The configuration in use. Secrets are masked by their type, not by their name."""
     shown = call.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
     return {"exists": True, "valid": True, "config": shown, "issues": [], "legacyIssues": []}
 
 
-@method("agents.list", READ)
-async def agents_list(call: Call, params: Nothing) -> dict[str, Any]:
+@rpc_method("agents.list", READ_SCOPE)
+async def list_agents(call: MethodCall, params: NoParams) -> dict[str, Any]:
     config = call.config
     return {
         "defaultId": config.default_agent_id,
@@ -74,41 +74,41 @@ async def agents_list(call: Call, params: Nothing) -> dict[str, Any]:
         "scope": config.session.scope,
         "ownership": "explicit",
         "selectionRequired": False,
-        "agents": [_agent(call, agent_id) for agent_id in config.agent_ids],
+        "agents": [_describe_agent(call, agent_id) for agent_id in config.agent_ids],
     }
 
 
-def _agent(call: Call, agent_id: str) -> dict[str, Any]:
-    agent = call.config.agent(agent_id)
+def _describe_agent(call: MethodCall, agent_id: str) -> dict[str, Any]:
+    agent = call.config.get_agent(agent_id)
     name = agent.name or agent.id
     return {
         "id": agent.id,
         "kind": "agent",
         "name": name,
-        "identity": {"name": name, **_looks(agent)},
-        "model": {"primary": call.config.model_ref(agent.id), "fallbacks": []},
+        "identity": {"name": name, **_get_appearance(agent)},
+        "model": {"primary": call.config.get_model_ref(agent.id), "fallbacks": []},
         "defaultPermissionMode": "full",
     }
 
 
-def _looks(agent: AgentConfig) -> dict[str, str]:
+def _get_appearance(agent: AgentConfig) -> dict[str, str]:
     own = agent.identity
     said = {"emoji": own.emoji, "theme": own.theme} if own else {}
     return {name: value for name, value in said.items() if value}
 
 
-class Identity(Params, frozen=True):
+class AgentIdentityParams(Params, frozen=True):
     agent_id: str | None = None
     session_key: str | None = None
 
 
-@method("agent.identity.get", READ, Identity)
-async def identity(call: Call, params: Identity) -> dict[str, Any]:
+@rpc_method("agent.identity.get", READ_SCOPE, AgentIdentityParams)
+async def get_agent_identity(call: MethodCall, params: AgentIdentityParams) -> dict[str, Any]:
     agent_id = params.agent_id
     if agent_id is None and params.session_key:
         agent_id = (await call.operations.describe(call.caller, params.session_key)).agent_id
-    agent = call.config.agent(agent_id or call.config.default_agent_id)
-    looks = _looks(agent)
+    agent = call.config.get_agent(agent_id or call.config.default_agent_id)
+    looks = _get_appearance(agent)
     return {
         "agentId": agent.id,
         "name": agent.name or agent.id,
@@ -118,7 +118,7 @@ async def identity(call: Call, params: Identity) -> dict[str, Any]:
     }
 
 
-class Models(Params, frozen=True):
+class ModelListParams(Params, frozen=True):
     agent_id: str | None = None
     session_key: str | None = None
     auth_profile_id: str | None = None
@@ -131,17 +131,17 @@ class Models(Params, frozen=True):
     view: Literal["default", "configured", "provider-config", "all"] = "default"
 
 
-@method("models.list", READ, Models)
-async def models_list(call: Call, params: Models) -> dict[str, Any]:
-    found = models(call)
+@rpc_method("models.list", READ_SCOPE, ModelListParams)
+async def list_models(call: MethodCall, params: ModelListParams) -> dict[str, Any]:
+    found = describe_models(call)
     return {"models": [model for model in found if params.provider in (None, model["provider"])]}
 
 
-def models(call: Call) -> list[dict[str, Any]]:
-    return [_model(call, ref) for ref in call.config.model_refs]
+def describe_models(call: MethodCall) -> list[dict[str, Any]]:
+    return [_describe_model(call, ref) for ref in call.config.model_refs]
 
 
-def _model(call: Call, ref: str) -> dict[str, Any]:
+def _describe_model(call: MethodCall, ref: str) -> dict[str, Any]:
     found = call.config.find_model(ref)
     window = found.model.context_window
     return {
@@ -153,20 +153,20 @@ def _model(call: Call, ref: str) -> dict[str, Any]:
     }
 
 
-@method("question.list", READ)
-async def question_list(call: Call, params: Nothing) -> dict[str, Any]:
+@rpc_method("question.list", READ_SCOPE)
+async def list_questions(call: MethodCall, params: NoParams) -> dict[str, Any]:
     """Runs here do not stop to ask; clients look all the same, again and again if they are refused."""
     return {"questions": []}
 
 
-class Channels(Params, frozen=True):
+class ChannelStatusParams(Params, frozen=True):
     probe: bool = False
     timeout_ms: Annotated[int, Meta(ge=0)] | None = None
     channel: str | None = None
 
 
-@method("channels.status", READ, Channels)
-async def channels_status(call: Call, params: Channels) -> dict[str, Any]:
+@rpc_method("channels.status", READ_SCOPE, ChannelStatusParams)
+async def get_channel_status(call: MethodCall, params: ChannelStatusParams) -> dict[str, Any]:
     """The web chat is part of the gateway and needs no account."""
     return {
         "ts": call.now,
@@ -178,7 +178,7 @@ async def channels_status(call: Call, params: Channels) -> dict[str, Any]:
     }
 
 
-class Commands(Params, frozen=True):
+class CommandListParams(Params, frozen=True):
     session_key: str | None = None
     agent_id: str | None = None
     provider: str | None = None
@@ -186,8 +186,8 @@ class Commands(Params, frozen=True):
     include_args: bool = False
 
 
-@method("commands.list", READ, Commands)
-async def commands_list(call: Call, params: Commands) -> dict[str, Any]:
+@rpc_method("commands.list", READ_SCOPE, CommandListParams)
+async def list_commands(call: MethodCall, params: CommandListParams) -> dict[str, Any]:
     known = {
         "stop": "Stop what is being answered.",
         "new": "Begin a new conversation; the old one stays readable.",
@@ -209,20 +209,20 @@ async def commands_list(call: Call, params: Commands) -> dict[str, Any]:
     return {"commands": commands}
 
 
-class Tail(Params, frozen=True):
+class LogTailParams(Params, frozen=True):
     cursor: Annotated[int, Meta(ge=0)] | None = None
     limit: Annotated[int, Meta(ge=1, le=5000)] = 500
     max_bytes: Annotated[int, Meta(ge=1, le=1_000_000)] = 250_000
 
 
-@method("logs.tail", READ, Tail)
-async def logs_tail(call: Call, params: Tail) -> dict[str, Any]:
+@rpc_method("logs.tail", READ_SCOPE, LogTailParams)
+async def tail_log(call: MethodCall, params: LogTailParams) -> dict[str, Any]:
     return await asyncio.to_thread(
-        logs.tail, call.gateway.state_dir, params.cursor, params.limit, params.max_bytes
+        log_tail.read_log_tail, call.gateway.state_dir, params.cursor, params.limit, params.max_bytes
     )
 
 
-class Send(Params, frozen=True):
+class ChannelSendParams(Params, frozen=True):
     to: Annotated[str, Meta(min_length=1)]
     idempotency_key: Annotated[str, Meta(min_length=1)]
     message: str | None = None
@@ -236,8 +236,8 @@ class Send(Params, frozen=True):
     reply_to_id: str | None = None
 
 
-@method("send", "operator.write", Send)
-async def send(call: Call, params: Send) -> dict[str, Any]:
+@rpc_method("send", "operator.write", ChannelSendParams)
+async def send_to_channel(call: MethodCall, params: ChannelSendParams) -> dict[str, Any]:
     """To a chat outside; there are no such channels in this release."""
     raise InvalidInput(
         f"unknown channel: {params.channel or 'none'}.",

@@ -7,47 +7,51 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from antiphon.access import READ, WRITE
+from antiphon.access import READ_SCOPE, WRITE_SCOPE
 from antiphon.engine.toolbox import Tool
-from antiphon.gateway import invocations
-from antiphon.gateway.frames import IdempotencyKey, Params
-from antiphon.gateway.invocations import Invocation, ToolMissing
-from antiphon.gateway.methods.registry import Call, method
+from antiphon.gateway import tool_invocations
+from antiphon.gateway.methods.registry import MethodCall, rpc_method
+from antiphon.gateway.tool_invocations import ToolInvocation, ToolMissing
+from antiphon.gateway.ws.frames import IdempotencyKey, Params
 
 
-class Catalog(Params, frozen=True):
+class ToolCatalogParams(Params, frozen=True):
     agent_id: str | None = None
     include_plugins: bool = True
 
 
-@method("tools.catalog", READ, Catalog)
-async def catalog(call: Call, params: Catalog) -> dict[str, Any]:
-    agent = call.config.agent(params.agent_id or call.config.default_agent_id)
-    tools = call.gateway.house.toolbox.allowed(agent.tools.allow, agent.tools.deny)
-    return {"agentId": agent.id, "profiles": [], "groups": _groups(tools, _in_catalog)}
+@rpc_method("tools.catalog", READ_SCOPE, ToolCatalogParams)
+async def get_tool_catalog(call: MethodCall, params: ToolCatalogParams) -> dict[str, Any]:
+    agent = call.config.get_agent(params.agent_id or call.config.default_agent_id)
+    tools = call.gateway.house.toolbox.select_allowed(agent.tools.allow, agent.tools.deny)
+    return {"agentId": agent.id, "profiles": [], "groups": _group_tools(tools, _format_catalog_fields)}
 
 
-class Effective(Params, frozen=True):
+class EffectiveToolsParams(Params, frozen=True):
     session_key: str
     agent_id: str | None = None
 
 
-@method("tools.effective", READ, Effective)
-async def effective(call: Call, params: Effective) -> dict[str, Any]:
+@rpc_method("tools.effective", READ_SCOPE, EffectiveToolsParams)
+async def get_effective_tools(call: MethodCall, params: EffectiveToolsParams) -> dict[str, Any]:
     """What a run in this session would have, which for a spawned one is less than its agent has."""
-    session, actor = await call.operations.tools_of(call.caller, params.session_key)
-    return {"agentId": session.agent_id, "profile": "full", "groups": _groups(actor.tools, _in_effect)}
+    session, actor = await call.operations.describe_actor(call.caller, params.session_key)
+    return {
+        "agentId": session.agent_id,
+        "profile": "full",
+        "groups": _group_tools(actor.tools, _format_effective_fields),
+    }
 
 
-def _in_catalog(tool: Tool) -> dict[str, Any]:
+def _format_catalog_fields(tool: Tool) -> dict[str, Any]:
     return {"defaultProfiles": []}
 
 
-def _in_effect(tool: Tool) -> dict[str, Any]:
+def _format_effective_fields(tool: Tool) -> dict[str, Any]:
     return {"rawDescription": tool.spec.description}
 
 
-def _groups(tools: Mapping[str, Tool], beside: Callable[[Tool], dict[str, Any]]) -> list[dict[str, Any]]:
+def _group_tools(tools: Mapping[str, Tool], beside: Callable[[Tool], dict[str, Any]]) -> list[dict[str, Any]]:
     listed = [
         {
             "id": tool.spec.name,
@@ -61,7 +65,7 @@ def _groups(tools: Mapping[str, Tool], beside: Callable[[Tool], dict[str, Any]])
     return [{"id": "core", "label": "Sessions", "source": "core", "tools": listed}] if listed else []
 
 
-class Invoke(Params, frozen=True):
+class ToolInvokeParams(Params, frozen=True):
     name: Annotated[str, Meta(min_length=1)]
     args: dict[str, Any] = {}
     session_key: str | None = None
@@ -71,17 +75,19 @@ class Invoke(Params, frozen=True):
     conversation_read_origin: str | None = None
 
 
-@method("tools.invoke", WRITE, Invoke, waits=True)
-async def invoke(call: Call, params: Invoke) -> dict[str, Any]:
-    wanted = Invocation(
+@rpc_method("tools.invoke", WRITE_SCOPE, ToolInvokeParams, waits=True)
+async def invoke_tool(call: MethodCall, params: ToolInvokeParams) -> dict[str, Any]:
+    wanted = ToolInvocation(
         tool=params.name, args=params.args, session_key=params.session_key, agent_id=params.agent_id
     )
     try:
-        result, _ = await invocations.invoke(call.gateway, call.caller, wanted, params.idempotency_key)
+        result, _ = await tool_invocations.invoke_tool(
+            call.gateway, call.caller, wanted, params.idempotency_key
+        )
     except ToolMissing as error:
         return {"ok": False, "toolName": params.name, "error": {"code": error.code, "message": str(error)}}
     if result.is_error:
-        error = {"code": "tool_error", **invocations.complaint(result)}
+        error = {"code": "tool_error", **tool_invocations.format_tool_error(result)}
         return {"ok": False, "toolName": params.name, "error": error}
     output = {"content": [{"type": "text", "text": result.text}], "details": result.details}
     return {"ok": True, "toolName": params.name, "output": output, "source": "core"}

@@ -21,18 +21,24 @@ from antiphon.clock import Clock
 from antiphon.errors import StoreError
 from antiphon.store import Script, Tx
 from antiphon.store.postgres.clock import SharedClock
-from antiphon.store.postgres.connection import Link, Lost, Server, pg, told
-from antiphon.store.postgres.crew import Crew
-from antiphon.store.postgres.schema import prepare
+from antiphon.store.postgres.connection import (
+    PgConnection,
+    PgConnectionLost,
+    PgServer,
+    pg,
+    translate_postgres_error,
+)
+from antiphon.store.postgres.pool import WorkerPool
+from antiphon.store.postgres.schema import prepare_schema
 from antiphon.store.postgres.transaction import PgTx
-from antiphon.store.postgres.worker import LOOK, WRITE, Bound, Phase, Worker
+from antiphon.store.postgres.worker import BEGIN_READ_SQL, BEGIN_WRITE_SQL, BoundScript, CommitPhase, PgWorker
 
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-CLOCK_EVERY = 10.0  # seconds between looks at the database's clock
+CLOCK_SYNC_INTERVAL_SECONDS = 10.0  # seconds between looks at the database's clock
 
 
 class PgStore:
@@ -43,42 +49,44 @@ class PgStore:
 
     def __init__(
         self,
-        server: Server,
+        server: PgServer,
         identity: str,
         clock: SharedClock,
         writers: int,
         readers: int,
-        on_commit: Callable[[Phase], None] | None,
+        on_commit: Callable[[CommitPhase], None] | None,
     ) -> None:
         self.identity = identity
         self._clock = clock
         again = asyncio.Lock()
-        self._writers = Crew([Worker(server, WRITE, again, on_commit) for _ in range(writers)])
-        self._readers = Crew([Worker(server, LOOK, again) for _ in range(readers)])
+        self._writers = WorkerPool(
+            [PgWorker(server, BEGIN_WRITE_SQL, again, on_commit) for _ in range(writers)]
+        )
+        self._readers = WorkerPool([PgWorker(server, BEGIN_READ_SQL, again) for _ in range(readers)])
         self._watching = asyncio.create_task(self._watch_clock())
 
     @classmethod
     async def open(
         cls,
-        server: Server,
+        server: PgServer,
         *,
         writers: int = 8,
         readers: int = 4,
         migrate: bool = True,
-        on_commit: Callable[[Phase], None] | None = None,
+        on_commit: Callable[[CommitPhase], None] | None = None,
     ) -> PgStore:
         """Connect, migrate and read the clock. `on_commit` is called around each COMMIT; crash tests kill there."""
         clock = SharedClock()
         try:
-            link = await server.link()
+            link = await server.open_connection()
             try:
-                await prepare(link, migrate=migrate)
-                identity = await _identity(link)
-                await clock.look(PgTx(link))
+                await prepare_schema(link, migrate=migrate)
+                identity = await _load_identity(link)
+                await clock.synchronize(PgTx(link))
             finally:
                 await link.close()
-        except (pg.PostgresError, pg.InterfaceError, ValueError, Lost) as error:
-            raise told(error, server) from error
+        except (pg.PostgresError, pg.InterfaceError, ValueError, PgConnectionLost) as error:
+            raise translate_postgres_error(error, server) from error
         return cls(server, identity, clock, writers, readers, on_commit)
 
     @property
@@ -86,28 +94,28 @@ class PgStore:
         return self._clock
 
     async def tx(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._writers.hand(_bound(script, args, kwargs))
+        return await self._writers.submit(_bind_script(script, args, kwargs))
 
     async def read(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._readers.hand(_bound(script, args, kwargs))
+        return await self._readers.submit(_bind_script(script, args, kwargs))
 
     async def close(self) -> None:
         """Finish what was handed over, in bounded time, and let go of every connection."""
         self._watching.cancel()
         await asyncio.gather(
-            self._watching, self._readers.dismiss(), self._writers.dismiss(), return_exceptions=True
+            self._watching, self._readers.shut_down(), self._writers.shut_down(), return_exceptions=True
         )
 
     async def _watch_clock(self) -> None:
         while True:
-            await asyncio.sleep(CLOCK_EVERY)
+            await asyncio.sleep(CLOCK_SYNC_INTERVAL_SECONDS)
             try:
-                await self.read(self._clock.look)
+                await self.read(self._clock.synchronize)
             except StoreError as error:
                 log.debug("The database's clock could not be read; it is looked at again (%s)", error)
 
 
-async def _identity(link: Link) -> str:
+async def _load_identity(link: PgConnection) -> str:
     """Of the database, not of what is in it: a copy of the rows elsewhere is another store."""
     place: int = await link.fetchval("SELECT oid::bigint FROM pg_database WHERE datname = current_database()")
     try:
@@ -117,7 +125,9 @@ async def _identity(link: Link) -> str:
     return f"{cluster}-{place}"
 
 
-def _bound(script: Callable[..., Awaitable[T]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound[T]:
+def _bind_script(
+    script: Callable[..., Awaitable[T]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> BoundScript[T]:
     def run(tx: Tx) -> Coroutine[Any, Any, T]:
         return cast("Coroutine[Any, Any, T]", script(tx, *args, **kwargs))
 

@@ -11,25 +11,29 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from antiphon.errors import AntiphonError, StoreError, StoreFull, StoreReadOnly, install
+from antiphon.errors import AntiphonError, StoreError, StoreFull, StoreReadOnly, format_install_hint
 from antiphon.store import Row
 
 try:
     import asyncpg
     from asyncpg import exceptions as pg
 except ImportError as error:
-    raise StoreError("PostgreSQL needs packages that are not installed.", install("cluster")) from error
+    raise StoreError(
+        "PostgreSQL needs packages that are not installed.", format_install_hint("cluster")
+    ) from error
 
 T = TypeVar("T")
 
-PATIENCE = 10.0  # seconds that a connection, or the beginning of a transaction, may take
-STATEMENT_SECONDS = 30  # after which the server gives up a statement
-COMMAND_SECONDS = 35.0  # after which we do: the server has not said anything at all
-IDLE_SECONDS = 15  # after which the server gives up a transaction whose process it hears nothing of
+CONNECT_TIMEOUT_SECONDS = 10.0  # seconds that a connection, or the beginning of a transaction, may take
+STATEMENT_TIMEOUT_SECONDS = 30  # after which the server gives up a statement
+COMMAND_TIMEOUT_SECONDS = 35.0  # after which we do: the server has not said anything at all
+IDLE_TRANSACTION_TIMEOUT_SECONDS = (
+    15  # after which the server gives up a transaction whose process it hears nothing of
+)
 
-_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]*)(:\d+)?")
+_HOST_PATTERN = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]*)(:\d+)?")
 
-MET = (  # Another transaction was in the way: run again, it will see what that one did.
+CONFLICT_ERRORS = (  # Another transaction was in the way: run again, it will see what that one did.
     pg.SerializationError,
     pg.DeadlockDetectedError,
     pg.UniqueViolationError,
@@ -37,7 +41,7 @@ MET = (  # Another transaction was in the way: run again, it will see what that 
     pg.LockNotAvailableError,
     pg.InvalidCachedStatementError,  # another process has migrated
 )
-LOST = (  # The connection is of no use any more.
+CONNECTION_ERRORS = (  # The connection is of no use any more.
     OSError,
     TimeoutError,
     pg.PostgresConnectionError,
@@ -52,10 +56,10 @@ LOST = (  # The connection is of no use any more.
     pg.IdleSessionTimeoutError,
     pg.StatementCompletionUnknownError,
 )
-_MISUSE = (pg.ClientConfigurationError, pg.DataError)  # of asyncpg, by what was given to it
+_MISUSE_ERRORS = (pg.ClientConfigurationError, pg.DataError)  # of asyncpg, by what was given to it
 
 
-class Lost(Exception):
+class PgConnectionLost(Exception):
     """The connection is of no use any more; `cause` says why. What was asked on it may have happened."""
 
     def __init__(self, cause: BaseException) -> None:
@@ -63,7 +67,7 @@ class Lost(Exception):
         self.cause = cause
 
 
-class Connection(Protocol):
+class AsyncpgConnection(Protocol):
     """What is used of asyncpg's, which does not say its types."""
 
     async def execute(self, query: str, *args: object, timeout: float | None = None) -> str: ...
@@ -81,27 +85,27 @@ class Connection(Protocol):
     def is_closed(self) -> bool: ...
 
 
-class Link:
-    """A connection that says `Lost` for everything that means it, and for nothing that a script raises itself."""
+class PgConnection:
+    """A connection that raises `PgConnectionLost` for every loss of it, and never for what a script raises itself."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: AsyncpgConnection) -> None:
         self._connection = connection
 
     async def execute(self, query: str, *args: object, timeout: float | None = None) -> str:
-        return await _heard(self._connection.execute(query, *args, timeout=timeout))
+        return await _detect_loss(self._connection.execute(query, *args, timeout=timeout))
 
     async def fetch(self, query: str, *args: object) -> list[Row]:
-        return await _heard(self._connection.fetch(query, *args))
+        return await _detect_loss(self._connection.fetch(query, *args))
 
     async def fetchrow(self, query: str, *args: object) -> Row | None:
-        return await _heard(self._connection.fetchrow(query, *args))
+        return await _detect_loss(self._connection.fetchrow(query, *args))
 
     async def fetchval(self, query: str, *args: object) -> Any:
-        return await _heard(self._connection.fetchval(query, *args))
+        return await _detect_loss(self._connection.fetchval(query, *args))
 
     async def close(self) -> None:
         """Politely if that is quick."""
-        with suppress(*LOST):
+        with suppress(*CONNECTION_ERRORS):
             await self._connection.close(timeout=2.0)
 
     def terminate(self) -> None:
@@ -111,16 +115,16 @@ class Link:
         return self._connection.is_closed()
 
 
-async def _heard(answer: Awaitable[T]) -> T:
+async def _detect_loss(answer: Awaitable[T]) -> T:
     try:
         return await answer
-    except _MISUSE:
+    except _MISUSE_ERRORS:
         raise
-    except LOST as error:
-        raise Lost(error) from error
+    except CONNECTION_ERRORS as error:
+        raise PgConnectionLost(error) from error
 
 
-class Server(msgspec.Struct, frozen=True):
+class PgServer(msgspec.Struct, frozen=True):
     """Where the database is and how to get in; what the URL says is not repeated."""
 
     url: str
@@ -129,59 +133,59 @@ class Server(msgspec.Struct, frozen=True):
     prepared: bool = True
     """False behind a PgBouncer that does not keep prepared statements apart."""
 
-    async def connect(self) -> Connection:
-        connect = cast("Callable[..., Awaitable[Connection]]", asyncpg.connect)  # pyright: ignore[reportUnknownMemberType]
+    async def connect(self) -> AsyncpgConnection:
+        connect = cast("Callable[..., Awaitable[AsyncpgConnection]]", asyncpg.connect)  # pyright: ignore[reportUnknownMemberType]
         return await connect(
             self.url,
             password=self.password,
             ssl=self.tls,
-            timeout=PATIENCE,
-            command_timeout=COMMAND_SECONDS,
+            timeout=CONNECT_TIMEOUT_SECONDS,
+            command_timeout=COMMAND_TIMEOUT_SECONDS,
             statement_cache_size=512 if self.prepared else 0,
             server_settings={"application_name": "antiphon"},
         )
 
-    async def link(self) -> Link:
-        return Link(await _heard(self.connect()))
+    async def open_connection(self) -> PgConnection:
+        return PgConnection(await _detect_loss(self.connect()))
 
     @property
-    def named(self) -> str:
+    def display_name(self) -> str:
         """For people, without what may be a secret: where a password might have been cut in two, nothing is shown."""
         try:
             parts = urlsplit(self.url)
         except ValueError:
-            return _UNNAMED
+            return _FALLBACK_DISPLAY_NAME
         hosts = parts.netloc.rpartition("@")[2]
         rest = f"{parts.path}{parts.query}{parts.fragment}"
-        if "@" in rest or not all(_HOST.fullmatch(host) for host in hosts.split(",")):
-            return _UNNAMED
+        if "@" in rest or not all(_HOST_PATTERN.fullmatch(host) for host in hosts.split(",")):
+            return _FALLBACK_DISPLAY_NAME
         return repr(f"{hosts}{parts.path}".removeprefix("/"))
 
 
-_UNNAMED = "of 'store.url'"
+_FALLBACK_DISPLAY_NAME = "of 'store.url'"
 
 
-def told(error: BaseException, server: Server) -> AntiphonError:
+def translate_postgres_error(error: BaseException, server: PgServer) -> AntiphonError:
     """A database error, in one sentence with a next step."""
     if isinstance(error, AntiphonError):
         return error
-    cause = error.cause if isinstance(error, Lost) else error
+    cause = error.cause if isinstance(error, PgConnectionLost) else error
     lines = str(cause.args[0] if isinstance(cause, pg.PostgresError) else cause).splitlines()
     said = lines[0].rstrip(".") if lines else type(cause).__name__
     kind, what, hint = next(
-        (kind, what, hint) for classes, kind, what, hint in _TOLD if isinstance(cause, classes)
+        (kind, what, hint) for classes, kind, what, hint in _ERROR_TRANSLATIONS if isinstance(cause, classes)
     )
-    return kind(what.format(server=server.named, said=said), hint)
+    return kind(what.format(server=server.display_name, said=said), hint)
 
 
-_UNDONE = "nothing of this request was kept"
-_UNREADABLE = (  # What these say may quote a part of the URL, and that may be a part of a password.
+_NOTHING_KEPT_TEXT = "nothing of this request was kept"
+_UNREADABLE_URL = (  # What these say may quote a part of the URL, and that may be a part of a password.
     StoreError,
     "'store.url' cannot be read as the address of a database.",
     "Write postgresql://user@host/database, and the password as store.password.",
 )
-_TOLD: list[tuple[tuple[type[BaseException], ...], type[StoreError], str, str]] = [
-    ((pg.ClientConfigurationError, UnicodeError), *_UNREADABLE),
+_ERROR_TRANSLATIONS: list[tuple[tuple[type[BaseException], ...], type[StoreError], str, str]] = [
+    ((pg.ClientConfigurationError, UnicodeError), *_UNREADABLE_URL),
     (
         (pg.InvalidPasswordError, pg.InvalidAuthorizationSpecificationError),
         StoreError,
@@ -203,31 +207,31 @@ _TOLD: list[tuple[tuple[type[BaseException], ...], type[StoreError], str, str]] 
     (
         (pg.ReadOnlySQLTransactionError,),
         StoreReadOnly,
-        "The database {server} is read only; " + _UNDONE + ".",
+        "The database {server} is read only; " + _NOTHING_KEPT_TEXT + ".",
         "Point store.url at the primary: add target_session_attrs=read-write.",
     ),
     (
         (pg.DiskFullError,),
         StoreFull,
-        "The database {server} has no room left ({said}); " + _UNDONE + ".",
+        "The database {server} has no room left ({said}); " + _NOTHING_KEPT_TEXT + ".",
         "Make room on its server and try again.",
     ),
     (
         (pg.OutOfMemoryError,),
         StoreError,
-        "The database {server} has no memory left ({said}); " + _UNDONE + ".",
+        "The database {server} has no memory left ({said}); " + _NOTHING_KEPT_TEXT + ".",
         "Try again in a moment; if it stays so, give its server more.",
     ),
     (
         (pg.QueryCanceledError,),
         StoreError,
-        "The database {server} did not finish a statement in time ({said}); " + _UNDONE + ".",
+        "The database {server} did not finish a statement in time ({said}); " + _NOTHING_KEPT_TEXT + ".",
         "Try again in a moment; if it stays so, look at what its server is busy with.",
     ),
     (
         (pg.InvalidSQLStatementNameError, pg.DuplicatePreparedStatementError),
         StoreError,
-        "What stands before the database {server} mixes up prepared statements; " + _UNDONE + ".",
+        "What stands before the database {server} mixes up prepared statements; " + _NOTHING_KEPT_TEXT + ".",
         "Set store.preparedStatements to false.",
     ),
     (
@@ -237,28 +241,28 @@ _TOLD: list[tuple[tuple[type[BaseException], ...], type[StoreError], str, str]] 
         "Check store.tlsCa, the server's certificate and the host name in store.url.",
     ),
     (
-        _MISUSE,
+        _MISUSE_ERRORS,
         StoreError,
-        "A value does not fit into the database {server} ({said}); " + _UNDONE + ".",
+        "A value does not fit into the database {server} ({said}); " + _NOTHING_KEPT_TEXT + ".",
         "Run `antiphon doctor`.",
     ),
     (
-        LOST,
+        CONNECTION_ERRORS,
         StoreError,
         "The database {server} cannot be reached ({said}).",
-        "Check store.url and that PostgreSQL is running; " + _UNDONE + ".",
+        "Check store.url and that PostgreSQL is running; " + _NOTHING_KEPT_TEXT + ".",
     ),
     (
         (pg.SerializationError, pg.DeadlockDetectedError, pg.LockNotAvailableError),
         StoreError,
         "The database {server} was too busy with the same rows ({said}).",
-        "Try again in a moment; " + _UNDONE + ".",
+        "Try again in a moment; " + _NOTHING_KEPT_TEXT + ".",
     ),
-    ((ValueError,), *_UNREADABLE),
+    ((ValueError,), *_UNREADABLE_URL),
     (
         (BaseException,),
         StoreError,
         "The database {server} refused a statement ({said}).",
-        "Run `antiphon doctor`; " + _UNDONE + ".",
+        "Run `antiphon doctor`; " + _NOTHING_KEPT_TEXT + ".",
     ),
 ]

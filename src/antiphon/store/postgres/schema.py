@@ -11,46 +11,50 @@ import logging
 from time import monotonic
 
 from antiphon.errors import StoreError
-from antiphon.store.migrations import Migration, migrations, missing
-from antiphon.store.postgres.connection import Connection, Link, pg
+from antiphon.store.migrations import Migration, load_migrations, select_missing_migrations
+from antiphon.store.postgres.connection import AsyncpgConnection, PgConnection, pg
 
 log = logging.getLogger(__name__)
 
-MOVING = "moving"
+COPY_PROGRESS_TABLE = "moving"
 """A table that is there while another database is moved into this one; see `target`."""
-STEP_SECONDS = 3600.0  # for one statement of a migration, and for those of another process
-_LOCK = 0x414E5450  # "ANTP": the advisory lock under which one process at a time migrates
-_BEGIN = "BEGIN; SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0"
+MIGRATION_TIMEOUT_SECONDS = 3600.0  # for one statement of a migration, and for those of another process
+_MIGRATION_LOCK_ID = 0x414E5450  # "ANTP": the advisory lock under which one process at a time migrates
+_BEGIN_SQL = "BEGIN; SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0"
 
 
-async def prepare(link: Link | Connection, *, migrate: bool, moving: bool = False) -> None:
+async def prepare_schema(
+    link: PgConnection | AsyncpgConnection, *, migrate: bool, moving: bool = False
+) -> None:
     """Bring the database up to date, one process at a time; one from the future is refused untouched.
 
     So is one that another database is being moved into, but by whoever is `moving`.
     """
-    if not moving and await link.fetchval("SELECT to_regclass($1)::text", MOVING) is not None:
+    if not moving and await link.fetchval("SELECT to_regclass($1)::text", COPY_PROGRESS_TABLE) is not None:
         raise StoreError(
             "Another database is being moved into this one, and that is not finished.",
             "Give the command that moves it again: it goes on where it stopped.",
         )
-    until = monotonic() + STEP_SECONDS
-    while left := await _left(link):
+    until = monotonic() + MIGRATION_TIMEOUT_SECONDS
+    while left := await _list_missing_migrations(link):
         if not migrate:
             present = left[0].version - 1
             raise StoreError(
                 f"The database has schema {present}, this Antiphon needs {left[-1].version}.",
                 "Start `antiphon up` once with the right to migrate it.",
             )
-        if not await _step(link):
-            await _others(until)
+        if not await _apply_next_migration(link):
+            await _wait_for_others(until)
 
 
-async def begin_alone(link: Link | Connection) -> None:
+async def begin_exclusive(link: PgConnection | AsyncpgConnection) -> None:
     """Begin a transaction in which nobody migrates but whoever has it; waits for others."""
-    await link.execute(f"{_BEGIN}; SELECT pg_advisory_xact_lock({_LOCK})", timeout=STEP_SECONDS)
+    await link.execute(
+        f"{_BEGIN_SQL}; SELECT pg_advisory_xact_lock({_MIGRATION_LOCK_ID})", timeout=MIGRATION_TIMEOUT_SECONDS
+    )
 
 
-async def _others(until: float) -> None:
+async def _wait_for_others(until: float) -> None:
     if monotonic() > until:
         raise StoreError(
             "Another process has been migrating the database for an hour.",
@@ -59,14 +63,14 @@ async def _others(until: float) -> None:
     await asyncio.sleep(0.1)
 
 
-async def _step(link: Link | Connection) -> bool:
+async def _apply_next_migration(link: PgConnection | AsyncpgConnection) -> bool:
     """Apply the next migration; False if somebody else is at it, or was in the way."""
-    await link.execute(_BEGIN)
+    await link.execute(_BEGIN_SQL)
     try:
-        mine = await link.fetchval(f"SELECT pg_try_advisory_xact_lock({_LOCK})")
-        if mine and (left := await _left(link)):
+        mine = await link.fetchval(f"SELECT pg_try_advisory_xact_lock({_MIGRATION_LOCK_ID})")
+        if mine and (left := await _list_missing_migrations(link)):
             log.info("Bringing the database to schema %d", left[0].version)
-            await _apply(link, left[0])
+            await _apply_migration(link, left[0])
         await link.execute("COMMIT")
     except pg.DeadlockDetectedError:  # with a process that works on the database meanwhile
         await link.execute("ROLLBACK")
@@ -74,12 +78,12 @@ async def _step(link: Link | Connection) -> bool:
     return mine
 
 
-async def _left(link: Link | Connection) -> list[Migration]:
-    present, oldest = await _schema(link)
-    return missing(present, oldest, migrations("postgres"))
+async def _list_missing_migrations(link: PgConnection | AsyncpgConnection) -> list[Migration]:
+    present, oldest = await _load_schema_versions(link)
+    return select_missing_migrations(present, oldest, load_migrations("postgres"))
 
 
-async def _schema(link: Link | Connection) -> tuple[int, int]:
+async def _load_schema_versions(link: PgConnection | AsyncpgConnection) -> tuple[int, int]:
     """The schema that is there, and the oldest that an Antiphon has to know to work on it."""
     if await link.fetchval("SELECT to_regclass('schema_version')") is None:
         return 0, 0
@@ -87,12 +91,14 @@ async def _schema(link: Link | Connection) -> tuple[int, int]:
     return (row["version"], row["oldest"]) if row else (0, 0)
 
 
-async def _apply(link: Link | Connection, migration: Migration) -> None:
+async def _apply_migration(link: PgConnection | AsyncpgConnection, migration: Migration) -> None:
     if migration.version == 1:
         await link.execute("CREATE TABLE schema_version (version INTEGER NOT NULL, oldest INTEGER NOT NULL)")
         await link.execute("INSERT INTO schema_version (version, oldest) VALUES (0, 0)")
-    for statement in migration.statements():
-        await link.execute(statement, timeout=STEP_SECONDS)
+    for statement in migration.split_statements():
+        await link.execute(statement, timeout=MIGRATION_TIMEOUT_SECONDS)
     await link.execute(
-        "UPDATE schema_version SET version = $1, oldest = $2", migration.version, migration.oldest
+        "UPDATE schema_version SET version = $1, oldest = $2",
+        migration.version,
+        migration.oldest_compatible_version,
     )

@@ -7,54 +7,54 @@ from typing import Any, Generic, TypeVar
 from zlib import crc32
 
 from antiphon.store import Param, Row
-from antiphon.store.postgres.connection import Link
-from antiphon.store.queries import Query, for_postgres
-from antiphon.store.words import Match, Vector
+from antiphon.store.fulltext import FulltextQuery, FulltextVector
+from antiphon.store.postgres.connection import PgConnection
+from antiphon.store.queries import Query, translate_to_postgres
 
 T = TypeVar("T")
 
-TURNSTILES = 16_384  # rows; two names that share one only wait for each other in vain
-_TURN = "UPDATE turnstiles SET passed = passed + 1 WHERE id = $1"
+LOCK_ROWS = 16_384  # rows; two names that share one only wait for each other in vain
+_LOCK_ROW_SQL = "UPDATE turnstiles SET passed = passed + 1 WHERE id = $1"
 
 
 class PgTx:
     """A transaction on one connection."""
 
-    def __init__(self, link: Link, *, writes: bool = False) -> None:
+    def __init__(self, link: PgConnection, *, writes: bool = False) -> None:
         self._link = link
         self._writes = writes
-        self.asked = False
+        self.is_waiting = False
         """Whether an answer of the database is being waited for."""
 
     async def one(self, query: Query, /, **params: Param) -> Row | None:
-        text, values = _written(query, params)
-        return await self._answer(self._link.fetchrow(text, *values))
+        text, values = _translate_query(query, params)
+        return await self._await_answer(self._link.fetchrow(text, *values))
 
     async def all(self, query: Query, /, **params: Param) -> list[Row]:
-        text, values = _written(query, params)
-        return await self._answer(self._link.fetch(text, *values))
+        text, values = _translate_query(query, params)
+        return await self._await_answer(self._link.fetch(text, *values))
 
     async def do(self, query: Query, /, **params: Param) -> int:
-        text, values = _written(query, params)
-        status = await self._answer(self._link.execute(text, *values))
+        text, values = _translate_query(query, params)
+        status = await self._await_answer(self._link.execute(text, *values))
         changed = status.rpartition(" ")[2]
         return int(changed) if changed.isdigit() else 0
 
-    async def alone(self, name: str) -> None:
+    async def lock(self, name: str) -> None:
         # Not an advisory lock: whoever waited for one would go on with what it saw before. Of two that change a row,
         # the second is begun again.
         if self._writes:
-            await self._answer(self._link.execute(_TURN, crc32(name.encode()) % TURNSTILES))
+            await self._await_answer(self._link.execute(_LOCK_ROW_SQL, crc32(name.encode()) % LOCK_ROWS))
 
-    async def _answer(self, asked: Awaitable[T]) -> T:
-        self.asked = True
+    async def _await_answer(self, asked: Awaitable[T]) -> T:
+        self.is_waiting = True
         try:
             return await asked
         finally:
-            self.asked = False
+            self.is_waiting = False
 
 
-class Strictly(Generic[T]):
+class GuardedScript(Generic[T]):
     """Awaits a script, as long as it awaits nothing but its transaction: anything else would keep rows from others."""
 
     def __init__(self, script: Coroutine[Any, Any, T], tx: PgTx) -> None:
@@ -68,7 +68,7 @@ class Strictly(Generic[T]):
                 waited = self._script.throw(thrown) if thrown else self._script.send(None)
             except StopIteration as stop:
                 return stop.value
-            if not self._tx.asked:
+            if not self._tx.is_waiting:
                 self._script.close()
                 raise RuntimeError(
                     "a transaction script awaited something other than its Tx; move that out of the script"
@@ -81,18 +81,18 @@ class Strictly(Generic[T]):
                 thrown = None
 
 
-def _written(query: Query, params: dict[str, Param]) -> tuple[str, list[Any]]:
-    text, names = for_postgres(query.text)
-    return text, [_value(params[name]) for name in names]
+def _translate_query(query: Query, params: dict[str, Param]) -> tuple[str, list[Any]]:
+    text, names = translate_to_postgres(query.text)
+    return text, [_encode_param(params[name]) for name in names]
 
 
-def _value(param: Param) -> Any:
+def _encode_param(param: Param) -> Any:
     match param:
         case str():
             return param.replace("\0", "\ufffd")  # PostgreSQL has no text with that character
-        case Match():
-            return param.tsquery()
-        case Vector():
-            return param.tsvector()
+        case FulltextQuery():
+            return param.to_tsquery()
+        case FulltextVector():
+            return param.to_tsvector()
         case _:
             return param

@@ -1,0 +1,290 @@
+"""Putting the house together: one process that hosts sessions.
+
+`open_app` owns a state directory, runs its lanes, fires its jobs and gives what is needed to ask for anything;
+`open_app_operations` is the same for who only needs the `Operations`. Reaching a directory without running anything in
+it is in `state_access`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import TypedDict, Unpack
+
+import msgspec
+
+from antiphon import __version__, keys
+from antiphon.bus import EventBus
+from antiphon.clock import Clock
+from antiphon.config import AgentConfig, Config
+from antiphon.coordination import CoordinationBackend, open_coordination
+from antiphon.engine.collaboration import framing
+from antiphon.engine.engine import Engine, EngineTimings
+from antiphon.engine.jobs.jobs import FiringContext
+from antiphon.engine.jobs.scheduler import Scheduler
+from antiphon.engine.outbox.sender import DeliveryChannel, Outbox
+from antiphon.engine.replicas import Replica
+from antiphon.engine.runs.lifecycle import Claim
+from antiphon.engine.runs.run_loop import RunSetup
+from antiphon.engine.sessions.identity import SessionIdentityResolver
+from antiphon.engine.sessions.resolver import SessionResolver
+from antiphon.engine.sessions.retention import RetentionPolicy
+from antiphon.engine.toolbox import Tool, Toolbox
+from antiphon.errors import NotFound, StoreError
+from antiphon.job_operations import JobOperations
+from antiphon.operations import Operations
+from antiphon.runtimes import Runtime
+from antiphon.runtimes.concurrency import ConcurrencyLimitedRuntime
+from antiphon.runtimes.model import ModelRuntime
+from antiphon.runtimes.registry import RuntimeRegistry
+from antiphon.state_access import create_operations, open_operations_readonly
+from antiphon.store import Store
+from antiphon.store.factory import CommitPhase, open_store
+from antiphon.store.statedir import StateDir
+from antiphon.tools import create_session_tools
+from antiphon.transfers.mirror import TranscriptMirror, remove_mark
+
+__all__ = ["MAX_TOOL_RESULT_CHARACTERS", "App", "open_app", "open_app_operations", "open_operations_readonly"]
+
+MAX_TOOL_RESULT_CHARACTERS = 200_000  # of one tool result; more would not fit a prompt anyway
+
+
+class AppOptions(TypedDict, total=False):
+    """What a house can be given beside its configuration."""
+
+    tools: Callable[[Operations], Iterable[Tool]] | None
+    """Given the operations before anything runs: a run that is taken up may need them at once."""
+    functions: Mapping[str, Runtime] | None
+    channels: Mapping[str, DeliveryChannel] | None
+    clock: Clock | None
+    pace: EngineTimings | None
+    on_commit: Callable[[CommitPhase], None] | None
+
+
+class App(msgspec.Struct, frozen=True):
+    """One process that hosts sessions: what can be asked of it, and what whoever opens a door to it needs."""
+
+    operations: Operations
+    schedules: JobOperations
+    toolbox: Toolbox
+    links: CoordinationBackend
+    config: Config
+    clock: Clock
+    trouble: Callable[[], StoreError | None]
+    """Why the store can keep nothing now, as far as it knows."""
+    introduce: Callable[[str], Awaitable[None]]
+    """Tell the other replicas where this one can be reached."""
+    store: Store
+
+    @property
+    def bus(self) -> EventBus:
+        return self.links.bus
+
+
+@asynccontextmanager
+async def open_app_operations(
+    config: Config, state_dir: Path, **options: Unpack[AppOptions]
+) -> AsyncGenerator[Operations]:
+    """`open_app`, for who only needs its operations."""
+    async with open_app(config, state_dir, **options) as opened:
+        yield opened.operations
+
+
+@asynccontextmanager
+async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions]) -> AsyncGenerator[App]:
+    """Own the directory, take up what was left in it, and host until the context is left."""
+    with await asyncio.to_thread(StateDir.open_locked, state_dir) as home:
+        async with (
+            _open_app_store(config, home, options.get("on_commit")) as store,
+            open_coordination(config, store) as links,
+            aclosing(
+                RuntimeRegistry(config, options.get("functions"), options.get("clock") or store.clock)
+            ) as catalog,
+        ):
+            clock = options.get("clock") or store.clock
+            secret = await store.tx(framing.load_installation_secret)
+            toolbox = Toolbox()
+            door = SessionResolver(config)
+            engine = Engine(
+                store=store,
+                lanes=links.lanes,
+                bus=links.bus,
+                clock=clock,
+                setting=_RunSettingFactory(
+                    config, catalog, SessionIdentityResolver(config, door, toolbox), secret
+                ),
+                outbox=Outbox(store, links.bus, clock, door, options.get("channels") or {}),
+                pace=options.get("pace") or links.pace,
+                keep=_build_retention(config),
+                longest_run=config.agents.defaults.timeout_seconds,
+                alone=not store.shared,
+                replica=_build_replica(clock),
+            )
+            mirror = (
+                TranscriptMirror(store, links.bus, home.transcripts, clock)
+                if config.mirrors_transcripts
+                else None
+            )
+            operations = create_operations(
+                config,
+                store,
+                home,
+                bus=links.bus,
+                clock=clock,
+                engine=engine,
+                toolbox=toolbox,
+                files=mirror.files if mirror else None,
+            )
+            scheduler = Scheduler(
+                terms=FiringContext(config, door, frozenset(options.get("channels") or {})),
+                store=store,
+                bus=links.bus,
+                clock=clock,
+                engine=engine,
+            )
+            schedules = JobOperations(store=store, clock=clock, scheduler=scheduler)
+            more = options.get("tools")
+            for tool in [*create_session_tools(operations), *(more(operations) if more else ())]:
+                toolbox.add(tool)
+            async with (
+                _run_mirror(mirror, home),
+                _run_engine(engine, scheduler, links.grace),
+            ):
+                yield App(
+                    operations,
+                    schedules,
+                    toolbox,
+                    links,
+                    config,
+                    clock,
+                    lambda: store.trouble,
+                    engine.publish_address,
+                    store,
+                )
+
+
+@asynccontextmanager
+async def _open_app_store(
+    config: Config, home: StateDir, on_commit: Callable[[CommitPhase], None] | None
+) -> AsyncGenerator[Store]:
+    store = await open_store(config, home.database, on_commit=on_commit)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@asynccontextmanager
+async def _run_engine(engine: Engine, scheduler: Scheduler, grace: float) -> AsyncGenerator[None]:
+    try:
+        await engine.start()
+        async with _run_scheduler(scheduler):
+            yield
+    finally:
+        await engine.stop(grace)
+
+
+@asynccontextmanager
+async def _run_scheduler(scheduler: Scheduler) -> AsyncGenerator[None]:
+    """Jobs fire between the engine's start and its stop, so that what they submit is always taken up."""
+    task = asyncio.create_task(scheduler.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _run_mirror(mirror: TranscriptMirror | None, home: StateDir) -> AsyncGenerator[None]:
+    """Transcript files beside the store, if they are wanted; up to date when the context is left."""
+    if mirror is None:
+        await asyncio.to_thread(remove_mark, home.transcripts)
+        yield
+        return
+    task = asyncio.create_task(mirror.run())
+    try:
+        await asyncio.sleep(0)  # so that it listens before the first run
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await mirror.flush()
+
+
+def _build_replica(clock: Clock) -> Replica:
+    return Replica(
+        id=uuid.uuid4().hex,
+        name=f"{socket.gethostname()}:{os.getpid()}",
+        version=__version__,
+        started_at=clock.now(),
+    )
+
+
+def _build_retention(config: Config) -> RetentionPolicy:
+    retention = config.session.retention
+    return RetentionPolicy(
+        archive_after_days=retention.archive_after_days,
+        delete_archived_after_days=retention.delete_archived_after_days,
+    )
+
+
+class _RunSettingFactory:
+    """What a run is played with, from the configuration and, for a spawned session, within its envelope."""
+
+    def __init__(
+        self, config: Config, catalog: RuntimeRegistry, actors: SessionIdentityResolver, secret: bytes
+    ) -> None:
+        self._secret = secret
+        self._catalog = catalog
+        self._agents = {agent_id: config.get_agent(agent_id) for agent_id in config.agent_ids}
+        self._actors = actors
+        self._max_subagent_steps = config.agents.defaults.subagents.max_concurrent
+        self._subagent_slots: dict[str | None, asyncio.Semaphore] = {}
+        """By provider, and None for agents without one: what is stuck at one provider delays no other."""
+
+    async def __call__(self, claim: Claim) -> RunSetup:
+        agent = self._agents.get(claim.agent_id)
+        if agent is None:
+            raise NotFound(
+                f"Agent {claim.agent_id!r} is not configured any more.",
+                "Add it to agents.list, or archive the session.",
+            )
+        key = keys.parse(claim.session_key)
+        runtime = await self._catalog.get_runtime(agent.id, claim.model)
+        spec = runtime.spec if isinstance(runtime, ModelRuntime) else None
+        if key.shape == "subagent":
+            runtime = ConcurrencyLimitedRuntime(
+                runtime, self._get_subagent_slots(spec.provider if spec else None)
+            )
+        actor = self._actors.resolve(
+            agent.id, claim.session_key, sandboxed=claim.sandboxed, envelope=claim.envelope
+        )
+        nonce = framing.derive_nonce(self._secret, claim.session_key, claim.session_id)
+        return RunSetup(
+            nonce=nonce,
+            runtime=runtime,
+            caller=actor.caller,
+            instructions=_build_instructions(agent, claim, nonce),
+            tools=actor.tools,
+            max_steps=agent.max_steps,
+            reserve_tokens=agent.compaction.reserve_tokens,
+            keep_tokens=agent.compaction.keep_recent_tokens,
+            max_result_chars=MAX_TOOL_RESULT_CHARACTERS,
+            thinking=agent.thinking_default,
+            model=spec.model if spec else None,
+        )
+
+    def _get_subagent_slots(self, provider: str | None) -> asyncio.Semaphore:
+        return self._subagent_slots.setdefault(provider, asyncio.Semaphore(self._max_subagent_steps))
+
+
+def _build_instructions(agent: AgentConfig, claim: Claim, nonce: str) -> str:
+    own = agent.instructions or f"You are {agent.name or agent.id}, a helpful assistant."
+    here = f"This conversation is the session {keys.display_full_key(claim.session_key)!r}."
+    return "\n\n".join(filter(None, [own, here, framing.explain_frames(nonce), claim.instructions]))

@@ -1,0 +1,312 @@
+"""Whom a command asks: the gateway that runs, or the store itself where none does. Both answer the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Protocol
+
+from antiphon.cli._gateway_lookup import find_gateway, find_named_gateways
+from antiphon.cli._options import Settings
+from antiphon.errors import AntiphonError, NotFound, StoreFull, StoreLocked, StoreReadOnly
+
+if TYPE_CHECKING:
+    from antiphon import views
+    from antiphon.bus import Event
+    from antiphon.client import Client
+    from antiphon.client.connection import Site
+    from antiphon.filters import HistoryFilter, ListFilter
+    from antiphon.operations import IncomingMessage, Operations, SendRequest, SpawnRequest, StopView
+
+MAX_SESSIONS_COMPARED = 200  # the latest ones, to suggest one for a mistyped name
+MAX_INDEXING_SECONDS = 5.0  # seconds that somebody who searches waits for the index
+INDEXING_SLICE_SECONDS = 0.4  # seconds of them in one go, in which nobody else can own the directory
+
+
+class Backend(Protocol):
+    """What commands ask of sessions. See `Operations`, of which this is a part."""
+
+    async def submit(self, message: IncomingMessage) -> views.MessageReceipt: ...
+    async def wait(self, run_id: str, timeout: float) -> views.RunView: ...
+    async def unfinished(self, session: str) -> list[str]: ...
+    async def stop(self, session: str, run_id: str | None = None) -> StopView: ...
+    async def list(self, wanted: ListFilter) -> views.SessionPage: ...
+    async def describe(self, session: str) -> views.SessionView: ...
+    async def history(self, session: str, wanted: HistoryFilter) -> views.HistoryPage: ...
+    async def conversations(self, session: str) -> list[views.ConversationView]: ...
+    async def search(
+        self, query: str, *, session: str | None, agent_id: str | None, limit: int
+    ) -> views.SearchPage: ...
+    def follow(self, session: str, after: int | None = None) -> AsyncGenerator[Event]: ...
+    async def open(self, session: str) -> views.SessionView: ...
+    async def renew(self, session: str, expected: str | None = None) -> views.SessionView: ...
+    async def restore(self, session_id: str) -> views.SessionView: ...
+    async def label(self, session: str, text: str | None) -> views.SessionView: ...
+    async def delete(self, session: str, expected: str) -> bool: ...
+    async def send(self, wanted: SendRequest, requester: str) -> views.SendResult: ...
+    async def spawn(self, wanted: SpawnRequest, requester: str) -> views.SpawnResult: ...
+    async def tasks(self, session: str) -> list[views.TaskView]: ...
+    async def task_report(self, run_id: str) -> str | None: ...
+    async def roster(self) -> list[views.AgentCard]: ...
+    async def exchanges(
+        self, session: str | None, *, unsettled: bool, limit: int, cursor: str | None = None
+    ) -> views.ExchangePage: ...
+    async def exchange(self, reference: str) -> views.ExchangeDetail: ...
+    async def deliveries(
+        self, state: str | None, limit: int, cursor: str | None = None
+    ) -> views.DeliveryPage: ...
+    async def deliver_again(self, key: str) -> views.DeliveryView: ...
+
+
+class LocalBackend:
+    """The operations of this process, asked by whoever sits at the machine."""
+
+    def __init__(self, operations: Operations) -> None:
+        from antiphon.access import Caller
+
+        self._operations = operations
+        self._caller = Caller.operator()
+
+    async def submit(self, message: IncomingMessage) -> views.MessageReceipt:
+        return await self._operations.submit(self._caller, message)
+
+    async def wait(self, run_id: str, timeout: float) -> views.RunView:
+        return await self._operations.wait(self._caller, run_id, timeout)
+
+    async def unfinished(self, session: str) -> list[str]:
+        return await self._operations.list_unfinished_runs(self._caller, session)
+
+    async def stop(self, session: str, run_id: str | None = None) -> StopView:
+        return await self._operations.stop(self._caller, session, run_id)
+
+    async def list(self, wanted: ListFilter) -> views.SessionPage:
+        return await self._operations.list(self._caller, wanted)
+
+    async def describe(self, session: str) -> views.SessionView:
+        return await self._operations.describe(self._caller, session)
+
+    async def history(self, session: str, wanted: HistoryFilter) -> views.HistoryPage:
+        return await self._operations.read_history(self._caller, session, wanted)
+
+    async def conversations(self, session: str) -> list[views.ConversationView]:
+        return await self._operations.list_conversations(self._caller, session)
+
+    async def search(
+        self, query: str, *, session: str | None, agent_id: str | None, limit: int
+    ) -> views.SearchPage:
+        return await self._operations.search(
+            self._caller, query, session=session, agent_id=agent_id, limit=limit
+        )
+
+    def follow(self, session: str, after: int | None = None) -> AsyncGenerator[Event]:
+        return self._operations.follow(self._caller, session, after)
+
+    async def open(self, session: str) -> views.SessionView:
+        return await self._operations.open(self._caller, session)
+
+    async def renew(self, session: str, expected: str | None = None) -> views.SessionView:
+        return await self._operations.renew(self._caller, session, expected=expected)
+
+    async def restore(self, session_id: str) -> views.SessionView:
+        return await self._operations.restore(self._caller, session_id)
+
+    async def label(self, session: str, text: str | None) -> views.SessionView:
+        from antiphon.operations import SessionPatch
+
+        return await self._operations.patch(self._caller, session, SessionPatch(label=text))
+
+    async def delete(self, session: str, expected: str) -> bool:
+        return await self._operations.delete(self._caller, session, expected=expected)
+
+    async def send(self, wanted: SendRequest, requester: str) -> views.SendResult:
+        return await self._operations.send(self._caller, wanted, requester=requester)
+
+    async def spawn(self, wanted: SpawnRequest, requester: str) -> views.SpawnResult:
+        return await self._operations.spawn(self._caller, wanted, requester=requester)
+
+    async def tasks(self, session: str) -> list[views.TaskView]:
+        return await self._operations.list_subagents(self._caller, session)
+
+    async def task_report(self, run_id: str) -> str | None:
+        return await self._operations.get_subagent_report(self._caller, run_id)
+
+    async def roster(self) -> list[views.AgentCard]:
+        return await self._operations.list_agents(self._caller)
+
+    async def exchanges(
+        self, session: str | None, *, unsettled: bool, limit: int, cursor: str | None = None
+    ) -> views.ExchangePage:
+        return await self._operations.list_exchanges(
+            self._caller, session, unsettled=unsettled, limit=limit, cursor=cursor
+        )
+
+    async def exchange(self, reference: str) -> views.ExchangeDetail:
+        return await self._operations.get_exchange(self._caller, reference)
+
+    async def deliveries(
+        self, state: str | None, limit: int, cursor: str | None = None
+    ) -> views.DeliveryPage:
+        return await self._operations.list_deliveries(self._caller, state, limit, cursor)
+
+    async def deliver_again(self, key: str) -> views.DeliveryView:
+        return await self._operations.retry_delivery(self._caller, key)
+
+
+def _ignore_change(_: str) -> None: ...
+
+
+def make_gateway_client(
+    settings: Settings, on_change: Callable[[str], None] = _ignore_change
+) -> Client | None:
+    """A client of the gateway that the command is to talk to, if there is one. Entering it connects."""
+    site = find_gateway(settings)
+    if site is None:
+        return None
+    from antiphon.client import Client
+    from antiphon.client.connection import build_unreachable_error
+
+    if settings.named_gateways:
+        return Client.of_replicas(find_named_gateways(settings), on_change)
+
+    async def again() -> Site:
+        found = find_gateway(settings)
+        if found is None:
+            raise build_unreachable_error(site, "it is not running")
+        return found
+
+    return Client(again, on_change)
+
+
+async def remember_replicas(settings: Settings, client: Client | None) -> None:
+    """Ask the gateway for its other replicas, in case it goes away during a wait.
+
+    Replicas on this machine are found without asking.
+    """
+    if client is not None and settings.named_gateways:
+        with suppress(AntiphonError):  # needed only if the connection is lost
+            await client.remember_replicas()
+
+
+@asynccontextmanager
+async def _suggest_similar_session(desk: Backend) -> AsyncGenerator[None]:
+    """Suggest a similarly named session in the error for one that does not exist."""
+    try:
+        yield
+    except NotFound as error:
+        reference = error.data.get("reference")
+        if isinstance(reference, str) and (meant := await _find_similar_session(desk, reference)):
+            raise NotFound(error.what, f"Did you mean {meant!r}? {error.hint}", **error.data) from error
+        raise
+
+
+async def _find_similar_session(desk: Backend, reference: str) -> str | None:
+    """The session whose key, label or agent id is most similar to the reference; None if none is."""
+    from difflib import get_close_matches
+
+    from antiphon.filters import ListFilter
+
+    try:
+        rows = (await desk.list(ListFilter(limit=MAX_SESSIONS_COMPARED))).sessions
+        names = {card.id: f"agent:{card.id}:main" for card in await desk.roster()}
+    except AntiphonError:  # report the first error instead
+        return None
+    names |= {row.key.split(":", 2)[-1]: row.key for row in rows if ":subagent:" not in row.key}
+    names |= {name: name for row in rows for name in (row.key, row.label) if name}
+    names["main"] = "main"
+    if reference in names:  # known by another kind of name, such as an agent's id
+        return names[reference] if names[reference] != reference else None
+    close = get_close_matches(reference, names, n=1, cutoff=0.7)
+    return names[close[0]] if close else None
+
+
+@asynccontextmanager
+async def open_backend_for_reading(settings: Settings) -> AsyncGenerator[Backend]:
+    """For questions: nothing is started to answer them."""
+    if client := make_gateway_client(settings):
+        async with client, _suggest_similar_session(client):
+            yield client
+        return
+    from antiphon.state_access import open_operations_readonly
+
+    async with open_operations_readonly(
+        settings.load_config_lazily(), settings.paths.state_dir
+    ) as operations:
+        desk = LocalBackend(operations)
+        async with _suggest_similar_session(desk):
+            yield desk
+
+
+@asynccontextmanager
+async def open_backend_for_search(settings: Settings) -> AsyncGenerator[Backend]:
+    """For finding what was said: where no process is there that indexes it, this one does first, if it can."""
+    if find_gateway(settings) is None:
+        with suppress(StoreFull, StoreLocked, StoreReadOnly):  # what is left is said with the answer
+            await _index_new_messages(settings)
+    async with open_backend_for_reading(settings) as desk:
+        yield desk
+
+
+async def _index_new_messages(settings: Settings) -> None:
+    """A little at a time: whoever wants to own the directory meanwhile waits for one turn, not for all of it."""
+    from antiphon.engine.sessions import search
+    from antiphon.state_access import open_store_exclusive, open_store_readonly
+    from antiphon.store.statedir import StateDir
+
+    config, home = settings.load_config_lazily(), StateDir.open_unlocked(settings.paths.state_dir)
+    if config.store.url is not None:
+        return
+    async with open_store_readonly(
+        config, home.path
+    ) as store:  # refuses what would have to be brought up to date first
+        last, head = await store.read(search.load_index_position)
+    left, clock = last < head, asyncio.get_running_loop().time
+    until = clock() + MAX_INDEXING_SECONDS
+    while left and clock() < until:
+        began = clock()
+        async with open_store_exclusive(config, home.path) as store:
+            left = await search.index_for_seconds(store, INDEXING_SLICE_SECONDS)
+        await asyncio.sleep(clock() - began if left else 0)
+
+
+@asynccontextmanager
+async def open_backend_for_changes(settings: Settings) -> AsyncGenerator[Backend]:
+    """For changes that play no run: without a gateway this process has the directory to itself meanwhile."""
+    if client := make_gateway_client(settings):
+        async with client, _suggest_similar_session(client):
+            yield client
+        return
+    from antiphon.state_access import create_operations, open_store_exclusive, require_no_live_replicas
+    from antiphon.store.sqlite.store import check_exists
+    from antiphon.store.statedir import StateDir
+
+    config, home = settings.load().config, StateDir.open_unlocked(settings.paths.state_dir)
+    if config.store.url is None:
+        check_exists(home.database)
+    await require_no_live_replicas(config, home.path)
+    async with open_store_exclusive(config, home.path) as store:
+        desk = LocalBackend(create_operations(config, store, home))
+        async with _suggest_similar_session(desk):
+            yield desk
+
+
+@asynccontextmanager
+async def open_backend_for_messages(
+    settings: Settings, on_change: Callable[[str], None] = _ignore_change
+) -> AsyncGenerator[tuple[Backend, Client | None]]:
+    """For messages: without a gateway this process hosts the directory while it talks."""
+    if client := make_gateway_client(settings, on_change):
+        async with client, _suggest_similar_session(client):
+            yield client, client
+        return
+    from antiphon.app import open_app_operations
+    from antiphon.cli._logging import configure_logging
+    from antiphon.state_access import require_no_live_replicas
+
+    loaded = settings.load()
+    await require_no_live_replicas(loaded.config, settings.paths.state_dir)
+    configure_logging(settings.paths.state_dir, debug=settings.debug)
+    async with open_app_operations(loaded.config, settings.paths.state_dir) as operations:
+        desk = LocalBackend(operations)
+        async with _suggest_similar_session(desk):
+            yield desk, None

@@ -1,0 +1,91 @@
+"""How a failure is told: one sentence and a next step on standard error, and an exit code.
+
+With `--json` the same is one JSON object. A traceback is for `--debug`, and for the log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from antiphon.cli._output import clean_text, escape_control_characters
+from antiphon.errors import AntiphonError, Forbidden, ProviderError, TooManyFailures, Unauthorized
+
+if TYPE_CHECKING:
+    from antiphon.views import RunView
+
+INTERRUPTED_EXIT_CODE = 130
+MAX_PROBLEMS_SHOWN = 20
+ACCESS_HINT = (
+    "Pass a valid token with --token-file FILE or in ANTIPHON_TOKEN. "
+    "The owner's token is in tokens.json of the gateway's state directory; `antiphon tokens issue` creates others."
+)
+
+
+def report_error(error: Exception, arguments: Sequence[str]) -> int:
+    """Tell, and return the exit code. `arguments` say how: nothing else is known when they were wrong."""
+    if isinstance(error, click.exceptions.Abort):
+        return INTERRUPTED_EXIT_CODE
+    machine = "--json" in arguments
+    if "--debug" in arguments:
+        click.echo(clean_text("".join(traceback.format_exception(error))), err=True, nl=False)
+    if isinstance(error, AntiphonError):
+        _print_error(machine, error.code, error.what, _choose_hint(error), error.data)
+        return error.exit_code
+    if isinstance(error, click.exceptions.NoArgsIsHelpError) and not machine:
+        click.echo(error.format_message())  # a group alone explains itself
+        return 0
+    if isinstance(error, click.ClickException):
+        _print_error(machine, "usage", error.format_message(), _format_usage_hint(error), {})
+        return error.exit_code
+    what = f"Something unexpected went wrong ({type(error).__name__}: {error})."
+    _print_error(machine, "internal", what, "Run the command again with --debug to see where.", {})
+    return 1
+
+
+def _choose_hint(error: AntiphonError) -> str:
+    """The hint of an error; for a refused token, how to pass one on the command line."""
+    if isinstance(error, TooManyFailures):
+        return error.hint
+    if isinstance(error, Unauthorized) and "code" in error.data:  # from a gateway
+        return ACCESS_HINT
+    if isinstance(error, Forbidden) and "scope" in error.data:
+        return f"{error.hint} Pass it with --token-file FILE or in ANTIPHON_TOKEN."
+    return error.hint
+
+
+def get_run_exit_code(view: RunView) -> int:
+    """The exit code of a command whose run ended like this."""
+    if view.state == "ok":
+        return 0
+    return ProviderError.exit_code if view.error_code == ProviderError.code else 1
+
+
+def _format_usage_hint(error: click.ClickException) -> str:
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    return f"Try `{context.command_path if context else 'antiphon'} --help`."
+
+
+def _print_error(machine: bool, code: str, what: str, hint: str, data: dict[str, Any]) -> None:
+    if machine:
+        error = {"code": code, "message": what, "hint": hint, "data": data}
+        click.echo(
+            escape_control_characters(json.dumps({"error": error}, ensure_ascii=False, default=str).encode()),
+            err=True,
+        )
+        return
+    start = "\033[31mError:\033[0m" if _is_stderr_coloured() else "Error:"
+    click.echo("\n".join(filter(None, [f"{start} {clean_text(what)}", clean_text(hint)])), err=True)
+    problems = data.get("problems")
+    for problem in problems[:MAX_PROBLEMS_SHOWN] if isinstance(problems, list) else []:  # pyright: ignore[reportUnknownVariableType]
+        click.echo(f"- {clean_text(str(problem))}", err=True)  # pyright: ignore[reportUnknownArgumentType]
+
+
+def _is_stderr_coloured() -> bool:
+    return sys.stderr.isatty() and "NO_COLOR" not in os.environ

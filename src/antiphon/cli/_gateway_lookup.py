@@ -1,0 +1,135 @@
+"""Finding a gateway: one that was named, or the one that runs on the state directory.
+
+A running gateway notes its address there. The note is believed while the process that wrote it owns the
+directory; one that a killed process has left behind says nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from antiphon.cli._options import Settings
+from antiphon.errors import InvalidInput, Unauthorized
+from antiphon.gateway import discovery
+from antiphon.gateway.discovery import DiscoveryRecord
+from antiphon.paths import REPLICAS_DIRECTORY_NAME, expand_home
+from antiphon.store.statedir import StateDir
+
+if TYPE_CHECKING:
+    from antiphon.client.connection import Site
+
+
+def find_running_gateway(state_dir: Path) -> DiscoveryRecord | None:
+    """The gateway that owns the directory now."""
+    found = discovery.read(state_dir)
+    if (
+        found
+        and is_process_alive(found.pid)
+        and StateDir.open_unlocked(state_dir).holder in {str(found.pid), "unknown"}
+    ):
+        return found
+    return None
+
+
+def is_process_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return pid > 0
+
+
+def find_gateway(settings: Settings) -> Site | None:
+    """The gateway that a command is to talk to; None when there is none and the store itself is to be used."""
+    if named := settings.named_gateways:
+        return _make_site(_to_websocket_url(named[0]), _read_given_token(settings))
+    found = next(find_local_gateways(settings.paths.state_dir), None)
+    return (
+        _make_site(found.url, _read_given_token(settings) or _read_owner_token(settings)) if found else None
+    )
+
+
+def find_named_gateways(settings: Settings) -> list[Site]:
+    """The gateways named by the user, in the order in which they are tried."""
+    token = _read_given_token(settings)
+    return [_make_site(_to_websocket_url(url), token) for url in settings.named_gateways]
+
+
+def find_local_gateways(state_dir: Path) -> Iterator[DiscoveryRecord]:
+    """The gateways on this machine: the one that owns the directory, and replicas started with `up --join`.
+
+    Raises:
+        StoreError: this user cannot tell what is in the directory.
+    """
+    StateDir.open_unlocked(state_dir).check_readable()
+    for place in (state_dir, *sorted((state_dir / REPLICAS_DIRECTORY_NAME).glob("[0-9]*"))):
+        if found := find_running_gateway(place):
+            yield found
+
+
+def _make_site(url: str, secret: str | None) -> Site:
+    from antiphon.client.connection import (
+        Site,  # brings a WebSocket library, which the store alone does not need
+    )
+
+    return Site(url, secret)
+
+
+def _to_websocket_url(url: str) -> str:
+    """The address, also if it was written as that of a web page."""
+    parts = urlsplit(url)
+    scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
+    if scheme not in {"ws", "wss"} or not parts.hostname or parts.username or parts.password:
+        raise InvalidInput(
+            "The address of the gateway is not one.", "Write it as ws://127.0.0.1:18789.", field="url"
+        )
+    return parts._replace(scheme=scheme).geturl()
+
+
+def _read_given_token(settings: Settings) -> str | None:
+    """A token that was given for this command. It is never an argument: others can read those."""
+    if settings.token_file is None:
+        return os.environ.get("ANTIPHON_TOKEN") or None
+    path = expand_home(settings.token_file)
+    try:
+        return path.read_text("utf-8").strip() or None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(
+            f"The token file {str(path)!r} cannot be read.",
+            "Give a file that holds the token.",
+            field="token",
+        ) from error
+
+
+def _read_owner_token(settings: Settings) -> str | None:
+    """What the owner of the state directory is known by."""
+    from antiphon.gateway.tokens import TOKEN_FILE_NAME as TOKENS
+    from antiphon.gateway.tokens import TokenRegistry
+
+    if _mentions_auth(settings.paths.config):
+        auth = settings.load().config.gateway.auth
+        secret = auth.password if auth.mode == "password" else auth.token
+        if auth.mode == "none":
+            return None
+        if secret:
+            return secret.reveal()
+    path = settings.paths.state_dir / TOKENS
+    if not path.exists():
+        raise Unauthorized(
+            f"The token file {str(path)!r} is gone.", "Restart the gateway, or pass --token-file."
+        )
+    return TokenRegistry.read(path).owner_token
+
+
+def _mentions_auth(config: Path) -> bool:
+    """Whether it is worth reading the configuration, which takes longer than what most commands do."""
+    try:
+        return b"auth" in config.read_bytes()
+    except OSError:
+        return False

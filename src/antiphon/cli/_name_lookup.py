@@ -1,0 +1,41 @@
+"""Finds the one item that a name, an id or the beginning of one refers to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from antiphon.errors import Ambiguous, NotFound
+
+T = TypeVar("T")
+MAX_CANDIDATES = 10
+
+
+def find_by_name(
+    target: str, found: Sequence[T], names: Callable[[T], Sequence[str]], what: str, hint: str
+) -> T:
+    """The item with exactly this name, or else the only one with a name that begins with it.
+
+    `names` gives the names of an item. The first one must be unique: the error for an ambiguous target lists it.
+
+    Raises:
+        NotFound: no item has this name; the most similar one is suggested.
+        Ambiguous: several items fit.
+    """
+    fitting = [it for it in found if target in names(it)]
+    if not fitting and target:
+        fitting = [it for it in found if any(name.startswith(target) for name in names(it))]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        candidates = [names(it)[0] for it in fitting]
+        raise Ambiguous(
+            f"{len(fitting)} {what}s match {target[:80]!r}: {', '.join(candidates[:MAX_CANDIDATES])}.",
+            "Use the id of one of them.",
+            candidates=candidates[:MAX_CANDIDATES],
+        )
+    from difflib import get_close_matches
+
+    close = get_close_matches(target, [name for it in found for name in names(it)], n=1)
+    meant = f"Did you mean {close[0]!r}? " if close else ""
+    raise NotFound(f"No {what} is called {target[:80]!r}.", f"{meant}{hint}")

@@ -1,0 +1,263 @@
+"""Printing: JSON, tables, and text from conversations made safe for a terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from itertools import compress
+from typing import Any, cast
+
+import click
+
+MAX_MESSAGE_CHARS = 4000  # characters of one message in a listing for people; --json has everything
+MAX_PADDED_CHARS = 60  # column width in a pipe; longer cells are printed in full
+MAX_CALL_CHARS, MAX_BRIEF_CALL_CHARS = 200, 60  # of a tool call's text in a history, and in a chat
+TARGET_ARGUMENTS = (
+    "label",
+    "sessionKey",
+    "agentId",
+    "target",
+    "key",
+)  # of a tool call: the session or agent meant
+TEXT_ARGUMENTS = ("message", "task", "text", "query")
+NEXT_SMALLER_UNIT = {"d": "h", "h": "min", "min": "s"}
+_CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_C1_CONTROL_BYTES = re.compile(rb"\xc2([\x80-\x9f])")  # U+0080 to U+009F in UTF-8
+
+
+def is_coloured() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+
+
+def dim(text: str) -> str:
+    return f"\033[2m{text}\033[0m" if is_coloured() else text
+
+
+def bold(text: str) -> str:
+    return f"\033[1m{text}\033[0m" if is_coloured() else text
+
+
+def red(text: str) -> str:
+    return f"\033[31m{text}\033[0m" if is_coloured() else text
+
+
+def clean_text(text: str) -> str:
+    """Without control characters: what a model says must not be able to command the terminal."""
+    return _CONTROL_CHARACTERS.sub("\ufffd", text.replace("\r\n", "\n"))
+
+
+def clean_line(text: str) -> str:
+    """A name or another short text, cleaned and in one line."""
+    return clean_text(text).replace("\n", " ")
+
+
+def clip_text(text: str, most: int = MAX_MESSAGE_CHARS) -> str:
+    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} more characters; see --json)"
+
+
+def print_json(value: object, *, compact: bool = False) -> None:
+    """One JSON value."""
+    import msgspec
+
+    encoded = escape_control_characters(msgspec.json.encode(value))
+    click.echo(encoded if compact else msgspec.json.format(encoded, indent=2))
+
+
+def escape_control_characters(encoded: bytes) -> bytes:
+    """The same JSON, without the control characters that it may contain as they are and a terminal would obey."""
+    return _C1_CONTROL_BYTES.sub(lambda found: b"\\u00%02x" % found[1][0], encoded)
+
+
+def format_duration(ms: int) -> str:
+    """How long something takes, in its two largest units."""
+    for size, unit in ((86_400_000, "d"), (3_600_000, "h"), (60_000, "min")):
+        if ms >= size:
+            rest = ms % size * 24 // size if unit == "d" else ms % size * 60 // size
+            return f"{ms // size} {unit}" + (f" {rest} {NEXT_SMALLER_UNIT[unit]}" if rest else "")
+    return f"{ms // 1000} s"
+
+
+def format_age(ms: int) -> str:
+    seconds = max(0, time.time() - ms / 1000)
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{int(seconds // size)} {unit} ago"
+    return "just now"
+
+
+def format_time(ms: int) -> str:
+    """A time in the machine's time zone, to the minute."""
+    from datetime import datetime
+
+    return datetime.fromtimestamp(ms / 1000).astimezone().strftime("%Y-%m-%d %H:%M")
+
+
+def shorten_text(text: str, most: int) -> str:
+    """A text on one line, shortened for a terminal and whole for a pipe."""
+    words = " ".join(text.split())
+    return words if len(words) <= most or not sys.stdout.isatty() else f"{words[: most - 1]}…"
+
+
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows in columns, or stacked if the terminal is too narrow for the columns. Cells are never cut."""
+    edge = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    cells = [[clean_line(cell) for cell in row] for row in rows]
+    if (
+        edge is not None
+    ):  # empty columns are left out on a terminal; a pipe keeps them, since it is read by column
+        used = [not cells or any(row[i] for row in cells) for i in range(len(headings))]
+        headings, *cells = ([*compress(row, used)] for row in (headings, *cells))
+    widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
+    if edge is None:  # so that one long text does not widen every line
+        widths = [min(width, MAX_PADDED_CHARS) for width in widths]
+    lines = [_align_cells(row, widths) for row in (headings, *cells)]
+    if edge is None or max(map(len, lines)) <= edge:
+        click.echo("\n".join([bold(lines[0]), *lines[1:]]))
+        return
+    for row in cells:
+        click.echo("\n".join(_stack_cells(headings, row, edge)))
+
+
+def _align_cells(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def _stack_cells(headings: Sequence[str], cells: Sequence[str], edge: int) -> list[str]:
+    """One row on several lines: its first cell, then the others with their names, as many as fit on a line.
+
+    A word that is wider than the terminal is not broken, so that a key can be copied.
+    """
+    import textwrap
+
+    lines = [cells[0] or "-"]
+    for heading, cell in list(zip(headings, cells, strict=True))[1:]:
+        if not cell:
+            continue
+        item = f"{heading.lower()} {cell}"
+        if len(lines[-1]) + len(item) + 3 <= edge:
+            lines[-1] += f" · {item}"
+            continue
+        lines += textwrap.wrap(
+            item,
+            edge,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    title = cells[0] or "-"
+    return [bold(title) + lines[0][len(title) :], *lines[1:]]
+
+
+def print_fact(name: str, text: str) -> None:
+    """Print a name and its text under a heading, with continuation lines indented."""
+    lines = clean_text(text).split("\n")
+    click.echo("\n".join([f"  {name:<6} {lines[0]}", *(f"         {more}" for more in lines[1:])]))
+
+
+def print_entry(ms: int | None, speaker: str, text: str, number: int | None = None) -> None:
+    """Print an entry of a conversation with its time and speaker, and with continuation lines indented."""
+    from datetime import datetime
+
+    at = " " * 8 if ms is None else datetime.fromtimestamp(ms / 1000).astimezone().strftime("%H:%M:%S")
+    start = f"{at} " if number is None else f"{number:>5} {at} "
+    first, *more = _wrap_lines(clean_text(text), len(start), len(clean_line(speaker)) + 1)
+    click.echo(f"{dim(start)}{bold(clean_line(speaker))} {first}".rstrip())
+    for rest in more:
+        click.echo(f"{' ' * len(start)}{rest}".rstrip())
+
+
+def _wrap_lines(text: str, indent: int, taken: int) -> list[str]:
+    """The lines of a text, wrapped between words on a terminal."""
+    lines = text.split("\n")
+    if not sys.stdout.isatty():
+        return lines
+    import textwrap
+
+    width = max(20, shutil.get_terminal_size().columns - indent)
+    folded: list[str] = []
+    for number, whole in enumerate(lines):
+        used = " " * taken if number == 0 else ""  # room for the speaker
+        if len(used) + len(whole) <= width:
+            folded.append(whole)
+            continue
+        parts = textwrap.wrap(
+            whole, width, initial_indent=used, break_long_words=False, break_on_hyphens=False
+        ) or [""]
+        folded += [parts[0][len(used) :], *parts[1:]]
+    return folded
+
+
+def format_entry_text(item: Mapping[str, Any]) -> str:
+    """The words of a history entry, as a person would want to read them."""
+    if item.get("role") == "compaction":
+        return clean_text(clip_text(f"(summary of earlier messages) {item.get('summary', '')}"))
+    content = item.get("content")
+    blocks = cast("list[Any]", content) if isinstance(content, list) else [{"type": "text", "text": content}]
+    failure = item.get("errorMessage")
+    parts = [*map(_format_block, blocks), f"Error: {failure}" if failure else ""]
+    return clean_text(clip_text("\n".join(filter(None, parts))))
+
+
+def _format_block(block: Any) -> str:
+    if not isinstance(block, dict):
+        return str(block)
+    fields = cast("dict[str, Any]", block)
+    match fields.get("type"):
+        case "text":
+            return str(fields.get("text") or "")
+        case "toolCall":
+            return f"· {_format_tool_call(fields, MAX_CALL_CHARS, whole=True)}"
+        case "thinking":
+            return ""
+        case other:
+            return f"[{other}]"
+
+
+def format_tool_calls(body: Mapping[str, Any]) -> list[str]:
+    """The tool calls of a message on one line each: the tool, its target and the text sent to it."""
+    content: Any = body.get("content")
+    blocks = cast("list[Any]", content) if isinstance(content, list) else []
+    found = [cast("dict[str, Any]", block) for block in blocks if isinstance(block, dict)]
+    return [
+        clean_line(_format_tool_call(block, MAX_BRIEF_CALL_CHARS))
+        for block in found
+        if block.get("type") == "toolCall"
+    ]
+
+
+def _format_tool_call(block: Mapping[str, Any], most: int, *, whole: bool = False) -> str:
+    """A tool call as `sessions_send → helper: "When does…"`; with `whole`, also its other arguments."""
+    given: object = block.get("arguments") or {}
+    name = str(block.get("name"))
+    arguments = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    target = next((field for field in TARGET_ARGUMENTS if isinstance(arguments.get(field), str)), None)
+    words = next((field for field in TEXT_ARGUMENTS if isinstance(arguments.get(field), str)), None)
+    if target is None and words is None:
+        return f"{name} {clip_text(_encode_json(cast('Any', given)), most)}" if given else name
+    said = f"{name} → {shorten_session_key(arguments[target])}" if target else name
+    if words:
+        text = " ".join(arguments[words].split())
+        said += f'{":" if target else ""} "{text if len(text) <= most else f"{text[: most - 1]}…"}"'
+    rest = {field: it for field, it in arguments.items() if field not in (target, words)}
+    return f"{said} {clip_text(_encode_json(rest), most)}" if whole and rest else said
+
+
+def shorten_session_key(key: str) -> str:
+    """The agent's id for its main session, else the session key."""
+    parts = key.split(":")
+    return parts[1] if len(parts) == 3 and parts[0] == "agent" and parts[2] == "main" else key
+
+
+def format_day(ms: int) -> str:
+    return format_time(ms)[:10]
+
+
+def _encode_json(value: object) -> str:
+    import msgspec
+
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,64 @@
+"""Numbers and times that are given on the command line."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from typing import Any
+
+import click
+
+MILLISECONDS_PER_UNIT = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}  # milliseconds
+
+
+class FiniteNumberParam(click.FloatRange):
+    """A number of something. `inf` and `nan` are numbers to Python, and no time to anybody."""
+
+    def __init__(self, unit: str, least: float, most: float, *, min_open: bool = False) -> None:
+        super().__init__(least, most, min_open=min_open)
+        self.name = unit
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = click.FLOAT.convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is no number of {self.name}; give one such as 90.", param, ctx)
+        return super().convert(number, param, ctx)
+
+
+class IntervalParam(click.ParamType[int]):
+    """A number and its unit, such as 90s, 10m, 6h or 1d, and not nothing; as milliseconds."""
+
+    name = "interval"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        length = _parse_milliseconds(value)
+        if length is None:
+            self.fail(f"{value!r} is no interval; write one such as 90s, 10m, 6h or 1d.", param, ctx)
+        if length == 0:
+            self.fail(f"{value!r} is too short; the least is 1s.", param, ctx)
+        return length
+
+
+class TimeParam(click.ParamType[int]):
+    """So long ago, or a date or time of ISO 8601, which is the machine's without an offset; as milliseconds."""
+
+    name = "moment"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from datetime import datetime
+
+        length = _parse_milliseconds(value)
+        if length is not None:
+            return max(0, int(time.time() * 1000) - length)
+        try:
+            return max(0, int(datetime.fromisoformat(str(value).strip()).timestamp() * 1000))
+        except (ValueError, OverflowError, OSError):
+            self.fail(
+                f"{value!r} is no time; write one such as 2h, 2026-08-01 or 2026-08-01T09:00.", param, ctx
+            )
+
+
+def _parse_milliseconds(value: Any) -> int | None:
+    found = re.fullmatch(r"(\d{1,9})([smhd])", str(value).strip())
+    return int(found[1]) * MILLISECONDS_PER_UNIT[found[2]] if found else None

@@ -1,0 +1,145 @@
+"""`antiphon sessions label`, `reset`, `restore` and `delete`: what is done to a session apart from talking in it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from antiphon.cli import _output
+from antiphon.cli._options import Settings, common_options, gateway_options
+
+if TYPE_CHECKING:
+    from antiphon.views import SessionView
+
+
+@click.command()
+@click.argument("key")
+@click.argument("text", required=False)
+@click.option("--remove", is_flag=True, help="Take its label away.")
+@gateway_options
+@common_options
+@click.pass_obj
+def label(settings: Settings, key: str, text: str | None, remove: bool) -> None:
+    """Give a session a label, by which it can be named wherever a KEY is asked for."""
+    if remove == (text is not None):
+        raise click.UsageError("Give the label, or say --remove.")
+    session = asyncio.run(_set_label(settings, key, text))
+    if settings.json:
+        _output.print_json(session)
+    else:
+        now = f"is called {_output.clean_line(session.label)!r}" if session.label else "has no label"
+        click.echo(f"{_output.clean_line(session.key)} {now}.")
+
+
+async def _set_label(settings: Settings, key: str, text: str | None) -> SessionView:
+    from antiphon.cli._backend import open_backend_for_changes
+
+    async with open_backend_for_changes(settings) as desk:
+        return await desk.label((await desk.describe(key)).key, text)
+
+
+@click.command()
+@click.argument("key")
+@gateway_options
+@common_options
+@click.pass_obj
+def reset(settings: Settings, key: str) -> None:
+    """Begin a new conversation in a session; the old one is kept and can be restored."""
+    old, session = asyncio.run(_reset_session(settings, key))
+    if settings.json:
+        _output.print_json(session)
+    else:
+        click.echo(
+            f"{_output.clean_line(session.key)} begins a new conversation. "
+            f"The old one: antiphon sessions history {_output.clean_line(old)}"
+        )
+
+
+async def _reset_session(settings: Settings, key: str) -> tuple[str, SessionView]:
+    from antiphon.cli._backend import open_backend_for_changes
+
+    async with open_backend_for_changes(settings) as desk:
+        old = (await desk.describe(key)).session_id
+        return old, await desk.renew(key, expected=old)
+
+
+@click.command()
+@click.argument("session_id", metavar="ID")
+@gateway_options
+@common_options
+@click.pass_obj
+def restore(settings: Settings, session_id: str) -> None:
+    """Go back to an earlier conversation of a session; the current one is kept and can be restored in turn."""
+    session = asyncio.run(_restore_conversation(settings, session_id))
+    if settings.json:
+        _output.print_json(session)
+    else:
+        click.echo(
+            f"{_output.clean_line(session.key)} goes on with conversation {_output.clean_line(session.session_id)}."
+        )
+
+
+async def _restore_conversation(settings: Settings, session_id: str) -> SessionView:
+    from antiphon.cli._backend import open_backend_for_changes
+
+    async with open_backend_for_changes(settings) as desk:
+        return await desk.restore(session_id)
+
+
+@click.command()
+@click.argument("key")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@gateway_options
+@common_options
+@click.pass_obj
+def delete(settings: Settings, key: str, yes: bool) -> int:
+    """Remove a session and everything that was ever said in it. What it spawned stays."""
+    if not yes and (settings.json or not (sys.stdin.isatty() and sys.stdout.isatty())):
+        raise click.UsageError("What is deleted cannot be brought back. Say --yes if you mean it.")
+    session = asyncio.run(_load_deletable_session(settings, key))
+    if not (yes or _confirm_delete(session.key)):
+        click.echo("Nothing was deleted.")
+        return 1
+    asyncio.run(_delete_session(settings, session))
+    if settings.json:
+        _output.print_json({"deleted": session.key})
+    else:
+        click.echo(f"Deleted {_output.clean_line(session.key)}.")
+    return 0
+
+
+def _confirm_delete(session: str) -> bool:
+    return click.confirm(
+        f"Delete {_output.clean_line(session)} and everything said in it, earlier conversations too?"
+    )
+
+
+async def _load_deletable_session(settings: Settings, reference: str) -> SessionView:
+    """The session, unless it cannot be deleted, or an earlier conversation of it was named."""
+    from antiphon.cli._backend import open_backend_for_reading
+    from antiphon.filters import HistoryFilter
+    from antiphon.operations import request_validation
+
+    async with open_backend_for_reading(settings) as desk:
+        named = await desk.history(reference, HistoryFilter(limit=1))
+        session = await desk.describe(named.session_key)
+    if named.session_id != session.session_id:
+        raise request_validation.build_conversation_ended_error(reference)
+    request_validation.require_deletable_key(session.key)
+    return session
+
+
+async def _delete_session(settings: Settings, session: SessionView) -> None:
+    """With the conversation that was looked at: by now the key, or the label, may stand for something else."""
+    from antiphon.access import build_session_missing_error
+    from antiphon.cli._backend import open_backend_for_changes
+
+    async with open_backend_for_changes(settings) as desk:
+        if not await desk.delete(session.key, session.session_id):
+            raise build_session_missing_error(session.key)
+
+
+EDIT_COMMANDS = (label, reset, restore, delete)

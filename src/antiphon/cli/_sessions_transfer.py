@@ -1,0 +1,132 @@
+"""`antiphon sessions export` and `import`: conversations as files."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from antiphon.cli import _output
+from antiphon.cli._options import Settings, common_options
+
+if TYPE_CHECKING:
+    from antiphon.transfers.exports import ExportReport
+    from antiphon.transfers.imports import ImportReport, MergedSession
+
+
+@click.command("export")
+@click.argument("keys", nargs=-1, metavar="[KEY]...")
+@click.option("--all", "everything", is_flag=True, help="Every conversation there is.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), help="Default: the state's transcripts."
+)
+@common_options
+@click.pass_obj
+def export_sessions(settings: Settings, keys: Sequence[str], everything: bool, out: Path | None) -> None:
+    """Write conversations as JSONL. What was said is written as it was said: nothing is masked."""
+    if everything == bool(keys):
+        raise click.UsageError("Name the sessions to export, or say --all.")
+    done = asyncio.run(_export(settings, keys, out))
+    if settings.json:
+        _output.print_json(done)
+        return
+    click.echo(f"Wrote {done.files} conversations with {done.messages} entries to {done.directory!r}.")
+    if done.damaged:
+        click.echo(f"{done.damaged} damaged entries were left out; `antiphon doctor` names them.")
+
+
+async def _export(settings: Settings, keys: Sequence[str], out: Path | None) -> ExportReport:
+    from antiphon.engine.sessions.resolver import SessionResolver
+    from antiphon.state_access import open_store_readonly
+    from antiphon.store.statedir import StateDir
+    from antiphon.transfers.exports import export_all, export_named
+
+    state_dir = settings.paths.state_dir
+    directory = out or StateDir.open_unlocked(state_dir).transcripts
+    config = settings.load_config_lazily()
+    async with open_store_readonly(config, state_dir) as store:
+        if keys:
+            return await export_named(store, SessionResolver(config), directory, keys)
+        return await export_all(store, directory, ours=out is None)
+
+
+@click.command("import")
+@click.argument("directory", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option("--agent", metavar="ID", help="Only this agent's, or whose the short keys are.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be imported.")
+@common_options
+@click.pass_obj
+def import_sessions(settings: Settings, directory: Path, agent: str | None, dry_run: bool) -> int:
+    """Bring in sessions from a state directory of the OpenClaw family, or from an export."""
+    done = asyncio.run(_import(settings, directory, agent, dry_run=dry_run))
+    if settings.json:
+        _output.print_json(done)
+    else:
+        _print_import(done)
+    return 1 if done.failed_count else 0
+
+
+async def _import(settings: Settings, directory: Path, agent: str | None, *, dry_run: bool) -> ImportReport:
+    import tempfile
+
+    from antiphon.clock import SystemClock
+    from antiphon.state_access import open_store_exclusive
+    from antiphon.store.statedir import StateDir
+    from antiphon.transfers.imports import import_source, scan_source
+
+    config, state_dir = settings.load().config, settings.paths.state_dir
+    source = scan_source(directory, config, agent)  # what is refused leaves no state directory behind
+    with tempfile.TemporaryDirectory() as empty:
+        home = StateDir.open_unlocked(state_dir)
+        home.check_readable()
+        if dry_run and not home.database.exists():
+            state_dir = Path(empty)
+        async with open_store_exclusive(config, state_dir) as store:
+            return await import_source(store, config, source, SystemClock().now(), dry_run=dry_run)
+
+
+def _print_import(done: ImportReport) -> None:
+    verb = "Would import" if done.dry_run else "Imported"
+    click.echo(
+        f"{verb} {done.imported} sessions with {done.messages} messages; {done.skipped} were here already."
+    )
+    notes = {
+        "had a key that is in use: readable by their session id": done.beside,
+        "had a label that is in use: imported without it": done.left_out_labels,
+        "entries are called 'unknown' and were passed over: they are no sessions": done.passed_over,
+        "had no transcript": done.missing_transcripts,
+        "lines were damaged and left out": done.damaged_lines,
+        "entries were no part of a conversation and left out": done.left_out_entries,
+        "archived files were ignored": done.archived_files,
+        "transcripts are not in sessions.json and were ignored": done.unlisted_files,
+    }
+    for note, count in notes.items():
+        if count:
+            click.echo(f"  {count} {note}")
+    for merged in done.merged[:20]:
+        _print_merged(merged)
+    if len(done.merged) > 20:
+        click.echo(f"  … and {len(done.merged) - 20} more; --json lists them.")
+    if done.unknown_agents:
+        names = _output.clean_line(", ".join(done.unknown_agents[:20]))
+        click.echo(f"  Not configured here: {names}. Add them to agents.list before speaking to them.")
+    for failure in done.failed[:20]:
+        click.echo(
+            f"  {_output.red('failed')} {_output.clean_text(failure.key)}: {_output.clean_text(failure.reason)}"
+        )
+    if done.failed_count > 20:
+        click.echo(f"  … and {done.failed_count - 20} more failed; --json lists them.")
+
+
+def _print_merged(merged: MergedSession) -> None:
+    taken, left = (
+        _output.clip_text(_output.clean_line(", ".join(names)) or "nothing", 400)
+        for names in (merged.taken_over, merged.left_behind)
+    )
+    click.echo(f"  {_output.clean_line(merged.key)} is in use; taken over: {taken}; left behind: {left}")
+
+
+TRANSFER_COMMANDS = (export_sessions, import_sessions)

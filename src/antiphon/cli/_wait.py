@@ -1,0 +1,124 @@
+"""Staying until what a command has begun is over: for whoever waits, and where nobody else would go on with it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import click
+
+from antiphon.cli import _output
+from antiphon.errors import NotFound, Unavailable
+
+if TYPE_CHECKING:
+    from antiphon.cli._backend import Backend
+    from antiphon.views import DeliveryView, RunView, TaskView
+
+RUN_WAIT_SECONDS = 60.0  # seconds of one wait for a run that is waited for to its end
+POLL_SECONDS = 0.2  # seconds between two looks at what no event tells of
+DELIVERY_PAGE_ROWS = 500  # deliveries
+DELIVERY_WAIT_SECONDS = 5.0  # seconds in which what was posted to a web chat is there
+
+
+@contextmanager
+def explain_early_exit(session: str, *, hosted: bool, run_id: str | None = None) -> Generator[None]:
+    """Explain what happens to the work when the user leaves early (Ctrl-C) or the gateway is lost.
+
+    `hosted` means that this process does the work; `run_id` is set once the message was accepted.
+    """
+    try:
+        yield
+    except asyncio.CancelledError:
+        on = "is carried on when Antiphon is started again" if hosted else "goes on"
+        click.echo(
+            f"The work {on}. Look later: antiphon sessions history {_output.clean_line(session)}", err=True
+        )
+        raise
+    except Unavailable as error:
+        if run_id is None or "url" not in error.data:  # the connection is not what failed
+            raise
+        raise Unavailable(
+            f"{error.what} The message was accepted (run {run_id}) and is not lost.",
+            f"Do not send it again. Look for the answer later: antiphon sessions history {session}",
+            **error.data,
+            runId=run_id,
+        ) from error
+
+
+def print_accepted_run(run_id: str, session_key: str) -> None:
+    """Print the accepted run on standard error, before waiting for it."""
+    text = f"Accepted: run {_output.clean_line(run_id)} in {_output.clean_line(session_key)}."
+    click.echo(_output.dim(text) if sys.stderr.isatty() else text, err=True)
+
+
+async def wait_for_run_end(desk: Backend, run_id: str) -> RunView:
+    while True:
+        view = await desk.wait(run_id, RUN_WAIT_SECONDS)
+        if view.has_ended:
+            return view
+
+
+async def wait_until_idle(desk: Backend, *sessions: str) -> None:
+    """Until nothing plays or waits in these sessions, and what was said for people has gone out.
+
+    Each step of what goes on between sessions queues the next one when it ends, so there is no moment in between.
+    """
+    while runs := [run for session in sessions for run in await desk.unfinished(session)]:
+        await wait_for_run_end(desk, runs[0])
+    await _wait_for_deliveries(desk)
+
+
+async def _wait_for_deliveries(desk: Backend) -> None:
+    until = asyncio.get_running_loop().time() + DELIVERY_WAIT_SECONDS
+    while asyncio.get_running_loop().time() < until:
+        standing = (await desk.deliveries(None, 1)).standing
+        if not standing.get("pending") and not standing.get("sending"):
+            return
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def wait_for_delivery(desk: Backend, delivery: DeliveryView) -> DeliveryView:
+    """A delivery that is sent again, once that has come to something; or as it is after a moment."""
+    until = asyncio.get_running_loop().time() + DELIVERY_WAIT_SECONDS
+    while True:
+        page = await desk.deliveries(None, DELIVERY_PAGE_ROWS)
+        now = next((found for found in page.deliveries if found.key == delivery.key), delivery)
+        if now.state not in {"pending", "sending"} or asyncio.get_running_loop().time() > until:
+            return now
+        await asyncio.sleep(POLL_SECONDS)
+
+
+async def wait_for_task(
+    desk: Backend, session: str, run_id: str, seconds: float | None, tell: Callable[[TaskView], None]
+) -> TaskView | None:
+    """A task when it has settled, or as it is when the time is over; `tell` hears of every phase.
+
+    None is one that was over long ago, and is in no list any more.
+    """
+    loop = asyncio.get_running_loop()
+    until = None if seconds is None else loop.time() + seconds
+    phase = None
+    while True:
+        task = next((task for task in await desk.tasks(session) if task.run_id == run_id), None)
+        if task is None:
+            return None
+        if task.phase != phase:
+            phase = task.phase
+            tell(task)
+        left = RUN_WAIT_SECONDS if until is None else until - loop.time()
+        if phase == "settled" or left <= 0:
+            return task
+        first = await wait_for_run_if_exists(desk, run_id, min(left, RUN_WAIT_SECONDS))
+        if first is None or first.has_ended:  # other runs go on with it
+            await asyncio.sleep(min(left, POLL_SECONDS))
+
+
+async def wait_for_run_if_exists(desk: Backend, run_id: str, seconds: float) -> RunView | None:
+    """A run that is waited for, unless it is deleted with its session."""
+    try:
+        return await desk.wait(run_id, seconds)
+    except NotFound:
+        return None

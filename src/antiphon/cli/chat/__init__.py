@@ -1,0 +1,1 @@
+"""The terminal chat: `command` is `antiphon chat`, `controller` holds the conversation."""

@@ -1,0 +1,280 @@
+"""A conversation on a terminal: events in, text out, each word once.
+
+What answers the reader is printed as it comes; the committed message says what the step's words really were, and
+whatever of them has not been seen yet is printed then. So a missed event costs a moment, never a word. What anybody
+else says is printed when it is committed, and only then: it reaches a client by several ways, and not in the same
+words by each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import click
+import msgspec
+
+from antiphon.bus import Delivered, Delta, Event, MessageAppended, RunChanged, ToolPhase
+from antiphon.cli._output import bold, clean_line, clean_text, dim, format_tool_calls, red
+from antiphon.cli.chat import speakers
+
+RenderStyle = Literal["conversation", "answers", "silent"]
+"""For a person at a terminal; only what was answered; nothing at all."""
+SILENT_REPLIES = {"REPLY_SKIP": "({} ended the conversation)", "ANNOUNCE_SKIP": None, "NO_REPLY": None}
+"""What an agent answers to say nothing (see `antiphon.engine.outbox.sanitize`), and what a person reads instead."""
+
+TOKEN_WRAPPING_CHARACTERS = " \t\r\n`*\"'"  # noqa: S105
+MAX_REMEMBERED_RUNS = 256  # runs that are over
+
+
+def _print_text(text: str) -> None:
+    click.echo(text, nl=False)
+
+
+class ChatRenderer:
+    def __init__(self, style: RenderStyle, speaker: str = "agent") -> None:
+        self._style = style
+        self._streams = style == "conversation" or (style == "answers" and sys.stdout.isatty())
+        """Whether words may be shown that are taken back when an answer is cut off and begun again."""
+        self.speaker = speaker
+        self.known = speakers.KnownSpeakers()
+        self.out: Callable[[str], None] = _print_text
+        self._mine: set[str] = set()
+        self._said: dict[str, str] = {}
+        """The last words of each of these that are shown as a whole."""
+        self._shown: list[str] = []
+        self._over: deque[str] = deque(maxlen=MAX_REMEMBERED_RUNS)
+        self._answers: dict[str, str] = {}
+        """The last words of those that are over; what else comes of them is late, and shown already."""
+        self._unposted: dict[str, str] = {}
+        """Runs whose words are shown once they are posted, and who says them."""
+        self._ends: dict[str, asyncio.Event] = {}
+        self._begin_run(None)
+
+    def _begin_run(self, run_id: str | None) -> None:
+        self._run = run_id
+        self._introduced = False
+        self._number = 0
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._step = ""
+        self._held = ""
+        """The beginning of a step that may turn out to be a control token."""
+        self._lost = False
+
+    def expect_answer(self, run_id: str) -> None:
+        """An answer to whoever is reading: it is shown as it comes, and nothing else is where only answers are."""
+        self._mine.add(run_id)
+
+    def print_note(self, text: str) -> None:
+        """Something that nobody said."""
+        if self._style == "conversation":
+            self._append_line(dim(clean_text(text)))
+            self._flush()
+
+    def print_result(self, text: str) -> None:
+        """Something that was asked for."""
+        if self._style != "silent":
+            self._append_line(dim(clean_text(text)))
+            self._flush()
+
+    def print_warning(self, text: str) -> None:
+        """Something to know, also for who reads only answers."""
+        if self._style == "answers":
+            self._end_open_line()
+            self._flush()
+            click.echo(clean_text(text), err=True)
+        else:
+            self.print_note(text)
+
+    async def wait_until_shown(self, run_id: str, seconds: float) -> bool:
+        """Whether the end of a run has been shown, after waiting for that a while."""
+        if run_id in self._over:
+            return True
+        try:
+            async with asyncio.timeout(seconds):
+                await self._ends.setdefault(run_id, asyncio.Event()).wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def show_event(self, event: Event) -> None:
+        if self._style == "answers" and getattr(event, "run_id", None) not in self._mine:
+            return
+        match event:
+            case RunChanged():
+                self._show_run_change(event)
+            case Delta():
+                self._show_delta(event)
+            case ToolPhase():
+                self._show_tool_failure(event)
+            case MessageAppended():
+                self._show_message(event)
+            case Delivered() if name := self._unposted.pop(event.run_id or "", None):
+                self._print_other_message(name, event.text)
+            case _:
+                pass
+        self._flush()
+
+    def show_run_end(self, run_id: str, state: str, reply: str | None, error: str | None) -> None:
+        """Complete what a run has answered, and say how it ended if that was not well."""
+        if run_id in self._over:
+            return
+        self._over.append(run_id)
+        ours = self._run in {None, run_id}  # else it ended in the queue, while another is being shown
+        said = self._said.pop(run_id, None)
+        if ours and run_id in self._mine and reply and reply != said and reply.strip() not in SILENT_REPLIES:
+            self._print_rest_of_step(reply)
+        if run_id in self._mine:
+            self._mine.remove(run_id)
+            self._answers[run_id] = reply or ""
+            if len(self._answers) > MAX_REMEMBERED_RUNS:
+                del self._answers[next(iter(self._answers))]
+        self._end_open_line()
+        if state != "ok":
+            self._print_failure(state, error)
+        if ours:
+            self._begin_run(None)
+        self._flush()
+        if waiting := self._ends.pop(run_id, None):
+            waiting.set()
+
+    def _print_failure(self, state: str, error: str | None) -> None:
+        text = clean_text(error or f"The run ended as {state!r}.")
+        if self._style == "conversation":
+            self._append_line(dim(f"({text})") if state == "cancelled" else red(text))
+        elif self._style == "answers":
+            self._flush()
+            click.echo(text, err=True)
+
+    def _show_run_change(self, event: RunChanged) -> None:
+        if event.state == "running":
+            self._begin_run(event.run_id)
+        elif event.state != "queued":
+            self.show_run_end(event.run_id, event.state, event.reply, event.error)
+
+    def _show_delta(self, event: Delta) -> None:
+        if event.run_id not in self._mine or not self._streams:
+            return
+        if event.run_id != self._run:
+            self._begin_run(event.run_id)
+        self._lost = self._lost or event.number != self._number + 1
+        self._number = event.number
+        if event.restart:
+            if self._step:
+                self._end_open_line()
+                self.print_note("(the answer was cut off; it starts again)")
+            self._begin_step()
+        if event.text and not self._lost:
+            self._held += event.text
+            if self._step or not _may_be_control_token(self._held):
+                self._step += self._held
+                self._append_text(self._held)
+                self._held = ""
+
+    def _show_tool_failure(self, event: ToolPhase) -> None:
+        """Show a failed tool call. The call itself is shown with the message that makes it."""
+        if event.phase != "start" and event.is_error:
+            self.print_note(f"  · {event.name} failed")
+
+    def _show_message(self, event: MessageAppended) -> None:
+        body: dict[str, Any] = msgspec.json.decode(event.body)
+        answer = self._answers.get(event.run_id or "")
+        if answer is not None and (body.get("role") == "user" or _extract_text(body) == answer):
+            return
+        entry = {**body, "runId": event.run_id}
+        if body.get("role") == "assistant":
+            text = _extract_text(body)
+            if event.internal:
+                self._handle_internal_answer(entry, event.run_id, text)
+            elif event.run_id in self._mine:
+                self._print_rest_of_step(text)
+                self._begin_step()
+                self._said[event.run_id or ""] = text
+            else:
+                self._print_other_message(speakers.format_answerer(entry, self.known, self.speaker), text)
+            for call in [] if event.internal else format_tool_calls(body):
+                self.print_note(f"  · {call}")
+        elif body.get("role") == "user" and event.run_id not in self._mine and not _is_hidden(event, body):
+            # Without a name it was typed elsewhere, into the same session.
+            self.print_note(
+                f"{speakers.format_speaker(entry, self.known) or 'another user'}> {_extract_text(body)}"
+            )
+
+    def _handle_internal_answer(self, entry: speakers.TranscriptItem, run_id: str | None, text: str) -> None:
+        """An answer that is not for people, or not before it is posted."""
+        if run_id in self._mine:
+            self._begin_step()
+            self._said[run_id or ""] = text
+        elif text.strip() in SILENT_REPLIES:
+            self._print_other_message("", text)
+        elif run_id:
+            self._unposted[run_id] = speakers.format_answerer(entry, self.known, self.speaker)
+            if len(self._unposted) > MAX_REMEMBERED_RUNS:
+                del self._unposted[next(iter(self._unposted))]
+
+    def _print_other_message(self, name: str, text: str) -> None:
+        """An entry that answers nothing the reader has asked."""
+        if self._style != "conversation" or not text:
+            return
+        if text.strip() not in SILENT_REPLIES:
+            self._append_line(f"{bold(f'{name}> ')}{clean_text(text)}")
+        elif about := SILENT_REPLIES[text.strip()]:
+            self._append_line(dim(about.format(clean_line(self.speaker))))
+
+    def _print_rest_of_step(self, text: str) -> None:
+        """Print what is missing of a step's words."""
+        if not text.startswith(self._step):
+            self._end_open_line()
+            if text:
+                self.print_note("(the answer was)")
+            self._step = ""
+        self._append_text(text[len(self._step) :])
+        self._end_open_line()
+
+    def _append_text(self, text: str) -> None:
+        if not text or self._style == "silent":
+            return
+        if not self._introduced and self._style == "conversation":
+            self._shown.append(bold(f"{clean_line(self.speaker)}> "))
+        self._introduced = True
+        self._mid_line = not text.endswith("\n")
+        self._shown.append(clean_text(text) if sys.stdout.isatty() else text)
+
+    def _append_line(self, text: str) -> None:
+        self._end_open_line()
+        self._shown.append(f"{text}\n")
+
+    def _end_open_line(self) -> None:
+        if self._mid_line:
+            self._shown.append("\n")
+        self._mid_line = False
+
+    def _flush(self) -> None:
+        """Print what has come together: in one piece, since it may have to go around a prompt."""
+        if self._shown:
+            self.out("".join(self._shown))
+        self._shown.clear()
+
+    _mid_line = False
+
+
+def _is_hidden(event: MessageAppended, body: dict[str, Any]) -> bool:
+    return event.internal or speakers.is_internal_step(body)
+
+
+def _may_be_control_token(text: str) -> bool:
+    begun = text.strip(TOKEN_WRAPPING_CHARACTERS)
+    return any(token.startswith(begun) for token in SILENT_REPLIES)
+
+
+def _extract_text(body: dict[str, Any]) -> str:
+    content: Any = body.get("content") or []
+    if isinstance(content, str):
+        return content
+    blocks = cast("list[dict[str, Any]]", content)
+    return "".join(block.get("text", "") for block in blocks if block.get("type") == "text")

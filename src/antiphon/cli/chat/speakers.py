@@ -1,0 +1,151 @@
+"""Names for the speakers of transcript entries, as people see them.
+
+A person is `you`, the session's agent is shown by its id, and another session by a double arrow and its name, with the
+turn if the two are in an exchange: `↔ helper, turn 2/5`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from antiphon.cli._output import clean_line, shorten_session_key
+from antiphon.errors import AntiphonError
+
+if TYPE_CHECKING:
+    from antiphon.cli._backend import Backend
+    from antiphon.views import ExchangeView
+
+REPORT_KIND = "subagent_result"
+INTERNAL_STEP_NAMES = {"announce_step": "announce step", "wake": "wake"}
+"""What this house itself says to a session so that it goes on. Nobody is addressed by it."""
+TURN_PREFIX = "turn:"  # of the ids of runs that answer a reply of another session
+
+TranscriptItem = Mapping[str, Any]
+
+
+class KnownSpeakers(msgspec.Struct):
+    """What has been looked up about the speakers in one session."""
+
+    session_key: str = ""
+    """The session whose entries are shown."""
+    labels: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+    """Labels of sub-agents by session key."""
+    exchanges: dict[str, ExchangeView | None] = msgspec.field(
+        default_factory=dict[str, "ExchangeView | None"]
+    )
+
+    @property
+    def agent(self) -> str:
+        """The id of the agent that answers in this session."""
+        kind, _, rest = self.session_key.partition(":")
+        return rest.partition(":")[0] if kind == "agent" else "agent"
+
+
+def get_provenance(item: TranscriptItem) -> Mapping[str, Any]:
+    """Where an entry came from, if nobody typed it into this session."""
+    given = item.get("provenance")
+    return cast("Mapping[str, Any]", given) if isinstance(given, dict) else {}
+
+
+def is_internal_step(item: TranscriptItem) -> bool:
+    return str(get_provenance(item).get("kind")) in INTERNAL_STEP_NAMES
+
+
+def format_speaker(item: TranscriptItem, known: KnownSpeakers) -> str | None:
+    """The speaker of an entry that came from elsewhere; None if it was typed or answered in this session."""
+    given = get_provenance(item)
+    kind, source = given.get("kind"), str(given.get("sourceSessionKey") or "")
+    if not kind:
+        return None
+    if kind == REPORT_KIND:
+        return clean_line(f"report from {known.labels.get(source) or source or 'a sub-agent'}")
+    if str(kind) in INTERNAL_STEP_NAMES:
+        return INTERNAL_STEP_NAMES[str(kind)]
+    if not source:
+        return clean_line(str(kind))
+    exchange_id, turn = _get_exchange_turn(item)
+    # A turn begins with what the other side said in the previous turn.
+    return clean_line(f"↔ {_shorten_name(source, known.labels)}{_format_turn(exchange_id, turn - 1, known)}")
+
+
+def format_answerer(item: TranscriptItem, known: KnownSpeakers, agent: str) -> str:
+    """The speaker of an answer given in this session, and the other session if it was not for a person."""
+    if get_provenance(item):
+        return format_speaker(item, known) or clean_line(agent)
+    exchange_id, turn = _get_exchange_turn(item)
+    exchange = known.exchanges.get(exchange_id)
+    if exchange is None:
+        return clean_line(agent)
+    other = exchange.requester_session_key or "an operator"
+    if other == known.session_key:
+        other = exchange.target_session_key
+    return clean_line(
+        f"{agent} ↔ {_shorten_name(other, known.labels)}{_format_turn(exchange_id, turn, known)}"
+    )
+
+
+def format_heading(item: TranscriptItem, known: KnownSpeakers, agent: str | None = None) -> str:
+    """What an entry begins with in a list of them."""
+    agent = agent or known.agent
+    match item.get("role"):
+        case "user":
+            name = format_speaker(item, known) or "you"
+        case "assistant":
+            name = format_answerer(item, known, agent)
+        case "toolResult":
+            name = f"{item.get('toolName') or 'tool'} {'failed' if item.get('isError') else 'returned'}"
+        case "compaction":
+            name = "summary"
+        case other:
+            name = str(other)
+    return f"{clean_line(name)}>"
+
+
+def _get_exchange_turn(item: TranscriptItem) -> tuple[str, int]:
+    """The exchange that an entry belongs to, and its turn; 0 is the first answer."""
+    run_id = str(item.get("runId") or "")
+    if run_id.startswith(TURN_PREFIX):
+        exchange_id, _, turn = run_id.removeprefix(TURN_PREFIX).rpartition(":")
+        return exchange_id, int(turn) if turn.isdecimal() else 0
+    return str(get_provenance(item).get("exchangeId") or run_id), 0
+
+
+def _format_turn(exchange_id: str, turn: int, known: KnownSpeakers) -> str:
+    if turn < 1:
+        return ""
+    exchange = known.exchanges.get(exchange_id)
+    return f", turn {turn}/{exchange.turns}" if exchange else f", turn {turn}"
+
+
+def _shorten_name(key: str, labels: Mapping[str, str]) -> str:
+    return labels.get(key) or shorten_session_key(key)
+
+
+async def look_up_speakers(desk: Backend, items: Iterable[TranscriptItem], known: KnownSpeakers) -> None:
+    """Look up the speakers of these entries; a session that no longer exists is shown by its key."""
+    for item in items:
+        given = get_provenance(item)
+        if given.get("kind") == REPORT_KIND:
+            key = str(given.get("sourceSessionKey"))
+            if key not in known.labels:
+                known.labels[key] = await _load_label(desk, key)
+        exchange_id, turn = _get_exchange_turn(item)
+        if (turn or given.get("exchangeId")) and exchange_id not in known.exchanges:
+            known.exchanges[exchange_id] = await _load_exchange(desk, exchange_id)
+
+
+async def _load_label(desk: Backend, key: str) -> str:
+    try:
+        return (await desk.describe(key)).label or key
+    except AntiphonError:
+        return key
+
+
+async def _load_exchange(desk: Backend, exchange_id: str) -> ExchangeView | None:
+    try:
+        return (await desk.exchange(exchange_id)).exchange
+    except AntiphonError:  # also for a token that may read only some sessions
+        return None

@@ -1,0 +1,247 @@
+"""One connection to a gateway: requests out, answers and events in, until it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import uuid
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import msgspec
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI, WebSocketException
+from websockets.frames import CloseCode
+
+from antiphon import __version__
+from antiphon.errors import AntiphonError, TooLarge, Unavailable
+
+PROTOCOL_VERSIONS = (3, 4)
+RESPONSE_TIMEOUT_SECONDS = 30.0  # seconds in which a request is answered, beside what it waits for
+CONNECT_TIMEOUT_SECONDS = 10.0  # seconds in which a connection is made
+CLOSE_TIMEOUT_SECONDS = 0.5  # seconds in which the end of a connection is answered
+DEFAULT_MAX_REQUEST_BYTES = 8 * 2**20  # bytes of a frame to a gateway that does not say what it takes
+MAX_FRAME_BYTES = (
+    32 * 2**20
+)  # bytes of a frame from it: a page of some MiB, or one entry that is larger by itself
+MAX_PENDING_EVENTS = (
+    20_000  # events that a listener may lag behind; a gateway keeps no more of them for a client
+)
+
+Json = dict[str, Any]
+ReceivedEvent = tuple[str, Json]
+"""The name of an event and what it says."""
+
+
+class Site(msgspec.Struct, frozen=True):
+    """Where a gateway is, and the secret it knows us by. The secret is in no text that is made of this."""
+
+    url: str
+    secret: str | None
+
+    def __repr__(self) -> str:
+        return f"Site({self.url!r})"
+
+
+class GatewayUnreachable(Unavailable):
+    """The gateway cannot be reached (any more)."""
+
+
+def build_unreachable_error(site: Site, why: object) -> GatewayUnreachable:
+    reason = str(why) or type(why).__name__
+    return GatewayUnreachable(
+        f"The gateway at {site.url} cannot be reached ({reason}).",
+        "Check the address, or start one with `antiphon up`.",
+        url=site.url,
+    )
+
+
+def _explain_close(site: Site, error: Exception) -> AntiphonError:
+    """Why a connection has ended. What was too large for it would be too large for the next one as well."""
+    closes = (error.rcvd, error.sent) if isinstance(error, ConnectionClosed) else ()
+    if any(close and close.code == CloseCode.MESSAGE_TOO_BIG for close in closes):
+        return TooLarge(
+            "A request or its answer is too large for the connection to the gateway.",
+            "Send or ask for less at once.",
+            max=MAX_FRAME_BYTES,
+        )
+    return build_unreachable_error(site, error)
+
+
+class _GatewayFrame(msgspec.Struct, frozen=True):
+    """Any frame of a gateway."""
+
+    type: str
+    id: str | None = None
+    ok: bool = False
+    payload: Any = None
+    error: Any = None
+    event: str | None = None
+
+
+_frame_decoder = msgspec.json.Decoder(_GatewayFrame)
+
+
+class GatewayConnection:
+    """One connection to a gateway. It is over for good when it is lost."""
+
+    def __init__(self, site: Site, socket: ClientConnection) -> None:
+        self.site = site
+        self.hello: Json = {}
+        self.lost = asyncio.Event()
+        self.close_error: AntiphonError = build_unreachable_error(site, "the connection was closed")
+        """What whoever still waits is told when it is lost."""
+        self._socket = socket
+        self._pending_responses: dict[str, asyncio.Future[_GatewayFrame]] = {}
+        self._listeners: set[asyncio.Queue[ReceivedEvent | None]] = set()
+        self._reader = asyncio.create_task(self._read_frames())
+
+    @classmethod
+    async def open(cls, site: Site) -> GatewayConnection:
+        """Connect and say who we are.
+
+        Raises:
+            Lost: nobody answers there. Anything else is the gateway's own refusal.
+        """
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
+                socket = await connect(site.url, max_size=MAX_FRAME_BYTES, compression=None, proxy=None)
+        except (OSError, TimeoutError, InvalidHandshake, InvalidURI) as error:
+            raise build_unreachable_error(site, error) from error
+        link = cls(site, socket)
+        try:
+            link.hello = await link.request("connect", _build_connect_params(site), CONNECT_TIMEOUT_SECONDS)
+        except BaseException:
+            await link.close()
+            raise
+        return link
+
+    async def request(self, method: str, params: Json, seconds: float = RESPONSE_TIMEOUT_SECONDS) -> Any:
+        """A request and its answer."""
+        if self.lost.is_set():
+            raise self.close_error
+        number = uuid.uuid4().hex
+        raw = msgspec.json.encode({"type": "req", "id": number, "method": method, "params": params})
+        self._check_size(method, len(raw))
+        answer = self._pending_responses[number] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._socket.send(raw, text=True)
+                frame = await answer
+        except TimeoutError as error:
+            raise build_unreachable_error(
+                self.site, f"{method} was not answered in {seconds:.0f} s"
+            ) from error
+        except (OSError, WebSocketException) as error:
+            raise _explain_close(self.site, error) from error
+        finally:
+            self._pending_responses.pop(number, None)
+        if frame.ok:
+            return frame.payload
+        raise _to_error(self.site, frame.error or {})
+
+    def _check_size(self, method: str, size: int) -> None:
+        """Before it is sent: a gateway that hangs up on it may be gone before it could say why."""
+        most: int = self.hello.get("policy", {}).get("maxPayload", DEFAULT_MAX_REQUEST_BYTES)
+        if size > most:
+            raise TooLarge(
+                f"This {method} has {size} bytes, and the gateway takes {most}.",
+                "Send less at once.",
+                bytes=size,
+                max=most,
+            )
+
+    @contextmanager
+    def listen(self) -> Generator[asyncio.Queue[ReceivedEvent | None]]:
+        """Every event while the context lasts, and None when the connection is lost.
+
+        A listener that lags too far behind loses the connection, as a gateway does with a slow client: it gets what
+        it has not taken yet, then None, and resumes from the last number over another connection. To wait for it
+        instead would hold up the answers that it may be waiting for.
+        """
+        queue: asyncio.Queue[ReceivedEvent | None] = asyncio.Queue(
+            MAX_PENDING_EVENTS + 1
+        )  # the last place is for None
+        self._listeners.add(queue)
+        try:
+            yield queue
+        finally:
+            self._listeners.discard(queue)
+
+    async def close(self) -> None:
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        with suppress(OSError, WebSocketException, TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
+                await self._socket.close()
+        self._socket.transport.abort()  # a gateway that hangs takes no leave, and its connection would keep the loop
+        await self._socket.wait_closed()
+
+    async def _read_frames(self) -> None:
+        try:
+            async for text in self._socket:
+                self._handle_frame(_frame_decoder.decode(text))
+        except (OSError, WebSocketException) as error:
+            self.close_error = _explain_close(self.site, error)
+        except asyncio.QueueFull:
+            self.close_error = build_unreachable_error(
+                self.site, "its events came faster than they were taken"
+            )
+        except msgspec.MsgspecError:
+            pass  # no gateway, by what it says
+        finally:
+            self.lost.set()
+            for answer in self._pending_responses.values():
+                if not answer.done():
+                    answer.set_exception(self.close_error)
+            for queue in self._listeners:
+                queue.put_nowait(None)
+
+    def _handle_frame(self, frame: _GatewayFrame) -> None:
+        if frame.type == "event" and frame.event:
+            for queue in self._listeners:
+                if queue.qsize() >= MAX_PENDING_EVENTS:
+                    raise asyncio.QueueFull
+                queue.put_nowait((frame.event, frame.payload or {}))
+        elif (answer := self._pending_responses.get(frame.id or "")) and not answer.done():
+            answer.set_result(frame)
+
+
+def _build_connect_params(site: Site) -> Json:
+    return {
+        "minProtocol": PROTOCOL_VERSIONS[0],
+        "maxProtocol": PROTOCOL_VERSIONS[-1],
+        "client": {
+            "id": "cli",
+            "mode": "cli",
+            "version": __version__,
+            "platform": platform.system().lower(),
+        },
+        "caps": ["tool-events", "chat-deltas"],
+        **({"auth": {"token": site.secret}} if site.secret else {}),
+    }
+
+
+def _to_error(site: Site, wire: Json) -> AntiphonError:
+    """The error that the gateway raised, as if it had been raised here."""
+    details: Json = dict(wire.get("details") or {})
+    kind = _collect_error_types().get(details.pop("type", ""))
+    text = str(wire.get("message") or "The gateway refused without a reason.")
+    if kind is None and wire.get("retryable"):
+        return build_unreachable_error(site, text)  # it is stopping
+    hint = details.pop("hint", "")
+    what = text.removesuffix(hint).rstrip() if hint else text
+    error = AntiphonError.__new__(kind or AntiphonError)
+    AntiphonError.__init__(error, what, hint, **details)
+    return error
+
+
+def _collect_error_types() -> dict[str, type[AntiphonError]]:
+    """Every error by its code; where a code is used twice, the one that is in `errors`."""
+    found: dict[str, type[AntiphonError]] = {}
+    kinds = [AntiphonError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        found.setdefault(kind.code, kind)
+    return found

@@ -1,0 +1,31 @@
+"""What the wire calls otherwise than the views it is made of, turned back into these."""
+
+from __future__ import annotations
+
+import msgspec
+
+from antiphon.client.connection import Json
+from antiphon.errors import NotFound
+from antiphon.views import RunView, SessionView
+
+
+def parse_session_view(row: Json) -> SessionView:
+    own = {**row, "kind": row.get("sessionKind", row["kind"])}
+    if row.get("modelProvider"):
+        own["model"] = f"{row['modelProvider']}/{row['model']}"
+    own.setdefault("agentId", None)
+    return msgspec.convert(own, SessionView)
+
+
+def parse_run_view(payload: Json) -> RunView:
+    if payload.get("run") is None:
+        raise NotFound(
+            f"Run {payload['runId']!r} was not found.",
+            "Check the id; it is given when a message is accepted.",
+        )
+    return msgspec.convert(payload["run"], RunView)
+
+
+def strip_client_marks(message: Json) -> Json:
+    """A message without the marks that are for other clients."""
+    return {name: it for name, it in message.items() if name not in ("__openclaw", "idempotencyKey")}

@@ -1,0 +1,156 @@
+"""The config as one object, and the questions the rest of the system asks it. Nothing is read or resolved."""
+
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from pydantic import Field, field_serializer
+
+from antiphon.config.agents import IMPLICIT_AGENT_ID, AgentConfig, AgentEntry, AgentsConfig, merge_agent
+from antiphon.config.base import Section, suggest_options
+from antiphon.config.sections import (
+    BusConfig,
+    CronConfig,
+    GatewayConfig,
+    HooksConfig,
+    ImpliedProvider,
+    ModelConfig,
+    ModelsConfig,
+    ProviderConfig,
+    SessionConfig,
+    StoreConfig,
+    ToolsConfig,
+    mask_values,
+)
+from antiphon.errors import NotFound, UnknownModel
+
+REHEARSAL_PROVIDER = "rehearsal"
+"""Name of the built-in offline provider and of its one model; no configured provider may take it."""
+
+REHEARSAL_MODEL_REF = f"{REHEARSAL_PROVIDER}/{REHEARSAL_PROVIDER}"
+
+MAX_SHOWN_NAME_CHARACTERS = 100  # characters of a name that nothing has
+
+
+class FoundModel(NamedTuple):
+    """A model reference, resolved. For the rehearsal model the provider has no address and no key."""
+
+    provider_name: str
+    provider: ProviderConfig
+    model: ModelConfig
+
+
+class Config(Section):
+    """Configuration of an Antiphon gateway. Every key is optional."""
+
+    schema_url: str | None = Field(default=None, alias="$schema", description="For editors; not read.")
+    session: SessionConfig = Field(default_factory=SessionConfig.model_construct)
+    agents: AgentsConfig = Field(default_factory=AgentsConfig.model_construct)
+    tools: ToolsConfig = Field(default_factory=ToolsConfig.model_construct)
+    models: ModelsConfig = Field(default_factory=ModelsConfig.model_construct)
+    channels: dict[str, dict[str, Any]] = Field(
+        default_factory=dict[str, dict[str, Any]],
+        repr=False,
+        description="Settings of each channel, by its name.",
+    )
+    gateway: GatewayConfig = Field(default_factory=GatewayConfig.model_construct)
+    hooks: HooksConfig = Field(default_factory=HooksConfig.model_construct)
+    cron: CronConfig = Field(default_factory=CronConfig.model_construct)
+    store: StoreConfig = Field(default_factory=StoreConfig.model_construct)
+    bus: BusConfig = Field(default_factory=BusConfig.model_construct)
+
+    @field_serializer("channels")
+    def _mask_channels(self, channels: dict[str, dict[str, Any]]) -> object:
+        return mask_values(channels)
+
+    @property
+    def agent_ids(self) -> tuple[str, ...]:
+        """In the order of the file."""
+        return tuple(self._entries)
+
+    @property
+    def mirrors_transcripts(self) -> bool:
+        """Whether sessions have transcript files: by default those of a store that one process has to itself."""
+        wanted = self.session.transcripts.mirror
+        return (self.store.url is None and self.bus.url is None) if wanted is None else wanted
+
+    @property
+    def default_agent_id(self) -> str:
+        """The agent marked as default, else the first."""
+        marked = (entry.id for entry in self.agents.list if entry.default)
+        return next(marked, self.agent_ids[0])
+
+    def get_agent(self, agent_id: str) -> AgentConfig:
+        """The agent with its defaults filled in.
+
+        Raises:
+            NotFound: no agent has this id.
+        """
+        if found := self._merged.get(agent_id):
+            return found
+        entry = self._entries.get(agent_id)
+        if entry is None:
+            hint = suggest_options(agent_id, self.agent_ids, noun="agent ids")
+            raise NotFound(
+                f"There is no agent {agent_id[:MAX_SHOWN_NAME_CHARACTERS]!r}.",
+                hint,
+                agent_id=agent_id[:MAX_SHOWN_NAME_CHARACTERS],
+            )
+        self._merged[agent_id] = merge_agent(entry, self.agents.defaults, self.tools)
+        return self._merged[agent_id]
+
+    def get_model_ref(self, agent_id: str) -> str:
+        """The agent's model as `provider/model`: its own, the default one, or the first there is."""
+        choice = self.get_agent(agent_id).model
+        return choice.primary if choice else self.model_refs[0]
+
+    @property
+    def model_refs(self) -> tuple[str, ...]:
+        """Every configured model in the order of the file, the built-in one, then what is only implied.
+
+        A provider that was meant for one agent answers, and charges, for no other.
+        """
+        refs: dict[bool, list[str]] = {False: [], True: []}
+        for name, provider in self.models.providers.items():
+            refs[isinstance(provider, ImpliedProvider)] += (f"{name}/{model.id}" for model in provider.models)
+        return (*refs[False], REHEARSAL_MODEL_REF, *refs[True])
+
+    def find_model(self, ref: str) -> FoundModel:
+        """The provider and model that `provider/model` names.
+
+        Raises:
+            UnknownModel: no configured provider has such a model.
+        """
+        name, _, model_id = ref.partition("/")
+        provider = (
+            _build_rehearsal_provider() if name == REHEARSAL_PROVIDER else self.models.providers.get(name)
+        )
+        model = next((model for model in provider.models if model.id == model_id), None) if provider else None
+        if provider and model:
+            return FoundModel(name, provider, model)
+        hint = suggest_options(ref, self.model_refs, noun="models")
+        raise UnknownModel(
+            f"Model {ref[:MAX_SHOWN_NAME_CHARACTERS]!r} is not configured.",
+            hint,
+            model=ref[:MAX_SHOWN_NAME_CHARACTERS],
+        )
+
+    @cached_property
+    def _entries(self) -> dict[str, AgentEntry]:
+        return {entry.id: entry for entry in self.agents.list} or {
+            IMPLICIT_AGENT_ID: AgentEntry(id=IMPLICIT_AGENT_ID)
+        }
+
+    @cached_property
+    def _merged(self) -> dict[str, AgentConfig]:
+        """Those that were asked for: every run does."""
+        return {}
+
+
+def _build_rehearsal_provider() -> ProviderConfig:
+    return ProviderConfig(models=(ModelConfig(id=REHEARSAL_PROVIDER),))
+
+
+def build_json_schema() -> dict[str, Any]:
+    """The published JSON Schema of the config file."""
+    schema = Config.model_json_schema(by_alias=True)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": "Antiphon config"}

@@ -1,0 +1,360 @@
+"""What single values cannot show: keys that contradict each other, and settings worth a warning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+from typing import Any, cast
+
+from antiphon.config.addresses import check_store_url, is_ip, is_loopback, parse_bus_addresses
+from antiphon.config.base import find_nearest, suggest_options
+from antiphon.config.errors import Problem
+from antiphon.config.implied_providers import PUBLIC_PROVIDER_KEY_VARIABLES, list_model_choices
+from antiphon.config.schema import REHEARSAL_PROVIDER, Config
+from antiphon.config.sections import NATIVE_PROVIDER_APIS
+from antiphon.config.tool_names import GROUP_PREFIX, SESSION_TOOL_NAMES, TOOL_GROUPS
+from antiphon.config.unused_keys import find_unused_keys
+from antiphon.errors import ConfigError, UnknownModel, format_install_hint
+
+UNSUPPORTED_SECTIONS = ("channels",)
+"""Sections that are read and checked, for parts that this release does not have."""
+
+GOOGLE_API = "google-generative-ai"  # the one way to speak to models whose packages are an extra
+TAILNET_ERROR = (
+    "'gateway.bind' is 'tailnet', and which address that is cannot be told here, so that `up` refuses it.",
+    "Use 'custom' and put the address into gateway.customBindHost.",
+)
+MIN_SECRET_CHARACTERS = 16  # characters of what others than this machine may try to guess
+LOCALHOST = "localhost"
+MIN_NAME_SIMILARITY = 0.8  # of 1; `memory_search` is no misspelt `sessions_search`
+
+
+def find_contradictions(config: Config) -> list[Problem]:
+    """Everything in a well-formed config that cannot hold together."""
+    return [
+        *_check_agents(config),
+        *_check_providers(config),
+        *_check_models(config),
+        *_check_gateway(config),
+        *_check_hooks(config),
+        *_check_addresses(config),
+        *_check_send_rules(config),
+    ]
+
+
+def find_warnings(config: Config) -> Iterator[str]:
+    """Sentences for settings that are accepted but should be known of."""
+    yield from find_unused_keys(config)
+    if config.gateway.bind == "tailnet":
+        yield f"{TAILNET_ERROR[0]} {TAILNET_ERROR[1]}"
+    yield from _warn_unsupported_sections(config)
+    yield from _warn_missing_packages(config)
+    yield from _warn_weak_secrets(config)
+    yield from _warn_unknown_agents(config)
+    yield from _warn_unknown_tools(config)
+    yield from _warn_no_tool_left(config)
+    yield from _warn_agents_out_of_sight(config)
+    yield from _warn_reach_without_effect(config)
+    yield from _warn_never_idle(config)
+    for name, provider in config.models.providers.items():
+        if not provider.models:
+            yield f"'models.providers.{name}.models' is empty, so none of its models can be used. List them there."
+    if config.session.dm_scope == "main" and (channels := _list_shared_channels(config)):
+        yield (
+            "'session.dmScope' is 'main', so all direct chats share one session, and more than one sender is"
+            f" admitted by {' and '.join(channels)}. Each may read what the others wrote."
+            " Set it to 'per-channel-peer' to give each sender a session."
+        )
+
+
+def _warn_unsupported_sections(config: Config) -> Iterator[str]:
+    for path in (name for name in UNSUPPORTED_SECTIONS if name in config.model_fields_set):
+        yield f"{path!r} is accepted and has no effect in this release."
+    if config.bus.url is not None and config.store.url is None:
+        yield "'bus.url' has no effect without 'store.url': a file is used by one gateway. Set 'store.url', too."
+
+
+def _warn_missing_packages(config: Config) -> Iterator[str]:
+    """What `up`, or the first message to an agent, would not find."""
+    if config.store.url is not None and not _is_importable("asyncpg"):
+        yield f"'store.url' needs packages that are not installed. {format_install_hint('cluster')}"
+    elif config.store.url is not None and config.bus.url is not None and not _is_importable("nats"):
+        yield f"'bus.url' needs packages that are not installed. {format_install_hint('cluster')}"
+    for name, provider in config.models.providers.items():
+        apis = {model.api or provider.api or NATIVE_PROVIDER_APIS.get(name) for model in provider.models}
+        if GOOGLE_API in apis and not _is_importable("google.genai"):
+            hint = format_install_hint("google")
+            yield f"'models.providers.{name}' needs the Google SDK, which is not installed. {hint}"
+    for index, agent in enumerate(config.agents.list):
+        package = (agent.runtime.target or "").partition(":")[0].partition(".")[0]
+        if package and not _is_importable(package):
+            yield (
+                f"'agents.list[{index}].runtime.target' names the module {package!r}, which cannot be found."
+                " Check the name and PYTHONPATH."
+            )
+
+
+def _is_importable(module: str) -> bool:
+    """Whether it could be imported. It is not: what it would do then is no part of reading a config."""
+    try:
+        return find_spec(module) is not None
+    except ImportError:  # of what it is in
+        return False
+    except ValueError:  # it is there already, and did not come from a file
+        return True
+
+
+def _warn_weak_secrets(config: Config) -> Iterator[str]:
+    gateway, mode = config.gateway, config.gateway.auth.mode
+    secret = gateway.auth.password if mode == "password" else gateway.auth.token
+    host = gateway.custom_bind_host or ""
+    if gateway.bind in ("loopback", "auto") or (
+        gateway.bind == "custom" and (host == LOCALHOST or is_loopback(host))
+    ):
+        return
+    # What a reference leads to is only looked at by who needs it.
+    if secret is not None and secret.kind == "text" and len(secret.reveal()) < MIN_SECRET_CHARACTERS:
+        yield (
+            f"'gateway.auth.{mode}' has fewer than {MIN_SECRET_CHARACTERS} characters, "
+            "and others than this machine can try"
+            f" to guess it, because 'gateway.bind' is {gateway.bind!r}. Set a longer one, such as"
+            " `openssl rand -hex 24` prints."
+        )
+
+
+def _warn_unknown_agents(config: Config) -> Iterator[str]:
+    """Agents that may be spawned and are not there."""
+    ids = config.agent_ids
+    lists = [("agents.defaults", config.agents.defaults.subagents.allow_agents)]
+    lists += [
+        (f"agents.list[{n}]", agent.subagents.allow_agents) for n, agent in enumerate(config.agents.list)
+    ]
+    for path, patterns in lists:
+        for pattern in patterns or ():
+            if not any(fnmatchcase(agent_id, pattern) for agent_id in ids):
+                yield (
+                    f"'{path}.subagents.allowAgents' names {pattern!r}, but no such agent is configured."
+                    f" {suggest_options(pattern, ids, noun='agent ids')}"
+                )
+
+
+def _warn_unknown_tools(config: Config) -> Iterator[str]:
+    """Names that are almost those of session tools, and groups that have none."""
+    for path, names in _iterate_tool_lists(config):
+        wildcards = not path.startswith("gateway.")  # there each tool is named
+        for name in names or ():
+            if name.lower().startswith(GROUP_PREFIX):
+                yield f"{path!r} names {name!r}, a group that has no tools here. {_suggest_group(name)}"
+            elif (
+                name not in SESSION_TOOL_NAMES
+                and not (wildcards and "*" in name)
+                and _is_like_session_tool(name)
+            ):
+                yield f"{path!r} names {name!r}, and no tool is called that. {_suggest_tool(name)}"
+
+
+def _warn_no_tool_left(config: Config) -> Iterator[str]:
+    """Warnings for lists of allowed tools that match no existing tool."""
+    for path, names in _iterate_tool_lists(config):
+        if not path.endswith("tools.allow") or path.startswith("gateway.") or not names:
+            continue
+        if not any(fnmatchcase(tool, name) for tool in SESSION_TOOL_NAMES for name in names):
+            yield (
+                f"{path!r} matches no existing tool ({', '.join(map(repr, names))}), so it leaves no tool."
+                f" Use some of: {', '.join(SESSION_TOOL_NAMES)}."
+            )
+
+
+def _warn_reach_without_effect(config: Config) -> Iterator[str]:
+    """A warning if `agentToAgent` is enabled but no agent's tools can see other agents' sessions."""
+    if len(config.agent_ids) < 2 or not config.tools.agent_to_agent.enabled:
+        return
+    agents = [config.get_agent(agent_id) for agent_id in config.agent_ids]
+    sandboxed = any(
+        agent.sandbox.mode != "off" and agent.sandbox.session_tools_visibility == "all" for agent in agents
+    )
+    if not sandboxed and not any("all" in (agent.tools.visibility, agent.tools.send) for agent in agents):
+        yield (
+            "'tools.agentToAgent.enabled' is true, but agents still reach only their own sessions, because"
+            f" 'tools.sessions.visibility' is {config.tools.sessions.visibility!r}. Set it to 'all'."
+        )
+
+
+def _iterate_tool_lists(config: Config) -> Iterator[tuple[str, Sequence[str] | None]]:
+    yield "gateway.tools.allow", config.gateway.tools.allow
+    yield "gateway.tools.deny", config.gateway.tools.deny
+    yield "tools.allow", config.tools.allow
+    yield "tools.deny", config.tools.deny
+    below = config.tools.subagents.tools
+    yield "tools.subagents.tools.allow", below.allow
+    yield "tools.subagents.tools.alsoAllow", below.also_allow
+    yield "tools.subagents.tools.deny", below.deny
+    for index, agent in enumerate(config.agents.list):
+        yield f"agents.list[{index}].tools.allow", agent.tools.allow
+        yield f"agents.list[{index}].tools.deny", agent.tools.deny
+
+
+def _is_like_session_tool(name: str) -> bool:
+    said = name.lower()
+    return (
+        said.startswith(("session", "subagent"))
+        or find_nearest(said, SESSION_TOOL_NAMES, alike=MIN_NAME_SIMILARITY) is not None
+    )
+
+
+def _suggest_tool(name: str) -> str:
+    near = find_nearest(name, SESSION_TOOL_NAMES)
+    if "*" in name:
+        return "Write out the name of each tool."
+    return f"Did you mean {near!r}?" if near else f"There are: {', '.join(SESSION_TOOL_NAMES)}."
+
+
+def _suggest_group(name: str) -> str:
+    near = find_nearest(name, TOOL_GROUPS, alike=MIN_NAME_SIMILARITY)
+    return f"Did you mean {near!r}?" if near else "Name each tool that is meant, or leave it out."
+
+
+def _warn_agents_out_of_sight(config: Config) -> Iterator[str]:
+    if len(config.agent_ids) < 2 or config.tools.agent_to_agent.enabled:
+        return
+    own = [
+        (f"agents.list[{n}].", agent.tools.sessions.visibility) for n, agent in enumerate(config.agents.list)
+    ]
+    for path, visibility in [("", config.tools.sessions.visibility), *own]:
+        if visibility == "all":
+            yield (
+                f"'{path}tools.sessions.visibility' is 'all', but sessions of other agents stay invisible while"
+                " 'tools.agentToAgent.enabled' is false. Set it to true if agents are to reach each other."
+            )
+
+
+def _warn_never_idle(config: Config) -> Iterator[str]:
+    session = config.session
+    general = session.idle_minutes or (session.reset and session.reset.idle_minutes)
+    types = {f"session.resetByType.{kind}": reset for kind, reset in session.reset_by_type}
+    channels = {f"session.resetByChannel.{name}": reset for name, reset in session.reset_by_channel.items()}
+    inheriting = {} if general else {"session.reset": session.reset, **types}
+    for path, reset in {**inheriting, **channels}.items():
+        if reset and reset.mode == "idle" and reset.idle_minutes is None:
+            yield f"{path!r} has the mode 'idle' and no 'idleMinutes', so nothing begins anew. Set it."
+
+
+def _check_agents(config: Config) -> Iterator[Problem]:
+    seen: dict[str, int] = {}
+    for index, entry in enumerate(config.agents.list):
+        first = seen.setdefault(entry.id, index)
+        path = f"agents.list[{index}]"
+        if first != index:
+            what = f"Agent id {entry.id!r} is used by both 'agents.list[{first}]' and {path!r}."
+            yield Problem(f"{path}.id", what, "Give each agent an id of its own.")
+        if (entry.runtime.type == "function") != (entry.runtime.target is not None):
+            what = f"{path + '.runtime'!r} must have a 'target' if, and only if, its 'type' is 'function'."
+            yield Problem(f"{path}.runtime.target", what)
+    marked = [index for index, entry in enumerate(config.agents.list) if entry.default]
+    if len(marked) > 1:
+        paths = " and ".join(f"'agents.list[{index}]'" for index in marked)
+        what = f"More than one agent is marked as default: {paths}."
+        yield Problem(f"agents.list[{marked[1]}].default", what, "Keep 'default: true' on one of them.")
+
+
+def _check_providers(config: Config) -> Iterator[Problem]:
+    for name, provider in config.models.providers.items():
+        path = f"models.providers.{name}"
+        if name == REHEARSAL_PROVIDER:
+            yield Problem(
+                path, f"The provider name {name!r} is reserved.", "It is built in; use another name."
+            )
+        if not name or "/" in name or name != name.strip():
+            what = f"The provider name {name!r} is empty, has a '/' in it or a space around it."
+            yield Problem(path, what, "Models are named 'provider/model', so choose a name without '/'.")
+        if provider.base_url is None and name not in (*PUBLIC_PROVIDER_KEY_VARIABLES, REHEARSAL_PROVIDER):
+            what = f"The provider {name!r} needs an address: {path + '.baseUrl'!r} is not set."
+            known = ", ".join(map(repr, PUBLIC_PROVIDER_KEY_VARIABLES))
+            yield Problem(f"{path}.baseUrl", what, f"Set it. Only {known} can do without.")
+        ids = [model.id for model in provider.models]
+        for model_id in sorted({model_id for model_id in ids if ids.count(model_id) > 1}):
+            yield Problem(f"{path}.models", f"Model {model_id!r} is listed twice in {path!r}.", "Remove one.")
+
+
+def _check_models(config: Config) -> Iterator[Problem]:
+    for path, choice in list_model_choices(config):
+        ref = choice.primary
+        try:
+            config.find_model(ref)
+        except UnknownModel as error:
+            what = f"Value of {path!r} names the model {ref!r}, which 'models.providers' does not configure."
+            yield Problem(path, what, error.hint)
+
+
+def _check_gateway(config: Config) -> Iterator[Problem]:
+    gateway = config.gateway
+    if gateway.bind == "custom" and gateway.custom_bind_host is None:
+        what = "'gateway.bind' is 'custom' but 'gateway.customBindHost' is not set."
+        yield Problem("gateway.customBindHost", what, "Set the address to listen on.")
+    host = gateway.custom_bind_host
+    if gateway.bind == "custom" and host is not None and host != LOCALHOST and not is_ip(host):
+        what = f"Value of 'gateway.customBindHost' must be an IP address or {LOCALHOST!r}; {host[:80]!r} was given."
+        yield Problem(
+            "gateway.customBindHost", what, "Set an address of this machine, such as '192.168.1.2'."
+        )
+    if gateway.auth.mode == "none" and gateway.bind != "loopback":
+        what = "'gateway.auth.mode' may be 'none' only while 'gateway.bind' is 'loopback'."
+        yield Problem("gateway.auth.mode", what, "Use 'token' or 'password'.")
+    if gateway.auth.mode == "password" and gateway.auth.password is None:
+        what = "'gateway.auth.mode' is 'password' but 'gateway.auth.password' is not set."
+        yield Problem("gateway.auth.password", what, "Set it, or use the mode 'token'.")
+
+
+def _check_hooks(config: Config) -> Iterator[Problem]:
+    if config.hooks.enabled and config.hooks.token is None:
+        what = "'hooks.enabled' is true but 'hooks.token' is not set."
+        yield Problem("hooks.token", what, "Set a token that only the senders of hooks know.")
+
+
+def _check_addresses(config: Config) -> Iterator[Problem]:
+    """Those that are written out; what a reference leads to is checked when it is opened."""
+    for secret, check in ((config.store.url, check_store_url), (config.bus.url, parse_bus_addresses)):
+        if secret is not None and secret.kind == "text":
+            try:
+                check(secret.reveal())
+            except ConfigError as error:
+                yield Problem(error.data["path"], error.what, error.hint)
+
+
+def _check_send_rules(config: Config) -> Iterator[Problem]:
+    for index, rule in enumerate(config.session.send_policy.rules):
+        if rule.match.channel and rule.match.surface and rule.match.channel != rule.match.surface:
+            path = f"session.sendPolicy.rules[{index}].match"
+            what = f"'channel' and 'surface' of {path!r} are two names of one thing but differ."
+            yield Problem(f"{path}.surface", what, "Keep 'channel'.")
+
+
+def _list_shared_channels(config: Config) -> list[str]:
+    """The channels that admit senders to direct chats, when these are more than one person in all."""
+    people = {
+        alias.lower(): name for name, aliases in config.session.identity_links.items() for alias in aliases
+    }
+    senders: dict[str, set[str]] = {}
+    for channel, settings in config.channels.items():
+        admitted = {str(peer).lower() for peer in _list_admitted_senders(settings)}
+        if admitted and settings.get("enabled") is not False:
+            senders[channel] = {
+                people.get(f"{channel}:{p}", people.get(p, f"{channel}:{p}")) for p in admitted
+            }
+    everybody = set[str]().union(*senders.values())
+    anybody = any(sender.endswith(":*") for sender in everybody)
+    return [f"'channels.{channel}'" for channel in senders] if len(everybody) > 1 or anybody else []
+
+
+def _list_admitted_senders(settings: dict[str, Any]) -> Iterator[object]:
+    """Senders that a channel, its accounts or its `dm` part name; `*` for everybody."""
+    if "open" in (settings.get("dmPolicy"), settings.get("policy")):
+        yield "*"
+    allow = settings.get("allowFrom")
+    yield from cast("list[object]", allow) if isinstance(allow, list) else ()
+    accounts = settings.get("accounts")
+    parts = cast("dict[str, object]", accounts).values() if isinstance(accounts, dict) else ()
+    for part in (settings.get("dm"), *parts):
+        if isinstance(part, dict):
+            yield from _list_admitted_senders(cast("dict[str, Any]", part))

@@ -1,0 +1,92 @@
+"""How the gateways of one house reach each other: over NATS where `bus.url` says so, else there is only one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from antiphon.bus import EventBus
+from antiphon.bus.local import LocalBus
+from antiphon.config import Config
+from antiphon.engine.engine import EngineTimings
+from antiphon.lanes import LaneEngine
+from antiphon.lanes.local import LocalLanes
+from antiphon.paths import expand_home
+from antiphon.store import Store
+
+if TYPE_CHECKING:
+    from antiphon.nats.connection import NatsServers
+
+# Of the time after which a silent gateway's lanes are given to others, who find its runs free by then
+LEASE_FRACTION_OF_ACK_WAIT = 0.6
+
+
+class CoordinationBackend(msgspec.Struct, frozen=True):
+    """What moves lanes and news, how patient the engine has to be with them, and how long a leave may take."""
+
+    lanes: LaneEngine
+    bus: EventBus
+    pace: EngineTimings
+    grace: float = 0.0
+    connected: Callable[[], bool] = lambda: True
+    """False while the others cannot be reached: what is done here is kept, and they hear of it later."""
+
+
+@asynccontextmanager
+async def open_coordination(config: Config, store: Store) -> AsyncGenerator[CoordinationBackend]:
+    """Connected when the context is entered; raises `BusError` where that is not to be had.
+
+    Lanes and sessions go by the numbers of their rows, so that only gateways on the same store may hear of each other.
+    """
+    if config.bus.url is None or config.store.url is None:
+        yield CoordinationBackend(LocalLanes(), LocalBus(), EngineTimings())
+        return
+    from antiphon.bus.nats import NatsBus  # noqa: PLC0415 - an extra
+    from antiphon.lanes.nats import NatsLanes  # noqa: PLC0415 - an extra
+
+    settings = config.bus
+    namespace = f"{settings.namespace}-{store.identity}"
+    bus = NatsBus(build_nats_servers(config), namespace=namespace)
+    lanes = NatsLanes(
+        build_nats_servers(config),
+        namespace=namespace,
+        slots=settings.lanes,
+        ack_wait=settings.ack_wait_seconds,
+        replicas=settings.replicas,
+    )
+    await bus.start()
+    try:
+        pace = EngineTimings(lease=LEASE_FRACTION_OF_ACK_WAIT * settings.ack_wait_seconds)
+        yield CoordinationBackend(
+            lanes,
+            bus,
+            pace,
+            settings.drain_seconds,
+            connected=lambda: bus.is_connected and lanes.is_connected,
+        )
+    finally:
+        await bus.stop()
+
+
+def build_nats_servers(config: Config) -> NatsServers:
+    """The NATS servers that `bus.url` names, and as whom to come."""
+    from antiphon.nats.connection import NatsServers  # noqa: PLC0415 - an extra
+
+    settings = config.bus
+    assert settings.url is not None
+    return NatsServers(
+        url=settings.url.reveal(),
+        user=settings.user,
+        password=settings.password.reveal() if settings.password else None,
+        token=settings.token.reveal() if settings.token else None,
+        credentials=_expand_optional_path(settings.credentials),
+        authority=_expand_optional_path(settings.tls_ca),
+    )
+
+
+def _expand_optional_path(text: str | None) -> Path | None:
+    return expand_home(text) if text else None

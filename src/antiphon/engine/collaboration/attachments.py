@@ -1,0 +1,517 @@
+"""Files that are handed to a spawned sub-agent: what is refused, and how the rest reaches its workspace.
+
+`validate_attachments` says whether they can be taken, and touches no file. `write` puts them into a folder of their
+own below the workspace, whole or not at all, and `remove` takes that folder away. An agent works in the workspace at
+the same time and may have put links there, so every step below it starts from an open directory and follows none. All
+of it blocks: callers use a thread. There is no store here and no configuration; whether a session may attach anything,
+and where a sandbox shows the files, is decided elsewhere. One folder has one writer at a time.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import errno
+import hashlib
+import logging
+import os
+import re
+import stat
+import unicodedata
+import uuid
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from antiphon.errors import AntiphonError, Conflict, InvalidInput, TooLarge, Unavailable
+
+log = logging.getLogger(__name__)
+
+MANIFEST_FILE_NAME = ".manifest.json"
+MAX_FILE_NAME_BYTES = 255  # what file systems take
+
+_STATE_DIR_NAME, _ATTACHMENTS_DIR_NAME, _PARTIAL_SUFFIX = ".antiphon", "attachments", ".part"
+_FOLDER_NAME_PATTERN = re.compile(r"[0-9a-z][0-9a-z-]{0,63}")
+_SEPARATOR_PATTERN = re.compile(r"[/\\]")
+_CONTROL_CHARACTER_PATTERN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_BIDI_CONTROL_PATTERN = re.compile(
+    r"[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)  # a name must not read as another one
+_WINDOWS_DEVICE_PATTERN = re.compile(
+    r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³])\s*(\..*)?", re.IGNORECASE
+)
+_MIME_TYPE_PATTERN = re.compile(r"[\x20-\x7e]{0,255}")
+_BASE64_PATTERN = re.compile(r"[A-Za-z0-9+/]*={0,2}")
+_WHITESPACE_REMOVAL_TABLE = dict.fromkeys(map(ord, " \t\n\r\f\v"))
+_MAX_QUOTED_NAME_CHARACTERS = 80  # characters of a name that an error repeats
+
+_OPEN_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_CREATE_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NOT_A_DIRECTORY_ERRNOS = {errno.ELOOP, errno.ENOTDIR, errno.EMLINK}
+
+
+class SpawnAttachment(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """A file as the caller sends it. Not checked yet."""
+
+    name: str
+    content: str
+    encoding: Literal["utf8", "base64"] = "utf8"
+    mime_type: str | None = None
+    """What the caller says it is. It is recorded and never believed."""
+
+
+class AttachmentLimits(msgspec.Struct, frozen=True):
+    """How much one spawn may attach."""
+
+    files: int = 50
+    file_bytes: int = 1024 * 1024
+    total_bytes: int = 5 * 1024 * 1024
+
+
+class FileReceipt(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """One file as it is on disk."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+class AttachmentReceipt(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """What was written, and where below the workspace."""
+
+    count: int
+    total_bytes: int
+    rel_dir: str
+    files: list[FileReceipt]
+
+
+class _ManifestFile(FileReceipt, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    mime_type: str | None = None
+
+
+class _Manifest(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """The receipt with the types, for whoever finds the folder. Nothing of ours reads it."""
+
+    count: int
+    total_bytes: int
+    rel_dir: str
+    files: list[_ManifestFile]
+
+
+# --- before anything is written ---
+
+
+def validate_attachments(
+    attachments: Sequence[SpawnAttachment], limits: AttachmentLimits
+) -> list[tuple[str, bytes]]:
+    """The files' names, trimmed, and contents. Refuses what `write` must not see; `data['reason']` says why."""
+    if len(attachments) > limits.files:
+        raise TooLarge(
+            f"There are {len(attachments)} attachments; at most {limits.files} are taken.",
+            "Attach fewer files.",
+            field="attachments",
+            reason="attachments_file_count_exceeded",
+            files=len(attachments),
+            max=limits.files,
+        )
+    names = _validate_names(attachment.name for attachment in attachments)
+    _check_types(attachments)
+    _check_sizes(attachments, names, limits)
+    return [
+        (name, _decode_content(number, name, attachment))
+        for number, (name, attachment) in enumerate(zip(names, attachments, strict=True))
+    ]
+
+
+def collect_mime_types(attachments: Iterable[SpawnAttachment]) -> dict[str, str]:
+    """What the caller says the files are, by the names that `validate_attachments` gives them."""
+    return {each.name.strip(): each.mime_type for each in attachments if each.mime_type}
+
+
+def _validate_names(given: Iterable[str]) -> list[str]:
+    """The trimmed names, which no file system we know takes for another file or for each other."""
+    names: list[str] = []
+    seen: set[str] = set()
+    for number, raw in enumerate(given):
+        name = raw.strip()
+        if fault := _find_name_fault(raw, name):
+            raise _make_name_error(number, raw, fault)
+        if (same := _fold_name(name)) in seen:
+            raise InvalidInput(
+                f"Two attachments are named {_quote_name(name)}, "
+                "or differ only in case or in how letters are composed.",
+                "Give every file a name of its own.",
+                field=f"attachments/{number}/name",
+                reason="attachments_duplicate_name",
+            )
+        seen.add(same)
+        names.append(name)
+    return names
+
+
+def _find_name_fault(raw: str, name: str) -> str | None:
+    """Why this cannot be a file's name, or None. `raw` is before trimming, which would hide a line break."""
+    faults = (
+        (not name, "is empty"),
+        (_CONTROL_CHARACTER_PATTERN.search(raw), "has control characters or line breaks"),
+        (_BIDI_CONTROL_PATTERN.search(raw), "has characters that change the direction of reading"),
+        (_SEPARATOR_PATTERN.search(name), "has a slash or a backslash"),
+        (name in (".", ".."), "stands for a directory"),
+        (_fold_name(name) == MANIFEST_FILE_NAME, "is taken by the list of the files"),
+        (name.endswith("."), "ends in a dot"),
+        (_WINDOWS_DEVICE_PATTERN.fullmatch(name), "is the name of a device on Windows"),
+        (
+            len(name.encode("utf-8", "replace")) > MAX_FILE_NAME_BYTES,
+            f"is longer than {MAX_FILE_NAME_BYTES} bytes",
+        ),
+    )
+    return next((words for found, words in faults if found), None)
+
+
+def _fold_name(name: str) -> str:
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFD", name).casefold())
+
+
+def _check_types(attachments: Sequence[SpawnAttachment]) -> None:
+    for number, attachment in enumerate(attachments):
+        if not _MIME_TYPE_PATTERN.fullmatch(attachment.mime_type or ""):
+            raise InvalidInput(
+                f"The mimeType of attachment {_quote_name(attachment.name)} is none.",
+                "Send one such as 'text/plain', or leave it out.",
+                field=f"attachments/{number}/mimeType",
+                reason="attachments_invalid_mime_type",
+            )
+
+
+def _check_sizes(
+    attachments: Sequence[SpawnAttachment], names: Sequence[str], limits: AttachmentLimits
+) -> None:
+    total = 0
+    for number, (name, attachment) in enumerate(zip(names, attachments, strict=True)):
+        size = _measure_decoded_size(attachment, limits.file_bytes)
+        if size > limits.file_bytes:
+            raise TooLarge(
+                f"Attachment {_quote_name(name)} has {size} bytes or more; at most {limits.file_bytes} are taken.",
+                "Shorten it, or split it.",
+                field=f"attachments/{number}/content",
+                reason="attachments_file_bytes_exceeded",
+                bytes=size,
+                max=limits.file_bytes,
+            )
+        total += size
+    if total > limits.total_bytes:
+        raise TooLarge(
+            f"The attachments have {total} bytes together; at most {limits.total_bytes} are taken.",
+            "Attach less.",
+            field="attachments",
+            reason="attachments_total_bytes_exceeded",
+            bytes=total,
+            max=limits.total_bytes,
+        )
+
+
+def _measure_decoded_size(attachment: SpawnAttachment, most: int) -> int:
+    """The size once decoded, without decoding; of text that is too long anyway, a lower bound."""
+    content = attachment.content
+    if attachment.encoding == "base64":
+        code = content.translate(_WHITESPACE_REMOVAL_TABLE)
+        return len(code) * 3 // 4 - code[-2:].count("=")
+    return len(content) if len(content) > most else len(content.encode("utf-8", "surrogatepass"))
+
+
+def _decode_content(number: int, name: str, attachment: SpawnAttachment) -> bytes:
+    try:
+        if attachment.encoding == "utf8":
+            return attachment.content.encode("utf-8")
+        code = attachment.content.translate(_WHITESPACE_REMOVAL_TABLE)
+        if len(code) % 4 or not _BASE64_PATTERN.fullmatch(code):
+            raise binascii.Error
+        return base64.b64decode(code, validate=True)
+    except ValueError:
+        raise _make_content_error(number, name, attachment.encoding) from None
+
+
+def _make_content_error(number: int, name: str, encoding: str) -> InvalidInput:
+    base = encoding == "base64"
+    return InvalidInput(
+        f"The content of attachment {_quote_name(name)} is not {'base64' if base else 'text'}.",
+        "Encode it with the standard alphabet and padding." if base else "Send it as base64.",
+        field=f"attachments/{number}/content",
+        reason="attachments_invalid_base64_or_too_large" if base else "attachments_invalid_text",
+    )
+
+
+def _make_name_error(number: int, name: str, fault: str) -> InvalidInput:
+    return InvalidInput(
+        f"The attachment's name {_quote_name(name)} {fault}.",
+        "Give the file a plain name such as 'notes.txt'.",
+        field=f"attachments/{number}/name",
+        reason="attachments_invalid_name",
+    )
+
+
+def _quote_name(name: str) -> str:
+    return repr(
+        name if len(name) <= _MAX_QUOTED_NAME_CHARACTERS else name[:_MAX_QUOTED_NAME_CHARACTERS] + "…"
+    )
+
+
+# --- the folder ---
+
+
+def format_relative_dir(folder: str) -> str:
+    """Where the files of a folder are, from the workspace."""
+    return f"{_STATE_DIR_NAME}/{_ATTACHMENTS_DIR_NAME}/{folder}"
+
+
+def write(
+    workspace: Path,
+    folder: str,
+    files: Sequence[tuple[str, bytes]],
+    *,
+    mime_types: Mapping[str, str] | None = None,
+) -> AttachmentReceipt:
+    """Write what `validate_attachments` returned. It is durable on return, and can be called again after a crash.
+
+    `folder` is ours, never a caller's. If it exists with exactly these files, the answer is the same receipt; with
+    others it is a `Conflict`. The types only go into the manifest.
+    """
+    _check_folder(folder)
+    if _validate_names(name for name, _ in files) != [name for name, _ in files]:
+        raise InvalidInput(
+            "The attachments' names are not trimmed.", "Check them first.", field="attachments"
+        )
+    written = build_receipt(folder, files)
+    with _translate_os_errors("written"), _open_attachments_dir(workspace, make=True) as place:
+        _remove_entry(place, folder + _PARTIAL_SUFFIX)
+        if not _exists(place, folder):
+            _write_folder(
+                place, folder, [*files, (MANIFEST_FILE_NAME, _encode_manifest(written, mime_types or {}))]
+            )
+        elif not _holds_exactly(place, folder, dict(files)):
+            raise Conflict(
+                f"The folder {folder!r} exists with other attachments.",
+                "Spawn again, which uses a new folder.",
+                field="attachments",
+                reason="attachments_folder_exists",
+            )
+        os.fsync(place)
+    return written
+
+
+def remove(workspace: Path, folder: str) -> None:
+    """Remove the folder with all that is in it now, and what a crash left of it. Links go, what they name stays.
+
+    No error if it is absent. One if `.antiphon` or `attachments` is not a directory: the folder is out of reach then.
+    """
+    _check_folder(folder)
+    part = folder + _PARTIAL_SUFFIX
+    with (
+        _translate_os_errors("removed"),
+        suppress(FileNotFoundError),
+        _open_attachments_dir(workspace, make=False) as place,
+    ):
+        _remove_entry(place, part)
+        with suppress(FileNotFoundError):
+            os.rename(folder, part, src_dir_fd=place, dst_dir_fd=place)
+        _remove_entry(place, part)
+        os.fsync(place)
+
+
+def _check_folder(folder: str) -> None:
+    if not _FOLDER_NAME_PATTERN.fullmatch(folder):
+        raise InvalidInput(
+            f"{_quote_name(folder)} cannot be a folder of attachments.",
+            "Use a new UUID in lower case.",
+            field="folder",
+        )
+
+
+def build_receipt(folder: str, files: Sequence[tuple[str, bytes]]) -> AttachmentReceipt:
+    """What `write` answers for these files."""
+    return AttachmentReceipt(
+        count=len(files),
+        total_bytes=sum(len(content) for _, content in files),
+        rel_dir=format_relative_dir(folder),
+        files=[
+            FileReceipt(name=name, bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+            for name, content in files
+        ],
+    )
+
+
+def _encode_manifest(receipt: AttachmentReceipt, types: Mapping[str, str]) -> bytes:
+    listed = [
+        _ManifestFile(name=file.name, bytes=file.bytes, sha256=file.sha256, mime_type=types.get(file.name))
+        for file in receipt.files
+    ]
+    manifest = _Manifest(
+        count=receipt.count, total_bytes=receipt.total_bytes, rel_dir=receipt.rel_dir, files=listed
+    )
+    return msgspec.json.format(msgspec.json.encode(manifest)) + b"\n"
+
+
+# --- files, relative to an open directory ---
+
+
+@contextmanager
+def _translate_os_errors(done: str) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise Unavailable(
+            f"The attachments could not be {done}: {error.strerror or 'the system refused'}.",
+            "See that the workspace is a directory with room that this process may change, then try again.",
+            field="attachments",
+            reason="attachments_io_failed",
+        ) from error
+
+
+@contextmanager
+def _open_attachments_dir(workspace: Path, *, make: bool) -> Generator[int]:
+    """The directory with the folders. Only the workspace itself may be a link: the operator chose that one."""
+    with (
+        _open_directory(_resolve_workspace(workspace)) as root,
+        _open_subdirectory(root, _STATE_DIR_NAME, make=make) as ours,
+        _open_subdirectory(ours, _ATTACHMENTS_DIR_NAME, make=make) as place,
+    ):
+        yield place
+
+
+def _resolve_workspace(workspace: Path) -> Path:
+    try:
+        return workspace.resolve(strict=True)
+    except RuntimeError as error:  # Python before 3.13 says so of links in a circle
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from error
+
+
+@contextmanager
+def _open_subdirectory(parent: int, name: str, *, make: bool) -> Generator[int]:
+    if make:
+        with suppress(FileExistsError):
+            os.mkdir(name, 0o700, dir_fd=parent)
+        os.fsync(parent)
+    with _open_directory(name, parent) as file:
+        yield file
+
+
+@contextmanager
+def _open_directory(name: str | Path, parent: int | None = None) -> Generator[int]:
+    try:
+        file = os.open(name, _OPEN_DIRECTORY_FLAGS, dir_fd=parent)
+    except OSError as error:
+        if error.errno in _NOT_A_DIRECTORY_ERRNOS:
+            raise _make_unsafe_directory_error(Path(name).name) from error
+        raise
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _make_unsafe_directory_error(name: str) -> InvalidInput:
+    return InvalidInput(
+        f"{name!r} in the workspace is a link or a file where attachments need a directory, or was exchanged.",
+        "Remove it, then try again.",
+        field="attachments",
+        reason="attachments_unsafe_directory",
+    )
+
+
+def _write_folder(place: int, folder: str, files: Iterable[tuple[str, bytes]]) -> None:
+    """The folder appears with all its files or not at all: it has another name until they are on disk."""
+    part = folder + _PARTIAL_SUFFIX
+    os.mkdir(part, 0o700, dir_fd=place)
+    try:
+        with _open_directory(part, place) as draft:
+            for name, content in files:
+                _create_file(draft, name, content)
+            os.fsync(draft)
+            _publish_draft(place, part, folder, draft)
+    except BaseException:  # whatever ends it, it is passed on: a draft is never left for being interrupted
+        try:
+            _remove_entry(place, part)
+        except (
+            OSError,
+            AntiphonError,
+        ) as error:  # told here, so that the first error is the one that is heard
+            log.warning("The draft %r of attachments stays until they are written again: %s", part, error)
+        raise
+
+
+def _create_file(directory: int, name: str, content: bytes) -> None:
+    with os.fdopen(os.open(name, _CREATE_FILE_FLAGS, 0o600, dir_fd=directory), "wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _publish_draft(place: int, part: str, folder: str, draft: int) -> None:
+    """Give the draft its name, and see that it is the one we wrote into: names can be exchanged under us."""
+    os.rename(part, folder, src_dir_fd=place, dst_dir_fd=place)
+    named = os.stat(folder, dir_fd=place, follow_symlinks=False)
+    if not os.path.samestat(named, os.fstat(draft)):
+        _remove_entry(place, folder)
+        raise _make_unsafe_directory_error(folder)
+
+
+def _exists(directory: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _holds_exactly(place: int, folder: str, files: Mapping[str, bytes]) -> bool:
+    """Whether these files are in the folder and nothing else. The manifest follows from them."""
+    with _open_directory(folder, place) as found:
+        return set(_list_directory(found)) == {*files, MANIFEST_FILE_NAME} and all(
+            _has_content(found, name, content) for name, content in files.items()
+        )
+
+
+def _has_content(directory: int, name: str, content: bytes) -> bool:
+    status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != len(content):
+        return False
+    with os.fdopen(os.open(name, _READ_FILE_FLAGS, dir_fd=directory), "rb") as stream:
+        return stream.read() == content
+
+
+def _list_directory(directory: int) -> list[str]:
+    with os.scandir(directory) as found:
+        return [entry.name for entry in found]
+
+
+def _remove_entry(place: int, name: str) -> None:
+    """Remove whatever has this name."""
+    try:
+        status = os.stat(name, dir_fd=place, follow_symlinks=False)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(status.st_mode):
+        os.unlink(name, dir_fd=place)
+        return
+    with _open_directory(name, place) as directory:
+        _empty_directory(directory)
+    os.rmdir(name, dir_fd=place)
+
+
+def _empty_directory(directory: int) -> None:
+    """What a directory holds is moved up before it goes, so that no depth takes more than one open file."""
+    left = _list_directory(directory)
+    while left:
+        name = left.pop()
+        if not stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+            os.unlink(name, dir_fd=directory)
+            continue
+        with _open_directory(name, directory) as deeper:
+            for entry in _list_directory(deeper):
+                left.append(uuid.uuid4().hex)
+                os.rename(entry, left[-1], src_dir_fd=deeper, dst_dir_fd=directory)
+        os.rmdir(name, dir_fd=directory)

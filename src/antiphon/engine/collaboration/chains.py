@@ -1,0 +1,137 @@
+"""Chains: everything that one message has led to, and who waits for whom meanwhile.
+
+A run that was caused by another session carries its chain and how many hops it is from the beginning. Whatever the
+topology, a chain ends at a number of hops and at a number of runs. A wait is an edge between two sessions that
+counts while both its runs are under way, so that nothing has to be cleaned up for it to be void.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from antiphon.errors import ChainTooLong, WaitCycle
+from antiphon.store import Row, Tx
+from antiphon.store.queries import Queries
+
+SQL = Queries("chains")
+SESSIONS_SQL = Queries("sessions")
+MAX_SESSIONS_SEARCHED = (
+    1000  # sessions that are looked at for a circle; more cannot wait for each other within a chain's hops
+)
+
+
+HIDDEN_SESSION_TEXT = "(hidden session)"  # shown instead of a session that the caller may not know of
+
+
+def _hide_session(session: Row) -> str:
+    return HIDDEN_SESSION_TEXT
+
+
+class ChainLimits(NamedTuple):
+    hops: int = 12
+    runs: int = 1000
+
+
+class ChainLink(NamedTuple):
+    """Where in a chain the next message stands."""
+
+    chain: str
+    hop: int
+
+
+async def extend_chain(
+    tx: Tx, run_id: str | None, session: int | None, fresh: str, limits: ChainLimits
+) -> ChainLink:
+    """The next link after a run of this session; the first one of the chain `fresh` if there is no such run.
+
+    Raises:
+        ChainTooLong: it would be one hop, or one run, too many.
+    """
+    row = await load_active_run(tx, run_id, session)
+    if row is None:
+        return ChainLink(fresh, 1)
+    chain, hop = row["chain"] or fresh, row["hop"] + 1
+    if hop > limits.hops:
+        raise ChainTooLong(
+            f"This chain of messages between sessions is at its limit of {limits.hops} hops.",
+            "Answer with what is known instead of passing it on.",
+            chain_id=chain,
+            hop=hop,
+            max=limits.hops,
+        )
+    length = await tx.one(SQL.length, id=chain)
+    if length is not None and length["runs"] >= limits.runs:
+        raise ChainTooLong(
+            f"This chain of messages between sessions is at its limit of {limits.runs} runs.",
+            "Answer with what is known instead of asking more sessions.",
+            chain_id=chain,
+            runs=length["runs"],
+            max=limits.runs,
+        )
+    return ChainLink(chain, hop)
+
+
+async def load_active_run(tx: Tx, run_id: str | None, session: int | None) -> Row | None:
+    """That run, if it is one of this session and has not ended."""
+    if run_id is None or session is None:
+        return None
+    return await tx.one(SQL.of_run, run_id=run_id, session=session)
+
+
+async def record_wait(
+    tx: Tx,
+    run: int,
+    session: int,
+    awaited: str,
+    target: int,
+    until: int,
+    now: int,
+    shown: Callable[[Row], str] = _hide_session,
+) -> None:
+    """Put on record that a run waits for another session's.
+
+    `shown` is what the caller may read of a session on the way around, of which it named only the two ends. It is given
+    a row as `sessions.find` has it, whose `descendant` is about the session that would wait.
+
+    Raises:
+        WaitCycle: that session waits, directly or through others, for this one.
+    """
+    await tx.lock(f"waits:{session}")
+    path = await _find_wait_path(tx, target, session, now)
+    if path is not None:
+        path = await _describe_path(tx, path, shown)
+        raise WaitCycle(
+            f"Waiting would close a circle: {' waits for '.join(map(repr, path))}.",
+            "Send with timeoutSeconds 0, or answer first.",
+            path=path,
+        )
+    await tx.do(SQL.wait, run=run, session=session, awaited=awaited, target=target, until=until)
+
+
+async def delete_expired_waits(tx: Tx, now: int) -> None:
+    """Those that ended by the clock. Since then none has counted as an edge, so that nothing changes but the table."""
+    await tx.do(SQL.forget_waits, now=now)
+
+
+async def _describe_path(tx: Tx, path: list[str], shown: Callable[[Row], str]) -> list[str]:
+    first, *between, own = path
+    rows = [await tx.one(SESSIONS_SQL.by_key, key=key, viewer=own) for key in between]
+    return [first, *(shown(row) if row else HIDDEN_SESSION_TEXT for row in rows), own]
+
+
+async def _find_wait_path(tx: Tx, start: int, goal: int, now: int) -> list[str] | None:
+    """The keys on a way of waits from one session to another, both included; None if there is none."""
+    first = await tx.one(SESSIONS_SQL.key_of, id=start)
+    ways: dict[int, list[str]] = {start: [first["key"]] if first else []}
+    queue = [start]
+    for at in queue:
+        await tx.lock(f"waits:{at}")  # two that close a circle together would not see each other
+        for row in await tx.all(SQL.waits_of, session=at, now=now):
+            way = [*ways[at], row["key"]]
+            if row["target"] == goal:
+                return way
+            if row["target"] not in ways and len(ways) < MAX_SESSIONS_SEARCHED:
+                ways[row["target"]] = way
+                queue.append(row["target"])
+    return None

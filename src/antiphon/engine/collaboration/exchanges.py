@@ -1,0 +1,309 @@
+"""An exchange: one message from a session to another, the turns that answer it, and the announcement at its end.
+
+    primary (target) ──▶ reply 1 (requester) ──▶ reply 2 (target) ──▶ … ──▶ announce (target) ──▶ settled
+
+Every step is an ordinary run in its session's lane; the commit that ends it moves the exchange on and queues the
+next one, so that after a crash each step has happened once. Nothing here waits, and nothing here knows the
+configuration: what bounds an exchange was put into its row when it began.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from antiphon import keys
+from antiphon.engine.collaboration import prompts
+from antiphon.engine.collaboration.chains import ChainLink
+from antiphon.engine.collaboration.prompts import ExchangeSides
+from antiphon.engine.outbox import delivery_rows, sanitize
+from antiphon.engine.outbox.delivery_rows import NewDelivery
+from antiphon.engine.runs import run_queue
+from antiphon.engine.runs.run_queue import AcceptedRun, Submission
+from antiphon.engine.runs.steps import (
+    ANNOUNCE_ORIGIN,
+    NO_FOLLOW_UP,
+    REPLY_BACK_ORIGIN,
+    CompletedStep,
+    FollowUp,
+    build_follow_up,
+)
+from antiphon.messages import INJECTED_MODEL, AssistantMessage, Provenance, TextBlock, UserMessage
+from antiphon.store import Row, Tx
+from antiphon.store.queries import Queries
+
+SQL = Queries("exchanges")
+SEND_TOOL_NAME = "sessions_send"
+INTER_SESSION_KIND = "inter_session"
+
+ExchangeAnnounce = Literal["target", "none"]
+
+
+class NewExchange(msgspec.Struct, frozen=True, kw_only=True):
+    """A message to another session. `id` is the id of its first run as well."""
+
+    id: str
+    requester: Row | None
+    """None for an operator, who is never stepped."""
+    target: Row
+    message: str
+    turns: int
+    announce: ExchangeAnnounce
+    link: ChainLink
+    max_queued: int
+    agent_id: str | None = None
+    """The agent that answers, if it is not the one that the target belongs to."""
+    requester_agent: str | None = None
+    """The agent that sends, if it is not the one that the requester belongs to."""
+
+
+async def is_known_exchange(tx: Tx, id: str, requester: int | None, target: int, message: str) -> bool:
+    """Whether this id already stands for the same message from the same requester.
+
+    Raises:
+        Conflict: it stands for another message or requester, or for one whose session is gone.
+    """
+    before = await tx.one(SQL.by_id, id=id)
+    if before is None:
+        return False
+    # A character that PostgreSQL cannot keep is kept as another there (see `store.postgres`).
+    parties = before["requester"], before["target"]
+    if parties != (requester, target) or before["message"] not in {message, message.replace("\0", "\ufffd")}:
+        raise run_queue.make_idempotency_conflict(id)
+    return True
+
+
+async def begin_exchange(tx: Tx, opening: NewExchange, now: int) -> AcceptedRun:
+    """The exchange and its first run; those that this id already stands for, if so."""
+    requester, target = opening.requester, opening.target
+    row = await tx.one(
+        SQL.insert,
+        id=opening.id,
+        requester=requester["id"] if requester else None,
+        requester_key=requester["key"] if requester else None,
+        requester_channel=_get_channel(requester) if requester else None,
+        target=target["id"],
+        target_key=target["key"],
+        target_channel=_get_channel(target),
+        message=opening.message,
+        turns=opening.turns if requester and _can_reply(requester) else 0,
+        announce=opening.announce,
+        destination=delivery_rows.resolve_session_destination(target).json_text,
+        chain=opening.link.chain,
+        hop=opening.link.hop,
+        requester_agent=opening.requester_agent,
+        now=now,
+    )
+    exchange = await tx.one(SQL.by_id, id=opening.id)
+    assert exchange is not None
+    return await run_queue.submit(tx, _build_primary_run(exchange, opening, known=row is None, now=now), now)
+
+
+def _build_primary_run(exchange: Row, opening: NewExchange, *, known: bool, now: int) -> Submission:
+    return Submission(
+        run_id=opening.id,
+        session=opening.target["id"],
+        session_key=opening.target["key"],
+        origin=SEND_TOOL_NAME,
+        message=UserMessage(
+            content=opening.message, timestamp=now, provenance=_build_provenance(exchange, by_target=False)
+        ),
+        instructions=prompts.build_primary_context(_build_sides(exchange), exchange["turns"]),
+        exchange=exchange["n"],
+        # A repeated request is the same run, and no further one of its chain.
+        chain=None if known else exchange["chain"],
+        hop=exchange["hop"],
+        max_queued=opening.max_queued,
+        agent_id=opening.agent_id,
+    )
+
+
+async def record_sent_message(tx: Tx, opening: NewExchange, now: int) -> AcceptedRun | None:
+    """Add a message that was sent in a session's name to its transcript, so that later replies have their context.
+
+    What its agent sends during a run is already there, as a tool call.
+    """
+    assert opening.requester is not None
+    note = Submission(
+        run_id=f"note:sent:{opening.id}",
+        session=opening.requester["id"],
+        session_key=opening.requester["key"],
+        origin=run_queue.NOTE_ORIGIN,
+        message=AssistantMessage(
+            content=[
+                TextBlock(
+                    text=prompts.format_sent_note(
+                        keys.display_full_key(opening.target["key"]), opening.message
+                    )
+                )
+            ],
+            timestamp=now,
+            stop_reason="stop",
+            provider="antiphon",
+            model=INJECTED_MODEL,
+        ),
+    )
+    return await run_queue.submit_follow_up(tx, note, now)
+
+
+async def advance_exchange(tx: Tx, step: CompletedStep, now: int) -> FollowUp:
+    """After the run that an exchange is in has ended."""
+    exchange = await tx.one(SQL.at, n=step.exchange, run_id=step.run_id)
+    if exchange is None:
+        return NO_FOLLOW_UP
+    if exchange["phase"] == "primary":
+        await tx.do(SQL.answered, n=exchange["n"], run_id=step.run_id)
+    match exchange["phase"]:
+        case "announce":
+            return await _finish_announce(tx, exchange, step, now)
+        case "primary" if step.usable_reply is None:
+            return await _settle_exchange(tx, exchange, "no_reply", now)
+        case "reply" if step.state == "cancelled":
+            return await _settle_exchange(tx, exchange, "cancelled", now)
+        case "reply" if step.usable_reply is None or sanitize.is_skip(step.usable_reply, sanitize.REPLY_SKIP):
+            return await _queue_announce(tx, exchange, None, now)
+        case _:
+            return await _queue_reply(tx, exchange, step.usable_reply or "", now)
+
+
+async def abandon_exchange(tx: Tx, n: int, run_id: str, now: int) -> None:
+    """End an exchange whose run has yielded and will not be woken."""
+    exchange = await tx.one(SQL.at, n=n, run_id=run_id)
+    if exchange is None:
+        return
+    if exchange["phase"] == "primary":
+        await tx.do(SQL.answered, n=n, run_id=run_id)
+    announced = {"primary": "no_reply", "reply": "cancelled", "announce": "failed"}[exchange["phase"]]
+    await _settle_exchange(tx, exchange, announced, now)
+
+
+async def settle_stuck_exchanges(tx: Tx, now: int) -> FollowUp:
+    """Settle what nothing else will."""
+    for exchange in await tx.all(SQL.astray):
+        await _settle_exchange(tx, exchange, "interrupted", now)
+    return NO_FOLLOW_UP
+
+
+async def _queue_reply(tx: Tx, exchange: Row, said: str, now: int) -> FollowUp:
+    """The other side's turn to answer what was said, unless that was the last one."""
+    turn = exchange["turn"] + 1
+    if turn > exchange["turns"] or exchange["requester"] is None:
+        return await _queue_announce(tx, exchange, said, now)
+    by_target = turn % 2 == 0
+    run_id = f"turn:{exchange['id']}:{turn}"
+    side = "target" if by_target else "requester"
+    context = prompts.build_reply_context(
+        _build_sides(exchange), turn, exchange["turns"], requester_speaks=not by_target
+    )
+    submission = Submission(
+        run_id=run_id,
+        session=exchange[side],
+        session_key=exchange[f"{side}_key"],
+        origin=REPLY_BACK_ORIGIN,
+        message=UserMessage(
+            content=said, timestamp=now, provenance=_build_provenance(exchange, by_target=not by_target)
+        ),
+        instructions=context,
+        exchange=exchange["n"],
+        chain=exchange["chain"],
+        hop=exchange["hop"] + turn,
+        agent_id=None if by_target else exchange["requester_agent"],  # the target's is that of the first run
+    )
+    accepted = await run_queue.submit_follow_up(tx, submission, now)
+    if accepted is None:
+        return await _queue_announce(tx, exchange, said, now)
+    await tx.do(SQL.step, n=exchange["n"], phase="reply", current=run_id, turn=turn, reply=said)
+    return build_follow_up(accepted)
+
+
+async def _queue_announce(tx: Tx, exchange: Row, said: str | None, now: int) -> FollowUp:
+    """The target words what its chat is to hear of it."""
+    if exchange["announce"] == "none":
+        return await _settle_exchange(tx, exchange, "none", now, said)
+    run_id = f"announce:{exchange['id']}"
+    first, latest = exchange["first_reply"] or said, said or exchange["latest_reply"]
+    submission = Submission(
+        run_id=run_id,
+        session=exchange["target"],
+        session_key=exchange["target_key"],
+        origin=ANNOUNCE_ORIGIN,
+        message=UserMessage(
+            content=prompts.build_announce_message(exchange["message"], first, latest),
+            timestamp=now,
+            provenance=_build_provenance(exchange, by_target=False, kind="announce_step"),
+        ),
+        instructions=prompts.build_announce_context(_build_sides(exchange)),
+        exchange=exchange["n"],
+        chain=exchange["chain"],
+        hop=exchange["hop"] + exchange["turn"],
+    )
+    accepted = await run_queue.submit_follow_up(tx, submission, now)
+    if accepted is None:
+        return await _settle_exchange(tx, exchange, "target_gone", now, said)
+    await tx.do(
+        SQL.step, n=exchange["n"], phase="announce", current=run_id, turn=exchange["turn"], reply=said
+    )
+    return build_follow_up(accepted)
+
+
+async def _finish_announce(tx: Tx, exchange: Row, step: CompletedStep, now: int) -> FollowUp:
+    said = step.usable_reply
+    if said is None:
+        return await _settle_exchange(
+            tx, exchange, "silent" if step.state in {"ok", "incomplete"} else "failed", now
+        )
+    if sanitize.is_silence(said):
+        return await _settle_exchange(tx, exchange, "skipped", now)
+    parcel = NewDelivery(
+        key=f"exchange:{exchange['id']}",
+        kind="announce",
+        session=exchange["target"],
+        session_key=exchange["target_key"],
+        destination=delivery_rows.decode_destination(exchange["destination"]),
+        body=said.strip(),
+        entry_run=step.run_id,
+        exchange=exchange["n"],
+    )
+    await delivery_rows.enqueue_delivery(tx, parcel, now)
+    return await _settle_exchange(tx, exchange, "pending", now) + FollowUp(posted=True)
+
+
+async def _settle_exchange(
+    tx: Tx, exchange: Row, announced: str, now: int, said: str | None = None
+) -> FollowUp:
+    await tx.do(SQL.settle, n=exchange["n"], announced=announced, reply=said, now=now)
+    return NO_FOLLOW_UP
+
+
+def _can_reply(requester: Row) -> bool:
+    """A session that will be there to answer: jobs and hooks end with their run, sub-agents with their task."""
+    return keys.parse(requester["key"]).shape not in {"cron", "hook", "subagent", "acp"}
+
+
+def _build_sides(exchange: Row) -> ExchangeSides:
+    requester = exchange["requester_key"]
+    return ExchangeSides(
+        requester=keys.display_full_key(requester) if requester else "an operator",
+        requester_channel=exchange["requester_channel"],
+        target=keys.display_full_key(exchange["target_key"]),
+        target_channel=exchange["target_channel"],
+    )
+
+
+def _get_channel(session: Row) -> str:
+    return keys.resolve_list_channel(session["kind"], session["channel"], session["last_channel"])
+
+
+def _build_provenance(exchange: Row, *, by_target: bool, kind: str = INTER_SESSION_KIND) -> Provenance:
+    side = "target" if by_target else "requester"
+    source = exchange[f"{side}_key"]
+    return Provenance(
+        kind=kind,
+        source_session_key=keys.display_full_key(source) if source else None,
+        source_channel=exchange[f"{side}_channel"],
+        source_tool=SEND_TOOL_NAME,
+        exchange_id=exchange["id"],
+        chain_id=exchange["chain"],
+        hop=exchange["hop"],
+    )

@@ -1,0 +1,598 @@
+"""A task: what a session has had a sub-agent do, from the spawn to the report and the child's archiving.
+
+    running ──▶ waiting (for what it spawned itself) ──▶ announcing ──▶ settled
+       └──────────────────────────────────────────────────────▲
+
+The session, its first run and the task are one commit, and so are the end of a run and what follows from it. The
+status is what the runtime knows; a model may word the result but never decides whether there is one. Where the report
+goes, in which language and what happens to the child afterwards was put into the row when the task began.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from antiphon import keys
+from antiphon.engine.collaboration import prompts, yields
+from antiphon.engine.collaboration.chains import ChainLink
+from antiphon.engine.collaboration.permissions import SPAWN_TOOL_NAME, SubagentPermissions
+from antiphon.engine.collaboration.prompts import TaskReport, TaskStats
+from antiphon.engine.outbox import delivery_rows, sanitize
+from antiphon.engine.outbox.delivery_rows import Destination, NewDelivery
+from antiphon.engine.runs import run_queue
+from antiphon.engine.runs.run_queue import NOTE_ORIGIN, AcceptedRun, Submission
+from antiphon.engine.runs.steps import (
+    ANNOUNCE_ORIGIN,
+    NO_FOLLOW_UP,
+    WAKE_ORIGIN,
+    CompletedStep,
+    FollowUp,
+    RunOutcome,
+    build_follow_up,
+)
+from antiphon.engine.sessions import session_rows
+from antiphon.engine.sessions.session_rows import NewSession
+from antiphon.errors import InvalidInput
+from antiphon.messages import (
+    INJECTED_MODEL,
+    AssistantMessage,
+    Provenance,
+    TextBlock,
+    ToolResult,
+    UserMessage,
+    decode_message,
+)
+from antiphon.store import Row, Tx
+from antiphon.store.queries import Queries
+
+SQL = Queries("tasks")
+SESSIONS_SQL = Queries("sessions")
+RUNS_SQL = Queries("runs")
+SUBAGENT_RESULT_KIND = "subagent_result"
+MILLISECONDS_PER_MINUTE = 60_000  # milliseconds
+MAX_ANCESTOR_LEVELS = 16  # levels up which a report looks for somebody who is still there
+MAX_RESULT_CHARACTERS = 100_000  # characters of a result that a report carries
+
+TaskAnnounce = Literal["channel", "parent", "none"]
+
+
+class TaskOptions(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    """How a task ends, decided when it begins."""
+
+    announce: TaskAnnounce = "channel"
+    cleanup: Literal["keep", "delete"] = "keep"
+    mode: Literal["run", "session"] = "run"
+    locale: Literal["en", "pt"] = "en"
+    announce_ms: int = 90_000
+    archive_minutes: int = 60
+    transcripts: str = ""
+    """The directory of transcript files; empty where none are written."""
+    workspace: str | None = None
+    attachments: str | None = None
+    """The folder of its files below the workspace's attachments."""
+    retain: bool = False
+    """Whether its files stay when it is archived."""
+    mount_path: str | None = None
+    requester_agent: str | None = None
+    """The agent that asked, if it is not the one that the requester's session belongs to."""
+
+
+class ValidatedSpawn(msgspec.Struct, frozen=True, kw_only=True):
+    """A sub-agent that may be spawned: everything was checked. `id` is the id of its first run as well."""
+
+    id: str
+    digest: str
+    requester: Row
+    child_key: keys.SessionKey
+    task: str
+    label: str | None
+    model: str | None
+    thinking: str | None
+    deadline_at: int | None
+    instructions: str
+    sandboxed: bool
+    envelope: SubagentPermissions
+    options: TaskOptions
+    destination: Destination
+    link: ChainLink
+
+
+def compute_signature(agent_id: str, task: str) -> str:
+    """What tasks have in common that are likely to fail for the same reason."""
+    return hashlib.sha256(f"{agent_id}\n{' '.join(task.split())}".encode()).hexdigest()[:32]
+
+
+async def load_known_task(tx: Tx, id: str, requester: int, digest: str) -> Row | None:
+    """The task that this id already stands for.
+
+    Raises:
+        Conflict: it stands for another one, or for one of another requester.
+    """
+    before = await tx.one(SQL.by_id, id=id)
+    if before is not None and (before["requester"], before["digest"]) != (requester, digest):
+        raise run_queue.make_idempotency_conflict(id)
+    return before
+
+
+async def _free_label(tx: Tx, requester: int, agent_id: str, label: str, now: int) -> None:
+    """Free a label for a new sub-agent, by taking it from a sub-agent of the same requester that has reported.
+
+    Raises:
+        Conflict: the label belongs to a sub-agent that is at work or another requester's, or to another session.
+    """
+    holder = await session_rows.find_and_lock_label(tx, agent_id, label)
+    if holder is None:
+        return
+    task = await tx.one(SQL.by_child, key=holder["key"])
+    if task is None or task["requester"] != requester or task["phase"] != "settled":
+        raise session_rows.make_label_conflict(label)
+    await session_rows.patch_session(tx, holder["id"], {"label": None}, now)
+
+
+async def begin_task(tx: Tx, spawning: ValidatedSpawn, now: int) -> tuple[Row, AcceptedRun]:
+    """The child, its task and its first run."""
+    child = await _create_child(tx, spawning, now)
+    await tx.one(
+        SQL.insert,
+        id=spawning.id,
+        digest=spawning.digest,
+        requester=spawning.requester["id"],
+        requester_key=spawning.requester["key"],
+        child=child["id"],
+        child_key=child["key"],
+        child_session_id=child["session_id"],
+        agent_id=child["agent_id"],
+        signature=compute_signature(child["agent_id"], spawning.task),
+        label=spawning.label,
+        task=spawning.task,
+        options=msgspec.json.encode(spawning.options).decode(),
+        destination=spawning.destination.json_text,
+        chain=spawning.link.chain,
+        hop=spawning.link.hop,
+        now=now,
+    )
+    task = await tx.one(SQL.by_id, id=spawning.id)
+    assert task is not None
+    return task, await run_queue.submit(tx, _build_first_run(spawning, task, now), now)
+
+
+async def _create_child(tx: Tx, spawning: ValidatedSpawn, now: int) -> Row:
+    if spawning.label is not None:
+        await _free_label(tx, spawning.requester["id"], spawning.child_key.agent_id, spawning.label, now)
+    birth = NewSession(
+        label=spawning.label,
+        parent=spawning.requester["id"],
+        role="orchestrator" if spawning.envelope.depth > 0 else "leaf",
+        sandboxed=spawning.sandboxed,
+        envelope=spawning.envelope.json_text,
+        model=spawning.model,
+        thinking=spawning.thinking,
+        reason="spawned",
+    )
+    return await session_rows.create_session(tx, spawning.child_key, now, birth)
+
+
+def _build_first_run(spawning: ValidatedSpawn, task: Row, now: int) -> Submission:
+    provenance = Provenance(
+        kind="spawn",
+        source_session_key=keys.display_full_key(spawning.requester["key"]),
+        source_tool=SPAWN_TOOL_NAME,
+        chain_id=spawning.link.chain,
+        hop=spawning.link.hop,
+    )
+    return Submission(
+        run_id=spawning.id,
+        session=task["child"],
+        session_key=task["child_key"],
+        origin=SPAWN_TOOL_NAME,
+        message=UserMessage(content=spawning.task, timestamp=now, provenance=provenance),
+        instructions=spawning.instructions,
+        deadline_at=spawning.deadline_at,
+        task=task["n"],
+        chain=spawning.link.chain,
+        hop=spawning.link.hop,
+    )
+
+
+# --- on its way ---
+
+
+async def advance_task(tx: Tx, step: CompletedStep, now: int) -> FollowUp:
+    """After the run that a task is in has ended."""
+    task = await tx.one(SQL.at, n=step.task, run_id=step.run_id)
+    if task is None:
+        return NO_FOLLOW_UP
+    if task["phase"] == "announcing":
+        return await _finish_announce(tx, task, step, now)
+    await _record_result(tx, task, step, now)
+    if step.state == "ok" and await _count_awaited(tx, task["child"]):
+        # It has ended its turn before what it spawned has: its report is for after their results.
+        await tx.do(SQL.step, n=task["n"], phase="waiting", current=task["current"])
+        await tx.do(SQL.yield_unless_yielded, session=task["child"])
+        return NO_FOLLOW_UP
+    return await _queue_announce(tx, task, step, now)
+
+
+async def abandon_waiting_task(
+    tx: Tx, child_key: str, now: int, outcome: RunOutcome = "cancelled", error: str = "The run was stopped."
+) -> FollowUp:
+    """A child that is stopped while it waits for its own has no run whose end could report it."""
+    task = await tx.one(SQL.by_child, key=child_key)
+    if task is None or task["phase"] != "waiting":
+        return NO_FOLLOW_UP
+    kept = {name: task[name] for name in ("n", "result", "result_source", "model")}
+    await tx.do(SQL.ended, outcome=outcome, error=error, now=now, **kept)
+    if decode_task_options(task).announce == "none":
+        return await _settle_task(tx, task, None, "none", now)
+    return await _send_report(tx, task, None, now)
+
+
+async def settle_stuck_tasks(tx: Tx, now: int) -> FollowUp:
+    """Report what nothing else will."""
+    sequel = NO_FOLLOW_UP
+    for task in await tx.all(SQL.astray):
+        if task["outcome"] is None:
+            kept = {name: task[name] for name in ("n", "result", "result_source", "model")}
+            await tx.do(SQL.ended, outcome="interrupted", error="The run was lost.", now=now, **kept)
+        if decode_task_options(task).announce == "none":
+            sequel += await _settle_task(tx, task, None, "none", now)
+        else:
+            sequel += await _send_report(tx, task, None, now)
+    return sequel
+
+
+async def _record_result(tx: Tx, task: Row, step: CompletedStep, now: int) -> None:
+    result, source = step.reply, "reply"
+    if not (result and result.strip()):
+        result = await _load_latest_tool_result(tx, task)
+        source = "tool" if result else "none"
+    await tx.do(
+        SQL.ended,
+        n=task["n"],
+        outcome=step.state,
+        error=step.error,
+        result=result,
+        result_source=source,
+        model=step.model,
+        now=now,
+    )
+
+
+async def _load_latest_tool_result(tx: Tx, task: Row) -> str | None:
+    row = await tx.one(SQL.latest_tool_result, child=task["child"])
+    if row is None:
+        return None
+    try:
+        message = decode_message(row["body"])
+    except InvalidInput:
+        return None
+    return message.text.strip() or None if isinstance(message, ToolResult) else None
+
+
+async def _queue_announce(tx: Tx, task: Row, step: CompletedStep, now: int) -> FollowUp:
+    """Let the child word its result, if it came to one and anybody is to hear of it."""
+    options = decode_task_options(task)
+    if options.announce == "none":
+        return await _settle_task(tx, task, None, "none", now)
+    if step.state != "ok":
+        return await _send_report(tx, task, None, now)
+    run_id = f"announce:{task['id']}"
+    submission = Submission(
+        run_id=run_id,
+        session=task["child"],
+        session_key=task["child_key"],
+        origin=ANNOUNCE_ORIGIN,
+        message=UserMessage(
+            content=prompts.build_task_announce_message(task["task"], step.reply),
+            timestamp=now,
+            provenance=Provenance(kind="announce_step", source_tool=SPAWN_TOOL_NAME, chain_id=task["chain"]),
+        ),
+        instructions=prompts.build_task_announce_context(),
+        deadline_at=now + options.announce_ms,
+        task=task["n"],
+        chain=task["chain"],
+        hop=task["hop"],
+    )
+    accepted = await run_queue.submit_follow_up(tx, submission, now)
+    if accepted is None or not accepted.new:  # steered in its announce step: there is no second one
+        return await _send_report(tx, task, None, now)
+    await tx.do(SQL.step, n=task["n"], phase="announcing", current=run_id)
+    return build_follow_up(accepted)
+
+
+async def _finish_announce(tx: Tx, task: Row, step: CompletedStep, now: int) -> FollowUp:
+    said = step.usable_reply
+    if said is not None and sanitize.is_silence(said):
+        return await _settle_task(tx, task, None, "skipped", now)
+    return await _send_report(
+        tx, task, None if said is None else sanitize.remove_control_tokens(said) or None, now
+    )
+
+
+# --- the report ---
+
+
+async def _send_report(tx: Tx, task: Row, announced: str | None, now: int) -> FollowUp:
+    task = await _reload_task(tx, task)
+    options = decode_task_options(task)
+    report = _build_report(task, announced, await _load_stats(tx, task, options))
+    body = sanitize.sanitize_for_agents(prompts.format_report(report, options.locale))
+    stats = prompts.format_stats(report.stats, options.locale)
+    told, entry_run = await _queue_report(tx, task, options, f"{body}\n\n{stats}", now)
+    if options.announce != "channel":
+        return told + await _settle_task(tx, task, report, "parent", now)
+    parcel = NewDelivery(
+        key=f"task:{task['id']}",
+        kind="task",
+        session=task["requester"],
+        session_key=task["requester_key"],
+        destination=delivery_rows.decode_destination(task["destination"]),
+        body=body,
+        stats=stats,
+        entry_run=entry_run,
+        task=task["n"],
+    )
+    await delivery_rows.enqueue_delivery(tx, parcel, now)
+    return told + await _settle_task(tx, task, report, "pending", now) + FollowUp(posted=True)
+
+
+def _build_report(task: Row, announced: str | None, stats: TaskStats) -> TaskReport:
+    result, source, notes = task["result"], task["result_source"], None
+    if announced is not None:
+        worded, notes = prompts.parse_announce(announced)
+        if worded:
+            result, source = worded, "announce"
+    if task["outcome"] != "ok" and task["error"]:
+        notes = "\n".join(filter(None, [notes, task["error"]]))
+    if result and len(result) > MAX_RESULT_CHARACTERS:
+        left = len(result) - MAX_RESULT_CHARACTERS
+        notes = "\n".join(filter(None, [notes, f"{left} characters of the result were left out."]))
+        result = result[:MAX_RESULT_CHARACTERS]
+    return TaskReport(status=task["outcome"], result=result, result_source=source, notes=notes, stats=stats)
+
+
+async def _load_stats(tx: Tx, task: Row, options: TaskOptions) -> TaskStats:
+    spent = await tx.one(SQL.spent, key=task["child_key"])
+    assert spent is not None
+    return TaskStats(
+        runtime_ms=task["ended_at"] - task["started_at"] if task["started_at"] else None,
+        tokens_in=spent["input"],
+        tokens_out=spent["output"],
+        cost=spent["cost"],
+        session_key=task["child_key"],
+        session_id=task["child_session_id"],
+        transcript_path=_find_transcript_path(options, task["child_session_id"]),
+        model=task["model"],
+    )
+
+
+def _find_transcript_path(options: TaskOptions, session_id: str) -> str | None:
+    """Of a file that exists, and does not go with the child as soon as this is told."""
+    if not options.transcripts or options.cleanup == "delete":
+        return None
+    path = f"{options.transcripts}/{session_id}.jsonl"
+    return path if Path(path).is_file() else None
+
+
+async def _queue_report(
+    tx: Tx, task: Row, options: TaskOptions, text: str, now: int
+) -> tuple[FollowUp, str | None]:
+    """Put the report into the requester's transcript; and the run that does it, in the requester's own session.
+
+    It waits its turn in the lane, so that it stands between two runs and never between a call and its result.
+    """
+    living = await _find_living_requester(tx, task)
+    if living is None:
+        return NO_FOLLOW_UP, None
+    session, agent_id = living
+    if session["id"] != task["requester"]:
+        text = f"{text}\n\n{prompts.format_passed_up_note(keys.display_full_key(task['requester_key']))}"
+    direct = options.announce == "parent" and bool(task["wakes"]) and session["yielded"] is None
+    run_id = f"note:{task['id']}"
+    own, deadline_at = await _hand_task_to_run(tx, session["key"], run_id) if direct else (None, None)
+    submission = Submission(
+        run_id=run_id,
+        session=session["id"],
+        session_key=session["key"],
+        origin=WAKE_ORIGIN if direct else NOTE_ORIGIN,
+        message=_build_report_message(task, text, now, by_user=direct),
+        deadline_at=deadline_at,
+        task=own,
+        chain=task["chain"] if direct else None,
+        hop=task["hop"] - 1,
+        agent_id=agent_id if direct else None,
+    )
+    accepted = await run_queue.submit_follow_up(tx, submission, now)
+    return build_follow_up(accepted), run_id if session["id"] == task["requester"] else None
+
+
+def _build_report_message(task: Row, text: str, now: int, *, by_user: bool) -> UserMessage | AssistantMessage:
+    provenance = Provenance(
+        kind=SUBAGENT_RESULT_KIND,
+        source_session_key=task["child_key"],
+        source_tool=SPAWN_TOOL_NAME,
+        chain_id=task["chain"],
+    )
+    if by_user:
+        return UserMessage(content=text, timestamp=now, provenance=provenance)
+    return AssistantMessage(
+        content=[TextBlock(text=text)],
+        timestamp=now,
+        stop_reason="stop",
+        provider="antiphon",
+        model=INJECTED_MODEL,
+        provenance=provenance,
+    )
+
+
+async def _find_living_requester(tx: Tx, task: Row) -> tuple[Row, str | None] | None:
+    """The requester and its agent (`Options.requester_agent`); if it is gone, the one that had asked it, and so on."""
+    for _ in range(MAX_ANCESTOR_LEVELS):
+        session = await tx.one(SESSIONS_SQL.by_id, id=task["requester"])
+        if session is not None:
+            return session, decode_task_options(task).requester_agent
+        above = await tx.one(SQL.by_child, key=task["requester_key"])
+        if above is None:
+            return None
+        task = above
+    return None
+
+
+async def _hand_task_to_run(tx: Tx, key: str, run_id: str) -> tuple[int | None, int | None]:
+    """The task that a session finishes in this run, because it is woken, and until when.
+
+    The run that waits may not have ended yet: what it says then is not the task's result.
+    """
+    task = await tx.one(SQL.by_child, key=key)
+    if task is None or task["phase"] not in {"running", "waiting"}:
+        return None, None
+    await tx.do(SQL.step, n=task["n"], phase="running", current=run_id)
+    return task["n"], await _load_deadline(tx, task)
+
+
+async def _load_deadline(tx: Tx, task: Row) -> int | None:
+    """That of its first run: whatever else is done for the task has no more time than that."""
+    run = await tx.one(SQL.deadline, id=task["id"])
+    return run["deadline_at"] if run else None
+
+
+async def _settle_task(tx: Tx, task: Row, report: TaskReport | None, announced: str, now: int) -> FollowUp:
+    await tx.lock(f"family:{task['requester']}")
+    settled = announced != "pending"
+    await tx.do(
+        SQL.settle,
+        n=task["n"],
+        announced=announced,
+        report=msgspec.json.encode(report).decode() if report else None,
+        archive_at=_compute_archive_time(decode_task_options(task), now) if settled else None,
+        now=now,
+    )
+    return await _wake_requester(tx, task, now)
+
+
+async def _wake_requester(tx: Tx, task: Row, now: int) -> FollowUp:
+    """Wake who has ended its turn to wait for this, when it has nothing more to wait for."""
+    living = await _find_living_requester(tx, task)
+    if living is None or living[0]["yielded"] is None or not task["wakes"]:
+        return NO_FOLLOW_UP
+    session, agent_id = living
+    if session["yielded"] == "all" and await _count_awaited(tx, session["id"]):
+        return NO_FOLLOW_UP
+    sequel, wakes = NO_FOLLOW_UP, dict[str | None, str]()
+    for agent in await yields.list_waiting_agents(tx, session) or [agent_id]:
+        accepted = await queue_wake(
+            tx, WakeRequest(session["id"], session["key"], task["id"], agent), task, now
+        )
+        if accepted is not None:
+            wakes[agent] = accepted.run_id
+            sequel += build_follow_up(accepted)
+    if wakes:
+        await yields.hand_waiting_runs_to_wakes(tx, session, wakes)
+    return sequel
+
+
+async def _count_awaited(tx: Tx, session: int) -> int:
+    """How many sub-agents at work it can still be woken for; those that were stopped with it wake nobody.
+
+    Whoever asks decides by it, and so does each of them when it ends: one after the other, or the last is not noticed.
+    """
+    await tx.lock(f"family:{session}")
+    row = await tx.one(SQL.awaited, requester=session)
+    return row["awaited"] if row else 0
+
+
+class WakeRequest(NamedTuple):
+    """A session that is to be woken, what makes it this waking, and the agent that has yielded (`runs.agent_id`)."""
+
+    session: int
+    key: str
+    id: str
+    agent_id: str | None = None
+
+    @property
+    def run_id(self) -> str:
+        return f"wake:{self.id}" if self.agent_id is None else f"wake:{self.id}:{self.agent_id}"
+
+
+async def queue_wake(tx: Tx, waking: WakeRequest, reported: Row, now: int) -> AcceptedRun | None:
+    """Queue a turn for a session behind the reports it was waiting for, of which `reported` is the last.
+
+    It finishes the session's task; what runs that have yielded were to answer is handed to it (`engine.yields`).
+    """
+    session, key, run_id = waking.session, waking.key, waking.run_id
+    own, deadline_at = await _hand_task_to_run(tx, key, run_id)
+    submission = Submission(
+        run_id=run_id,
+        session=session,
+        session_key=key,
+        origin=WAKE_ORIGIN,
+        message=UserMessage(
+            content=prompts.WAKE_MESSAGE,
+            timestamp=now,
+            provenance=Provenance(kind="wake", source_tool=SPAWN_TOOL_NAME, chain_id=reported["chain"]),
+        ),
+        deadline_at=deadline_at,
+        task=own,
+        chain=reported["chain"],
+        hop=reported["hop"] - 1,  # it goes on where it was when it spawned; a chain's runs bound how often
+        agent_id=waking.agent_id,
+    )
+    return await run_queue.submit_follow_up(tx, submission, now)
+
+
+async def load_progress(tx: Tx, session: int, run_id: str | None) -> tuple[int, Row | None]:
+    """How many of a session's tasks are at work, and the last that has reported since that run of it began."""
+    reported = await tx.one(SQL.reported_during, requester=session, run_id=run_id)
+    return await _count_awaited(tx, session), reported
+
+
+async def hand_to_queued_wake(tx: Tx, session: int, run_id: str | None, agent_id: str | None) -> bool:
+    """Whether a session's sub-agents wake this agent in it anyway after this run; that turn then finishes its work."""
+    waking = await tx.one(RUNS_SQL.waking, session=session, agent_id=agent_id)
+    if waking is None:
+        return False
+    await yields.hand_run_to_wake(tx, run_id, waking["id"])
+    return True
+
+
+async def redirect_task(tx: Tx, child_key: str, run_id: str) -> tuple[int | None, int | None]:
+    """Another run is to finish the task that a session is at; the task and its deadline, if there is one."""
+    task = await tx.one(SQL.by_child, key=child_key)
+    if task is None or task["phase"] == "settled":
+        return None, None
+    await tx.do(SQL.step, n=task["n"], phase="running", current=run_id)
+    return task["n"], await _load_deadline(tx, task)
+
+
+async def record_announce_outcome(tx: Tx, task_n: int, state: str, now: int) -> None:
+    """The delivery of the report has settled: the archive clock starts."""
+    task = await tx.one(SQL.by_n, n=task_n)
+    if task is not None:
+        await tx.do(
+            SQL.announced,
+            n=task_n,
+            announced=state,
+            archive_at=_compute_archive_time(decode_task_options(task), now),
+        )
+
+
+def _compute_archive_time(options: TaskOptions, now: int) -> int | None:
+    if options.cleanup == "delete":
+        return now
+    if options.mode == "session" or options.archive_minutes == 0:
+        return None
+    return now + options.archive_minutes * MILLISECONDS_PER_MINUTE
+
+
+def decode_task_options(task: Row) -> TaskOptions:
+    return msgspec.json.decode(task["options"], type=TaskOptions)
+
+
+async def _reload_task(tx: Tx, task: Row) -> Row:
+    row = await tx.one(SQL.by_n, n=task["n"])
+    assert row is not None
+    return row

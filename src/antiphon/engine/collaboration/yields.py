@@ -1,0 +1,108 @@
+"""Runs that end their turn to wait for sub-agents, and the run that answers for them.
+
+    running ──▶ yielded ──(the reports are there)──▶ handed to the run of the wake ──(its end)──▶ answered
+                   └──(the session is stopped)──▶ ended without an answer
+
+`runs.woken_by` is '' for a run that waits, and later the id of the run that its session is woken for. Several runs of
+one session may wait at once: one wake answers for all of them, or one for each agent in the session that all agents
+share. A run that yields keeps its exchange until it has ended, because it may still fail; it is handed on after that.
+Who is woken when is decided in `engine.tasks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from antiphon.store import Row, Tx
+from antiphon.store.queries import Queries
+
+RUNS_SQL = Queries("runs")
+TASKS_SQL = Queries("tasks")
+SESSIONS_SQL = Queries("sessions")
+EXCHANGES_SQL = Queries("exchanges")
+
+
+async def begin_waiting(tx: Tx, session: int, run_id: str | None, how: Literal["all", "any"]) -> None:
+    """Let a run wait until all of its session's sub-agents have reported, or any of them."""
+    row = await tx.one(SESSIONS_SQL.by_id, id=session)
+    if row is not None and row["yielded"] is None:
+        # A replica of the previous version wakes the session only for the last run and ignores the others.
+        await tx.do(RUNS_SQL.stop_waiting, session=session)
+    await tx.do(TASKS_SQL.yield_to, session=session, how=how, run_id=run_id)
+    await tx.do(RUNS_SQL.wait_for_wake, id=run_id)
+
+
+async def list_waiting_agents(tx: Tx, session: Row) -> list[str | None]:
+    """The agents of the runs that wait in a session, as `runs.agent_id` names them; one wake is due to each."""
+    await _mark_legacy_waiting_run(tx, session)
+    waiting = await tx.all(RUNS_SQL.waiting_for_wake, session=session["id"])
+    return list(dict.fromkeys(run["agent_id"] for run in waiting))
+
+
+async def hand_waiting_runs_to_wakes(tx: Tx, session: Row, wakes: Mapping[str | None, str]) -> None:
+    """Let the wake of each agent answer for all its runs that wait in a session, and stop the session's waiting."""
+    await tx.do(TASKS_SQL.yield_to, session=session["id"], how=None, run_id=None)
+    for run in await tx.all(RUNS_SQL.waiting_for_wake, session=session["id"]):
+        wake = wakes[run["agent_id"]]
+        await tx.do(RUNS_SQL.hand_to_wake, id=run["id"], wake=wake)
+        if run["yielded"]:
+            await _hand_on_exchanges(tx, run, wake)
+
+
+async def hand_run_to_wake(tx: Tx, run_id: str | None, wake: str) -> None:
+    """Let a queued wake answer for a run that is about to yield."""
+    await tx.do(RUNS_SQL.hand_to_wake, id=run_id, wake=wake)
+
+
+async def finish_yielded_run(tx: Tx, run_id: str) -> bool:
+    """Hand on what a run that ended by yielding was to answer. False if no run will answer for it.
+
+    That is so if its session was stopped after the run yielded.
+    """
+    run = await tx.one(RUNS_SQL.yielding, id=run_id)
+    if run is None or run["woken_by"] is None:
+        return False
+    if run["woken_by"]:
+        await _hand_on_exchanges(tx, run, run["woken_by"])
+    return True
+
+
+async def take_answered_runs(tx: Tx, wake: str) -> list[Row]:
+    """The runs that a wake answers for, which are then no longer assigned to it: call this once, at its end."""
+    runs = await tx.all(RUNS_SQL.answered_for, id=wake)
+    await tx.do(RUNS_SQL.clear_wake, id=wake)
+    return runs
+
+
+async def stop_waiting(tx: Tx, session: int) -> list[tuple[int, str]]:
+    """Stop a session from being woken. Returns the exchanges left without an answer, each with its run."""
+    row = await tx.one(SESSIONS_SQL.by_id, id=session)
+    if row is None or (row["yielded"] is None and row["yield_run"] is None):
+        return []
+    await _mark_legacy_waiting_run(tx, row)
+    await tx.do(TASKS_SQL.yield_to, session=session, how=None, run_id=None)
+    left: list[tuple[int, str]] = []
+    for run in await tx.all(RUNS_SQL.waiting_for_wake, session=session):
+        if run["yielded"]:
+            runs = [run, *await take_answered_runs(tx, run["id"])]
+            left += [(each["exchange"], run["id"]) for each in runs if each["exchange"] is not None]
+    await tx.do(RUNS_SQL.stop_waiting, session=session)
+    return left
+
+
+async def _mark_legacy_waiting_run(tx: Tx, session: Row) -> None:
+    """Mark the waiting run of a session that yielded on a replica of the previous version."""
+    if session["yield_run"] is not None:
+        await tx.do(RUNS_SQL.wait_unless_handed, id=session["yield_run"])
+
+
+async def _hand_on_exchanges(tx: Tx, run: Row, wake: str) -> None:
+    """Hand on a run's exchange, and those that it was itself woken to answer."""
+    handed = [run, *await tx.all(RUNS_SQL.answered_for, id=run["id"])]
+    for each in handed:
+        if each["exchange"] is not None:
+            await tx.do(EXCHANGES_SQL.hand_on, n=each["exchange"], run_id=run["id"], next=wake)
+        await tx.do(RUNS_SQL.hand_to_wake, id=each["id"], wake=wake)
+    # For a replica of the previous version, which knows one exchange and one addressee per run.
+    await tx.do(RUNS_SQL.take_over, id=wake, exchange=run["exchange"], target=run["target"])

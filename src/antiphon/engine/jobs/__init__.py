@@ -1,0 +1,1 @@
+"""Scheduled jobs: their rows, when they are due, and what a firing does."""

@@ -1,0 +1,193 @@
+"""Firings of jobs, as transaction scripts.
+
+A firing is a run, and the commit that queues the run is the one that moves the job to its next slot: a kill can neither
+lose a firing nor repeat it. Slots that were missed are one firing, for the latest of them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from antiphon import keys
+from antiphon.access import Caller
+from antiphon.engine import idempotency
+from antiphon.engine.idempotency import IdempotentCommand
+from antiphon.engine.jobs import jobs
+from antiphon.engine.jobs.jobs import LAST_HEARD_CHANNEL, SQL, AgentTurn, AnnounceDelivery, FiringContext, Job
+from antiphon.engine.jobs.schedule_slots import find_latest_slot, find_next_slot
+from antiphon.engine.outbox import delivery_rows
+from antiphon.engine.outbox.delivery_rows import Destination
+from antiphon.engine.runs import run_queue
+from antiphon.engine.runs.completion import ReplyTarget
+from antiphon.engine.runs.run_queue import AcceptedRun, Submission
+from antiphon.engine.sessions import session_rows
+from antiphon.engine.sessions.session_rows import NewSession
+from antiphon.errors import AntiphonError, InvalidInput, LaneFull
+from antiphon.messages import Provenance, UserMessage
+from antiphon.store import Row, Tx
+
+CRON_ORIGIN = "cron"  # as the partial index of unfinished runs has it
+NOT_DUE_REASON, BUSY_REASON, LANE_FULL_REASON = "not-due", "busy", "lane-full"
+OPERATOR_CALLER = Caller.operator()  # jobs are the operators' own: whoever added one was admin
+
+
+class FiringResult(Struct, frozen=True, kw_only=True):
+    """What came of firing a job: a run, or the reason why there is none."""
+
+    accepted: AcceptedRun | None = None
+    reason: str | None = None
+
+
+async def list_due_jobs(tx: Tx, now: int) -> list[str]:
+    """Jobs whose slot has come, the longest due first."""
+    return [row["id"] for row in await tx.all(SQL.due, now=now)]
+
+
+async def fire_if_due(tx: Tx, terms: FiringContext, job_id: str, now: int) -> FiringResult:
+    """Fire a job if it is due: its run and its next slot are one commit."""
+    row = await tx.one(SQL.by_id, id=job_id)
+    job = jobs.decode_job_row(row) if row else None
+    if job is None or job.next_at is None or job.next_at > now:
+        return FiringResult(reason=NOT_DUE_REASON)
+    if await _is_at_run_limit(tx, terms):
+        return FiringResult(reason=BUSY_REASON)
+    try:
+        slot = find_latest_slot(job.spec.schedule, job.next_at, now)
+        following = find_next_slot(job.spec.schedule, now)
+    except InvalidInput as error:  # such as a time zone that the machine no longer has
+        fired = FiringResult(reason=str(error))
+        await _record_firing(tx, job, fired, job.next_at, None, now)
+        return fired
+    fired = await _submit_run(tx, terms, job, f"cron:{job.id}:{slot}", now)
+    if fired.reason == LANE_FULL_REASON:
+        return fired  # its session has no room for another message now: the slot is kept
+    if following is None and job.spec.delete_after_run and fired.accepted:
+        await jobs.remove_job(tx, job.id)
+    else:
+        await _record_firing(tx, job, fired, slot, following, now)
+    return fired
+
+
+async def fire_now(tx: Tx, terms: FiringContext, job_id: str, run_id: str, now: int) -> FiringResult:
+    """Fire a job now, whatever its schedule says; the schedule goes on as if nothing had been."""
+    job = await jobs.get_job(tx, job_id)
+    if await _is_at_run_limit(tx, terms):
+        return FiringResult(reason=BUSY_REASON)
+    fired = await _submit_run(tx, terms, job, run_id, now)
+    if fired.reason != LANE_FULL_REASON:
+        await _record_firing(tx, job, fired, None, job.next_at, now)
+    return fired
+
+
+async def fire_on_request(
+    tx: Tx, terms: FiringContext, job_id: str, run_id: str | None, command: IdempotentCommand, now: int
+) -> FiringResult:
+    """Fire a job for somebody who asks for it: with `run_id` whatever its schedule says, else if it is due.
+
+    Asked again under the same key, the run it led to is told again. What led to none may be tried again.
+    """
+    if before := await idempotency.load_recorded_answer(tx, command, AcceptedRun):
+        return FiringResult(accepted=msgspec.structs.replace(before, new=False))
+    if run_id is not None:
+        fired = await fire_now(tx, terms, job_id, run_id, now)
+    else:
+        fired = await fire_if_due(tx, terms, job_id, now)
+    if fired.accepted:
+        await idempotency.record_answer(tx, command, fired.accepted, now)
+    return fired
+
+
+async def _is_at_run_limit(tx: Tx, terms: FiringContext) -> bool:
+    await tx.lock("cron")
+    row = await tx.one(SQL.unfinished)
+    return row is not None and row["runs"] >= terms.config.cron.max_concurrent_runs
+
+
+async def _record_firing(
+    tx: Tx, job: Job, fired: FiringResult, slot: int | None, next_at: int | None, now: int
+) -> None:
+    """A slot that is used up with none to follow is the end of a job that had a schedule."""
+    failed = fired.accepted is None
+    await tx.do(
+        SQL.fired,
+        id=job.id,
+        enabled=int(job.spec.enabled if slot is None else next_at is not None),
+        next_at=next_at,
+        slot=slot,
+        run_id=None if fired.accepted is None else fired.accepted.run_id,
+        status="error" if failed else None,
+        error=fired.reason,
+        failed=int(failed),
+        now=now,
+    )
+
+
+async def _submit_run(tx: Tx, terms: FiringContext, job: Job, run_id: str, now: int) -> FiringResult:
+    """Queue the run. What stands in its way is told and recorded, and is not the end of the job."""
+    try:
+        session = await _open_session(tx, terms, job, now)
+        terms.door.check_send(session)
+        submission = _build_submission(terms, job, session, run_id, now)
+        if isinstance(job.spec.delivery, AnnounceDelivery):
+            addressee = await _resolve_reply_target(tx, terms, job, job.spec.delivery, now)
+            submission = msgspec.structs.replace(submission, target=addressee.json_text)
+        return FiringResult(accepted=await run_queue.submit(tx, submission, now))
+    except LaneFull:
+        return FiringResult(reason=LANE_FULL_REASON)
+    except AntiphonError as error:
+        return FiringResult(reason=str(error))
+
+
+async def _open_session(tx: Tx, terms: FiringContext, job: Job, now: int) -> Row:
+    agent_id, target = job.spec.agent_id or "", job.spec.session_target or ""
+    if target == "main":
+        return await terms.door.open(tx, OPERATOR_CALLER, "send", f"agent:{agent_id}:main", found_at=now)
+    if target != "isolated":
+        return await terms.door.open(tx, OPERATOR_CALLER, "send", target.removeprefix("session:"))
+    key = keys.owned_key(agent_id, "cron", job.id)
+    if await session_rows.find_session(tx, key, None) is None:
+        terms.config.get_agent(agent_id)  # raises for one that is not configured any more
+        sandboxed = terms.door.is_sandboxed(agent_id, key)
+        await session_rows.create_session(
+            tx, key, now, NewSession(display_name=job.spec.name, sandboxed=sandboxed)
+        )
+    return await terms.door.open(tx, OPERATOR_CALLER, "send", str(key))
+
+
+async def _resolve_reply_target(
+    tx: Tx, terms: FiringContext, job: Job, wanted: AnnounceDelivery, now: int
+) -> ReplyTarget:
+    """Whose chat hears the answer: that of the agent's main session, wherever it is."""
+    main = await terms.door.open(tx, OPERATOR_CALLER, "send", f"agent:{job.spec.agent_id}:main", found_at=now)
+    whole = await tx.one(session_rows.SQL.by_id, id=main["id"])
+    assert whole is not None
+    destination = delivery_rows.resolve_session_destination(whole)
+    if wanted.channel != LAST_HEARD_CHANNEL:
+        destination = Destination(
+            channel=wanted.channel,
+            to=wanted.to or (main["key"] if wanted.channel == delivery_rows.WEBCHAT_CHANNEL else None),
+            account_id=wanted.account_id,
+            thread_id=wanted.thread_id,
+        )
+    return ReplyTarget(session=main["id"], session_key=main["key"], destination=destination)
+
+
+def _build_submission(terms: FiringContext, job: Job, session: Row, run_id: str, now: int) -> Submission:
+    payload = job.spec.payload
+    turn = payload if isinstance(payload, AgentTurn) else AgentTurn(message=payload.text)
+    timeout = turn.timeout_seconds
+    return Submission(
+        run_id=run_id,
+        session=session["id"],
+        session_key=session["key"],
+        origin=CRON_ORIGIN,
+        message=UserMessage(content=turn.message, timestamp=now, provenance=Provenance(kind="cron")),
+        model=turn.model,
+        thinking=turn.thinking,
+        deadline_at=None if timeout is None else now + round(timeout * 1000),
+        max_queued=terms.config.store.lane_max_queued,
+        agent_id=terms.door.find_addressed_agent(OPERATOR_CALLER, f"agent:{job.spec.agent_id}:main")
+        if job.spec.session_target == "main"
+        else None,
+    )

@@ -1,0 +1,345 @@
+"""Scheduled jobs: what they are, what is accepted as one, and managing them as transaction scripts.
+
+A job says when (`engine.slots`), into which session and with which words; what comes of that is in `engine.firings`.
+Who may manage jobs is not decided here (see `antiphon.job_operations`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from antiphon import keys
+from antiphon.access import Caller
+from antiphon.engine import idempotency, validation
+from antiphon.engine.idempotency import IdempotentCommand
+from antiphon.engine.jobs import schedule_slots
+from antiphon.engine.jobs.schedule_slots import AtSchedule, Schedule, StrictStruct
+from antiphon.engine.outbox.delivery_rows import WEBCHAT_CHANNEL
+from antiphon.engine.sessions.resolver import SessionResolver
+from antiphon.engine.validation import ThinkingLevel
+from antiphon.errors import AntiphonError, Conflict, InvalidInput, NotFound
+from antiphon.store import Param, Row, Tx
+from antiphon.store.queries import Queries
+
+if TYPE_CHECKING:
+    from antiphon.config import Config
+
+SQL = Queries("jobs")
+LAST_HEARD_CHANNEL = "last"
+MAX_JOBS = 1000
+
+JobName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=200)]
+
+
+class AgentTurn(StrictStruct, frozen=True, tag_field="kind", tag="agentTurn"):
+    message: str
+    model: str | None = None
+    thinking: ThinkingLevel | None = None
+    timeout_seconds: Annotated[float, Meta(gt=0, le=366 * 86_400)] | None = None
+
+
+class SystemEvent(StrictStruct, frozen=True, tag_field="kind", tag="systemEvent"):
+    """Words for the main session, which gets them as a message."""
+
+    text: str
+
+
+class SilentDelivery(StrictStruct, frozen=True, tag_field="mode", tag="none"):
+    """The answer stays in its session."""
+
+
+class AnnounceDelivery(StrictStruct, frozen=True, tag_field="mode", tag="announce"):
+    """The answer also goes to a chat: where the agent's main session last heard from somebody, or as named."""
+
+    channel: Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_-]{0,39}$")] = LAST_HEARD_CHANNEL
+    to: Annotated[str, Meta(min_length=1, max_length=500)] | None = None
+    account_id: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+    thread_id: Annotated[str, Meta(min_length=1, max_length=200)] | None = None
+    best_effort: bool | None = None
+    """Without effect: what cannot be delivered is a dead letter, and the run is what it is."""
+
+
+JobPayload: TypeAlias = AgentTurn | SystemEvent
+JobDelivery: TypeAlias = SilentDelivery | AnnounceDelivery
+
+
+class JobSpec(StrictStruct, frozen=True):
+    """What somebody wants done. `complete_job_spec` fills in what is left open, and refuses what cannot be."""
+
+    name: JobName
+    schedule: Schedule
+    payload: JobPayload
+    session_target: str | None = None
+    """`isolated` (a session of its own), `main`, or `session:<key>`; left out, as the payload suggests."""
+    delivery: JobDelivery = SilentDelivery()
+    agent_id: str | None = None
+    enabled: bool = True
+    delete_after_run: bool = False
+
+
+class JobPatch(StrictStruct, frozen=True):
+    """What is to be different; everything else stays."""
+
+    name: JobName | UnsetType = UNSET
+    schedule: Schedule | UnsetType = UNSET
+    payload: JobPayload | UnsetType = UNSET
+    session_target: str | UnsetType = UNSET
+    delivery: JobDelivery | UnsetType = UNSET
+    agent_id: str | UnsetType = UNSET
+    enabled: bool | UnsetType = UNSET
+    delete_after_run: bool | UnsetType = UNSET
+
+    def apply_to(self, spec: JobSpec) -> JobSpec:
+        given = {name: getattr(self, name) for name in self.__struct_fields__}
+        return msgspec.structs.replace(spec, **{k: v for k, v in given.items() if v is not UNSET})
+
+
+class Job(Struct, frozen=True, kw_only=True):
+    """A job's row, and how the run of its last firing is doing."""
+
+    id: str
+    spec: JobSpec
+    created_at: int
+    updated_at: int
+    next_at: int | None
+    last_at: int | None
+    last_run_id: str | None
+    last_status: str | None
+    last_error: str | None
+
+
+class FiringContext(msgspec.Struct, frozen=True):
+    """What every firing is judged by."""
+
+    config: Config
+    door: SessionResolver
+    channels: frozenset[str] = frozenset()
+    """Channels that this process can deliver to, besides the web chat."""
+
+
+# --- what is accepted ---
+
+
+def complete_job_spec(spec: JobSpec, config: Config, now: int) -> JobSpec:
+    """The spec with everything said that was left open; the session it names is not looked up here.
+
+    Raises:
+        InvalidInput: something cannot be accepted; `field` says what.
+        NotFound: there is no such agent.
+    """
+    agent_id = spec.agent_id or config.default_agent_id
+    with attach_field_to_errors("agentId"):
+        config.get_agent(keys.validate_agent_id(agent_id))
+    target = spec.session_target or ("main" if isinstance(spec.payload, SystemEvent) else "isolated")
+    whole = msgspec.structs.replace(
+        spec,
+        schedule=schedule_slots.pin_schedule(spec.schedule, now),
+        agent_id=agent_id.lower(),
+        session_target=target,
+    )
+    schedule_slots.find_next_slot(
+        whole.schedule, now
+    )  # raises for one that means nothing, also where the job is not enabled
+    _check_name(whole.name)
+    _check_payload(whole, config)
+    _check_delete_after_run(whole)
+    return whole
+
+
+def _check_name(name: str) -> None:
+    if not (name.strip() and name.isprintable()):
+        raise InvalidInput(
+            "The name of a job must be 1 to 200 printable characters.", "Give it such a name.", field="name"
+        )
+
+
+def _check_payload(spec: JobSpec, config: Config) -> None:
+    if isinstance(spec.payload, SystemEvent):
+        if spec.session_target != "main":
+            raise InvalidInput(
+                f"A system event is for the main session, not for {spec.session_target!r}.",
+                "Use the kind 'agentTurn', or the session target 'main'.",
+                field="payload.kind",
+            )
+        validation.validate_message_content(
+            spec.payload.text, config.store.message_max_bytes, field="payload.text"
+        )
+        return
+    validation.validate_message_content(
+        spec.payload.message, config.store.message_max_bytes, field="payload.message"
+    )
+    if spec.payload.model is not None:
+        with attach_field_to_errors("payload.model"):
+            config.find_model(spec.payload.model)
+
+
+def check_channel(delivery: JobDelivery, terms: FiringContext) -> None:
+    """Refuse a delivery that would always fail. Jobs that are already stored keep theirs.
+
+    Raises:
+        InvalidInput: this gateway has no such channel.
+    """
+    if isinstance(delivery, AnnounceDelivery) and delivery.channel not in {
+        LAST_HEARD_CHANNEL,
+        WEBCHAT_CHANNEL,
+        *terms.channels,
+    }:
+        known = ", ".join(repr(name) for name in sorted({WEBCHAT_CHANNEL, *terms.channels}))
+        raise InvalidInput(
+            f"This gateway has no channel {delivery.channel!r}.",
+            f"Use {known}, or leave the channel out to post where the agent last received a message.",
+            field="delivery.channel",
+        )
+
+
+def _check_delete_after_run(spec: JobSpec) -> None:
+    if spec.delete_after_run and not isinstance(spec.schedule, AtSchedule):
+        raise InvalidInput(
+            "Only a job that runs once can be deleted after its run.",
+            "Leave deleteAfterRun out, or use a schedule of kind 'at'.",
+            field="deleteAfterRun",
+        )
+
+
+@contextmanager
+def attach_field_to_errors(field: str) -> Generator[None]:
+    """Errors that somebody else raises about this field get its name."""
+    try:
+        yield
+    except AntiphonError as error:
+        error.data.setdefault("field", field)
+        raise
+
+
+# --- managing, as transaction scripts ---
+
+
+async def add_job(
+    tx: Tx,
+    terms: FiringContext,
+    caller: Caller,
+    job_id: str,
+    spec: JobSpec,
+    command: IdempotentCommand,
+    now: int,
+) -> Job:
+    """A new job; or the one that was added under this key, as it was then."""
+    if before := await idempotency.load_recorded_answer(tx, command, Job):
+        return before
+    overview = await tx.one(SQL.overview)
+    if overview and overview["jobs"] >= MAX_JOBS:
+        raise Conflict(f"There are {MAX_JOBS} jobs already.", "Remove one first.", max=MAX_JOBS)
+    spec = await _resolve_session_target(tx, terms, caller, spec)
+    next_at = schedule_slots.find_first_slot(spec.schedule, now) if spec.enabled else None
+    await tx.do(SQL.insert, id=job_id, **_build_columns(spec), next_at=next_at, now=now)
+    job = await get_job(tx, job_id)
+    await idempotency.record_answer(tx, command, job, now)
+    return job
+
+
+async def update_job(
+    tx: Tx, terms: FiringContext, caller: Caller, job_id: str, patch: JobPatch, now: int
+) -> Job:
+    job = await get_job(tx, job_id)
+    if patch.delivery is not UNSET:
+        check_channel(patch.delivery, terms)
+    spec = complete_job_spec(patch.apply_to(job.spec), terms.config, now)
+    if patch.session_target is not UNSET:
+        spec = await _resolve_session_target(tx, terms, caller, spec)
+    next_at = job.next_at if spec.enabled else None
+    if spec.enabled and (next_at is None or spec.schedule != job.spec.schedule):
+        next_at = schedule_slots.find_first_slot(spec.schedule, now)
+    await tx.do(SQL.update, id=job_id, **_build_columns(spec), next_at=next_at, now=now)
+    return await get_job(tx, job_id)
+
+
+async def remove_job(tx: Tx, job_id: str) -> bool:
+    return await tx.do(SQL.remove, id=job_id) > 0
+
+
+async def get_job(tx: Tx, job_id: str) -> Job:
+    row = await tx.one(SQL.by_id, id=job_id)
+    if row is None:
+        raise NotFound(
+            f"Job {job_id[:80]!r} was not found.", "Use an id from the list of jobs.", job_id=job_id
+        )
+    return decode_job_row(row)
+
+
+async def list_jobs(tx: Tx, include_disabled: bool) -> list[Job]:
+    return [decode_job_row(row) for row in await tx.all(SQL.listed, disabled=int(include_disabled))]
+
+
+async def load_overview(tx: Tx) -> tuple[int, int | None]:
+    """How many jobs there are, and the earliest slot of them all."""
+    row = await tx.one(SQL.overview)
+    assert row is not None
+    return row["jobs"], row["next_at"]
+
+
+async def list_job_runs(tx: Tx, job_id: str, limit: int) -> list[Row]:
+    await get_job(tx, job_id)
+    # ';' follows ':' in every encoding, so this is exactly what begins with the job's own prefix.
+    return await tx.all(SQL.runs_between, first=f"cron:{job_id}:", after=f"cron:{job_id};", limit=limit)
+
+
+async def _resolve_session_target(tx: Tx, terms: FiringContext, caller: Caller, spec: JobSpec) -> JobSpec:
+    """With the key of the session that the target names, if it names one; it must exist."""
+    target = spec.session_target or ""
+    if target in {"isolated", "main"}:
+        return spec
+    kind, _, reference = target.partition(":")
+    with attach_field_to_errors("sessionTarget"):
+        if kind != "session":
+            raise InvalidInput(
+                f"There is no session target {target[:80]!r}.", "Use 'isolated', 'main' or 'session:<key>'."
+            )
+        row = await terms.door.open(tx, caller, "send", reference)
+    return msgspec.structs.replace(spec, session_target=f"session:{keys.display_full_key(row['key'])}")
+
+
+def _build_columns(spec: JobSpec) -> dict[str, Param]:
+    return {
+        "name": spec.name,
+        "enabled": int(spec.enabled),
+        "agent_id": spec.agent_id,
+        "schedule": msgspec.json.encode(spec.schedule).decode(),
+        "session_target": spec.session_target,
+        "payload": msgspec.json.encode(spec.payload).decode(),
+        "delivery": msgspec.json.encode(spec.delivery).decode(),
+        "delete_after_run": int(spec.delete_after_run),
+    }
+
+
+_SCHEDULE_DECODER = msgspec.json.Decoder[Schedule](Schedule)
+_PAYLOAD_DECODER = msgspec.json.Decoder[JobPayload](JobPayload)
+_DELIVERY_DECODER = msgspec.json.Decoder[JobDelivery](JobDelivery)
+
+
+def decode_job_row(row: Row) -> Job:
+    state = row["run_state"]
+    return Job(
+        id=row["id"],
+        spec=JobSpec(
+            name=row["name"],
+            schedule=_SCHEDULE_DECODER.decode(row["schedule"]),
+            payload=_PAYLOAD_DECODER.decode(row["payload"]),
+            session_target=row["session_target"],
+            delivery=_DELIVERY_DECODER.decode(row["delivery"]),
+            agent_id=row["agent_id"],
+            enabled=bool(row["enabled"]),
+            delete_after_run=bool(row["delete_after_run"]),
+        ),
+        created_at=row["created_at"],
+        updated_at=row["updated_at"],
+        next_at=row["next_at"],
+        last_at=row["last_at"],
+        last_run_id=row["last_run_id"],
+        last_status=row["last_status"] or ("running" if state == "queued" else state),
+        last_error=row["last_error"] or row["run_error"],
+    )

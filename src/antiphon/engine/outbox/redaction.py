@@ -1,0 +1,109 @@
+"""Secrets masked on the way out: history, lists, announces, logs, exports.
+
+What is stored and what a model is given again stay as they are: a mask that reaches a model ends up in somebody's
+files. This finds what looks like a secret by its name or its shape. It is no proof that none is left.
+
+Every pattern costs linear time: its repetitions are possessive and stop where the next match could begin. Only a
+private key goes over several lines.
+"""
+
+from __future__ import annotations
+
+import re
+
+MIN_PARTIALLY_SHOWN_CHARACTERS = 18  # characters; what is shorter shows nothing of itself
+MAX_REDACTION_ROUNDS = 8
+"""A mask can put the end of one secret before the name of another, so masking is repeated until nothing changes."""
+
+# The first letter stands apart because `re` then skips to the next such letter; that `aecret` fits does no harm.
+_SECRET_NAME_PATTERN = (
+    r"[aprstAPRST](?i:(?:pi|ecret|ccess|rivate)[_-]?key|(?:ccess|efresh)[_-]?token|oken|ecret|assword|asswd)"  # noqa: S105
+)
+# A backslash that escapes a quote or a line break belongs to the text around the value: a shell line inside JSON.
+_VALUE_PATTERN = (
+    r"""(?:"(?P<double>[^"\n]++)|'(?P<single>[^'\n]++)|(?P<plain>(?:[^\s"'`\\]|\\(?![nrt"']))++))"""
+)
+_PREFIXED_TOKEN_PATTERN = (
+    r"sk-[A-Za-z0-9_-]{8,}+|ghp_[A-Za-z0-9]{10,}+|github_pat_[A-Za-z0-9_]{10,}+|xox[baprs]-[A-Za-z0-9-]{8,}+"  # noqa: S105
+    r"|xapp-[A-Za-z0-9-]{8,}+|gsk_[A-Za-z0-9_-]{10,}+|AIza[A-Za-z0-9_-]{20,}+|pplx-[A-Za-z0-9_-]{10,}+"
+    r"|npm_[A-Za-z0-9]{10,}+"
+)
+_SECRET_PATTERNS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        # API_KEY=…, DB_PASSWORD: … Capitals only: `key=len` and `Key: value` are ordinary code and prose.
+        rf"(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)[ \t]{{0,8}}[=:](?![=:])[ \t]{{0,8}}{_VALUE_PATTERN}",
+        # api_key=…, password=… as in addresses and connection strings.
+        rf"{_SECRET_NAME_PATTERN}=(?!=){_VALUE_PATTERN}",
+        rf"""(?P<mark>["']){_SECRET_NAME_PATTERN}(?P=mark)[ \t]{{0,8}}:[ \t]{{0,8}}"""
+        r"""(?P<quote>["'])(?P<plain>(?:(?!(?P=quote))[^\\\n]|\\.)++)""",
+        # JSON inside a string of JSON.
+        rf"""\\"{_SECRET_NAME_PATTERN}\\"[ \t]{{0,8}}:[ \t]{{0,8}}\\"(?P<plain>(?:[^"\\\n]|\\[^"\n])++)""",
+        rf"--{_SECRET_NAME_PATTERN}[ \t]{{1,8}}(?!-){_VALUE_PATTERN}",
+        r"""(?i:authorization)["']?[ \t]{0,8}[:=][ \t]{0,8}["']?(?i:bearer|basic)[ \t]{1,8}"""
+        r"""(?P<plain>[^\s"'`\\,;]++)""",
+        r"(?i:bearer)[ \t]{1,8}(?P<plain>[A-Za-z0-9._~+/=-]{18,}+)",
+        rf"(?<![A-Za-z0-9])(?P<plain>{_PREFIXED_TOKEN_PATTERN})",
+        # A Telegram bot's token; in its addresses `bot` stands before it.
+        r"(?<![0-9])(?P<plain>[0-9]{6,12}+:[A-Za-z0-9_-]{20,}+)",
+    )
+)
+_PEM_LABEL_PATTERN = r"[A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----"
+_PRIVATE_KEY_PATTERN = re.compile(
+    rf"(?P<first>-----BEGIN {_PEM_LABEL_PATTERN})"
+    rf"(?:(?P<body>(?:[^-]|-(?!----))*+)(?P<last>-----END {_PEM_LABEL_PATTERN})"
+    # Cut off in the middle: what looks like its lines.
+    r"|(?P<rest>(?:(?:\s|\\[nr])*+[A-Za-z0-9+/=]{16,}+)++(?:(?:\s|\\[nr])*+[A-Za-z0-9+/=]++(?=\s*$))?))"
+)
+_SECRET_HINTS = (
+    "key", "oken", "ecret", "assw", "bearer", "authorization",
+    "sk-", "ghp_", "github_pat_", "xox", "xapp-", "gsk_", "aiza", "pplx-", "npm_",
+)  # fmt: skip
+"""Lower-case substrings: a text without any of them can match only the last pattern."""
+_QUOTE_PATTERN = re.compile(r"""["'\\]""")
+_MASKED_PATTERN = re.compile(r"[*…]+|.{6}….{4}", re.DOTALL)
+
+
+def redact(text: str) -> str:
+    """The text with its secrets masked; a text without any is returned as it is."""
+    if not _may_hold_secret(text):
+        return text
+    before = text
+    for _ in range(MAX_REDACTION_ROUNDS):
+        after = _PRIVATE_KEY_PATTERN.sub(_mask_private_key, before)
+        for pattern in _SECRET_PATTERNS:
+            after = pattern.sub(_mask_match, after)
+        if after == before:
+            break
+        before = after
+    return text if before == text else before
+
+
+def _may_hold_secret(text: str) -> bool:
+    """Whether a text needs the patterns at all. Most do not, and the patterns cost ten times as much."""
+    folded = text.casefold()
+    if any(word in folded for word in _SECRET_HINTS):
+        return True
+    return ":" in text and _SECRET_PATTERNS[-1].search(text) is not None
+
+
+def _mask_match(match: re.Match[str]) -> str:
+    """The value is the last group of every pattern, and the last thing it matches."""
+    assert match.lastindex is not None
+    secret: str = match[match.lastindex]
+    return match[0][: -len(secret)] + _mask_secret(secret)
+
+
+def _mask_secret(secret: str) -> str:
+    """A mask stays itself. Half of an escaped quote would end the string around it, so then nothing is shown."""
+    if _MASKED_PATTERN.fullmatch(secret):
+        return secret
+    if len(secret) < MIN_PARTIALLY_SHOWN_CHARACTERS or _QUOTE_PATTERN.search(secret):
+        return "***"
+    return f"{secret[:6]}…{secret[-4:]}"
+
+
+def _mask_private_key(match: re.Match[str]) -> str:
+    inside: str = match["body"] or match["rest"] or ""
+    line = "\\n" if inside.startswith("\\n") else "\n"  # inside JSON it stays one line
+    return f"{match['first']}{line}…redacted…{line}{match['last'] or ''}"

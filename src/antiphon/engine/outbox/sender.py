@@ -1,0 +1,309 @@
+"""The one way out for words that nobody is waiting for: the outbox, and the gate in front of every destination.
+
+A delivery is let through by the session's send policy, cleared of what is not meant for people (`engine.gate`) and
+then handed to its channel, in the order of its place. It is on record as being sent before it is handed over: if
+the process dies in between, a channel that honours keys gets it again, and for any other the doubt is a state that
+people see (`ambiguous`). A web chat is a transcript and whoever watches it, so posting there is a commit and a hint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Mapping, Set
+from contextlib import suppress
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from antiphon.bus import Delivered, EventBus, session_topic
+from antiphon.clock import Clock
+from antiphon.engine.collaboration import subagents
+from antiphon.engine.outbox import delivery_rows, sanitize
+from antiphon.engine.outbox.delivery_rows import WEBCHAT_CHANNEL, Destination
+from antiphon.engine.sessions.resolver import SessionResolver
+from antiphon.errors import AntiphonError, StoreError, StoreReplaced, Undeliverable
+from antiphon.store import Row, Store, Tx
+from antiphon.store.queries import Queries
+
+log = logging.getLogger(__name__)
+
+SQL = Queries("deliveries")
+EXCHANGES_SQL = Queries("exchanges")
+SESSIONS_SQL = Queries("sessions")
+MAX_CONCURRENT_DELIVERIES = 32
+OUTBOX_POLL_SECONDS = 5.0  # seconds after which the outbox is looked into though nobody said so
+CHANNEL_POST_TIMEOUT_SECONDS = 30.0  # seconds a channel may take for one delivery
+MAX_DELIVERY_ATTEMPTS = 8
+SHUTDOWN_GRACE_SECONDS = 5.0  # seconds that what is being sent has to end when the process stops
+MAX_RETRY_DELAY_SECONDS = 120.0  # seconds between two attempts
+RECORD_RETRY_SECONDS = 1.0  # seconds until a store that could not be written to is tried again
+
+
+class _DeliveryOutcome(NamedTuple):
+    """What a delivery has come to."""
+
+    state: str
+    error: str | None = None
+    message_id: str | None = None
+    next_at: int = 0
+    doubtful: bool = False
+
+
+class DeliveryChannel(Protocol):
+    """A way to people outside. `keyed` is whether a key that was posted before has no effect again."""
+
+    keyed: bool
+
+    async def post(self, key: str, where: Destination, text: str) -> str | None:
+        """The id of the message there, if there is one.
+
+        Raises:
+            Undeliverable: it was not sent. Any other error leaves that open.
+        """
+        ...
+
+
+class Outbox(msgspec.Struct):
+    store: Store
+    bus: EventBus
+    clock: Clock
+    door: SessionResolver
+    channels: Mapping[str, DeliveryChannel] = msgspec.field(default_factory=dict[str, DeliveryChannel])
+    _woken: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
+    _under_way: dict[str, asyncio.Task[None]] = msgspec.field(default_factory=dict[str, asyncio.Task[None]])
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    async def run(self, owner: str) -> None:
+        """Until cancelled."""
+        try:
+            while True:
+                self._woken.clear()
+                pause = OUTBOX_POLL_SECONDS
+                try:
+                    pause = await self._start_due_deliveries(owner)
+                except AntiphonError as error:
+                    log.error("%s", error)
+                except Exception:  # whatever it is, what others have put here must not wait for a restart
+                    log.exception("The outbox failed; it is looked into again in %.0f s", pause)
+                await self._sleep_until_woken(pause)
+        finally:
+            await self._finish_under_way()
+
+    async def _finish_under_way(self) -> None:
+        """What is being sent gets a moment to end: nobody else can tell whether it has."""
+        under_way = list(self._under_way.values())
+        if under_way:
+            await asyncio.wait(under_way, timeout=SHUTDOWN_GRACE_SECONDS)
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
+
+    async def _sleep_until_woken(self, seconds: float) -> None:
+        # Not `wait_for`: until Python 3.12 it loses a cancellation that comes with what it waits for.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._woken.wait()
+
+    async def _start_due_deliveries(self, owner: str) -> float:
+        """Begin with everything that is due, a place at a time; seconds until the next is."""
+        sending = frozenset(self._under_way)
+        if await self.store.read(_list_abandoned, owner, sending, self.clock.now()):
+            await self.store.tx(self._settle_abandoned_deliveries, owner, sending, self.clock.now())
+        for row in await self.store.read(_list_due, self.clock.now()):
+            if row["place"] not in self._under_way and len(self._under_way) < MAX_CONCURRENT_DELIVERIES:
+                self._start_delivery(row, owner)
+        later = await self.store.read(_load_next_due_time, self.clock.now())
+        return (
+            OUTBOX_POLL_SECONDS
+            if later is None
+            else min(OUTBOX_POLL_SECONDS, max(0.0, (later - self.clock.now()) / 1000))
+        )
+
+    def _start_delivery(self, row: Row, owner: str) -> None:
+        """A place that is slow holds up nobody else's."""
+        task = asyncio.create_task(self._deliver(row, owner))
+        self._under_way[row["place"]] = task
+        task.add_done_callback(lambda done: self._on_delivery_done(row["place"], done))
+
+    def _on_delivery_done(self, place: str, task: asyncio.Task[None]) -> None:
+        del self._under_way[place]
+        if task.cancelled():
+            return
+        if error := task.exception():
+            # Not at once again: what fails like this most often fails each time.
+            log.error("A delivery to %r could not be put on record: %s", place, error, exc_info=error)
+        else:
+            self.wake()
+
+    async def _deliver(self, row: Row, owner: str) -> None:
+        text = sanitize.sanitize_for_people(row["body"], stats=row["stats"], own_key=row["session_key"])
+        where = delivery_rows.decode_destination(row["destination"])
+        channel = self.channels.get(where.channel)
+        if where.channel == WEBCHAT_CHANNEL:
+            if await self.store.tx(self._settle_webchat_delivery, row, text, self.clock.now()):
+                self._publish_delivered(row, text)
+        elif channel is None:
+            error = f"There is no channel {where.channel!r} here. Set it up, then deliver again."
+            await self._finish_delivery(row, "dead", error=error, sent=False)
+        elif await self.store.tx(self._claim_delivery, row, text, owner, self.clock.now()):
+            await self._post_to_channel(row, channel, where, text)
+
+    # --- the gate ---
+
+    async def _find_refusal(self, tx: Tx, row: Row, text: str) -> _DeliveryOutcome | None:
+        """What a delivery comes to without being sent."""
+        session = await tx.one(SESSIONS_SQL.by_id, id=row["session"])
+        channel = delivery_rows.decode_destination(row["destination"]).channel
+        if session is None and channel == WEBCHAT_CHANNEL:
+            return _DeliveryOutcome("dead", "The session is gone. There is nobody to deliver to.")
+        if not self.door.can_post(row["session_key"], channel, session):
+            return _DeliveryOutcome(
+                "blocked", "send blocked by session policy. Change session.sendPolicy, then deliver again."
+            )
+        if not text:
+            return _DeliveryOutcome(
+                "blocked", "Nothing of it is meant for people. There is nothing to deliver."
+            )
+        return None
+
+    async def _settle_webchat_delivery(self, tx: Tx, row: Row, text: str, now: int) -> bool:
+        refused = await self._find_refusal(tx, row, text)
+        return (
+            await _settle_delivery(tx, row, refused or _DeliveryOutcome("delivered"), now) and refused is None
+        )
+
+    async def _claim_delivery(self, tx: Tx, row: Row, text: str, owner: str, now: int) -> bool:
+        if refused := await self._find_refusal(tx, row, text):
+            await _settle_delivery(tx, row, refused, now)
+            return False
+        return bool(await tx.do(SQL.claim, n=row["n"], owner=owner, attempts=row["attempts"]))
+
+    # --- channels ---
+
+    async def _post_to_channel(
+        self, row: Row, channel: DeliveryChannel, where: Destination, text: str
+    ) -> None:
+        try:
+            async with asyncio.timeout(CHANNEL_POST_TIMEOUT_SECONDS):
+                message_id = await channel.post(row["key"], where, text)
+        except Undeliverable as error:
+            await self._handle_failure(row, str(error), again=not error.final, doubtful=False)
+        except (
+            Exception
+        ) as error:  # a channel is not ours: whatever it raises, whether it was sent is not known
+            about = {"session_key": row["session_key"]}
+            log.warning(
+                "Delivery %r may or may not have been sent: %s", row["key"], error, exc_info=True, extra=about
+            )
+            await self._handle_failure(
+                row, f"{type(error).__name__}: {error}", again=channel.keyed, doubtful=True
+            )
+        else:
+            await self._finish_delivery(row, "delivered", message_id=message_id)
+
+    async def _handle_failure(self, row: Row, error: str, *, again: bool, doubtful: bool) -> None:
+        attempts = row["attempts"] + 1
+        if not again or attempts >= MAX_DELIVERY_ATTEMPTS:
+            # Once in doubt, a sure failure of a later attempt says nothing about the earlier one.
+            state = "ambiguous" if doubtful or row["doubtful"] else "dead"
+            await self._finish_delivery(row, state, error=error)
+            return
+        seconds = min(MAX_RETRY_DELAY_SECONDS, 2.0**attempts) * random.uniform(0.5, 1.0)  # noqa: S311
+        next_at = self.clock.now() + round(seconds * 1000)
+        await self._finish_delivery(row, "pending", error=error, next_at=next_at, doubtful=doubtful)
+
+    async def _finish_delivery(
+        self,
+        row: Row,
+        state: str,
+        *,
+        error: str | None = None,
+        message_id: str | None = None,
+        next_at: int = 0,
+        doubtful: bool = False,
+        sent: bool = True,
+    ) -> None:
+        outcome = _DeliveryOutcome(state, error, message_id, next_at, doubtful)
+        attempts = row["attempts"] + int(sent)
+        if await self._record_outcome(row, outcome, attempts) and state in {"dead", "ambiguous"}:
+            about = {"session_key": row["session_key"]}
+            log.warning("Delivery %r is %s: %s", row["key"], state, error, extra=about)
+
+    async def _record_outcome(self, row: Row, outcome: _DeliveryOutcome, attempts: int) -> bool:
+        """As soon as the store takes it. If that is so late that others have taken the delivery over, it is theirs."""
+        while True:
+            try:
+                return await self.store.tx(_settle_delivery, row, outcome, self.clock.now(), attempts)
+            except StoreReplaced:
+                return False  # already logged, and nothing can be written before a restart
+            except StoreError as error:
+                log.error("What became of delivery %r cannot be put on record yet: %s", row["key"], error)
+                await asyncio.sleep(RECORD_RETRY_SECONDS)
+
+    async def _settle_abandoned_deliveries(self, tx: Tx, owner: str, sending: Set[str], now: int) -> None:
+        """What an owner that is gone had in hand, or we ourselves without knowing."""
+        for row in await _list_abandoned(tx, owner, sending, now):
+            channel = self.channels.get(delivery_rows.decode_destination(row["destination"]).channel)
+            if channel is not None and channel.keyed:
+                await _settle_delivery(tx, row, _DeliveryOutcome("pending", next_at=now, doubtful=True), now)
+            else:
+                error = (
+                    "The gateway stopped while this was being sent. Look there before you deliver it again."
+                )
+                await _settle_delivery(tx, row, _DeliveryOutcome("ambiguous", error), now)
+
+    def _publish_delivered(self, row: Row, text: str) -> None:
+        event = Delivered(
+            session_key=row["session_key"],
+            key=row["key"],
+            run_id=row["entry_run"],
+            kind=row["kind"],
+            text=text,
+        )
+        self.bus.publish(session_topic(row["session"]), event)
+
+
+async def _list_abandoned(tx: Tx, owner: str, sending: Set[str], now: int) -> list[Row]:
+    """Of others by their lease; of our own by what is in our hands."""
+    rows = await tx.all(SQL.left_sending, owner=owner, now=now)
+    return [row for row in rows if row["owner"] != owner or row["place"] not in sending]
+
+
+async def _list_due(tx: Tx, now: int) -> list[Row]:
+    return await tx.all(SQL.due, now=now, limit=MAX_CONCURRENT_DELIVERIES)
+
+
+async def _load_next_due_time(tx: Tx, now: int) -> int | None:
+    row = await tx.one(SQL.next_at, now=now)
+    return row["next_at"] if row else None
+
+
+async def _settle_delivery(
+    tx: Tx, row: Row, outcome: _DeliveryOutcome, now: int, attempts: int | None = None
+) -> bool:
+    """The delivery, and what it was the announcement of, unless it went on since that attempt."""
+    state = outcome.state
+    settled = await tx.do(
+        SQL.settle,
+        n=row["n"],
+        attempts=row["attempts"] if attempts is None else attempts,
+        state=state,
+        error=outcome.error,
+        message_id=outcome.message_id,
+        next_at=outcome.next_at,
+        doubtful=int(outcome.doubtful),
+        now=now,
+    )
+    if state == "pending" or not settled:
+        return bool(settled)
+    if row["entry_run"] is not None:
+        await tx.do(SQL.mark_shown, run_id=row["entry_run"], shown=int(state != "blocked"))
+    if row["exchange"] is not None:
+        await tx.do(EXCHANGES_SQL.announced, n=row["exchange"], announced=state)
+    if row["task"] is not None:
+        await subagents.record_announce_outcome(tx, row["task"], state, now)
+    return True

@@ -1,0 +1,131 @@
+"""What follows from the end of a run, in the commit that ends it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from antiphon import keys
+from antiphon.engine.collaboration import exchanges, subagents, yields
+from antiphon.engine.outbox import delivery_rows, sanitize
+from antiphon.engine.outbox.delivery_rows import Destination, NewDelivery
+from antiphon.engine.runs import run_queue
+from antiphon.engine.runs.run_queue import NOTE_ORIGIN, Submission
+from antiphon.engine.runs.steps import NO_FOLLOW_UP, WAKE_ORIGIN, CompletedStep, FollowUp, build_follow_up
+from antiphon.messages import INJECTED_MODEL, AssistantMessage, Provenance, TextBlock
+from antiphon.store import Row, Tx
+from antiphon.store.queries import Queries
+
+RUNS_SQL = Queries("runs")
+
+
+class ReplyTarget(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
+    """Whose chat is to hear the reply of a run, as it was when the run was accepted."""
+
+    session: int
+    session_key: str
+    destination: Destination
+
+    @property
+    def json_text(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+
+async def load_reply_target(tx: Tx, run_id: str | None) -> ReplyTarget | None:
+    """Whose chat is to hear the reply of a run, if somebody's is."""
+    row = await tx.one(RUNS_SQL.handed_on, id=run_id) if run_id else None
+    if row is None or row["target"] is None:
+        return None
+    return msgspec.json.decode(row["target"], type=ReplyTarget)
+
+
+async def complete_step(tx: Tx, step: CompletedStep, now: int) -> FollowUp:
+    sequel, answer = NO_FOLLOW_UP, step
+    if step.yielded and not await yields.finish_yielded_run(tx, step.run_id):
+        # It was stopped after it yielded: no run will answer for it.
+        answer = step._replace(yielded=False, state="cancelled", reply=None)
+    if not answer.yielded:
+        sequel += await _pass_on_outcome(tx, answer, now)
+    if step.task is not None:
+        sequel += await subagents.advance_task(tx, step, now)
+    return sequel
+
+
+async def _pass_on_outcome(tx: Tx, step: CompletedStep, now: int) -> FollowUp:
+    """Pass the outcome of a run to its exchange and addressee, and to those of the runs it was woken for."""
+    sequel, addressees = NO_FOLLOW_UP, set[str]()
+    answered: list[Row] = (
+        await yields.take_answered_runs(tx, step.run_id) if step.origin == WAKE_ORIGIN else []
+    )
+    parts = [(step.run_id, step.exchange, step.target)]
+    parts += [(run["id"], run["exchange"], run["target"]) for run in answered]
+    for asked, exchange, target in parts:
+        if exchange is not None:
+            sequel += await exchanges.advance_exchange(tx, step._replace(exchange=exchange), now)
+        if target is not None and step.usable_reply is not None and target not in addressees:
+            addressees.add(target)
+            sequel += await _post_reply(tx, step, asked, target, now)
+    return sequel
+
+
+async def stop_waiting(tx: Tx, session: int, now: int) -> None:
+    """Stop a session from being woken; the exchanges of its yielded runs end without a reply."""
+    for exchange, run_id in await yields.stop_waiting(tx, session):
+        await exchanges.abandon_exchange(tx, exchange, run_id, now)
+
+
+async def _post_reply(tx: Tx, step: CompletedStep, asked: str, target: str, now: int) -> FollowUp:
+    """Post the reply to the chat that was named for it, and add it to that session's transcript.
+
+    `asked` is the run that named the chat: the one that answers, or one that it was woken for.
+    """
+    addressee = msgspec.json.decode(target, type=ReplyTarget)
+    said = step.usable_reply or ""
+    body = sanitize.sanitize_for_agents(said)  # the outbox clears it for people
+    if sanitize.is_skip(said, sanitize.NO_REPLY) or not body:
+        return NO_FOLLOW_UP
+    sequel, entry_run = NO_FOLLOW_UP, step.run_id
+    if addressee.session != step.session:
+        note = _build_reply_note(step, asked, addressee, body, now)
+        sequel, entry_run = build_follow_up(await run_queue.submit_follow_up(tx, note, now)), note.run_id
+    parcel = NewDelivery(
+        key=f"run:{asked}",
+        kind="reply",
+        session=addressee.session,
+        session_key=addressee.session_key,
+        destination=addressee.destination,
+        body=body,
+        entry_run=entry_run,
+    )
+    await delivery_rows.enqueue_delivery(tx, parcel, now)
+    return sequel + FollowUp(posted=True)
+
+
+def _build_reply_note(
+    step: CompletedStep, asked: str, addressee: ReplyTarget, body: str, now: int
+) -> Submission:
+    """What was said, in the transcript of another session than the one that said it."""
+    message = AssistantMessage(
+        content=[TextBlock(text=body)],
+        timestamp=now,
+        stop_reason="stop",
+        provider="antiphon",
+        model=INJECTED_MODEL,
+        provenance=Provenance(kind=step.origin, source_session_key=keys.display_full_key(step.session_key)),
+    )
+    return Submission(
+        run_id=f"note:{asked}",
+        session=addressee.session,
+        session_key=addressee.session_key,
+        origin=NOTE_ORIGIN,
+        message=message,
+    )
+
+
+async def has_stuck_work(tx: Tx) -> bool:
+    """Whether anything is left that no run's end will move on."""
+    return bool(await tx.all(exchanges.SQL.astray) or await tx.all(subagents.SQL.astray))
+
+
+async def settle_stuck_work(tx: Tx, now: int) -> FollowUp:
+    """Settle it. That should never be needed, and nobody may wait for ever if it is."""
+    return await exchanges.settle_stuck_exchanges(tx, now) + await subagents.settle_stuck_tasks(tx, now)

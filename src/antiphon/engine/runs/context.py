@@ -1,0 +1,404 @@
+"""What a model is shown of a transcript.
+
+The transcript is the checkpoint, so any prefix of it must make a valid request: every tool call is followed by its
+results and nothing else, no result stands alone, and a turn that was stopped or failed says so in the place of its
+answer, so that the next question is not taken for a part of it. `load` says so where a run of ours left nothing
+behind; questions that came one after the other from a client or an import stay that way. `repair_messages` gives the
+rest of that guarantee whatever a crash, an import or another program left behind; the stored entries stay as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeGuard
+
+import msgspec
+
+from antiphon.engine.collaboration.framing import RECORD_KIND
+from antiphon.engine.sessions.transcripts import AFTER_LAST_SEQ, SQL, decode_or_none
+from antiphon.messages import (
+    CLIENT_PROVIDER,
+    INJECTED_MODEL,
+    AssistantMessage,
+    CompactionEntry,
+    ImageBlock,
+    Message,
+    Provenance,
+    TextBlock,
+    ThinkingBlock,
+    ToolCall,
+    ToolResult,
+    UserMessage,
+    collect_call_ids,
+)
+from antiphon.store import Row, Tx
+
+ENTRIES_PER_PAGE = 64  # entries that are fetched at once: so many large ones may be in memory beside the rest
+CHARACTERS_PER_TOKEN = 4  # a rule of thumb that errs on the long side for text in Latin script
+MESSAGE_OVERHEAD_TOKENS = 8  # tokens of a message besides its words
+IMAGE_TOKENS = 1200  # tokens, whatever its bytes
+MIN_CUT_TOKENS = 32  # tokens; a summary of less could not be shorter
+UNBOUNDED_WINDOW_TOKENS = (
+    2**20
+)  # tokens that a runtime without a window is shown; one that cannot take them says so
+MAX_LOADED_BYTES = 32 * 2**20  # of entries, whatever they weigh: images are large, and no provider takes more
+
+_LEFT_OUT_PATTERN = re.compile(r"\[Earlier messages left out here: (\d+)\]")
+STOPPED_TURN_TEXT = "(No answer: this turn was stopped before it was finished.)"
+FAILED_TURN_TEXT = "(No answer: this turn failed before it was finished.)"
+SILENT_TURN_TEXT = "(No answer: this turn ended without one.)"
+CUT_SHORT_ANSWER_TEXT = "(This answer was stopped here and is not complete.)"
+INTERRUPTED_CALL_TEXT = (
+    "This call was interrupted: it may or may not have taken effect. Check before repeating it."
+)
+
+
+class NumberedMessage(NamedTuple):
+    """A stored message: its number, and the run that has written it, if one of ours has."""
+
+    seq: int
+    message: Message
+    run: int | None
+
+
+class ModelContext(msgspec.Struct):
+    """Numbered messages, oldest first, as they are in the transcript (not yet mended).
+
+    What stands for an answer that is missing has the number of the question after it.
+    """
+
+    seqs: list[int] = msgspec.field(default_factory=list[int])
+    messages: list[Message] = msgspec.field(default_factory=list[Message])
+
+    def add(self, seq: int, message: Message) -> None:
+        self.seqs.append(seq)
+        self.messages.append(message)
+
+    def list_messages_since(self, seq: int) -> list[Message]:
+        return [message for at, message in zip(self.seqs, self.messages, strict=True) if at >= seq]
+
+    @property
+    def tokens(self) -> int:
+        return sum(estimate_tokens(message) for message in self.messages)
+
+
+async def load(tx: Tx, transcript: int, question: int, window: int | None) -> ModelContext:
+    """From the latest compaction to the end, and no more than could matter for a window of that many tokens.
+
+    The entry with the number `question`, which the run is about, is there however long its answer already is. What
+    else is left out is said in its place.
+    """
+    head = await load_latest_compaction(tx, transcript)
+    since = head[1].first_kept_seq if head else 1
+    found, first = await _load_tail(
+        tx, transcript, since, UNBOUNDED_WINDOW_TOKENS if window is None else 2 * window
+    )
+    asked: list[NumberedMessage] = []
+    if first > question >= since:
+        rows = await tx.all(SQL.tail, transcript=transcript, since=question, before=question + 1, limit=1)
+        asked = _decode_rows(rows)
+    context = ModelContext()
+    if first > since:
+        seq, earlier = head or (0, None)
+        count = _count_left_out(earlier) + first - since - len(asked)
+        context.add(seq, build_left_out_notice(count, earlier, first, now=0))
+    elif head:
+        context.add(*head)
+    before: NumberedMessage | None = None
+    for entry in (*asked, *found):
+        if before is not None and _lacks_answer(before, entry):
+            silent = AssistantMessage(
+                content=[TextBlock(text=SILENT_TURN_TEXT)],
+                timestamp=entry.message.timestamp,
+                stop_reason="stop",
+            )
+            context.add(entry.seq, silent)
+        context.add(entry.seq, entry.message)
+        before = entry
+    return context
+
+
+def _lacks_answer(entry: NumberedMessage, following: NumberedMessage) -> bool:
+    """Whether a run has asked one and ended, and something else asked the other."""
+    return (
+        entry.run is not None
+        and entry.run != following.run
+        and _is_question(entry.message)
+        and _is_question(following.message)
+    )
+
+
+async def load_call_ids_since(tx: Tx, transcript: int, question: int) -> set[str]:
+    """The ids of the tool calls after an entry, also of those that a prompt no longer contains."""
+    ids: set[str] = set()
+    seq = question
+    while rows := await tx.all(
+        SQL.after_without_tools, transcript=transcript, seq=seq, limit=ENTRIES_PER_PAGE
+    ):
+        ids |= collect_call_ids(message for row in rows if (message := decode_or_none(row)) is not None)
+        seq = rows[-1]["seq"]
+    return ids
+
+
+async def load_latest_compaction(tx: Tx, transcript: int) -> tuple[int, CompactionEntry] | None:
+    """The entry that a prompt begins with, and its number."""
+    row = await tx.one(SQL.latest_compaction, transcript=transcript)
+    if row and isinstance(found := decode_or_none(row), CompactionEntry):
+        return row["seq"], found
+    return None
+
+
+async def _load_tail(tx: Tx, transcript: int, since: int, tokens: int) -> tuple[list[NumberedMessage], int]:
+    """The last entries that weigh about so much, and the number that they begin with."""
+    found: list[NumberedMessage] = []
+    before, size = AFTER_LAST_SEQ, 0
+    while tokens > 0 and size < MAX_LOADED_BYTES:
+        page = await tx.all(
+            SQL.tail, transcript=transcript, since=since, before=before, limit=ENTRIES_PER_PAGE
+        )
+        messages = _decode_rows(page)
+        found += messages
+        tokens -= sum(estimate_tokens(entry.message) for entry in messages)
+        size += sum(len(row["body"]) for row in page)
+        if len(page) < ENTRIES_PER_PAGE:
+            return found[::-1], since
+        before = page[-1]["seq"]
+    return found[::-1], before
+
+
+def _decode_rows(rows: Iterable[Row]) -> list[NumberedMessage]:
+    return [
+        NumberedMessage(row["seq"], message, row["run"])
+        for row in rows
+        if (message := decode_or_none(row)) is not None
+    ]
+
+
+def _count_left_out(earlier: CompactionEntry | None) -> int:
+    return sum(map(int, _LEFT_OUT_PATTERN.findall(earlier.summary))) if earlier else 0
+
+
+def build_left_out_notice(
+    count: int, earlier: CompactionEntry | None, first: int, now: int, tokens: int = 0
+) -> CompactionEntry:
+    """What stands for messages that nobody has summarised. What an earlier summary says is carried on."""
+    carried = _LEFT_OUT_PATTERN.sub("", earlier.summary).strip() if earlier else ""
+    return CompactionEntry(
+        summary=f"{carried}\n\n[Earlier messages left out here: {count}]".strip(),
+        first_kept_seq=first,
+        tokens_before=tokens,
+        timestamp=now,
+    )
+
+
+def repair_messages(messages: Iterable[Message]) -> list[Message]:
+    """The valid conversation these entries stand for."""
+    mended: list[Message] = []
+    waiting: dict[str, ToolCall] = {}
+    moment = 0
+    for message in messages:
+        moment = message.timestamp
+        if isinstance(message, ToolResult):
+            if waiting.pop(message.tool_call_id, None):
+                mended.append(message)
+            continue
+        mended += _build_interrupted_results(waiting, moment)
+        waiting = {}
+        if isinstance(message, AssistantMessage):
+            if message.provenance is not None and not message.text:
+                continue
+            message = _drop_repeated_calls(_mark_if_incomplete(message))  # noqa: PLW2901
+            waiting = {call.id: call for call in message.tool_calls}
+        mended.append(message)
+    mended += _build_interrupted_results(waiting, moment)
+    # A bounded tail may begin in the middle of a turn; providers want a question first.
+    first = next((at for at, message in enumerate(mended) if _can_begin(message) or _is_note(message)), None)
+    if first is None:
+        return []
+    return [_convert_to_record(mended[first]), *mended[first + 1 :]]
+
+
+def _can_begin(message: Message) -> bool:
+    """Whether a message may come first. A client may say that its conversation began with an answer.
+
+    What has a provenance is framed as data on the side of the user (`engine.framing`), also where it is an answer.
+    """
+    return isinstance(message, UserMessage | CompactionEntry) or (
+        isinstance(message, AssistantMessage)
+        and not message.tool_calls
+        and (message.provider == CLIENT_PROVIDER or message.provenance is not None)
+    )
+
+
+def _is_note(message: Message) -> TypeGuard[AssistantMessage]:
+    """Whether it was said in the session's name without asking its model."""
+    return (
+        isinstance(message, AssistantMessage)
+        and message.model == INJECTED_MODEL
+        and message.provider != CLIENT_PROVIDER
+        and message.provenance is None
+        and not message.tool_calls
+    )
+
+
+def _convert_to_record(message: Message) -> Message:
+    """A message as it may come first: a note of ours becomes data that its model reads as such."""
+    if not _is_note(message):
+        return message
+    return UserMessage(
+        content=message.text, timestamp=message.timestamp, provenance=Provenance(kind=RECORD_KIND)
+    )
+
+
+def _build_interrupted_results(waiting: dict[str, ToolCall], moment: int) -> list[ToolResult]:
+    return [build_interrupted_result(call, moment) for call in waiting.values()]
+
+
+def _is_question(message: Message) -> bool:
+    return isinstance(message, UserMessage) and message.provenance is None
+
+
+def _mark_if_incomplete(message: AssistantMessage) -> AssistantMessage:
+    """The answer, with a note at its end if it is not complete. Thinking that was cut off is left out."""
+    note = _find_incomplete_text(message)
+    if note is None:
+        return message
+    said = [block for block in message.content if isinstance(block, TextBlock) and block.text.strip()]
+    content = [*said, TextBlock(text=note)]
+    return msgspec.structs.replace(message, content=content, stop_reason="stop", error_message=None)
+
+
+def _find_incomplete_text(message: AssistantMessage) -> str | None:
+    """The note for an answer that is missing or incomplete; None for one that is complete."""
+    broken = message.stop_reason in {"error", "aborted"}
+    if message.tool_calls:
+        return None
+    if message.text.strip():
+        return CUT_SHORT_ANSWER_TEXT if broken else None
+    if not broken:
+        return SILENT_TURN_TEXT
+    return STOPPED_TURN_TEXT if message.stop_reason == "aborted" else FAILED_TURN_TEXT
+
+
+def _drop_repeated_calls(message: AssistantMessage) -> AssistantMessage:
+    ids = [call.id for call in message.tool_calls]
+    if len(ids) == len(set(ids)):
+        return message
+    seen: set[str] = set()
+    content = [
+        b for b in message.content if not (isinstance(b, ToolCall) and (b.id in seen or seen.add(b.id)))
+    ]
+    return msgspec.structs.replace(message, content=content)
+
+
+def build_interrupted_result(call: ToolCall, now: int) -> ToolResult:
+    return ToolResult(
+        tool_call_id=call.id,
+        tool_name=call.name,
+        content=[TextBlock(text=INTERRUPTED_CALL_TEXT)],
+        is_error=True,
+        interrupted=True,
+        timestamp=now,
+    )
+
+
+def estimate_tokens(message: Message) -> int:
+    """Tokens, roughly."""
+    images = _count_images(message) * IMAGE_TOKENS
+    return (
+        sum(map(len, _collect_text_pieces(message))) // CHARACTERS_PER_TOKEN
+        + images
+        + MESSAGE_OVERHEAD_TOKENS
+    )
+
+
+def _name_speaker(message: Message) -> str:
+    """Who said it; what came from another session is nobody's in this one."""
+    if isinstance(message, UserMessage | AssistantMessage) and message.provenance is not None:
+        return f"data from elsewhere ({message.provenance.kind})"
+    return str(message.__struct_config__.tag)
+
+
+def _collect_text_pieces(message: Message) -> Iterable[str]:
+    if isinstance(message, CompactionEntry):
+        return [message.summary]
+    if isinstance(message.content, str):
+        return [message.content]
+    shown = _mark_if_incomplete(message) if isinstance(message, AssistantMessage) else message
+    return [_render_block(block) for block in shown.content]
+
+
+def _count_images(message: Message) -> int:
+    if isinstance(message, CompactionEntry) or isinstance(message.content, str):
+        return 0
+    return sum(isinstance(block, ImageBlock) for block in message.content)
+
+
+def _render_block(block: object) -> str:
+    match block:
+        case TextBlock(text=text):
+            return text
+        case ThinkingBlock(thinking=text):
+            return text
+        case ToolCall(name=name, arguments=arguments):
+            return f"{name}{arguments}"
+        case _:
+            return "[image]"
+
+
+def find_cut_index(context: ModelContext, keep_tokens: int) -> int:
+    """Where to cut: what stands before the index is summarised. 0 when that would make no room worth speaking of.
+
+    What stays weighs at most `keep_tokens` and at most a quarter of the whole, since a setting knows no window; or
+    else it is the last question or answer. Only one of these may come first afterwards, never a tool's result, so no
+    call loses its pair.
+    """
+    whole = context.tokens
+    most = min(keep_tokens, whole // 4)
+    weight = kept = best = 0
+    for index in range(len(context.messages) - 1, 0, -1):
+        message = context.messages[index]
+        weight += estimate_tokens(message)
+        if best and weight > most:
+            break
+        if not isinstance(message, ToolResult):
+            best, kept = index, weight
+    return best if whole - kept >= max(MIN_CUT_TOKENS, whole // 8) else 0
+
+
+def truncate_summary(summary: str, messages: Sequence[Message]) -> str:
+    """A summary of these messages, cut off where it would weigh more than half of them: it is to make room."""
+    most = (sum(map(estimate_tokens, messages)) // 2 - MESSAGE_OVERHEAD_TOKENS) * CHARACTERS_PER_TOKEN
+    return summary if len(summary) <= most else summary[: most - 1] + "…"
+
+
+def clip_messages(messages: Sequence[Message], tokens: int) -> list[Message]:
+    """Messages that weigh about that much together: of each only as many words as it has a share in that."""
+    share = tokens * CHARACTERS_PER_TOKEN // len(messages)
+    return [_clip_message(message, share) for message in messages]
+
+
+def _clip_message(message: Message, characters: int) -> Message:
+    words = " ".join(_collect_text_pieces(message))[:characters]
+    if isinstance(message, CompactionEntry):
+        return msgspec.structs.replace(message, summary=words)
+    return msgspec.structs.replace(message, content=[TextBlock(text=words)])
+
+
+def render_as_text(messages: Sequence[Message], limit: int) -> str:
+    """Messages as plain text for a summary, oldest first, each and all of them cut to fit `limit` characters.
+
+    An earlier summary may have half of them: what was said after it must not crowd it out.
+    """
+    if messages and isinstance(messages[0], CompactionEntry):
+        earlier = _render_line(messages[0], limit // 2)
+        return f"{earlier}\n{render_as_text(messages[1:], limit - len(earlier))}"
+    each = max(400, limit // max(1, len(messages)))
+    text = "\n".join(_render_line(message, each) for message in messages)
+    return text if len(text) <= limit else "[…]\n" + text[-limit:]
+
+
+def _render_line(message: Message, most: int) -> str:
+    """On one line: a text of several could pass for what somebody else has said."""
+    return f"{_name_speaker(message)}: {' '.join(' '.join(_collect_text_pieces(message)).split())[:most]}"

@@ -1,0 +1,107 @@
+"""Streaming what a step has so far: pieces are gathered and sent at most every `DELTA_INTERVAL_SECONDS` seconds.
+
+A model may stream a hundred pieces a second to a thousand listeners; people read far slower than that. The
+text gathered since the last commit is kept, because a stopped run keeps what it had said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from antiphon.bus import Delta, EventBus
+from antiphon.engine.outbox import sanitize
+from antiphon.runtimes.text import SurrogateRepairer
+
+DELTA_INTERVAL_SECONDS = 0.05  # seconds
+
+
+class DeltaStream:
+    """The deltas of one run. Numbers rise by one, so a listener sees when it missed some."""
+
+    def __init__(
+        self, bus: EventBus, topic: str, session_key: str, run_id: str, *, quiet: bool, gated: bool
+    ) -> None:
+        self._quiet = quiet
+        self._sanitizer = sanitize.SanitizingStream() if gated else None
+        self._bus = bus
+        self._topic = topic
+        self._session_key = session_key
+        self._run_id = run_id
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._next_at = 0.0
+        self._number = 0
+        self._text: list[str] = []
+        self._thinking: list[str] = []
+        self._uncommitted_pieces: list[str] = []
+        self._whole_text, self._whole_thinking = SurrogateRepairer(), SurrogateRepairer()
+
+    @property
+    def uncommitted_text(self) -> str:
+        """The text of the step that is not committed yet."""
+        return "".join(self._uncommitted_pieces)
+
+    def text(self, piece: str) -> None:
+        if complete := self._whole_text.feed(piece):
+            self._uncommitted_pieces.append(complete)
+            self._text.append(complete)
+            self._schedule_flush()
+
+    def thinking(self, piece: str) -> None:
+        if complete := self._whole_thinking.feed(piece):
+            self._thinking.append(complete)
+            self._schedule_flush()
+
+    def restart(self) -> None:
+        self._reset_step()
+        self._text.clear()
+        self._thinking.clear()
+        if self._sanitizer:
+            self._sanitizer.finish()  # and forget
+        self._publish_delta(restart=True)
+
+    def finish_step(self) -> None:
+        """The step is in the transcript: send what is left, begin the next one."""
+        self.flush()
+        if self._sanitizer and (held := self._sanitizer.finish()):
+            self._publish_delta(held)
+        self._reset_step()
+
+    def _reset_step(self) -> None:
+        """The next step, or the same one again."""
+        self._uncommitted_pieces.clear()
+        self._whole_text.reset()
+        self._whole_thinking.reset()
+
+    def flush(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._text or self._thinking:
+            text = "".join(self._text)
+            self._publish_delta(self._sanitizer.feed(text) if self._sanitizer else text)
+
+    def _schedule_flush(self) -> None:
+        if self._timer is None:
+            now = self._loop.time()
+            if now >= self._next_at:
+                self.flush()
+            else:
+                self._timer = self._loop.call_at(self._next_at, self.flush)
+
+    def _publish_delta(self, text: str = "", *, restart: bool = False) -> None:
+        self._next_at = self._loop.time() + DELTA_INTERVAL_SECONDS
+        self._number += 1
+        something = text or self._thinking or restart  # a gate may hold all of it back
+        if something and not self._quiet and self._bus.has_listeners(self._topic):
+            event = Delta(
+                session_key=self._session_key,
+                run_id=self._run_id,
+                number=self._number,
+                text=text,
+                thinking="".join(self._thinking),
+                restart=restart,
+            )
+            self._bus.publish(self._topic, event)
+        self._text.clear()
+        self._thinking.clear()

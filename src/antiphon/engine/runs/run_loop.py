@@ -1,0 +1,530 @@
+"""Playing one run: model step, commit, tool step, commit, until there is an answer.
+
+The transcript is the checkpoint. A run that was cut off is loaded from it and goes on where it stopped: calls
+without a result are settled (our own tools, by their key) or reported as interrupted (everybody else's), and
+then the model is asked again. Nothing is shown to be done before the commit that did it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from antiphon.access import Caller
+from antiphon.clock import Clock
+from antiphon.engine.collaboration import framing
+from antiphon.engine.outbox import sanitize
+from antiphon.engine.runs import compaction, context, lifecycle
+from antiphon.engine.runs.context import ModelContext
+from antiphon.engine.runs.deltas import DeltaStream
+from antiphon.engine.runs.lifecycle import Claim, RunEnding
+from antiphon.engine.runs.retry import retry_while_store_full
+from antiphon.engine.runs.steps import RunOutcome
+from antiphon.engine.sessions import transcripts
+from antiphon.engine.sessions.transcripts import Entry
+from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
+from antiphon.errors import AntiphonError, ContextOverflow, Fenced, StoreError, ToolFailed
+from antiphon.messages import (
+    INJECTED_MODEL,
+    AssistantMessage,
+    Message,
+    TextBlock,
+    ThinkingBlock,
+    ToolCall,
+    ToolResult,
+    decode_message,
+)
+from antiphon.runtimes import Prompt, Runtime, ToolSpec
+from antiphon.runtimes.function import PROCESS_ENDING_ERRORS
+from antiphon.runtimes.model import INVALID_ARGUMENTS_KEY
+from antiphon.runtimes.text import repair_surrogates
+from antiphon.runtimes.tool_calls import MAX_ARGUMENT_LEVELS, MAX_KEPT_TOOL_CALLS, MAX_TOOL_CALLS_PER_ANSWER
+from antiphon.store import Store
+from antiphon.tracing import start_span
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+TOOL_CANCEL_GRACE_SECONDS = 1.0  # seconds
+MAX_CONSECUTIVE_COMPACTIONS = (
+    3  # without room for an answer; a conversation that is still too long then will not get shorter
+)
+MAX_CONCURRENT_CALLS_PER_ANSWER = 16  # of one answer
+MIN_SUMMARISED_TOKENS = 64  # tokens; a model that finds these too long will not be asked for less
+
+
+_TOO_MANY_CALLS = ToolOutput(
+    text=f"The answer made more than {MAX_TOOL_CALLS_PER_ANSWER} tool calls. The ones before this one were run; this "
+    f"one and those after it were not. Make at most {MAX_TOOL_CALLS_PER_ANSWER} in one answer.",
+    is_error=True,
+)
+
+
+class RunSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run is played with; computed once, when it starts."""
+
+    runtime: Runtime
+    caller: Caller
+    """Who the session is to the tools it calls."""
+    instructions: str
+    nonce: str
+    """The number in the markers around framed text (`framing`); the instructions name it."""
+    tools: Mapping[str, Tool]
+    max_steps: int
+    reserve_tokens: int
+    keep_tokens: int
+    max_result_chars: int
+    thinking: str | None = None
+    """What holds where neither the run nor its session says how much to think."""
+    model: str | None = None
+    """The configured id of the model; it stands in for a name of the provider's that is not fit to be shown."""
+
+
+class RunLoop:
+    """One run in the hands of this process."""
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        claim: Claim,
+        setting: RunSetup,
+        deltas: DeltaStream,
+        on_entries: Callable[[Claim, Sequence[Entry]], None],
+        on_tool: Callable[[Claim, ToolCall, ToolResult | None], None],
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._claim = claim
+        self._setup = setting
+        self._deltas = deltas
+        self._on_entries = on_entries
+        self._on_tool = on_tool
+        self._context = ModelContext()
+        self._call_ids: set[str] = set()  # of the whole run, which the context may have lost the beginning of
+        self._excess_call_id: str | None = None
+        self._compactions = 0
+        self._may_have_usage = claim.resumed
+        self._client_tools = claim.options.tool_names if claim.options else frozenset[str]()
+
+    async def run(self) -> RunEnding:
+        """To the end, which is returned and not yet committed."""
+        await self._load_context()
+        if self._claim.resumed:
+            await self._run_tool_calls(
+                self._select_own_calls(
+                    transcripts.find_unanswered_calls(
+                        self._context.list_messages_since(self._claim.first_seq)
+                    )
+                ),
+                resumed=True,
+            )
+            if ending := self._find_yield_ending() or self._find_client_call_ending():
+                return ending
+        for _ in range(self._setup.max_steps):
+            answer = await self._request_answer()
+            if not answer.tool_calls:
+                self._deltas.flush()  # nothing may be streamed after the entry that completes it
+                return _build_ending(answer, used=self._may_have_usage or answer.usage is not None)
+            await self._commit_messages([answer])
+            await self._run_tool_calls(self._select_own_calls(answer.tool_calls), resumed=False)
+            if ending := self._find_yield_ending() or self._find_client_call_ending():
+                return ending
+        return RunEnding(
+            state="incomplete",
+            error_code="max_steps",
+            error=f"The run took {self._setup.max_steps} steps without coming to an answer. "
+            "Ask for less at once, or raise agents.defaults.maxSteps.",
+        )
+
+    def _find_yield_ending(self) -> RunEnding | None:
+        """The ending of a run that a tool has ended; its words are the last ones."""
+        for message in reversed(self._context.list_messages_since(self._claim.first_seq)):
+            if not isinstance(message, ToolResult):
+                break
+            tool = self._setup.tools.get(message.tool_name)
+            if tool is not None and tool.ends_turn and not message.is_error:
+                words = _extract_closing_words(message)
+                said = AssistantMessage(
+                    content=[TextBlock(text=words)],
+                    timestamp=self._clock.now(),
+                    stop_reason="stop",
+                    provider="antiphon",
+                    model=INJECTED_MODEL,
+                )
+                return RunEnding(state="ok", reply=words, messages=[said], yielded=True)
+        return None
+
+    def _select_own_calls(self, calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
+        """The calls that are executed here, not by the client."""
+        return (
+            [call for call in calls if call.name not in self._client_tools] if self._client_tools else calls
+        )
+
+    def _find_client_call_ending(self) -> RunEnding | None:
+        """The ending of a run whose last answer calls client-side tools; the results come with a later request."""
+        if not self._client_tools:
+            return None
+        for message in reversed(self._context.list_messages_since(self._claim.first_seq)):
+            if isinstance(message, AssistantMessage):
+                if not any(call.name in self._client_tools for call in message.tool_calls):
+                    return None
+                return RunEnding(state="ok", reply=message.text, model_answered=_format_model_name(message))
+        return None
+
+    def build_stopped_ending(self, outcome: RunOutcome, reason: str) -> RunEnding:
+        """The ending of a run that was stopped: what had been said is kept."""
+        self._deltas.flush()
+        said = self._deltas.uncommitted_text
+        partial = AssistantMessage(
+            content=[TextBlock(text=said)] if said else [],
+            timestamp=self._clock.now(),
+            stop_reason="aborted",
+            error_message=reason,
+        )
+        return RunEnding(
+            state=outcome, reply=said or None, error_code=outcome, error=reason, messages=[partial]
+        )
+
+    def build_failed_ending(self, error: AntiphonError) -> RunEnding:
+        self._deltas.flush()
+        return RunEnding(state="error", error_code=error.code, error=repair_surrogates(str(error)))
+
+    # --- what the model is shown ---
+
+    async def _load_context(self) -> None:
+        claim, runtime = self._claim, self._setup.runtime
+        if not runtime.reads_history and not claim.resumed:
+            self._context.add(claim.first_seq, decode_message(claim.input))
+            return
+        loaded = await self._store.read(
+            context.load, claim.transcript, claim.first_seq, runtime.context_window
+        )
+        for seq, message in zip(loaded.seqs, loaded.messages, strict=True):
+            if runtime.reads_history or seq >= claim.first_seq:
+                self._context.add(seq, message)
+        if claim.resumed:
+            self._call_ids = await self._store.read(
+                context.load_call_ids_since, claim.transcript, claim.first_seq
+            )
+
+    async def _request_answer(self) -> AssistantMessage:
+        """One answer of the runtime, after making room for it if need be."""
+        while True:
+            if self._is_too_long():
+                await self._compact_context()
+            try:
+                with start_span("model_step", run_id=self._claim.run_id, model=self._claim.model):
+                    answer = await self._setup.runtime.step(self._build_prompt(), self._deltas)
+            except ContextOverflow:
+                if not await self._compact_context():
+                    raise
+            else:
+                if not self._is_too_long():
+                    self._compactions = 0
+                return self._make_call_ids_unique(self._replace_unsafe_model_name(answer))
+
+    def _replace_unsafe_model_name(self, answer: AssistantMessage) -> AssistantMessage:
+        """The answer with a model name that people and agents can be shown: providers report what they like."""
+        name = answer.model
+        if name is None or name == self._setup.model or sanitize.is_plain_name(name):
+            return answer
+        return msgspec.structs.replace(answer, model=self._setup.model)
+
+    def _make_call_ids_unique(self, answer: AssistantMessage) -> AssistantMessage:
+        """The answer with call ids that are unique in this run, since they make an effect happen once.
+
+        If it has too many calls, only those that are run are kept, and one more that is refused.
+        """
+        content: list[TextBlock | ThinkingBlock | ToolCall] = []
+        calls = 0
+        for block in answer.content:
+            if isinstance(block, ToolCall):
+                calls += 1
+                if calls > MAX_KEPT_TOOL_CALLS:
+                    continue
+                number, call = 1, block
+                while call.id in self._call_ids:
+                    number, call = number + 1, msgspec.structs.replace(block, id=f"{block.id}-{number + 1}")
+                self._call_ids.add(call.id)
+                content.append(call)
+            else:
+                content.append(block)
+        return msgspec.structs.replace(answer, content=content)
+
+    def _build_prompt(self) -> Prompt:
+        claim, setting = self._claim, self._setup
+        return Prompt(
+            run_id=claim.run_id,
+            session_key=claim.session_key,
+            agent_id=claim.agent_id,
+            instructions=setting.instructions,
+            messages=framing.frame_messages(context.repair_messages(self._context.messages), setting.nonce),
+            tools=self._list_offered_tools(),
+            thinking=claim.thinking or setting.thinking,
+            sampling=claim.options.sampling if claim.options else None,
+        )
+
+    def _list_offered_tools(self) -> list[ToolSpec]:
+        """The session's tools and the client's; only the client's if the client requires a call."""
+        own = [tool.spec for tool in self._setup.tools.values()]
+        options = self._claim.options
+        if options is None or not options.tools:
+            return own
+        required = options.sampling is not None and options.sampling.tool_required
+        return options.tools if required else [*own, *options.tools]
+
+    def _is_too_long(self) -> bool:
+        window = self._setup.runtime.context_window
+        return window is not None and self._context.tokens > max(
+            window // 2, window - self._setup.reserve_tokens
+        )
+
+    async def _compact_context(self) -> bool:
+        """Put a summary in the place of the older part. False when there is nothing to put, or to put it for."""
+        cut = context.find_cut_index(self._context, self._setup.keep_tokens)
+        if cut == 0 or self._compactions >= MAX_CONSECUTIVE_COMPACTIONS:
+            return False
+        self._compactions += 1
+        older = self._context.messages[:cut]
+        summary = await self._summarise(older)
+        now = self._clock.now()
+        # A model with nothing to say must not cost the conversation: it is charged for, and that is all.
+        words = context.truncate_summary(summary.text.strip(), older)
+        short = msgspec.structs.replace(summary, content=[TextBlock(text=words)])
+        entry = compaction.build_compaction(self._context, cut, short, now) if words else None
+
+        def committed(entries: list[Entry]) -> None:
+            if entry is not None:
+                shown = self._context
+                self._context = ModelContext(
+                    [entries[0].seq, *shown.seqs[cut:]], [entry, *shown.messages[cut:]]
+                )
+
+        await self._commit_with_retry(committed, lifecycle.commit_summary, self._claim, entry, summary, now)
+        return entry is not None
+
+    async def _summarise(self, messages: Sequence[Message]) -> AssistantMessage:
+        """Of messages that may be too long for the model themselves: then of as much of each as it takes."""
+        tokens = sum(map(context.estimate_tokens, messages))
+        while True:
+            try:
+                return self._replace_unsafe_model_name(
+                    await compaction.summarise(self._setup.runtime, self._build_prompt(), messages)
+                )
+            except ContextOverflow:
+                tokens //= 4
+                if tokens < MIN_SUMMARISED_TOKENS:
+                    raise
+                messages = context.clip_messages(messages, tokens)
+
+    # --- tools ---
+
+    async def _run_tool_calls(self, calls: Sequence[ToolCall], *, resumed: bool) -> None:
+        """Run the calls and commit each result as soon as possible, together with others that are ready."""
+        self._excess_call_id = self._find_excess_call()
+        if len(calls) == 1:
+            await self._commit_results([(calls[0], await self._run_tool_call(calls[0], resumed=resumed))])
+            return
+        waiting = iter(calls)
+        ready: list[tuple[ToolCall, ToolResult]] = []
+        news = asyncio.Event()
+
+        async def work() -> None:
+            for call in waiting:
+                ready.append((call, await self._run_tool_call(call, resumed=resumed)))
+                news.set()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(len(calls), MAX_CONCURRENT_CALLS_PER_ANSWER)):
+                    group.create_task(work())
+                left = len(calls)
+                while left:
+                    await news.wait()
+                    news.clear()
+                    left -= await self._commit_results(ready)
+        except BaseExceptionGroup as group_error:
+            raise group_error.exceptions[0] from None
+        except asyncio.CancelledError:
+            await self._commit_results(ready)  # finished calls keep their results, even if the run is stopped
+            raise
+
+    async def _commit_results(self, ready: list[tuple[ToolCall, ToolResult]]) -> int:
+        batch = ready[:]
+        ready.clear()
+        if batch:
+            await self._commit_messages([result for _, result in batch])
+        for call, result in batch:
+            self._on_tool(self._claim, call, result)
+        return len(batch)
+
+    async def _run_tool_call(self, call: ToolCall, *, resumed: bool) -> ToolResult:
+        tool = self._setup.tools.get(call.name)
+        if resumed and (tool is None or tool.after_crash == "report"):
+            return context.build_interrupted_result(call, self._clock.now())
+        self._on_tool(self._claim, call, None)
+        refused = call.id == self._excess_call_id
+        return self._build_tool_result(
+            call, _TOO_MANY_CALLS if refused else await self._invoke_tool(call, tool)
+        )
+
+    def _find_excess_call(self) -> str | None:
+        """The id of the first call of the latest answer that exceeds the limit; None if none does."""
+        answers = (
+            message for message in reversed(self._context.messages) if isinstance(message, AssistantMessage)
+        )
+        latest = next(answers, None)
+        after = latest.tool_calls[MAX_TOOL_CALLS_PER_ANSWER:] if latest else []
+        return after[0].id if after else None
+
+    async def _invoke_tool(self, call: ToolCall, tool: Tool | None) -> ToolOutput:
+        if tool is None:
+            known = ", ".join(self._setup.tools) or "none"
+            return ToolOutput(text=f"There is no tool {call.name!r}. The tools are: {known}.", is_error=True)
+        if call.native and INVALID_ARGUMENTS_KEY in call.native:
+            return ToolOutput(
+                text=f"The arguments of {call.name!r} were not a JSON object, or were nested deeper than "
+                f"{MAX_ARGUMENT_LEVELS} levels. Call it again.",
+                is_error=True,
+            )
+        claim = self._claim
+        try:
+            given = ToolRequest(
+                caller=self._setup.caller, run_id=claim.run_id, call_id=call.id, arguments=call.arguments
+            )
+            with start_span("tool", run_id=claim.run_id, tool=call.name, call_id=call.id):
+                if tool.after_crash == "report":
+                    return await run_with_cancel_grace(tool.invoke(given))
+                return await retry_while_store_full(lambda: run_with_cancel_grace(tool.invoke(given)))
+        except (Fenced, StoreError):
+            raise
+        except AntiphonError as error:
+            return ToolOutput(text=str(error), is_error=True, details={"code": error.code, **error.data})
+        except Exception as error:
+            about = {"run_id": claim.run_id, "session_key": claim.session_key}
+            log.exception("Tool %r failed in run %r", call.name, claim.run_id, extra=about)
+            return ToolOutput(
+                text=f"The tool {call.name!r} failed: {type(error).__name__}: {error}", is_error=True
+            )
+
+    def _build_tool_result(self, call: ToolCall, result: ToolOutput) -> ToolResult:
+        most = self._setup.max_result_chars
+        text = repair_surrogates(result.text)
+        if len(text) > most:
+            text = f"{text[:most]}\n[{len(text) - most} of {len(text)} characters left out]"
+        return ToolResult(
+            tool_call_id=call.id,
+            tool_name=call.name,
+            content=[TextBlock(text=text)],
+            is_error=result.is_error,
+            details=result.details if _is_storable(result.details, most) else None,
+            timestamp=self._clock.now(),
+        )
+
+    # --- commits ---
+
+    async def _commit_messages(self, messages: Sequence[Message]) -> None:
+        def committed(entries: list[Entry]) -> None:
+            for entry, message in zip(entries, messages, strict=True):
+                self._context.add(entry.seq, message)
+
+        await self._commit_with_retry(
+            committed, lifecycle.commit_messages, self._claim, messages, self._clock.now()
+        )
+
+    async def _commit_with_retry(
+        self,
+        committed: Callable[[list[Entry]], None],
+        script: Callable[..., Awaitable[list[Entry]]],
+        *args: object,
+    ) -> None:
+        """Commit, and take over what was committed."""
+        self._may_have_usage = True
+        await retry_while_store_full(lambda: self._commit_shielded(committed, script, *args))
+
+    async def _commit_shielded(
+        self,
+        committed: Callable[[list[Entry]], None],
+        script: Callable[..., Awaitable[list[Entry]]],
+        *args: object,
+    ) -> None:
+        """Await a commit to its end even when the run is stopped meanwhile: memory has to agree with the store."""
+        task = asyncio.ensure_future(self._store.tx(script, *args))
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task])
+            raise
+        finally:
+            if task.done() and not task.cancelled() and task.exception() is None:
+                committed(task.result())
+                self._deltas.finish_step()
+                self._on_entries(self._claim, task.result())
+
+
+def _format_model_name(answer: AssistantMessage) -> str | None:
+    return f"{answer.provider}/{answer.model}" if answer.provider and answer.model else answer.model
+
+
+def _build_ending(answer: AssistantMessage, *, used: bool) -> RunEnding:
+    """From what the runtime reported, never from what the text says."""
+    reply = answer.text
+    model = _format_model_name(answer)
+    if answer.stop_reason == "length":
+        error = "The answer reached the model's length limit and is not complete."
+    elif not reply.strip():
+        error = "The model ended its turn without an answer."
+    else:
+        return RunEnding(state="ok", reply=reply, model_answered=model, messages=[answer], used=used)
+    return RunEnding(
+        state="incomplete",
+        reply=reply or None,
+        error_code="incomplete",
+        error=error,
+        model_answered=model,
+        messages=[answer],
+    )
+
+
+def _extract_closing_words(result: ToolResult) -> str:
+    """What a tool says for the session whose turn it ends."""
+    details = result.details
+    message: object = cast("dict[str, Any]", details).get("message") if isinstance(details, dict) else None
+    return message if isinstance(message, str) and message else result.text
+
+
+def _is_storable(details: object, most: int) -> bool:
+    """Whether a tool's data for machines can be stored; its text says the same to the model."""
+    try:
+        return len(msgspec.json.encode(details)) <= most
+    except (TypeError, ValueError):
+        return False
+
+
+async def run_with_cancel_grace(work: Awaitable[T]) -> T:
+    """Await foreign code; when cancelled, give it `TOOL_CANCEL_GRACE_SECONDS` to wind up and then leave it behind.
+
+    A tool that does not let itself be cancelled must not hold its session's lane.
+    """
+    task = asyncio.ensure_future(_contain_process_exit(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.cancel()
+        _, running = await asyncio.wait([task], timeout=TOOL_CANCEL_GRACE_SECONDS)
+        if running:
+            log.warning("A tool ignored being cancelled and was left behind")
+        raise
+
+
+async def _contain_process_exit(work: Awaitable[T]) -> T:
+    """A tool that wants to end the process has failed, and no more."""
+    try:
+        return await work
+    except PROCESS_ENDING_ERRORS as error:
+        raise ToolFailed(f"The tool tried to end the process ({error!r}).", "Mend the tool.") from error

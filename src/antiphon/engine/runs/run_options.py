@@ -1,0 +1,167 @@
+"""Options that a request sets for its run: model settings, client-side tools, earlier messages.
+
+They are stored in one column of the run's row, so a run that is resumed after a crash has the same options. Calls of
+client-side tools are not executed here: they end the run, and their results come with a later request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import TypeAlias
+
+import msgspec
+
+from antiphon.engine.sessions import transcripts
+from antiphon.messages import AssistantMessage, CompactionEntry, TextBlock, ToolResult, UserMessage
+from antiphon.runtimes import Sampling, ToolSpec
+from antiphon.store import Row, Tx
+from antiphon.store.queries import Queries
+
+SQL = Queries("transcripts")
+MAX_ENTRIES_COMPARED = 1000  # of a session with the earlier messages of a request
+MAX_BYTES_COMPARED = 8 * 2**20
+ENTRIES_PER_PAGE = 64
+MAX_STARTS_TRIED = 32  # places where the entries compared may begin among the messages of a client
+
+
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    sampling: Sampling | None = None
+    tools: list[ToolSpec] = []
+    earlier: list[UserMessage | AssistantMessage | ToolResult] = []
+    """The client's account of the conversation; what the session lacks of it is added before the new message."""
+
+    @property
+    def tool_names(self) -> frozenset[str]:
+        return frozenset(tool.name for tool in self.tools)
+
+
+_options_decoder = msgspec.json.Decoder(RunOptions)
+
+
+def encode_options(options: RunOptions | None) -> str | None:
+    return None if options is None else msgspec.json.encode(options).decode()
+
+
+def decode_options(stored: str | None) -> RunOptions | None:
+    return None if stored is None else _options_decoder.decode(stored)
+
+
+async def find_unknown_messages(
+    tx: Tx, transcript: int, options: RunOptions
+) -> Sequence[UserMessage | AssistantMessage | ToolResult]:
+    """The earlier messages of a request from the first on that the session lacks.
+
+    Afterwards the session has all of them in the client's order. What is between them there (steps with tools, messages
+    of other clients) does not matter. An answer that differs from the one in the session is added with its question.
+    """
+    if not options.earlier:
+        return []
+    earlier = options.earlier
+    identities = [_identify(message) for message in earlier]
+    entries, complete = await _load_latest_entries(tx, transcript)
+    count = _count_known(identities, entries, complete=complete)
+    if (
+        0 < count < len(earlier)
+        and isinstance(earlier[count], AssistantMessage)
+        and identities[count - 1] not in entries[-1]
+    ):
+        # Apart from its question, another answer would be read as a part of the latest one.
+        while count and isinstance(earlier[count - 1], UserMessage):
+            count -= 1
+    return earlier[count:]
+
+
+MessageIdentity: TypeAlias = tuple[str, str | bytes]
+
+
+def _count_known(
+    earlier: Sequence[MessageIdentity], known: Sequence[frozenset[MessageIdentity]], *, complete: bool
+) -> int:
+    """How many messages from the first on are among the entries, in this order.
+
+    Where the session goes back further than the entries, messages before the first match are taken to be older still.
+    """
+    if complete:
+        return _count_in_order(earlier, known)
+    anywhere = frozenset[MessageIdentity]().union(*known)
+    starts = (at for at, identity in enumerate(earlier) if identity in anywhere)
+    best = 0
+    for start in islice(starts, MAX_STARTS_TRIED):
+        best = max(best, start + _count_in_order(earlier[start:], known))
+        if best == len(earlier):
+            break
+    return best
+
+
+def _count_in_order(earlier: Sequence[MessageIdentity], known: Sequence[frozenset[MessageIdentity]]) -> int:
+    count = 0
+    for entry in known:
+        if count < len(earlier) and earlier[count] in entry:
+            count += 1
+    return count
+
+
+async def _load_latest_entries(tx: Tx, transcript: int) -> tuple[list[frozenset[MessageIdentity]], bool]:
+    """The latest entries by what a client may know them as, oldest first, and whether they are all there are."""
+    rows: list[Row] = []
+    before, size, complete = transcripts.AFTER_LAST_SEQ, 0, False
+    while not complete and len(rows) < MAX_ENTRIES_COMPARED and size < MAX_BYTES_COMPARED:
+        page = await tx.all(SQL.tail, transcript=transcript, since=1, before=before, limit=ENTRIES_PER_PAGE)
+        rows += page
+        complete = len(page) < ENTRIES_PER_PAGE
+        size += sum(len(row["body"]) for row in page)
+        before = page[-1]["seq"] if page else before
+    return _identify_entries(reversed(rows)), complete
+
+
+def _identify_entries(rows: Iterable[Row]) -> list[frozenset[MessageIdentity]]:
+    entries: list[frozenset[MessageIdentity]] = []
+    run: int | None = None
+    steps = hashlib.sha256()
+    for row in rows:
+        message = transcripts.decode_or_none(row)
+        if message is None:
+            continue
+        if row["run"] is None or row["run"] != run:
+            run, steps = row["run"], hashlib.sha256()
+        if isinstance(message, AssistantMessage):
+            steps.update(_remove_whitespace(message.text))
+            # A client that was told the steps of a run as they came has them as one text.
+            entries.append(
+                frozenset(
+                    [
+                        _identify_answer(message.text),
+                        ("answer", steps.digest()),
+                        *(("call", call.id) for call in message.tool_calls),
+                    ]
+                )
+            )
+        elif not isinstance(message, CompactionEntry):
+            entries.append(frozenset([_identify(message)]))
+    return entries
+
+
+def _identify(message: UserMessage | AssistantMessage | ToolResult) -> MessageIdentity:
+    """What a message of a client is known by. Of its calls one is enough: the ids are the model's."""
+    match message:
+        case ToolResult():
+            return "result", message.tool_call_id
+        case AssistantMessage():
+            calls = message.tool_calls
+            return ("call", calls[0].id) if calls else _identify_answer(message.text)
+        case UserMessage():
+            blocks = (
+                [TextBlock(text=message.content)] if isinstance(message.content, str) else message.content
+            )
+            return "user", "\n".join(b.text if isinstance(b, TextBlock) else b.data for b in blocks).strip()
+
+
+def _identify_answer(text: str) -> MessageIdentity:
+    return "answer", hashlib.sha256(_remove_whitespace(text)).digest()
+
+
+def _remove_whitespace(text: str) -> bytes:
+    """A text without its white space, which clients trim and which separates the steps of an answer."""
+    return "".join(text.split()).encode(errors="surrogatepass")

@@ -1,0 +1,168 @@
+"""Into a lane's queue: the commit of `submit` is what "accepted" means.
+
+A run's id is the caller's idempotency key, so that the same request is the same run. What the engine itself puts into
+a lane (`submit_follow_up`, `note`) has ids that no caller may use, and always finds room: it is bounded by what was
+accepted before it. What becomes of a queued run is in `engine.runs`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+
+import msgspec
+
+from antiphon.engine.runs.run_options import RunOptions, encode_options
+from antiphon.errors import Conflict, LaneFull
+from antiphon.messages import AssistantMessage, ToolResult, UserMessage, encode_message
+from antiphon.store import Tx
+from antiphon.store.queries import Queries
+
+SQL = Queries("runs")
+SESSIONS_SQL = Queries("sessions")
+CHAINS_SQL = Queries("chains")
+
+_random_id_parts: list[bytes] = []
+
+NOTE_ORIGIN = (
+    "note"  # the origin of a run that only puts an entry into the transcript, when its turn has come
+)
+
+
+class Submission(msgspec.Struct, frozen=True, kw_only=True):
+    """A message on its way into a session, with everything its run will need frozen."""
+
+    run_id: str
+    session: int
+    session_key: str
+    origin: str
+    message: UserMessage | AssistantMessage | ToolResult
+    options: RunOptions | None = None
+    instructions: str | None = None
+    model: str | None = None
+    thinking: str | None = None
+    target: str | None = None
+    deadline_at: int | None = None
+    max_queued: int = 1000
+    exchange: int | None = None
+    task: int | None = None
+    chain: str | None = None
+    hop: int = 0
+    agent_id: str | None = None
+    """The agent that answers, if it is not the one that the session belongs to."""
+
+    @property
+    def digest(self) -> str:
+        """What makes a repeated id the same request: the session and the words, not when they were said."""
+        content = self.message.content
+        if isinstance(self.message, ToolResult):
+            content = encode_message(msgspec.structs.replace(self.message, timestamp=0))
+        elif not isinstance(content, str):
+            content = encode_message(msgspec.structs.replace(self.message, timestamp=0, provenance=None))
+        if self.options is not None:
+            earlier = [msgspec.structs.replace(message, timestamp=0) for message in self.options.earlier]
+            content += encode_options(msgspec.structs.replace(self.options, earlier=earlier)) or ""
+        return hashlib.sha256(f"{self.session}\n{self.origin}\n{content}".encode()).hexdigest()[:32]
+
+
+class AcceptedRun(msgspec.Struct, frozen=True):
+    run_id: str
+    session: int
+    session_key: str
+    state: str
+    new: bool
+    note: bool = False
+    """There is nothing to play, and so nothing to tell of."""
+
+
+def new_run_id(now: int) -> str:
+    """For a run that its caller gives no name: no other has it or can foresee it.
+
+    It begins with the time, so that it is quickly indexed. Asking the kernel gives up the interpreter to whoever
+    else is at work, which costs more than all the rest of this: so it is asked for many at once.
+    """
+    if not _random_id_parts:
+        drawn = secrets.token_bytes(10 * 256)
+        _random_id_parts.extend(drawn[start : start + 10] for start in range(0, len(drawn), 10))
+    return f"{now:012x}{_random_id_parts.pop().hex()}"
+
+
+async def submit(tx: Tx, submission: Submission, now: int) -> AcceptedRun:
+    """Queue a run, or return the one that this id already stands for."""
+    if await _insert_run(tx, submission, now, others=submission.max_queued - 1):
+        return AcceptedRun(submission.run_id, submission.session, submission.session_key, "queued", new=True)
+    return await _load_accepted_run(tx, submission)
+
+
+async def submit_follow_up(tx: Tx, submission: Submission, now: int) -> AcceptedRun | None:
+    """Queue what follows from something else; None if its session is gone."""
+    if await tx.one(SESSIONS_SQL.key_of, id=submission.session) is None:
+        return None
+    new = bool(await _insert_run(tx, submission, now))
+    note = submission.origin == NOTE_ORIGIN
+    return AcceptedRun(submission.run_id, submission.session, submission.session_key, "queued", new, note)
+
+
+async def _insert_run(tx: Tx, submission: Submission, now: int, others: int | None = None) -> int:
+    """Whether it is new; with `others` also whether there was room beside as many in its lane."""
+    new = await tx.do(
+        SQL.insert,
+        id=submission.run_id,
+        session=submission.session,
+        origin=submission.origin,
+        digest=submission.digest,
+        input=encode_message(submission.message),
+        options=encode_options(submission.options),
+        instructions=submission.instructions,
+        model=submission.model,
+        thinking=submission.thinking,
+        target=submission.target,
+        deadline_at=submission.deadline_at,
+        exchange=submission.exchange,
+        task=submission.task,
+        chain=submission.chain,
+        hop=submission.hop,
+        agent_id=submission.agent_id,
+        others=others,
+        now=now,
+    )
+    if new and submission.chain is not None:
+        await tx.one(CHAINS_SQL.count, id=submission.chain, now=now)
+    return new
+
+
+async def _load_accepted_run(tx: Tx, submission: Submission) -> AcceptedRun:
+    row = await tx.one(SQL.accepted_before, id=submission.run_id)
+    if row is None:
+        raise LaneFull(
+            f"This session already has {submission.max_queued} messages waiting.",
+            "Wait until some of them are answered, or stop them, then send again.",
+            max=submission.max_queued,
+        )
+    if row["digest"] != submission.digest:
+        raise make_idempotency_conflict(submission.run_id)
+    return AcceptedRun(row["id"], row["session"], submission.session_key, row["state"], new=False)
+
+
+async def record_command(
+    tx: Tx, run_id: str, session: int, command: str, now: int, reply: str | None = None
+) -> bool:
+    """Record a command under its key, as a run that has already ended. False if it was recorded before.
+
+    `reply` is the answer to the person who gave the command; it is in no transcript.
+    """
+    digest = hashlib.sha256(f"{session}\ncommand\n{command}".encode()).hexdigest()[:32]
+    if await tx.do(SQL.record_command, id=run_id, session=session, digest=digest, reply=reply, now=now):
+        return True
+    before = await tx.one(SQL.accepted_before, id=run_id)
+    if before is None or before["digest"] != digest:
+        raise make_idempotency_conflict(run_id)
+    return False
+
+
+def make_idempotency_conflict(run_id: str) -> Conflict:
+    return Conflict(
+        f"The idempotency key {run_id!r} was already used for another message.",
+        "Use a new key for a new message.",
+        field="idempotencyKey",
+    )

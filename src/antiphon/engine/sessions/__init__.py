@@ -1,0 +1,1 @@
+"""Sessions: resolving and authorizing references, rows, transcripts, search and retention."""

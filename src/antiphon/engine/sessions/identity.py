@@ -1,0 +1,51 @@
+"""Who a session is when it acts: the caller it makes, and the tools it has.
+
+A run and whoever invokes a tool in a session's name ask here, so that they cannot disagree. What is decided comes
+from the session's row and the configuration as it is now; a sub-agent's session stays within its envelope.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from antiphon import keys
+from antiphon.access import Caller
+from antiphon.engine.collaboration.permissions import SubagentPermissionResolver
+from antiphon.engine.sessions.resolver import SessionResolver
+from antiphon.engine.toolbox import Tool, Toolbox
+
+if TYPE_CHECKING:  # a command that only reads is over before this would be imported
+    from antiphon.config import Config, ToolRules
+
+
+class SessionIdentity(NamedTuple):
+    caller: Caller
+    tools: Mapping[str, Tool]
+
+
+class SessionIdentityResolver:
+    def __init__(self, config: Config, door: SessionResolver, toolbox: Toolbox) -> None:
+        self._config = config
+        self._session_resolver = door
+        self._toolbox = toolbox
+        self._permission_resolver = SubagentPermissionResolver(config, toolbox)
+        self._rules: dict[str, ToolRules] = {}
+        self.resolve = lru_cache(maxsize=1024)(self._resolve_uncached)
+
+    def _resolve_uncached(
+        self, agent_id: str, session_key: str, *, sandboxed: bool, envelope: str | None
+    ) -> SessionIdentity:
+        """`sandboxed` and `envelope` are what stands in the row; the configuration may since have a sandbox for it."""
+        within = self._permission_resolver.resolve(agent_id, session_key, envelope)
+        inside = sandboxed or self._session_resolver.is_sandboxed(agent_id, keys.parse(session_key))
+        cap = within.cap if within else None
+        caller = Caller.agent(agent_id, session_key, sandboxed=inside, cap=cap)
+        if agent_id not in self._rules:
+            self._rules[agent_id] = self._config.get_agent(agent_id).tools
+        rules = self._rules[agent_id]
+        tools = self._toolbox.select_for_agent(agent_id, rules.allow, rules.deny)
+        if within is not None:
+            tools = {name: tool for name, tool in tools.items() if name in within.tools}
+        return SessionIdentity(caller, tools)

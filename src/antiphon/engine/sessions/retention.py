@@ -1,0 +1,95 @@
+"""Retention: old sessions leave the lists, and much later, if configured, the store.
+
+Archiving hides and deletes nothing. Only sessions that are idle are touched, a bounded number in a transaction,
+and the clock is the engine's, so that years pass in a test. What is on record of exchanges, tasks, deliveries, chains
+and commands goes by the same time as archived sessions, once it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
+
+import msgspec
+
+from antiphon.engine.sessions import session_rows
+from antiphon.store import Store, Tx
+from antiphon.store.listing import SESSION_KINDS
+from antiphon.store.queries import Queries, Query
+
+MILLISECONDS_PER_DAY = 86_400_000  # milliseconds
+MAX_SESSIONS_PER_TRANSACTION = 50  # sessions in one transaction; a long one would hold up everybody's commits
+MAX_RECORDS_PER_SWEEP = 1000  # rows of a kind in one sweep; those that are left wait for the next
+
+SQL = Queries("retention")
+OLD_RECORD_QUERIES = (SQL.old_exchanges, SQL.old_tasks, SQL.old_deliveries, SQL.old_chains, SQL.old_commands)
+
+RetentionScript: TypeAlias = Callable[[Tx, str, int, int], Awaitable[list[str]]]
+
+
+class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """Days without activity before archiving, days in the archive before deleting; None is for ever."""
+
+    archive_after_days: float | None = None
+    delete_archived_after_days: float | None = None
+
+
+async def apply_retention(store: Store, keep: RetentionPolicy, now: int) -> list[str]:
+    """Apply `keep` everywhere; the keys that were touched."""
+    touched: list[str] = []
+    for kind in SESSION_KINDS:
+        if keep.archive_after_days is not None:
+            touched += await _run_in_batches(
+                store,
+                _archive_stale_sessions,
+                kind,
+                now - round(keep.archive_after_days * MILLISECONDS_PER_DAY),
+                now,
+            )
+        if keep.delete_archived_after_days is not None:
+            touched += await _run_in_batches(
+                store,
+                _delete_expired_sessions,
+                kind,
+                now - round(keep.delete_archived_after_days * MILLISECONDS_PER_DAY),
+                now,
+            )
+    if keep.delete_archived_after_days is not None:
+        for query in OLD_RECORD_QUERIES:
+            await store.tx(
+                _delete_old_records,
+                query,
+                now - round(keep.delete_archived_after_days * MILLISECONDS_PER_DAY),
+            )
+    return touched
+
+
+async def _run_in_batches(
+    store: Store, script: RetentionScript, kind: str, before: int, now: int
+) -> list[str]:
+    touched: list[str] = []
+    while True:
+        batch = await store.tx(script, kind, before, now)
+        touched += batch
+        if len(batch) < MAX_SESSIONS_PER_TRANSACTION:
+            return touched
+
+
+async def _archive_stale_sessions(tx: Tx, kind: str, before: int, now: int) -> list[str]:
+    rows = await tx.all(session_rows.SQL.stale, kind=kind, before=before, limit=MAX_SESSIONS_PER_TRANSACTION)
+    for row in rows:
+        await tx.do(session_rows.SQL.archive, id=row["id"], now=now)
+    return [row["key"] for row in rows]
+
+
+async def _delete_expired_sessions(tx: Tx, kind: str, before: int, now: int) -> list[str]:
+    rows = await tx.all(
+        session_rows.SQL.expired, kind=kind, before=before, limit=MAX_SESSIONS_PER_TRANSACTION
+    )
+    for row in rows:
+        await session_rows.delete_session(tx, row["id"], row["key"], now)
+    return [row["key"] for row in rows]
+
+
+async def _delete_old_records(tx: Tx, query: Query, before: int) -> None:
+    await tx.do(query, before=before, limit=MAX_RECORDS_PER_SWEEP)

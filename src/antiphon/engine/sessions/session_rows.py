@@ -1,0 +1,245 @@
+"""Session rows: finding, creating, renewing, archiving and forgetting them, as transaction scripts.
+
+A session is a key and a lane. What is said in it is its transcript; `start_new_transcript` gives the key a fresh one
+and keeps the old, which stays readable by its session id. Who may do any of this is not decided here (see
+`engine.door`).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+
+import msgspec
+
+from antiphon import keys
+from antiphon.engine.sessions import search, transcripts
+from antiphon.engine.sessions.transcripts import Entry
+from antiphon.engine.validation import DELETED_TRANSCRIPT_PREFIX
+from antiphon.errors import Conflict
+from antiphon.keys import SessionIdRef, SessionKey
+from antiphon.messages import Message
+from antiphon.store import Param, Row, Tx
+from antiphon.store.fulltext import FulltextVector
+from antiphon.store.queries import Queries
+
+SQL = Queries("sessions")
+RUNS_SQL = Queries("runs")
+EXCHANGES_SQL = Queries("exchanges")
+DELIVERIES_SQL = Queries("deliveries")
+TASKS_SQL = Queries("tasks")
+PATCHABLE_COLUMNS = ("label", "display_name", "model", "thinking", "verbose", "send_policy", "archived")
+
+
+class NewSession(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a session when it is created."""
+
+    agent_id: str | None = None
+    """For the global session, whose key names no agent."""
+    label: str | None = None
+    display_name: str | None = None
+    parent: int | None = None
+    """The session that spawned it."""
+    role: str | None = None
+    sandboxed: bool = False
+    envelope: str | None = None
+    model: str | None = None
+    thinking: str | None = None
+    session_id: str | None = None
+    reason: str = "created"
+
+
+async def find_session(tx: Tx, reference: SessionKey | SessionIdRef, viewer: str | None) -> Row | None:
+    """The session a reference stands for. `descendant` in the row says whether it was spawned below `viewer`."""
+    if isinstance(reference, SessionKey):
+        return await tx.one(SQL.by_key, key=str(reference), viewer=viewer)
+    return await tx.one(SQL.by_session_id, session_id=reference.value, viewer=viewer)
+
+
+def get_named_transcript(row: Row) -> tuple[int, str]:
+    """The transcript that the reference meant: the current one, or an older one named by its session id."""
+    return row["named_transcript"], row["named_session_id"]
+
+
+async def list_by_label(tx: Tx, label: str, viewer: str | None) -> list[Row]:
+    return await tx.all(SQL.by_label, label=label, viewer=viewer)
+
+
+async def create_session(tx: Tx, key: SessionKey, now: int, birth: NewSession | None = None) -> Row:
+    birth = birth or NewSession()
+    session_id = birth.session_id or str(uuid.uuid4())
+    parent = await tx.one(SQL.by_id, id=birth.parent) if birth.parent is not None else None
+    # Also where nobody spawned it: it was imported, or somebody wrote to it.
+    subagent = key.shape == "subagent"
+    transcript = await _insert_transcript(tx, session_id, str(key), birth.reason, now)
+    row = await tx.one(
+        SQL.insert,
+        key=str(key),
+        session_id=session_id,
+        transcript=transcript,
+        agent_id=key.agent_id or birth.agent_id,
+        kind=key.kind,
+        chat_type=key.chat_type,
+        channel=key.channel,
+        label=birth.label,
+        display_name=birth.display_name,
+        spawned_by=parent["id"] if parent else None,
+        parent_key=parent["key"] if parent else None,
+        root_key=(parent["root_key"] or parent["key"]) if parent else None,
+        depth=parent["depth"] + 1 if parent else int(subagent),
+        role=birth.role or ("leaf" if subagent else None),
+        sandboxed=int(birth.sandboxed),
+        envelope=birth.envelope,
+        model=birth.model,
+        thinking=birth.thinking,
+        now=now,
+    )
+    assert row is not None
+    if parent:
+        await _link_child(tx, row["id"], parent["id"])
+    await index_session_names(
+        tx, row["id"], key.id, key.thread and key.thread.id, birth.label, birth.display_name
+    )
+    return row
+
+
+async def _link_child(tx: Tx, child: int, parent: int) -> None:
+    await tx.do(SQL.link, parent=parent, child=child)
+    await tx.do(SQL.count_child, parent=parent, change=1)
+
+
+async def attach_to_parent(tx: Tx, session: int, parent: int) -> None:
+    """Make a session that has neither parent nor children yet the child of another."""
+    above = await tx.one(SQL.by_id, id=parent)
+    assert above is not None
+    await tx.do(
+        SQL.place_under,
+        id=session,
+        parent=parent,
+        parent_key=above["key"],
+        root_key=above["root_key"] or above["key"],
+        depth=above["depth"] + 1,
+    )
+    await _link_child(tx, session, parent)
+
+
+async def _insert_transcript(tx: Tx, session_id: str, key: str, reason: str, now: int) -> int:
+    row = await tx.one(SQL.insert_transcript, session_id=session_id, key=key, reason=reason, now=now)
+    assert row is not None
+    return row["id"]
+
+
+async def index_session_names(tx: Tx, session: int, *names: str | None) -> None:
+    """Make a session findable by these words, instead of whatever it was findable by."""
+    await tx.do(SQL.unname_session, id=session)
+    text = " ".join(filter(None, names))
+    await tx.do(SQL.name_session, id=session, names=text, vector=FulltextVector(text))
+
+
+async def patch_session(tx: Tx, session: int, settings: Mapping[str, str | int | None], now: int) -> None:
+    """Set some of `PATCHABLE_COLUMNS`. Labels tell an agent's sessions apart, and only idle sessions are archived."""
+    row = await tx.one(SQL.by_id, id=session)
+    assert row is not None
+    after: dict[str, Param] = {column: settings.get(column, row[column]) for column in PATCHABLE_COLUMNS}
+    if settings.keys() & {"label", "archived"} and after["label"] is not None and not after["archived"]:
+        await _check_label(tx, row, after["label"])
+    if after["archived"] and not row["archived"]:
+        await check_idle(tx, row)
+    await tx.do(SQL.patch, id=session, now=now, **after)
+    if settings.keys() & {"label", "display_name"}:
+        key = keys.parse(row["key"])
+        names = (after["label"], after["display_name"])
+        await index_session_names(
+            tx, session, key.id, key.thread and key.thread.id, *(n for n in names if isinstance(n, str))
+        )
+
+
+async def is_label_free(tx: Tx, session: Row, label: Param) -> bool:
+    await tx.lock(f"label:{session['agent_id']}:{label}")
+    return not await tx.one(SQL.label_taken, label=label, agent_id=session["agent_id"], besides=session["id"])
+
+
+async def _check_label(tx: Tx, session: Row, label: Param) -> None:
+    if not await is_label_free(tx, session, label):
+        raise make_label_conflict(label)
+
+
+async def find_and_lock_label(tx: Tx, agent_id: str, label: str) -> Row | None:
+    """The session of an agent that has this label. The label stays locked until the commit."""
+    await tx.lock(f"label:{agent_id}:{label}")
+    return await tx.one(SQL.label_taken, label=label, agent_id=agent_id, besides=0)
+
+
+def make_label_conflict(label: Param) -> Conflict:
+    """The error for a label in use. It does not name the other session, which the caller may not know of."""
+    return Conflict(f"label already in use: {label}.", "Choose another one.", field="label")
+
+
+async def append_note(tx: Tx, session: int, message: Message, now: int) -> Entry:
+    """Append an entry that belongs to no run."""
+    place = await tx.one(SQL.advance_unfenced, id=session, count=1, now=now)
+    assert place is not None
+    (entry,) = await transcripts.append(tx, place["transcript"], place["last_seq"], None, [message], now)
+    return entry
+
+
+async def start_new_transcript(tx: Tx, session: Row, reason: str, now: int) -> None:
+    """A new transcript for this key; the old one ends, with the reason on record in its successor."""
+    await check_idle(tx, session)
+    session_id = str(uuid.uuid4())
+    await tx.do(SQL.end_transcript, transcript=session["transcript"], now=now)
+    transcript = await _insert_transcript(tx, session_id, session["key"], reason, now)
+    await tx.do(SQL.renew, id=session["id"], session_id=session_id, transcript=transcript, now=now)
+
+
+async def restore_transcript(tx: Tx, session: Row, now: int) -> None:
+    """Go back to the older transcript that the row was found by."""
+    await check_idle(tx, session)
+    transcript, session_id = get_named_transcript(session)
+    await tx.do(SQL.end_transcript, transcript=session["transcript"], now=now)
+    await tx.do(SQL.reopen_transcript, transcript=transcript)
+    await tx.do(SQL.restore, id=session["id"], session_id=session_id, transcript=transcript, now=now)
+
+
+async def check_idle(tx: Tx, session: Row) -> None:
+    """For what a run in the middle of its answer must not find changed."""
+    active = await tx.one(RUNS_SQL.active_in, session=session["id"])
+    if active:
+        raise Conflict(
+            f"Session {session['key']!r} is still answering.",
+            "Wait for the answer, or stop it (/stop in a chat), then try again.",
+            run_id=active["id"],
+        )
+
+
+async def list_transcripts(tx: Tx, session: Row) -> list[Row]:
+    """Every transcript this key has had, newest first."""
+    return await tx.all(SQL.transcripts_of, key=session["key"])
+
+
+async def delete_session(tx: Tx, session: int, key: str, now: int) -> None:
+    """Remove a session in which nothing runs or waits, and everything said in it, to it and by it.
+
+    The usage ledger stays, and so does what came of the tasks it was spawned for: see `delete_task_texts`. Of exchanges
+    and deliveries that are over, everything but the words stays. That its conversations were deleted is on record,
+    for whoever keeps copies of them.
+    """
+    row = await tx.one(SQL.by_id, id=session)
+    if row and row["spawned_by"] is not None:
+        await tx.do(SQL.count_child, parent=row["spawned_by"], change=-1)
+    await search.delete_from_index(tx, key)  # by the numbers of the messages, which must still be there
+    await tx.do(SQL.forget_messages, key=key)
+    await tx.do(SQL.record_forgotten, prefix=DELETED_TRANSCRIPT_PREFIX, key=key, now=now)
+    await tx.do(SQL.forget_transcripts, key=key)
+    await tx.do(SQL.forget_runs, id=session)
+    await tx.do(SQL.forget_notes, id=session)
+    await tx.do(EXCHANGES_SQL.forget_words, session=session)
+    await tx.do(DELIVERIES_SQL.forget_words, session=session)
+    await tx.do(SQL.forget_lineage, id=session)
+    await tx.do(SQL.unname_session, id=session)
+    await tx.do(SQL.forget_session, id=session)
+
+
+async def delete_task_texts(tx: Tx, session: int, key: str) -> None:
+    """What a session was spawned to do, and what it said of it: for when a person wants nothing of it kept."""
+    await tx.do(TASKS_SQL.forget_words, child=session, key=key)

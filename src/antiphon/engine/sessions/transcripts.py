@@ -1,0 +1,215 @@
+"""Transcript entries: appending them, and reading them back by cursor.
+
+`seq` counts 1, 2, 3 … within a transcript. The numbers are reserved on the session row by whoever owns the
+lane, so there is one writer and no gap. Entries are never changed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from antiphon.engine.sessions.internal_entries import is_internal_entry
+from antiphon.errors import InvalidInput
+from antiphon.filters import HistoryFilter
+from antiphon.messages import (
+    AssistantMessage,
+    Message,
+    ToolCall,
+    ToolResult,
+    decode_message,
+    encode_message,
+    is_failed_entry,
+    is_tool_entry,
+)
+from antiphon.store import Row, Tx
+from antiphon.store.queries import Queries, Query
+
+SQL = Queries("transcripts")
+AFTER_LAST_SEQ = 2**62  # a sequence number after every other
+MAX_PAGE_BYTES = 4 * 2**20  # of the bodies of a page; a larger entry is a page by itself
+ROWS_PER_FETCH = 64  # rows that are fetched at once: so many large ones may be in memory beside the page
+MAX_ENTRIES_SCANNED = 5000  # entries that a page of few among many looks through
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A stored entry: its number, its id and its raw JSON."""
+
+    seq: int
+    id: str
+    role: str
+    body: str
+    created_at: int
+    run_id: str | None = None
+    """Given where it was asked for: when a page is read."""
+    shown: int = 1
+    """Likewise: 0 where its run has put words here for people that did not get to them."""
+
+    @property
+    def is_internal(self) -> bool:
+        """Whether it is no part of what a person would call the conversation."""
+        return not self.shown or is_internal_entry(self.role, self.body)
+
+
+class Page(NamedTuple):
+    """Entries, oldest first, and the number to go on from if there is more in the direction they were read in."""
+
+    entries: list[Entry]
+    cursor: int | None
+
+    @property
+    def has_more(self) -> bool:
+        return self.cursor is not None
+
+
+async def append(
+    tx: Tx, transcript: int, last_seq: int, run: int | None, messages: Sequence[Message], now: int
+) -> list[Entry]:
+    """Write `messages` so that the last one gets `load_last_seq`, which the caller has reserved."""
+    entries: list[Entry] = []
+    for seq, message in enumerate(messages, last_seq - len(messages) + 1):
+        entry = new_entry(seq, str(message.__struct_config__.tag), encode_message(message), now)
+        await append_raw(tx, transcript, run, entry)
+        entries.append(entry)
+    return entries
+
+
+def new_entry(seq: int, role: str, body: str, now: int) -> Entry:
+    return Entry(seq, f"{random.getrandbits(32):08x}", role, body, now)
+
+
+async def append_raw(tx: Tx, transcript: int, run: int | None, entry: Entry) -> None:
+    await tx.do(
+        SQL.append,
+        transcript=transcript,
+        seq=entry.seq,
+        entry=entry.id,
+        role=entry.role,
+        run=run,
+        body=entry.body,
+        now=entry.created_at,
+    )
+
+
+async def read_page_before(tx: Tx, transcript: int, seq: int, limit: int, *, tools: bool) -> Page:
+    """The last entries before `seq`: up to `limit`, and not many bytes."""
+    page = await _read_page(tx, SQL.before if tools else SQL.before_without_tools, transcript, seq, limit)
+    page.entries.reverse()
+    return page
+
+
+async def read_page_after(tx: Tx, transcript: int, seq: int, limit: int, *, tools: bool) -> Page:
+    """The first entries after `seq`: up to `limit`, and not many bytes."""
+    return await _read_page(tx, SQL.after if tools else SQL.after_without_tools, transcript, seq, limit)
+
+
+async def _read_page(tx: Tx, query: Query, transcript: int, seq: int, limit: int) -> Page:
+    """In the order of the query, which says where to go from `seq`. At least one entry, if there is any."""
+    found: list[Entry] = []
+    size = 0
+    while True:
+        wanted = min(
+            ROWS_PER_FETCH, limit + 1 - len(found)
+        )  # one more than the page, to know whether there is more
+        rows = await tx.all(query, transcript=transcript, seq=seq, limit=wanted)
+        for row in rows:
+            entry = Entry(*row)
+            size += _count_bytes(entry.body)
+            if found and (size > MAX_PAGE_BYTES or len(found) == limit):
+                return Page(found, found[-1].seq)
+            found.append(entry)
+        if len(rows) < wanted:
+            return Page(found, None)
+        seq = found[-1].seq
+
+
+async def read_filtered_page(tx: Tx, transcript: int, wanted: HistoryFilter, limit: int) -> Page:
+    """A page of what `wanted` leaves. One may be empty and not the last: looking is bounded, too."""
+    end = await load_last_seq(tx, transcript)
+    if wanted.after is not None:
+        edge = min(wanted.after + MAX_ENTRIES_SCANNED, end)
+        page = await _read_filtered_range(
+            tx, SQL.after_narrowed, transcript, wanted, wanted.after, edge, limit
+        )
+        return page if page.has_more or edge >= end else Page(page.entries, edge)
+    seq = end + 1 if wanted.before is None else min(wanted.before, end + 1)
+    edge = max(seq - MAX_ENTRIES_SCANNED, 1)
+    page = await _read_filtered_range(tx, SQL.before_narrowed, transcript, wanted, seq, edge, limit)
+    page.entries.reverse()
+    return page if page.has_more or edge == 1 else Page(page.entries, edge)
+
+
+async def _read_filtered_range(
+    tx: Tx, query: Query, transcript: int, wanted: HistoryFilter, start: int, edge: int, limit: int
+) -> Page:
+    """From `start` to `edge`, in the order of the query. The bytes that are counted are those looked through."""
+    narrowing = {
+        "hidden": "toolResult" if wanted.hides_results else "",
+        "roles": None if wanted.roles is None else msgspec.json.encode(wanted.roles).decode(),
+        "since": -AFTER_LAST_SEQ if wanted.since is None else wanted.since,
+    }
+    found: list[Entry] = []
+    seq, size = start, 0
+    while rows := await tx.all(
+        query, transcript=transcript, seq=seq, edge=edge, limit=ROWS_PER_FETCH, **narrowing
+    ):
+        for row in rows:
+            entry = Entry(*row)
+            size += _count_bytes(entry.body)
+            if seq != start and (size > MAX_PAGE_BYTES or len(found) == limit):
+                return Page(found, seq)
+            if _matches_filter(entry, wanted):
+                found.append(entry)
+            seq = entry.seq
+    return Page(found, None)
+
+
+def _matches_filter(entry: Entry, wanted: HistoryFilter) -> bool:
+    """By what only its body says."""
+    if wanted.without_internal and entry.is_internal:
+        return False
+    if wanted.errors and not is_failed_entry(entry.role, entry.body):
+        return False
+    return wanted.tool is None or is_tool_entry(wanted.tool, entry.role, entry.body)
+
+
+def _count_bytes(body: str) -> int:
+    """In bytes; most bodies are ASCII, which costs nothing to know."""
+    return len(body) if body.isascii() else len(body.encode())
+
+
+async def read_entries_after(tx: Tx, transcript: int, seq: int, limit: int, *, tools: bool) -> list[Entry]:
+    """`limit` entries after `seq` however large they are, oldest first; fewer only at the end."""
+    query = SQL.after if tools else SQL.after_without_tools
+    return [Entry(*row) for row in await tx.all(query, transcript=transcript, seq=seq, limit=limit)]
+
+
+async def load_last_seq(tx: Tx, transcript: int) -> int:
+    row = await tx.one(SQL.last_seq, transcript=transcript)
+    return row["last_seq"] if row else 0
+
+
+async def load_open_calls(tx: Tx, transcript: int, first_seq: int) -> list[ToolCall]:
+    """The tool calls of a run's last answer that have no result yet."""
+    rows = await tx.all(SQL.since_last_answer, transcript=transcript, first=first_seq)
+    return find_unanswered_calls([message for row in rows if (message := decode_or_none(row)) is not None])
+
+
+def decode_or_none(row: Row) -> Message | None:
+    """A damaged entry is passed over, so that it cannot brick its session; `antiphon doctor` names it."""
+    try:
+        return decode_message(row["body"])
+    except InvalidInput:
+        return None
+
+
+def find_unanswered_calls(messages: Sequence[Message]) -> list[ToolCall]:
+    """Calls without a result, in the order they were made."""
+    answered = {message.tool_call_id for message in messages if isinstance(message, ToolResult)}
+    calls = [
+        call for message in messages if isinstance(message, AssistantMessage) for call in message.tool_calls
+    ]
+    return [call for call in calls if call.id not in answered]

@@ -1,0 +1,30 @@
+"""Where a running gateway is found: a note in the state directory, for the commands on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+DISCOVERY_FILE_NAME = "gateway.json"
+
+
+class DiscoveryRecord(msgspec.Struct, frozen=True):
+    url: str
+    pid: int
+
+
+def write(state_dir: Path, note: DiscoveryRecord) -> None:
+    (state_dir / DISCOVERY_FILE_NAME).write_bytes(msgspec.json.encode(note))
+
+
+def read(state_dir: Path) -> DiscoveryRecord | None:
+    """What was last noted, true or not."""
+    try:
+        return msgspec.json.decode((state_dir / DISCOVERY_FILE_NAME).read_bytes(), type=DiscoveryRecord)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def remove(state_dir: Path) -> None:
+    (state_dir / DISCOVERY_FILE_NAME).unlink(missing_ok=True)

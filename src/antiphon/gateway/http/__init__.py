@@ -1,0 +1,1 @@
+"""HTTP routes of the gateway, with their limits, streams and metrics."""

@@ -1,0 +1,49 @@
+"""Whether the gateway lives, and whether it can take work. Both are told to anybody, and say nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from antiphon.access import READ_SCOPE, Caller
+from antiphon.errors import AntiphonError
+from antiphon.gateway.http.responses import build_json_response
+from antiphon.gateway.state import GatewayState
+from antiphon.operations import ListFilter
+
+log = logging.getLogger(__name__)
+
+STORE_PROBE_TIMEOUT_SECONDS = 2.0  # seconds in which the store has to answer
+_PROBE_CALLER = Caller.operator([READ_SCOPE])
+
+
+async def get_health(request: Request) -> Response:
+    return build_json_response({"ok": True, "status": "live"})
+
+
+async def get_readiness(gateway: GatewayState, request: Request) -> Response:
+    failing = [
+        *(["closing"] if gateway.closing.is_set() else []),
+        *([] if await _can_reach_store(gateway) else ["store"]),
+    ]
+    if failing:
+        return build_json_response({"ready": False, "failing": failing}, 503)
+    # Without the bus everything is still accepted and kept, so requests may go on coming here.
+    return build_json_response(
+        {"ready": True} if gateway.house.links.connected() else {"ready": True, "degraded": ["bus"]}
+    )
+
+
+async def _can_reach_store(gateway: GatewayState) -> bool:
+    if gateway.house.trouble():
+        return False  # The store has said so itself. What is kept can be read, but nothing can be added.
+    try:
+        async with asyncio.timeout(STORE_PROBE_TIMEOUT_SECONDS):
+            await gateway.house.operations.list(_PROBE_CALLER, ListFilter(limit=1))
+    except (AntiphonError, TimeoutError) as error:
+        log.warning("The store did not answer: %s", error or "it took too long")
+        return False
+    return True

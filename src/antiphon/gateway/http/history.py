@@ -1,0 +1,242 @@
+"""Transcripts over HTTP: a page as JSON, or the same followed live as server-sent events; and stopping a session.
+
+Every event of a stream is named `<sessionId>:<seq>`, so that a client which was cut off says where it was and gets
+what came after that, each entry once and in order. Where that is not possible it is told by an `event: gap`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from functools import partial
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+from sse_starlette import ServerSentEvent
+from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.responses import Response
+
+from antiphon import access
+from antiphon.access import Caller
+from antiphon.bus import MessageAppended, SessionChanged
+from antiphon.engine.sessions.transcripts import Entry
+from antiphon.errors import Conflict, InvalidInput, InvalidKey
+from antiphon.gateway.auth import ClientIdentity
+from antiphon.gateway.http.responses import EventStream, StreamSlots, build_json_response, build_sse_event
+from antiphon.gateway.state import GatewayState
+from antiphon.operations import DEFAULT_HISTORY_ENTRIES, MAX_HISTORY_ENTRIES, HistoryFilter, Operations
+from antiphon.views import HistoryPage, build_history_item
+
+CLIENT_RETRY_DELAY_MS = 1000  # ms after which a client that was cut off comes back
+_BOOLEANS_BY_TEXT = {"1": True, "true": True, "0": False, "false": False, "": False}
+
+
+class StreamPosition(msgspec.Struct, frozen=True):
+    """A point in a conversation."""
+
+    session_id: str
+    seq: int
+
+    def __str__(self) -> str:
+        return f"{self.session_id}:{self.seq}"
+
+
+async def get_history(
+    gateway: GatewayState, slots: StreamSlots, identity: ClientIdentity, request: Request
+) -> Response:
+    session = read_session_from_path(request, "/history")
+    wanted = _parse_filter(request.query_params)
+    operations, caller = gateway.house.operations, identity.to_caller()
+    _check_session_key(operations, caller, session)
+    if not _is_stream(request):
+        return build_json_response(
+            format_history_page(await operations.read_history(caller, session, wanted))
+        )
+    story = HistoryStream(operations, caller, session, wanted)
+    events = story.stream_events(request.headers.get("last-event-id"))
+    still_known = partial(gateway.guard.is_still_valid, identity)
+    return await EventStream.open(events, gateway.closing, slots, still_known)
+
+
+async def post_kill(gateway: GatewayState, caller: Caller, request: Request) -> Response:
+    """Stops what runs and waits in the session; nothing of it is deleted."""
+    stopped = await gateway.house.operations.stop(caller, read_session_from_path(request, "/kill"))
+    return build_json_response({"ok": True, "killed": bool(stopped.run_ids)})
+
+
+def read_session_from_path(request: Request, after: str) -> str:
+    """The session that a path names between `/sessions/` and `after`, decoded exactly once.
+
+    The path that was matched is decoded already, which an id with a `%` in it would not survive.
+    """
+    path: bytes = request.scope.get("raw_path") or b""
+    text = path.decode("ascii", "replace")
+    try:
+        named = text.startswith("/sessions/") and text.endswith(after)
+        session = unquote(text[len("/sessions/") : -len(after)], errors="strict") if named else ""
+    except UnicodeDecodeError:
+        session = ""
+    if not session.strip():
+        raise InvalidInput(
+            "The path names no session.", f"Write /sessions/<key, percent-encoded>{after}.", field="key"
+        )
+    return session
+
+
+def _check_session_key(operations: Operations, caller: Caller, session: str) -> None:
+    """Answer an invalid session key with 404, like that of a session that does not exist."""
+    try:
+        operations.is_main(caller, session)
+    except InvalidKey:
+        access.require_scope(caller, "read")
+        raise access.build_session_missing_error(session) from None
+
+
+def format_history_page(page: HistoryPage) -> dict[str, Any]:
+    messages = [{**item, "__openclaw": {"id": item["id"], "seq": item["seq"]}} for item in page.messages]
+    view: dict[str, Any] = {
+        "sessionKey": page.session_key,
+        "sessionId": page.session_id,
+        "items": messages,
+        "messages": messages,
+        "hasMore": page.has_more,
+        "total": page.total,
+    }
+    return view if page.next_cursor is None else {**view, "nextCursor": page.next_cursor}
+
+
+class HistoryStream:
+    """One stream: what is told of a session to one reader."""
+
+    def __init__(self, operations: Operations, caller: Caller, session: str, wanted: HistoryFilter) -> None:
+        self._operations = operations
+        self._caller = caller
+        self._session = session
+        self._key = session
+        self._history_filter = wanted
+
+    async def stream_events(self, last_event_id: str | None) -> AsyncGenerator[ServerSentEvent]:
+        page = await self._load_page()
+        yield ServerSentEvent(retry=CLIENT_RETRY_DELAY_MS, sep="\n")
+        place = StreamPosition(page.session_id, page.total)
+        if last_event_id is not None and (back := _find_resume_position(last_event_id, place)):
+            place = back
+        else:
+            if last_event_id is not None:
+                yield self._format_gap_event(page.session_id, _explain_gap(last_event_id, place))
+            yield build_sse_event(format_history_page(page), event="history", id=str(place))
+        while True:
+            try:
+                async with aclosing(self._follow(place)) as live:
+                    async for event in live:
+                        yield event
+                return
+            except Conflict:  # the conversation ended before it was listened to
+                page = await self._load_page()
+                place = StreamPosition(page.session_id, page.total)
+                yield self._format_gap_event(page.session_id, "reset")
+                yield build_sse_event(format_history_page(page), event="history", id=str(place))
+
+    async def _load_page(self) -> HistoryPage:
+        page = await self._operations.read_history(self._caller, self._session, self._history_filter)
+        self._key = page.session_key
+        return page
+
+    async def _follow(self, place: StreamPosition) -> AsyncGenerator[ServerSentEvent]:
+        """By the conversation's id and not by its key: a number means nothing in another conversation."""
+        feed = self._operations.follow(self._caller, place.session_id, place.seq)
+        async with aclosing(feed):
+            async for event in feed:
+                if isinstance(event, MessageAppended):
+                    if (told := self._format_message_event(event)) is not None:
+                        yield told
+                elif isinstance(event, SessionChanged) and event.reason == "renewed":
+                    yield self._format_gap_event(event.session_id, "reset")
+                elif isinstance(event, SessionChanged) and event.reason == "delete":
+                    yield self._format_gap_event(place.session_id, "deleted")
+
+    def _format_message_event(self, event: MessageAppended) -> ServerSentEvent | None:
+        entry = Entry(event.seq, event.entry, "unknown", event.body, 0, event.run_id, int(not event.internal))
+        item = build_history_item(entry)
+        if item["role"] == "toolResult" and not self._history_filter.include_tools:
+            return None
+        data = {
+            "sessionKey": event.session_key,
+            "sessionId": event.session_id,
+            "message": {**item, "__openclaw": {"id": event.entry, "seq": event.seq}},
+            "messageId": event.entry,
+            "messageSeq": event.seq,
+        }
+        return build_sse_event(data, event="message", id=str(StreamPosition(event.session_id, event.seq)))
+
+    def _format_gap_event(self, session_id: str | None, reason: str) -> ServerSentEvent:
+        data = {"sessionKey": self._key, "sessionId": session_id, "reason": reason}
+        return build_sse_event(data, event="gap")
+
+
+def _find_resume_position(last_event_id: str, end: StreamPosition) -> StreamPosition | None:
+    """Where the client was, if the conversation still goes on there."""
+    session_id, _, seq = last_event_id.strip().rpartition(":")
+    if session_id != end.session_id or (number := _parse_number(seq)) is None or number > end.seq:
+        return None
+    return StreamPosition(session_id, number)
+
+
+def _explain_gap(last_event_id: str, end: StreamPosition) -> str:
+    return "ahead" if last_event_id.startswith(f"{end.session_id}:") else "reset"
+
+
+# --- what was asked for ---
+
+
+def _is_stream(request: Request) -> bool:
+    if request.method == "HEAD":
+        return False  # there is nobody to read it
+    return _parse_flag(request.query_params, "follow") or "text/event-stream" in request.headers.get(
+        "accept", ""
+    )
+
+
+def _parse_filter(query: QueryParams) -> HistoryFilter:
+    return HistoryFilter(
+        limit=_parse_limit(query.get("limit")),
+        before=_parse_cursor(query.get("cursor")),
+        include_tools=_parse_flag(query, "includeTools"),
+    )
+
+
+def _parse_limit(text: str | None) -> int:
+    number = (
+        DEFAULT_HISTORY_ENTRIES if text is None else _parse_number(text[:17])
+    )  # enough digits for any limit
+    if number is None or number < 1:
+        raise InvalidInput(
+            f"'limit' is {(text or '')[:40]!r}.",
+            f"Use a whole number from 1; anything above {MAX_HISTORY_ENTRIES} counts as {MAX_HISTORY_ENTRIES}.",
+            field="limit",
+        )
+    return min(number, MAX_HISTORY_ENTRIES)
+
+
+def _parse_cursor(text: str | None) -> int | None:
+    if text is None:
+        return None
+    number = _parse_number(text.removeprefix("seq:"))
+    if number is None:
+        raise InvalidInput(
+            f"'cursor' is {text[:40]!r}.", "Pass nextCursor as it was given: N or seq:N.", field="cursor"
+        )
+    return number
+
+
+def _parse_flag(query: Mapping[str, str], name: str) -> bool:
+    text = query.get(name, "")
+    if text.lower() not in _BOOLEANS_BY_TEXT:
+        raise InvalidInput(f"{name!r} is {text[:40]!r}.", "Use 1 or 0.", field=name)
+    return _BOOLEANS_BY_TEXT[text.lower()]
+
+
+def _parse_number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 18 else None

@@ -1,0 +1,190 @@
+"""Web hooks: other programs start runs with a secret of their own, which opens nothing else.
+
+A hook's words are stored as they were sent, and the entry says that a hook sent them. Into which session, and to
+which agent, is the operator's choice; the sender has one only where the configuration gives it one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from antiphon import keys
+from antiphon.access import WRITE_SCOPE, Caller
+from antiphon.errors import Forbidden, InvalidInput
+from antiphon.gateway.http.responses import build_json_response, read_json
+from antiphon.gateway.slash_commands import check_channel
+from antiphon.gateway.state import GatewayState
+from antiphon.messages import Provenance
+from antiphon.operations import IncomingMessage
+from antiphon.views import MessageReceipt
+
+_SESSION_NAMESPACE = uuid.UUID("0d0c4b1e-52f3-4d0e-8a53-6f0f3a2b7c95")
+HOOK_CALLER = Caller.operator([WRITE_SCOPE])
+"""A hook may speak; that it reads too is implied, and it is told nothing but the run's id."""
+
+
+class _HookBody(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    pass
+
+
+class AgentHook(_HookBody, frozen=True):
+    """What `POST /hooks/agent` takes. The answer stays in the session, which is what the channel `webchat` shows."""
+
+    message: str
+    name: Annotated[str, msgspec.Meta(max_length=200)] | None = None
+    agent_id: str | None = None
+    session_key: str | None = None
+    wake_mode: Literal["now", "next-heartbeat"] | None = None
+    deliver: bool | None = None
+    channel: str | None = None
+    to: str | None = None
+    model: str | None = None
+    thinking: str | None = None
+    timeout_seconds: float | None = None
+
+
+class WakeHook(_HookBody, frozen=True):
+    text: str
+    mode: Literal["now", "next-heartbeat"] | None = None
+
+
+class HookEndpoints:
+    def __init__(self, gateway: GatewayState) -> None:
+        self._gateway = gateway
+        self._settings = gateway.house.config.hooks
+        self._token: str | None = None
+
+    async def open(self) -> None:
+        """Read the secret, once and in a thread: it may be a file or the output of a command."""
+        assert self._settings.token is not None  # no config is loaded that enables them without
+        self._token = await asyncio.to_thread(self._settings.token.reveal)
+
+    async def authenticate(self, address: str, request: Request) -> None:
+        """Whether the sender knows the secret; wrong ones are limited like every other wrong credential."""
+        if self._token is None:
+            await self.open()
+        kind, _, bearer = request.headers.get("authorization", "").partition(" ")
+        given = bearer.strip() if kind.lower() == "bearer" else request.headers.get("x-openclaw-token")
+        origin = request.headers.get("origin")
+        self._gateway.guard.check_endpoint_secret(address, origin, given, self._token or "", "hook token")
+
+    async def post_agent(self, request: Request) -> Response:
+        wanted = await read_json(request, AgentHook)
+        _check_name(wanted.name)
+        if wanted.deliver is not False:
+            check_channel("channel", wanted.channel)
+        again = request.headers.get("idempotency-key")
+        session = self._choose_session(wanted, again)
+        accepted = await self._submit(
+            IncomingMessage(
+                session=session,
+                content=wanted.message,
+                idempotency_key=again,
+                origin="hook",
+                model=wanted.model,
+                thinking=wanted.thinking,
+                timeout_seconds=wanted.timeout_seconds,
+                provenance=Provenance(kind="hook", source_tool=wanted.name),
+            )
+        )
+        return build_json_response({"ok": True, "runId": accepted.run_id, "sessionKey": accepted.session_key})
+
+    async def post_wake(self, request: Request) -> Response:
+        wanted = await read_json(request, WakeHook)
+        self._check_agent(None)
+        accepted = await self._submit(
+            IncomingMessage(
+                session="main",
+                content=wanted.text,
+                idempotency_key=request.headers.get("idempotency-key"),
+                origin="hook",
+                provenance=Provenance(kind="hook", source_tool="wake"),
+            )
+        )
+        return build_json_response({"ok": True, "runId": accepted.run_id})
+
+    async def _submit(self, message: IncomingMessage) -> MessageReceipt:
+        return await self._gateway.house.operations.submit(HOOK_CALLER, message)
+
+    def _choose_session(self, wanted: AgentHook, again: str | None) -> str:
+        if wanted.session_key is not None:
+            return self._check_requested_session(wanted.session_key, wanted.agent_id)
+        if self._settings.default_session_key is not None and wanted.agent_id is None:
+            return self._check_default_session(self._settings.default_session_key)
+        # Sent again with the same key, the same session is meant: a new one would be another message.
+        unique = uuid.uuid5(_SESSION_NAMESPACE, again) if again else uuid.uuid4()
+        return str(keys.owned_key(self._check_agent(wanted.agent_id), "hook", str(unique)))
+
+    def _check_default_session(self, reference: str) -> str:
+        if self._settings.allowed_agent_ids is not None:
+            self._check_agent(self._canonicalize_key(reference, None).agent_id or None)
+        return reference
+
+    def _check_requested_session(self, reference: str, agent_id: str | None) -> str:
+        if not self._settings.allow_request_session_key:
+            raise InvalidInput(
+                "A hook may not choose its session here.",
+                "Leave 'sessionKey' out, or set hooks.allowRequestSessionKey.",
+                field="sessionKey",
+            )
+        key = self._canonicalize_key(reference, agent_id)
+        allowed = self._settings.allowed_session_key_prefixes
+        spellings = (str(key), key.rest)
+        if allowed is not None and not any(
+            text.startswith(prefix) for prefix in allowed for text in spellings
+        ):
+            raise Forbidden(
+                f"A hook may not choose the session {reference[:200]!r}.",
+                "Use one that hooks.allowedSessionKeyPrefixes admits.",
+            )
+        if key.shape != "global" and agent_id is not None and key.agent_id != agent_id.lower():
+            raise InvalidInput(
+                f"Session {str(key)!r} does not belong to the agent {agent_id!r}.",
+                "Leave 'agentId' out.",
+                field="agentId",
+            )
+        agent = self._check_agent(key.agent_id or agent_id)
+        return f"agent:{agent}:main" if key.shape == "global" else str(key)
+
+    def _canonicalize_key(self, reference: str, agent_id: str | None) -> keys.SessionKey:
+        """As the core will read it: a prefix is compared with what is meant, not with how it is spelled."""
+        config = self._gateway.house.config
+        key = keys.canonicalise(
+            reference,
+            agent_id=agent_id or config.default_agent_id,
+            main_key=config.session.main_key,
+            scope=config.session.scope,
+        )
+        if isinstance(key, keys.SessionIdRef):
+            raise InvalidInput(
+                "A hook names a session by its key.",
+                "Write agent:<agentId>:hook:<name>, or leave 'sessionKey' out.",
+                field="sessionKey",
+            )
+        return key
+
+    def _check_agent(self, wanted: str | None) -> str:
+        config = self._gateway.house.config
+        agent_id = config.get_agent(keys.validate_agent_id(wanted or config.default_agent_id)).id
+        allowed = self._settings.allowed_agent_ids
+        if allowed is not None and not any(fnmatchcase(agent_id, pattern.lower()) for pattern in allowed):
+            raise Forbidden(
+                f"A hook may not start the agent {agent_id!r}.", "Use one that hooks.allowedAgentIds admits."
+            )
+        return agent_id
+
+
+def _check_name(name: str | None) -> None:
+    if name is not None and not name.isprintable():
+        raise InvalidInput(
+            "'name' holds characters that cannot be shown.",
+            "Use letters, digits, punctuation and blanks.",
+            field="name",
+        )

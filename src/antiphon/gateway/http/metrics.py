@@ -1,0 +1,213 @@
+"""Figures for Prometheus; every gateway has a registry of its own.
+
+Three kinds, and only the first may be added up over replicas. What this process does: sockets, requests, its loop. What
+live events tell, which every replica hears of all of them: hints, so after a gap some are missing. What the rows say
+of the whole (`antiphon_store_…`, `antiphon_replicas`): the same from whichever replica is asked.
+
+Labels are words of ours (an outcome, a route, a status), never something that a client wrote, so their number is
+bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter as Tally
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import Response
+
+from antiphon import __version__, access
+from antiphon.access import Caller
+from antiphon.bus import ALL_SESSIONS_TOPIC, Event, Gap, MessageAppended, RunChanged
+from antiphon.errors import AntiphonError
+from antiphon.gateway.http.responses import SECURITY_HEADERS, StreamSlots
+from antiphon.gateway.state import GatewayState
+from antiphon.gateway.subscriptions import READ_ONLY_CALLER
+from antiphon.operations.system_status import SystemStatus
+
+log = logging.getLogger(__name__)
+
+ACTIVE_RUN_STATES = ("queued", "running")
+MAX_TRACKED_RUNS = 100_000  # that are remembered as being under way
+LOOP_LAG_INTERVAL_SECONDS = 1.0  # seconds between two looks at how late the loop is
+STORE_TIMEOUT_SECONDS = 2.0  # seconds in which the store has to answer, as for `/readyz`
+STORE_CACHE_SECONDS = 2.0  # seconds for which the store's answer is told again
+RUN_START_BUCKETS_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+"""Seconds. From what an idle gateway takes to what a takeover takes, and beyond."""
+
+
+class _TrackedRun(NamedTuple):
+    state: str
+    at: float
+
+
+class Metrics:
+    def __init__(self, gateway: GatewayState, slots: StreamSlots) -> None:
+        self._gateway = gateway
+        self._registry = registry = CollectorRegistry()
+        self._tracked_runs: dict[str, _TrackedRun] = {}
+        """Of the runs that are under way, as far as was heard."""
+        self._active_run_counts: Tally[str] = Tally()
+        self._runs = Counter("antiphon_runs", "Runs that ended.", ["outcome"], registry=registry)
+        self._messages = Counter("antiphon_messages_appended", "Transcript entries.", registry=registry)
+        self._requests = Counter(
+            "antiphon_http_requests", "Answers over HTTP.", ["method", "route", "status"], registry=registry
+        )
+        self._lag = Gauge("antiphon_event_loop_lag_seconds", "How late the loop is.", registry=registry)
+        self.sockets = Gauge("antiphon_sockets", "Connected WebSockets.", registry=registry)
+        """For the WebSocket door to set."""
+        streams = Gauge("antiphon_streams", "Open streams and waits over HTTP.", registry=registry)
+        streams.set_function(lambda: slots.open_count)
+        for state in ACTIVE_RUN_STATES:
+            gauge = Gauge(f"antiphon_runs_{state}", f"Runs that are {state}.", registry=registry)
+            gauge.set_function(lambda state=state: self._active_run_counts[state])
+        self._starts = Histogram(
+            "antiphon_run_start_seconds",
+            "From a run's acceptance to its start, behind others of its session or not.",
+            buckets=RUN_START_BUCKETS_SECONDS,
+            registry=registry,
+        )
+        self._store_collector = _StoreCollector(gateway)
+        registry.register(self._store_collector)
+        registry.register(_AuthFailureCollector(gateway))
+        ProcessCollector(registry=registry)
+
+    async def get_metrics(self, caller: Caller, request: Request) -> Response:
+        access.require_scope(caller, "read")
+        await self._store_collector.refresh()
+        text = generate_latest(self._registry)
+        return Response(text, headers={**SECURITY_HEADERS, "Content-Type": CONTENT_TYPE_LATEST})
+
+    def count_response(self, method: str, route: str, status: int) -> None:
+        """`route` is the template of the path; a method is one that some route takes."""
+        self._requests.labels(method, route, str(status)).inc()
+
+    @asynccontextmanager
+    async def run_watchers(self) -> AsyncGenerator[None]:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._listen()), group.create_task(self._measure_loop_lag())]
+            try:
+                yield
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    async def _listen(self) -> None:
+        async with self._gateway.house.bus.listen(ALL_SESSIONS_TOPIC) as events:
+            while True:
+                if (event := await events.get()) is not None:
+                    self.record_event(event)
+
+    async def _measure_loop_lag(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LOOP_LAG_INTERVAL_SECONDS
+            await asyncio.sleep(LOOP_LAG_INTERVAL_SECONDS)
+            self._lag.set(max(0.0, loop.time() - due))
+
+    def record_event(self, event: Event) -> None:
+        if isinstance(event, MessageAppended):
+            self._messages.inc()
+        elif isinstance(event, RunChanged):
+            self._record_run_state(event.run_id, event.state)
+        elif isinstance(event, Gap):  # which of them have ended since is not known
+            self._tracked_runs.clear()
+            self._active_run_counts.clear()
+
+    def _record_run_state(self, run_id: str, state: str) -> None:
+        now = asyncio.get_running_loop().time()
+        if (before := self._tracked_runs.pop(run_id, None)) is not None:
+            self._active_run_counts[before.state] -= 1
+            if (before.state, state) == ACTIVE_RUN_STATES:
+                self._starts.observe(now - before.at)
+        if state not in ACTIVE_RUN_STATES:
+            self._runs.labels(state).inc()
+        elif len(self._tracked_runs) < MAX_TRACKED_RUNS:
+            self._tracked_runs[run_id] = _TrackedRun(state, now)
+            self._active_run_counts[state] += 1
+
+
+class _StoreCollector(Collector):
+    """What the rows say of all replicas, as of a moment ago, and how long the store took to say it."""
+
+    def __init__(self, gateway: GatewayState) -> None:
+        self._gateway = gateway
+        self._standing: SystemStatus | None = None
+        self._answer_seconds = 0.0
+        self._fresh_until = 0.0
+        self._refresh_lock = asyncio.Lock()
+
+    async def refresh(self) -> None:
+        """Several who ask at once share an answer; never raises."""
+        loop = asyncio.get_running_loop()
+        async with self._refresh_lock:
+            began = loop.time()
+            if began < self._fresh_until:
+                return
+            try:
+                async with asyncio.timeout(STORE_TIMEOUT_SECONDS):
+                    self._standing = await self._gateway.house.operations.get_system_status(READ_ONLY_CALLER)
+            except (AntiphonError, TimeoutError) as error:
+                log.warning("The store did not answer: %s", error or "it took too long")
+                self._standing = None
+            self._answer_seconds = loop.time() - began
+            self._fresh_until = loop.time() + STORE_CACHE_SECONDS
+
+    def collect(self) -> Iterable[Metric]:
+        yield _build_gauge("antiphon_build_info", "The version that runs.", {__version__: 1}, "version")
+        heard = self._gateway.house.links.connected()
+        yield _build_gauge("antiphon_bus_connected", "Whether other replicas can be heard.", heard)
+        yield _build_gauge("antiphon_store_up", "Whether the store answered.", self._standing is not None)
+        yield _build_gauge(
+            "antiphon_store_answer_seconds", "How long the store took to answer.", self._answer_seconds
+        )
+        if self._standing is not None:
+            yield from _collect_store_metrics(self._standing)
+
+
+def _collect_store_metrics(standing: SystemStatus) -> Iterable[Metric]:
+    runs = {"queued": standing.queued, "running": standing.running, "abandoned": standing.abandoned}
+    yield _build_gauge(
+        "antiphon_store_runs", "Runs that are not over; up to 10,000 are counted.", runs, "state"
+    )
+    words = "How long the oldest run waits that nothing but a replica is missing for."
+    yield _build_gauge("antiphon_store_idle_seconds", words, standing.idle_seconds)
+    kept = {"pending": standing.pending, "ambiguous": standing.ambiguous, "dead": standing.dead}
+    yield _build_gauge("antiphon_store_deliveries", "Words that did not reach people (yet).", kept, "state")
+    yield _build_gauge("antiphon_replicas", "Gateways whose lease is valid.", standing.replicas)
+
+
+def _build_gauge(name: str, words: str, value: float | dict[str, int], label: str = "") -> Metric:
+    if not isinstance(value, dict):
+        return GaugeMetricFamily(name, words, value=float(value))
+    family = GaugeMetricFamily(name, words, labels=[label])
+    for word, number in value.items():
+        family.add_metric([word], number)
+    return family
+
+
+class _AuthFailureCollector(Collector):
+    """Wrong secrets, which the guard counts for every door."""
+
+    def __init__(self, gateway: GatewayState) -> None:
+        self._gateway = gateway
+
+    def collect(self) -> Iterable[Metric]:
+        yield CounterMetricFamily(
+            "antiphon_auth_failures", "Wrong credentials.", value=self._gateway.guard.refused_count
+        )

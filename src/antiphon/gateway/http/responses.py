@@ -1,0 +1,306 @@
+"""What goes back over HTTP, and how much is read before it: JSON bodies, errors, event streams.
+
+Sizes are checked before anything is parsed, every answer carries the same protective headers, and a stream ends
+when its events do, when its reader goes away or does not read, and when the gateway closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from contextlib import aclosing, contextmanager
+from typing import Any, TypeVar
+
+import anyio
+import msgspec
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import SendTimeoutError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from antiphon import validation_errors
+from antiphon.errors import AntiphonError, InvalidInput, TooLarge, TooManyFailures, Unauthorized, Unavailable
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+BYTES_PER_MIB = 1024 * 1024
+MAX_BODY_BYTES = 2 * BYTES_PER_MIB  # bytes of a request
+BODY_TIMEOUT_SECONDS = 30.0  # seconds in which it has to arrive
+KEEP_ALIVE_SECONDS = 15.0  # seconds between comments on a stream that has nothing to say
+SEND_TIMEOUT_SECONDS = 20.0  # seconds a reader may take for one event before it is dropped
+MAX_OPEN_STREAMS = 1000  # and requests that wait for a run, of one gateway
+
+SECURITY_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+    "Referrer-Policy": "no-referrer",
+}
+UNEXPECTED_ERROR_MESSAGE = "The gateway failed to answer this. See its log for the details, then try again."
+
+
+def build_json_response(
+    content: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(
+        msgspec.json.encode(content),
+        status,
+        headers={**SECURITY_HEADERS, **(headers or {})},
+        media_type="application/json",
+    )
+
+
+# --- errors ---
+
+
+class RunContinues(Unavailable):
+    """The gateway stops, but the run was accepted: a client that asks again by itself would start another."""
+
+
+def get_error_type(error: AntiphonError) -> str:
+    """The word for machines. Whatever is wrong with what was sent is one word; the sentence says what."""
+    return "invalid_request" if error.http == 400 else error.code
+
+
+def build_error_headers(error: AntiphonError) -> dict[str, str]:
+    if isinstance(error, TooManyFailures):
+        return {"Retry-After": str(max(1, round(error.data.get("retryAfterMs", 1000) / 1000)))}
+    if isinstance(error, Unauthorized):
+        return {"WWW-Authenticate": "Bearer"}
+    if isinstance(error, RunContinues):
+        return {"x-should-retry": "false"}
+    return {}
+
+
+def build_error_response(error: AntiphonError) -> Response:
+    body: dict[str, Any] = {"ok": False, "error": {"type": get_error_type(error), "message": str(error)}}
+    if isinstance(error, Unauthorized):
+        message = f"Unauthorized. {error}" if error.http == 401 else str(error)
+        body = {"error": {"message": message, "type": error.code}}
+    return build_json_response(body, error.http, build_error_headers(error))
+
+
+def build_unexpected_error_response() -> Response:
+    return build_json_response(
+        {"ok": False, "error": {"type": "internal", "message": UNEXPECTED_ERROR_MESSAGE}}, 500
+    )
+
+
+def build_wrong_method_response(allowed: str) -> Response:
+    message = f"This address does not take that method. Use {allowed}."
+    body = {"ok": False, "error": {"type": "method_not_allowed", "message": message}}
+    return build_json_response(body, 405, {"Allow": allowed})
+
+
+# --- bodies ---
+
+
+async def read_json(
+    request: Request, shape: type[T], most: int = MAX_BODY_BYTES, *, hint: str = "Fix that field."
+) -> T:
+    """The body as what it should be. Nothing over `most` bytes is kept, let alone parsed."""
+    _check_media_type(request.headers.get("content-type"))
+    body = await _read_body(request, most)
+    try:
+        return msgspec.json.decode(body, type=shape)
+    except msgspec.ValidationError as error:
+        found = validation_errors.parse_validation_error(error)
+        raise InvalidInput(
+            f"The body cannot be accepted: {validation_errors.shorten_error(error)}.",
+            hint,
+            **({"field": found.field} if found.field else {}),
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput("The body is not valid JSON.", "Send a JSON object in UTF-8.") from error
+
+
+def _check_media_type(header: str | None) -> None:
+    kind = (header or "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise InvalidInput(
+            f"A body of the type {kind[:80]!r} is not taken.", "Send it with content-type: application/json."
+        )
+
+
+async def _read_body(request: Request, most: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > most:
+        raise _build_too_large_error(int(declared), most)  # the server passes over what is still sent
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > most:
+                    raise _build_too_large_error(len(body), most)
+    except TimeoutError:
+        raise InvalidInput(
+            f"The body did not arrive within {BODY_TIMEOUT_SECONDS:g} seconds.", "Send it at once."
+        ) from None
+    return bytes(body)
+
+
+def _build_too_large_error(size: int, most: int) -> TooLarge:
+    return TooLarge(
+        f"The body has {size} bytes or more; at most {most} are taken.", "Send less.", bytes=size, max=most
+    )
+
+
+# --- what stays open ---
+
+
+class StreamSlots:
+    """How many streams and waits are open. Whoever comes when all are taken is told so at once."""
+
+    def __init__(self, most: int = MAX_OPEN_STREAMS) -> None:
+        self.max_open = most
+        self.open_count = 0
+
+    def acquire(self) -> None:
+        if self.open_count >= self.max_open:
+            raise Unavailable(
+                f"{self.max_open} requests are open already, which is as many as there may be.",
+                "Try again later.",
+            )
+        self.open_count += 1
+
+    def release(self) -> None:
+        self.open_count -= 1
+
+    @contextmanager
+    def hold_slot(self) -> Generator[None]:
+        self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
+
+
+class EventStream(EventSourceResponse):
+    """Server-sent events. Made by `opened`, so that what fails before the first event is still an HTTP error."""
+
+    def __init__(
+        self,
+        first: ServerSentEvent,
+        events: AsyncGenerator[ServerSentEvent],
+        closing: asyncio.Event,
+        slots: StreamSlots,
+        still_known: Callable[[], bool],
+    ) -> None:
+        self._events = events
+        self._slots = slots
+        self._is_still_valid = still_known
+        self._revoked = asyncio.Event()
+        super().__init__(  # pyright: ignore[reportUnknownMemberType] - its own annotations say `dict`
+            _prepend_event(first, iterate_until(events, closing, self._revoked)),
+            headers=SECURITY_HEADERS,
+            ping=KEEP_ALIVE_SECONDS,
+            ping_message_factory=self._build_keep_alive,
+            sep="\n",
+            send_timeout=SEND_TIMEOUT_SECONDS,
+        )
+
+    @classmethod
+    async def open(
+        cls,
+        events: AsyncGenerator[ServerSentEvent],
+        closing: asyncio.Event,
+        slots: StreamSlots,
+        still_known: Callable[[], bool],
+    ) -> EventStream:
+        """`still_known` is asked again and again whether the reader would be let in now; else the stream ends."""
+        slots.acquire()  # left when the reply has been given, or here if there is none
+        try:
+            return cls(await anext(events), events, closing, slots, still_known)
+        except BaseException:
+            slots.release()
+            raise
+
+    def _build_keep_alive(self) -> ServerSentEvent:
+        if not self._is_still_valid():
+            self._revoked.set()
+        return ServerSentEvent(comment="keepalive", sep="\n")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with aclosing(self._events):
+                await super().__call__(scope, receive, send)
+        except SendTimeoutError:
+            log.info("A reader of a stream did not read for %g seconds and was dropped", SEND_TIMEOUT_SECONDS)
+        except AntiphonError as error:
+            log.warning("A stream ended early: %s", error)
+        finally:
+            self._slots.release()
+
+
+async def _prepend_event(
+    first: ServerSentEvent, rest: AsyncGenerator[ServerSentEvent]
+) -> AsyncGenerator[ServerSentEvent]:
+    async with aclosing(rest):
+        yield first
+        async for event in rest:
+            yield event
+
+
+def build_sse_event(content: object, *, event: str | None = None, id: str | None = None) -> ServerSentEvent:
+    return ServerSentEvent(msgspec.json.encode(content).decode(), event=event, id=id, sep="\n")
+
+
+async def iterate_until(items: AsyncGenerator[T], *stops: asyncio.Event) -> AsyncGenerator[T]:
+    """What `items` gives, until one of `stops` is set."""
+    stopped = [asyncio.ensure_future(stop.wait()) for stop in stops]
+    coming: asyncio.Future[T] | None = None
+    try:
+        while not any(stop.is_set() for stop in stops):
+            coming = asyncio.ensure_future(anext(items))
+            await asyncio.wait({coming, *stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done():
+                return
+            try:
+                item = coming.result()
+            except StopAsyncIteration:
+                return
+            yield item
+    finally:
+        await cancel_and_wait(*stopped, coming)
+        await items.aclose()
+
+
+async def wait_while_connected(request: Request, closing: asyncio.Event, work: Awaitable[T]) -> T:
+    """The outcome of a long wait, which ends early when nobody is there any more to tell.
+
+    Raises:
+        ClientDisconnect: the client has gone.
+        GoesOn: the gateway closes.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_for_disconnect(request))
+    closed = asyncio.ensure_future(closing.wait())
+    try:
+        await asyncio.wait({task, gone, closed}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if gone.done():
+            raise ClientDisconnect
+        raise RunContinues(
+            "The gateway is stopping; the run goes on when it is back.",
+            "Ask again then, with the same Idempotency-Key.",
+        )
+    finally:
+        await cancel_and_wait(task, gone, closed)
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def cancel_and_wait(*tasks: asyncio.Future[Any] | None) -> None:
+    """Cancel these and see them end, also where whoever asks is being cancelled again and again."""
+    running = [task for task in tasks if task is not None]
+    for task in running:
+        task.cancel()
+    with anyio.CancelScope(shield=True):
+        await asyncio.gather(*running, return_exceptions=True)

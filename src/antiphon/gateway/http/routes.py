@@ -1,0 +1,253 @@
+"""The HTTP surface, put together: which address leads where, who has to prove what, and what errors look like.
+
+Every route is an `RouteHandler`. It knows its methods and its own template, which is what is counted; whatever goes
+wrong behind it becomes an answer. Who is asking is established per route, before its endpoint is called.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
+
+from antiphon import __version__, access
+from antiphon.access import Caller
+from antiphon.errors import AntiphonError, InvalidInput, NotFound
+from antiphon.gateway.auth import ClientIdentity
+from antiphon.gateway.http import health, history, tools
+from antiphon.gateway.http import responses as replies
+from antiphon.gateway.http.hooks import HookEndpoints
+from antiphon.gateway.http.metrics import Metrics
+from antiphon.gateway.http.responses import StreamSlots, build_json_response
+from antiphon.gateway.openai import common
+from antiphon.gateway.state import GatewayState
+
+log = logging.getLogger(__name__)
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+CallerEndpoint = Callable[[Caller, Request], Awaitable[Response]]
+IdentityEndpoint = Callable[[ClientIdentity, Request], Awaitable[Response]]
+CLIENT_CLOSED_REQUEST_STATUS = 499  # what a request is counted as whose client left before the answer
+
+
+class HttpRoutes:
+    """The routes of one gateway, and what has to run while they are open."""
+
+    def __init__(self, gateway: GatewayState) -> None:
+        self._gateway = gateway
+        self.slots = StreamSlots()
+        self.metrics = Metrics(gateway, self.slots)
+        self._hooks = HookEndpoints(gateway)
+
+    @asynccontextmanager
+    async def open(self) -> AsyncGenerator[None]:
+        if self._gateway.house.config.hooks.enabled:
+            await self._hooks.open()
+        async with self.metrics.run_watchers():
+            yield
+
+    @property
+    def routes(self) -> list[BaseRoute]:
+        """The last takes whatever is left: put others before it."""
+        return [
+            *self._build_public_routes(),
+            *self._build_session_routes(),
+            *self._build_hook_routes(),
+            *self._build_openai_routes(),
+            self._build_fallback_route(),
+        ]
+
+    def _build_public_routes(self) -> list[BaseRoute]:
+        ready = partial(health.get_readiness, self._gateway)
+        return [
+            self._build_route("/", GET=_get_root),
+            *(self._build_route(path, GET=health.get_health) for path in ("/healthz", "/health")),
+            *(self._build_route(path, GET=ready) for path in ("/readyz", "/ready")),
+        ]
+
+    def _build_session_routes(self) -> list[BaseRoute]:
+        gateway, slots, operator = self._gateway, self.slots, self._require_caller
+        read = self._require_identity(partial(history.get_history, gateway, slots))
+        return [
+            self._build_route("/sessions/{key:path}/history", GET=read),
+            self._build_route(
+                "/sessions/{key:path}/kill", POST=operator(partial(history.post_kill, gateway))
+            ),
+            self._build_route("/tools/invoke", POST=operator(partial(tools.post_invoke, gateway))),
+            self._build_route("/metrics", GET=operator(self.metrics.get_metrics)),
+            self._build_route("/openapi.json", GET=operator(_get_openapi)),
+        ]
+
+    def _build_openai_routes(self) -> list[BaseRoute]:
+        endpoints = self._gateway.house.config.gateway.http.endpoints
+        chat, responses = endpoints.chat_completions.enabled, endpoints.responses.enabled
+        models = self._require_caller(partial(common.get_models, self._gateway))
+        switches = (
+            "gateway.http.endpoints.chatCompletions.enabled",
+            "gateway.http.endpoints.responses.enabled",
+        )
+        off = RouteHandler("/v1/{path:path}", {}, self.metrics, common.build_error_response)
+        refuse = [_build_disabled_endpoints(switch) for switch in (*switches, " or ".join(switches))]
+        routes: list[tuple[str, dict[str, Endpoint]]] = [
+            ("/v1/chat/completions", self._build_chat_endpoints() if chat else refuse[0]),
+            ("/v1/responses", self._build_responses_endpoints() if responses else refuse[1]),
+            ("/v1/models", {"GET": models} if chat or responses else refuse[2]),
+        ]
+        return [
+            *(self._build_openai_route(path, **methods) for path, methods in routes),
+            Route("/v1/{path:path}", off),
+        ]
+
+    def _build_chat_endpoints(self) -> dict[str, Endpoint]:
+        from antiphon.gateway.openai.chat_completions import post_chat_completions  # noqa: PLC0415 - what is off is not loaded
+
+        return {"POST": self._require_identity(partial(post_chat_completions, self._gateway, self.slots))}
+
+    def _build_responses_endpoints(self) -> dict[str, Endpoint]:
+        from antiphon.gateway.openai.responses import post_responses  # noqa: PLC0415 - as above
+
+        return {"POST": self._require_identity(partial(post_responses, self._gateway, self.slots))}
+
+    def _build_openai_route(self, path: str, **methods: Endpoint) -> BaseRoute:
+        address = RouteHandler(
+            path,
+            methods,
+            self.metrics,
+            common.build_error_response,
+            common.build_unexpected_error_response,
+        )
+        return Route(path, address)
+
+    def _build_hook_routes(self) -> list[BaseRoute]:
+        hooks, settings = self._hooks, self._gateway.house.config.hooks
+        base, on = settings.path.rstrip("/"), settings.enabled
+        off = _build_disabled_endpoints("hooks.enabled")
+        return [
+            self._build_route(
+                f"{base}/agent", **({"POST": self._require_hook_token(hooks.post_agent)} if on else off)
+            ),
+            self._build_route(
+                f"{base}/wake", **({"POST": self._require_hook_token(hooks.post_wake)} if on else off)
+            ),
+        ]
+
+    def _build_fallback_route(self) -> BaseRoute:
+        return Route("/{path:path}", RouteHandler("*", {}, self.metrics))
+
+    def _build_route(self, path: str, **methods: Endpoint) -> BaseRoute:
+        return Route(path, RouteHandler(path, methods, self.metrics))
+
+    # --- who is asking ---
+
+    def _require_caller(self, endpoint: CallerEndpoint) -> Endpoint:
+        async def called(identity: ClientIdentity, request: Request) -> Response:
+            return await endpoint(identity.to_caller(), request)
+
+        return self._require_identity(called)
+
+    def _require_identity(self, endpoint: IdentityEndpoint) -> Endpoint:
+        """What may stay open has to know whose it is: a token may be revoked in the meantime."""
+
+        async def checked(request: Request) -> Response:
+            _check_query_has_no_token(request)
+            return await endpoint(
+                self._gateway.guard.authenticate_http(get_client_address(request), request.headers), request
+            )
+
+        return checked
+
+    def _require_hook_token(self, endpoint: Endpoint) -> Endpoint:
+        async def checked(request: Request) -> Response:
+            _check_query_has_no_token(request)
+            await self._hooks.authenticate(get_client_address(request), request)
+            return await endpoint(request)
+
+        return checked
+
+
+class RouteHandler:
+    """What answers at one path. A path without methods is one where nothing is."""
+
+    def __init__(
+        self,
+        template: str,
+        endpoints: Mapping[str, Endpoint],
+        metrics: Metrics,
+        errors: Callable[[AntiphonError], Response] = replies.build_error_response,
+        unexpected: Callable[[], Response] = replies.build_unexpected_error_response,
+    ) -> None:
+        self._template = template
+        self._endpoints = {**endpoints, **({"HEAD": endpoints["GET"]} if "GET" in endpoints else {})}
+        self._metrics = metrics
+        self._build_error_response = errors
+        self._build_unexpected_response = unexpected
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        response = await self._respond(request)
+        method = request.method if request.method in self._endpoints else "other"
+        self._metrics.count_response(
+            method, self._template, response.status_code if response else CLIENT_CLOSED_REQUEST_STATUS
+        )
+        if response is not None:
+            await response(scope, receive, send)
+
+    async def _respond(self, request: Request) -> Response | None:
+        try:
+            if not self._endpoints:
+                raise NotFound("There is nothing at this address.", "GET /openapi.json lists what there is.")
+            endpoint = self._endpoints.get(request.method)
+            return (
+                await endpoint(request)
+                if endpoint
+                else replies.build_wrong_method_response(", ".join(self._endpoints))
+            )
+        except AntiphonError as error:
+            return self._build_error_response(error)
+        except ClientDisconnect:
+            return None
+        except Exception:
+            log.exception("%s %s failed", request.method, self._template)
+            return self._build_unexpected_response()
+
+
+def _build_disabled_endpoints(setting: str) -> dict[str, Endpoint]:
+    async def refuse(request: Request) -> Response:
+        raise NotFound(
+            f"{request.url.path} is switched off.", f"Set {setting} to true in the configuration and restart."
+        )
+
+    return dict.fromkeys(("GET", "POST"), refuse)
+
+
+def get_client_address(request: Request) -> str:
+    """The peer of the connection; what a proxy would say about it is not looked at."""
+    return request.client.host if request.client else ""
+
+
+def _check_query_has_no_token(request: Request) -> None:
+    if "token" in request.query_params:
+        raise InvalidInput(
+            "A token does not belong into an address: addresses are logged and shared.",
+            "Send it as the header Authorization: Bearer <token>.",
+            field="token",
+        )
+
+
+async def _get_root(request: Request) -> Response:
+    return build_json_response(
+        {"name": "antiphon", "version": __version__, "docs": "GET /openapi.json with the token"}
+    )
+
+
+async def _get_openapi(caller: Caller, request: Request) -> Response:
+    from antiphon.gateway.http import openapi  # noqa: PLC0415 - seldom asked for
+
+    access.require_scope(caller, "read")
+    return build_json_response(openapi.build_document())

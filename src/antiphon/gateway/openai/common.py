@@ -1,0 +1,455 @@
+"""What the OpenAI-compatible endpoints share: which agent, which session, what was said, and their errors.
+
+A model of this API is an agent here. With a session key or a `user` its session has a memory of its own: of the earlier
+messages of a request, those that the session lacks are added to it. Without either every request is a conversation of
+its own that begins with them. What a request sets for its run (sampling, client-side tools) is kept with the run, and a
+field that cannot be honoured is refused by name: nothing is dropped silently.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, cast
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from antiphon import access, keys
+from antiphon.access import Caller
+from antiphon.config import Config
+from antiphon.engine.runs.run_options import RunOptions
+from antiphon.engine.sessions.transcripts import find_unanswered_calls
+from antiphon.engine.validation import THINKING_LEVELS
+from antiphon.errors import AntiphonError, InvalidInput, NotFound
+from antiphon.gateway import attachments
+from antiphon.gateway.http.responses import (
+    MAX_BODY_BYTES,
+    UNEXPECTED_ERROR_MESSAGE,
+    build_error_headers,
+    build_json_response,
+    get_error_type,
+    wait_while_connected,
+)
+from antiphon.gateway.state import GatewayState
+from antiphon.messages import (
+    CLIENT_PROVIDER,
+    INJECTED_MODEL,
+    AssistantMessage,
+    ImageBlock,
+    TextBlock,
+    ToolCall,
+    ToolResult,
+    UserMessage,
+)
+from antiphon.operations import IncomingMessage
+from antiphon.runtimes import Sampling, ToolSpec
+from antiphon.runtimes.model import INVALID_ARGUMENTS_KEY
+from antiphon.runtimes.tool_calls import parse_arguments
+from antiphon.views import RunView
+
+DEFAULT_MODEL_NAME = "antiphon"
+_MODEL_PATTERN = re.compile(
+    r"(?:(?:antiphon|openclaw)(?:[/:](.+))?|agent:(.+)|(.+))", re.IGNORECASE | re.DOTALL
+)
+_DATA_URL_PATTERN = re.compile(r"data:([a-z]+/[a-z0-9.+-]+);base64,(.*)", re.IGNORECASE | re.DOTALL)
+_SESSION_NAMESPACE = uuid.UUID("5b0e6d43-6c8f-4f0a-9f0e-5f0d7c1f3a11")
+_HTTP_STATUS_BY_RUN_STATE = {
+    "timeout": 504,
+    "cancelled": 409,
+}  # of a run that gave no answer; any other is 502
+
+TOOL_NAME_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+UNKNOWN_TOOL_NAME = "client_tool"  # a result whose call only the session knows
+MAX_TOOLS_PER_REQUEST = 128
+MAX_MESSAGES_PER_REQUEST = 500
+"""They enter a transcript in one commit, and others wait for it."""
+
+MessageContent = str | list[TextBlock | ImageBlock]
+Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
+Probability = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+StopSequence = Annotated[str, msgspec.Meta(min_length=1, max_length=1000)]
+StopSequences = StopSequence | Annotated[list[StopSequence], msgspec.Meta(max_length=4)]
+
+
+ConversationMessage = UserMessage | AssistantMessage | ToolResult
+
+
+class RequestConversation(msgspec.Struct, frozen=True):
+    """The messages of a request to either endpoint; `rules` are its system and developer messages."""
+
+    rules: list[str]
+    messages: list[ConversationMessage]
+
+
+class RequestedTool(msgspec.Struct, frozen=True, kw_only=True):
+    """A client-side tool as a request describes it."""
+
+    name: str
+    where: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class RequestSession(msgspec.Struct, frozen=True):
+    """Where a request is answered. A fresh session has nothing in it yet."""
+
+    session: str
+    fresh: bool
+
+
+# --- agents ---
+
+
+def resolve_agent_id(config: Config, model: str) -> str:
+    """The agent that a model's name means; `antiphon` and `…/default` are the default one."""
+    found = _MODEL_PATTERN.fullmatch(model.strip())
+    name = next(filter(None, found.groups()), "default").lower() if found else ""
+    if name == "default":
+        return config.default_agent_id
+    if name not in config.agent_ids:
+        raise NotFound(
+            f"There is no model {model[:80]!r}.",
+            "GET /v1/models lists them.",
+            code="model_not_found",
+            param="model",
+        )
+    return name
+
+
+async def get_models(gateway: GatewayState, caller: Caller, request: Request) -> Response:
+    access.require_scope(caller, "list")
+    config = gateway.house.config
+    names = [DEFAULT_MODEL_NAME, *(f"{DEFAULT_MODEL_NAME}/{agent_id}" for agent_id in config.agent_ids)]
+    created = gateway.started_at // 1000
+    models = [
+        {"id": name, "object": "model", "created": created, "owned_by": DEFAULT_MODEL_NAME} for name in names
+    ]
+    return build_json_response({"object": "list", "data": models})
+
+
+# --- sessions ---
+
+
+def choose_session(config: Config, request: Request, agent_id: str, user: str | None) -> RequestSession:
+    headers = request.headers
+    named = headers.get("x-antiphon-session-key") or headers.get("x-openclaw-session-key")
+    if named:
+        return RequestSession(_resolve_named_session(config, named, agent_id), fresh=False)
+    if user:
+        return RequestSession(str(keys.owned_key(agent_id, "openai-user", user)), fresh=False)
+    # Asked again with the same key, the same session is meant: a new one would be another request.
+    again = headers.get("idempotency-key")
+    unique = uuid.uuid5(_SESSION_NAMESPACE, again) if again else uuid.uuid4()
+    return RequestSession(str(keys.owned_key(agent_id, "openai", str(unique))), fresh=True)
+
+
+def _resolve_named_session(config: Config, reference: str, agent_id: str) -> str:
+    session = config.session
+    key = keys.canonicalise(reference, agent_id=agent_id, main_key=session.main_key, scope=session.scope)
+    if isinstance(key, keys.SessionIdRef):
+        return key.value
+    if key.shape == "global":
+        return f"agent:{agent_id}:main"
+    if key.agent_id != agent_id:
+        raise InvalidInput(
+            f"Session {str(key)!r} does not belong to the agent {agent_id!r}, which 'model' names.",
+            f"Use the model {DEFAULT_MODEL_NAME}/{key.agent_id}.",
+            field="model",
+        )
+    return str(key)
+
+
+# --- words ---
+
+
+def check_message_count(messages: Sequence[object], field: str) -> None:
+    if len(messages) > MAX_MESSAGES_PER_REQUEST:
+        raise InvalidInput(
+            f"{field!r} has {len(messages)} messages, and at most {MAX_MESSAGES_PER_REQUEST} are accepted.",
+            "Send the latest ones; a session (header or 'user') remembers the others.",
+            field=field,
+        )
+
+
+def build_message(
+    request: Request,
+    place: RequestSession,
+    said: RequestConversation,
+    instructions: str | None,
+    options: RunOptions,
+) -> IncomingMessage:
+    """The last message for the session, with everything that was sent beside it."""
+    *earlier, last = said.messages or [None]
+    if last is None or isinstance(last, AssistantMessage):
+        raise InvalidInput(
+            "The last message is neither from the user nor the result of a tool.",
+            "Send one of them last.",
+            field="messages",
+        )
+    if place.fresh and (open_calls := find_unanswered_calls(said.messages)):
+        raise InvalidInput(
+            f"The tool call {open_calls[0].id[:80]!r} has no result.",
+            "Send a message with its result, or leave the call out.",
+            field="messages",
+        )
+    chosen = msgspec.structs.replace(options, earlier=[message for message in earlier if message])
+    return IncomingMessage(
+        session=place.session,
+        content=last if isinstance(last, ToolResult) else last.content,
+        idempotency_key=request.headers.get("idempotency-key"),
+        origin="openai",
+        instructions="\n\n".join(filter(None, [instructions, *said.rules])) or None,
+        # The result of a tool is no message of a user, so it is read by the options beside it.
+        options=chosen if isinstance(last, ToolResult) or chosen != RunOptions() else None,
+    )
+
+
+def join_text(content: MessageContent) -> str:
+    return (
+        content
+        if isinstance(content, str)
+        else "\n".join(b.text for b in content if isinstance(b, TextBlock))
+    )
+
+
+def build_assistant_message(text: str, calls: Sequence[ToolCall]) -> AssistantMessage:
+    """An answer that the client says was given before."""
+    return AssistantMessage(
+        content=[*([TextBlock(text=text)] if text else []), *calls],
+        timestamp=0,
+        stop_reason="toolUse" if calls else "stop",
+        provider=CLIENT_PROVIDER,
+        model=INJECTED_MODEL,
+    )
+
+
+def build_tool_call(call_id: str, name: str, arguments: str) -> ToolCall:
+    read = parse_arguments(arguments)
+    native = {INVALID_ARGUMENTS_KEY: arguments} if read is None else None
+    return ToolCall(id=call_id, name=name, arguments=read or {}, native=native)
+
+
+def format_arguments(call: ToolCall) -> str:
+    """The arguments of a call as the model wrote them."""
+    raw = (call.native or {}).get(INVALID_ARGUMENTS_KEY)
+    return raw if isinstance(raw, str) else msgspec.json.encode(call.arguments).decode()
+
+
+def build_tool_result(
+    messages: Sequence[ConversationMessage],
+    call_id: str | None,
+    content: MessageContent,
+    place: RequestSession,
+    where: str,
+) -> ToolResult:
+    """The result of a call: one among the messages before it, or one that the session made in an earlier run."""
+    calls = [
+        call for message in messages if isinstance(message, AssistantMessage) for call in message.tool_calls
+    ]
+    name = next((call.name for call in calls if call.id == call_id), None)
+    if not call_id or (name is None and place.fresh):
+        raise InvalidInput(
+            f"The result at {where} belongs to no tool call before it.",
+            "Send the assistant's message with the call as well, and name the call's id.",
+            field=where,
+        )
+    blocks: list[TextBlock | ImageBlock] = [TextBlock(text=content)] if isinstance(content, str) else content
+    return ToolResult(
+        tool_call_id=call_id, tool_name=name or UNKNOWN_TOOL_NAME, content=blocks, timestamp=0, details=None
+    )
+
+
+def parse_image_url(url: str, where: str) -> ImageBlock:
+    """An image that the request carries. None is fetched: an address may be anybody's."""
+    found = _DATA_URL_PATTERN.fullmatch(url)
+    if not found:
+        raise InvalidInput(
+            f"The image at {where} is not a data: URL.",
+            "Send the image itself, as data:<type>;base64,<data>.",
+            field=where,
+        )
+    return attachments.parse_image(found[2], found[1].lower(), where)
+
+
+def check_image_detail(detail: str | None, where: str) -> None:
+    if detail not in {None, "auto"}:
+        raise InvalidInput(
+            f"The detail of the image at {where} cannot be chosen.", "Leave it out.", field=f"{where}.detail"
+        )
+
+
+def get_max_body_bytes(config: Config) -> int:
+    """A message may be as long as the store takes it, and JSON may need twice as many bytes for it."""
+    return max(MAX_BODY_BYTES, 2 * config.store.message_max_bytes)
+
+
+# --- what a request sets for its run ---
+
+
+def refuse_unsupported(wanted: msgspec.Struct, allowed: Mapping[str, Sequence[object]]) -> None:
+    """Refuse unsupported fields by name, unless their value asks for nothing."""
+    for field, values in allowed.items():
+        value = getattr(wanted, field)
+        if value is None or any(type(value) is type(one) and value == one for one in values):
+            continue
+        shown = ", ".join(msgspec.json.encode(one).decode() for one in values)
+        raise InvalidInput(
+            f"{field!r} is not supported here.",
+            f"Leave it out, or send {shown}." if shown else "Leave it out.",
+            field=field,
+        )
+
+
+def format_fields_hint(shape: type[msgspec.Struct]) -> str:
+    return (
+        f"Leave out what is not among the fields of this route: {', '.join(shape.__struct_encode_fields__)}."
+    )
+
+
+def build_client_tools(gateway: GatewayState, wishes: Sequence[RequestedTool]) -> list[ToolSpec]:
+    taken = set(gateway.house.toolbox.names)
+    tools: list[ToolSpec] = []
+    for wish in wishes:
+        if not TOOL_NAME_PATTERN.fullmatch(wish.name):
+            raise InvalidInput(
+                f"{wish.name[:80]!r} is not a valid tool name.",
+                "Use 1 to 64 letters, digits, '_' or '-'.",
+                field=wish.where,
+            )
+        if wish.name in taken:
+            raise InvalidInput(
+                f"A tool named {wish.name!r} already exists.",
+                "Choose another name: the agents here have tools of their own.",
+                field=wish.where,
+            )
+        taken.add(wish.name)
+        tools.append(
+            ToolSpec(
+                name=wish.name,
+                description=wish.description or "",
+                parameters=wish.parameters or {"type": "object", "properties": {}},
+                strict=bool(wish.strict),
+            )
+        )
+    return tools
+
+
+def build_run_options(sampling: Sampling, tools: list[ToolSpec], choice: str | None) -> RunOptions:
+    """`choice` is `auto`, `none`, `required`, or `=` and the name of the one tool that has to be called."""
+    if choice in {"required"} or (choice or "").startswith("="):
+        name = choice[1:] if choice and choice.startswith("=") else None
+        if not tools or (name is not None and all(tool.name != name for tool in tools)):
+            raise InvalidInput(
+                "'tool_choice' demands a tool that is not in 'tools'.",
+                "Send the tool, or choose 'auto'.",
+                field="tool_choice",
+            )
+        sampling = msgspec.structs.replace(sampling, tool_required=True, tool_name=name)
+    elif choice not in {None, "auto", "none"}:
+        raise InvalidInput(
+            "'tool_choice' has an unknown value.",
+            "Use 'auto', 'none', 'required' or a function with its name.",
+            field="tool_choice",
+        )
+    return RunOptions(
+        sampling=sampling if sampling != Sampling() else None, tools=[] if choice == "none" else tools
+    )
+
+
+def parse_response_format(wanted: Mapping[str, Any] | None, where: str) -> dict[str, Any] | None:
+    kind = wanted.get("type") if wanted else None
+    if wanted is None or kind == "text":
+        return None
+    named = wanted.get("json_schema")
+    if kind == "json_object" or (
+        kind == "json_schema" and isinstance(named, dict) and cast("dict[str, Any]", named).get("name")
+    ):
+        return dict(wanted)
+    raise InvalidInput(
+        f"{where!r} has an unknown type.",
+        "Use text, json_object, or json_schema with a name and a schema.",
+        field=where,
+    )
+
+
+def parse_thinking_level(effort: str | None, where: str) -> str | None:
+    if effort is None:
+        return None
+    level = "off" if effort == "none" else effort
+    if level not in THINKING_LEVELS:
+        raise InvalidInput(
+            f"{effort[:40]!r} is not a known effort.",
+            f"Use none or one of {', '.join(THINKING_LEVELS)}.",
+            field=where,
+        )
+    return level
+
+
+# --- endings ---
+
+
+async def load_client_calls(
+    gateway: GatewayState, caller: Caller, message: IncomingMessage, view: RunView
+) -> list[ToolCall]:
+    """The calls of client-side tools that the run ended with."""
+    if message.options is None or not message.options.tools or view.state != "ok":
+        return []
+    return await gateway.house.operations.list_client_calls(caller, view.run_id)
+
+
+async def run_to_end(
+    gateway: GatewayState, caller: Caller, request: Request, message: IncomingMessage
+) -> RunView:
+    """Submit and wait. The run goes on whether or not somebody still waits for it."""
+    operations, longest = gateway.house.operations, gateway.house.config.agents.defaults.timeout_seconds
+    accepted = await operations.submit(caller, message)
+    return await wait_while_connected(
+        request, gateway.closing, operations.wait(caller, accepted.run_id, longest)
+    )
+
+
+def has_answer(view: RunView) -> bool:
+    """Whether there is an answer, be it one that reached the model's limit."""
+    return view.state == "ok" or (view.state == "incomplete" and bool(view.reply))
+
+
+def build_run_error(view: RunView) -> dict[str, Any]:
+    if not view.has_ended:
+        message = (
+            f"The run {view.run_id!r} has not ended yet; it goes on. Ask again with the same Idempotency-Key."
+        )
+        return build_error_body(message, "timeout", "timeout")
+    return build_error_body(view.error or "The run gave no answer.", "server_error", view.error_code)
+
+
+def build_run_error_response(view: RunView) -> Response:
+    # It did happen: a client that asks again by itself would make it happen again.
+    status = _HTTP_STATUS_BY_RUN_STATE.get(view.state, 502) if view.has_ended else 504
+    if view.error_code == InvalidInput.code:
+        status = 400
+    return build_json_response(build_run_error(view), status, {"x-should-retry": "false"})
+
+
+def build_error_body(message: str, kind: str, code: str | None, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def build_error_response(error: AntiphonError) -> Response:
+    data: Mapping[str, Any] = error.data
+    param = data.get("param") or data.get("field")
+    kind = "invalid_request_error" if error.http in {400, 404, 413} else get_error_type(error)
+    code = data.get("code") or error.code
+    return build_json_response(
+        build_error_body(str(error), kind, code, param), error.http, build_error_headers(error)
+    )
+
+
+def build_unexpected_error_response() -> Response:
+    return build_json_response(build_error_body(UNEXPECTED_ERROR_MESSAGE, "server_error", "internal"), 500)

@@ -1,0 +1,161 @@
+"""Invoking one tool as one session, the way that session's agent would, for whichever door was asked.
+
+A session has here what a run in it has, and no more (`Operations.act_as`). Of that, only tools that look are on offer;
+those that act are lifted one by one in `gateway.tools.allow`. A tool that is not on offer looks exactly like one that
+does not exist.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
+
+import msgspec
+
+from antiphon import access, keys
+from antiphon.access import Caller
+from antiphon.config import Config
+from antiphon.engine import validation
+from antiphon.engine.runs.run_loop import run_with_cancel_grace
+from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
+from antiphon.errors import AntiphonError, InvalidInput, NotFound, StoreError
+from antiphon.gateway.state import GatewayState
+from antiphon.operations.exchanges import MAX_REPLY_TIMEOUT_SECONDS
+from antiphon.operations.impersonation import ActingSession
+from antiphon.tools.results import render_refusal
+
+log = logging.getLogger(__name__)
+
+TOOL_TIMEOUT_SECONDS = 120.0  # seconds a tool may take, beside what it is told to wait
+
+
+class ToolInvocation(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """`name` is another word for `tool`; `action` is an argument that some clients put beside the others."""
+
+    tool: str | None = None
+    name: str | None = None
+    args: dict[str, Any] | None = None
+    action: str | None = None
+    session_key: str | None = None
+    agent_id: str | None = None
+    dry_run: bool = False
+
+
+class ToolMissing(NotFound):
+    """No such tool, or none for this caller."""
+
+
+class InvocationOutcome(NamedTuple):
+    """The tool's result and the HTTP status of the answer: 200 for every result, refusals included."""
+
+    result: ToolOutput
+    status: int
+
+
+async def invoke_tool(
+    gateway: GatewayState, caller: Caller, wanted: ToolInvocation, key: str | None
+) -> InvocationOutcome:
+    """`key` names the call for ever: a tool of ours has its effect once for it."""
+    access.require_scope(caller, "send")
+    name = wanted.tool or wanted.name or ""
+    if not name:
+        raise InvalidInput("No tool is named.", "Set 'tool'.", field="tool")
+    _find_offered_tool(
+        gateway, name, gateway.house.toolbox.select_allowed((), ())
+    )  # before a session is founded for it
+    validation.validate_idempotency_key(key)
+    acting = await gateway.house.operations.act_as(caller, _choose_session(gateway.house.config, wanted))
+    _check_agent(acting, wanted.agent_id)
+    tool = _find_offered_tool(gateway, name, acting.actor.tools)
+    call = ToolRequest(
+        caller=acting.actor.caller,
+        run_id=f"http:{acting.session.key}",
+        call_id=key or uuid.uuid4().hex,
+        arguments=_build_arguments(tool, wanted),
+    )
+    if wanted.dry_run:
+        text = f"The tool {name!r} is there and was not called."
+        return InvocationOutcome(ToolOutput(text=text, details={"dryRun": True}), 200)
+    return await _call_tool(tool, call)
+
+
+def _find_offered_tool(gateway: GatewayState, name: str, tools: Mapping[str, Tool]) -> Tool:
+    over_http = gateway.house.config.gateway.tools
+    tool = tools.get(name)
+    if tool is None or name in over_http.deny or (tool.acts and name not in over_http.allow):
+        raise ToolMissing(
+            f"Tool not available: {name[:80]}.",
+            "Name it in gateway.tools.allow if it exists and may be used.",
+        )
+    return tool
+
+
+def _choose_session(config: Config, wanted: ToolInvocation) -> str:
+    if wanted.session_key is not None:
+        return wanted.session_key
+    if wanted.agent_id is None:
+        return "main"
+    return f"agent:{config.get_agent(keys.validate_agent_id(wanted.agent_id)).id}:main"
+
+
+def _check_agent(acting: ActingSession, wanted: str | None) -> None:
+    agent_id = acting.actor.caller.agent_id
+    if wanted is not None and wanted.lower() != agent_id:
+        raise InvalidInput(
+            f"Session {acting.session.key!r} belongs to the agent {agent_id!r}, not to {wanted[:80]!r}.",
+            "Leave 'agentId' out, or name a session of that agent.",
+            field="agentId",
+        )
+
+
+def _build_arguments(tool: Tool, wanted: ToolInvocation) -> dict[str, Any]:
+    arguments = dict(wanted.args or {})
+    if wanted.action is not None and "action" in tool.spec.parameters.get("properties", {}):
+        arguments.setdefault("action", wanted.action)
+    return arguments
+
+
+async def _call_tool(tool: Tool, call: ToolRequest) -> InvocationOutcome:
+    name = tool.spec.name
+    seconds = TOOL_TIMEOUT_SECONDS + _get_requested_wait_seconds(tool, call.arguments)
+    try:
+        async with asyncio.timeout(seconds):
+            result = await run_with_cancel_grace(tool.invoke(call))
+    except TimeoutError:
+        return _build_failure(504, f"The tool {name!r} did not answer within {seconds:g} seconds.")
+    except StoreError:
+        raise
+    except AntiphonError as error:
+        return InvocationOutcome(render_refusal(error), 200)
+    except Exception:
+        log.exception("Tool %r failed when it was invoked", name)
+        return _build_failure(500, f"The tool {name!r} failed. See the log of the gateway.")
+    return InvocationOutcome(result, 200)
+
+
+def _get_requested_wait_seconds(tool: Tool, arguments: Mapping[str, Any]) -> float:
+    """A tool that takes `timeoutSeconds` waits so long on purpose, and says itself when that is over."""
+    takes = tool.spec.parameters.get("properties", {}).get("timeoutSeconds")
+    if takes is None:
+        return 0.0
+    try:
+        seconds = float(arguments.get("timeoutSeconds", takes.get("default", 0.0)))
+    except (TypeError, ValueError):
+        return 0.0  # the tool will say that this is no number
+    return min(seconds, MAX_REPLY_TIMEOUT_SECONDS) if seconds > 0 else 0.0
+
+
+def format_tool_error(result: ToolOutput) -> dict[str, Any]:
+    """An error of a tool on either wire: a sentence, and what the model would read of it as it is."""
+    told: object = result.details
+    if not isinstance(told, dict):
+        return {"message": result.text}
+    details = cast("dict[str, Any]", told)
+    return {"message": details.get("error", result.text), "details": details}
+
+
+def _build_failure(status: int, message: str) -> InvocationOutcome:
+    return InvocationOutcome(ToolOutput(text=message, is_error=True), status)

@@ -1,0 +1,119 @@
+"""How sessions and messages look on the wire: the views of `operations` under the names that clients read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from antiphon import keys
+from antiphon.views import DeliveryRoute, SessionView
+
+WIRE_KINDS_BY_SESSION_KIND = {"group": "group"}
+WIRE_STATUS_BY_STATE = {"running": "running", "idle": "done"}
+
+
+def format_session_key(key: str) -> str:
+    """A stored key as operators see it; the global session has no key that could be said."""
+    return keys.display_stored_key(key, viewer_agent_id=None)
+
+
+class SessionRow(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True, gc=False):
+    """A row of `sessions.list`. `kind` is what clients know; `session_kind` is ours. Otherwise as a `SessionView`."""
+
+    key: str
+    kind: str
+    channel: str
+    agent_id: str | None
+    session_id: str
+    updated_at: int
+    last_activity_at: int
+    state: str
+    display_name: str | None = None
+    label: str | None = None
+    model: str | None = None
+    context_tokens: int | None = None
+    total_tokens: int | None = None
+    thinking_level: str | None = None
+    verbose_level: str | None = None
+    system_sent: bool | None = None
+    aborted_last_run: bool | None = None
+    send_policy: str | None = None
+    last_channel: str | None = None
+    last_to: str | None = None
+    last_account_id: str | None = None
+    delivery_context: DeliveryRoute | None = None
+    transcript_path: str | None = None
+    parent_key: str | None = None
+    child_count: int | None = None
+    chat_type: str | None = None
+    subject: str | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    created_at: int | None = None
+    archived: bool | None = None
+    model_override: str | None = None
+    active_run_id: str | None = None
+    session_kind: str | None = None
+    has_active_run: bool | None = None
+    active_run_ids: list[str] | None = None
+    status: str | None = None
+    is_main: bool | None = None
+    used_tokens: int | None = None
+    model_provider: str | None = None
+    spawned_by: str | None = None
+    parent_session_key: str | None = None
+
+
+def build_session_row(view: SessionView) -> SessionRow:
+    """A row as it is encoded: a list has hundreds, and what is filled by position is cheapest by far."""
+    kind, state, model, parent, run = view.kind, view.state, view.model, view.parent_key, view.active_run_id
+    provider = None
+    if model:
+        provider, _, model = model.rpartition("/")
+    # fmt: off
+    return SessionRow(
+        view.key, WIRE_KINDS_BY_SESSION_KIND.get(kind, "direct"), view.channel, view.agent_id, view.session_id,
+        view.updated_at, view.last_activity_at, state, view.display_name, view.label, model,
+        view.context_tokens, view.total_tokens,
+        view.thinking_level, view.verbose_level, view.system_sent, view.aborted_last_run, view.send_policy,
+        view.last_channel, view.last_to, view.last_account_id, view.delivery_context, view.transcript_path,
+        parent, view.child_count, view.chat_type, view.subject, view.input_tokens, view.output_tokens,
+        view.created_at, view.archived, view.model_override, run,
+        kind, state == "running", [run] if run else [], WIRE_STATUS_BY_STATE[state], kind == "main", view.used_tokens,
+        provider or None, parent or None, parent or None,
+    )
+    # fmt: on
+
+
+def build_session_dict(view: SessionView) -> dict[str, Any]:
+    """The same, for whoever adds to it."""
+    return msgspec.to_builtins(build_session_row(view))
+
+
+def format_history_item(item: dict[str, Any]) -> dict[str, Any]:
+    """A history item: the raw entry, and where clients look for its number and the run it belongs to."""
+    run_id = item.get("runId")
+    marks = {"id": item.get("id"), "seq": item.get("seq")}
+    if run_id:
+        marks["runId"] = run_id
+        if item.get("role") == "user":  # by this a client finds the message it has already shown
+            item = {**item, "idempotencyKey": f"{run_id}:user"}
+    return {**item, "__openclaw": marks}
+
+
+def format_appended_entry(
+    body: str, entry: str, seq: int, run_id: str | None, *, internal: bool
+) -> dict[str, Any]:
+    """An entry as it is told of live; damaged ones are told of, too."""
+    try:
+        item: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
+    except msgspec.MsgspecError:
+        item = {
+            "role": "assistant",
+            "content": [],
+            "errorMessage": "This entry is damaged and cannot be shown.",
+        }
+    given = {"runId": run_id} if run_id else {}
+    marked = {"internal": True} if internal else {}
+    return format_history_item({**item, "id": entry, "seq": seq, **given, **marked})

@@ -1,0 +1,255 @@
+"""One client: its outbox, and what it is told.
+
+Nobody waits for a client. Whatever is meant for it goes into its outbox, which one writer empties as fast as the
+client reads; an outbox that grows beyond its bound ends the connection, and the client resumes from the number it
+saw last. Where all outboxes of the process together grow beyond theirs, that ends whoever has more than a little
+waiting. Pieces of an answer in progress are the exception: they are left out while the client lags.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from antiphon.access import Caller
+from antiphon.gateway.auth import ClientIdentity
+from antiphon.gateway.ws import frames
+from antiphon.gateway.ws.fast_send import SendNow, refuse_to_send
+
+LAGGING_SEND_QUEUE_BYTES = (
+    frames.MAX_BUFFERED_BYTES // 16
+)  # bytes waiting above which pieces of answers are left out
+MAX_SEND_QUEUE_FRAMES = 20_000
+MAX_TOTAL_SEND_QUEUE_BYTES = 512 * 2**20  # bytes that may wait for all clients of the process
+SMALL_SEND_QUEUE_BYTES = (
+    2**20
+)  # bytes waiting up to which a connection is not to blame for what waits for all
+MAX_CLOSE_REASON_BYTES = 120  # bytes of why a connection is closed; a close frame holds 123
+
+CHAT_DELTAS_CAPABILITY = "chat-deltas"
+"""The capability of a client that assembles an answer from its increments."""
+UI_CLIENT_MODE = "ui"  # of terminals and apps that show the `message` of a delta and ignore its increment
+AGENT_TEXT_CLIENT_IDS = {
+    "openclaw-android",
+    "openclaw-ios",
+    "openclaw-linux",
+    "openclaw-macos",
+    "openclaw-watchos",
+}
+"""Apps that show a growing answer from `agent` events, and nothing of a `chat` event before the final one."""
+
+AsgiSend = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class ConnectedClient(msgspec.Struct, frozen=True):
+    """Who connected, in their own words; nothing is decided by it."""
+
+    id: str
+    mode: str
+    version: str
+    platform: str
+    address: str
+    name: str | None
+    role: str
+    scopes: tuple[str, ...]
+    caps: frozenset[str]
+    instance: str | None
+    device: str | None
+
+
+class SendQueueTotal:
+    """What waits in all outboxes that share this, in bytes."""
+
+    def __init__(self) -> None:
+        self.waiting_bytes = 0
+
+
+PROCESS_SEND_QUEUE_TOTAL = SendQueueTotal()
+
+
+class WebSocketConnection:
+    def __init__(
+        self,
+        number: str,
+        send: AsgiSend,
+        opened_at: int,
+        together: SendQueueTotal = PROCESS_SEND_QUEUE_TOTAL,
+        at_once: SendNow = refuse_to_send,
+    ) -> None:
+        self.id = number
+        self.opened_at = opened_at
+        self.protocol = frames.PROTOCOL_VERSIONS[-1]
+        self.client: ConnectedClient | None = None
+        self.caller = Caller.operator(())
+        self.identity: ClientIdentity | None = None
+        self.reads_increments = False
+        """Whether a growing answer is sent as increments, or as the whole text each time."""
+        self.is_subscribed_to_all_sessions = False
+        """Whether it hears of every session (`sessions.subscribe`)."""
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.closing: tuple[int, str] | None = None
+        self.ended = asyncio.Event()
+        self._send = send
+        self._send_now = at_once
+        self._seq = 0
+        self._send_queue: deque[tuple[str, int]] = deque()
+        """Texts and what they take, which may be another size once they have been sent."""
+        self._waiting_bytes = 0
+        self._queue_total = together
+        self._flushing = False
+        self._wake = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+
+    def mark_authenticated(self, client: ConnectedClient, identity: ClientIdentity, protocol: int) -> None:
+        """From here on it is known who this is; what it may do, it asked for and was granted."""
+        self.client, self.identity, self.protocol = client, identity, protocol
+        self.caller = Caller.operator(client.scopes)
+        self.reads_increments = protocol >= 4 and (self.has_delta_capability or client.mode != UI_CLIENT_MODE)
+
+    @property
+    def has_delta_capability(self) -> bool:
+        """Whether the client has declared that it needs no whole text to begin with."""
+        return self.client is not None and CHAT_DELTAS_CAPABILITY in self.client.caps
+
+    @property
+    def reads_agent_text(self) -> bool:
+        """Whether whole texts of a growing answer are sent as `agent` events instead of `chat` events."""
+        return self.client is not None and self.client.id in AGENT_TEXT_CLIENT_IDS
+
+    # --- putting in ---
+
+    def enqueue(self, text: str) -> None:
+        """For the writer, who is woken."""
+        self._append_to_queue(text)
+        self._wake.set()
+
+    def send_event(self, text: str, *, droppable: bool = False) -> bool:
+        """Send an event with this connection's next number; False if it was left out because the client lags."""
+        if droppable and self._waiting_bytes > LAGGING_SEND_QUEUE_BYTES:
+            return False
+        self._seq += 1
+        numbered = frames.finish_numbered_event(text, self._seq)
+        if not self._try_send_now(numbered):
+            self.enqueue(numbered)
+        return True
+
+    def _try_send_now(self, text: str) -> bool:
+        """Whether it has gone out already. It may not pass what waits, or is on its way."""
+        if self._send_queue or self._flushing or self.closing:
+            return False
+        return self._send_now(text)
+
+    def _append_to_queue(self, text: str) -> None:
+        if self.closing:
+            return
+        if self._is_slow():
+            self.close(1008, "slow consumer")
+            self._clear_queue()  # at once, so that no others are closed for what nobody will be sent
+            return
+        size = sys.getsizeof(text)  # in memory, which is known at once; encoding it would cost each listener
+        self._send_queue.append((text, size))
+        self._add_waiting_bytes(size)
+        if self._waiting_bytes > LAGGING_SEND_QUEUE_BYTES:
+            self._has_room.clear()
+
+    def _is_slow(self) -> bool:
+        if self._waiting_bytes > frames.MAX_BUFFERED_BYTES or len(self._send_queue) >= MAX_SEND_QUEUE_FRAMES:
+            return True
+        return (
+            self._queue_total.waiting_bytes > MAX_TOTAL_SEND_QUEUE_BYTES
+            and self._waiting_bytes > SMALL_SEND_QUEUE_BYTES
+        )
+
+    def _add_waiting_bytes(self, size: int) -> None:
+        self._waiting_bytes += size
+        self._queue_total.waiting_bytes += size
+
+    def _clear_queue(self) -> None:
+        """All but what is just being sent."""
+        self._add_waiting_bytes(-sum(size for _, size in self._send_queue))
+        self._send_queue.clear()
+
+    async def send_response(self, text: str) -> None:
+        """A response of the reader, sent by itself if the writer is idle: waking it would cost as much again."""
+        self._append_to_queue(text)
+        if not self._flushing:
+            await self._flush()
+
+    async def wait_for_room(self) -> None:
+        """Until the client has read most of what waits for it. For whoever has a lot to say."""
+        await self._has_room.wait()
+
+    def close(self, code: int, reason: str) -> None:
+        """End the connection once the writer gets to it; the first reason counts."""
+        if self.closing is None:
+            self.closing = (code, reason)
+            self.ended.set()
+            self._has_room.set()
+            self._wake.set()
+
+    # --- sending ---
+
+    async def run_writer(self) -> None:
+        """Empty the outbox until the connection is to close."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._flushing:
+                continue  # an answer is on its way, and whoever sends it empties the outbox
+            await self._flush()
+            if self.closing:
+                return
+
+    async def _flush(self) -> None:
+        self._flushing = True
+        try:
+            while self._send_queue:
+                text, size = self._send_queue.popleft()
+                try:
+                    await self._send({"type": "websocket.send", "text": text})
+                finally:
+                    self._add_waiting_bytes(-size)
+                if self._waiting_bytes <= LAGGING_SEND_QUEUE_BYTES:
+                    self._has_room.set()
+        finally:
+            self._flushing = False
+            if self.closing:
+                self._wake.set()
+
+    async def send_close_frame(self) -> None:
+        code, reason = self.closing or (1000, "")
+        with suppress(Exception):  # the client may be gone already
+            await self._send(
+                {"type": "websocket.close", "code": code, "reason": _truncate_close_reason(reason)}
+            )
+
+    # --- work that outlives a request ---
+
+    def start_task(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Something that ends with the connection, at the latest."""
+        task = asyncio.ensure_future(_run_work(work))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def release_resources(self) -> None:
+        """When it is closed, and nothing is sent any more."""
+        self._clear_queue()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+def _truncate_close_reason(reason: str) -> str:
+    """What fits into a close frame, without half a character at its end."""
+    return reason.encode(errors="replace")[:MAX_CLOSE_REASON_BYTES].decode(errors="ignore")
+
+
+async def _run_work(work: Callable[[], Awaitable[None]]) -> None:
+    await work()

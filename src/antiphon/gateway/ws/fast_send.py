@@ -1,0 +1,241 @@
+"""A WebSocket as uvicorn serves it, with limits on what a peer may cost and a way to send a text at once.
+
+Limits: a message is bounded while it is being read, and tightly until the peer has authenticated (`raise_limits`); so
+are the fragments of a message, the control frames per second and the frames that one callback of the event loop
+handles. What a closed connection held is freed with its last reference: nothing is left to the garbage collector.
+
+Sending at once: ASGI sends with a coroutine, so an event for a thousand listeners would wake a thousand tasks for one
+write each. Here a text is framed and handed to the socket in one call. If the client lags or the connection is not
+open, the call is refused and the outbox takes over (`connection`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+from uvicorn._types import ASGIReceiveEvent
+from uvicorn.config import Config
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from uvicorn.server import ServerState
+from websockets.frames import CTRL_OPCODES, Frame
+from websockets.http11 import Request
+from websockets.protocol import Event, State
+
+from antiphon.gateway.ws import frames
+
+SendNow = Callable[[str], bool]
+ASGI_EXTENSION_NAME = "antiphon.at_once"
+TEXT_FRAME_FIRST_BYTE = 0x81  # a whole text in one frame; frames of a server have no mask
+
+MAX_FRAGMENTS_PER_UNAUTHENTICATED_MESSAGE = 64  # of a message, before the peer has authenticated
+MAX_FRAGMENTS_PER_MESSAGE = 4096  # some clients cut messages into pieces of 2 KiB
+CONTROL_FRAMES_PER_SECOND = 20
+CONTROL_FRAME_BURST = 100
+MAX_FRAMES_PER_CALLBACK = 64  # then other connections get their turn
+MIN_SLICE_BYTES, MAX_SLICE_BYTES = 1024, 16 * 1024  # parsed before frames are counted
+UNAUTHENTICATED_CLOSE_TIMEOUT_SECONDS = 0.5  # for an unauthenticated peer to answer a close frame
+
+
+class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
+    """Only without extensions of the protocol, such as compression, which would have to see every frame."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.conn.max_message_size = frames.MAX_UNAUTHENTICATED_FRAME_BYTES
+        self._max_fragments = MAX_FRAGMENTS_PER_UNAUTHENTICATED_MESSAGE
+        self._authenticated_close_timeout = self.close_timeout
+        self.close_timeout = UNAUTHENTICATED_CLOSE_TIMEOUT_SECONDS
+        self._unparsed = bytearray()
+        """Received, but not parsed yet; reading is paused while it holds anything."""
+        self._slice_bytes = MIN_SLICE_BYTES
+        self._parsing_is_scheduled = False
+        self._fragments = 0
+        self._control_frames_left = float(CONTROL_FRAME_BURST)
+        self._control_frames_counted_at = 0.0
+        self._owed_pong = b""
+
+    def handle_connect(self, event: Request) -> None:
+        super().handle_connect(event)
+        if not self.close_sent:  # it was not refused
+            extensions = self.scope.setdefault("extensions", {})
+            extensions[ASGI_EXTENSION_NAME] = {"send": self.send_now, "admit": self.raise_limits}
+
+    def raise_limits(self) -> None:
+        """Raise the limits: the peer has authenticated."""
+        self.conn.max_message_size = self.config.ws_max_size
+        self._max_fragments = MAX_FRAGMENTS_PER_MESSAGE
+        self.close_timeout = self._authenticated_close_timeout
+
+    def send_now(self, text: str) -> bool:
+        """Whether it was taken."""
+        if not self.writable.is_set() or self.disconnected or self.conn.state is not State.OPEN:
+            return False
+        payload = text.encode()
+        self.transport.write(_encode_frame_head(len(payload)) + payload)
+        return True
+
+    # --- receiving ---
+
+    def data_received(self, data: bytes) -> None:
+        if not self._unparsed and len(data) <= MIN_SLICE_BYTES and not self._must_hold():
+            self._feed_parser(data)
+            return
+        self._unparsed += data
+        self._parse()
+
+    async def receive(self) -> ASGIReceiveEvent:
+        if self._unparsed:
+            self._resume_reading()
+        message = await self.queue.get()
+        if self.read_paused and self.queue.empty():
+            self.read_paused = False
+            self._resume_reading()
+        return message
+
+    def _must_hold(self) -> bool:
+        """Whether to hold what arrives until the application has taken a message or accepted the handshake."""
+        return self.read_paused or (self.handshake_initiated and not self.handshake_complete)
+
+    def _resume_reading(self) -> None:
+        if self.disconnected or self.transport.is_closing():
+            return
+        if self._unparsed:
+            self._schedule_parsing()
+        else:
+            self.transport.resume_reading()
+
+    def _schedule_parsing(self) -> None:
+        if not self._parsing_is_scheduled:
+            self._parsing_is_scheduled = True
+            self.loop.call_soon(self._parse_later)
+
+    def _parse_later(self) -> None:
+        self._parsing_is_scheduled = False
+        self._parse()
+
+    def _parse(self) -> None:
+        """Parse what has arrived until it is used up, the application must act, or it is others' turn."""
+        handled = 0
+        while self._unparsed and not self._must_hold():
+            if self.disconnected or self.transport.is_closing():
+                self._unparsed.clear()
+                return
+            if handled >= MAX_FRAMES_PER_CALLBACK:
+                self._schedule_parsing()
+                break
+            piece = bytes(self._unparsed[: self._slice_bytes])
+            del self._unparsed[: self._slice_bytes]
+            count = self._feed_parser(piece)
+            handled += count
+            self._slice_bytes = MIN_SLICE_BYTES if count else min(self._slice_bytes * 2, MAX_SLICE_BYTES)
+        if self.disconnected or self.transport.is_closing():
+            return
+        if self._unparsed:
+            self.transport.pause_reading()
+        elif not self.read_paused:
+            self.transport.resume_reading()
+
+    def _feed_parser(self, data: bytes) -> int:
+        """Parse these bytes, handle the frames that are complete, and return their number."""
+        self.conn.receive_data(data)
+        if self.conn.parser_exc is not None:
+            self.handle_parser_exception()
+            return 0
+        events = self.conn.events
+        if not events:
+            return 0
+        count = len(events)
+        if excess := self._find_excess(events):
+            self.conn.events_received()
+            self._fail_connection(1008, excess)
+        else:
+            self.handle_events()
+        return count
+
+    def _find_excess(self, events: Sequence[Event]) -> str | None:
+        """The reason why these frames are too many; None if they are not."""
+        control = 0
+        for event in events:
+            if not isinstance(event, Frame):
+                continue
+            if event.opcode in CTRL_OPCODES:
+                control += 1
+            elif event.fin:
+                self._fragments = 0
+            else:
+                self._fragments += 1
+                if self._fragments > self._max_fragments:
+                    return "too many fragments"
+        if control and not self._can_handle_control_frames(control):
+            return "too many control frames"
+        return None
+
+    def _can_handle_control_frames(self, count: int) -> bool:
+        now = self.loop.time()
+        earned = (now - self._control_frames_counted_at) * CONTROL_FRAMES_PER_SECOND
+        self._control_frames_counted_at = now
+        self._control_frames_left = min(self._control_frames_left + earned, CONTROL_FRAME_BURST) - count
+        return self._control_frames_left >= 0
+
+    def _fail_connection(self, code: int, reason: str) -> None:
+        self.conn.fail(code, reason)
+        self.handle_parser_exception()
+
+    # --- control frames ---
+
+    def handle_ping(self) -> None:
+        """Answer a ping. While the peer does not read, only its latest ping is answered, once it reads again."""
+        if self.writable.is_set():
+            super().handle_ping()
+        elif output := self.conn.data_to_send():
+            self._owed_pong = output[-1]
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._owed_pong and self.conn.state is State.OPEN:
+            self.transport.write(self._owed_pong)
+        self._owed_pong = b""
+
+    # --- the end ---
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._unparsed.clear()
+        self.frames.clear()
+        self.conn.reader.discard()
+        self.conn.parser.close()  # a generator of the object that holds it
+        self.conn.parser_exc = None  # and so is the traceback of an error
+        self.conn.events.clear()
+        if scope := getattr(self, "scope", None):  # which holds methods of this very object
+            scope.get("extensions", {}).pop(ASGI_EXTENSION_NAME, None)
+
+
+def _encode_frame_head(size: int) -> bytes:
+    if size < 126:
+        return bytes((TEXT_FRAME_FIRST_BYTE, size))
+    if size < 2**16:
+        return b"%c\x7e%b" % (TEXT_FRAME_FIRST_BYTE, size.to_bytes(2))
+    return b"%c\x7f%b" % (TEXT_FRAME_FIRST_BYTE, size.to_bytes(8))
+
+
+def find_send_now(scope: MutableMapping[str, Any]) -> SendNow:
+    """How to send at once over this connection; a server that has no such thing always refuses."""
+    return scope.get("extensions", {}).get(ASGI_EXTENSION_NAME, {}).get("send", refuse_to_send)
+
+
+def raise_limits(scope: MutableMapping[str, Any]) -> None:
+    """Raise the limits of this connection: its peer has authenticated."""
+    if extension := scope.get("extensions", {}).get(ASGI_EXTENSION_NAME):
+        extension["admit"]()
+
+
+def refuse_to_send(_: str) -> bool:
+    return False

@@ -1,0 +1,227 @@
+"""Scheduled jobs, as callers manage them: typed in and out, like `operations` for sessions.
+
+Jobs belong to the operators: who reads them needs `operator.read`, who changes or runs them `operator.admin`, and
+an agent may do neither. When a job fires is in `engine.scheduler`, and what a firing is in `engine.firings`.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from antiphon import validation_errors, views
+from antiphon.access import ADMIN_SCOPE, READ_SCOPE, Caller
+from antiphon.clock import Clock
+from antiphon.engine import validation
+from antiphon.engine.idempotency import IdempotentCommand
+from antiphon.engine.jobs import jobs
+from antiphon.engine.jobs.jobs import Job, JobDelivery, JobPatch, JobPayload, JobSpec
+from antiphon.engine.jobs.schedule_slots import Schedule
+from antiphon.engine.jobs.scheduler import Scheduler
+from antiphon.errors import Forbidden, InvalidInput
+from antiphon.store import Store
+from antiphon.views import RunView
+
+__all__ = [
+    "JobFireResult",
+    "JobOperations",
+    "JobPatch",
+    "JobSpec",
+    "JobState",
+    "JobView",
+    "SchedulerStatusView",
+    "parse_job_input",
+]
+
+DEFAULT_JOB_RUNS, MAX_JOB_RUNS = 50, 200
+CRON_DISABLED_REASON = "cron-disabled"
+T = TypeVar("T")
+
+
+class _View(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
+    pass
+
+
+class JobState(_View, frozen=True):
+    """Where a job is. `lastStatus` is `running` or how the last run ended; `error` also if none could begin."""
+
+    next_run_at_ms: int | None = None
+    last_run_at_ms: int | None = None
+    last_status: str | None = None
+    last_error: str | None = None
+    last_run_id: str | None = None
+
+
+class JobView(_View, omit_defaults=False, frozen=True):
+    id: str
+    name: str
+    enabled: bool
+    schedule: Schedule
+    session_target: str
+    payload: JobPayload
+    delivery: JobDelivery
+    agent_id: str
+    delete_after_run: bool
+    created_at_ms: int
+    updated_at_ms: int
+    state: JobState
+
+
+class JobFireResult(_View, frozen=True):
+    """`ran` says that a run was accepted; otherwise `reason` says why not."""
+
+    ran: bool
+    run_id: str | None = None
+    session_key: str | None = None
+    reason: str | None = None
+
+
+class SchedulerStatusView(_View, omit_defaults=False, frozen=True):
+    """Of the scheduler. Nothing wakes it while `cron.enabled` is false."""
+
+    enabled: bool
+    jobs: int
+    next_wake_at: int | None = msgspec.field(default=None, name="nextWakeAtMs")
+
+
+class JobOperations:
+    def __init__(self, *, store: Store, clock: Clock, scheduler: Scheduler) -> None:
+        self._store = store
+        self._clock = clock
+        self._scheduler = scheduler
+        self._terms = scheduler.terms
+
+    async def add(self, caller: Caller, spec: JobSpec, *, key: str | None = None) -> JobView:
+        """A new job. It is durable when this returns, and fires whenever a process hosts the directory.
+
+        Asked again with the same key, it is not added again, even if it has fired or was removed since.
+        """
+        _require_scope(caller, ADMIN_SCOPE)
+        validation.validate_idempotency_key(key)
+        now = self._clock.now()
+        given = _revalidate(spec)
+        command = IdempotentCommand(key, ("cron.add", given))
+        jobs.check_channel(given.delivery, self._terms)
+        settled = jobs.complete_job_spec(given, self._terms.config, now)
+        job = await self._store.tx(
+            jobs.add_job, self._terms, caller, str(uuid.uuid4()), settled, command, now
+        )
+        self._scheduler.wake()
+        return _build_job_view(job)
+
+    async def update(self, caller: Caller, job_id: str, patch: JobPatch) -> JobView:
+        """Change a job. A new schedule, or enabling it, counts from now: what was missed is not made up for."""
+        _require_scope(caller, ADMIN_SCOPE)
+        now = self._clock.now()
+        job = await self._store.tx(jobs.update_job, self._terms, caller, job_id, _revalidate(patch), now)
+        self._scheduler.wake()
+        return _build_job_view(job)
+
+    async def remove(self, caller: Caller, job_id: str) -> bool:
+        """Whether there was such a job. Its runs and its session stay."""
+        _require_scope(caller, ADMIN_SCOPE)
+        return await self._store.tx(jobs.remove_job, job_id)
+
+    async def run(
+        self, caller: Caller, job_id: str, mode: Literal["force", "due"] = "force", *, key: str | None = None
+    ) -> JobFireResult:
+        """Fire a job now, or only if it is due. Asked again with the same key, the same run is told again."""
+        _require_scope(caller, ADMIN_SCOPE)
+        validation.validate_idempotency_key(key)
+        await self._store.read(jobs.get_job, job_id)
+        if not self._scheduler.enabled:
+            return JobFireResult(ran=False, reason=CRON_DISABLED_REASON)
+        command = IdempotentCommand(key, ("cron.run", job_id, mode))
+        fired = await self._scheduler.fire_on_request(job_id, command, force=mode == "force")
+        if fired.accepted is None:
+            return JobFireResult(ran=False, reason=fired.reason)
+        return JobFireResult(ran=True, run_id=fired.accepted.run_id, session_key=fired.accepted.session_key)
+
+    async def get(self, caller: Caller, job_id: str) -> JobView:
+        _require_scope(caller, READ_SCOPE)
+        return _build_job_view(await self._store.read(jobs.get_job, job_id))
+
+    async def list_runs(self, caller: Caller, job_id: str, limit: int = DEFAULT_JOB_RUNS) -> list[RunView]:
+        """What the job has run, newest first."""
+        _require_scope(caller, READ_SCOPE)
+        if limit < 1:
+            raise InvalidInput(
+                f"'limit' is {limit}; it must be at least 1.", f"Use 1 to {MAX_JOB_RUNS}.", field="limit"
+            )
+        rows = await self._store.read(jobs.list_job_runs, job_id, min(limit, MAX_JOB_RUNS))
+        return [views.build_run_view(row, None, self._clock.now()) for row in rows]
+
+    async def get_status(self, caller: Caller) -> SchedulerStatusView:
+        _require_scope(caller, READ_SCOPE)
+        count, next_at = await self._store.read(jobs.load_overview)
+        enabled = self._scheduler.enabled
+        return SchedulerStatusView(enabled=enabled, jobs=count, next_wake_at=next_at if enabled else None)
+
+    async def list(self, caller: Caller, include_disabled: bool = False) -> list[JobView]:
+        """Every job, the oldest first."""
+        _require_scope(caller, READ_SCOPE)
+        return [_build_job_view(job) for job in await self._store.read(jobs.list_jobs, include_disabled)]
+
+
+def parse_job_input(kind: type[T], raw: Any) -> T:
+    """A `JobSpec` or `JobPatch` from plain data of any wire.
+
+    Raises:
+        InvalidInput: it does not fit; `field` says where.
+    """
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        misfit = validation_errors.parse_validation_error(error)
+        field = misfit.field or "job"
+        raise InvalidInput(
+            f"{field!r} is not valid: {misfit.what[:1].lower()}{misfit.what[1:]}.",
+            "Correct it and send it again.",
+            field=field,
+        ) from error
+
+
+def _revalidate(given: T) -> T:
+    """A struct that was made in Python has not been held against its own types yet."""
+    return parse_job_input(type(given), msgspec.to_builtins(given))
+
+
+def _require_scope(caller: Caller, scope: str) -> None:
+    if not caller.is_operator:
+        raise Forbidden(
+            f"Agent {caller.agent_id!r} may not see or change scheduled jobs.",
+            "Ask the operator to do it.",
+            scope=scope,
+        )
+    if scope not in caller.scopes:
+        raise Forbidden(
+            f"This token may not do that to scheduled jobs: it lacks {scope!r}.",
+            "Use a token that was issued with that scope.",
+            scope=scope,
+        )
+
+
+def _build_job_view(job: Job) -> JobView:
+    spec = job.spec
+    return JobView(
+        id=job.id,
+        name=spec.name,
+        enabled=spec.enabled,
+        schedule=spec.schedule,
+        session_target=spec.session_target or "",
+        payload=spec.payload,
+        delivery=spec.delivery,
+        agent_id=spec.agent_id or "",
+        delete_after_run=spec.delete_after_run,
+        created_at_ms=job.created_at,
+        updated_at_ms=job.updated_at,
+        state=JobState(
+            next_run_at_ms=job.next_at,
+            last_run_at_ms=job.last_at,
+            last_status=job.last_status,
+            last_error=job.last_error,
+            last_run_id=job.last_run_id,
+        ),
+    )

@@ -1,0 +1,246 @@
+"""The JetStream side of lanes: a stream with one message per active lane, and one consumer that all replicas share.
+
+It says what to write to the server and what the server's answers mean; who runs what is not its business. Messages
+are asked for in advance, so that an activation reaches a replica without a round trip of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from antiphon.errors import BusError, ConfigError
+from antiphon.nats.connection import NATS_RESPONSE_TIMEOUT_SECONDS, list_connection_errors, subscribe
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+    from nats.aio.subscription import Subscription
+
+log = logging.getLogger(__name__)
+
+CONSUMER_NAME = "replicas"
+PULL_EXPIRY_SECONDS = 30.0  # seconds the server keeps a request for messages
+HEARTBEAT_SECONDS = (
+    2.0  # seconds between two signs that it still does; a server that died took the request with it
+)
+MAX_SILENCE_SECONDS = 2.5 * HEARTBEAT_SECONDS
+MAX_WAITING_REQUESTS = 4096  # waiting requests, one per replica
+STREAM_SETUP_TIMEOUT_SECONDS = 5.0  # seconds to make or change a stream, which a cluster has to agree on
+ALREADY_ACTIVE_CODE, OTHER_CONFIGURATION_CODE = 10077, 10058
+HEARTBEAT_STATUS, EXPIRED_STATUS, NO_RESPONDERS_STATUS = "100", "408", "503"
+IN_PROGRESS_ACK, NEGATIVE_ACK = b"+WPI", b"-NAK"
+NAMESPACE_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+OnLaneTaken = Callable[[int, str], Awaitable[None]]
+OnLane = Callable[[int], None]
+
+
+class LaneQueue:
+    """`taken` gets a lane and where to answer for it; `missed` a lane whose activation found no stream."""
+
+    def __init__(
+        self,
+        namespace: str,
+        ack_wait: float,
+        replicas: int,
+        *,
+        taken: OnLaneTaken,
+        missed: OnLane,
+        abandoned: Callable[[int], Awaitable[None]],
+    ) -> None:
+        if not NAMESPACE_PATTERN.fullmatch(namespace):
+            raise ConfigError(
+                f"{namespace!r} cannot be the namespace of a bus.",
+                "Use letters, digits, hyphens and underscores.",
+                path="bus.namespace",
+            )
+        self.stream = f"{namespace}-lanes"
+        self._subject = f"{namespace}.lane."
+        self._abandon = f"{namespace}.abandon"
+        self._next = f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{CONSUMER_NAME}"
+        self._ack_wait = ack_wait
+        self._replicas = replicas
+        self._taken = taken
+        self._missed = missed
+        self._abandoned = abandoned
+        self._inbox = ""
+        self._subscription: Subscription | None = None
+        self._request = 0
+        self._open = 0
+        self._over = asyncio.Event()
+        self._lost = ""
+        self._heard = 0.0
+        self._unheard: dict[int, None] = {}
+        self._told = 0
+
+    # --- the connection ---
+
+    async def join(self, client: Client) -> None:
+        await self._ensure_stream(client)
+        self._inbox = client.new_inbox()
+        self._subscription = await subscribe(client, f"{self._inbox}.*", self._receive)
+        await subscribe(client, self._abandon, self._on_abandon)
+
+    def leave(self) -> None:
+        self._subscription = None
+        self._over.set()
+
+    async def close(self) -> None:
+        """Take nothing more; what has arrived is still handed on."""
+        subscription, self._subscription = self._subscription, None
+        if subscription is not None:
+            with suppress(*list_connection_errors()):
+                await subscription.drain()
+
+    async def _ensure_stream(self, client: Client) -> None:
+        """The stream and its consumer as they have to be, whether they exist, differ or are gone."""
+        from nats.js.errors import APIError, ServiceUnavailableError  # noqa: PLC0415 - an extra
+
+        what = "The NATS servers cannot keep the queue of lanes"
+        try:
+            await self._create_stream(client)
+        except ServiceUnavailableError as error:
+            raise BusError(
+                f"{what}: JetStream does not answer.", "Switch it on: `nats-server -js -sd <directory>`."
+            ) from error
+        except APIError as error:
+            raise BusError(
+                f"{what}: {error.description}.", f"Look at stream {self.stream} and at the servers' limits."
+            ) from error
+        except list_connection_errors() as error:
+            raise BusError(f"{what}: JetStream does not answer.", "Check that a majority runs.") from error
+
+    async def _create_stream(self, client: Client) -> None:
+        from nats.js import api  # noqa: PLC0415 - an extra
+        from nats.js.errors import BadRequestError  # noqa: PLC0415
+
+        stream = api.StreamConfig(
+            name=self.stream,
+            subjects=[f"{self._subject}*"],
+            retention=api.RetentionPolicy.WORK_QUEUE,
+            max_msgs_per_subject=1,
+            discard=api.DiscardPolicy.NEW,
+            discard_new_per_subject=True,
+            storage=api.StorageType.FILE,
+            num_replicas=self._replicas,
+        )
+        consumer = api.ConsumerConfig(
+            durable_name=CONSUMER_NAME,
+            ack_policy=api.AckPolicy.EXPLICIT,
+            ack_wait=self._ack_wait,
+            max_ack_pending=-1,
+            max_waiting=MAX_WAITING_REQUESTS,
+        )
+        manager: Any = client.jsm(timeout=STREAM_SETUP_TIMEOUT_SECONDS)  # pyright: ignore[reportUnknownMemberType]
+        try:
+            await manager.add_stream(stream)
+        except BadRequestError as error:
+            if error.err_code != OTHER_CONFIGURATION_CODE:
+                raise
+            await manager.update_stream(stream)
+        await manager.add_consumer(self.stream, consumer)
+
+    # --- asking for lanes ---
+
+    async def pull_lanes(self, client: Client, lanes: int) -> None:
+        """Ask for so many lanes, and return when they have come or the request is over. Mends the stream if need be."""
+        self._request += 1
+        self._open, self._lost = lanes, ""
+        self._over.clear()
+        self._heard = asyncio.get_running_loop().time()
+        wish = {
+            "batch": lanes,
+            "expires": round(PULL_EXPIRY_SECONDS * 1e9),
+            "idle_heartbeat": round(HEARTBEAT_SECONDS * 1e9),
+        }
+        await client.publish(self._next, json.dumps(wish).encode(), reply=f"{self._inbox}.p{self._request}")
+        await self._wait_until_over()
+        if self._lost and client.is_connected:
+            log.warning("The queue of lanes at NATS: %s; it is looked after", self._lost)
+            await self._ensure_stream(client)
+            missed, self._unheard = self._unheard, {}
+            for lane in missed:
+                self._missed(lane)
+
+    async def _wait_until_over(self) -> None:
+        loop = asyncio.get_running_loop()
+        while not self._over.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self._heard + MAX_SILENCE_SECONDS):
+                    await self._over.wait()
+                    return
+            if loop.time() >= self._heard + MAX_SILENCE_SECONDS:
+                self._lost = "no sign of life"
+                return
+
+    # --- writing ---
+
+    async def add_lane(self, client: Client, lane: int) -> None:
+        await client.publish(f"{self._subject}{lane}", b"", reply=f"{self._inbox}.a{lane}")
+
+    async def renew_lease(self, client: Client, reply: str) -> None:
+        await client.publish(reply, IN_PROGRESS_ACK)
+
+    async def give_back(self, client: Client, reply: str) -> None:
+        """Whoever has room gets it at once."""
+        await client.publish(reply, NEGATIVE_ACK)
+
+    async def acknowledge(self, client: Client, reply: str) -> None:
+        """Returns when the server has done it: from then on the lane can be activated again."""
+        await client.request(reply, b"", timeout=NATS_RESPONSE_TIMEOUT_SECONDS)
+
+    async def abandon(self, client: Client, lane: int) -> None:
+        await client.publish(self._abandon, str(lane).encode())
+
+    # --- what comes ---
+
+    async def _receive(self, message: Msg) -> None:
+        if message.subject.startswith(self._subject):
+            self._heard = asyncio.get_running_loop().time()
+            self._open -= 1
+            if self._open <= 0:
+                self._over.set()
+            await self._taken(int(message.subject[len(self._subject) :]), message.reply)
+            return
+        what = message.subject[len(self._inbox) + 1 :]
+        status = (message.headers or {}).get("Status", "")
+        if what.startswith("p"):
+            if int(what[1:]) == self._request:
+                self._on_status(status, (message.headers or {}).get("Description", ""))
+        else:
+            self._on_answer(int(what[1:]), status, message.data)
+
+    def _on_status(self, status: str, why: str) -> None:
+        self._heard = asyncio.get_running_loop().time()
+        if status == HEARTBEAT_STATUS:
+            return
+        if status != EXPIRED_STATUS:
+            self._lost = (
+                "it is not there" if status == NO_RESPONDERS_STATUS else why.strip().lower() or status
+            )
+        self._over.set()
+
+    def _on_answer(self, lane: int, status: str, data: bytes) -> None:
+        """To an activation. Most say that it is done, or that it had been done before."""
+        if status == NO_RESPONDERS_STATUS:
+            self._unheard[lane] = None
+            self._lost = "it is not there"
+            self._over.set()
+            return
+        if b'"error"' not in data:
+            return
+        error: dict[str, Any] = json.loads(data)["error"]
+        code = error.get("err_code", 0)
+        if code not in (ALREADY_ACTIVE_CODE, self._told):
+            self._told = code  # once, not for each of a thousand lanes
+            log.error("NATS does not take activations: %s; the sweeper tries again", error.get("description"))
+
+    async def _on_abandon(self, message: Msg) -> None:
+        with suppress(ValueError):
+            await self._abandoned(int(message.data))

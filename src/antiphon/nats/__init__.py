@@ -1,0 +1,1 @@
+"""The connection to NATS that the bus and the lanes share."""

@@ -1,0 +1,402 @@
+"""A connection to NATS that comes back by itself.
+
+A lost connection is never mended: it is closed and another one is made, for ever, with growing pauses that are
+different for everyone. So nothing that was written to a dead server goes out late, and whoever uses the link says
+in one place (`joined`) what belongs to a fresh connection. It knows neither lanes nor events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import ssl
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from antiphon.config.addresses import parse_bus_addresses
+from antiphon.errors import BusError, ConfigError, format_install_hint
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+    from nats.aio.subscription import Subscription
+
+log = logging.getLogger(__name__)
+
+NATS_RESPONSE_TIMEOUT_SECONDS = 2.0  # seconds a server has to answer
+PING_INTERVAL_SECONDS = (
+    3  # seconds between looks at a silent connection; it is given up when three were not answered
+)
+CONNECTION_CHECK_SECONDS = 1.0  # seconds between looks at whether a connection is still one
+FIRST_RECONNECT_SECONDS, MAX_RECONNECT_SECONDS = 0.05, 2.0  # seconds between attempts to connect
+NATS_CLOSE_TIMEOUT_SECONDS = 2.0  # seconds a connection has to take its leave
+MAX_PENDING_SUBSCRIPTION_BYTES = 32 * 2**20  # of a subscription, waiting to be looked at
+CREDENTIALS_FILE_MARKERS = (b"BEGIN NATS USER JWT", b"BEGIN USER NKEY SEED")
+NOT_ENCRYPTED_MESSAGE = "it does not encrypt"
+AUTHORIZATION_ERROR_WORDS = ("authorization violation", "authentication")
+
+OnConnected = Callable[["Client"], Awaitable[None]]
+OnDisconnected = Callable[[], None]
+OnConnectionError = Callable[[Exception], None]
+MessageHandler = Callable[["Msg"], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NatsServers:
+    """Where the NATS servers are (`nats://host:port`, `tls://…`, several with commas), and as whom we come."""
+
+    url: str
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    token: str | None = field(default=None, repr=False)
+    credentials: Path | None = None
+    """A file with a JWT and its seed, as `nsc` makes it."""
+    authority: Path | None = None
+    """The certificate authority that signed the servers' certificates, if not one the system knows."""
+
+    def parse_addresses(self) -> list[str]:
+        return parse_bus_addresses(self.url)
+
+    def format_without_secrets(self) -> str:
+        """The addresses without what is secret in them."""
+        return ", ".join(_strip_credentials(url.strip()) for url in self.url.split(","))
+
+    def build_connect_options(self) -> dict[str, Any]:
+        """For nats-py's `connect`."""
+        for file in (self.credentials, self.authority):
+            if file is not None:
+                _check_readable(file)
+        given: dict[str, Any] = {"user": self.user, "password": self.password, "token": self.token}
+        if self.credentials is not None:
+            if not all(mark in self.credentials.read_bytes() for mark in CREDENTIALS_FILE_MARKERS):
+                raise ConfigError(
+                    f"{self.credentials} holds no credentials.",
+                    "Name a file that `nsc generate creds` made.",
+                    path="bus",
+                )
+            given["user_credentials"] = str(self.credentials)
+        if self.is_encrypted:
+            given["tls"] = self._create_tls_context()
+        return given
+
+    @property
+    def is_encrypted(self) -> bool:
+        return self.authority is not None or "tls://" in self.url
+
+    def _create_tls_context(self) -> ssl.SSLContext:
+        try:
+            return ssl.create_default_context(cafile=self.authority)
+        except (ssl.SSLError, OSError) as error:
+            raise ConfigError(
+                f"{self.authority} holds no certificate.", "Name a file in PEM format.", path="bus"
+            ) from error
+
+
+def _check_readable(file: Path) -> None:
+    """Whoever opens a pipe without a writer waits for ever."""
+    try:
+        os.close(os.open(file, os.O_RDONLY | os.O_NONBLOCK))
+        regular = file.is_file()
+    except OSError as error:
+        why = f"{file} cannot be read ({error.strerror})."
+        raise ConfigError(why, "Correct the path in `bus`.", path="bus") from error
+    if not regular:
+        raise ConfigError(f"{file} is no file.", "Correct the path in `bus`.", path="bus")
+
+
+class NatsConnection:
+    """One connection at a time. `joined` prepares each; `client` is the present one, or None while there is none."""
+
+    def __init__(
+        self,
+        servers: NatsServers,
+        *,
+        name: str,
+        joined: OnConnected,
+        left: OnDisconnected,
+        troubled: OnConnectionError | None = None,
+        echo: bool = True,
+    ) -> None:
+        self._servers = servers
+        self._name = name
+        self._joined = joined
+        self._left = left
+        self._troubled = troubled
+        self._echo = echo
+        self._client: Client | None = None
+        self._connected_event = asyncio.Event()
+        self._keep_task: asyncio.Task[None] | None = None
+        self._last_error: Exception | None = None
+        self._flushes: set[asyncio.Task[bool]] = set()
+
+    @property
+    def client(self) -> Client | None:
+        """None as well in the moments between the loss of a connection and our noticing it here."""
+        client = self._client
+        return client if client is not None and client.is_connected else None
+
+    async def wait_until_connected(self) -> Client:
+        """Wait until there is one."""
+        while (client := self.client) is None:
+            self._connected_event.clear()
+            await self._connected_event.wait()
+        return client
+
+    async def start(self, patience: float = 10.0) -> None:
+        """Connect, or say in one sentence why not. Wrong credentials are not tried twice."""
+        addresses, options = self._servers.parse_addresses(), self._servers.build_connect_options()
+        _require_nats_library()
+        until = asyncio.get_running_loop().time() + patience
+        pauses = _Backoff()
+        while True:
+            try:
+                client, closed = await self._connect_and_prepare(addresses, options)
+                break
+            except BusError as error:
+                left = until - asyncio.get_running_loop().time()
+                if left <= 0 or error.data.get("final"):
+                    raise
+                await asyncio.sleep(min(pauses.next(), left))
+        self._keep_task = asyncio.create_task(self._keep_connected(client, closed, addresses, options))
+
+    async def stop(self) -> None:
+        await cancel_tasks(self._keep_task)
+        client, self._client = self._client, None
+        if client is not None:
+            await _close_client(client)
+        await cancel_tasks(*self._flushes)
+
+    async def confirm_flushed(self, client: Client, timeout: float = NATS_RESPONSE_TIMEOUT_SECONDS) -> bool:
+        """Whether the server has seen, within `timeout`, everything written so far.
+
+        The wait for its answer must go on to its end: nats-py stops reading when an answer meets a cancelled wait.
+        """
+        flushing = asyncio.create_task(_try_flush(client))
+        self._flushes.add(flushing)
+        flushing.add_done_callback(self._flushes.discard)
+        done, _ = await asyncio.wait([flushing], timeout=timeout)
+        return bool(done) and flushing.result()
+
+    async def _keep_connected(
+        self, client: Client, closed: asyncio.Event, addresses: list[str], options: dict[str, Any]
+    ) -> None:
+        while True:
+            await _wait_until_lost(client, closed)
+            self._client = None
+            self._left()
+            log.warning(
+                "The connection to NATS at %s is lost; trying to get it back",
+                self._servers.format_without_secrets(),
+            )
+            await _close_client(client)
+            client, closed = await self._reconnect(addresses, options)
+            log.warning("Connected to NATS at %s again", self._servers.format_without_secrets())
+
+    async def _reconnect(self, addresses: list[str], options: dict[str, Any]) -> tuple[Client, asyncio.Event]:
+        pauses = _Backoff()
+        told = ""
+        while True:
+            await asyncio.sleep(pauses.next())
+            try:
+                return await self._connect_and_prepare(addresses, options)
+            except BusError as error:
+                if str(error) != told:
+                    log.error("%s", error)
+                    told = str(error)
+            except Exception:
+                log.exception("The connection to NATS could not be used")
+
+    async def _connect_and_prepare(
+        self, addresses: list[str], options: dict[str, Any]
+    ) -> tuple[Client, asyncio.Event]:
+        """A connection that has been prepared."""
+        client, closed = await self._connect(addresses, options)
+        try:
+            await self._joined(client)
+        except BaseException:
+            await _close_client(client)
+            raise
+        self._client = client
+        self._connected_event.set()
+        return client, closed
+
+    async def _connect(self, addresses: list[str], options: dict[str, Any]) -> tuple[Client, asyncio.Event]:
+        error: BusError | None = None
+        for address in random.sample(addresses, len(addresses)):
+            try:
+                return await self._connect_to(address, options)
+            except BusError as failed:
+                error = failed if error is None or failed.data.get("final") else error
+        assert error is not None
+        raise error
+
+    async def _connect_to(self, address: str, options: dict[str, Any]) -> tuple[Client, asyncio.Event]:
+        client, closed = _create_client(encrypted=self._servers.is_encrypted), asyncio.Event()
+
+        async def on_closed() -> None:
+            closed.set()
+
+        self._last_error = None
+        try:
+            async with asyncio.timeout(3 * NATS_RESPONSE_TIMEOUT_SECONDS):
+                await client.connect(
+                    servers=[address],
+                    name=self._name,
+                    allow_reconnect=False,
+                    max_reconnect_attempts=1,
+                    reconnect_time_wait=0,
+                    connect_timeout=int(NATS_RESPONSE_TIMEOUT_SECONDS),
+                    ping_interval=PING_INTERVAL_SECONDS,
+                    no_echo=not self._echo,
+                    error_cb=self._on_error,
+                    closed_cb=on_closed,
+                    **options,
+                )
+            if not client.is_connected:  # nats-py takes the end of a connection for a greeting
+                raise ConnectionResetError("it ended the connection")
+        except Exception as error:
+            told = _explain_connect_error(address, self._last_error or error)
+            await _close_client(client)
+            raise told from error
+        except BaseException:
+            await _close_client(client)
+            raise
+        return client, closed
+
+    async def _on_error(self, error: Exception) -> None:
+        self._last_error = error
+        if self._client is not None:
+            log.debug("NATS: %r", error)
+            if self._troubled is not None:
+                self._troubled(error)
+
+
+class _Backoff:
+    """Twice as long each time, up to a limit, and never the same for two."""
+
+    def __init__(self) -> None:
+        self._longest = FIRST_RECONNECT_SECONDS
+
+    def next(self) -> float:
+        pause = random.uniform(self._longest / 2, self._longest)  # noqa: S311 - spreads load, guards nothing
+        self._longest = min(self._longest * 2, MAX_RECONNECT_SECONDS)
+        return pause
+
+
+async def cancel_tasks(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel, and again if need be: nats-py swallows a cancellation that finds it writing."""
+    running = {task for task in tasks if task is not None and not task.done()}
+    for _ in range(5):
+        if not running:
+            return
+        for task in running:
+            task.cancel()
+        _, running = await asyncio.wait(running, timeout=1.0)
+
+
+async def subscribe(
+    client: Client, subject: str, hear: MessageHandler, most_bytes: int = MAX_PENDING_SUBSCRIPTION_BYTES
+) -> Subscription:
+    """Have each message handed to `hear`, one after the other; beyond `most_bytes` waiting they are dropped."""
+    return await client.subscribe(  # pyright: ignore[reportUnknownMemberType]
+        subject, cb=hear, pending_bytes_limit=most_bytes
+    )
+
+
+def list_connection_errors() -> tuple[type[Exception], ...]:
+    """What nats-py raises when a connection or an answer fails; all of it means: not now."""
+    from nats.errors import Error  # noqa: PLC0415 - an extra
+
+    return (Error, OSError, TimeoutError)
+
+
+def _create_client(*, encrypted: bool) -> Client:
+    from nats.aio.client import Client  # noqa: PLC0415 - an extra
+    from nats.errors import Error  # noqa: PLC0415
+
+    class Wary(Client):
+        """Two things that nats-py leaves open."""
+
+        def _connect_command(self) -> bytes:
+            """Says who we are, and here only after the encryption we want: the server decides whether there is any."""
+            if encrypted and not self._server_info.get("tls_required"):
+                raise Error(NOT_ENCRYPTED_MESSAGE)
+            return super()._connect_command()
+
+        async def _close(self, status: int, do_cbs: bool = True) -> None:
+            """Also when the last words cannot be written any more; else tasks and the socket would be left behind."""
+            try:
+                await super()._close(status, do_cbs)
+            except (OSError, RuntimeError):  # the latter is what uvloop says of a transport that is closed
+                self._pending, self._pending_data_size = [], 0
+                self._status = Client.DISCONNECTED
+                await super()._close(status, do_cbs)
+
+    return Wary()
+
+
+async def _try_flush(client: Client) -> bool:
+    try:
+        await client.flush(timeout=PING_INTERVAL_SECONDS * 4)
+    except (*list_connection_errors(), RuntimeError):  # the latter is uvloop's, of a transport that is closed
+        return False
+    return True
+
+
+async def _wait_until_lost(client: Client, closed: asyncio.Event) -> None:
+    """Until the connection is; it is looked at as well, for should nats-py forget to say so, nothing would go on."""
+    while client.is_connected:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CONNECTION_CHECK_SECONDS):
+                await closed.wait()
+                return
+
+
+async def _close_client(client: Client) -> None:
+    """For good, whatever state it is in."""
+    with suppress(Exception):
+        async with asyncio.timeout(NATS_CLOSE_TIMEOUT_SECONDS):
+            await client.close()
+
+
+def _require_nats_library() -> None:
+    try:
+        import nats.aio.client  # noqa: F401, PLC0415 # pyright: ignore[reportUnusedImport]
+    except ImportError as error:
+        raise ConfigError(
+            "bus.url is set, but nothing that could speak to NATS is installed.",
+            format_install_hint("cluster"),
+            path="bus.url",
+        ) from error
+
+
+def _explain_connect_error(address: str, error: Exception) -> BusError:
+    """In one sentence, and what to do."""
+    where = f"The NATS server at {_strip_credentials(address)}"
+    if any(word in str(error).lower() for word in AUTHORIZATION_ERROR_WORDS):
+        return BusError(
+            f"{where} does not accept our credentials.", "Check those given in `bus`.", final=True
+        )
+    if NOT_ENCRYPTED_MESSAGE in str(error):
+        return BusError(
+            f"{where} does not encrypt, and we were told to.", "Give it a certificate.", final=True
+        )
+    if isinstance(error, ssl.SSLError):
+        reason = getattr(error, "verify_message", "") or error.reason or str(error)
+        return BusError(
+            f"{where} cannot be trusted: {reason}.", "Name its certificate authority in `bus`.", final=True
+        )
+    if isinstance(error, TimeoutError):
+        return BusError(f"{where} does not answer.", "Check bus.url, and that it runs.")
+    return BusError(f"{where} cannot be reached: {error}.", "Check bus.url, and that it runs.")
+
+
+def _strip_credentials(url: str) -> str:
+    """Without user, password or token."""
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"

@@ -1,0 +1,285 @@
+"""Words on their way into a session."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import msgspec
+
+from antiphon import access, keys, send_policy
+from antiphon.access import Caller
+from antiphon.bus import RunChanged, run_topic, session_topic
+from antiphon.engine import validation
+from antiphon.engine.collaboration import subagents
+from antiphon.engine.collaboration.chains import ChainLink
+from antiphon.engine.runs import lifecycle, run_queue
+from antiphon.engine.runs.run_options import RunOptions
+from antiphon.engine.runs.run_queue import Submission
+from antiphon.engine.sessions import resets, session_rows
+from antiphon.engine.validation import THINKING_LEVELS
+from antiphon.errors import InvalidInput
+from antiphon.messages import ImageBlock, Provenance, TextBlock, ToolResult, UserMessage
+from antiphon.operations import request_validation
+from antiphon.operations.request_origin import ChainOperations, RequestOrigin
+from antiphon.store import Row, Tx
+from antiphon.views import MessageReceipt
+
+
+class IncomingMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """Words for a session. `idempotency_key` becomes the run's id: saying it again changes nothing."""
+
+    session: str
+    content: str | list[TextBlock | ImageBlock] | ToolResult
+    """Words, or the result of a client-side tool that an earlier run of the session called."""
+    idempotency_key: str | None = None
+    origin: str = "chat"
+    model: str | None = None
+    thinking: str | None = None
+    instructions: str | None = None
+    options: RunOptions | None = None
+    timeout_seconds: float | None = None
+    provenance: Provenance | None = None
+    literal: bool = False
+    """Whether the content is only text, even if it looks like a command."""
+
+
+class _TaskPlacement(NamedTuple):
+    """What a message goes on with: the task it is for, until when, and the chain that it is a link of."""
+
+    task: int | None = None
+    deadline: int | None = None
+    link: ChainLink | None = None
+
+
+class MessageOperations(ChainOperations):
+    async def submit(self, caller: Caller, message: IncomingMessage) -> MessageReceipt:
+        """Put words into a session. They are durable when this returns; their run starts by itself.
+
+        A standalone `/send on|off|inherit` is no words: it is done when this returns, and has an answer as a run has.
+        """
+        self._validate_message(message)
+        engine = self._require_engine()
+        now = self._clock.now()
+        run_id = message.idempotency_key or run_queue.new_run_id(now)
+        if (wanted := _parse_send_command(caller, message)) is not None:
+            return await self._run_send_command(caller, message.session, wanted, run_id, now)
+        accepted, row, news = await self._store.tx(self._submit, caller, message, run_id, now)
+        if news == "create":
+            self._publish_change(row, news)
+        elif news:
+            self._publish_to_session(row, "renewed")
+            self._publish_to_all_sessions(row, news)
+        await engine.dispatch_accepted_run(accepted)
+        return _build_receipt(accepted, row)
+
+    async def _run_send_command(
+        self, caller: Caller, session: str, wanted: send_policy.SendCommand, run_id: str, now: int
+    ) -> MessageReceipt:
+        done = await self._store.tx(self._set_send_policy, caller, session, wanted, run_id, now)
+        accepted, row, reply, founded = done
+        if founded:
+            self._publish_change(row, "create")
+        if accepted.new:
+            if reply is not None:
+                self._publish_change(row, "patch")
+            ended = RunChanged(session_key=row["key"], run_id=run_id, state="ok", reply=reply, ended_at=now)
+            for topic in (run_topic(run_id), session_topic(row["id"])):
+                self._bus.publish(topic, ended)
+        return _build_receipt(accepted, row)
+
+    async def _set_send_policy(
+        self, tx: Tx, caller: Caller, session: str, wanted: send_policy.SendCommand, run_id: str, now: int
+    ) -> tuple[run_queue.AcceptedRun, Row, str | None, bool]:
+        """Run the owner's `/send` command, even if the send policy blocks messages. From others it has no effect."""
+        row, founded = await self._open_or_create_session(tx, caller, "send", session, now)
+        request_validation.require_current_conversation(row, session)
+        reply = _SEND_COMMAND_REPLIES[wanted] if access.ADMIN_SCOPE in caller.scopes else None
+        new = await run_queue.record_command(tx, run_id, row["id"], f"send {wanted}", now, reply)
+        if new and reply is not None:
+            setting = None if wanted == "inherit" else wanted
+            await session_rows.patch_session(tx, row["id"], {"send_policy": setting}, now)
+        return run_queue.AcceptedRun(run_id, row["id"], row["key"], "ok", new=new), row, reply, founded
+
+    async def steer(
+        self, caller: Caller, message: IncomingMessage, origin: RequestOrigin | None = None
+    ) -> tuple[MessageReceipt, list[str]]:
+        """Stop what a session is doing and say this instead, both or neither; and which runs were stopped.
+
+        A message that was said before stops nothing.
+        """
+        self._validate_message(message)
+        engine = self._require_engine()
+        now = self._clock.now()
+        run_id = message.idempotency_key or run_queue.new_run_id(now)
+        stopped, accepted, row = await self._store.tx(
+            self._steer, caller, message, run_id, origin or RequestOrigin(), now
+        )
+        await engine.apply_effects(stopped)
+        await engine.dispatch_accepted_run(accepted)
+        run_ids = [*(ended.run_id for ended in stopped.ended), *stopped.asked]
+        if run_ids:
+            self._publish_change(row, "abort")
+        return _build_receipt(accepted, row), run_ids
+
+    async def _steer(
+        self, tx: Tx, caller: Caller, message: IncomingMessage, run_id: str, origin: RequestOrigin, now: int
+    ) -> tuple[lifecycle.Effects, run_queue.AcceptedRun, Row]:
+        session = await self._session_resolver.open(tx, caller, "control", message.session)
+        stopped, place = lifecycle.Effects([], []), _TaskPlacement()
+        if await tx.one(lifecycle.SQL.accepted_before, id=run_id) is None:
+            place = await self._resolve_placement(tx, caller, session, run_id, origin)
+            stopped = await lifecycle.cancel_runs(tx, session["id"], None, now)
+        accepted, row, _ = await self._submit(tx, caller, message, run_id, now, place)
+        return stopped, accepted, row
+
+    async def _resolve_placement(
+        self, tx: Tx, caller: Caller, session: Row, run_id: str, origin: RequestOrigin
+    ) -> _TaskPlacement:
+        """What a sub-agent is to do now is its task: the end of what it did before is not the task's."""
+        link = None
+        if own := await tx.one(session_rows.SQL.whole_by_key, key=caller.session_key):
+            link = await self._build_chain_link(tx, origin, own["id"], run_id)
+        task, deadline = await subagents.redirect_task(tx, session["key"], run_id)
+        return _TaskPlacement(task, deadline, link)
+
+    async def _submit(
+        self,
+        tx: Tx,
+        caller: Caller,
+        message: IncomingMessage,
+        run_id: str,
+        now: int,
+        place: _TaskPlacement | None = None,
+    ) -> tuple[run_queue.AcceptedRun, Row, str | None]:
+        """Also what became of the session: why it began or began anew, if it did."""
+        row, founded = await self._open_or_create_session(tx, caller, "send", message.session, now)
+        request_validation.require_current_conversation(row, message.session)
+        said_on = keys.WEBCHAT_CHANNEL if caller.is_operator and message.provenance is None else None
+        self._session_resolver.check_send(row, said_on)
+        if said_on and not (row["channel"] or row["last_channel"]):  # once in the life of a session
+            await tx.do(session_rows.SQL.record_channel, id=row["id"], channel=said_on, to=row["key"])
+        news = "create" if founded else None
+        if self._reset_rules and place is None and not founded:
+            news = await self._find_reset_reason(tx, caller, message, row, run_id, now)
+            row = await _renew_session(tx, caller, row, news, now) if news else row
+        timeout = message.timeout_seconds
+        task, deadline, link = place or _TaskPlacement()
+        submission = Submission(
+            run_id=run_id,
+            session=row["id"],
+            session_key=row["key"],
+            origin=message.origin,
+            message=_build_entry(message, now),
+            options=message.options,
+            instructions=message.instructions,
+            model=message.model,
+            thinking=message.thinking,
+            deadline_at=deadline if timeout is None else now + round(timeout * 1000),
+            max_queued=self.config.store.lane_max_queued,
+            task=task,
+            chain=link.chain if link else None,
+            hop=link.hop if link else 0,
+            agent_id=self._session_resolver.find_addressed_agent(caller, message.session),
+        )
+        return await run_queue.submit(tx, submission, now), row, news
+
+    @cached_property
+    def _reset_rules(self) -> resets.ResetRules | None:
+        return resets.build_reset_rules(self.config.session)
+
+    async def _find_reset_reason(
+        self, tx: Tx, caller: Caller, message: IncomingMessage, row: Row, run_id: str, now: int
+    ) -> resets.ResetReason | None:
+        """Why these words begin another conversation, if they do: only a person's, and only in an idle session.
+
+        Who names the conversation itself wants that one.
+        """
+        if not caller.is_operator or message.provenance or message.session.strip() == row["session_id"]:
+            return None
+        channel = row["channel"] or row["last_channel"]
+        rule = self._reset_rules.find_rule(keys.parse(row["key"]), channel) if self._reset_rules else None
+        if rule is None:
+            return None
+        use = await tx.one(session_rows.SQL.last_use, id=row["id"])
+        reason = rule.find_due_reason(use["updated_at"], now) if use and use["last_seq"] else None
+        if reason is None or await tx.one(session_rows.SQL.at_work, id=row["id"]):
+            return None
+        if await tx.one(session_rows.SQL.awaits, id=row["id"]):
+            return None
+        return reason if await tx.one(lifecycle.SQL.accepted_before, id=run_id) is None else None
+
+    def _validate_message(self, message: IncomingMessage) -> None:
+        """Everything about the words that can be refused without looking anything up."""
+        most = self.config.store.message_max_bytes
+        if isinstance(message.content, ToolResult):
+            validation.validate_message_size(message.content.content, most, beside=message.instructions)
+        else:
+            validation.validate_message_content(message.content, most, beside=message.instructions)
+        for earlier in message.options.earlier if message.options else ():
+            said = earlier.content
+            shown = (
+                said
+                if isinstance(said, str)
+                else [it for it in said if isinstance(it, TextBlock | ImageBlock)]
+            )
+            validation.validate_message_size(shown, most, field="messages")
+        validation.validate_idempotency_key(message.idempotency_key)
+        if message.timeout_seconds is not None and not 0 < message.timeout_seconds <= 366 * 86_400:
+            raise InvalidInput(
+                "The timeout must be more than 0 seconds and at most a year.",
+                "Leave it out.",
+                field="timeoutSeconds",
+            )
+        if message.thinking is not None and message.thinking not in THINKING_LEVELS:
+            raise InvalidInput(
+                f"There is no thinking level {message.thinking!r}.",
+                f"Use one of {', '.join(THINKING_LEVELS)}.",
+                field="thinking",
+            )
+        if message.model is not None:
+            self.config.find_model(message.model)
+
+
+_SEND_COMMAND_REPLIES: dict[send_policy.SendCommand, str] = {
+    "allow": "Send policy set to on.",
+    "deny": "Send policy set to off.",
+    "inherit": "Send policy set to inherit.",
+}
+
+
+def _parse_send_command(caller: Caller, message: IncomingMessage) -> send_policy.SendCommand | None:
+    """What a person's words command, if they are a command: never those of another session or program."""
+    text = message.content
+    if (
+        message.literal
+        or message.provenance is not None
+        or not caller.is_operator
+        or not isinstance(text, str)
+    ):
+        return None
+    return send_policy.parse_send_command(text) if text.lstrip()[:5].lower() == "/send" else None
+
+
+def _build_entry(message: IncomingMessage, now: int) -> UserMessage | ToolResult:
+    if isinstance(message.content, ToolResult):
+        return msgspec.structs.replace(message.content, timestamp=now)
+    return UserMessage(content=message.content, timestamp=now, provenance=message.provenance)
+
+
+async def _renew_session(tx: Tx, caller: Caller, row: Row, reason: str, now: int) -> Row:
+    """The session with another conversation, as after `/new`."""
+    await session_rows.start_new_transcript(tx, row, reason, now)
+    renewed = await session_rows.find_session(tx, keys.parse(row["key"]), caller.session_key)
+    assert renewed is not None
+    return renewed
+
+
+def _build_receipt(accepted: run_queue.AcceptedRun, row: Row) -> MessageReceipt:
+    return MessageReceipt(
+        run_id=accepted.run_id,
+        session_key=row["key"],
+        session_id=row["session_id"],
+        state=accepted.state,
+        new=accepted.new,
+    )

@@ -1,0 +1,447 @@
+"""Whether a sub-agent may be spawned, and with what: every refusal, before anything exists.
+
+A child has no more than its parent: not its tools, nor its agents, nor its reach, nor its freedom from a sandbox. What
+it may have at most is put into its envelope here, once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import msgspec
+
+from antiphon import access, keys
+from antiphon.access import Action, Caller, TargetSession
+from antiphon.engine import validation
+from antiphon.engine.collaboration import attachments, prompts, subagents
+from antiphon.engine.collaboration.attachments import AttachmentLimits, SpawnAttachment
+from antiphon.engine.collaboration.chains import ChainLink
+from antiphon.engine.collaboration.permissions import (
+    SPAWN_TOOL_NAME,
+    SubagentPermissionResolver,
+    SubagentPermissions,
+)
+from antiphon.engine.collaboration.subagents import TaskOptions, ValidatedSpawn
+from antiphon.engine.outbox import delivery_rows
+from antiphon.engine.sessions.resolver import SessionResolver
+from antiphon.engine.toolbox import Toolbox
+from antiphon.errors import Forbidden, InvalidInput, NotFound, SpawnRefused
+from antiphon.keys import SessionKey
+from antiphon.operations import request_validation
+from antiphon.store import Row, Tx
+from antiphon.store.transcript_files import TranscriptFiles
+
+if TYPE_CHECKING:
+    from antiphon.config import AgentConfig, Config
+
+MAX_CONSECUTIVE_FAILURES, BREAKER_COOLDOWN_MILLISECONDS = (
+    3,
+    300_000,
+)  # so many failures in a row, and how many milliseconds nothing like it is tried
+CHILD_ID_NAMESPACE = uuid.UUID("3f1c8a5e-2a56-4f0e-8a70-6b7d1f6f9f21")
+MAX_RUN_TIMEOUT_SECONDS = 30 * 86_400  # seconds
+MAX_MOUNT_PATH_CHARACTERS = 400  # characters
+
+
+class SpawnRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """What is asked for. Left out means: as the configuration has it."""
+
+    task: str
+    label: str | None = None
+    agent_id: str | None = None
+    model: str | None = None
+    thinking: str | None = None
+    run_timeout_seconds: float | None = None
+    thread: bool = False
+    mode: Literal["run", "session"] | None = None
+    cleanup: Literal["delete", "keep"] = "keep"
+    sandbox: Literal["inherit", "require"] = "inherit"
+    attachments: Sequence[SpawnAttachment] = ()
+    mount_path: str | None = None
+    runtime: Literal["subagent", "acp"] = "subagent"
+    idempotency_key: str | None = None
+    announce: Literal["channel", "parent", "none"] = "channel"
+
+    def compute_digest(self, requester_key: str) -> str:
+        """What makes a repeated key the same request: all that is asked for, and for whom."""
+        seconds = self.run_timeout_seconds
+        asked = [
+            requester_key,
+            self.task,
+            self.label,
+            self.agent_id,
+            self.model,
+            self.thinking,
+            None if seconds is None else float(seconds),
+            self.thread,
+            self.mode,
+            self.cleanup,
+            self.sandbox,
+            self._files_digest,
+            self.mount_path,
+            self.runtime,
+            self.announce,
+        ]
+        return hashlib.sha256(msgspec.json.encode(asked)).hexdigest()[:32]
+
+    @cached_property
+    def _files_digest(self) -> list[tuple[str, str, str | None, str]]:
+        """Computed once: the files may be megabytes, and a transaction asks for it."""
+        return [
+            (file.name, file.encoding, file.mime_type, hashlib.sha256(file.content.encode()).hexdigest())
+            for file in self.attachments
+        ]
+
+
+class SpawnRequester(NamedTuple):
+    """A session that spawns, and the agent that acts in it: in the shared main session that may be any agent."""
+
+    session: Row
+    agent_id: str
+
+    @property
+    def other_agent(self) -> str | None:
+        """The agent, if it is not the one that the session belongs to."""
+        return None if self.agent_id == self.session["agent_id"] else self.agent_id
+
+
+class SpawnRules:
+    """The configuration's word on spawning."""
+
+    def __init__(
+        self,
+        config: Config,
+        door: SessionResolver,
+        toolbox: Toolbox,
+        state_dir: Path,
+        files: TranscriptFiles | None,
+    ) -> None:
+        self._config = config
+        self._session_resolver = door
+        self._toolbox = toolbox
+        self._envelopes = SubagentPermissionResolver(config, toolbox)
+        self._state_dir = state_dir
+        self._transcripts_folder = "" if files is None else str(files.folder)
+
+    # --- what can be refused without looking anything up ---
+
+    def validate_request(self, wanted: SpawnRequest) -> list[tuple[str, bytes]]:
+        """The bytes of its attachments."""
+        validation.validate_message_content(wanted.task, self._config.store.message_max_bytes, field="task")
+        if wanted.label is not None:
+            request_validation.validate_printable_name(
+                wanted.label, request_validation.MAX_LABEL_CHARACTERS, "label"
+            )
+        if wanted.agent_id is not None:
+            keys.validate_agent_id(wanted.agent_id)
+        if wanted.thinking is not None:
+            request_validation.validate_choice(wanted.thinking, validation.THINKING_LEVELS, "thinking")
+        if wanted.model is not None:
+            self._config.find_model(wanted.model)
+        seconds = wanted.run_timeout_seconds
+        if seconds is not None and not 0 <= seconds <= MAX_RUN_TIMEOUT_SECONDS:
+            raise InvalidInput(
+                f"'runTimeoutSeconds' is {seconds}.",
+                f"Use 0 for none, or up to {MAX_RUN_TIMEOUT_SECONDS}.",
+                field="runTimeoutSeconds",
+            )
+        _check_mode(wanted)
+        return self._validate_attachments(wanted)
+
+    def _validate_attachments(self, wanted: SpawnRequest) -> list[tuple[str, bytes]]:
+        given = self._config.tools.sessions_spawn.attachments
+        if wanted.mount_path is not None:
+            request_validation.validate_printable_name(
+                wanted.mount_path, MAX_MOUNT_PATH_CHARACTERS, "attachAs.mountPath"
+            )
+        if not wanted.attachments:
+            return []
+        if wanted.runtime == "acp":
+            raise InvalidInput(
+                "A child of runtime 'acp' takes no attachments.",
+                "Leave them out, or use runtime 'subagent'.",
+                field="attachments",
+            )
+        if not given.enabled:
+            raise _build_refusal(
+                "attachments",
+                "Attachments are switched off.",
+                "Put what matters into the task, or enable tools.sessions_spawn.attachments.",
+            )
+        return attachments.validate_attachments(
+            wanted.attachments, AttachmentLimits(given.max_files, given.max_file_bytes, given.max_total_bytes)
+        )
+
+    # --- what depends on who asks ---
+
+    async def plan_child(
+        self,
+        tx: Tx,
+        caller: Caller,
+        requester: SpawnRequester,
+        wanted: SpawnRequest,
+        task_id: str,
+        link: ChainLink,
+        now: int,
+    ) -> ValidatedSpawn:
+        """The child that may be spawned.
+
+        Raises:
+            SpawnRefused: a rule is against it; `data['reason']` says which.
+        """
+        session = requester.session
+        own = self._config.get_agent(requester.agent_id)
+        actor = self._build_actor(caller, requester)
+        target = self._resolve_target_agent(caller, requester, own, wanted)
+        parent = self._compute_current_envelope(requester, own, actor)
+        # A caller's key may be any text; what is made of it is part of a key and the name of a folder.
+        child_id = str(uuid.uuid5(CHILD_ID_NAMESPACE, f"{session['key']}\n{task_id}"))
+        child_key = keys.subagent_key(target.id, child_id)
+        self._check_depth(session, parent)
+        await self._check_children(tx, session, own)
+        await _check_breaker(tx, target.id, wanted.task, now)
+        sandboxed = self._resolve_sandboxed(actor, target, child_key, wanted)
+        envelope = self._build_child_envelope(actor, target, parent)
+        return ValidatedSpawn(
+            id=task_id,
+            digest=wanted.compute_digest(session["key"]),
+            requester=session,
+            child_key=child_key,
+            task=wanted.task,
+            label=wanted.label.strip() if wanted.label else None,
+            model=wanted.model or _get_default_model(target),
+            thinking=wanted.thinking or target.subagents.thinking,
+            deadline_at=_compute_deadline(target, wanted, now),
+            instructions=self._build_instructions(session, child_key, envelope, wanted),
+            sandboxed=sandboxed,
+            envelope=envelope,
+            options=self._build_options(requester, target, wanted, child_id),
+            destination=delivery_rows.resolve_session_destination(session),
+            link=link,
+        )
+
+    def _resolve_target_agent(
+        self, caller: Caller, requester: SpawnRequester, own: AgentConfig, wanted: SpawnRequest
+    ) -> AgentConfig:
+        if wanted.agent_id is None and own.subagents.require_agent_id:
+            raise InvalidInput(
+                "An agent must be named.", "Call agents_list, then pass agentId.", field="agentId"
+            )
+        agent_id = keys.validate_agent_id(wanted.agent_id) if wanted.agent_id else own.id
+        target = TargetSession(str(keys.subagent_key(agent_id, "new")), agent_id)
+        configured = self._config.agent_ids
+        access.authorize(
+            caller, "spawn", target, self._session_resolver.get_grants(caller), configured=configured
+        )
+        envelope = self.get_envelope(requester)
+        if agent_id not in configured or (envelope is not None and agent_id not in envelope.agents):
+            allowed = [id for id in (envelope.agents if envelope else configured) if id in configured]
+            raise _build_refusal(
+                "agent",
+                f"Agent {agent_id!r} cannot be spawned from here.",
+                f"These can: {', '.join(allowed) or 'none'}.",
+            )
+        return self._config.get_agent(agent_id)
+
+    def get_envelope(self, requester: SpawnRequester) -> SubagentPermissions | None:
+        """The envelope of a session that is a sub-agent's."""
+        session = requester.session
+        return self._envelopes.resolve(requester.agent_id, session["key"], session["envelope"])
+
+    def _compute_current_envelope(
+        self, requester: SpawnRequester, agent: AgentConfig, actor: Caller
+    ) -> SubagentPermissions:
+        """What a session has now: what its agent is granted, less what its sandbox and its own envelope take away."""
+        stored = self.get_envelope(requester)
+        grants = self._session_resolver.get_grants(actor)
+        left = agent.subagents.max_spawn_depth - requester.session["depth"]
+        return SubagentPermissions(
+            tools=_intersect_names(
+                self._toolbox.select_allowed(agent.tools.allow, agent.tools.deny), stored and stored.tools
+            ),
+            agents=_intersect_names(
+                self._list_spawnable(agent.id, grants.spawn_agents), stored and stored.agents
+            ),
+            read=grants.read,
+            send=grants.send,
+            depth=stored.depth if stored else max(0, left),
+        )
+
+    def _build_actor(self, caller: Caller, requester: SpawnRequester) -> Caller:
+        """The requester as it acts now: in a sandbox if the caller is, or by the session's row or the configuration."""
+        session, agent_id = requester
+        stored = self.get_envelope(requester)
+        inside = (
+            caller.sandboxed
+            or bool(session["sandboxed"])
+            or self._session_resolver.is_sandboxed(agent_id, keys.parse(session["key"]))
+        )
+        return Caller.agent(agent_id, session["key"], sandboxed=inside, cap=stored.cap if stored else None)
+
+    def _list_spawnable(self, agent_id: str, patterns: Sequence[str]) -> list[str]:
+        return [
+            id
+            for id in self._config.agent_ids
+            if id == agent_id or access.matches_agent_patterns(id, patterns)
+        ]
+
+    def _build_child_envelope(
+        self, actor: Caller, target: AgentConfig, parent: SubagentPermissions
+    ) -> SubagentPermissions:
+        above = msgspec.structs.replace(actor, cap=parent.cap)
+        depth = max(0, parent.depth - 1)
+        grants = self._session_resolver.get_grants(Caller.agent(target.id, "agent:x:main"))
+        return SubagentPermissions(
+            tools=tuple(self._envelopes.list_tool_names(target, depth)),
+            agents=tuple(self._list_spawnable(target.id, grants.spawn_agents)),
+            # Of an agent whose sessions its parent does not all reach, a child reaches its own tree.
+            read=grants.read
+            if self._can_reach_agent(above, "read", target.id)
+            else access.pick_narrower_visibility(grants.read, "tree"),
+            send=grants.send
+            if self._can_reach_agent(above, "send", target.id)
+            else access.pick_narrower_visibility(grants.send, "tree"),
+            depth=depth,
+        ).intersect(parent)
+
+    def _can_reach_agent(self, caller: Caller, action: Action, agent_id: str) -> bool:
+        """Whether that is any session of the agent, and not only what the caller has spawned."""
+        target = TargetSession(str(keys.subagent_key(agent_id, "any")), agent_id)
+        try:
+            access.authorize(caller, action, target, self._session_resolver.get_grants(caller))
+        except (NotFound, Forbidden):
+            return False
+        return True
+
+    def _check_depth(self, requester: Row, parent: SubagentPermissions) -> None:
+        if parent.depth <= 0:
+            raise _build_refusal(
+                "depth",
+                f"A sub-agent at depth {requester['depth']} may not spawn another one.",
+                "Do the work here, or raise agents.defaults.subagents.maxSpawnDepth.",
+            )
+
+    async def _check_children(self, tx: Tx, requester: Row, own: AgentConfig) -> None:
+        row = await tx.one(subagents.SQL.under_way, requester=requester["id"])
+        most = own.subagents.max_children_per_agent
+        if row and row["under_way"] >= most:
+            raise _build_refusal(
+                "children",
+                f"This session already has {row['under_way']} of at most {most} sub-agents at work.",
+                "Wait for one of them with sessions_yield, or stop one with subagents.",
+            )
+
+    def _resolve_sandboxed(
+        self, actor: Caller, target: AgentConfig, child_key: SessionKey, wanted: SpawnRequest
+    ) -> bool:
+        sandboxed = self._session_resolver.is_sandboxed(target.id, child_key)
+        if actor.sandboxed and not sandboxed:
+            raise _build_refusal(
+                "sandbox",
+                "A sandboxed session may not spawn a child outside of a sandbox.",
+                "Spawn an agent that is sandboxed; agents_list shows which there are.",
+            )
+        if wanted.sandbox == "require" and not sandboxed:
+            raise _build_refusal(
+                "sandbox",
+                f"Agent {target.id!r} does not run in a sandbox.",
+                "Spawn another agent, or leave sandbox 'require' out.",
+            )
+        return sandboxed
+
+    def _build_instructions(
+        self, requester: Row, child_key: SessionKey, envelope: SubagentPermissions, wanted: SpawnRequest
+    ) -> str:
+        return prompts.build_subagent_context(
+            requester_key=keys.display_full_key(requester["key"]),
+            child_key=str(child_key),
+            depth=requester["depth"] + 1,
+            max_depth=requester["depth"] + 1 + envelope.depth,
+            may_spawn=SPAWN_TOOL_NAME in envelope.tools,
+            label=wanted.label,
+            attachments=attachments.format_relative_dir(child_key.id) if wanted.attachments else None,
+        )
+
+    def _build_options(
+        self, requester: SpawnRequester, target: AgentConfig, wanted: SpawnRequest, folder: str
+    ) -> TaskOptions:
+        settings = target.subagents
+        mode = wanted.mode or ("session" if wanted.thread else "run")
+        workspace = target.workspace or str(self._state_dir / "workspaces" / target.id)
+        return TaskOptions(
+            announce=wanted.announce,
+            cleanup="keep" if mode == "session" else wanted.cleanup,
+            mode=mode,
+            locale=self._config.session.announce.locale,
+            announce_ms=settings.announce_timeout_ms,
+            archive_minutes=settings.archive_after_minutes,
+            transcripts=self._transcripts_folder,
+            workspace=workspace if wanted.attachments else None,
+            attachments=folder if wanted.attachments else None,
+            retain=self._config.tools.sessions_spawn.attachments.retain_on_session_keep,
+            mount_path=wanted.mount_path,
+            requester_agent=requester.other_agent,
+        )
+
+
+def _check_mode(wanted: SpawnRequest) -> None:
+    if wanted.mode == "session" and not wanted.thread:
+        raise InvalidInput(
+            "Mode 'session' needs a thread to talk in.",
+            "Set thread to true, or use mode 'run'.",
+            field="mode",
+        )
+    if wanted.thread:
+        raise _build_refusal(
+            "thread",
+            "This session's channel has no threads to bind a child to.",
+            "Leave thread out: the report comes to this chat.",
+        )
+    if wanted.runtime == "acp" and not wanted.attachments:
+        raise _build_refusal(
+            "runtime", "There is no runtime 'acp' here.", "Leave runtime out, or use 'subagent'."
+        )
+
+
+async def _check_breaker(tx: Tx, agent_id: str, task: str, now: int) -> None:
+    """What keeps failing is not tried again at once, however often it is asked for."""
+    alike = await tx.all(
+        subagents.SQL.latest_alike,
+        signature=subagents.compute_signature(agent_id, task),
+        limit=MAX_CONSECUTIVE_FAILURES,
+    )
+    if len(alike) < MAX_CONSECUTIVE_FAILURES or any(row["outcome"] in {"ok", "cancelled"} for row in alike):
+        return
+    left = alike[0]["ended_at"] + BREAKER_COOLDOWN_MILLISECONDS - now
+    if left > 0:
+        raise _build_refusal(
+            "breaker",
+            f"This task has failed {MAX_CONSECUTIVE_FAILURES} times in a row for agent {agent_id!r}.",
+            f"Change the task, or wait {-(-left // 1000)} seconds.",
+            retry_after_ms=left,
+        )
+
+
+def _get_default_model(agent: AgentConfig) -> str | None:
+    model = agent.subagents.model
+    return model.primary if model else None
+
+
+def _compute_deadline(agent: AgentConfig, wanted: SpawnRequest, now: int) -> int | None:
+    seconds = wanted.run_timeout_seconds
+    if seconds is None:
+        seconds = agent.subagents.run_timeout_seconds
+    return now + round(seconds * 1000) if seconds else None
+
+
+def _intersect_names(names: Iterable[str], within: Collection[str] | None) -> tuple[str, ...]:
+    return tuple(name for name in names if within is None or name in within)
+
+
+def _build_refusal(reason: str, what: str, hint: str, **data: object) -> SpawnRefused:
+    return SpawnRefused(what, hint, reason=reason, **data)

@@ -1,0 +1,421 @@
+"""Sub-agents: spawning them, seeing what becomes of them, stopping them, and ending one's turn to wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, TypeAlias, overload
+
+import msgspec
+
+from antiphon import access, keys
+from antiphon.access import Caller
+from antiphon.engine import idempotency, validation
+from antiphon.engine.collaboration import attachments, yields
+from antiphon.engine.collaboration import subagents as tasks
+from antiphon.engine.collaboration.prompts import TaskReport, TaskStats, format_report, format_stats
+from antiphon.engine.collaboration.subagents import ValidatedSpawn, WakeRequest
+from antiphon.engine.idempotency import IdempotentCommand
+from antiphon.engine.outbox import sanitize
+from antiphon.engine.outbox.redaction import redact
+from antiphon.engine.runs import completion, lifecycle
+from antiphon.engine.runs.run_queue import AcceptedRun
+from antiphon.errors import Ambiguous, ChainTooLong, Conflict, InvalidInput, NotFound
+from antiphon.operations.exchanges import ExchangeOperations, derive_request_id
+from antiphon.operations.request_origin import RequestOrigin
+from antiphon.operations.request_validation import validate_and_clamp
+from antiphon.operations.sessions import SessionOperations
+from antiphon.operations.spawn_rules import SpawnRequest, SpawnRequester
+from antiphon.store import Row, Tx
+from antiphon.views import SpawnResult, TaskView, build_task_view
+
+MAX_LISTED_SUBAGENTS = 200  # of those at work, and of the last that were spawned
+DEFAULT_RECENT_MINUTES, MAX_RECENT_MINUTES = 30, 1440  # minutes
+MAX_SHOWN_CHARACTERS = 300  # characters of a text in a list
+MAX_SCANNED_CHARACTERS, CUT_EDGE_CHARACTERS = (
+    600,
+    200,
+)  # characters that are searched for secrets, and at their end too few to recognise one
+ALL_TARGETS = frozenset({"all", "*"})
+
+AttachmentFiles: TypeAlias = list[tuple[str, bytes]]
+SpawnCall: TypeAlias = tuple[Caller, SpawnRequest, str, RequestOrigin, str]
+"""Who asks for what, the task's id, from where in the house, and for which session."""
+
+
+class KillResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Sub-agents that were told to stop, by what their session calls them; or the one that had nothing to stop."""
+
+    keys: list[str]
+    names: list[str]
+    finished: str | None = None
+
+
+class SubagentOperations(ExchangeOperations, SessionOperations):
+    async def spawn(
+        self,
+        caller: Caller,
+        wanted: SpawnRequest,
+        origin: RequestOrigin | None = None,
+        *,
+        requester: str = "main",
+    ) -> SpawnResult:
+        """A sub-agent with a session of its own, durable when this returns. Its report comes by itself.
+
+        An agent spawns for its own session; an operator says for which (`requester`).
+        """
+        access.require_scope(caller, "spawn")
+        files = self._spawn_rules.validate_request(wanted)
+        engine = self._require_engine()
+        origin = origin or RequestOrigin()
+        task_id = derive_request_id(caller, wanted.idempotency_key, origin)
+        if caller.is_operator:
+            await self.open(caller, requester)  # the first word to a session may be a spawn for it
+        given = (caller, wanted, task_id, origin, requester)
+        try:
+            task, accepted = await self._spawn_with_files(files, given)
+        except ChainTooLong as error:
+            self.report_chain_limit(caller, error)
+            raise
+        if accepted is not None:
+            self._publish_created(task["child_key"])
+            await engine.dispatch_accepted_run(accepted)
+            await self._find_transcript_files(
+                [(task["child_session_id"], task["child_key"])]
+            )  # for its report
+        return _build_spawn_result(caller, task, files)
+
+    async def _spawn_with_files(
+        self, files: AttachmentFiles, given: SpawnCall
+    ) -> tuple[Row, AcceptedRun | None]:
+        """Whatever can be refused is refused before a file is written; if it is refused after that, they go again."""
+        spawning = await self._store.read(self._plan_spawn, *given, self._clock.now()) if files else None
+        if not isinstance(spawning, ValidatedSpawn):
+            return await self._store.tx(self._spawn, *given, self._clock.now())
+        await asyncio.to_thread(_write_attachments, spawning, given[1], files)
+        try:
+            return await self._store.tx(self._spawn, *given, self._clock.now())
+        except Exception:
+            # Any refusal or failure, which is passed on. Not a cancellation: the commit may still come, with a task
+            # that needs its files.
+            if await self._store.read(_load_task, spawning.id) is None:
+                await asyncio.to_thread(attachments.remove, _get_workspace(spawning), spawning.child_key.id)
+            raise
+
+    async def _spawn(
+        self,
+        tx: Tx,
+        caller: Caller,
+        wanted: SpawnRequest,
+        task_id: str,
+        origin: RequestOrigin,
+        requester: str,
+        now: int,
+    ) -> tuple[Row, AcceptedRun | None]:
+        plan = await self._plan_spawn(tx, caller, wanted, task_id, origin, requester, now)
+        return await tasks.begin_task(tx, plan, now) if isinstance(plan, ValidatedSpawn) else (plan, None)
+
+    async def _plan_spawn(
+        self,
+        tx: Tx,
+        caller: Caller,
+        wanted: SpawnRequest,
+        task_id: str,
+        origin: RequestOrigin,
+        requester: str,
+        now: int,
+    ) -> ValidatedSpawn | Row:
+        """What is to be spawned; or the task, if it was before: then nothing is left to refuse."""
+        above = await self._resolve_requester(
+            tx, caller, "send", requester, now, []
+        )  # spawn has opened it before
+        if above is None:
+            raise access.build_session_missing_error(requester)
+        if before := await tasks.load_known_task(
+            tx, task_id, above["id"], wanted.compute_digest(above["key"])
+        ):
+            return before
+        await _require_run_under_way(tx, origin)
+        link = await self._build_chain_link(tx, origin, above["id"], task_id)
+        asking = SpawnRequester(above, self._session_resolver.resolve_acting_agent(caller, requester, above))
+        spawning = await self._spawn_rules.plan_child(tx, caller, asking, wanted, task_id, link, now)
+        addressee = await completion.load_reply_target(tx, origin.run_id)
+        if addressee is None:
+            return spawning
+        # Somebody is named to hear what this run comes to; what it has others do is for them, too.
+        return msgspec.structs.replace(spawning, destination=addressee.destination)
+
+    async def list_subagents(
+        self, caller: Caller, session: str = "current", recent_minutes: int = DEFAULT_RECENT_MINUTES
+    ) -> list[TaskView]:
+        """What a session has spawned: everything at work, and what has ended lately. The newest first.
+
+        Secrets are masked, and of long texts there is the beginning; `task_report` has the whole.
+        """
+        since = self._compute_since(recent_minutes)
+        found = await self._store.read(self._load_subagents, caller, session, since)
+        return await asyncio.to_thread(lambda: [_shorten_task_texts(task) for task in found])
+
+    def _compute_since(self, recent_minutes: int) -> int:
+        return (
+            self._clock.now()
+            - validate_and_clamp(recent_minutes, 1, MAX_RECENT_MINUTES, "recentMinutes") * 60_000
+        )
+
+    async def _load_subagents(self, tx: Tx, caller: Caller, session: str, since: int) -> list[TaskView]:
+        row = await self._session_resolver.open(tx, caller, "read", session)
+        return await self._load_spawned_by(tx, caller, row, since)
+
+    async def _load_spawned_by(self, tx: Tx, caller: Caller, requester: Row, since: int) -> list[TaskView]:
+        found = await tx.all(
+            tasks.SQL.of,
+            requester=requester["id"],
+            since=since,
+            limit=MAX_LISTED_SUBAGENTS,
+            chars=MAX_SCANNED_CHARACTERS,
+        )
+        return [build_task_view(row, caller.agent_id) for row in found]
+
+    async def get_subagent_report(self, caller: Caller, run_id: str) -> str | None:
+        """What was said of a task, in the words in which it was; None while there is nothing to say.
+
+        Of one that nobody was told of it is what there would have been to say.
+        """
+        task = await self._store.read(self._load_reported_task, caller, run_id)
+        return await asyncio.to_thread(_format_report, task) if task["phase"] == "settled" else None
+
+    async def _load_reported_task(self, tx: Tx, caller: Caller, run_id: str) -> Row:
+        missing = NotFound(f"There is no sub-agent {run_id[:80]!r}.", "Check the run id its spawn answered.")
+        task = await _load_task(tx, run_id)
+        if task is None:
+            raise missing
+        try:
+            requester = await self._session_resolver.open(tx, caller, "read", task["requester_key"])
+        except NotFound:
+            raise missing from None
+        if requester["id"] != task["requester"]:  # the key is another session's by now
+            raise missing
+        return task
+
+    async def kill(
+        self,
+        caller: Caller,
+        target: str | None,
+        session: str = "current",
+        recent_minutes: int = DEFAULT_RECENT_MINUTES,
+        *,
+        key: str | None = None,
+    ) -> KillResult:
+        """Stop one of a session's sub-agents, by any of its names, or `all` of them; and everything below.
+
+        Asked again with the same key, nothing is stopped again, whatever the name means by then.
+        """
+        validation.validate_idempotency_key(key)
+        engine = self._require_engine()
+        since = self._compute_since(recent_minutes)
+        killed, stops = await self._store.tx(
+            self._kill, caller, target, session, since, key, self._clock.now()
+        )
+        for row, stopped in stops:
+            await engine.apply_effects(stopped)
+            if stopped.ended or stopped.asked:
+                self._publish_change(row, "abort")
+        return killed
+
+    async def _kill(
+        self, tx: Tx, caller: Caller, target: str | None, session: str, since: int, key: str | None, now: int
+    ) -> tuple[KillResult, list[tuple[Row, lifecycle.Effects]]]:
+        requester = await self._session_resolver.open(tx, caller, "control", session)
+        command = IdempotentCommand(key, ("kill", requester["id"], target))
+        if before := await idempotency.load_recorded_answer(tx, command, KillResult):
+            return before, []
+        found = await self._load_spawned_by(tx, caller, requester, since)
+        meant = found if target in ALL_TARGETS else [_choose_subagent(target, found)]
+        over = meant[0].name if target not in ALL_TARGETS and meant[0].phase == "settled" else None
+        stopped: list[tuple[TaskView, Row, lifecycle.Effects]] = []
+        for task in meant:
+            if row := await self._open_active_child(tx, caller, task):
+                stopped.append((task, row, await lifecycle.cancel_runs(tx, row["id"], None, now)))
+        killed = KillResult(
+            keys=[task.child_session_key for task, *_ in stopped],
+            names=[task.name for task, *_ in stopped],
+            finished=over,
+        )
+        await idempotency.record_answer(tx, command, killed, now)
+        return killed, [(row, stop) for _, row, stop in stopped]
+
+    async def _open_active_child(self, tx: Tx, caller: Caller, task: TaskView) -> Row | None:
+        """The child's session, if there is anything in it to stop."""
+        if task.phase == "settled":
+            return None
+        try:
+            return await self._session_resolver.open(tx, caller, "control", task.child_session_key)
+        except NotFound:  # deleted: its task is reported without it
+            return None
+
+    async def find_subagent(
+        self, caller: Caller, target: str | None, recent_minutes: int = DEFAULT_RECENT_MINUTES
+    ) -> TaskView:
+        """The sub-agent of the caller's session that is meant by a name, as it is in the list."""
+        return _choose_subagent(
+            target,
+            await self._store.read(
+                self._load_subagents, caller, "current", self._compute_since(recent_minutes)
+            ),
+        )
+
+    async def find_steered_subagent(self, caller: Caller, run_id: str) -> str | None:
+        """The sub-agent that a run of this id has redirected, by its name; None if there is no such run."""
+        return await self._store.read(self._load_steered_subagent, caller, run_id)
+
+    async def _load_steered_subagent(self, tx: Tx, caller: Caller, run_id: str) -> str | None:
+        run = await tx.one(lifecycle.SQL.by_id, id=run_id, viewer=caller.session_key)
+        if run is None:
+            return None
+        self._session_resolver.authorize(caller, "read", run, run_id)
+        task = await tx.one(tasks.SQL.by_child, key=run["key"])
+        label: str | None = task["label"] if task else None
+        return label or keys.display_stored_key(run["key"], viewer_agent_id=caller.agent_id)
+
+    async def yield_to_subagents(
+        self, caller: Caller, origin: RequestOrigin, how: Literal["all", "any"] = "all"
+    ) -> int:
+        """The caller's session is woken when all that it has spawned has reported, or any of it; how many are at work.
+
+        What has reported during the run that asks is still on its way into the transcript, and counts.
+        """
+        left, woken = await self._store.tx(self._yield, caller, origin, how, self._clock.now())
+        if woken is not None:
+            await self._require_engine().dispatch_accepted_run(woken)
+        return left
+
+    async def _yield(
+        self, tx: Tx, caller: Caller, origin: RequestOrigin, how: Literal["all", "any"], now: int
+    ) -> tuple[int, AcceptedRun | None]:
+        row = await self._session_resolver.open(tx, caller, "control", "current")
+        agent_id = self._session_resolver.resolve_non_owner_agent(caller, "current", row)
+        left, reported = await tasks.load_progress(tx, row["id"], origin.run_id)
+        if not left or how == "any":
+            # Repeated after a crash, or after a report that wakes by itself: there is one wake for a turn.
+            if await tasks.hand_to_queued_wake(tx, row["id"], origin.run_id, agent_id):
+                return left, None
+            if reported:
+                waking = WakeRequest(row["id"], row["key"], origin.key or "", agent_id)
+                woken = await tasks.queue_wake(tx, waking, reported, now)
+                if woken is not None:
+                    await yields.hand_run_to_wake(tx, origin.run_id, woken.run_id)
+                return left, woken
+        if not left:
+            raise Conflict(
+                "There is no sub-agent at work to wait for.", "Go on, or spawn one with sessions_spawn first."
+            )
+        await yields.begin_waiting(tx, row["id"], origin.run_id, how)
+        return left, None
+
+
+async def _load_task(tx: Tx, id: str) -> Row | None:
+    return await tx.one(tasks.SQL.by_id, id=id)
+
+
+def _shorten_task_texts(task: TaskView) -> TaskView:
+    return msgspec.structs.replace(
+        task,
+        task=_shorten_masked(task.task),
+        result=_shorten_masked(task.result),
+        error=_shorten_masked(task.error),
+    )
+
+
+@overload
+def _shorten_masked(text: str) -> str: ...
+@overload
+def _shorten_masked(text: None) -> None: ...
+def _shorten_masked(text: str | None) -> str | None:
+    if not text:
+        return text
+    masked = redact(text)
+    if len(text) >= MAX_SCANNED_CHARACTERS:  # what the end cuts apart is not recognised, so it is not shown
+        masked = masked[: max(0, len(masked) - CUT_EDGE_CHARACTERS)]
+    return (
+        masked
+        if len(masked) <= MAX_SHOWN_CHARACTERS and len(text) < MAX_SCANNED_CHARACTERS
+        else f"{masked[:MAX_SHOWN_CHARACTERS]}…"
+    )
+
+
+def _choose_subagent(target: str | None, found: Sequence[TaskView]) -> TaskView:
+    """By what a model is likely to write: a number, a key, an id or a label, in full or its beginning."""
+    if not target:
+        raise InvalidInput(
+            "No sub-agent is named.", "Set target to one that action 'list' shows.", field="target"
+        )
+    if target == "last" and found:
+        return found[0]
+    if target.isdecimal() and len(target) < 5 and 0 < int(target) <= len(found):
+        return found[int(target) - 1]
+    exact = [t for t in found if target in (t.child_session_key, t.run_id, t.label)]
+    said = target.lower()
+    fitting = exact or [
+        t for t in found if (t.label or "").lower().startswith(said) or t.run_id.startswith(target)
+    ]
+    if len(fitting) > 1:
+        candidates = [task.child_session_key for task in fitting]
+        raise Ambiguous(
+            f"{len(fitting)} sub-agents fit {target[:80]!r}: {', '.join(candidates[:10])}.",
+            "Pass one of these keys.",
+            candidates=candidates[:10],
+        )
+    if not fitting:
+        raise NotFound(f"No sub-agent fits {target[:80]!r}.", "Use action 'list' to see them.")
+    return fitting[0]
+
+
+async def _require_run_under_way(tx: Tx, origin: RequestOrigin) -> None:
+    """What a run had spawned was stopped with it; what it was about to spawn must not come after that."""
+    if await tx.one(lifecycle.SQL.over, id=origin.run_id):
+        raise Conflict(
+            f"Run {origin.run_id!r} has ended or was stopped.",
+            "Spawn from a run that is under way.",
+            run_id=origin.run_id,
+        )
+
+
+def _format_report(task: Row) -> str:
+    locale = tasks.decode_task_options(task).locale
+    if task["report"] is None:
+        return sanitize.sanitize_for_people(format_report(_build_unannounced_report(task), locale))
+    report = msgspec.json.decode(task["report"], type=TaskReport)
+    return f"{sanitize.sanitize_for_people(format_report(report, locale))}\n\n{format_stats(report.stats, locale)}"
+
+
+def _build_unannounced_report(task: Row) -> TaskReport:
+    return TaskReport(
+        status=task["outcome"],
+        result=(task["result"] or "")[: tasks.MAX_RESULT_CHARACTERS],
+        result_source=task["result_source"],
+        notes=task["error"],
+        stats=TaskStats(),
+    )
+
+
+def _get_workspace(spawning: ValidatedSpawn) -> Path:
+    return Path(spawning.options.workspace or "")
+
+
+def _write_attachments(spawning: ValidatedSpawn, wanted: SpawnRequest, files: AttachmentFiles) -> None:
+    workspace = _get_workspace(spawning)
+    workspace.mkdir(mode=0o700, parents=True, exist_ok=True)
+    types = attachments.collect_mime_types(wanted.attachments)
+    attachments.write(workspace, spawning.child_key.id, files, mime_types=types)
+
+
+def _build_spawn_result(caller: Caller, task: Row, files: AttachmentFiles) -> SpawnResult:
+    options = tasks.decode_task_options(task)
+    folder = options.attachments
+    return SpawnResult(
+        run_id=task["id"],
+        child_session_key=keys.display_stored_key(task["child_key"], viewer_agent_id=caller.agent_id),
+        mode=options.mode,
+        attachments=attachments.build_receipt(folder, files) if folder and files else msgspec.UNSET,
+    )

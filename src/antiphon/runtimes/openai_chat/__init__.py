@@ -1,0 +1,1 @@
+"""Chat completions, read without a provider library."""

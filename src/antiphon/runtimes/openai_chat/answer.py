@@ -1,0 +1,252 @@
+"""The answer of a chat completion, put together from the chunks it is streamed in.
+
+The wire is read into typed structs, and what they do not name is skipped. Whether the whole is an answer at all is
+for the reader to judge, and what its tokens cost is not known here.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+import msgspec
+
+from antiphon.messages import TextBlock, ThinkingBlock, ToolCall
+from antiphon.runtimes import Deltas
+from antiphon.runtimes.http_reader import AnswerMeter
+from antiphon.runtimes.openai_chat.event_stream import UnreadableStream
+from antiphon.runtimes.text import repair_surrogates
+from antiphon.runtimes.tool_calls import MAX_KEPT_TOOL_CALLS, build_tool_call, is_too_deep
+
+THINKING_FIELDS = ("reasoning", "reasoning_content")
+"""Where servers put thinking, in the order they are looked at."""
+THINKING_TAGS = ("<think>", "</think>")
+"""What models write around their thinking where the server does not take it out."""
+
+MAX_ANSWER_ID_CHARACTERS = 256
+"""Of what a provider calls its answer; its support asks for that."""
+
+_Json = dict[str, Any]
+
+
+class _Function(msgspec.Struct):
+    name: str | None = None
+    arguments: str | _Json | None = None
+
+
+class _CallDelta(msgspec.Struct):
+    index: int | None = None
+    id: str | int | None = None
+    function: _Function | None = None
+    extra_content: Any = None
+
+
+class _Delta(msgspec.Struct):
+    content: str | list[Any] | None = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+    refusal: str | None = None
+    tool_calls: list[_CallDelta] | None = None
+
+
+class _Choice(msgspec.Struct):
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class CompletionChunk(msgspec.Struct):
+    id: str | int | None = None
+    model: str | None = None
+    choices: list[_Choice] | None = None
+    usage: _Json | None = None
+    service_tier: str | None = None
+    error: Any = None
+
+
+_CHUNK_DECODER = msgspec.json.Decoder(CompletionChunk)
+
+
+def decode_chunk(data: bytes) -> CompletionChunk:
+    try:
+        return _CHUNK_DECODER.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _decode_split_chunk(data)
+
+
+def _decode_split_chunk(data: bytes) -> CompletionChunk:
+    """A character may be cut in two by the end of a chunk, which the decoder above does not take for text."""
+    try:
+        return msgspec.convert(json.loads(data), CompletionChunk)
+    except (ValueError, RecursionError):
+        raise UnreadableStream("a piece of the stream cannot be read") from None
+
+
+class _AnswerPart(msgspec.Struct, eq=False):
+    """A block of the answer while it grows. `source` is the field it comes from, `tags` or `call`."""
+
+    source: str
+    pieces: list[str] = msgspec.field(default_factory=list[str])
+    arguments: _Json | None = None
+    """Of a call whose server sends them as an object, and not as text."""
+    names: list[str] = msgspec.field(default_factory=list[str])
+    id: str = ""
+    extra: Any = None
+
+    @property
+    def name(self) -> str:
+        return "".join(self.names)
+
+    @property
+    def text(self) -> str:
+        return repair_surrogates("".join(self.pieces))
+
+
+class CompletionAnswer:
+    """What has been received, put together."""
+
+    def __init__(self, deltas: Deltas, meter: AnswerMeter) -> None:
+        self._deltas = deltas
+        self._meter = meter
+        self._parts: list[_AnswerPart] = []
+        self._calls: dict[int, _AnswerPart] = {}
+        self._tagged: _AnswerPart | None = None
+        self._refusals: list[str] = []
+        self.ended = False
+        self.id = self.model = self.tier = self.finish = ""
+        self.usage: _Json | None = None
+
+    @property
+    def has_text(self) -> bool:
+        return any(part.source == "content" for part in self._parts)
+
+    @property
+    def refusal(self) -> str:
+        return "".join(self._refusals)
+
+    @property
+    def native(self) -> _Json | None:
+        return _drop_empty(id=self.id, details=_drop_empty(service_tier=self.tier, refusal=self.refusal))
+
+    def add_chunk(self, chunk: CompletionChunk) -> None:
+        self.id = str(chunk.id or self.id)[:MAX_ANSWER_ID_CHARACTERS]
+        self.model = chunk.model or self.model
+        self.tier = chunk.service_tier or self.tier
+        # The last report counts: some servers report what was used so far with every piece.
+        self.usage = chunk.usage or self.usage
+        if not chunk.choices:
+            return
+        choice = chunk.choices[0]
+        self.finish = choice.finish_reason or self.finish
+        delta = choice.delta
+        if delta is None:
+            return
+        if delta.refusal:
+            self._meter.add(delta.refusal)
+            self._refusals.append(delta.refusal)
+            return
+        self._add_thinking(delta)
+        self._add_content(delta.content)
+        for call in delta.tool_calls or ():
+            self._add_call(call)
+
+    def add_refusal_as_text(self) -> None:
+        self._deltas.text(self.refusal)
+        self._get_growing_part("content").pieces.append(self.refusal)
+
+    def build_blocks(self, taken: set[str]) -> list[TextBlock | ThinkingBlock | ToolCall]:
+        """`taken` are the call ids that are no longer free. Of too many calls only the first are there."""
+        content: list[TextBlock | ThinkingBlock | ToolCall] = []
+        calls = 0
+        for part in self._parts:
+            if part.source == "content":
+                content.append(TextBlock(text=part.text))
+            elif part.source != "call":
+                origin = "content" if part.source == "tags" else part.source
+                content.append(ThinkingBlock(thinking=part.text, native={"id": origin}))
+            elif part.names and (calls := calls + 1) <= MAX_KEPT_TOOL_CALLS:
+                native = {"details": {"extra_content": part.extra}} if part.extra else None
+                written = part.text if part.arguments is None else part.arguments
+                content.append(build_tool_call(part.id, part.name, written, native=native, taken=taken))
+        return content
+
+    def _get_growing_part(self, source: str) -> _AnswerPart:
+        """The block that a piece from there belongs to: the last one, or a new one if that came from elsewhere."""
+        if not self._parts or self._parts[-1].source != source:
+            return self._begin_part(source)
+        return self._parts[-1]
+
+    def _begin_part(self, source: str) -> _AnswerPart:
+        if source == "call":
+            self._meter.begin_call()
+        else:
+            self._meter.begin_block()
+        self._parts.append(_AnswerPart(source))
+        return self._parts[-1]
+
+    def _add_thinking(self, delta: _Delta) -> None:
+        for name, piece in zip(THINKING_FIELDS, (delta.reasoning, delta.reasoning_content), strict=True):
+            if piece and isinstance(piece, str):
+                self._meter.add(piece)
+                self._get_growing_part(name).pieces.append(piece)
+                self._deltas.thinking(piece)
+                return
+
+    def _add_content(self, content: str | list[Any] | None) -> None:
+        piece = content if isinstance(content, str) else _join_text_parts(content)
+        if not piece:
+            return
+        self._meter.add(piece)
+        if self._tagged is not None:
+            if piece == THINKING_TAGS[1]:
+                self._tagged = None
+            else:
+                self._tagged.pieces.append(piece)
+                self._deltas.thinking(piece)
+        elif piece == THINKING_TAGS[0]:
+            self._tagged = self._begin_part("tags")
+        else:
+            self._get_growing_part("content").pieces.append(piece)
+            self._deltas.text(piece)
+
+    def _add_call(self, delta: _CallDelta) -> None:
+        function = delta.function or _Function()
+        part = self._get_call_part(delta.index, function.name)
+        if function.name:
+            self._meter.add(function.name)
+            part.names.append(function.name)
+        if delta.id:
+            part.id = str(delta.id)
+            self._meter.add(part.id)
+        if delta.extra_content and not is_too_deep(delta.extra_content):
+            part.extra = delta.extra_content
+        if isinstance(function.arguments, str):
+            self._meter.add_arguments(function.arguments)
+            part.pieces.append(function.arguments)
+        elif function.arguments:
+            self._meter.add_arguments(str(function.arguments))
+            part.arguments = function.arguments
+
+    def _get_call_part(self, index: int | None, name: str | None) -> _AnswerPart:
+        """Some servers do not number calls: there a name begins the next one."""
+        if index is None and not name and self._parts and self._parts[-1].source == "call":
+            return self._parts[-1]
+        if index is None or index not in self._calls:
+            begun = self._begin_part("call")
+            if index is None:
+                return begun
+            self._calls[index] = begun
+        return self._calls[index]
+
+
+def _join_text_parts(content: list[Any] | None) -> str:
+    """Some servers stream text as a list of parts."""
+    parts = (
+        cast(_Json, part) if isinstance(part, dict) else {"type": "text", "text": part}
+        for part in content or ()
+    )
+    texts: list[object] = [part.get("text") for part in parts if part.get("type") == "text"]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _drop_empty(**fields: Any) -> _Json | None:
+    return {key: value for key, value in fields.items() if value} or None

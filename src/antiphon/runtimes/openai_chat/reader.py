@@ -1,0 +1,131 @@
+"""The `Reader` for OpenAI chat completions, the API that nearly every provider speaks: one POST, one event stream.
+
+It sends what `PydanticReader` sends for the same prompt and makes the same transcript of the same answer, without
+an SDK and without its objects for every piece. What is sent is `completions_request`, what is received
+`completions_answer`, and what failed `completions_errors`; here they meet the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import aclosing
+
+import httpx2
+
+from antiphon import __version__
+from antiphon.messages import AssistantMessage, TokenUsage, collect_call_ids
+from antiphon.runtimes import Deltas, Prompt
+from antiphon.runtimes.http_reader import OPENAI_URL, PLACEHOLDER_KEY, AnswerMeter, HttpReader
+from antiphon.runtimes.model import build_provider_error
+from antiphon.runtimes.openai_chat.answer import CompletionAnswer, decode_chunk
+from antiphon.runtimes.openai_chat.errors import (
+    build_connection_error,
+    build_status_error,
+    build_stream_error,
+)
+from antiphon.runtimes.openai_chat.event_stream import EventStreamParser, UnreadableStream
+from antiphon.runtimes.openai_chat.reasoning_efforts import load_reasoning_efforts
+from antiphon.runtimes.openai_chat.request import build_request_body
+from antiphon.runtimes.openai_chat.usage import TokenCounters
+from antiphon.runtimes.prices import Prices
+
+STREAM_END_SECONDS = 0.5
+"""Seconds a server has to end its response after `[DONE]`; a connection read to its end is used again."""
+
+
+class CompletionsReader(HttpReader):
+    """Reads answers straight off one HTTP client."""
+
+    def _prepare(self) -> None:
+        spec = self._spec
+        base = (spec.base_url or OPENAI_URL).rstrip("/")
+        self._url = f"{base}/chat/completions"
+        self._headers = httpx2.Headers(
+            {
+                "authorization": f"Bearer {spec.api_key or PLACEHOLDER_KEY}",
+                "content-type": "application/json",
+                "user-agent": f"antiphon/{__version__}",
+            }
+        )
+        self._headers.update(dict(spec.headers))
+        self._prices = Prices(spec, f"{base}/")
+        self._counters = TokenCounters(spec, f"{base}/")
+        self._efforts: Mapping[str, str | None] | None = None
+
+    async def _read(self, prompt: Prompt, deltas: Deltas, meter: AnswerMeter) -> AssistantMessage:
+        body = build_request_body(self._spec, prompt, await self._get_effort(prompt.thinking))
+        request = self._http.build_request("POST", self._url, content=body, headers=self._headers)
+        answer = CompletionAnswer(deltas, meter)
+        try:
+            response = await self._http.send(request, stream=True)
+            async with aclosing(response):
+                if not response.is_success:
+                    raise await build_status_error(self._spec, response)
+                await self._read_stream(response, answer)
+        except httpx2.HTTPError as error:
+            # The cause is left out: it would drag the request, with its headers, into tracebacks.
+            raise build_connection_error(self._spec, error) from None
+        self._check_answer(answer)
+        model = self._choose_model_name(answer.model)
+        return self._build_assistant(
+            answer.build_blocks(collect_call_ids(prompt.messages)),
+            finish=answer.finish,
+            model=model,
+            usage=self._build_usage(answer, model),
+            native=answer.native,
+        )
+
+    async def _get_effort(self, level: str | None) -> str | None:
+        if level is None:
+            return None
+        if self._efforts is None:
+            self._efforts = await load_reasoning_efforts(self._spec)
+        return self._efforts.get(level)
+
+    async def _read_stream(self, response: httpx2.Response, answer: CompletionAnswer) -> None:
+        events = EventStreamParser()
+        try:
+            async with asyncio.timeout(None) as goodbye, aclosing(response.aiter_bytes()) as pieces:
+                async for piece in pieces:
+                    for data in events.feed(piece):
+                        if data.startswith(b"[DONE]"):
+                            answer.ended = True
+                            goodbye.reschedule(asyncio.get_running_loop().time() + STREAM_END_SECONDS)
+                        elif not answer.ended:
+                            self._add_event(data, answer)
+        except (httpx2.HTTPError, TimeoutError):
+            if not answer.ended:
+                raise
+        except UnreadableStream as error:
+            raise build_provider_error(self._spec, "brokenOff", reason=str(error)) from None
+        if not events.has_events:
+            kind = response.headers.get("content-type", "nothing").partition(";")[0]
+            raise build_provider_error(
+                self._spec, "brokenOff", reason=f"it answered with {kind} instead of a stream"
+            )
+
+    def _add_event(self, data: bytes, answer: CompletionAnswer) -> None:
+        chunk = decode_chunk(data)
+        if chunk.error:
+            raise build_stream_error(self._spec, chunk.error)
+        answer.add_chunk(chunk)
+
+    def _check_answer(self, answer: CompletionAnswer) -> None:
+        """Refuse what is not an answer: a stream that ended early, or nothing because of a filter."""
+        if not answer.finish:
+            raise build_provider_error(
+                self._spec, "brokenOff", reason="the stream ended before the answer did"
+            )
+        if (answer.finish == "content_filter" or answer.refusal) and not answer.has_text:
+            if not answer.refusal:
+                raise build_provider_error(self._spec, "withheld", reason="content filter")
+            answer.add_refusal_as_text()
+
+    def _build_usage(self, answer: CompletionAnswer, model: str) -> TokenUsage | None:
+        """None when the provider reported none: nought tokens would be a claim."""
+        counted = self._counters.count_tokens(answer.usage, model) if answer.usage else None
+        if counted is None:
+            return None
+        said = {"finish_reason": answer.finish, "service_tier": answer.tier}
+        return self._prices.price_usage(counted, model, said)

@@ -1,0 +1,1 @@
+"""Models of other APIs, on pydantic-ai's model layer."""

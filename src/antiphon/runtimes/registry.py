@@ -1,0 +1,146 @@
+"""Which runtime answers for an agent and a model: built once from the configuration, then reused.
+
+Secrets are read when a runtime is built, because that may take seconds. A provider that refuses them is how a rotated
+one is noticed: the next run has a runtime with those of then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+from antiphon.clock import Clock
+from antiphon.config import NATIVE_PROVIDER_APIS, REHEARSAL_PROVIDER, Config, FoundModel
+from antiphon.errors import CredentialsRefused
+from antiphon.messages import AssistantMessage
+from antiphon.runtimes import Deltas, Prompt, Runtime
+from antiphon.runtimes.function import AgentFunction, FunctionRuntime, load_function
+from antiphon.runtimes.model import ModelPrice, ModelRuntime, ModelSpec, Reader
+from antiphon.runtimes.rehearsal import RehearsalRuntime
+
+
+class RuntimeRegistry:
+    """`functions` are agents given as code; they answer for their agent id whatever the configuration says.
+
+    `clock` is the one that answers are dated by: that of the store, which all who share it agree on.
+    """
+
+    def __init__(
+        self, config: Config, functions: Mapping[str, Runtime] | None = None, clock: Clock | None = None
+    ) -> None:
+        self._config = config
+        self._clock = clock
+        self._by_agent: dict[str, Runtime] = dict(functions or {})
+        self._by_model: dict[str, Runtime] = {}
+        self._building: dict[str, asyncio.Lock] = {}
+        self._slots: dict[str, asyncio.Semaphore] = {}
+        """By provider: one that keeps its requests waiting takes none from the others."""
+
+    async def get_runtime(self, agent_id: str, model: str | None) -> Runtime:
+        """The runtime for a run of this agent; `model` is the session's or the run's own choice."""
+        if agent_id in self._by_agent:
+            return self._by_agent[agent_id]
+        settings = self._config.get_agent(agent_id).runtime
+        if settings.type == "function" and settings.target:
+            function: AgentFunction = await asyncio.to_thread(load_function, settings.target)
+            self._by_agent[agent_id] = FunctionRuntime(function, history=settings.history, clock=self._clock)
+            return self._by_agent[agent_id]
+        return await self.get_model_runtime(model or self._config.get_model_ref(agent_id))
+
+    async def get_model_runtime(self, ref: str) -> Runtime:
+        """The runtime for a model, named as `provider/model`."""
+        if ref in self._by_model:
+            return self._by_model[ref]
+        found = self._config.find_model(ref)
+        async with self._building.setdefault(ref, asyncio.Lock()):  # many runs may begin at once
+            if ref not in self._by_model:
+                self._by_model[ref] = await self._build_model_runtime(ref, found)
+            return self._by_model[ref]
+
+    async def aclose(self) -> None:
+        for runtime in [*self._by_agent.values(), *self._by_model.values()]:
+            await runtime.close()
+
+    async def _build_model_runtime(self, ref: str, found: FoundModel) -> Runtime:
+        if found.provider_name == REHEARSAL_PROVIDER:
+            return RehearsalRuntime(clock=self._clock)
+
+        def give_up(runtime: Runtime) -> None:
+            if self._by_model.get(ref) is runtime:
+                del self._by_model[ref]
+
+        spec = await asyncio.to_thread(build_model_spec, found, self._config)
+        slots = self._slots.setdefault(
+            found.provider_name, asyncio.Semaphore(self._config.agents.defaults.max_concurrent)
+        )
+        return _CredentialedRuntime(spec, give_up, slots=slots, clock=self._clock)
+
+
+class _CredentialedRuntime(ModelRuntime):
+    """A `ModelRuntime` that is given up when its provider refuses its credentials.
+
+    Runs that have it go on with it, and it is open only as long as one of them is at a step.
+    """
+
+    _reader: Reader | None
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        give_up: Callable[[Runtime], None],
+        *,
+        slots: asyncio.Semaphore,
+        clock: Clock | None,
+    ) -> None:
+        super().__init__(spec, slots=slots, clock=clock)
+        self._give_up = give_up
+        self._given_up = False
+        self._steps = 0
+
+    async def step(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
+        self._steps += 1
+        try:
+            return await super().step(prompt, deltas)
+        except CredentialsRefused:
+            self._given_up = True
+            self._give_up(self)
+            raise
+        finally:
+            self._steps -= 1
+            if self._given_up and not self._steps:
+                await self._close_reader()
+
+    async def _close_reader(self) -> None:
+        # Taken away first: a step that begins meanwhile opens another, and not this one while it closes.
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            await reader.close()
+
+
+ENCODED_CHARACTERS_PER_BYTE = 2
+"""Characters of a tool call for each byte of a file: base64 takes four for three, and escapes as many again.
+
+Somewhat more than is allowed fits, too, so that the tool can refuse it and the model learns why.
+"""
+
+
+def build_model_spec(found: FoundModel, config: Config) -> ModelSpec:
+    """Reveals secrets, which may read a file or start a program: not for the event loop."""
+    name, provider, model = found
+    cost = model.cost
+    attachments = config.tools.sessions_spawn.attachments
+    return ModelSpec(
+        provider=name,
+        model=model.id,
+        api=model.api or provider.api or NATIVE_PROVIDER_APIS.get(name, "openai-completions"),
+        base_url=provider.base_url,
+        api_key=provider.api_key.reveal() if provider.api_key else None,
+        headers={header: secret.reveal() for header, secret in provider.headers.items()},
+        context_window=model.context_window,
+        max_tokens=model.max_tokens,
+        max_answer_bytes=config.store.message_max_bytes,
+        max_attachment_bytes=ENCODED_CHARACTERS_PER_BYTE * attachments.max_total_bytes
+        if attachments.enabled
+        else 0,
+        price=ModelPrice(**cost.model_dump(by_alias=False)) if cost else None,
+    )

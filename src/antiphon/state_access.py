@@ -1,0 +1,109 @@
+"""Reaching a state directory without hosting what is in it.
+
+`open_operations_readonly` gives `Operations` for reading beside a running owner; `open_store_readonly` and
+`open_store_exclusive` give the bare store, for work on the directory itself. Nothing runs meanwhile, and nothing here
+imports what a run would need.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from antiphon.access import Caller
+from antiphon.bus.local import LocalBus
+from antiphon.clock import Clock
+from antiphon.engine.sessions.resolver import SessionResolver
+from antiphon.errors import Unavailable
+from antiphon.operations import Operations
+from antiphon.store.factory import open_store
+from antiphon.store.statedir import StateDir
+from antiphon.store.transcript_files import TranscriptFiles
+
+if TYPE_CHECKING:
+    from antiphon.bus import EventBus
+    from antiphon.config import Config
+    from antiphon.engine.engine import Engine
+    from antiphon.engine.toolbox import Toolbox
+    from antiphon.store import Store
+
+
+@asynccontextmanager
+async def open_operations_readonly(config: Config, state_dir: Path) -> AsyncGenerator[Operations]:
+    """Read a state directory without owning it; whatever would change something is refused."""
+    async with open_store_readonly(config, state_dir) as store:
+        yield create_operations(config, store, StateDir.open_unlocked(state_dir))
+
+
+@asynccontextmanager
+async def open_store_readonly(config: Config, state_dir: Path) -> AsyncGenerator[Store]:
+    """The store of a state directory for reading, whoever owns it."""
+    store = await open_store(config, StateDir.open_unlocked(state_dir).database, read_only=True)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@asynccontextmanager
+async def open_store_exclusive(config: Config, state_dir: Path) -> AsyncGenerator[Store]:
+    """Own the directory without playing what waits in it."""
+    with await asyncio.to_thread(StateDir.open_locked, state_dir) as home:
+        store = await open_store(config, home.database)
+        try:
+            yield store
+        finally:
+            await store.close()
+
+
+async def require_no_live_replicas(config: Config, state_dir: Path) -> None:
+    """Before a command hosts a store by itself: not one that gateways are hosting, whose work it would take.
+
+    Raises:
+        Unavailable: some are.
+    """
+    if config.store.url is None:
+        return
+    async with open_operations_readonly(config, state_dir) as operations:
+        others = [found for found in await operations.list_replicas(Caller.operator()) if found.alive]
+    if others:
+        address = next((found.address for found in others if found.address), None)
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        raise Unavailable(
+            f"This store is hosted by the gateway {others[0].name!r}{more}.",
+            f"Talk with one of them: --url {address or 'ADDRESS'} and --token-file FILE.",
+            url=address,
+        )
+
+
+def create_operations(
+    config: Config,
+    store: Store,
+    home: StateDir,
+    *,
+    bus: EventBus | None = None,
+    clock: Clock | None = None,
+    engine: Engine | None = None,
+    toolbox: Toolbox | None = None,
+    files: TranscriptFiles | None = None,
+) -> Operations:
+    """Everything that can be asked of this store; without an engine, only questions.
+
+    Without `files`, rows name the transcript files that are there, where sessions have any.
+    """
+    if files is None and config.mirrors_transcripts:
+        files = TranscriptFiles(home.transcripts)
+    return Operations(
+        config=config,
+        store=store,
+        bus=bus or LocalBus(),
+        clock=clock or store.clock,
+        door=SessionResolver(config),
+        engine=engine,
+        state_dir=home.path,
+        files=files,
+        toolbox=toolbox,
+    )

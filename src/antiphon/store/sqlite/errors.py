@@ -1,0 +1,197 @@
+"""What the errors of SQLite amount to: what is wrong, whether it lasts, and what to do about it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import sqlite3
+import time
+from pathlib import Path
+
+from antiphon.errors import StoreDamaged, StoreError, StoreFull, StoreReadOnly, StoreReplaced
+from antiphon.store import STORE_TROUBLE_LOGGER
+
+log = logging.getLogger(STORE_TROUBLE_LOGGER)
+
+FileIdentity = tuple[int, int]  # device and inode
+
+RECOVERY_QUIET_SECONDS = 60.0  # seconds without a failure after which a trouble that had come back is over
+MIN_FREE_DISK_BYTES = 64 * 2**10  # bytes; the index of the log, without which nothing is read, has half of it
+_DISK_FULL_TEXT = "There is no room left for the database"
+_NOTHING_KEPT_TEXT = "nothing of this request was kept"
+_NOT_WRITABLE_CODES = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM}
+NO_LOG_INDEX_CODES = {sqlite3.SQLITE_IOERR_SHMOPEN, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_SHMMAP}
+NO_LOG_CODES = {sqlite3.SQLITE_READONLY_DIRECTORY, sqlite3.SQLITE_CANTOPEN}
+_DAMAGED_CODES = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_UNREADABLE_VALUE_PREFIXES = (
+    "Could not decode to UTF-8",
+    "JSON cannot hold BLOB",
+)  # with a piece of what was read
+_LASTING_CODES = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, *_NOT_WRITABLE_CODES, *_DAMAGED_CODES}
+
+
+def build_damaged_error(path: Path, reason: str) -> StoreDamaged:
+    reason = reason.splitlines()[-1]  # SQLite's check has headings
+    return StoreDamaged(
+        f"The database {str(path)!r} is damaged ({reason}).",
+        "Restore a backup, or move the file away to start afresh; nothing was changed.",
+        path=str(path),
+    )
+
+
+def translate_sqlite_error(error: sqlite3.Error, path: Path, *, reading: bool = False) -> StoreError:
+    """A database error, in one sentence with a next step."""
+    primary = _get_primary_code(error)
+    if primary == sqlite3.SQLITE_FULL or (primary == sqlite3.SQLITE_IOERR and is_disk_full(path)):
+        return build_full_error()
+    if primary in _NOT_WRITABLE_CODES:
+        wrote = error.sqlite_errorcode == sqlite3.SQLITE_READONLY
+        return build_unopened_error(str(error), path, reading=reading and not wrote)
+    if primary in _DAMAGED_CODES:
+        return build_damaged_error(path, str(error))
+    if str(error).startswith(_UNREADABLE_VALUE_PREFIXES):
+        return build_damaged_error(path, "a value in it cannot be read")
+    if primary == sqlite3.SQLITE_IOERR:
+        return StoreError(
+            f"The database {str(path)!r} cannot be read or written ({error}).",
+            f"Look at the disk it is on and at its limits; {_NOTHING_KEPT_TEXT}.",
+        )
+    return StoreError(
+        f"The database {str(path)!r} refused a statement ({error}).",
+        f"Try again, and report it if it stays so; {_NOTHING_KEPT_TEXT}.",
+    )
+
+
+def build_unopened_error(reason: str, path: Path, *, reading: bool = False) -> StoreError:
+    if reading:
+        return StoreError(
+            f"The database {str(path)!r} cannot be opened for reading ({reason}).",
+            "Give this user access to the file and its directory, look at the limit of open files, and try again.",
+        )
+    return StoreReadOnly(
+        f"The database {str(path)!r} cannot be opened for writing ({reason}).",
+        "Give this user write access to the file and its directory.",
+    )
+
+
+def build_full_error() -> StoreFull:
+    return StoreFull(f"{_DISK_FULL_TEXT}; {_NOTHING_KEPT_TEXT}.", "Free some disk space and try again.")
+
+
+def build_replaced_error(path: Path) -> StoreReplaced:
+    return StoreReplaced(
+        f"The database {str(path)!r} was deleted or replaced while it was open, so nothing more is accepted.",
+        "Put the right file there, then restart Antiphon; docs/operating.md says how to save what was written.",
+        path=str(path),
+    )
+
+
+class OpenedFiles:
+    """The database and its log as they were opened, to be compared with what is at their paths now.
+
+    An open file keeps its inode, so no other file can have the same number. What a path cannot be asked (no access, a
+    network that does not answer) proves nothing: then SQLite's own errors decide.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._database = os.fspath(path)
+        self._log = f"{self._database}-wal"
+        self._opened_database = _identify(self._database)
+        self._opened_log: FileIdentity | None = None
+
+    def note_log(self) -> None:
+        """Remember the log, which SQLite creates after the database is opened."""
+        self._opened_log = _identify(self._log)
+
+    def are_replaced(self) -> bool:
+        return not (_is_at(self._opened_database, self._database) and _is_at(self._opened_log, self._log))
+
+    def has_foreign_log(self) -> bool:
+        """Whether closing would remove a log that belongs to another database: SQLite removes it by its path."""
+        found = _identify(self._log)
+        return found is not None and found != self._opened_log
+
+
+def _identify(path: str) -> FileIdentity | None:
+    try:
+        found = os.stat(path)  # noqa: PTH116 - twice per commit
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _is_at(opened: FileIdentity | None, path: str) -> bool:
+    try:
+        return _identify(path) == opened
+    except NotADirectoryError:
+        return False
+    except OSError:
+        return True
+
+
+def is_disk_full(path: Path) -> bool:
+    """Whether the disk is; a quota that is used up does not count as that."""
+    try:
+        return shutil.disk_usage(path.parent).free < MIN_FREE_DISK_BYTES
+    except OSError:
+        return False
+
+
+def _get_primary_code(error: sqlite3.Error) -> int | None:
+    code = getattr(error, "sqlite_errorcode", None)
+    return code & 0xFF if isinstance(code, int) else None
+
+
+def is_lasting_error(error: BaseException | None) -> bool:
+    """Whether the next commit will most likely fail for the same reason."""
+    return isinstance(error, StoreReplaced) or (
+        isinstance(error, sqlite3.Error) and _get_primary_code(error) in _LASTING_CODES
+    )
+
+
+class StoreHealth:
+    """Whether anything can be kept; it says so when that changes."""
+
+    def __init__(self, path: Path) -> None:
+        self.trouble: StoreError | None = None
+        self._path = path
+        self._failed = self._mended = -math.inf
+        self._returned = False
+
+    def record_commit(self, error: BaseException | None, *, kept: bool) -> None:
+        """By what came of a commit; one of nothing does not tell."""
+        if isinstance(self.trouble, StoreReplaced):
+            return  # until a restart
+        if isinstance(error, StoreReplaced):
+            self._record_failure(error)
+        elif isinstance(error, sqlite3.Error):
+            self._record_failure(translate_sqlite_error(error, self._path))
+        elif self.trouble and kept and self._is_over(self.trouble):
+            self.trouble = None
+            self._mended = time.monotonic()
+            log.warning("The database can be written again, and everything goes on.")
+
+    def _record_failure(self, trouble: StoreError) -> None:
+        now = time.monotonic()
+        if self.trouble is None or isinstance(trouble, StoreReplaced):
+            self._returned = now - self._mended < RECOVERY_QUIET_SECONDS
+            log.error("%s", _format_trouble(trouble))
+        self.trouble, self._failed = trouble, now
+
+    def _is_over(self, trouble: StoreError) -> bool:
+        """A small commit may find its place where there is none for a larger one, or beside the damage.
+
+        Within a quota that cannot be seen: there it is over at once the first time, and not when it comes back.
+        """
+        if isinstance(trouble, StoreDamaged) or (isinstance(trouble, StoreFull) and is_disk_full(self._path)):
+            return False
+        return not self._returned or time.monotonic() - self._failed >= RECOVERY_QUIET_SECONDS
+
+
+def _format_trouble(trouble: StoreError) -> str:
+    """The same for who has asked for nothing."""
+    if isinstance(trouble, StoreFull):
+        return f"{_DISK_FULL_TEXT}; what is under way goes on when there is."
+    return f"{trouble.what} {trouble.hint}"

@@ -1,0 +1,63 @@
+"""From an operation to a tool: arguments in, a view out, and errors as answers. Nothing is decided here."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
+from antiphon.errors import AntiphonError
+from antiphon.runtimes import ToolSpec
+from antiphon.tools._arguments import A, build_schema, parse_arguments
+from antiphon.tools.results import render_refusal, render_view
+
+
+def build_tool(
+    name: str,
+    description: str,
+    takes: type[A],
+    answer: Callable[[ToolRequest, A], Awaitable[Any]],
+    *,
+    acts: bool = False,
+    ends_turn: bool = False,
+    agents: Callable[[str], Sequence[str]] | None = None,
+) -> Tool:
+    """A tool of ours. All of them can be asked again after a crash: looking is harmless, and acting has the key."""
+    spec = ToolSpec(name=name, description=description, parameters=build_schema(takes))
+    return Tool(
+        spec=spec,
+        invoke=_build_invoke(takes, answer),
+        after_crash="settle",
+        acts=acts,
+        reaches_sessions=True,
+        ends_turn=ends_turn,
+        fit=_build_fit(spec, agents) if agents else None,
+    )
+
+
+def _build_invoke(
+    takes: type[A], answer: Callable[[ToolRequest, A], Awaitable[Any]]
+) -> Callable[[ToolRequest], Awaitable[ToolOutput]]:
+    async def invoke(call: ToolRequest) -> ToolOutput:
+        try:
+            return render_view(await answer(call, parse_arguments(takes, call.arguments)))
+        except AntiphonError as error:
+            if error.who != "caller":  # a fault of ours is the engine's to deal with, not an answer
+                raise
+            return render_refusal(error)
+
+    return invoke
+
+
+def _build_fit(spec: ToolSpec, agents: Callable[[str], Sequence[str]]) -> Callable[[str], ToolSpec]:
+    """With the agents that each may name, so that it need not guess."""
+
+    def fit(agent_id: str) -> ToolSpec:
+        narrowed = copy.deepcopy(dict(spec.parameters))
+        narrowed["properties"]["agentId"]["enum"] = list(agents(agent_id))
+        return msgspec.structs.replace(spec, parameters=narrowed)
+
+    return fit

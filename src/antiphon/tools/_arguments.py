@@ -1,0 +1,137 @@
+"""What a tool takes: one closed struct that is both the schema a model is shown and the check of what it sends.
+
+Models write numbers as text, whole numbers with a point, and null for what they leave out. All of that is
+understood; a name that is not there is not, because it is most often a wish that would be passed over in silence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from antiphon import validation_errors
+from antiphon.errors import InvalidInput
+
+MAX_SAFE_INTEGER = 2**53 - 1  # a whole number that every JSON reader keeps
+
+_PATH_PATTERN = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
+_MISSING_FIELD_PATTERN = re.compile(r"missing required field `(?P<name>[^`]+)`")
+_PLAIN_TYPE_NAMES = {
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "boolean": "true or false",
+    "object": "an object",
+}
+
+
+class ToolArguments(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
+    """The base of what a tool takes. Constraints in `Meta` refuse; what is clamped is only told in the schema."""
+
+
+A = TypeVar("A", bound=ToolArguments)
+
+
+def parse_arguments(shape: type[A], given: Mapping[str, Any]) -> A:
+    """The arguments of a call.
+
+    Raises:
+        InvalidInput: an argument that is not known, is missing, or has a value that is not allowed.
+    """
+    known = shape.__struct_encode_fields__
+    for name in given:
+        if name not in known:
+            listed = f"The arguments are {', '.join(known)}." if known else "It takes no arguments."
+            raise InvalidInput(f"There is no argument {name[:80]!r}.", listed, field=name[:80])
+    said = {name: value for name, value in given.items() if value is not None}
+    try:
+        msgspec.json.encode(said)  # half a character would only be noticed by the store
+        return msgspec.convert(said, shape, strict=False)
+    except msgspec.ValidationError as error:
+        raise _build_refusal(shape, validation_errors.shorten_error(error)) from None
+    except UnicodeEncodeError:
+        raise InvalidInput("An argument is not valid Unicode.", "Write it without lone surrogates.") from None
+
+
+def build_schema(shape: type[ToolArguments]) -> dict[str, Any]:
+    """Its JSON Schema without references, which not every provider follows."""
+    _, components = msgspec.json.schema_components([shape], ref_template="{name}")
+    told = cast("dict[str, Any]", _inline_references(components[shape.__name__], components))
+    told = msgspec.json.decode(
+        msgspec.json.encode(told)
+    )  # defaults are still what Python has, such as tuples
+    return {name: value for name, value in told.items() if name != "description"}
+
+
+def clamp_value(value: int, least: int, most: int) -> int:
+    return max(least, min(value, most))
+
+
+def describe_clamped_range(description: str, least: int, most: int) -> msgspec.Meta:
+    """For a number that is clamped: the model is told its range, and going beyond it is no error."""
+    return msgspec.Meta(description=description, extra_json_schema={"minimum": least, "maximum": most})
+
+
+def _inline_references(node: Any, components: Mapping[str, Any]) -> Any:
+    if isinstance(node, list):
+        return [_inline_references(item, components) for item in cast("list[Any]", node)]
+    if not isinstance(node, dict):
+        return node
+    found = cast("dict[str, Any]", node)
+    if "$ref" in found:
+        return _inline_references(components[found["$ref"]], components)
+    told = {
+        name: _inline_references(value, components)
+        for name, value in found.items()
+        if not _is_noise(name, value)
+    }
+    choices = [choice for choice in told.pop("anyOf", []) if choice != {"type": "null"}]
+    if len(choices) == 1:
+        told = {**choices[0], **told}
+    elif choices:
+        told["anyOf"] = choices
+    if "enum" in told:
+        told.setdefault("type", "string")
+    return told
+
+
+def _is_noise(name: str, value: Any) -> bool:
+    """Titles are names of ours; null is how we say that something was left out; nothing required needs no saying."""
+    return (
+        (name == "title" and isinstance(value, str))
+        or (name == "default" and value is None)
+        or (name == "required" and value == [])
+    )
+
+
+def _build_refusal(shape: type[ToolArguments], message: str) -> InvalidInput:
+    if missing := _MISSING_FIELD_PATTERN.search(message):
+        name = missing["name"]
+        return InvalidInput(
+            f"The argument {name!r} is missing.", _describe_allowed_for(shape, name), field=name
+        )
+    at = _PATH_PATTERN.search(message)
+    path = at["path"] if at else ""
+    reason = message[: at.start()] if at else message
+    return InvalidInput(
+        f"{path!r} cannot be accepted: {reason}.", _describe_allowed_for(shape, path), field=path
+    )
+
+
+def _describe_allowed_for(shape: type[ToolArguments], path: str) -> str:
+    name = re.split(r"[.\[]", path, maxsplit=1)[0]
+    known = build_schema(shape).get("properties", {})
+    return f"{name!r} takes {_describe_allowed(known[name])}." if name in known else "Mend that argument."
+
+
+def _describe_allowed(node: Mapping[str, Any]) -> str:
+    if "enum" in node:
+        return f"one of {', '.join(map(str, node['enum']))}"
+    if node.get("type") == "array":
+        return f"a list; each item is {_describe_allowed(node['items'])}"
+    least, most = node.get("minimum"), node.get("maximum")
+    bounds = f" from {least} to {most}" if least is not None and most is not None else ""
+    return f"{_PLAIN_TYPE_NAMES.get(str(node.get('type')), 'something else')}{bounds}"

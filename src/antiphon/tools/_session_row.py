@@ -1,0 +1,28 @@
+"""A session as the tools show it: exactly the agreed names, absent when unknown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from antiphon import keys
+from antiphon.access import Caller
+from antiphon.views import SessionView
+
+# A list of what is shown, not of what is hidden: the view also serves the gateway and will grow for it.
+SHOWN_FIELDS = (
+    "key", "kind", "channel", "displayName", "label", "updatedAt", "sessionId", "model", "contextTokens",
+    "totalTokens", "thinkingLevel", "verboseLevel", "systemSent", "abortedLastRun", "sendPolicy", "lastChannel",
+    "lastTo", "lastAccountId", "deliveryContext", "transcriptPath", "state", "lastActivityAt", "agentId",
+    "parentKey", "childCount",
+)  # fmt: skip
+
+
+def build_tool_session_row(caller: Caller, view: SessionView) -> dict[str, Any]:
+    known = msgspec.to_builtins(view)
+    shown = {name: known[name] for name in SHOWN_FIELDS if name in known}
+    if view.parent_key is not None:
+        shown["parentKey"] = keys.display_stored_key(view.parent_key, viewer_agent_id=caller.agent_id)
+    shown["provider"] = view.channel  # its older name
+    return shown

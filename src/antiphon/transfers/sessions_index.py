@@ -1,0 +1,206 @@
+"""The entries of `sessions.json`: what such a file says of a session, and what our rows say of it.
+
+Each known name becomes a column if its value can be one; everything else is kept in `extra`, so that an export
+gives it back. Pure data in, pure data out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import msgspec
+
+from antiphon.engine.validation import THINKING_LEVELS
+from antiphon.keys import SessionKey
+from antiphon.store import Param, Row
+
+MAX_COLUMN_CHARACTERS = 1024  # characters of one column
+MAX_EXTRA_BYTES = 256 * 1024  # bytes
+
+_TEXT_FIELDS = {
+    "label": "label",
+    "display_name": "displayName",
+    "subject": "subject",
+    "last_channel": "lastChannel",
+    "last_to": "lastTo",
+    "last_account": "lastAccountId",
+    "last_thread": "lastThreadId",
+    "last_model": "model",
+    "verbose": "verboseLevel",
+    "channel": "channel",
+}
+_CHOICE_FIELDS = {
+    "thinking": ("thinkingLevel", set(THINKING_LEVELS)),
+    "send_policy": ("sendPolicy", {"allow", "deny"}),
+    "chat_type": ("chatType", {"direct", "group", "channel"}),
+}
+_FLAG_FIELDS = {"system_sent": "systemSent", "aborted_last_run": "abortedLastRun"}
+_COUNT_FIELDS = {
+    "input_tokens": "inputTokens",
+    "output_tokens": "outputTokens",
+    "total_tokens": "totalTokens",
+    "context_tokens": "contextTokens",
+}
+_EMPTY_BY_DEFAULT_FIELDS = {*_FLAG_FIELDS.values(), *_COUNT_FIELDS.values()}
+_ROUTE_FIELDS = {
+    "last_channel": "channel",
+    "last_to": "to",
+    "last_account": "accountId",
+    "last_thread": "threadId",
+}
+_CHAT_COLUMNS = (*_ROUTE_FIELDS, "channel", "chat_type")
+_SETTING_COLUMNS = ("label", "display_name", "subject", "model", "thinking", "verbose")
+_OLD_CHAT_TYPES = {"dm": "direct", "room": "channel"}
+CONVERSATIONS_FIELD = "conversations"
+"""Every conversation of a key whose file is there, oldest first and with the current one among them.
+
+A name of ours that other programs pass over; only where a key has had more than one."""
+
+_DROPPED_FIELDS = {
+    "sessionId",
+    "updatedAt",
+    "archivedAt",
+    "sessionFile",
+    "skillsSnapshot",
+    "systemPromptReport",
+    CONVERSATIONS_FIELD,
+}
+"""Said in other ways here, or caches and paths that mean nothing outside the program that wrote them."""
+
+
+class ConversationRecord(msgspec.Struct, rename="camel", frozen=True, omit_defaults=True):
+    """One conversation of a key, as `conversations` tells of it. `reason` is why it was begun."""
+
+    session_id: str
+    reason: str = "imported"
+    ended_at: int | None = None
+
+
+def parse_conversation_records(entry: Mapping[str, Any]) -> list[ConversationRecord]:
+    """The conversations that an entry tells of. What another program keeps under that name is none."""
+    try:
+        return msgspec.convert(entry.get(CONVERSATIONS_FIELD, []), list[ConversationRecord])
+    except msgspec.ValidationError:
+        return []
+
+
+def build_columns(
+    entry: Mapping[str, Any], key: SessionKey, known_model: Callable[[str], bool]
+) -> dict[str, Param]:
+    """The columns an entry fills. An override of a model that is not configured here stays in `extra`."""
+    rest = {name: value for name, value in entry.items() if name not in _DROPPED_FIELDS}
+    found: dict[str, Param] = {column: _take_text(rest, name) for column, name in _TEXT_FIELDS.items()}
+    found |= {column: _take_choice(rest, name, allowed) for column, (name, allowed) in _CHOICE_FIELDS.items()}
+    found |= {column: int(_take_flag(rest, name)) for column, name in _FLAG_FIELDS.items()}
+    found |= {column: _take_count(rest, name) or 0 for column, name in _COUNT_FIELDS.items()}
+    found["context_tokens"] = found["context_tokens"] or None
+    route = entry.get("deliveryContext")
+    if isinstance(route, dict):
+        for column, name in _ROUTE_FIELDS.items():
+            found[column] = found[column] or _take_text(dict(cast("dict[str, Any]", route)), name)
+    found["channel"] = found["channel"] or key.channel
+    found["chat_type"] = found["chat_type"] or key.chat_type
+    found["model"] = _take_model_override(rest, known_model)
+    return {**found, "extra": _encode_extra(rest)}
+
+
+def merge_columns(row: Row, told: Mapping[str, Param]) -> dict[str, Param]:
+    """The columns of a session that is here, with what an entry of the same key told and it has nothing of.
+
+    They belong to the key and not to one conversation, so they are there whichever of them is current. What was
+    decided here stays, with one exception: of two send policies the stricter one holds, so an imported `allow` is
+    not taken even where nothing was said. A route is taken as a whole or not at all: half of one leads elsewhere.
+    Counters are those of a conversation, and the ledger here knows nothing of theirs.
+    """
+    after: dict[str, Param] = {column: row[column] for column in told}
+    after |= {column: told[column] for column in _SETTING_COLUMNS if row[column] is None}
+    routed = any(row[column] for column in _ROUTE_FIELDS)
+    if not routed:
+        after |= {column: row[column] or told[column] for column in _CHAT_COLUMNS}
+    if told["send_policy"] == "deny":
+        after["send_policy"] = "deny"
+    theirs = parse_extra(told)
+    if routed:
+        theirs.pop("deliveryContext", None)
+    return {**after, "extra": _encode_extra({**theirs, **parse_extra(row)}) or row["extra"]}
+
+
+def list_differing_fields(one: Row, other: Row) -> list[str]:
+    """The names under which the columns of `other` say something else than those of `one`, or something more."""
+    before, after = _collect_fields(one), _collect_fields(other)
+    said = {name: value for name, value in after.items() if value or name not in _EMPTY_BY_DEFAULT_FIELDS}
+    return [name for name, value in said.items() if before.get(name) != value]
+
+
+def build_index_entry(row: Row) -> dict[str, Any]:
+    """A session as an entry: what we know, and what an import left with us."""
+    known = {
+        "sessionId": row["session_id"],
+        "updatedAt": row["updated_at"],
+        "spawnedBy": row["parent_key"],
+        "subagentRole": row["role"],
+        "archivedAt": row["archived_at"],
+    }
+    return _collect_fields(row) | {name: value for name, value in known.items() if value is not None}
+
+
+def _collect_fields(row: Row) -> dict[str, Any]:
+    """What `build_columns` makes columns of, as it was."""
+    known = {name: row[column] for column, name in (_TEXT_FIELDS | _COUNT_FIELDS).items()}
+    known |= {name: row[column] for column, (name, _) in _CHOICE_FIELDS.items()}
+    known |= {name: bool(row[column]) for column, name in _FLAG_FIELDS.items()}
+    if row["model"]:
+        known["providerOverride"], _, known["modelOverride"] = row["model"].partition("/")
+    return parse_extra(row) | {name: value for name, value in known.items() if value is not None}
+
+
+def parse_extra(row: Row) -> dict[str, Any]:
+    return msgspec.json.decode(row["extra"], type=dict[str, Any]) if row["extra"] else {}
+
+
+def _take_text(rest: dict[str, Any], name: str) -> str | None:
+    value = rest.get(name)
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)  # threads and chats are numbers on some channels
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_COLUMN_CHARACTERS:
+        return None
+    del rest[name]
+    return value
+
+
+def _take_choice(rest: dict[str, Any], name: str, allowed: set[str]) -> str | None:
+    value = rest.get(name)
+    value = _OLD_CHAT_TYPES.get(value, value) if isinstance(value, str) else None
+    if value not in allowed:
+        return None
+    del rest[name]
+    return value
+
+
+def _take_flag(rest: dict[str, Any], name: str) -> bool:
+    return isinstance(rest.get(name), bool) and bool(rest.pop(name))
+
+
+def _take_count(rest: dict[str, Any], name: str) -> int | None:
+    value = rest.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**62:
+        return None
+    return rest.pop(name)
+
+
+def _take_model_override(rest: dict[str, Any], known_model: Callable[[str], bool]) -> str | None:
+    provider, model = rest.get("providerOverride"), rest.get("modelOverride")
+    if not isinstance(model, str):
+        return None
+    ref = f"{provider}/{model}" if isinstance(provider, str) and provider else model
+    if not known_model(ref):
+        return None
+    rest.pop("providerOverride", None)
+    del rest["modelOverride"]
+    return ref
+
+
+def _encode_extra(rest: dict[str, Any]) -> str | None:
+    encoded = msgspec.json.encode(rest)
+    return encoded.decode() if rest and len(encoded) <= MAX_EXTRA_BYTES else None

@@ -1,0 +1,1 @@
+"""What tests share: fixtures, servers that speak real protocols, and checks."""

@@ -1,0 +1,271 @@
+"""A house with several agents on stage, each the rehearsal model or a function that keeps what it was shown.
+
+Everything behind the doors is real: the store, the engine, the tools, the outbox. What a test makes up is what the
+agents say, which channels there are, and the time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from antiphon import keys
+from antiphon.access import Caller
+from antiphon.app import App
+from antiphon.app import open_app as opened_house
+from antiphon.bus import Event, Listener, SessionChanged
+from antiphon.clock import Clock, SystemClock
+from antiphon.config import Config
+from antiphon.engine.engine import EngineTimings
+from antiphon.engine.outbox.delivery_rows import Destination
+from antiphon.engine.outbox.sender import DeliveryChannel
+from antiphon.engine.toolbox import ToolOutput, ToolRequest
+from antiphon.messages import AssistantMessage, Message, ToolResult, UserMessage
+from antiphon.operations import HistoryFilter, Operations
+from antiphon.operations import IncomingMessage as Words
+from antiphon.runtimes import Prompt
+from antiphon.runtimes.function import AgentFunction, FunctionRuntime
+from antiphon.views import RunView
+from support import app_fixture
+from support.app_fixture import BOUND, DATABASE, MAIN, OPERATOR, raw, text
+from support.commit_watcher import CommitWatcher
+
+HELPER = "agent:helper:main"
+QUICK = EngineTimings(sweep=0.02)
+OPEN = {"tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}}}
+"""Everybody may see and write to everybody."""
+
+Answer = str | AssistantMessage
+until = app_fixture.until  # for what is not in the store; `Troupe.until` is for what is
+_numbers = itertools.count(1)
+
+
+def make_agents_config(*agents: str | Mapping[str, Any], **sections: Any) -> Config:
+    """`main` and these agents, who reach each other unless a section says otherwise."""
+    listed: list[dict[str, Any]] = [
+        {"id": agent} if isinstance(agent, str) else dict(agent) for agent in agents
+    ]
+    if all(agent["id"] != "main" for agent in listed):
+        listed.insert(0, {"id": "main", "default": True})
+    return Config.model_validate(merged({"agents": {"list": listed}}, merged(OPEN, sections)))
+
+
+def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, the second where they differ."""
+    result = dict(one)
+    for name, value in other.items():
+        below = result.get(name)
+        result[name] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value  # pyright: ignore[reportUnknownArgumentType]
+    return result
+
+
+class ScriptedAgent:
+    """A function agent: keeps every prompt, and answers as it is told to."""
+
+    def __init__(
+        self, answer: Callable[[Prompt], Answer | Awaitable[Answer]] | Answer = "understood"
+    ) -> None:
+        self._answer = answer
+        self.prompts: list[Prompt] = []
+
+    async def __call__(self, prompt: Prompt) -> AssistantMessage:
+        self.prompts.append(prompt)
+        answer = self._answer(prompt) if callable(self._answer) else self._answer
+        if isinstance(answer, Awaitable):
+            answer = await answer
+        return text(answer) if isinstance(answer, str) else answer
+
+    def list_prompts(self, phase: str) -> list[Prompt]:
+        """The prompts of one kind of step: `request`, `turn`, `announce` or `wake`."""
+        return [prompt for prompt in self.prompts if phase_of(prompt) == phase]
+
+
+def phase_of(prompt: Prompt) -> str:
+    return _phase(prompt.run_id)
+
+
+def _phase(run_id: str) -> str:
+    head, colon, _ = run_id.partition(":")
+    return head if colon else "request"
+
+
+def get_last_user_text(prompt: Prompt) -> str:
+    """What the model reads as the last thing that was said to it."""
+    said = [message for message in prompt.messages if isinstance(message, UserMessage)][-1].content
+    assert isinstance(said, str)
+    return said
+
+
+def result_in(prompt: Prompt) -> dict[str, Any] | None:
+    """What the tool answered, if that is what the model is to go on from."""
+    last: Message = prompt.messages[-1]
+    return json.loads(last.text) if isinstance(last, ToolResult) else None
+
+
+class RecordingChannel:
+    """A channel that keeps what it was given, and fails as it is told to."""
+
+    def __init__(
+        self, *, keyed: bool = False, fails: Callable[[str], Exception | None] | None = None
+    ) -> None:
+        self.keyed = keyed
+        self.posts: list[tuple[str, Destination, str]] = []
+        """Every effect that people there would see."""
+        self.tries: list[str] = []
+        self._fails = fails
+
+    async def post(self, key: str, where: Destination, text: str) -> str | None:
+        self.tries.append(key)
+        error = self._fails(key) if self._fails else None
+        if not (self.keyed and key in (seen for seen, *_ in self.posts)) and not _unsent(error):
+            self.posts.append((key, where, text))
+        if error:
+            raise error
+        return f"message-{len(self.posts)}"
+
+    @property
+    def texts(self) -> list[str]:
+        return [text for *_, text in self.posts]
+
+
+def _unsent(error: Exception | None) -> bool:
+    return error is not None and getattr(error, "code", None) == "undeliverable"
+
+
+@dataclass(slots=True)
+class AgentsFixture:
+    """The house and what is needed to play in it."""
+
+    house: App
+    path: Path
+    commits: CommitWatcher
+
+    @property
+    def operations(self) -> Operations:
+        return self.house.operations
+
+    # --- as a person ---
+
+    async def say(self, words: str, session: str = MAIN, **options: Any) -> str:
+        message = Words(session=session, content=words, **options)
+        return (await self.operations.submit(OPERATOR, message)).run_id
+
+    async def wait_for_end(self, run_id: str, seconds: float = BOUND) -> RunView:
+        view = await self.operations.wait(OPERATOR, run_id, seconds)
+        assert view.has_ended, f"{run_id} is still {view.state} after {seconds} seconds"
+        return view
+
+    async def ask(self, words: str, session: str = MAIN, **options: Any) -> RunView:
+        return await self.wait_for_end(await self.say(words, session, **options))
+
+    async def open_sessions(self, *sessions: str) -> None:
+        for session in sessions:
+            await self.operations.open(OPERATOR, session)
+
+    # --- as an agent ---
+
+    async def call_tool(self, tool: str, session: str = MAIN, /, **arguments: Any) -> dict[str, Any]:
+        """What a tool answers to the rehearsal model, in a run of that session."""
+        view = await self.ask(f"call {tool} {json.dumps(arguments)}", session)
+        assert view.reply is not None, view.error
+        return json.loads(view.reply)
+
+    async def invoke_tool(self, tool: str, session: str = MAIN, /, **arguments: Any) -> ToolOutput:
+        """What a tool answers to the agent of that session outside of any run."""
+        caller = Caller.agent(keys.parse(session).agent_id, session)
+        call = ToolRequest(caller=caller, run_id="no run", call_id=f"{next(_numbers)}", arguments=arguments)
+        return await self.house.toolbox.select_allowed((), ())[tool].invoke(call)
+
+    async def use(self, tool: str, session: str = MAIN, /, **arguments: Any) -> dict[str, Any]:
+        return (await self.invoke_tool(tool, session, **arguments)).details
+
+    # --- looking ---
+
+    def rows(self, sql: str, *params: object) -> list[dict[str, Any]]:
+        """Past everything, from the file."""
+        return raw(self.path / DATABASE, sql, *params)
+
+    async def transcript(self, session: str = MAIN) -> list[dict[str, Any]]:
+        wanted = HistoryFilter(limit=1000, include_tools=True, after=0)
+        return (await self.operations.read_history(OPERATOR, session, wanted)).messages
+
+    async def until(self, condition: Callable[[], Awaitable[bool]]) -> None:
+        """For what is in the store, or leads to a commit: look again after each of them."""
+        await self.commits.until(condition)
+
+    async def wait_until_idle(self, seconds: float = BOUND) -> None:
+        """Until nothing is left to do: every run, exchange, task and delivery has come to its end."""
+
+        async def over() -> bool:
+            (left,) = self.rows(
+                "SELECT (SELECT count(*) FROM runs WHERE state IN ('queued', 'running'))"
+                " + (SELECT count(*) FROM exchanges WHERE phase <> 'settled')"
+                " + (SELECT count(*) FROM tasks WHERE phase <> 'settled')"
+                " + (SELECT count(*) FROM deliveries WHERE state IN ('pending', 'sending')) AS n"
+            )
+            return left["n"] == 0
+
+        await self.commits.until(over, seconds)
+
+    async def collect_events(self, events: Listener) -> list[Event]:
+        """Everything up to the quiet. The last row is there before its event: that one comes before our own commit."""
+        await self.wait_until_idle()
+        await self.open_sessions(f"agent:main:dashboard:after-{next(_numbers)}")
+        told: list[Event] = []
+        while (event := await events.get(0)) is not None:
+            told.append(event)
+        return told
+
+    def list_steps(self) -> list[str]:
+        """The steps of all exchanges and tasks in the order in which they were queued, as `agent:phase`."""
+        sql = (
+            "SELECT r.id, s.agent_id FROM runs r JOIN sessions s ON s.id = r.session"
+            " WHERE r.exchange IS NOT NULL OR r.task IS NOT NULL ORDER BY r.n"
+        )
+        return [f"{row['agent_id']}:{_phase(row['id'])}" for row in self.rows(sql)]
+
+
+@asynccontextmanager
+async def open_agents_fixture(
+    config: Config,
+    path: Path,
+    *,
+    functions: Mapping[str, AgentFunction | ScriptedAgent] | None = None,
+    channels: Mapping[str, DeliveryChannel] | None = None,
+    clock: Clock | None = None,
+    pace: EngineTimings = QUICK,
+    tools: Any = None,
+) -> AsyncGenerator[AgentsFixture]:
+    """Open it, and close it when the block is left; agents without a function are the rehearsal model."""
+    clock = clock or SystemClock()
+    runtimes = {agent: FunctionRuntime(fn, clock=clock) for agent, fn in (functions or {}).items()}
+    commits = CommitWatcher()
+    async with opened_house(
+        config,
+        path,
+        functions=runtimes,
+        channels=channels,
+        clock=clock,
+        pace=pace,
+        tools=tools,
+        on_commit=commits,
+    ) as opened:
+        yield AgentsFixture(opened, path, commits)
+
+
+async def warnings_of(
+    troupe: AgentsFixture, reason: str, cause: Callable[[], Awaitable[object]]
+) -> list[str]:
+    """The keys of the sessions of which everybody was told that, while that was done and until it is quiet."""
+    told: list[str] = []
+    async with troupe.house.bus.listen("sessions") as events:
+        await cause()
+        for event in await troupe.collect_events(events):
+            if isinstance(event, SessionChanged) and event.reason == reason:
+                told.append(event.session_key)
+    return told

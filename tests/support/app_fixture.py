@@ -1,0 +1,217 @@
+"""A whole Antiphon core for tests, with its parts in reach: a real store, a real engine, a movable clock.
+
+`hosting` is the way a program gets one; a test also wants the store, the bus and the engine behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from antiphon import keys
+from antiphon.access import Caller
+from antiphon.bus.local import LocalBus
+from antiphon.clock import Clock
+from antiphon.config import Config
+from antiphon.engine.collaboration.framing import derive_nonce
+from antiphon.engine.engine import Engine, EngineTimings
+from antiphon.engine.outbox.sender import Outbox
+from antiphon.engine.runs.lifecycle import Claim
+from antiphon.engine.runs.run_loop import RunSetup
+from antiphon.engine.sessions import session_rows
+from antiphon.engine.sessions.resolver import SessionResolver
+from antiphon.engine.sessions.retention import RetentionPolicy
+from antiphon.engine.sessions.session_rows import NewSession
+from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
+from antiphon.lanes.local import LocalLanes
+from antiphon.messages import AssistantMessage, TextBlock, ToolCall
+from antiphon.operations import HistoryFilter, IncomingMessage, Operations
+from antiphon.runtimes import Runtime, ToolSpec
+from antiphon.runtimes.function import AgentFunction, FunctionRuntime
+from antiphon.store import Row, Store, Tx
+from antiphon.store.factory import CommitPhase
+from antiphon.store.transcript_files import TranscriptFiles
+from antiphon.views import RunView
+from support.databases import dump, open_test_database, raw
+
+__all__ = ["dump", "raw"]
+
+OPERATOR = Caller.operator()
+MAIN = "agent:main:main"
+BOUND = 10.0  # seconds after which any wait of a test is a failure
+DATABASE = "antiphon.db"
+
+
+@dataclass(frozen=True, slots=True)
+class AppFixture:
+    """Everything that was put together."""
+
+    operations: Operations
+    engine: Engine
+    store: Store
+    bus: LocalBus
+    clock: Clock
+    path: Path
+
+    async def say(self, text: str, session: str = MAIN, **options: Any) -> str:
+        """Submit; the run's id."""
+        message = IncomingMessage(session=session, content=text, **options)
+        return (await self.operations.submit(OPERATOR, message)).run_id
+
+    async def wait_for_end(self, run_id: str) -> RunView:
+        view = await self.operations.wait(OPERATOR, run_id, BOUND)
+        assert view.has_ended, f"{run_id} is still {view.state} after {BOUND} seconds"
+        return view
+
+    async def ask(self, text: str, session: str = MAIN, **options: Any) -> RunView:
+        """Submit and wait for the end."""
+        return await self.wait_for_end(await self.say(text, session, **options))
+
+    async def transcript(self, session: str = MAIN) -> list[dict[str, Any]]:
+        wanted = HistoryFilter(limit=1000, include_tools=True, after=0)
+        return (await self.operations.read_history(OPERATOR, session, wanted)).messages
+
+    async def create(self, key: str, parent: str | None = None) -> Row:
+        """A session, spawned by another one if that is given."""
+        return await self.store.tx(_create, key, parent, self.clock.now())
+
+    def rows(self, sql: str, *params: object) -> list[dict[str, Any]]:
+        """Past everything, from the database."""
+        return raw(self.path, sql, *params)
+
+
+async def _create(tx: Tx, key: str, parent: str | None, now: int) -> Row:
+    above = await session_rows.find_session(tx, keys.parse(parent), None) if parent else None
+    return await session_rows.create_session(
+        tx, keys.parse(key), now, NewSession(parent=above["id"] if above else None)
+    )
+
+
+@asynccontextmanager
+async def opened(path: Path, on_commit: Callable[[CommitPhase], None] | None = None) -> AsyncGenerator[Store]:
+    store = await open_test_database(path / DATABASE, on_commit=on_commit)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@asynccontextmanager
+async def open_app_fixture(
+    path: Path,
+    agent: AgentFunction | Runtime,
+    *,
+    tools: Iterable[Tool] = (),
+    config: Config | None = None,
+    clock: Clock | None = None,
+    pace: EngineTimings | None = None,
+    keep: RetentionPolicy | None = None,
+    bus: LocalBus | None = None,
+    store: Store | None = None,
+    alone: bool = True,
+    max_steps: int = 20,
+    reserve_tokens: int = 100,
+    keep_tokens: int = 50,
+    on_commit: Callable[[CommitPhase], None] | None = None,
+) -> AsyncGenerator[AppFixture]:
+    """Start on this directory (or beside others on this store), stop when the block is left."""
+    config = config or Config()
+    bus = bus or LocalBus()
+    own = None if store else await open_test_database(path / DATABASE, on_commit=on_commit)
+    shared = store or own
+    assert shared is not None
+    clock = clock or shared.clock
+    runtime = FunctionRuntime(agent, clock=clock) if callable(agent) else agent
+    toolbox = {tool.spec.name: tool for tool in tools}
+
+    async def setting(claim: Claim) -> RunSetup:
+        return RunSetup(
+            runtime=runtime,
+            caller=Caller.agent(claim.agent_id, claim.session_key, sandboxed=claim.sandboxed),
+            instructions=f"You are {claim.agent_id}.",
+            nonce=derive_nonce(b"stage", claim.session_key, claim.session_id),
+            tools=toolbox,
+            max_steps=max_steps,
+            reserve_tokens=reserve_tokens,
+            keep_tokens=keep_tokens,
+            max_result_chars=1000,
+        )
+
+    engine = Engine(
+        store=shared,
+        lanes=LocalLanes(),
+        bus=bus,
+        clock=clock,
+        setting=setting,
+        outbox=Outbox(shared, bus, clock, SessionResolver(config)),
+        pace=pace,
+        keep=keep,
+        alone=alone,
+    )
+    operations = Operations(
+        config=config,
+        store=shared,
+        bus=bus,
+        clock=clock,
+        door=SessionResolver(config),
+        engine=engine,
+        state_dir=path,
+        files=TranscriptFiles(path / "transcripts"),
+    )
+    try:
+        await engine.start()
+        try:
+            yield AppFixture(operations, engine, shared, bus, clock, path / DATABASE)
+        finally:
+            await asyncio.wait_for(engine.stop(), BOUND)
+    finally:
+        if own:
+            await own.close()
+
+
+def tool(
+    name: str,
+    invoke: Callable[[ToolRequest], Awaitable[ToolOutput]],
+    *,
+    settle: bool = False,
+    acts: bool = True,
+) -> Tool:
+    spec = ToolSpec(name=name, description=name, parameters={"type": "object"})
+    return Tool(spec=spec, invoke=invoke, after_crash="settle" if settle else "report", acts=acts)
+
+
+def calls(*names: str, **arguments: Any) -> AssistantMessage:
+    """An answer that asks for these tools."""
+    blocks = [ToolCall(id=f"{name}_{i}", name=name, arguments=arguments) for i, name in enumerate(names)]
+    return AssistantMessage(content=[*blocks], timestamp=1)
+
+
+def text(words: str, **options: Any) -> AssistantMessage:
+    return AssistantMessage(content=[TextBlock(text=words)], timestamp=1, **options)
+
+
+async def soon(happened: asyncio.Event) -> None:
+    """Wait for something that must happen."""
+    await asyncio.wait_for(happened.wait(), BOUND)
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """For what no event tells of: look again until it is so."""
+    async with asyncio.timeout(BOUND):
+        while not await condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0)
+
+
+def with_settings(settings: Mapping[str, Any]) -> Config:
+    return Config.model_validate(settings)
+
+
+def unframed(text: str) -> str:
+    """What stands between the markers of a frame; a text that is not framed as it is."""
+    found = re.search(r"<<<data (\w+)>>>\n(.*)\n<<<end \1>>>$", text, re.DOTALL)
+    return found[2] if found else text

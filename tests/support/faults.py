@@ -1,0 +1,182 @@
+"""What happens to three replicas and their servers: a seeded forecast as data, and the wind that makes it so.
+
+A fault is over when whatever it took away is there again; only a killed replica comes back while others happen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import time
+from typing import Any, Literal, get_args
+
+from nats.aio.client import Client
+from nats.js.errors import Error as JetStreamError
+
+from chaos.worker import append
+from support.replicas import ACK_WAIT, BOUND, ReplicaProcess, ReplicaSet
+
+Kind = Literal[
+    "kill", "kill all", "pause", "leave", "skew",
+    "bus gone", "bus empty", "bus frozen", "purge", "drop stream", "store gone",
+    "cut store", "cut bus", "stall store", "stall bus",
+]  # fmt: skip
+KINDS: tuple[Kind, ...] = get_args(Kind)
+SKEW = 30.0  # seconds
+LANES = "-lanes"  # how the name of their stream ends
+TOGETHER = 0.4  # how many of the faults go on while the next one comes
+PLACES = {
+    "bus gone": "bus", "bus empty": "bus", "bus frozen": "bus", "purge": "bus", "drop stream": "bus", "cut bus": "bus",
+    "stall bus": "bus", "store gone": "store", "cut store": "store", "stall store": "store",
+}  # fmt: skip
+"""Where a fault is, if not in a replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    after: float
+    """Seconds since the one before was over, or has begun."""
+    kind: Kind
+    who: int
+    """Which replica, where it is about one."""
+    lasting: float
+    together: bool = False
+    """Whether the next one need not wait until this one is over."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} r{self.who} for {self.lasting:.1f} s"
+
+
+def plan_faults(seed: int, count: int) -> list[Fault]:
+    """Every kind comes before any comes again."""
+    dice = random.Random(seed)
+    kinds: list[Kind] = []
+    while len(kinds) < count:
+        kinds += dice.sample(KINDS, len(KINDS))
+    return [_fault(dice, kind) for kind in kinds[:count]]
+
+
+def _fault(dice: random.Random, kind: Kind) -> Fault:
+    # A pause is longer than the lease: whoever wakes up from it has been replaced.
+    lasting = (
+        dice.uniform(1.2, 2.0) * ACK_WAIT if kind in {"pause", "stall store"} else dice.uniform(0.2, 1.5)
+    )
+    return Fault(dice.uniform(0.2, 1.0), kind, dice.randrange(3), lasting, dice.random() < TOGETHER)
+
+
+@dataclass
+class FaultInjector:
+    """Makes a forecast come true until it is told that the day is over."""
+
+    choir: ReplicaSet
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    done: list[Fault] = field(default_factory=list[Fault])
+    _returning: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
+    _busy: dict[str, asyncio.Lock] = field(default_factory=dict[str, asyncio.Lock])
+
+    async def inject_faults(self, faults: Sequence[Fault]) -> None:
+        for fault in faults:
+            if await self._over_in(fault.after):
+                break
+            happening = asyncio.create_task(self._inject_in_turn(fault))
+            self._returning.append(happening)
+            if not fault.together:
+                await happening
+        while any(not task.done() for task in self._returning):
+            await asyncio.gather(*self._returning)
+        await asyncio.gather(*self._returning)
+
+    def report(self) -> str:
+        counted = Counter(fault.kind for fault in self.done)
+        return ", ".join(f"{kind} {times}" for kind, times in sorted(counted.items()))
+
+    async def _inject_in_turn(self, fault: Fault) -> None:
+        """Nothing has two faults at once: a server that is away cannot be taken away."""
+        async with self._busy.setdefault(PLACES.get(fault.kind, "replicas"), asyncio.Lock()):
+            began = time()
+            await self._inject_fault(fault)
+            append(self.choir.home / "weather.txt", f"{began:.3f} {time():.3f} {fault}")
+        self.done.append(fault)
+
+    async def _over_in(self, seconds: float) -> bool:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.over.wait()
+        return self.over.is_set()
+
+    async def _inject_fault(self, fault: Fault) -> None:
+        # One that is still on its way back has its fault already.
+        voices = [*self.choir.voices[fault.who :], *self.choir.voices[: fault.who]]
+        voice = next((voice for voice in voices if voice.alive), voices[0])
+        match fault.kind:
+            case "kill" | "leave" | "skew" | "pause":
+                await self._to_replica(fault, voice)
+            case "kill all":
+                await asyncio.gather(*(self._to_replica(fault, voice) for voice in voices))
+            case "bus gone" | "bus empty" | "bus frozen" | "store gone":
+                await self._to_server(fault)
+            case "purge" | "drop stream":
+                await self._to_stream(fault.kind)
+            case "cut store":
+                self.choir.store_proxy.cut()
+            case "cut bus":
+                self.choir.bus_proxy.cut()
+            case "stall store" | "stall bus":
+                proxy = self.choir.store_proxy if fault.kind == "stall store" else self.choir.bus_proxy
+                proxy.stall()
+                await self._over_in(fault.lasting)
+                proxy.flow()
+
+    async def _to_replica(self, fault: Fault, voice: ReplicaProcess) -> None:
+        if not voice.alive:
+            return  # still on its way back
+        if fault.kind == "pause":
+            voice.pause()
+            await self._over_in(fault.lasting)
+            voice.resume()
+            return
+        if fault.kind == "leave":
+            assert await voice.leave() == 0, voice.read_log()[-3000:]
+        else:
+            await voice.kill()
+        skew = 0.0 if fault.kind != "skew" else SKEW if fault.lasting > 0.85 else -SKEW
+        self._returning.append(asyncio.create_task(self._return(voice, fault.lasting, skew)))
+
+    async def _return(self, voice: ReplicaProcess, after: float, skew: float) -> None:
+        await self._over_in(after)
+        while not voice.alive:
+            # It may find its servers away, and then does not start: whoever supervises it tries again.
+            with suppress(AssertionError):
+                await voice.start(skew)
+
+    async def _to_server(self, fault: Fault) -> None:
+        nats, postgres = self.choir.nats, self.choir.postgres
+        if fault.kind == "bus empty":
+            await asyncio.to_thread(nats.lose_everything)
+            return
+        if fault.kind == "bus frozen":
+            nats.pause()
+            await self._over_in(fault.lasting)
+            nats.resume()
+            return
+        server = postgres if fault.kind == "store gone" else nats
+        await asyncio.to_thread(server.kill)
+        await self._over_in(fault.lasting)
+        await asyncio.to_thread(server.start)
+
+    async def _to_stream(self, kind: str) -> None:
+        client = Client()
+        await client.connect(self.choir.nats.url, connect_timeout=int(BOUND))
+        try:
+            manager: Any = client.jsm(timeout=BOUND)  # pyright: ignore[reportUnknownMemberType]
+            change = manager.purge_stream if kind == "purge" else manager.delete_stream
+            with suppress(JetStreamError):  # one that another fault has just taken away
+                for stream in await manager.streams_info():
+                    if stream.config.name.endswith(LANES):
+                        await change(stream.config.name)
+        finally:
+            await client.close()

@@ -1,0 +1,284 @@
+"""A whole gateway on a real socket, and raw clients of its WebSocket that keep every frame they are sent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx2
+import msgspec
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
+from websockets.typing import Origin
+
+from antiphon.app import App
+from antiphon.clock import Clock
+from antiphon.config import Config
+from antiphon.engine.toolbox import Tool
+from antiphon.gateway.server import ListeningGateway, serve_gateway
+from antiphon.gateway.tokens import TokenRegistry
+from antiphon.operations import Operations
+from antiphon.runtimes import Runtime
+from antiphon.runtimes.function import AgentFunction, FunctionRuntime
+from support.app_fixture import BOUND, DATABASE
+from support.gateway_http import EVERYTHING, echo
+
+Frame = dict[str, Any]
+READ, WRITE, ADMIN = "operator.read", "operator.write", "operator.admin"
+
+
+class Answer(NamedTuple):
+    ok: bool
+    payload: Any
+    error: Frame
+
+
+class Client:
+    """One connection. What comes in is kept in order; what is waited for is waited for within a bound."""
+
+    def __init__(self, ws: ClientConnection) -> None:
+        self.ws = ws
+        self.hello: Frame = {}
+        self.events: list[Frame] = []
+        """Every event so far."""
+        self._untaken: list[Frame] = []
+        self._answers: dict[str, list[Answer]] = {}
+        self._news = asyncio.Event()
+        self._reader: asyncio.Task[None] | None = None
+        self._number = 0
+
+    def read(self) -> None:
+        """Begin to take frames; a client that never does is a slow one."""
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        with suppress(ConnectionClosed):
+            while True:
+                self._keep(msgspec.json.decode(await self.ws.recv(), type=Frame))
+        self._news.set()
+
+    def _keep(self, frame: Frame) -> None:
+        if frame["type"] == "res":
+            answer = Answer(frame["ok"], frame.get("payload"), frame.get("error", {}))
+            self._answers.setdefault(frame["id"], []).append(answer)
+        else:
+            assert frame["type"] == "event"
+            self.events.append(frame)
+            self._untaken.append(frame)
+        self._news.set()
+
+    async def _until(self, found: Callable[[], Any], what: str) -> Any:
+        try:
+            async with asyncio.timeout(BOUND):
+                while (value := found()) is None:
+                    assert not self.over, f"{what}: the connection was closed with {self.ws.close_code}"
+                    self._news.clear()
+                    await self._news.wait()
+                return value
+        except TimeoutError:
+            seen = [(event["event"], str(event["payload"])[:150]) for event in self.events[-20:]]
+            raise AssertionError(f"{what} did not come; the last events were {seen}") from None
+
+    async def news(self) -> None:
+        """Until something has come, or the connection is closed."""
+        self._news.clear()
+        await self._news.wait()
+
+    def has_answer(self, request_id: str) -> bool:
+        return bool(self._answers.get(request_id))
+
+    @property
+    def over(self) -> bool:
+        return self._reader is not None and self._reader.done()
+
+    # --- requests ---
+
+    async def send(self, frame: Frame | str | bytes) -> None:
+        """A frame as it is."""
+        await self.ws.send(msgspec.json.encode(frame).decode() if isinstance(frame, dict) else frame)
+
+    async def start(self, method: str, params: Mapping[str, Any] | None = None) -> str:
+        """A request that is not waited for; its id."""
+        self._number += 1
+        request_id = f"{self._number}:{method}"
+        await self.send({"type": "req", "id": request_id, "method": method, "params": params or {}})
+        return request_id
+
+    async def answer(self, request_id: str) -> Answer:
+        """The next answer to a request."""
+
+        def found() -> Answer | None:
+            waiting = self._answers.get(request_id)
+            return waiting.pop(0) if waiting else None
+
+        return await self._until(found, f"An answer to {request_id}")
+
+    async def ask(self, method: str, params: Mapping[str, Any] | None = None) -> Answer:
+        return await self.answer(await self.start(method, params))
+
+    async def call(self, method: str, **params: Any) -> Any:
+        """What a method answers that must succeed."""
+        answer = await self.ask(method, params)
+        assert answer.ok, f"{method}: {answer.error}"
+        return answer.payload
+
+    async def refused(self, method: str, **params: Any) -> Frame:
+        """The error of a method that must fail."""
+        answer = await self.ask(method, params)
+        assert not answer.ok, f"{method} was not refused: {answer.payload}"
+        assert answer.error.get("message")
+        return answer.error
+
+    # --- events ---
+
+    async def event(self, name: str, **facts: Any) -> Any:
+        """The payload of the next event of that name with these facts in it; each event is taken once."""
+
+        def found() -> Frame | None:
+            for frame in self._untaken:
+                payload = frame["payload"]
+                if frame["event"] == name and all(payload.get(fact) == facts[fact] for fact in facts):
+                    self._untaken.remove(frame)
+                    return payload
+            return None
+
+        return await self._until(found, f"The event {name!r} with {facts}")
+
+    async def take(self, name: str, number: int, **facts: Any) -> list[Any]:
+        return [await self.event(name, **facts) for _ in range(number)]
+
+    def told(self, name: str, **facts: Any) -> list[Any]:
+        """The payloads of all events of that name so far."""
+        payloads = [frame["payload"] for frame in self.events if frame["event"] == name]
+        return [payload for payload in payloads if all(payload.get(fact) == facts[fact] for fact in facts)]
+
+    @property
+    def numbers(self) -> list[int]:
+        return [frame["seq"] for frame in self.events if "seq" in frame]
+
+    async def settled(self) -> None:
+        """Everything that was put before now has arrived: requests are answered in their order."""
+        await self.ask("health")
+
+    # --- endings ---
+
+    async def closed(self) -> tuple[int, str]:
+        """The code and the reason with which the gateway hung up."""
+        await asyncio.wait_for(self.ws.wait_closed(), BOUND)
+        if self._reader:
+            await asyncio.wait_for(self._reader, BOUND)
+        return self.ws.close_code or 0, self.ws.close_reason or ""
+
+    def abort(self) -> None:
+        """As a cable that is pulled."""
+        self.ws.transport.abort()
+
+    async def leave(self) -> None:
+        await asyncio.wait_for(self.ws.close(), BOUND)
+        if self._reader:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+
+
+def connect_params(**changes: Any) -> dict[str, Any]:
+    client = {"id": "test", "version": "1", "platform": "linux", "mode": "test"}
+    return {"minProtocol": 3, "maxProtocol": 4, "client": client, **changes}
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayFixture:
+    """A gateway that is listening, with its parts in reach."""
+
+    served: ListeningGateway
+    path: Path
+    tokens: TokenRegistry
+
+    @property
+    def house(self) -> App:
+        return self.served.gateway.house
+
+    @property
+    def operations(self) -> Operations:
+        return self.house.operations
+
+    @property
+    def database(self) -> Path:
+        return self.path / DATABASE
+
+    @property
+    def owner(self) -> str:
+        token = self.tokens.owner_token
+        assert token is not None
+        return token
+
+    def issue(self, *scopes: str) -> str:
+        return self.tokens.issue_token(f"t{len(self.tokens.records)}", scopes)
+
+    @asynccontextmanager
+    async def connect_unauthenticated(
+        self, *, origin: str | None = None, reading: bool = True, path: str = ""
+    ) -> AsyncGenerator[Client]:
+        """A connection that has said nothing yet."""
+        ws = await connect(
+            self.served.url + path,
+            origin=Origin(origin) if origin else None,
+            compression=None,
+            max_size=None,
+            max_queue=1 if not reading else None,
+            ping_interval=None,
+            proxy=None,
+            open_timeout=BOUND,
+        )
+        client = Client(ws)
+        if reading:
+            client.read()
+        try:
+            yield client
+        finally:
+            await client.leave()
+
+    @asynccontextmanager
+    async def client(
+        self,
+        token: str | None = None,
+        *,
+        scopes: list[str] | None = None,
+        origin: str | None = None,
+        **changes: Any,
+    ) -> AsyncGenerator[Client]:
+        """A connection that has been let in, by default as the owner."""
+        async with self.connect_unauthenticated(origin=origin) as client:
+            given = {"auth": {"token": self.owner if token is None else token}, **changes}
+            if scopes is not None:
+                given["scopes"] = scopes
+            client.hello = await client.call("connect", **connect_params(**given))
+            yield client
+
+    def http(self, token: str | None = None) -> httpx2.AsyncClient:
+        headers = {"Authorization": f"Bearer {self.owner if token is None else token}"}
+        return httpx2.AsyncClient(
+            base_url=self.served.url.replace("ws://", "http://"), headers=headers, timeout=BOUND
+        )
+
+
+@asynccontextmanager
+async def opened(
+    path: Path,
+    agent: AgentFunction | Runtime | None = echo,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    agents: Mapping[str, AgentFunction] | None = None,
+    tools: Callable[[Operations], Iterable[Tool]] | None = None,
+    clock: Clock | None = None,
+) -> AsyncGenerator[GatewayFixture]:
+    """Without an agent the rehearsal model answers."""
+    config = Config.model_validate(EVERYTHING if settings is None else settings)
+    functions: dict[str, Runtime] = {name: FunctionRuntime(fn) for name, fn in (agents or {}).items()}
+    if agent is not None:
+        functions["main"] = FunctionRuntime(agent) if callable(agent) else agent
+    async with serve_gateway(config, path, port=0, functions=functions, tools=tools, clock=clock) as served:
+        yield GatewayFixture(served, path, TokenRegistry.open(path))

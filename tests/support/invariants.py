@@ -1,0 +1,231 @@
+"""What always holds between runs, exchanges, tasks and deliveries: the checker's part for what follows from a run.
+
+Like `verify`, it reads rows and returns what is wrong, and knows nothing of Antiphon.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+from support.planned_exchanges import KEYED, UNKEYED
+from support.store_snapshot import Row, StoreSnapshot
+
+UNDER_WAY = {"queued", "running"}
+# Origins of runs that are part of something.
+STEPS = {"sessions_send", "reply-back", "announce", "sessions_spawn"}
+POSTED = {"pending", "delivered", "blocked", "ambiguous", "dead"}  # ends that are those of a delivery
+UNANNOUNCED = {None, "no_reply", "none", "target_gone"}  # ends of an exchange without an announce step
+SILENT = {None, "none", "skipped"}  # ends of a task that nobody hears of
+
+
+def find_violations(book: StoreSnapshot) -> list[str]:
+    wrong: list[str] = []
+    for exchange in book.exchanges:
+        wrong += _steps(book, exchange)
+        wrong += _conversation(book, exchange)
+        wrong += _announcement(book, exchange)
+    for task in book.tasks:
+        wrong += _child(book, task)
+        wrong += _work(book, task)
+        wrong += _report(book, task)
+    for delivery in book.deliveries:
+        wrong += _delivery(book, delivery)
+    return wrong + _orphans(book) + _chains(book) + _posts(book)
+
+
+def _moving(runs: list[Row]) -> list[str]:
+    return [run["id"] for run in runs if run["state"] in UNDER_WAY]
+
+
+def _steps(book: StoreSnapshot, exchange: Row) -> list[str]:
+    """One run for each step that was taken, and only the last one can be under way."""
+    id, runs = exchange["id"], [run for run in book.runs if run["exchange"] == exchange["n"]]
+    wanted = [id, *(f"turn:{id}:{turn}" for turn in range(1, exchange["turn"] + 1))]
+    announced = exchange["phase"] == "settled" and exchange["announced"] not in UNANNOUNCED
+    if exchange["phase"] == "announce" or announced:
+        wanted.append(f"announce:{id}")
+    if [run["id"] for run in runs] != wanted:
+        return [f"exchange {id} has the runs {[run['id'] for run in runs]}, not {wanted}"]
+    settled = exchange["phase"] == "settled"
+    if _moving(runs) != ([] if settled else [exchange["current"]]):
+        return [f"exchange {id} is {exchange['phase']} and at {_moving(runs)}"]
+    if settled != (exchange["settled_at"] is not None):
+        return [f"exchange {id} is {exchange['phase']} since {exchange['settled_at']}"]
+    return []
+
+
+def _conversation(book: StoreSnapshot, exchange: Row) -> list[str]:
+    """Target, requester, target …: each is told word for word what the other has said."""
+    wrong: list[str] = []
+    said = exchange["message"]
+    for turn in range(exchange["turn"] + 1):
+        run = book.run(f"turn:{exchange['id']}:{turn}" if turn else exchange["id"])
+        if run is None:
+            break  # which is said by `_steps`
+        told = json.loads(run["input"])
+        listener, speaker = ("requester", "target") if turn % 2 else ("target", "requester")
+        facts = (run["session"], told["content"], told["provenance"].get("sourceSessionKey"))
+        if facts != (exchange[listener], said, exchange[f"{speaker}_key"]):
+            wrong.append(f"turn {turn} of exchange {exchange['id']} came to {facts} after {said!r}")
+        if (run["chain"], run["hop"]) != (exchange["chain"], exchange["hop"] + turn):
+            wrong.append(f"turn {turn} of exchange {exchange['id']} is hop {run['hop']} of {run['chain']}")
+        said = run["reply"]
+    return wrong
+
+
+def _announcement(book: StoreSnapshot, exchange: Row) -> list[str]:
+    posted = book.delivery(f"exchange:{exchange['id']}") is not None
+    if posted != (exchange["announced"] in POSTED):
+        return [f"exchange {exchange['id']} is {exchange['announced']}, and its delivery is {posted}"]
+    return []
+
+
+def is_deleted_child(task: Row) -> bool:
+    """Whether a child was removed, as it was asked for."""
+    return task["archived_at"] is not None and _to_delete(task)
+
+
+def _to_delete(task: Row) -> bool:
+    """Whether a child's time is over: it goes in one commit, and that it is gone is on record in a later one."""
+    return task["archive_at"] is not None and json.loads(task["options"]).get("cleanup") == "delete"
+
+
+def _deleted(book: StoreSnapshot, task: Row) -> bool:
+    return _to_delete(task) and book.session(task["child_key"]) is None
+
+
+def _child(book: StoreSnapshot, task: Row) -> list[str]:
+    """A task has its session and its run, or neither when it was to be deleted."""
+    child = book.session(task["child_key"])
+    runs = [run for run in book.runs if run["session"] == task["child"]]
+    if is_deleted_child(task):
+        left = child or runs
+        return [f"something of the deleted child of {task['id']} is left"] if left else []
+    if _deleted(book, task):
+        return [f"the runs of the deleted child of {task['id']} are left"] if runs else []
+    if child is None or child["id"] != task["child"] or child["spawned_by"] != task["requester"]:
+        return [f"task {task['id']} has no session"]
+    return [] if book.run(task["id"]) in runs else [f"task {task['id']} has no run in its session"]
+
+
+def _work(book: StoreSnapshot, task: Row) -> list[str]:
+    """The child's runs are the task's, one after the other; one announce step at most, and as the last one."""
+    if _deleted(book, task):
+        return []
+    id, phase = task["id"], task["phase"]
+    runs = [run for run in book.runs if run["task"] == task["n"]]
+    ids = [run["id"] for run in runs]
+    announcing = phase == "announcing" or (
+        phase == "settled" and task["outcome"] == "ok" and task["announced"] != "none"
+    )
+    woken = [run["id"] for run in runs if run["origin"] == "wake"]
+    wanted = [id, *woken, *[f"announce:{id}"] * announcing]
+    if ids != wanted:
+        return [f"task {id} is {phase} and has the runs {ids}, not {wanted}"]
+    if phase == "waiting":
+        below = [t for t in book.tasks if t["requester"] == task["child"] and t["phase"] != "settled"]
+        child = book.session(task["child_key"])
+        if not below or child is None or child["yielded"] is None:
+            return [f"task {id} waits for nobody"]
+    # A run that ends its turn to wait may have a successor before it has ended.
+    moving = _moving(runs)[-1:]
+    if moving != ([] if phase in {"settled", "waiting"} else [task["current"]]):
+        return [f"task {id} is {phase} and at {moving}"]
+    return []
+
+
+def _report(book: StoreSnapshot, task: Row) -> list[str]:
+    """Who asked is told once it is over: a note in their lane, and a delivery if their chat is to hear of it."""
+    id = task["id"]
+    settled = task["phase"] == "settled"
+    wrong: list[str] = []
+    note = book.run(f"note:{id}")
+    if (note is not None) != (settled and task["announced"] not in SILENT):
+        wrong.append(f"task {id} is {task['phase']}, {task['announced']}, and its note is {note is not None}")
+    if note is not None and note["session"] != task["requester"]:
+        wrong.append(f"the note of {id} is in another session")
+    if note is not None and note["state"] not in UNDER_WAY and len(notes(book, task)) != 1:
+        wrong.append(f"the note of {id} is {len(notes(book, task))} times in the transcript")
+    posted = book.delivery(f"task:{id}") is not None
+    if posted != (settled and task["announced"] not in SILENT | {"parent"}):
+        wrong.append(f"task {id} is {task['phase']}, {task['announced']}, and its delivery is {posted}")
+    return wrong
+
+
+def notes(book: StoreSnapshot, task: Row) -> list[Row]:
+    """The entries that tell a requester of this task, wherever they are."""
+    return [
+        message
+        for message in book.messages
+        if (origin := message["json"].get("provenance"))
+        and origin["kind"] == "subagent_result"
+        and origin["sourceSessionKey"] == task["child_key"]
+    ]
+
+
+def _delivery(book: StoreSnapshot, delivery: Row) -> list[str]:
+    """It is about an exchange or a task, which says of it what it says itself."""
+    wrong: list[str] = []
+    kind, _, id = delivery["key"].partition(":")
+    owners = {"exchange": book.exchanges, "task": book.tasks}.get(kind, [])
+    owner = next((owner for owner in owners if owner["id"] == id), None)
+    if owner is None or owner["n"] != delivery[kind]:
+        return [f"delivery {delivery['key']} is about nothing"]
+    state = "pending" if delivery["state"] == "sending" else delivery["state"]
+    if owner["announced"] != state:
+        wrong.append(f"delivery {delivery['key']} is {delivery['state']}, its {kind} {owner['announced']}")
+    entry_run = book.run(delivery["entry_run"])
+    if entry_run is None or entry_run["session"] != delivery["session"]:
+        wrong.append(f"the words of {delivery['key']} stand nowhere")
+    elif state != "pending" and entry_run["state"] != "ok":
+        wrong.append(f"{delivery['key']} is {state} before its words are in the transcript")
+    return wrong
+
+
+def _orphans(book: StoreSnapshot) -> list[str]:
+    children = {task["child_key"] for task in book.tasks}
+    known = {("exchange", row["n"]) for row in book.exchanges} | {("task", row["n"]) for row in book.tasks}
+    wrong = [
+        f"{session['key']} has no task"
+        for session in book.sessions
+        if ":subagent:" in session["key"] and session["key"] not in children
+    ]
+    for run in book.runs:
+        if run["origin"] in STEPS and run["exchange"] is None and run["task"] is None:
+            wrong.append(f"{run['id']} is a step of nothing")
+        for kind in "exchange", "task":
+            if run[kind] is not None and (kind, run[kind]) not in known:
+                wrong.append(f"{run['id']} is of no {kind}")
+    reported = {f"note:{task['id']}" for task in book.tasks}
+    wrong += [
+        f"{run['id']} tells of nothing"
+        for run in book.runs
+        if run["origin"] == "note" and run["id"] not in reported
+    ]
+    return wrong
+
+
+def _chains(book: StoreSnapshot) -> list[str]:
+    """A chain has as many runs as it says. Those of a deleted child count on."""
+    counted = Counter(run["chain"] for run in book.runs if run["chain"] is not None)
+    for task in (task for task in book.tasks if _deleted(book, task)):
+        counted[task["chain"]] += 2 if task["outcome"] == "ok" and task["announced"] != "none" else 1
+    said = {chain["id"]: chain["runs"] for chain in book.chains}
+    return [] if said == dict(counted) else [f"the chains say {said}, and there are {dict(counted)}"]
+
+
+def _posts(book: StoreSnapshot) -> list[str]:
+    """Words outside: once if they are delivered, once at most if nobody knows, never before they are sent."""
+    wrong: list[str] = []
+    for channel in KEYED, UNKEYED:
+        for delivery in book.deliveries:
+            if json.loads(delivery["destination"]).get("channel") != channel:
+                continue
+            times = book.posts[channel][delivery["key"]]
+            most = 0 if delivery["attempts"] == 0 else 1
+            if not (delivery["state"] == "delivered") <= times <= most:
+                wrong.append(f"{delivery['key']} is {delivery['state']} and was posted {times} times")
+        known = {delivery["key"] for delivery in book.deliveries}
+        wrong += [f"{key} was posted, and nobody knows of it" for key in book.posts[channel].keys() - known]
+    return wrong

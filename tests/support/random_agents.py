@@ -1,0 +1,160 @@
+"""Fifty agents that write to each other and spawn each other at random, in a real process that is killed.
+
+    PYTHONPATH=tests python tests/chaos/society.py <state-dir> <seed> [<url> <password-file>]
+
+It has imported everything and forks a life for each line it reads: at how many calls around a COMMIT that life sends
+itself SIGKILL, or nothing if it is to work everything off. It answers with how the life ended. Each life submits the
+whole plan again under the same keys.
+
+What the agents do is in their messages, as scripts for the rehearsal model; a message to another agent is a script as
+well. Every script has a number that no other has, so that each can be found wherever it went.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from antiphon.access import Caller
+from antiphon.app import open_app_operations
+from antiphon.config import Config
+from antiphon.operations import IncomingMessage, Operations
+from chaos.killer import DatabaseLocation, Killer
+
+PEOPLE = 50
+EACH = 2  # messages that a person sends to each of them
+DEPTH = 2  # of scripts within scripts
+PATIENCE = 100  # seconds that one life may take; then the alarm kills it and the test fails
+OPERATOR = Caller.operator()
+AGENTS = [f"a{number:02}" for number in range(PEOPLE)]
+SETTINGS = {
+    "agents": {
+        "defaults": {"subagents": {"maxSpawnDepth": 2, "allowAgents": ["*"]}},
+        "list": [{"id": agent, "default": agent == AGENTS[0]} for agent in AGENTS],
+    },
+    "tools": {
+        "sessions": {"visibility": "all"},
+        "agentToAgent": {"enabled": True},
+        "subagents": {"tools": {"alsoAllow": ["sessions_send"]}},
+    },
+}
+CONFIG = Config.model_validate(SETTINGS)
+
+# --- what they do ---
+
+
+class Planned(NamedTuple):
+    key: str
+    session: str
+    text: str
+
+
+def plan(seed: int) -> list[Planned]:
+    """The first word to each of them, in any order."""
+    dice = random.Random(seed)
+    numbers = itertools.count(1)
+    agents = dice.sample(AGENTS * EACH, PEOPLE * EACH)
+    return [
+        Planned(f"m{index}", main_of(agent), script(dice, numbers, DEPTH))
+        for index, agent in enumerate(agents)
+    ]
+
+
+def main_of(agent: str) -> str:
+    return f"agent:{agent}:main"
+
+
+def script(dice: random.Random, numbers: Iterator[int], depth: int, *, sent: bool = False) -> str:
+    number = next(numbers)
+    lines = [_call(dice, numbers, depth - 1) for _ in range(dice.choice([1, 1, 2]) if depth else 0)]
+    # Not in the middle of an exchange: see the test of who yields when it was woken already.
+    if depth and not sent and dice.random() < 0.2:
+        lines.append("call sessions_yield {}")
+    if dice.random() < 0.2:
+        lines.append(f"slow {dice.choice([0.05, 0.3])}")
+    lines.append(
+        f"fail {number}" if dice.random() < 0.06 else f"say {'say ' * dice.randrange(3)}word {number}"
+    )
+    wish = dice.choice(["", f"announce told {number}", "announce ANNOUNCE_SKIP"])
+    return "\n".join(filter(None, [*lines, wish, f"number {number}"]))
+
+
+def _call(dice: random.Random, numbers: Iterator[int], depth: int) -> str:
+    agent = dice.choice(AGENTS)
+    if dice.random() < 0.7:
+        arguments: dict[str, Any] = {
+            "sessionKey": main_of(agent),
+            "message": script(dice, numbers, depth, sent=True),
+            "timeoutSeconds": dice.choice([0, 0, 0.2, 2, 10]),
+            "announce": dice.choice(["target", "target", "none"]),
+        }
+        if dice.random() < 0.5:
+            arguments["replyBack"] = dice.choice([0, 1, 2, 5])
+        return f"call sessions_send {json.dumps(arguments)}"
+    task = script(dice, numbers, depth)
+    arguments = {"task": task, "agentId": agent, "announce": dice.choice(["channel", "parent", "none"])}
+    return f"call sessions_spawn {json.dumps(arguments)}"
+
+
+# --- a life ---
+
+
+async def run_agents(
+    state_dir: Path, planned: list[Planned], kill: int | None, place: DatabaseLocation | None
+) -> None:
+    killer = Killer("" if kill is None else str(kill), place)
+    config = Config.model_validate(SETTINGS | (place.settings() if place else {}))
+    async with open_app_operations(config, state_dir, on_commit=killer) as operations:
+        await _submit(operations, planned)
+        await killer.wait_until_idle(state_dir)
+
+
+async def _submit(operations: Operations, planned: list[Planned]) -> None:
+    for agent in AGENTS:
+        await operations.open(OPERATOR, main_of(agent))
+    for key, session, text in planned:
+        await operations.submit(OPERATOR, IncomingMessage(session=session, content=text, idempotency_key=key))
+
+
+def fork(life: Coroutine[Any, Any, None]) -> int:
+    """How a new process ended. It leaves by `_exit`, for it must not go on reading its parent's input."""
+    child = os.fork()
+    if child:
+        life.close()
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    signal.alarm(PATIENCE)
+    logging.basicConfig(level=logging.ERROR, stream=sys.stderr)
+    code = 1
+    try:
+        asyncio.run(life)
+        code = 0
+    except BaseException:  # noqa: BLE001 - nothing may leave this frame
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def serve(live: Callable[[int | None], Coroutine[Any, Any, None]]) -> None:
+    """A life for each line that is read."""
+    for line in sys.stdin:
+        code = fork(live(int(line) if line.strip() else None))
+        os.write(1, f"{code}\n".encode())
+
+
+def main() -> None:
+    state_dir, planned = Path(sys.argv[1]), plan(int(sys.argv[2]))
+    serve(lambda kill: run_agents(state_dir, planned, kill, DatabaseLocation.of(sys.argv[3:])))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Agents that send, spawn, steer and yield at random while an operator aborts, resets and deletes, and kill -9 strikes.
+
+    PYTHONPATH=tests python tests/chaos/upheaval.py <state-dir> <seed> [<url> <password-file>]
+
+As `society`, it forks a life for each line it reads, which says at how many calls around a COMMIT it kills itself.
+What the sweeper had to settle, because nothing else would have, is written to the file `SWEPT`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from antiphon.app import open_app_operations
+from antiphon.config import Config
+from antiphon.engine.collaboration import exchanges, subagents
+from antiphon.engine.runs import completion
+from antiphon.engine.runs.steps import FollowUp
+from antiphon.errors import AntiphonError
+from antiphon.operations import IncomingMessage, Operations, SendRequest, SpawnRequest
+from antiphon.store import Tx
+from chaos.killer import DatabaseLocation, Killer
+from support import random_agents
+from support.random_agents import OPERATOR, Planned, main_of
+
+AGENTS = [f"a{number:02}" for number in range(8)]
+EXTRA = [f"agent:{agent}:dashboard:extra" for agent in AGENTS[:4]]
+"""Sessions that can be deleted, which main sessions cannot."""
+SESSIONS = [*map(main_of, AGENTS), *EXTRA]
+MESSAGES = 24
+DISTURBANCES = 18  # of one life
+MAX_COMMITS_BETWEEN = 12
+MAX_SECONDS_BETWEEN = 0.3
+SWEPT = "swept.txt"
+SETTINGS = {
+    **random_agents.SETTINGS,
+    "agents": {
+        "defaults": {"subagents": {"maxSpawnDepth": 2, "allowAgents": ["*"]}},
+        "list": [{"id": agent, "default": agent == AGENTS[0]} for agent in AGENTS],
+    },
+    "tools": {
+        "sessions": {"visibility": "all"},
+        "agentToAgent": {"enabled": True},
+        "subagents": {"tools": {"alsoAllow": ["sessions_send", "sessions_yield", "subagents"]}},
+    },
+}
+
+
+def plan(seed: int) -> list[Planned]:
+    dice, numbers = random.Random(seed), itertools.count(1)
+    return [Planned(f"m{index}", target(dice), script(dice, numbers, 2)) for index in range(MESSAGES)]
+
+
+def target(dice: random.Random) -> str:
+    """Often one of few, so that several who wait meet there."""
+    return dice.choice(SESSIONS[:2] if dice.random() < 0.5 else SESSIONS)
+
+
+def script(dice: random.Random, numbers: Iterator[int], depth: int) -> str:
+    number = next(numbers)
+    if depth and dice.random() < 0.4:
+        return _delegation(dice, number)
+    lines = [_call(dice, numbers, depth - 1) for _ in range(dice.choice([1, 2, 2]) if depth else 0)]
+    if depth and dice.random() < 0.2:
+        killed = {"action": "kill", "target": dice.choice(["last", "1", "all"])}
+        lines.append(f"call subagents {json.dumps(killed)}")
+    if depth and dice.random() < 0.25:
+        steered = {"action": "steer", "target": "last", "message": f"slow 0.05\nsay steered {number}"}
+        lines.append(f"call subagents {json.dumps(steered)}")
+    if depth and dice.random() < 0.5:
+        how = json.dumps({"waitFor": dice.choice(["all", "any"])})
+        lines.append(f"call sessions_yield {how}")
+    if dice.random() < 0.4:
+        lines.append(f"slow {dice.choice([0.05, 0.2])}")
+    lines.append(
+        f"fail {number}" if dice.random() < 0.06 else f"say {'say ' * dice.randrange(3)}word {number}"
+    )
+    wish = dice.choice(["", f"announce told {number}", "announce ANNOUNCE_SKIP"])
+    return "\n".join(filter(None, [*lines, wish, f"number {number}"]))
+
+
+def _delegation(dice: random.Random, number: int) -> str:
+    """Has a sub-agent do it, waits for that, and answers then."""
+    task = {
+        "task": f"slow {dice.choice([0.05, 0.3, 0.6])}\nsay done",
+        "announce": dice.choice(["parent", "none"]),
+    }
+    how = {"waitFor": dice.choice(["all", "any"])}
+    return (
+        f"call sessions_spawn {json.dumps(task)}\ncall sessions_yield {json.dumps(how)}\n"
+        f"say word {number}\nnumber {number}"
+    )
+
+
+def _call(dice: random.Random, numbers: Iterator[int], depth: int) -> str:
+    if dice.random() < 0.5:
+        arguments: dict[str, Any] = {
+            "sessionKey": target(dice),
+            "message": script(dice, numbers, depth),
+            "timeoutSeconds": dice.choice([0, 0, 0.2, 2]),
+            "announce": dice.choice(["target", "none"]),
+            "replyBack": dice.choice([0, 1, 2]),
+        }
+        return f"call sessions_send {json.dumps(arguments)}"
+    announce = dice.choice(["channel", "parent", "parent", "none"])
+    return f"call sessions_spawn {json.dumps({'task': script(dice, numbers, depth), 'announce': announce})}"
+
+
+# --- a life ---
+
+
+class RandomDisruptions:
+    """What an operator does meanwhile. Refusals are part of it; a wait that does not end is not."""
+
+    def __init__(self, operations: Operations, killer: Killer, dice: random.Random) -> None:
+        self._operations = operations
+        self._killer = killer
+        self._dice = dice
+        self._numbers = itertools.count(dice.randrange(10**9))
+        self._asked: list[asyncio.Task[None]] = []
+
+    async def run(self) -> None:
+        for _ in range(DISTURBANCES):
+            self._asked.append(asyncio.create_task(self._once(self._next())))
+            await self._go_on()
+        await asyncio.gather(*self._asked)
+
+    async def _go_on(self) -> None:
+        """Some commits later, or when nothing is committed any more."""
+        count = self._killer.count + 2 * self._dice.randrange(MAX_COMMITS_BETWEEN)
+
+        async def reached() -> bool:
+            return self._killer.count >= count
+
+        with suppress(TimeoutError):
+            await self._killer.until(reached, MAX_SECONDS_BETWEEN)
+
+    async def _once(self, act: Callable[[], Awaitable[object]]) -> None:
+        with suppress(AntiphonError):
+            await act()
+
+    def _next(self) -> Callable[[], Awaitable[object]]:
+        operations, dice = self._operations, self._dice
+        session = target(dice)
+        text = script(dice, self._numbers, 1)
+        acts: list[tuple[int, Callable[[], Awaitable[object]]]] = [
+            (3, partial(operations.stop, OPERATOR, session)),
+            (2, partial(self._stop_one, session)),
+            (2, partial(operations.reset, OPERATOR, session)),
+            (2, partial(operations.delete, OPERATOR, dice.choice(EXTRA))),
+            (2, partial(operations.steer, OPERATOR, IncomingMessage(session=session, content=text))),
+            (2, partial(self._steer_child, session, text)),
+            (2, partial(operations.kill, OPERATOR, dice.choice(["all", "last"]), session)),
+            (2, partial(operations.spawn, OPERATOR, SpawnRequest(task=text), requester=session)),
+            (8, partial(self._send, session, text)),
+        ]
+        weights = [weight for weight, _ in acts]
+        return dice.choices([act for _, act in acts], weights)[0]
+
+    async def _stop_one(self, session: str) -> None:
+        if runs := await self._operations.list_unfinished_runs(OPERATOR, session):
+            await self._operations.stop(OPERATOR, session, self._dice.choice(runs))
+
+    async def _steer_child(self, session: str, text: str) -> None:
+        if found := await self._operations.list_subagents(OPERATOR, session):
+            child = self._dice.choice(found).child_session_key
+            await self._operations.steer(
+                OPERATOR, IncomingMessage(session=child, content=text, origin="steer")
+            )
+
+    async def _send(self, session: str, text: str) -> None:
+        requester = self._dice.choice([None, *SESSIONS])
+        wanted = SendRequest(session=session, message=text, timeout_seconds=self._dice.choice([0, 1, 600]))
+        await self._operations.send(OPERATOR, wanted, requester=requester)
+
+
+async def run_disrupted_agents(
+    state_dir: Path, seed: int, kill: int | None, place: DatabaseLocation | None
+) -> None:
+    killer = Killer("" if kill is None else str(kill), place)
+    config = Config.model_validate(SETTINGS | (place.settings() if place else {}))
+    completion.settle_stuck_work = partial(_record_swept, state_dir / SWEPT, completion.settle_stuck_work)
+    async with open_app_operations(config, state_dir, on_commit=killer) as operations:
+        for session in SESSIONS:
+            await operations.open(OPERATOR, session)
+        for key, session, text in plan(seed):
+            with suppress(AntiphonError):
+                await operations.submit(
+                    OPERATOR, IncomingMessage(session=session, content=text, idempotency_key=key)
+                )
+        await RandomDisruptions(operations, killer, random.Random(f"{seed} {kill}")).run()
+        await killer.wait_until_idle(state_dir)
+
+
+async def _record_swept(
+    path: Path, mend: Callable[[Tx, int], Awaitable[FollowUp]], tx: Tx, now: int
+) -> FollowUp:
+    astray = [*await tx.all(exchanges.SQL.astray), *await tx.all(subagents.SQL.astray)]
+    with path.open("a") as file:
+        for row in astray:
+            file.write(f"{row['id']} in phase {row['phase']} at run {row['current']}\n")
+    return await mend(tx, now)
+
+
+def main() -> None:
+    state_dir, seed = Path(sys.argv[1]), int(sys.argv[2])
+    random_agents.serve(
+        lambda kill: run_disrupted_agents(state_dir, seed, kill, DatabaseLocation.of(sys.argv[3:]))
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Using a session tool the way an agent does, and putting things into transcripts for it to find."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from antiphon.access import Caller
+from antiphon.engine.sessions import session_rows
+from antiphon.engine.toolbox import Tool, ToolOutput, ToolRequest
+from antiphon.messages import AssistantMessage, Message, TextBlock, ToolResult, UserMessage
+from antiphon.runtimes import Prompt
+from antiphon.tools import create_session_tools
+from support.app_fixture import MAIN, AppFixture
+
+ME = Caller.agent("main", MAIN)
+NOW = 1_700_000_000_000
+ALL = {"tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}}}
+
+
+async def silent(prompt: Prompt) -> str:
+    return "."
+
+
+def tools(stage: AppFixture) -> dict[str, Tool]:
+    return {tool.spec.name: tool for tool in create_session_tools(stage.operations)}
+
+
+async def invoked(
+    stage: AppFixture, name: str, arguments: Mapping[str, Any], caller: Caller = ME
+) -> ToolOutput:
+    call = ToolRequest(caller=caller, run_id="run", call_id="call", arguments=arguments)
+    result = await tools(stage)[name].invoke(call)
+    assert json.loads(result.text) == result.details, "the text and the data say the same"
+    return result
+
+
+async def ask(stage: AppFixture, name: str, caller: Caller = ME, /, **arguments: Any) -> dict[str, Any]:
+    result = await invoked(stage, name, arguments, caller)
+    assert not result.is_error, result.text
+    return result.details
+
+
+async def refused(stage: AppFixture, name: str, caller: Caller = ME, /, **arguments: Any) -> dict[str, Any]:
+    result = await invoked(stage, name, arguments, caller)
+    assert result.is_error
+    assert result.details["status"] in ("error", "forbidden")
+    assert result.details["error"]
+    return result.details
+
+
+async def put(stage: AppFixture, row: Any, *messages: Message) -> None:
+    """Append to a session's transcript, as nobody's run."""
+    for message in messages:
+        await stage.store.tx(session_rows.append_note, row["id"], message, stage.clock.now())
+
+
+def said(text: str) -> UserMessage:
+    return UserMessage(content=text, timestamp=NOW)
+
+
+def answered(text: str) -> AssistantMessage:
+    return AssistantMessage(content=[TextBlock(text=text)], timestamp=NOW, stop_reason="stop")
+
+
+def tool_result(text: str) -> ToolResult:
+    return ToolResult(tool_call_id="c", tool_name="t", content=[TextBlock(text=text)], timestamp=NOW)
