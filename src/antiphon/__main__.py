@@ -1,4 +1,4 @@
-"""`python -m antiphon` is the command line, too."""
+"""Runs the command line as `python -m antiphon`."""
 
 import sys
 

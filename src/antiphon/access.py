@@ -1,9 +1,9 @@
-"""Who may do what to which session: the one decision every tool, method and route asks for.
+"""Who may do what to which session: the single access decision of every tool, method and route.
 
-The reference has been resolved to a canonical key before this module sees it, and the store has said whether
-the target was spawned below the caller. What is decided here is pure: no lookup, no configuration, no wire.
+References have been resolved to canonical keys before, and the store has said whether the target was spawned
+below the caller. Decisions here are pure: no lookup, no configuration, no wire.
 
-A session that a caller may not read looks to it exactly like one that does not exist; use
+A session that a caller may not read looks exactly like one that does not exist; use
 `build_session_missing_error` for both.
 """
 
@@ -29,8 +29,8 @@ ALL_SCOPES = frozenset({READ_SCOPE, WRITE_SCOPE, ADMIN_SCOPE})
 
 _VISIBILITY_WIDTH: dict[Visibility, int] = {"self": 0, "tree": 1, "agent": 2, "all": 3}
 _IMPLIED_SCOPES = {WRITE_SCOPE: {READ_SCOPE}, ADMIN_SCOPE: {READ_SCOPE, WRITE_SCOPE}}
-# Stopping a run is as much a write as starting one; reading never stops anything. What changes a session itself,
-# and not only what is said in it, is for those who look after all of them.
+# Stopping a run is as much a write as starting one; reading never stops anything. Changes to a session itself,
+# rather than to its conversation, need the admin scope.
 _SCOPE_FOR: dict[Action, str] = {
     "list": READ_SCOPE,
     "read": READ_SCOPE,
@@ -60,17 +60,17 @@ _SETTING_FOR: dict[Action, str] = {
 
 
 class VisibilityCap(NamedTuple):
-    """What a caller reaches at most, whatever its agent is granted: a spawned session stays within its parent's."""
+    """The most a caller can reach, whatever its agent is granted: a spawned session stays within its parent's reach."""
 
     read: Visibility
     send: Visibility
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who asks. There is no default caller: every operation is told, from what the server itself knows."""
+    """The identity behind a request. It has no default: every operation is passed one that the server derived."""
 
     scopes: frozenset[str] = frozenset()
-    """What an operator's token grants, with everything implied; empty for agents."""
+    """Scopes of an operator's token, with implied ones added; empty for agents."""
     agent_id: str | None = None
     session_key: str | None = None
     sandboxed: bool = False
@@ -78,7 +78,7 @@ class Caller(msgspec.Struct, frozen=True):
 
     @classmethod
     def operator(cls, scopes: Iterable[str] = ALL_SCOPES) -> Caller:
-        """A person or program with a token. Admin implies write, write implies read, others grant nothing."""
+        """A person or program with a token. Admin implies write, write implies read, other scopes grant nothing."""
         given = set(scopes)
         return cls(
             scopes=frozenset(given.union(*(_IMPLIED_SCOPES.get(scope, set[str]()) for scope in given)))
@@ -97,25 +97,25 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 class Grants(msgspec.Struct, frozen=True):
-    """What an agent may reach. Reading and sending are granted separately, each may be the wider one."""
+    """What an agent may reach. Reading and sending are granted separately; either may be the wider one."""
 
     read: Visibility = "tree"
     send: Visibility = "tree"
     control: Control = "tree"
     a2a_enabled: bool = False
     a2a_allow: tuple[str, ...] = ()
-    """Patterns over agent ids; none means every agent."""
+    """Patterns for agent ids; empty means every agent."""
     spawn_agents: tuple[str, ...] = ()
-    """Agents besides its own that it may spawn; `*` is every configured one."""
+    """Other agents that it may spawn; `*` means every configured one."""
 
 
 class TargetSession(msgspec.Struct, frozen=True):
-    """A session as far as access is concerned."""
+    """The facts about a session that access depends on."""
 
     key: str
     agent_id: str
     descendant: bool = False
-    """Spawned below the caller's session, at any depth."""
+    """Whether it was spawned below the caller's session, at any depth."""
 
 
 class Reach(msgspec.Struct, frozen=True):
@@ -126,7 +126,7 @@ class Reach(msgspec.Struct, frozen=True):
     descendants: bool = False
     own_agent: str | None = None
     other_agents: tuple[str, ...] = ()
-    """Patterns for agents that are not the caller's; none means no other agent."""
+    """Patterns for agents other than the caller's; empty means no other agent."""
 
     def admits_agent(self, agent_id: str) -> bool:
         """Whether all sessions of that agent are reached."""
@@ -145,9 +145,9 @@ class Reach(msgspec.Struct, frozen=True):
 def build_session_missing_error(
     reference: str, caller: Caller | None = None, grants: Grants | None = None
 ) -> NotFound:
-    """The error for a session that does not exist or that the caller may not know of.
+    """The error for a session that does not exist or that the caller may not know about.
 
-    An agent is told what it can reach and which settings decide that, whether or not the session exists.
+    It tells an agent what it can reach and which settings decide that, whether or not the session exists.
     """
     shows = "Use a key that sessions_list (or `antiphon sessions list`) shows."
     if caller is not None and grants is not None and not caller.is_operator:
@@ -183,7 +183,7 @@ def resolve_grants(
     session_tools_visibility: SessionToolsVisibility = "spawned",
     cap: VisibilityCap | None = None,
 ) -> Grants:
-    """An agent's grants from its settings, narrowed to its own tree where it runs in a sandbox, and to the cap."""
+    """An agent's grants from its settings, narrowed to its own tree in a sandbox, and to the cap."""
     clamp = sandboxed and session_tools_visibility == "spawned"
     read = pick_narrower_visibility(visibility, "tree") if clamp else visibility
     wanted = send_visibility or visibility
@@ -208,7 +208,7 @@ def compute_reach(caller: Caller, grants: Grants) -> Reach:
 
 
 def require_scope(caller: Caller, action: Action) -> None:
-    """Refuse an operator's request before anything is looked up; agents pass.
+    """Refuses an operator's request before anything is looked up; agents pass.
 
     Raises:
         Forbidden: the token lacks the scope, whatever the target is.
@@ -225,10 +225,10 @@ def require_scope(caller: Caller, action: Action) -> None:
 def require_operator(
     caller: Caller, action: Action, what: str = "the whole", instead: str = "List sessions instead."
 ) -> None:
-    """Refuse whoever is no operator, or one whose token lacks the scope: what is asked for is of all sessions.
+    """Refuses agents, and operators whose token lacks the scope, where a request covers all sessions.
 
     Raises:
-        Forbidden: it is.
+        Forbidden: the caller is an agent, or its token lacks the scope.
     """
     require_scope(caller, action)
     if not caller.is_operator:
@@ -244,7 +244,7 @@ def authorize(
     reference: str | None = None,
     configured: Collection[str] = (),
 ) -> None:
-    """Return if the caller may do this, and raise if not.
+    """Returns if the caller may do this, and raises if not.
 
     For `spawn` the target is the session that would be created, and `configured` the agents that exist.
     `reference` is what the caller wrote: an error about a hidden session must not reveal its key.
@@ -281,7 +281,7 @@ def _authorize_spawn(caller: Caller, agent_id: str, grants: Grants, configured: 
     require_scope(caller, "spawn")
     if caller.is_operator or agent_id == caller.agent_id:
         return
-    # An agent that is not configured is refused in the same words, so that guessing names reveals nothing.
+    # An unconfigured agent is refused with the same text, so that guessing names reveals nothing.
     if agent_id not in configured or not matches_agent_patterns(agent_id, grants.spawn_agents):
         raise Forbidden(
             f"Agent {caller.agent_id!r} may not spawn agent {agent_id!r}.",
@@ -310,7 +310,7 @@ def pick_narrower_visibility(one: Visibility, other: Visibility) -> Visibility:
 
 
 def matches_agent_patterns(agent_id: str, patterns: Iterable[str]) -> bool:
-    """Whether one of the patterns, in which `*` stands for any text, is this agent."""
+    """Whether one of the patterns, in which `*` stands for any text, matches this agent."""
     return any(re.fullmatch(_glob_to_regex(pattern), agent_id, re.IGNORECASE) for pattern in patterns)
 
 

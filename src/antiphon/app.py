@@ -1,8 +1,8 @@
-"""Putting the house together: one process that hosts sessions.
+"""Assembles the app: one process that hosts sessions.
 
-`open_app` owns a state directory, runs its lanes, fires its jobs and gives what is needed to ask for anything;
-`open_app_operations` is the same for who only needs the `Operations`. Reaching a directory without running anything in
-it is in `state_access`.
+`open_app` owns a state directory, runs its lanes, fires its jobs and provides everything a gateway needs;
+`open_app_operations` is the same for callers that only need the `Operations`. Access to a directory without running
+anything in it is in `state_access`.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ from antiphon.transfers.mirror import TranscriptMirror, remove_mark
 
 __all__ = ["MAX_TOOL_RESULT_CHARACTERS", "App", "open_app", "open_app_operations", "open_operations_readonly"]
 
-MAX_TOOL_RESULT_CHARACTERS = 200_000  # of one tool result; more would not fit a prompt anyway
+MAX_TOOL_RESULT_CHARACTERS = 200_000  # more would not fit a prompt anyway
 
 
 class AppOptions(TypedDict, total=False):
-    """What a house can be given beside its configuration."""
+    """Options of an app besides its configuration."""
 
     tools: Callable[[Operations], Iterable[Tool]] | None
-    """Given the operations before anything runs: a run that is taken up may need them at once."""
+    """Called with the operations before anything runs, since a resumed run may need its tools at once."""
     functions: Mapping[str, Runtime] | None
     channels: Mapping[str, DeliveryChannel] | None
     clock: Clock | None
@@ -67,7 +67,7 @@ class AppOptions(TypedDict, total=False):
 
 
 class App(msgspec.Struct, frozen=True):
-    """One process that hosts sessions: what can be asked of it, and what whoever opens a door to it needs."""
+    """One process that hosts sessions: its operations, and the parts that a gateway shares."""
 
     operations: Operations
     schedules: JobOperations
@@ -76,9 +76,9 @@ class App(msgspec.Struct, frozen=True):
     config: Config
     clock: Clock
     trouble: Callable[[], StoreError | None]
-    """Why the store can keep nothing now, as far as it knows."""
+    """Why the store cannot write at the moment, as far as it knows."""
     introduce: Callable[[str], Awaitable[None]]
-    """Tell the other replicas where this one can be reached."""
+    """Tells the other replicas the address of this one."""
     store: Store
 
     @property
@@ -90,14 +90,14 @@ class App(msgspec.Struct, frozen=True):
 async def open_app_operations(
     config: Config, state_dir: Path, **options: Unpack[AppOptions]
 ) -> AsyncGenerator[Operations]:
-    """`open_app`, for who only needs its operations."""
+    """`open_app` for callers that only need its operations."""
     async with open_app(config, state_dir, **options) as opened:
         yield opened.operations
 
 
 @asynccontextmanager
 async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions]) -> AsyncGenerator[App]:
-    """Own the directory, take up what was left in it, and host until the context is left."""
+    """Owns the directory, resumes unfinished work, and hosts sessions until the context is left."""
     with await asyncio.to_thread(StateDir.open_locked, state_dir) as home:
         async with (
             _open_app_store(config, home, options.get("on_commit")) as store,
@@ -191,7 +191,7 @@ async def _run_engine(engine: Engine, scheduler: Scheduler, grace: float) -> Asy
 
 @asynccontextmanager
 async def _run_scheduler(scheduler: Scheduler) -> AsyncGenerator[None]:
-    """Jobs fire between the engine's start and its stop, so that what they submit is always taken up."""
+    """Fires jobs between the engine's start and its stop, so that the runs they submit are always executed."""
     task = asyncio.create_task(scheduler.run())
     try:
         yield
@@ -202,14 +202,14 @@ async def _run_scheduler(scheduler: Scheduler) -> AsyncGenerator[None]:
 
 @asynccontextmanager
 async def _run_mirror(mirror: TranscriptMirror | None, home: StateDir) -> AsyncGenerator[None]:
-    """Transcript files beside the store, if they are wanted; up to date when the context is left."""
+    """Keeps transcript files beside the store, if configured; they are up to date when the context is left."""
     if mirror is None:
         await asyncio.to_thread(remove_mark, home.transcripts)
         yield
         return
     task = asyncio.create_task(mirror.run())
     try:
-        await asyncio.sleep(0)  # so that it listens before the first run
+        await asyncio.sleep(0)  # let it subscribe before the first run
         yield
     finally:
         task.cancel()
@@ -235,7 +235,7 @@ def _build_retention(config: Config) -> RetentionPolicy:
 
 
 class _RunSettingFactory:
-    """What a run is played with, from the configuration and, for a spawned session, within its envelope."""
+    """Builds the settings of a run from the configuration and, for a spawned session, its limits."""
 
     def __init__(
         self, config: Config, catalog: RuntimeRegistry, actors: SessionIdentityResolver, secret: bytes
@@ -246,7 +246,7 @@ class _RunSettingFactory:
         self._actors = actors
         self._max_subagent_steps = config.agents.defaults.subagents.max_concurrent
         self._subagent_slots: dict[str | None, asyncio.Semaphore] = {}
-        """By provider, and None for agents without one: what is stuck at one provider delays no other."""
+        """By provider, with None for agents without one, so that a stuck provider does not delay the others."""
 
     async def __call__(self, claim: Claim) -> RunSetup:
         agent = self._agents.get(claim.agent_id)

@@ -1,4 +1,4 @@
-"""Wall-clock milliseconds behind a seam, so that deadlines, leases and retention can be tested by moving time."""
+"""Wall-clock milliseconds behind a protocol, so that tests of deadlines, leases and retention can move time."""
 
 from __future__ import annotations
 

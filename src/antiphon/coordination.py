@@ -1,4 +1,4 @@
-"""How the gateways of one house reach each other: over NATS where `bus.url` says so, else there is only one."""
+"""Connects the gateways that share a store: over NATS if `bus.url` is set, else the process is alone."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from antiphon.store import Store
 if TYPE_CHECKING:
     from antiphon.nats.connection import NatsServers
 
-# Of the time after which a silent gateway's lanes are given to others, who find its runs free by then
+# Share of the time after which a silent gateway's lanes move to others; its run leases have expired by then
 LEASE_FRACTION_OF_ACK_WAIT = 0.6
 
 
 class CoordinationBackend(msgspec.Struct, frozen=True):
-    """What moves lanes and news, how patient the engine has to be with them, and how long a leave may take."""
+    """Lanes and event bus, the engine timings that suit them, and the grace period for stopping."""
 
     lanes: LaneEngine
     bus: EventBus
     pace: EngineTimings
     grace: float = 0.0
     connected: Callable[[], bool] = lambda: True
-    """False while the others cannot be reached: what is done here is kept, and they hear of it later."""
+    """False while the other gateways are unreachable: work here continues, and they learn of it later."""
 
 
 @asynccontextmanager
 async def open_coordination(config: Config, store: Store) -> AsyncGenerator[CoordinationBackend]:
-    """Connected when the context is entered; raises `BusError` where that is not to be had.
+    """Opens the connection; raises `BusError` if that is not possible.
 
-    Lanes and sessions go by the numbers of their rows, so that only gateways on the same store may hear of each other.
+    Lanes and sessions are identified by row numbers, so only gateways on the same store may share a namespace.
     """
     if config.bus.url is None or config.store.url is None:
         yield CoordinationBackend(LocalLanes(), LocalBus(), EngineTimings())
@@ -73,7 +73,7 @@ async def open_coordination(config: Config, store: Store) -> AsyncGenerator[Coor
 
 
 def build_nats_servers(config: Config) -> NatsServers:
-    """The NATS servers that `bus.url` names, and as whom to come."""
+    """The NATS servers that `bus.url` names, with the credentials for them."""
     from antiphon.nats.connection import NatsServers  # noqa: PLC0415 - an extra
 
     settings = config.bus

@@ -1,6 +1,6 @@
-"""Looking for what is wrong with a configuration and a state directory. Nothing is changed, and nothing mended.
+"""Diagnoses a configuration and a state directory. Nothing is changed or fixed.
 
-Each check gives findings: what was looked at, how it is, and what to do about it. A check that cannot be made is
+Each check returns findings: what was examined, its state, and what to do about it. A check that cannot run is
 a finding too, so one broken part never hides the others.
 """
 
@@ -32,11 +32,11 @@ from antiphon.store.sqlite.store import check_file, check_library
 from antiphon.store.statedir import StateDir, find_exposure, translate_os_error
 
 SQL = Queries("doctor")
-MAX_CONFIG_WARNINGS = 20  # of the configuration; `config check` shows all
+MAX_CONFIG_WARNINGS = 20  # that are shown; `config check` shows all
 MIN_FREE_DISK_BYTES, LOW_FREE_DISK_BYTES = 64 * 2**20, 1024 * 2**20  # bytes
 MAX_ENTRIES_CHECKED = 100_000  # newest transcript entries that are read
 CHECKED_ENTRIES_PER_PAGE = 500
-AFTER_EVERY_LEASE_MILLISECONDS = 2**62  # a time after every lease
+AFTER_EVERY_LEASE_MILLISECONDS = 2**62  # later than any lease
 PROVIDER_TIMEOUT_SECONDS = 5.0
 
 FindingLevel = Literal["ok", "warn", "fail"]
@@ -66,7 +66,7 @@ def _report_error(check: str, error: AntiphonError) -> Finding:
 
 
 async def run_checks(paths: Paths, *, online: bool = False) -> list[Finding]:
-    """Everything, in the order in which one thing can explain the next."""
+    """Runs all checks, ordered so that earlier findings can explain later ones."""
     findings = [*_check_machine()]
     loaded = _check_configuration(paths, findings)
     home = StateDir.open_unlocked(paths.state_dir)
@@ -117,7 +117,7 @@ def _check_configuration(paths: Paths, findings: list[Finding]) -> LoadedConfig 
 
 
 def path_exists(path: Path) -> bool:
-    """As far as can be told; what cannot be told is a finding of the state directory."""
+    """Whether a path exists, as far as can be told; if it cannot, checking the state directory reports it."""
     return os.path.exists(path)  # noqa: PTH110 - Path.exists raises where a directory may not be entered
 
 
@@ -172,7 +172,7 @@ def _check_missing_directory(path: Path) -> Finding:
 
 
 def _find_nearest_existing_path(path: Path) -> Path:
-    """What there is of a path."""
+    """The longest part of a path that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if path_exists(place))
 
 
@@ -214,7 +214,7 @@ def _report_deleted_database(home: StateDir, holder: str) -> Finding:
 
 
 async def _check_database_server(config: Config, home: StateDir) -> list[Finding]:
-    """A database that others may be using, too: what is under way there may be theirs."""
+    """Checks a database that other gateways may share; its active runs may be theirs."""
     try:
         async with open_store_readonly(config, home.path):
             pass
@@ -270,7 +270,7 @@ def _is_readable_entry(body: str) -> bool:
 async def _check_runs(store: Store, *, running: bool) -> list[Finding]:
     now = (
         store.clock.now() if running else AFTER_EVERY_LEASE_MILLISECONDS
-    )  # nobody is alive where nobody holds the lock
+    )  # without a lock holder, no lease can be alive
     interrupted, orphaned = await store.read(_load_problem_runs, now)
     findings: list[Finding] = []
     if interrupted:
@@ -342,7 +342,7 @@ def _find_first_secret_error(secrets: Iterable[Secret]) -> ConfigError | None:
 
 
 def find_secret_error(secret: Secret) -> ConfigError | None:
-    """Why a secret cannot be had. A command that gives it out is not run for this."""
+    """Why a secret is not available. A command that prints it is not run for this check."""
     if secret.kind == "exec":
         return None
     try:
@@ -353,7 +353,7 @@ def find_secret_error(secret: Secret) -> ConfigError | None:
 
 
 async def _check_provider_reachable(name: str, url: str) -> Finding:
-    """Whether anything answers at an address as it is shown: no key is sent, so a refusal is an answer, too."""
+    """Whether anything answers at an address. No key is sent, so a refusal counts as an answer."""
     import httpx2  # noqa: PLC0415 - only for --online
 
     try:

@@ -1,8 +1,8 @@
-"""Every error Antiphon raises on purpose.
+"""Every error that Antiphon raises on purpose.
 
-Each one says who has to react (`who`), carries its data as attributes in `data`, and knows how it looks on
-each wire (`http`, `ws`, `exit_code`). The text is what happened followed by what to do next; both are plain
-sentences, so that a model, a person and a log can use the same words.
+Each one says who has to react (`who`), carries its data as attributes in `data`, and knows its form on
+each wire (`http`, `ws`, `exit_code`). The text says what happened and then what to do next, in plain
+sentences, so that it suits a model, a person and a log alike.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ ErrorAudience = Literal["caller", "operator", "model", "engine"]
 
 
 def format_install_hint(extra: str) -> str:
-    """The next step where what an extra brings is missing."""
+    """The next step if the packages of an extra are missing."""
     script = Path(__file__).parents[2] / "scripts" / "extra"
-    if script.is_file():  # a checkout, which need not have uv on the path
+    if script.is_file():  # a checkout, which may not have uv on the path
         return f"Run `{shlex.quote(str(script))} {extra}`."
     return f"Install it into the same environment: `{shlex.quote(sys.executable)} -m pip install 'antiphon[{extra}]'`."
 
@@ -77,7 +77,7 @@ class Conflict(InvalidInput):
 
 
 class NotFound(AntiphonError):
-    """What was asked for does not exist, or may not be known to the caller: both look the same."""
+    """The target does not exist, or the caller may not know about it: both look the same."""
 
     code = "not_found"
     who = "caller"
@@ -97,7 +97,7 @@ class Forbidden(AntiphonError):
 
 
 class Unauthorized(AntiphonError):
-    """Nobody we know: no credentials, or wrong ones. `data['code']` says which, for clients that look."""
+    """The credentials are missing or wrong. `data['code']` says which, for clients that check."""
 
     code = "unauthorized"
     who = "caller"
@@ -107,14 +107,14 @@ class Unauthorized(AntiphonError):
 
 
 class TooManyFailures(Unauthorized):
-    """Too many wrong credentials came from there; `data['retryAfterMs']` says how long to wait."""
+    """Too many wrong credentials came from this address; `data['retryAfterMs']` says how long to wait."""
 
     code = "rate_limited"
     http = 429
 
 
 class Unavailable(AntiphonError):
-    """This cannot be had here and now: a part that is switched off, or a server that is stopping."""
+    """Not available at the moment: a feature that is switched off, or a server that is stopping."""
 
     code = "unavailable"
     who = "caller"
@@ -136,27 +136,27 @@ class SelfSend(InvalidInput):
 
 
 class WaitCycle(Conflict):
-    """Waiting would close a circle of sessions that wait for each other; `data['path']` is the way around."""
+    """Waiting would close a cycle of sessions that wait for each other; `data['path']` lists them."""
 
     code = "wait_cycle"
 
 
 class ChainTooLong(Forbidden):
-    """A chain of messages between sessions is at one of its limits (`data['chain_id']`, `data['max']`)."""
+    """A chain of messages between sessions has reached one of its limits (`data['chain_id']`, `data['max']`)."""
 
     code = "chain_limit"
     ws = "INVALID_REQUEST"
 
 
 class SpawnRefused(Forbidden):
-    """A sub-agent cannot be spawned here; `data['reason']` says which rule it is."""
+    """A sub-agent cannot be spawned here; `data['reason']` names the rule."""
 
     code = "spawn_refused"
     ws = "INVALID_REQUEST"
 
 
 class Undeliverable(AntiphonError):
-    """A channel did not send something, for sure. `final` says that trying again is of no use."""
+    """A channel has definitely not sent a message. `final` says that a retry is pointless."""
 
     code = "undeliverable"
 
@@ -183,7 +183,7 @@ class ConfigError(AntiphonError):
 
 
 class StoreError(AntiphonError):
-    """The store cannot do its work now. What was asked for has not happened, unless it is a `StoreUnsure`."""
+    """The store cannot do its work now. The request had no effect, unless this is a `StoreUnsure`."""
 
     code = "store_unavailable"
     http = 503
@@ -191,7 +191,7 @@ class StoreError(AntiphonError):
 
 
 class StoreUnsure(StoreError):
-    """Whether what was asked for has happened could not be found out: ask again with the same key."""
+    """It could not be determined whether the request took effect: repeat it with the same key."""
 
     code = "store_unsure"
 
@@ -233,7 +233,7 @@ class StoreReplaced(StoreError):
 
 
 class BusError(AntiphonError):
-    """The NATS servers cannot be used. Nothing that was accepted is lost; it waits in the store."""
+    """The NATS servers cannot be used. Accepted work is not lost; it waits in the store."""
 
     code = "bus_unavailable"
     http = 503
@@ -253,11 +253,11 @@ class ProviderError(AntiphonError):
 
 
 class CredentialsRefused(ProviderError):
-    """The provider does not take our key; it may have been replaced since it was read."""
+    """The provider refused our key, which may have been rotated since it was read."""
 
 
 class ContextOverflow(ProviderError):
-    """The conversation is longer than the model's window; the engine compacts and tries again."""
+    """The conversation exceeds the model's context window; the engine compacts it and tries again."""
 
     code = "context_overflow"
     who = "engine"
@@ -277,7 +277,7 @@ class ToolFailed(AntiphonError):
 
 
 class RunFailed(AntiphonError):
-    """A fault of ours or of a runtime; the log has the details."""
+    """A fault in Antiphon or in a runtime; the log has the details."""
 
     code = "run_failed"
 
@@ -290,7 +290,7 @@ class RunFailed(AntiphonError):
 
 
 class CrashSuspected(AntiphonError):
-    """A run that its process may have died of: it is to be played when no other such run is."""
+    """The run may have crashed its process, so it must wait until no other such run is executing."""
 
     code = "suspected"
     who = "engine"
@@ -300,7 +300,7 @@ class CrashSuspected(AntiphonError):
 
 
 class Fenced(AntiphonError):
-    """This process lost the lane: somebody with a higher epoch owns the run, so nothing of ours may commit."""
+    """This process lost the lane: a holder with a higher epoch owns the run, so nothing of ours may commit."""
 
     code = "fenced"
     who = "engine"

@@ -1,9 +1,9 @@
 """The event loop of a process that hosts sessions.
 
-uvloop does the same as asyncio's own loop for less; where it is not installed, asyncio's own will do. The garbage
-collector is told that what exists at start stays, and to look less often: most of what a run makes is gone by
-reference counting alone, and the collector's passes over the rest were a tenth of the cost of a run. It counts
-objects, however large they are, so it also looks when the process has grown by many bytes.
+uvloop is used if installed, because it costs less than asyncio's own loop. The garbage collector is told to keep
+what exists at start and to run less often: reference counting frees most of what a run allocates, and collecting
+the rest was a tenth of the cost of a run. The collector counts objects, not bytes, so it is also run when the
+process has grown by many bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 GROWTH_CHECK_SECONDS = 1.0
 MIN_GROWTH_BYTES = (
     64 * 2**20
-)  # since the last collection, after which the next one is due; at least a quarter
+)  # growth since the last collection that triggers the next one; at least a quarter of the size
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
@@ -38,11 +38,11 @@ async def _run_with_memory_bound(main: Coroutine[Any, Any, T]) -> T:
 
 
 async def _collect_when_grown() -> None:
-    """Bound garbage by bytes, where the size of the process is known."""
+    """Limits garbage by bytes, on systems that report the size of the process."""
     try:
         statm = os.open(
             "/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC
-        )  # kept, for when no more files can be opened
+        )  # kept open, in case no more files can be opened later
     except OSError:
         return
     try:

@@ -1,6 +1,6 @@
-"""What of a list or a transcript is wanted. Only the question: who may ask it, and how much, `operations` says.
+"""Filters for lists and transcripts. Permissions and limits are decided in `operations`.
 
-By itself, because a command that asks a running gateway is over before `operations` would be imported.
+A module of its own, because a command that queries a running gateway finishes before `operations` would be imported.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ class ListFilter(msgspec.Struct, frozen=True, kw_only=True):
 class HistoryFilter(msgspec.Struct, frozen=True, kw_only=True):
     limit: int = DEFAULT_HISTORY_ENTRIES
     include_tools: bool = False
-    """What tools returned, too. Without a meaning beside `roles`, `tool` and `errors`, which say it themselves."""
+    """Include tool results. Ignored if `roles`, `tool` or `errors` is set, which decide that themselves."""
     before: int | None = None
     after: int | None = None
     roles: tuple[str, ...] | None = None
     since: int | None = None
-    """Only what was written then or later, in milliseconds."""
+    """Only entries written then or later, in milliseconds."""
     errors: bool = False
-    """Only what failed: answers that ended in an error or were aborted, errors of tools."""
+    """Only failures: answers that ended in an error or were aborted, and errors of tools."""
     tool: str | None = None
-    """Only answers that called this tool, and what it returned."""
+    """Only answers that called this tool, and its results."""
 
     without_internal: bool = False
-    """Only what a person would call the conversation (see `engine.internal`)."""
+    """Only the visible conversation (see `engine.sessions.internal_entries`)."""
 
     @property
     def is_narrow(self) -> bool:
-        """Whether most of a transcript may be left out, so that looking for the rest has to be bounded."""
+        """Whether most of a transcript may be skipped, so that the search for matches has to be bounded."""
         narrowed = self.roles is not None or self.since is not None or self.errors or self.tool is not None
         return narrowed or self.without_internal
 

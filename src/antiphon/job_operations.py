@@ -1,7 +1,7 @@
-"""Scheduled jobs, as callers manage them: typed in and out, like `operations` for sessions.
+"""Scheduled jobs as callers manage them: typed in and out, like `operations` for sessions.
 
-Jobs belong to the operators: who reads them needs `operator.read`, who changes or runs them `operator.admin`, and
-an agent may do neither. When a job fires is in `engine.scheduler`, and what a firing is in `engine.firings`.
+Jobs belong to the operators: reading them needs `operator.read`, changing or running them `operator.admin`, and
+agents may do neither. `engine.jobs.scheduler` decides when a job fires, and `engine.jobs.firings` what that does.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _View(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defa
 
 
 class JobState(_View, frozen=True):
-    """Where a job is. `lastStatus` is `running` or how the last run ended; `error` also if none could begin."""
+    """State of a job. `lastStatus` is `running` or how the last run ended; `lastError` also covers failed starts."""
 
     next_run_at_ms: int | None = None
     last_run_at_ms: int | None = None
@@ -79,7 +79,7 @@ class JobFireResult(_View, frozen=True):
 
 
 class SchedulerStatusView(_View, omit_defaults=False, frozen=True):
-    """Of the scheduler. Nothing wakes it while `cron.enabled` is false."""
+    """The scheduler's state. It never fires while `cron.enabled` is false."""
 
     enabled: bool
     jobs: int
@@ -94,9 +94,9 @@ class JobOperations:
         self._terms = scheduler.terms
 
     async def add(self, caller: Caller, spec: JobSpec, *, key: str | None = None) -> JobView:
-        """A new job. It is durable when this returns, and fires whenever a process hosts the directory.
+        """Adds a job. It is durable on return, and fires whenever a process hosts the directory.
 
-        Asked again with the same key, it is not added again, even if it has fired or was removed since.
+        A repeated call with the same key adds nothing, even if the job has fired or was removed since.
         """
         _require_scope(caller, ADMIN_SCOPE)
         validation.validate_idempotency_key(key)
@@ -112,7 +112,7 @@ class JobOperations:
         return _build_job_view(job)
 
     async def update(self, caller: Caller, job_id: str, patch: JobPatch) -> JobView:
-        """Change a job. A new schedule, or enabling it, counts from now: what was missed is not made up for."""
+        """Changes a job. A new schedule, or enabling it, counts from now: missed times are not made up for."""
         _require_scope(caller, ADMIN_SCOPE)
         now = self._clock.now()
         job = await self._store.tx(jobs.update_job, self._terms, caller, job_id, _revalidate(patch), now)
@@ -120,14 +120,14 @@ class JobOperations:
         return _build_job_view(job)
 
     async def remove(self, caller: Caller, job_id: str) -> bool:
-        """Whether there was such a job. Its runs and its session stay."""
+        """Removes a job and returns whether it existed. Its runs and its session stay."""
         _require_scope(caller, ADMIN_SCOPE)
         return await self._store.tx(jobs.remove_job, job_id)
 
     async def run(
         self, caller: Caller, job_id: str, mode: Literal["force", "due"] = "force", *, key: str | None = None
     ) -> JobFireResult:
-        """Fire a job now, or only if it is due. Asked again with the same key, the same run is told again."""
+        """Fires a job now, or only if it is due. A repeated call with the same key returns the same run."""
         _require_scope(caller, ADMIN_SCOPE)
         validation.validate_idempotency_key(key)
         await self._store.read(jobs.get_job, job_id)
@@ -144,7 +144,7 @@ class JobOperations:
         return _build_job_view(await self._store.read(jobs.get_job, job_id))
 
     async def list_runs(self, caller: Caller, job_id: str, limit: int = DEFAULT_JOB_RUNS) -> list[RunView]:
-        """What the job has run, newest first."""
+        """The runs of a job, newest first."""
         _require_scope(caller, READ_SCOPE)
         if limit < 1:
             raise InvalidInput(
@@ -160,16 +160,16 @@ class JobOperations:
         return SchedulerStatusView(enabled=enabled, jobs=count, next_wake_at=next_at if enabled else None)
 
     async def list(self, caller: Caller, include_disabled: bool = False) -> list[JobView]:
-        """Every job, the oldest first."""
+        """Every job, oldest first."""
         _require_scope(caller, READ_SCOPE)
         return [_build_job_view(job) for job in await self._store.read(jobs.list_jobs, include_disabled)]
 
 
 def parse_job_input(kind: type[T], raw: Any) -> T:
-    """A `JobSpec` or `JobPatch` from plain data of any wire.
+    """Builds a `JobSpec` or `JobPatch` from plain data of any wire.
 
     Raises:
-        InvalidInput: it does not fit; `field` says where.
+        InvalidInput: the data is invalid; `field` says where.
     """
     try:
         return msgspec.convert(raw, kind)
@@ -184,7 +184,7 @@ def parse_job_input(kind: type[T], raw: Any) -> T:
 
 
 def _revalidate(given: T) -> T:
-    """A struct that was made in Python has not been held against its own types yet."""
+    """Validates a struct that was built in Python, which msgspec has not checked against its types."""
     return parse_job_input(type(given), msgspec.to_builtins(given))
 
 

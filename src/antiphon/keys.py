@@ -1,9 +1,9 @@
 """The grammar of session keys: what a key says, how it is written, and what a caller may write instead.
 
 A stored key is `agent:<agentId>:<rest>`, or `main` for the one session of `session.scope = "global"`. Ids
-that come from a channel are opaque: they keep their case and their colons, and only what would read as
-something else is escaped, as `%25` (%), `%3A` (:) or `%20` (a blank at the end). Every `SessionKey` that can
-be built reads back as itself, so two sessions never share a key.
+that come from a channel are opaque: they keep their case and their colons, and only what would be ambiguous
+is escaped, as `%25` (%), `%3A` (:) or `%20` (a trailing space). Every `SessionKey` that can be built parses
+back to itself, so two sessions never share a key.
 
 Nothing here knows whether a session exists or who may see it.
 """
@@ -33,7 +33,7 @@ MAX_KEY_CHARACTERS = 512  # characters of a whole key
 DEFAULT_AGENT_ID = "main"
 DEFAULT_ACCOUNT = "default"
 WEBCHAT_CHANNEL = "webchat"
-"""The channel of a person who writes over the gateway itself: page, command line, WebSocket, HTTP."""
+"""The channel of a person who writes through the gateway itself: page, command line, WebSocket, HTTP."""
 
 _OWNED_SHAPES: dict[str, KeyShape] = {
     "subagent": "subagent",
@@ -53,9 +53,9 @@ _CHAT_TYPES: dict[str, ChatType] = {
 _RESERVED_WORDS = frozenset(
     {"agent", "main", "node", "global", "unknown", "current", *_OWNED_SHAPES, *_CHAT_TYPES}
 )
-"""What a channel cannot be called, because a key or a reference that starts so means something else."""
+"""Names a channel cannot have, because a key or reference that starts with one means something else."""
 
-_LEGACY_SHARED_KEY = "global"  # what versions before schema 9 store the shared session as
+_LEGACY_SHARED_KEY = "global"  # the key of the shared session before schema 9
 _SHARED_KEYS = ("main", _LEGACY_SHARED_KEY)
 """The stored key of the session that all agents share, and the one used before schema 9."""
 
@@ -92,7 +92,7 @@ class SessionKey(msgspec.Struct, frozen=True):
     """Empty only for the global session, which belongs to no single agent."""
     shape: KeyShape
     id: str = ""
-    """The chat, peer, job or uuid; for `other` everything after the agent id, as it is."""
+    """The chat, peer, job or uuid; for `other` everything after the agent id, unchanged."""
     channel: str | None = None
     account: str | None = None
     thread: ChatThread | None = None
@@ -157,7 +157,7 @@ class SessionKey(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> SessionKind:
-        """What a list calls the session. A thread of a group is a `group`, one of a direct chat `other`."""
+        """The session's kind in lists. A thread of a group is a `group`, one of a direct chat `other`."""
         if self.shape in ("group", "channel"):
             return "group"
         if self.shape in ("main", "global"):
@@ -168,19 +168,19 @@ class SessionKey(msgspec.Struct, frozen=True):
 
     @property
     def chat_type(self) -> ChatType | None:
-        """Who is in the chat, where the key can tell. A main session is where direct messages come together."""
+        """The kind of chat, if the key shows it. A main session is where direct messages come together."""
         if self.shape in ("main", "global"):
             return "direct"
         return self.shape if self.shape in ("group", "channel", "direct") else None
 
     @property
     def parent(self) -> SessionKey | None:
-        """The chat a thread hangs under."""
+        """The chat that a thread belongs to."""
         return msgspec.structs.replace(self, thread=None) if self.thread else None
 
 
 class SessionIdRef(msgspec.Struct, frozen=True):
-    """A reference that is no key; the store looks it up as a session id."""
+    """A reference that is not a key; the store looks it up as a session id."""
 
     value: str
 
@@ -190,9 +190,9 @@ GLOBAL_KEY = SessionKey(agent_id="", shape="global")
 
 
 def normalize_agent_id(raw: str) -> str:
-    """The nearest valid agent id, for names that nobody chose as an id; empty gives `main`.
+    """The nearest valid agent id, for names that were not chosen as an id; empty gives `main`.
 
-    An id that a caller states is checked with `validate_agent_id` instead: guessing would reach another agent.
+    Ids given by callers are checked with `validate_agent_id` instead: guessing could reach another agent.
     """
     text = raw.strip().lower()
     if _NAME_PATTERN.fullmatch(text):
@@ -215,12 +215,12 @@ def validate_agent_id(text: str) -> str:
     return text.lower()
 
 
-@lru_cache(maxsize=4096)  # the same few sessions are spoken of again and again
+@lru_cache(maxsize=4096)  # the same few sessions are parsed again and again
 def parse(text: str) -> SessionKey:
-    """Read a stored key. Only the canonical spelling is accepted, so that a session has one key.
+    """Parses a stored key. Only the canonical spelling is accepted, so that a session has one key.
 
     Raises:
-        InvalidKey: the text is no key, or another spelling of one.
+        InvalidKey: the text is not a key, or not its canonical spelling.
     """
     if text in _SHARED_KEYS:
         return GLOBAL_KEY
@@ -238,7 +238,7 @@ def canonicalise(
     scope: SessionScope = "per-sender",
     current: SessionKey | None = None,
 ) -> SessionKey | SessionIdRef:
-    """Turn what a caller wrote into the key that is stored, or into a session id to look up.
+    """Turns a caller's reference into the stored key, or into a session id to look up.
 
     `agent_id` is the agent that short forms belong to: the caller's own, or for an operator the default one.
     `main_key` is only another name for `main`; the stored key always says `main`.
@@ -249,7 +249,7 @@ def canonicalise(
     return _canonicalise_text(_trim_reference(reference), agent_id, main_key, scope, current)
 
 
-@lru_cache(maxsize=4096)  # of texts that are not longer than a key may be
+@lru_cache(maxsize=4096)  # only called with texts no longer than a key
 def _canonicalise_text(
     text: str, agent_id: str, main_key: str, scope: SessionScope, current: SessionKey | None
 ) -> SessionKey | SessionIdRef:
@@ -270,9 +270,9 @@ def _canonicalise_text(
 
 
 def display_key(key: SessionKey, *, viewer_agent_id: str | None) -> str:
-    """How a key is shown to an agent: its own main, cron, hook and node sessions short, all others in full.
+    """The key as an agent sees it: its own main, cron, hook and node sessions short, all others in full.
 
-    `None` is a viewer without an agent, who gets full keys. `canonicalise` accepts whatever this returns.
+    `None` is a viewer without an agent, who gets full keys. `canonicalise` accepts every result.
     """
     if key.agent_id == viewer_agent_id and key.kind in ("main", "cron", "hook", "node"):
         return key.rest
@@ -280,7 +280,7 @@ def display_key(key: SessionKey, *, viewer_agent_id: str | None) -> str:
 
 
 def display_stored_key(text: str, *, viewer_agent_id: str | None) -> str:
-    """`display_key` of a stored key, taking it apart only where that can make a difference: lists have many."""
+    """`display_key` of a stored key, parsed only where that can make a difference, since lists have many."""
     if text == _LEGACY_SHARED_KEY:
         return str(GLOBAL_KEY)
     if viewer_agent_id is None or not text.startswith(f"agent:{viewer_agent_id}:"):
@@ -289,12 +289,12 @@ def display_stored_key(text: str, *, viewer_agent_id: str | None) -> str:
 
 
 def display_full_key(text: str) -> str:
-    """A stored key as every agent and operator reads it: in full, and never `global`."""
+    """A stored key in full, as every agent and operator sees it; never `global`."""
     return display_stored_key(text, viewer_agent_id=None)
 
 
 def resolve_list_channel(kind: SessionKind, recorded_channel: str | None, last_channel: str | None) -> str:
-    """The channel a list shows. A group belongs to the channel it lives in, whoever spoke last in it."""
+    """The channel that a list shows. A group belongs to its own channel, whichever was used last."""
     if kind in ("cron", "hook", "node"):
         return "internal"
     return (recorded_channel if kind == "group" else last_channel) or "unknown"
@@ -338,12 +338,12 @@ def direct_key(
 def thread_key(
     parent: SessionKey, thread_id: str, *, word: Literal["thread", "topic"] = "thread"
 ) -> SessionKey:
-    """A thread of a chat or of the main session. A thread has no threads of its own: it is replaced."""
+    """The key of a thread in a chat or main session. Threads do not nest: an existing thread is replaced."""
     return msgspec.structs.replace(parent, thread=ChatThread(thread_id, word))
 
 
 def owned_key(agent_id: str, shape: OwnedKeyShape, owned_id: str) -> SessionKey:
-    """A session that no chat feeds: a sub-agent, job, hook, node, dashboard tab or HTTP conversation."""
+    """A session without a chat: a sub-agent, job, hook, node, dashboard tab or HTTP conversation."""
     return SessionKey(validate_agent_id(agent_id), shape, owned_id)
 
 
@@ -382,7 +382,7 @@ def _require_current(current: SessionKey | None) -> SessionKey:
     return current
 
 
-@lru_cache(maxsize=8192)  # every operation reads a key, and most read the same few
+@lru_cache(maxsize=8192)  # every operation parses a key, and most parse the same few
 def _parse_full_key(text: str) -> SessionKey:
     match = _FULL_KEY_PATTERN.fullmatch(text)
     if not match:
@@ -395,7 +395,7 @@ def _parse_full_key(text: str) -> SessionKey:
 
 
 def _parse_rest(rest: str) -> _KeyParts:
-    """Take apart what follows the agent id, in any accepted spelling. The caller checks the result."""
+    """Parses the part after the agent id, in any accepted spelling. The caller checks the result."""
     head, _, tail = rest.partition(":")
     word = head.lower()
     if word in _OWNED_SHAPES:
@@ -431,7 +431,7 @@ def _split_thread(text: str) -> tuple[str, ChatThread | None]:
 
 
 def _escape_id(text: str) -> str:
-    """Escape a final id: a `%` that would read as an escape, and a last blank, which trimming would eat."""
+    """Escapes a final id: a `%` that would read as an escape, and a trailing space, which trimming would remove."""
     text = _ESCAPE_PATTERN.sub(r"%25\1", text)
     return f"{text[:-1]}%20" if text.endswith(" ") else text
 

@@ -1,9 +1,9 @@
-"""The raw transcript format: what a session remembers, one JSON object per entry.
+"""The raw transcript format: one JSON object per entry of a session.
 
 Roles are `user`, `assistant` and `toolResult`; `compaction` is the summary entry that stands for everything
 before `firstKeptSeq` when a prompt is built. Field names on disk and on the wire are camelCase and belong to
-the format; the same bytes are what history returns and what an export contains. `native` keeps what only a
-provider understands (encrypted reasoning, item ids, signatures of parts) so that a replay is exact.
+the format; history and exports contain the same bytes. `native` keeps provider-specific data (encrypted
+reasoning, item ids, signatures of parts) so that a replay is exact.
 
 This module knows nothing of storage, prompts or providers.
 """
@@ -21,8 +21,8 @@ from antiphon.errors import InvalidInput
 T = TypeVar("T")
 
 StopReason = Literal["stop", "length", "toolUse", "error", "aborted"]
-INJECTED_MODEL = "gateway-injected"  # the model of what was put into a transcript without asking one
-CLIENT_PROVIDER = "client"  # the provider of answers that a client says were given before, elsewhere
+INJECTED_MODEL = "gateway-injected"  # the model of entries that were added without asking one
+CLIENT_PROVIDER = "client"  # the provider of answers that a client says were given elsewhere before
 
 
 class _FormatStruct(msgspec.Struct, kw_only=True, rename="camel", omit_defaults=True, frozen=True):
@@ -70,7 +70,7 @@ class Provenance(_FormatStruct, frozen=True):
 
 
 class Cost(_FormatStruct, omit_defaults=False, frozen=True):
-    """US dollars. Only `total` is promised; the parts are absent where a provider's price has no parts."""
+    """US dollars. Only `total` is always set; the parts are absent where a provider's price has none."""
 
     total: float
     input: float | None = None
@@ -80,7 +80,7 @@ class Cost(_FormatStruct, omit_defaults=False, frozen=True):
 
 
 class TokenUsage(_FormatStruct, omit_defaults=False, frozen=True):
-    """Tokens of one model call. `cost` is null when the price is not known, never 0."""
+    """Tokens of one model call. `cost` is null if the price is not known, never 0."""
 
     input: int = 0
     output: int = 0
@@ -107,7 +107,7 @@ class AssistantMessage(_FormatStruct, tag_field="role", tag="assistant", frozen=
     usage: TokenUsage | None = None
     error_message: str | None = None
     provenance: Provenance | None = None
-    """Of words that were put here for people to read and that no model said in this session."""
+    """Set for text that was added for people to read and that no model wrote in this session."""
     native: dict[str, Any] | None = None
 
     @property
@@ -148,7 +148,7 @@ _decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 
 
 def collect_call_ids(messages: Iterable[Message]) -> set[str]:
-    """Of the tool calls in them."""
+    """Ids of all tool calls in the messages."""
     return {
         call.id
         for message in messages
@@ -158,7 +158,7 @@ def collect_call_ids(messages: Iterable[Message]) -> set[str]:
 
 
 class _OutcomeFields(msgspec.Struct, rename="camel", frozen=True):
-    """What says whether an entry failed, also in one of another writer that is no `Message`."""
+    """The fields that show whether an entry failed, also in entries of other writers that are no `Message`."""
 
     stop_reason: Any = None
     error_message: Any = None
@@ -166,7 +166,7 @@ class _OutcomeFields(msgspec.Struct, rename="camel", frozen=True):
 
 
 class _ToolFields(msgspec.Struct, rename="camel", frozen=True):
-    """What says which tools an entry is about, likewise."""
+    """The fields that show which tools an entry is about; also for entries of other writers."""
 
     tool_name: Any = None
     content: Any = None
@@ -178,7 +178,7 @@ _FAILURE_MARKERS = ("isError", "errorMessage", '"error"', '"aborted"')
 
 
 def is_failed_entry(role: str, body: str) -> bool:
-    """An answer that ended in an error or was aborted, or a tool's error. Most are not decoded to know."""
+    """Whether an entry is an answer that failed or was aborted, or a tool's error. Decodes only if it must."""
     if role not in ("assistant", "toolResult") or not any(word in body for word in _FAILURE_MARKERS):
         return False
     found = _decode_or_none(_outcome_decoder, body)
@@ -190,8 +190,8 @@ def is_failed_entry(role: str, body: str) -> bool:
 
 
 def is_tool_entry(tool: str, role: str, body: str) -> bool:
-    """An answer that called this tool, or what the tool returned."""
-    # A plain name can only be written otherwise in escapes.
+    """Whether an entry is an answer that called this tool, or the tool's result."""
+    # A plain name can only be spelled differently with escapes.
     absent = tool not in body and "\\u" not in body and _PLAIN_NAME_PATTERN.fullmatch(tool)
     if role not in ("assistant", "toolResult") or absent:
         return False
@@ -219,7 +219,7 @@ def encode_message(message: Message) -> str:
 
 
 def decode_message(body: str | bytes) -> Message:
-    """Read one stored entry. Fields of newer writers are ignored here and stay in the stored text."""
+    """Decodes one stored entry. Fields of newer writers are ignored here and stay in the stored text."""
     try:
         return _decoder.decode(body)
     except msgspec.MsgspecError as error:

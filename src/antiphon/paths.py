@@ -1,12 +1,11 @@
-"""Where this process finds its configuration and keeps its state. Nothing is opened here."""
+"""Paths of the configuration and the state directory. Nothing is opened here."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
 
 CONFIG_FILE_NAME, DATABASE_FILE_NAME, LOG_FILE_NAME = (
     "config.json5",
@@ -14,16 +13,17 @@ CONFIG_FILE_NAME, DATABASE_FILE_NAME, LOG_FILE_NAME = (
     "antiphon.log",
 )  # in the state directory
 REPLICAS_DIRECTORY_NAME = (
-    "replicas"  # directories in it, of gateways that share a store with others on the same machine
+    "replicas"  # subdirectories of gateways that share a store with others on the same machine
 )
 
 
-class Paths(msgspec.Struct, frozen=True):
-    """Where this process keeps its things."""
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """The paths that this process uses."""
 
     config: Path
     config_explicit: bool
-    """Somebody named the file, so that its absence is a mistake."""
+    """The file was named explicitly, so its absence is an error."""
     state_dir: Path
 
 
@@ -36,12 +36,12 @@ def locate_paths(config: str | None, state_dir: str | None, environ: Mapping[str
 
 
 def expand_home(text: str) -> Path:
-    """A path in which `~` may stand for a home. That of nobody stays as it is, and is then not found."""
+    """Expands `~` and `~user`. An unknown user is left as it is, so the path is not found later."""
     return Path(os.path.expanduser(text))  # noqa: PTH111 - Path.expanduser raises there
 
 
 def is_writable(path: Path) -> bool:
-    """Whether this process may change a file, or what is in a directory."""
+    """Whether this process may change a file, or the contents of a directory."""
     wanted = os.W_OK | os.X_OK if path.is_dir() else os.W_OK
     return os.access(path, wanted, effective_ids=os.access in os.supports_effective_ids)
 

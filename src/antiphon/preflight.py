@@ -1,4 +1,4 @@
-"""Builds what the runs of a configuration need, and makes their first request, without a store and without a network.
+"""Builds what the runs of a configuration need and prepares their first request, without store or network.
 
 What fails here fails in every such run. Secrets are replaced by placeholders: this does not check that they exist.
 """
@@ -52,7 +52,7 @@ async def find_problems(config: Config) -> list[Problem]:
                 problems.append(_build_problem(f"{path}.tools", f"The tools of agent {agent_id!r}", error))
             target = config.get_agent(agent_id).runtime.target
             if target is None or find_spec(target.partition(".")[0].partition(":")[0]) is None:
-                continue  # a module that is not found is a warning: the gateway may have another PYTHONPATH
+                continue  # a missing module is a warning: the gateway may have another PYTHONPATH
             try:
                 await catalog.get_runtime(agent_id, None)
             except Exception as error:  # noqa: BLE001
@@ -81,14 +81,14 @@ async def find_problems(config: Config) -> list[Problem]:
 def _build_problem(path: str, subject: str, error: Exception) -> Problem:
     if isinstance(error, AntiphonError):
         return Problem(path, error.what, error.hint)
-    # Not its text: libraries quote addresses and headers, which may hold secrets.
+    # Without its text: libraries quote addresses and headers, which may contain secrets.
     return Problem(
         path, f"{subject} cannot be used ({type(error).__name__}).", f"Check the settings in {path!r}."
     )
 
 
 def _replace_secrets(config: Config) -> Config:
-    """Written secrets stay, since they are checked as parts of a request; others are replaced."""
+    """Replaces secret references; literal secrets stay, since they are checked as parts of a request."""
 
     def replaced(secret: Secret) -> Secret:
         return secret if secret.kind == "text" else Secret("text", (SECRET_PLACEHOLDER,))
@@ -123,7 +123,7 @@ def _build_actors(config: Config) -> SessionIdentityResolver:
 
 
 def _list_tool_specs(actors: SessionIdentityResolver, agent_id: str) -> list[ToolSpec]:
-    """Those of the agent's main session; those of its sub-agents are built as well."""
+    """The tools of the agent's main session; those of its sub-agents are built as a check, too."""
     child = str(keys.subagent_key(agent_id, "check"))
     actors.resolve(agent_id, child, sandboxed=False, envelope=None)
     actor = actors.resolve(agent_id, str(keys.main_session_key(agent_id)), sandboxed=False, envelope=None)
@@ -156,7 +156,7 @@ async def _try_first_request(
 
 
 class _DiscardedDeltas:
-    """Deltas that go nowhere."""
+    """Deltas that are discarded."""
 
     def text(self, piece: str) -> None: ...
 
@@ -166,7 +166,7 @@ class _DiscardedDeltas:
 
 
 class _NoStore:
-    """A store for building what only a run would use it with."""
+    """A placeholder for code that is built here but would use a store only in a run."""
 
     clock: Clock = SystemClock()
     shared = False

@@ -1,7 +1,7 @@
-"""The send policy: whether words may leave a session for the people in its chat.
+"""The send policy: whether a session may send messages to the people in its chat.
 
-Pure: rules and facts in, a decision out. It says nothing about who asks (see `antiphon.access`), and nothing
-about what comes in, which is always recorded. Older names of rule fields are settled where rules are read.
+Pure: rules and facts in, a decision out. It does not depend on who asks (see `antiphon.access`) and does not apply
+to incoming messages, which are always recorded. Older names of rule fields are handled where rules are read.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _SEND_COMMAND_ARGUMENTS: dict[str, SendCommand] = {
 
 
 class SendRule(msgspec.Struct, frozen=True):
-    """Matches when every field that is given matches; a rule without fields matches everything."""
+    """Matches if every field that is set matches; a rule without fields matches everything."""
 
     action: SendDecision = "allow"
     channel: str | None = None
     chat_type: ChatType | None = None
     key_prefix: str | None = None
-    """Tried on the whole key and on the key without its agent."""
+    """Compared with the whole key and with the key without its agent."""
     raw_key_prefix: str | None = None
-    """Tried on the whole key only."""
+    """Compared with the whole key only."""
 
 
 class SendPolicy(msgspec.Struct, frozen=True):
@@ -62,10 +62,10 @@ def decide_send(
     chat_type: ChatType | None,
     key: str,
 ) -> SendDecision:
-    """Whether the session may send. `override` is the session's own setting and wins over every rule.
+    """Decides whether the session may send. `override` is the session's own setting and wins over every rule.
 
-    Where `channel` or `chat_type` is not recorded on the session, the key is asked. What neither can tell
-    matches no rule that asks for it.
+    If `channel` or `chat_type` is not recorded on the session, it is derived from the key. A fact that neither
+    provides matches no rule that requires it.
 
     Raises:
         InvalidKey: `key` is not a stored key, so its chat cannot be judged and nothing may be sent.
@@ -84,7 +84,7 @@ def decide_send(
 
 
 def parse_send_command(text: str) -> SendCommand | None:
-    """What `/send on|off|inherit` asks for, if that is the whole message. The sender is checked elsewhere."""
+    """The decision in `/send on|off|inherit`, if that is the whole message. The sender is checked elsewhere."""
     match = _SEND_COMMAND_PATTERN.fullmatch(text.strip())
     return _SEND_COMMAND_ARGUMENTS.get(match[1].lower()) if match else None
 

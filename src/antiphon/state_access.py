@@ -1,8 +1,8 @@
-"""Reaching a state directory without hosting what is in it.
+"""Access to a state directory without running its sessions.
 
 `open_operations_readonly` gives `Operations` for reading beside a running owner; `open_store_readonly` and
-`open_store_exclusive` give the bare store, for work on the directory itself. Nothing runs meanwhile, and nothing here
-imports what a run would need.
+`open_store_exclusive` give the bare store, for work on the directory itself. No session runs meanwhile, and nothing
+here imports what a run would need.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def open_operations_readonly(config: Config, state_dir: Path) -> AsyncGenerator[Operations]:
-    """Read a state directory without owning it; whatever would change something is refused."""
+    """Opens operations on a state directory without owning it; every change is refused."""
     async with open_store_readonly(config, state_dir) as store:
         yield create_operations(config, store, StateDir.open_unlocked(state_dir))
 
 
 @asynccontextmanager
 async def open_store_readonly(config: Config, state_dir: Path) -> AsyncGenerator[Store]:
-    """The store of a state directory for reading, whoever owns it."""
+    """Opens the store of a state directory for reading, whether or not a process owns it."""
     store = await open_store(config, StateDir.open_unlocked(state_dir).database, read_only=True)
     try:
         yield store
@@ -50,7 +50,7 @@ async def open_store_readonly(config: Config, state_dir: Path) -> AsyncGenerator
 
 @asynccontextmanager
 async def open_store_exclusive(config: Config, state_dir: Path) -> AsyncGenerator[Store]:
-    """Own the directory without playing what waits in it."""
+    """Owns the directory without executing the runs that wait in it."""
     with await asyncio.to_thread(StateDir.open_locked, state_dir) as home:
         store = await open_store(config, home.database)
         try:
@@ -60,10 +60,10 @@ async def open_store_exclusive(config: Config, state_dir: Path) -> AsyncGenerato
 
 
 async def require_no_live_replicas(config: Config, state_dir: Path) -> None:
-    """Before a command hosts a store by itself: not one that gateways are hosting, whose work it would take.
+    """Checks that no gateway is hosting the store, before a command hosts it and would take over its work.
 
     Raises:
-        Unavailable: some are.
+        Unavailable: at least one gateway is.
     """
     if config.store.url is None:
         return
@@ -90,9 +90,9 @@ def create_operations(
     toolbox: Toolbox | None = None,
     files: TranscriptFiles | None = None,
 ) -> Operations:
-    """Everything that can be asked of this store; without an engine, only questions.
+    """Builds the operations on this store; without an engine they are read-only.
 
-    Without `files`, rows name the transcript files that are there, where sessions have any.
+    Without `files`, rows name the transcript files that exist, if the configuration has them.
     """
     if files is None and config.mirrors_transcripts:
         files = TranscriptFiles(home.transcripts)

@@ -1,7 +1,7 @@
-"""Spans for whoever collects them: runs, model steps, tool calls and requests, by OpenTelemetry's API.
+"""OpenTelemetry spans for runs, model steps, tool calls and requests.
 
-Without a collector a span costs one comparison. `configure_export` is called once, by the process that wants to be
-seen; it needs the extra `antiphon[otel]`.
+Without a collector a span costs one comparison. `configure_export` is called once, by a process that exports
+spans; it needs the extra `antiphon[otel]`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _NO_SPAN = nullcontext(None)
 def start_span(
     name: str, parent: str | None = None, **attributes: str | int | None
 ) -> AbstractContextManager[Span | None]:
-    """Something that takes time. `parent` is a `traceparent` that came with a request."""
-    trace = sys.modules.get("opentelemetry.trace")  # a process that has not imported it collects nothing
+    """Starts a span. `parent` is the `traceparent` of a request."""
+    trace = sys.modules.get("opentelemetry.trace")  # nothing is collected unless the process has imported it
     if trace is None or isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         return _NO_SPAN
     from opentelemetry.trace.propagation import tracecontext  # noqa: PLC0415
@@ -38,7 +38,7 @@ def start_span(
 
 
 def configure_export(environ: Mapping[str, str]) -> bool:
-    """Send spans where the environment says; False when it says nothing."""
+    """Exports spans to the endpoint in the environment; returns False if none is set."""
     if not environ.get(ENDPOINT_VARIABLE):
         return False
     try:

@@ -1,4 +1,4 @@
-"""Data that does not have the shape it should have: where and why, in words for whoever sent it."""
+"""Explains data of the wrong shape: where and why, in words for its sender."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 MAX_ERROR_CHARACTERS = (
-    240  # characters of what is said of it; what was sent may be megabytes, and stand in the middle
+    240  # characters of an error; it may quote megabytes of input, which are cut in the middle
 )
 
 _PATH_PATTERN = re.compile(r" - at `\$\.?(.*)`$", re.DOTALL)
@@ -16,15 +16,15 @@ _HIGH_SURROGATE, _LOW_SURROGATE = "[89abAB][0-9a-fA-F]{2}", "[c-fC-F][0-9a-fA-F]
 _LONE_SURROGATE_PATTERN = re.compile(
     rf"\\u[dD](?:{_HIGH_SURROGATE}(?!\\u[dD]{_LOW_SURROGATE})|(?<!\\u[dD]{_HIGH_SURROGATE}\\u[dD]){_LOW_SURROGATE})"
 )
-"""A high half that no low one follows, or a low one that follows no high one."""
+"""A high surrogate without a low one after it, or a low one without a high one before it."""
 
 
 class ValidationIssue(NamedTuple):
     path: str
-    """`a.b[1]`, and nothing for the whole."""
+    """`a.b[1]`; empty for the whole document."""
     what: str
     name: str | None = None
-    """The property at that path that is missing, or should not be there."""
+    """The property at that path that is missing or not allowed."""
 
     missing: bool = False
 
@@ -34,13 +34,13 @@ class ValidationIssue(NamedTuple):
 
     @property
     def pointer(self) -> str:
-        """The path as `/a/b/1`, and `root` for the whole."""
+        """The path as `/a/b/1`, or `root` for the whole document."""
         parts = re.sub(r"\[(\d+|\.\.\.)\]", r".\1", self.path).split(".")
         return "/" + "/".join(parts) if self.path else "root"
 
 
 def parse_validation_error(error: Exception) -> ValidationIssue:
-    """What msgspec says of it, in the words of JSON Schema."""
+    """Converts msgspec's error to the terms of JSON Schema."""
     text = shorten_error(error)
     place = _PATH_PATTERN.search(text)
     path, what = (place[1], text[: place.start()]) if place else ("", text)
@@ -53,7 +53,7 @@ def parse_validation_error(error: Exception) -> ValidationIssue:
 
 
 def shorten_error(error: Exception) -> str:
-    """What an error says, without the middle of what it quotes at length."""
+    """The text of an error, with the middle of long quotations cut out."""
     text = str(error)
     return (
         text
@@ -63,16 +63,16 @@ def shorten_error(error: Exception) -> str:
 
 
 def replace_lone_surrogates(raw: str | bytes) -> bytes:
-    """The same JSON, with U+FFFD for each half of a surrogate pair: cutting a text in UTF-16 leaves them behind.
+    """The same JSON with U+FFFD for each lone surrogate, which cutting a text in UTF-16 leaves behind.
 
-    It is not parsed for that: megabytes of it have to be quick.
+    The document is not parsed, because megabytes of it have to be fast.
 
     Raises:
-        ValueError: it can be no JSON. What is returned may be none either.
+        ValueError: the text cannot be JSON. A returned text is not guaranteed to be JSON either.
     """
     text = raw if isinstance(raw, str) else raw.decode("utf-8-sig", "surrogatepass")
     if "\0" in text:
         raise ValueError("JSON has no NUL in it.")
-    # An escaped backslash is put out of the way, so that every other one begins an escape.
+    # Escaped backslashes are replaced temporarily, so that every other backslash begins an escape.
     text = _LONE_SURROGATE_PATTERN.sub(r"\\ufffd", text.replace(r"\\", "\0")).replace("\0", r"\\")
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()

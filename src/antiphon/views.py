@@ -1,6 +1,6 @@
-"""What operations return: plain typed data with the names that every wire uses.
+"""Results of operations: plain typed data with the names that every wire uses.
 
-Absent means unknown. Nothing here reads anything; rows of the store are turned into these and that is all.
+Absent means unknown. Nothing here reads anything; rows of the store are converted to these types.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class _View(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defa
 
 
 class MessageReceipt(_View, frozen=True):
-    """A message is durable. `state` is `queued`, or where its run is already if the key was used before."""
+    """A message is durable. `state` is `queued`, or the current state of its run if the key was used before."""
 
     run_id: str
     session_key: str
     session_id: str
     state: str
     new: bool = True
-    """False when the key was used before."""
+    """False if the key was used before."""
 
 
 class RunView(_View, frozen=True):
@@ -52,9 +52,9 @@ class RunView(_View, frozen=True):
     model: str | None = None
     usage: RunUsage | None = None
     origin: str | None = None
-    """What has led to it: a chat, a job, another session."""
+    """What caused the run: a chat, a job, another session."""
     yielded: bool = False
-    """It ended its turn to wait for its sub-agents; another run has the answer."""
+    """It ended its turn to wait for its sub-agents; a later run has the answer."""
 
     @property
     def has_ended(self) -> bool:
@@ -69,12 +69,11 @@ class DeliveryRoute(_View, frozen=True):
 
 
 class SessionView(_View, frozen=True, kw_only=False, gc=False):
-    """A row of a session list. Made by position: by name, each field would be searched for in every row.
+    """A row of a session list. Built by position, since by name each field would be looked up in every row.
 
-    `model` is the one that answers, `model_override` the session's own choice; the run that plays is only told
-    of a session that is described alone. `context_tokens` is how many tokens fit into that model's context, as in
-    every answer of the gateway; `used_tokens` is how many of them the last call used, and `total_tokens` what all
-    calls together have used.
+    `model` is the one that answers, `model_override` the session's own choice; the active run is set only if a single
+    session is described. `context_tokens` is how many tokens fit into that model's context, as in every answer of the
+    gateway; `used_tokens` is how many of them the last call used, and `total_tokens` the sum over all calls.
     """
 
     key: str
@@ -114,20 +113,20 @@ class SessionView(_View, frozen=True, kw_only=False, gc=False):
 
 
 class AnsweringModel(NamedTuple):
-    """What answers in a session: a name that the configuration knows, and how many tokens its context holds."""
+    """The model that answers in a session: its configured name, and the size of its context in tokens."""
 
     model: str | None
     window: int | None
 
 
 class SessionsSummary(_View, omit_defaults=False, frozen=True):
-    """How much there is, and how much is going on."""
+    """Counts of sessions and of current activity."""
 
     sessions: int
     queued: int
     running: int
     agents: dict[str, int]
-    """Sessions by agent, archived ones not counted."""
+    """Sessions by agent, without archived ones."""
 
 
 class ReplicaView(_View, frozen=True):
@@ -139,16 +138,16 @@ class ReplicaView(_View, frozen=True):
     """Sessions that it is running right now."""
     alive: bool
     watching: bool
-    """It looks after what is nobody's in particular."""
+    """Whether this replica is the coordinator, which does the work that belongs to no single session."""
     address: str | None = None
     version: str | None = None
     started_at: int | None = None
     lag_ms: int | None = None
-    """Since it was last heard of."""
+    """Milliseconds since its last heartbeat."""
 
 
 class SessionPage(_View, frozen=True):
-    """`scope` says whose sessions these are: `all`, or what the caller's visibility narrows it to."""
+    """A page of sessions. `scope` says whose these are: `all`, or what the caller's visibility narrows it to."""
 
     count: int
     sessions: list[SessionView]
@@ -157,18 +156,17 @@ class SessionPage(_View, frozen=True):
 
 
 class SessionOverview(NamedTuple):
-    """A page of sessions and more about each of its rows, in their order."""
+    """A page of sessions with details about each of its rows, in their order."""
 
     page: SessionPage
     cursors: Sequence[str]
-    """What leads on after each row, for who has no room for all of them."""
+    """The cursor after each row, for callers that cannot show all of them."""
     said: Sequence[Sequence[Entry]]
-    """The last messages of the first rows, oldest first; empty where none were asked for. A message that is too large
-    has no body."""
+    """Last messages of the first rows, oldest first; empty if none were requested. Oversized ones have no body."""
     hidden: int
-    """Sessions that the caller's visibility hides, counted to a thousand."""
+    """Number of sessions that the caller's visibility hides, counted up to a thousand."""
     hint: str | None = None
-    """Which settings would show more."""
+    """The settings that would show more."""
 
 
 class UsageLine(_View, omit_defaults=False, frozen=True):
@@ -183,7 +181,7 @@ class UsageLine(_View, omit_defaults=False, frozen=True):
 
 
 class SessionStatusView(_View, omit_defaults=False, frozen=True):
-    """One session, the runs that play or wait in it in their order, and what it has cost by model."""
+    """One session, its active and waiting runs in order, and its cost by model."""
 
     session: SessionView
     runs: list[RunView]
@@ -191,7 +189,7 @@ class SessionStatusView(_View, omit_defaults=False, frozen=True):
 
 
 class AgentLine(_View, frozen=True):
-    """`runtime` is what answers for the agent; `model` is absent where that is no model.
+    """An agent in a list. `runtime` is what answers for it; `model` is absent if that is not a model.
 
     `can_spawn` is about `sessions_spawn`, `can_message` about `sessions_send` to the agent's main session.
     """
@@ -212,9 +210,9 @@ class AgentsView(_View, frozen=True):
     allow_any: bool
     agents: list[AgentLine]
     message_only: list[AgentLine] = []
-    """Agents that the requester may send to and not spawn."""
+    """Agents that the requester may send to but not spawn."""
     hint: str | None = None
-    """Which settings decide, where the requester can message no other agent."""
+    """The settings that decide, if the requester can message no other agent."""
 
 
 class AgentCard(_View, omit_defaults=False, frozen=True):
@@ -233,7 +231,7 @@ class AgentCard(_View, omit_defaults=False, frozen=True):
 
 
 class HistoryPage(_View, omit_defaults=False, frozen=True):
-    """Raw entries, oldest first, each with its `seq` and `id`. `nextCursor` leads to what came before."""
+    """Raw entries, oldest first, each with its `seq` and `id`. `nextCursor` leads to earlier ones."""
 
     session_key: str
     session_id: str
@@ -244,7 +242,7 @@ class HistoryPage(_View, omit_defaults=False, frozen=True):
 
 
 class ConversationView(_View, frozen=True):
-    """One transcript of a key: the current one has not ended. `reason` is why it was begun."""
+    """One transcript of a key; the current one has not ended. `reason` is why it was started."""
 
     session_id: str
     reason: str
@@ -261,7 +259,7 @@ class CompactView(_View, omit_defaults=False, frozen=True):
 
 
 class InjectedEntry(_View, frozen=True):
-    """Where an entry that no run wrote has got its place."""
+    """The position of an entry that no run wrote."""
 
     message_id: str
     seq: int
@@ -275,7 +273,7 @@ class PreviewItem(_View, frozen=True):
 
 
 class SessionPreview(_View, omit_defaults=False, frozen=True):
-    """The last words of a session, which is named as the caller named it."""
+    """The last messages of a session, under the name that the caller used for it."""
 
     key: str
     status: Literal["ok", "empty", "missing"]
@@ -283,7 +281,7 @@ class SessionPreview(_View, omit_defaults=False, frozen=True):
 
 
 class DeliveryState(_View, frozen=True):
-    """Where a message is, whatever becomes of its reply."""
+    """The state of a message, independent of its reply."""
 
     status: Literal["queued", "started", "ended"]
     queued_ms: int | None = None
@@ -295,7 +293,7 @@ SendStatus = Literal["accepted", "ok", "timeout", "error"]
 
 
 class SendResult(_View, frozen=True):
-    """What came of a message to another session. `ok` says nothing about what its chat was told."""
+    """The outcome of a message to another session. `ok` says nothing about what was posted in its chat."""
 
     run_id: str
     status: SendStatus
@@ -314,7 +312,7 @@ class SpawnResult(_View, omit_defaults=False, frozen=True, kw_only=True):
 
 
 class TaskView(_View, frozen=True, kw_only=True):
-    """What a session has had a sub-agent do; long texts are cut. `announced` is what became of the report."""
+    """A task given to a sub-agent; long texts are cut. `announced` is the outcome of the report."""
 
     run_id: str
     child_session_key: str
@@ -339,7 +337,7 @@ class TaskView(_View, frozen=True, kw_only=True):
 
 
 class DeliveryView(_View, frozen=True, kw_only=True):
-    """Words on their way to people."""
+    """A message on its way to people."""
 
     key: str
     kind: str
@@ -357,7 +355,7 @@ class DeliveryView(_View, frozen=True, kw_only=True):
 
 
 class DeliveryPage(_View, frozen=True):
-    """The newest first. `standing` counts all of them by state; `capped`: there may be more that were delivered."""
+    """Deliveries, newest first. `standing` counts all of them by state; `capped`: more may have been delivered."""
 
     deliveries: list[DeliveryView]
     standing: dict[str, int]
@@ -366,9 +364,9 @@ class DeliveryPage(_View, frozen=True):
 
 
 class ExchangeView(_View, frozen=True, kw_only=True):
-    """One message from a session to another, and how far it has come. Long texts are cut; forgotten ones are gone.
+    """One message from a session to another, and its progress. Long texts are cut; expired ones are gone.
 
-    `announced` is what became of the announcement. No requester: an operator sent it.
+    `announced` is the outcome of the announcement. Without a requester, an operator sent it.
     """
 
     id: str
@@ -388,7 +386,7 @@ class ExchangeView(_View, frozen=True, kw_only=True):
 
 
 class ExchangePage(_View, frozen=True):
-    """The newest first."""
+    """Exchanges, newest first."""
 
     exchanges: list[ExchangeView]
     next_cursor: str | None = None
@@ -407,7 +405,7 @@ class ExchangeStep(_View, frozen=True, kw_only=True):
 
 
 class ExchangeDetail(_View, frozen=True, kw_only=True):
-    """An exchange with its texts as a whole, and every answer in it that is still on record."""
+    """An exchange with its full texts and every answer in it that is still stored."""
 
     exchange: ExchangeView
     steps: list[ExchangeStep]
@@ -457,7 +455,7 @@ def build_run_view(row: Row, spent: Row | None, now: int) -> RunView:
 
 
 def build_run_ended_event(session_key: str, view: RunView) -> RunChanged:
-    """The event of a run's end, for whoever has missed it."""
+    """The event of a run's end, for listeners that missed it."""
     return RunChanged(
         session_key=session_key,
         run_id=view.run_id,
@@ -476,7 +474,7 @@ def build_run_ended_event(session_key: str, view: RunView) -> RunChanged:
 
 
 def apply_run_end(view: RunView, event: RunChanged) -> RunView:
-    """A run that was seen under way, with the event of its end."""
+    """An earlier view of a run, completed with the event of its end."""
     started, ended = event.started_at or view.created_at, event.ended_at or view.created_at
     return msgspec.structs.replace(
         view,
@@ -524,7 +522,7 @@ def build_session_view(
 
 
 def build_history_item(entry: Entry) -> dict[str, Any]:
-    """The raw entry with its number and id, marked if it is not for people. A damaged one is shown as such."""
+    """The raw entry with its number and id, marked if it is internal. A damaged one is shown as such."""
     try:
         item: dict[str, Any] = msgspec.json.decode(entry.body, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):
@@ -539,7 +537,7 @@ def build_history_item(entry: Entry) -> dict[str, Any]:
 
 
 def build_preview_item(entry: Entry, max_chars: int) -> PreviewItem | None:
-    """What was said in an entry, on one line and cut to fit; None where there are no words in it."""
+    """The text of an entry on one line, cut to fit; None if it has no text."""
     try:
         message = decode_message(entry.body)
     except InvalidInput:
@@ -555,7 +553,7 @@ def build_preview_item(entry: Entry, max_chars: int) -> PreviewItem | None:
 
 
 class SearchHit(_View, frozen=True):
-    """An entry that was found. `score` is how recent it is: 1 is now, 1/2 a day ago, 1/8 a week ago."""
+    """An entry that was found. `score` is its recency: 1 is now, 1/2 a day ago, 1/8 a week ago."""
 
     session_key: str
     session_id: str
@@ -568,7 +566,7 @@ class SearchHit(_View, frozen=True):
 
 
 class SearchPage(_View, frozen=True):
-    """Newest first. `indexing`: what was said last is not all searchable yet; `truncated`: there may be more."""
+    """Hits, newest first. `indexing`: the latest messages are not all searchable yet; `truncated`: more may exist."""
 
     results: list[SearchHit]
     indexing: bool = False

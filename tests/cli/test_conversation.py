@@ -32,11 +32,11 @@ class Typist:
         self.seen: asyncio.Queue[str] = asyncio.Queue()
         self.prompts = 0
 
-    async def line(self, prompt: str | None = None) -> str | None:
+    async def read_line(self, prompt: str | None = None) -> str | None:
         self.prompts += prompt is not None
         return await self.lines.get()
 
-    def above(self, text: str) -> None:
+    def print_above_prompt(self, text: str) -> None:
         self.seen.put_nowait(text)
 
     async def sees(self, words: str) -> None:

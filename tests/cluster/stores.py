@@ -6,8 +6,9 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from antiphon.engine import replicas
 from antiphon.engine.replicas import Replica

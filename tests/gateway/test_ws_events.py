@@ -628,6 +628,6 @@ async def test_who_comes_and_goes_is_not_looked_for_in_every_session(
             await goes.call("sessions.messages.subscribe", key=OTHER, afterSeq=0)
             await goes.call("sessions.messages.unsubscribe", key=MAIN)
         await until(lambda: _followed(gate, 1))
-        assert len(held._on_connected) == 1
+        assert len(held._sessions_by_connection) == 1
         await stays.call("sessions.messages.unsubscribe", key=MAIN)
-        assert (len(held._on_connected), len(held._followed_sessions)) == (0, 0)
+        assert (len(held._sessions_by_connection), len(held._followed_sessions)) == (0, 0)

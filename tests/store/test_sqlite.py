@@ -457,8 +457,8 @@ def used() -> set[str]:
         for variable, topic in bound.findall(source):
             names |= {f"{topic}.{name}" for name in re.findall(rf"(?<![\w.]){variable}\.(\w+)", source)}
             for other in sources.values():
-                if f"{module}.{variable}" in other:
-                    names |= {f"{topic}.{n}" for n in re.findall(rf"\b{module}\.{variable}\.(\w+)", other)}
+                for alias in (module, *re.findall(rf"\b{module} as (\w+)", other)):
+                    names |= {f"{topic}.{n}" for n in re.findall(rf"\b{alias}\.{variable}\.(\w+)", other)}
                 if re.search(rf"from antiphon[\w.]*\.{module} import [^\n]*\b{variable}\b", other):
                     names |= {f"{topic}.{n}" for n in re.findall(rf"(?<![\w.]){variable}\.(\w+)", other)}
     return names

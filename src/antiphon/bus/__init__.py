@@ -1,8 +1,8 @@
-"""Live events: hints over durable rows, delivered at most once.
+"""Live events: hints about durable rows, delivered at most once.
 
-A topic is a word, or a word and an id (`sessions`, `session.7`, `run.<id>`); `session.*` hears of every session.
-Whoever needs certainty listens first, then reads the rows, then follows; a listener that could not keep up is
-told so by a `Gap` and reads the rows again. Events are plain data that any transport can encode.
+A topic is a word, or a word and an id (`sessions`, `session.7`, `run.<id>`); `session.*` covers every session.
+A consumer that needs certainty subscribes first, then reads the rows, then follows the events. A listener that
+falls behind receives a `Gap` and must read the rows again. Events are plain data that any transport can encode.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def session_topic(session: int) -> str:
 
 
 def run_topic(run_id: str) -> str:
-    """Hears only of the run's end."""
+    """The topic that carries only the end of this run."""
     return f"run.{run_id}"
 
 
@@ -38,11 +38,11 @@ class MessageAppended(_Event, tag="message", frozen=True):
     body: str
     run_id: str | None = None
     internal: bool = False
-    """It is not part of what a person would call the conversation."""
+    """True for entries that are not part of the visible conversation."""
 
 
 class RunUsage(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Tokens and US dollars of a run; a cost that is not known is null."""
+    """Tokens and US dollars of a run; an unknown cost is null."""
 
     input: int
     output: int
@@ -50,9 +50,9 @@ class RunUsage(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class RunChanged(_Event, tag="run", frozen=True):
-    """A run was accepted, started or ended, after the commit that made it so.
+    """A run was accepted, started or ended; published after the commit.
 
-    An end that was played carries everything there is to know of it; for any other, read the row.
+    The event for a run that executed to its end carries all of its outcome; for any other end, read the row.
     """
 
     session_key: str
@@ -66,15 +66,15 @@ class RunChanged(_Event, tag="run", frozen=True):
     ended_at: int | None = None
     usage: RunUsage | None = None
     quiet: bool = False
-    """What it says is for other sessions, not for whoever watches this one's chat."""
+    """The run's output is for other sessions, not for clients watching this session's chat."""
     gated: bool = False
-    """Whoever watches did not ask for it: they get it through the gate."""
+    """The watching clients did not ask for this run, so its output is sanitized before they receive it."""
     yielded: bool = False
-    """The turn has ended to wait for others: the answer is that of a later run."""
+    """The turn ended to wait for others; a later run has the answer."""
 
 
 class Delta(_Event, tag="delta", frozen=True):
-    """What a step has streamed since the last one. `text` is new text; `restart` voids the step so far."""
+    """Text streamed by a step since its last delta; `restart` discards what the step has streamed so far."""
 
     session_key: str
     run_id: str
@@ -85,7 +85,7 @@ class Delta(_Event, tag="delta", frozen=True):
 
 
 class ToolPhase(_Event, tag="tool", frozen=True):
-    """A tool was called, or has answered; what was passed to it and back is in the transcript."""
+    """A tool was called or has returned; its arguments and result are in the transcript."""
 
     session_key: str
     run_id: str
@@ -96,7 +96,7 @@ class ToolPhase(_Event, tag="tool", frozen=True):
 
 
 class Delivered(_Event, tag="delivered", frozen=True):
-    """Words were posted in a session's chat; they stand in the transcript as an entry of that run."""
+    """A text was posted in a session's chat; the transcript has it as an entry of that run."""
 
     session_key: str
     key: str
@@ -106,15 +106,15 @@ class Delivered(_Event, tag="delivered", frozen=True):
 
 
 class StopRequested(_Event, tag="stop", frozen=True):
-    """Somebody committed a request to stop this run."""
+    """A request to stop this run was committed."""
 
     run_id: str
 
 
 class SessionChanged(_Event, tag="session", frozen=True):
-    """Something about a session other than its entries.
+    """A session changed in something other than its entries.
 
-    A feed says with `renewed` which conversation goes on, and after which of its numbers.
+    In a feed, `renewed` names the conversation that continues and the sequence number it continues after.
     """
 
     session_key: str
@@ -124,7 +124,7 @@ class SessionChanged(_Event, tag="session", frozen=True):
 
 
 class Gap(_Event, tag="gap", frozen=True):
-    """Events were dropped here: read the rows again."""
+    """Events were dropped here; read the rows again."""
 
 
 Event: TypeAlias = (
@@ -134,19 +134,19 @@ Event: TypeAlias = (
 
 class Listener(Protocol):
     async def get(self, timeout: float | None = None) -> Event | None:
-        """The next event, or None when there was none for `timeout` seconds."""
+        """Returns the next event, or None if none arrived within `timeout` seconds."""
         ...
 
 
 class EventBus(Protocol):
     def has_listeners(self, topic: str) -> bool:
-        """Whether anybody may be listening; a publisher may skip building an event nobody wants."""
+        """Whether anything may be listening; if not, a publisher can skip building the event."""
         ...
 
     def publish(self, topic: str, event: Event) -> None:
-        """Never blocks, never raises."""
+        """Publishes an event; never blocks and never raises."""
         ...
 
     def listen(self, topic: str) -> AbstractAsyncContextManager[Listener]:
-        """Listening begins when the context is entered. A topic may end in `.*`."""
+        """Listens from the moment the context is entered. A topic may end in `.*`."""
         ...

@@ -1,4 +1,4 @@
-"""The bus of one process: a bounded queue per listener."""
+"""The event bus of a single process: one bounded queue per listener."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 
 from antiphon.bus import Event, Gap
 
-MAX_BUFFERED_EVENTS = 1024  # events a listener may lag behind before it is told of a gap
+MAX_BUFFERED_EVENTS = 1024  # events a listener may lag behind before it receives a gap
 
 
 class _QueueListener:
-    """Drops everything it holds when it overflows: one gap is better than old news with holes in it."""
+    """A bounded queue that drops all its events on overflow: one gap is better than stale events with holes."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -48,7 +48,7 @@ class LocalBus:
     def __init__(self, buffer: int = MAX_BUFFERED_EVENTS) -> None:
         self._buffer = buffer
         self._listeners: dict[str, set[_QueueListener]] = {}
-        self._families = 0  # how many listen to a whole one; asked for every event, often by nobody
+        self._families = 0  # listeners on a whole family; checked for every event, usually 0
 
     def has_listeners(self, topic: str) -> bool:
         return topic in self._listeners or (self._families > 0 and get_topic_family(topic) in self._listeners)
@@ -58,16 +58,16 @@ class LocalBus:
         self.deliver(get_topic_family(topic), event)
 
     def deliver(self, topic: str, event: Event) -> None:
-        """Only those who listen to exactly this, which may be a whole family."""
+        """Delivers to listeners of exactly this topic, which may be a family (`session.*`)."""
         for listener in self._listeners.get(topic, ()):
             listener.put(event)
 
     def count_listeners(self) -> dict[str, int]:
-        """How many there are, by what they listen to."""
+        """Number of listeners by topic."""
         return {topic: len(found) for topic, found in self._listeners.items()}
 
     def deliver_gap(self, topics: str = "") -> None:
-        """Events have been missed: of one topic, of a family with all that belong to it, or of any."""
+        """Delivers a gap for one topic, for a family and all of its topics, or for every topic."""
         for topic in self._listeners:
             if topics in ("", topic, get_topic_family(topic)):
                 self.deliver(topic, Gap())
@@ -88,6 +88,6 @@ class LocalBus:
 
 
 def get_topic_family(topic: str) -> str:
-    """`session.*` of `session.7`; nothing for a word that stands alone."""
+    """The family of a topic: `session.*` for `session.7`; empty for a topic without an id."""
     word, dot, _ = topic.partition(".")
     return f"{word}.*" if dot else ""

@@ -1,9 +1,9 @@
-"""The bus of several processes: what is told here is heard at once, elsewhere over NATS.
+"""The event bus of several processes: local listeners get events at once, other processes over NATS.
 
-Core NATS forgets what nobody takes, so whatever may have been missed is told as a `Gap`: by the receiver after it was
-away or could not keep up, by the publisher after it was away or had to drop something, and by either when the numbers
-that a publisher gives its events show a hole. Numbers count per family (`session.*`, or a word that stands alone):
-whoever hears a single topic sees only some of them, and relies on the other signs and on what events say themselves.
+Core NATS does not store messages, so every possible loss is reported as a `Gap`: by the receiver after it was
+disconnected or fell behind, by the publisher after it was disconnected or dropped something, and by either when a
+publisher's sequence numbers have a hole. Numbers count per family (`session.*`, or a topic without an id); a listener
+on a single topic sees only some of them and relies on the other signals and on what the events themselves say.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_OUTGOING_BYTES = 8 * 2**20  # bytes that may wait for a slow connection
-SUBSCRIBE_TIMEOUT_SECONDS = 2.0  # seconds a listener waits for the server to know of it
-MAX_REMEMBERED_PUBLISHERS = 4096  # whose last number is remembered
+SUBSCRIBE_TIMEOUT_SECONDS = 2.0  # seconds a listener waits for the server to confirm its subscription
+MAX_REMEMBERED_PUBLISHERS = 4096  # publishers whose last sequence number is remembered
 PLAIN_TOPIC_ID_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class _EventEnvelope(msgspec.Struct, array_like=True, frozen=True):
-    """An event on its way. `number` has no gap within a publisher's family of topics; 0 is outside the count."""
+    """An event in transit. `number` has no gaps within a publisher's topic family; 0 is not counted."""
 
     publisher: str
     number: int
@@ -53,7 +53,7 @@ class _EventEnvelope(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _TopicSubscription(msgspec.Struct):
-    """A topic that somebody here listens to."""
+    """A topic that this process listens to."""
 
     listeners: int = 0
     subscription: Subscription | None = None
@@ -62,7 +62,7 @@ class _TopicSubscription(msgspec.Struct):
 
 
 class NatsBus:
-    """`wanted` is always true while there is a connection: NATS does not say who listens elsewhere."""
+    """Event bus over NATS. `has_listeners` is true while connected, since NATS does not report remote listeners."""
 
     def __init__(
         self, servers: NatsServers, *, namespace: str = "antiphon", buffer: int = MAX_BUFFERED_EVENTS
@@ -77,7 +77,7 @@ class NatsBus:
         self._size = 0
         self._woken = asyncio.Event()
         self._largest = 0
-        self._client: Client | None = None  # also while it is being prepared
+        self._client: Client | None = None  # set while the connection is still being prepared, too
         self._met = False
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(_EventEnvelope)
@@ -97,7 +97,7 @@ class NatsBus:
         self._sender = asyncio.create_task(self._run_sender())
 
     async def stop(self) -> None:
-        """Send what is waiting, then leave. Listeners of this process go on hearing each other."""
+        """Sends what is queued, then disconnects. Listeners in this process keep receiving local events."""
         if self._sender is not None:
             if self._outgoing and (client := self._link.client):
                 with suppress(TimeoutError):
@@ -112,7 +112,7 @@ class NatsBus:
     def is_connected(self) -> bool:
         return self._link.client is not None
 
-    # --- telling ---
+    # --- publishing ---
 
     def has_listeners(self, topic: str) -> bool:
         return self._link.client is not None or self._local.has_listeners(topic)
@@ -120,7 +120,7 @@ class NatsBus:
     def publish(self, topic: str, event: Event) -> None:
         self._local.publish(topic, event)
         if self._link.client is None:
-            return  # The others are told of the gap when we are back.
+            return  # The other processes receive a gap once we are reconnected.
         group = get_topic_family(topic) or topic
         number = self._numbers[group] = self._numbers.get(group, 0) + 1
         data = self._encoder.encode(_EventEnvelope(self._me, number, event))
@@ -146,7 +146,7 @@ class NatsBus:
             try:
                 await self._send_waiting(client)
             except list_connection_errors():
-                pass  # The connection is being replaced, which is told as a gap.
+                pass  # The connection is being replaced, which is reported as a gap.
             except Exception:
                 log.exception("An event was not sent")
                 self._outgoing.append((self._gaps, b""))
@@ -163,10 +163,10 @@ class NatsBus:
             return f"{self._prefix}.{word}"
         if name == "*" or PLAIN_TOPIC_ID_PATTERN.fullmatch(name):
             return f"{self._prefix}.{word}.{name}"
-        # Callers choose ids of runs, and a subject is no place for any text.
+        # Run ids are chosen by callers, and a subject cannot hold arbitrary text.
         return f"{self._prefix}.{word}.~{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}"
 
-    # --- hearing ---
+    # --- listening ---
 
     @asynccontextmanager
     async def listen(self, topic: str) -> AsyncGenerator[Listener]:
@@ -183,7 +183,7 @@ class NatsBus:
                     self._drop_subscription(interest)
 
     async def _wait_until_subscribed(self, topic: str, interest: _TopicSubscription) -> None:
-        """Until the server knows; if it is away, it is told when it is back, and the listener then of a gap."""
+        """Waits until the server has the subscription; while it is down, reconnecting subscribes and delivers a gap."""
         client = self._client
         if client is None:
             return
@@ -203,7 +203,7 @@ class NatsBus:
             elif not await self._link.confirm_flushed(client):
                 self._local.deliver(topic, Gap())
         except list_connection_errors():
-            pass  # The connection is being replaced, and with it comes every subscription.
+            pass  # The connection is being replaced, and every subscription is renewed with it.
 
     def _build_handler(self, topic: str, interest: _TopicSubscription) -> MessageHandler:
         whole = topic.endswith(".*") or "." not in topic
@@ -225,7 +225,7 @@ class NatsBus:
 
     @staticmethod
     def _has_gap(interest: _TopicSubscription, parcel: _EventEnvelope) -> bool:
-        """Whether events of this publisher did not arrive."""
+        """Whether an event of this publisher was lost."""
         before = interest.last.pop(parcel.publisher, None)
         interest.last[parcel.publisher] = parcel.number
         if len(interest.last) > MAX_REMEMBERED_PUBLISHERS:
@@ -243,7 +243,7 @@ class NatsBus:
     # --- the connection ---
 
     async def _on_connected(self, client: Client) -> None:
-        """Everything that is listened to is subscribed again; what happened meanwhile is a gap, here and elsewhere."""
+        """Renews all subscriptions and reports a gap, locally and to the other processes."""
         self._client = client
         self._largest = client.max_payload
         await subscribe(client, self._gaps, self._receive_gap)

@@ -1,7 +1,7 @@
-"""The command line. Commands are thin: they read options, ask the gateway or the store (`_backend`), and print.
+"""The command line: thin commands that read options, call the gateway or the store (`_backend`), and print.
 
-Only click is imported here. A command's module is imported when it is called and imports what it needs when it
-runs, because `antiphon --version` is over before a model library would be loaded.
+Only click is imported here. A command's module is imported when the command is called, and imports what it needs when
+it runs: `antiphon --version` is done before a model library would have loaded.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Try first:  antiphon demo; then antiphon up, and antiphon chat in another termin
 
 
 class LazyCommandGroup(click.Group):
-    """Commands that are imported when they are taken."""
+    """A group whose commands are imported when they are called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMAND_MODULES)
@@ -93,10 +93,10 @@ def root(ctx: click.Context) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The whole program; its exit code."""
+    """Run the program and return its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    gc.disable()  # imports make hardly any garbage; an event loop turns it on again
-    os.umask(0o077)  # whatever is written holds conversations
+    gc.disable()  # imports create hardly any garbage; an event loop enables it again
+    os.umask(0o077)  # every file written may contain conversations
     # Pydantic would look for plugins in the metadata of every installed package at each start.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
@@ -105,11 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _abandon_stdout()
         return 1
-    except Exception as error:  # noqa: BLE001 - the last one to hear of it; `report_error` says it in one sentence
+    except Exception as error:  # noqa: BLE001 - the outermost handler; `report_error` prints it in one sentence
         return report_error(error, given)
     return code if isinstance(code, int) else 0
 
 
 def _abandon_stdout() -> None:
-    """Whoever read our output is gone; give the interpreter something else to flush."""
+    """Redirect stdout after its reader has closed it, so that the interpreter can still flush at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Whom a command asks: the gateway that runs, or the store itself where none does. Both answer the same."""
+"""The backend of a command: the running gateway, or the store itself if none runs. Both give the same answers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from antiphon.filters import HistoryFilter, ListFilter
     from antiphon.operations import IncomingMessage, Operations, SendRequest, SpawnRequest, StopView
 
-MAX_SESSIONS_COMPARED = 200  # the latest ones, to suggest one for a mistyped name
-MAX_INDEXING_SECONDS = 5.0  # seconds that somebody who searches waits for the index
-INDEXING_SLICE_SECONDS = 0.4  # seconds of them in one go, in which nobody else can own the directory
+MAX_SESSIONS_COMPARED = 200  # the most recent ones, to suggest one for a mistyped name
+MAX_INDEXING_SECONDS = 5.0  # how long a search waits for the index
+INDEXING_SLICE_SECONDS = 0.4  # how long one slice of indexing keeps the directory locked
 
 
 class Backend(Protocol):
-    """What commands ask of sessions. See `Operations`, of which this is a part."""
+    """The part of `Operations` that commands use."""
 
     async def submit(self, message: IncomingMessage) -> views.MessageReceipt: ...
     async def wait(self, run_id: str, timeout: float) -> views.RunView: ...
@@ -60,7 +60,7 @@ class Backend(Protocol):
 
 
 class LocalBackend:
-    """The operations of this process, asked by whoever sits at the machine."""
+    """Runs the operations in this process, with the rights of the local user."""
 
     def __init__(self, operations: Operations) -> None:
         from antiphon.access import Caller
@@ -159,7 +159,7 @@ def _ignore_change(_: str) -> None: ...
 def make_gateway_client(
     settings: Settings, on_change: Callable[[str], None] = _ignore_change
 ) -> Client | None:
-    """A client of the gateway that the command is to talk to, if there is one. Entering it connects."""
+    """Return a client for the gateway that the command should use, or None. Entering it connects."""
     site = find_gateway(settings)
     if site is None:
         return None
@@ -222,7 +222,7 @@ async def _find_similar_session(desk: Backend, reference: str) -> str | None:
 
 @asynccontextmanager
 async def open_backend_for_reading(settings: Settings) -> AsyncGenerator[Backend]:
-    """For questions: nothing is started to answer them."""
+    """Open a backend for queries, without starting anything."""
     if client := make_gateway_client(settings):
         async with client, _suggest_similar_session(client):
             yield client
@@ -239,16 +239,17 @@ async def open_backend_for_reading(settings: Settings) -> AsyncGenerator[Backend
 
 @asynccontextmanager
 async def open_backend_for_search(settings: Settings) -> AsyncGenerator[Backend]:
-    """For finding what was said: where no process is there that indexes it, this one does first, if it can."""
+    """Open a backend for searches; without a gateway, first index new messages if the store allows it."""
     if find_gateway(settings) is None:
-        with suppress(StoreFull, StoreLocked, StoreReadOnly):  # what is left is said with the answer
+        # The answer reports that the index is incomplete.
+        with suppress(StoreFull, StoreLocked, StoreReadOnly):
             await _index_new_messages(settings)
     async with open_backend_for_reading(settings) as desk:
         yield desk
 
 
 async def _index_new_messages(settings: Settings) -> None:
-    """A little at a time: whoever wants to own the directory meanwhile waits for one turn, not for all of it."""
+    """Index new messages in slices, so that a process that wants to own the directory waits for one slice at most."""
     from antiphon.engine.sessions import search
     from antiphon.state_access import open_store_exclusive, open_store_readonly
     from antiphon.store.statedir import StateDir
@@ -256,9 +257,8 @@ async def _index_new_messages(settings: Settings) -> None:
     config, home = settings.load_config_lazily(), StateDir.open_unlocked(settings.paths.state_dir)
     if config.store.url is not None:
         return
-    async with open_store_readonly(
-        config, home.path
-    ) as store:  # refuses what would have to be brought up to date first
+    # Fails if the schema would have to be migrated first.
+    async with open_store_readonly(config, home.path) as store:
         last, head = await store.read(search.load_index_position)
     left, clock = last < head, asyncio.get_running_loop().time
     until = clock() + MAX_INDEXING_SECONDS
@@ -271,7 +271,7 @@ async def _index_new_messages(settings: Settings) -> None:
 
 @asynccontextmanager
 async def open_backend_for_changes(settings: Settings) -> AsyncGenerator[Backend]:
-    """For changes that play no run: without a gateway this process has the directory to itself meanwhile."""
+    """Open a backend for changes that start no run; without a gateway, this process owns the directory meanwhile."""
     if client := make_gateway_client(settings):
         async with client, _suggest_similar_session(client):
             yield client
@@ -294,7 +294,7 @@ async def open_backend_for_changes(settings: Settings) -> AsyncGenerator[Backend
 async def open_backend_for_messages(
     settings: Settings, on_change: Callable[[str], None] = _ignore_change
 ) -> AsyncGenerator[tuple[Backend, Client | None]]:
-    """For messages: without a gateway this process hosts the directory while it talks."""
+    """Open a backend for messages; without a gateway, this process hosts the directory until it is closed."""
     if client := make_gateway_client(settings, on_change):
         async with client, _suggest_similar_session(client):
             yield client, client

@@ -1,7 +1,7 @@
-"""The score of a conversation between sessions: a column for each voice, and beside it what passes between them.
+"""Draws a conversation between sessions as a sequence diagram, with one column for each participant.
 
-Events in, moves out (`DiagramStepBuilder`); a move in, lines of text out (`Diagram`). Nothing here prints, waits or
-asks anybody.
+`DiagramStepBuilder` turns events into steps; `Diagram` turns a step into lines of text. Nothing here prints, waits or
+does other I/O.
 """
 
 from __future__ import annotations
@@ -17,35 +17,36 @@ from antiphon.bus import Delivered, Event, MessageAppended, RunChanged
 from antiphon.cli._output import bold, clean_text, dim, is_coloured
 from antiphon.messages import AssistantMessage, Provenance, ToolCall, ToolResult, UserMessage, decode_message
 
-MIN_TEXT_COLUMNS = 44  # columns that words need beside the voices
-MAX_PARTICIPANTS = 4  # that there is room for
+MIN_TEXT_COLUMNS = 44  # columns that the text needs beside the participants
+MAX_PARTICIPANTS = 4  # participants that fit
+# The first participant's column, and the allowed distances between participants.
 FIRST_PARTICIPANT_COLUMN, MIN_PARTICIPANT_GAP_COLUMNS, MAX_PARTICIPANT_GAP_COLUMNS = (
     3,
     9,
     14,
-)  # the first voice's column, and how far apart voices may stand
-MIN_DIAGRAM_COLUMNS = 72  # below this width there are no columns
-MAX_DIAGRAM_COLUMNS = 120  # beyond this, words would be too far from who says them
-PARTICIPANT_ANSI_COLOURS = ("1", "36", "35", "33")  # of the voices, as they come in
+)
+MIN_DIAGRAM_COLUMNS = 72  # below this width, steps are printed without columns
+MAX_DIAGRAM_COLUMNS = 120  # beyond this width, the text would be too far from its speaker
+PARTICIPANT_ANSI_COLOURS = ("1", "36", "35", "33")  # assigned to participants in order of appearance
 
 
 class DiagramStep(NamedTuple):
-    """Something that happened, as one would tell it: from whom to whom, by what means, and the words."""
+    """One step of the diagram: its source and target, the means, and the text."""
 
     source: str
     target: str | None
-    """None for what the source does by itself."""
+    """None if the source acts alone."""
     label: str
     words: str
     spoken: bool = False
-    """Whether somebody said these words, or they are about what happened."""
+    """True if the text was said by a participant, False if it describes what happened."""
 
 
-# --- what happened ---
+# --- events to steps ---
 
 
 class ParticipantTally(msgspec.Struct):
-    """How much one voice has said, and what that took."""
+    """How much one participant has said, and how many tokens that took."""
 
     runs: int = 0
     messages: int = 0
@@ -54,19 +55,21 @@ class ParticipantTally(msgspec.Struct):
 
 
 class DiagramStepBuilder:
-    """Makes moves of the events of a house. What was said is told once: when it is said, not where it arrives.
+    """Turns events into diagram steps. A message is shown once: when it is sent, not when it arrives.
 
     Sessions are independent, so an event may come before the one that explains it; it is held until then.
     """
 
     def __init__(self, names: Mapping[str, str], person: str, heard: Callable[[str], str] = str) -> None:
-        """`names` are the sessions to begin with, the one that `person` talks with first; `heard` is what of a text
-        is for people."""
+        """Start with the sessions in `names`; `person` talks to the first one.
+
+        `heard` returns the part of a text that is meant for people.
+        """
         self.tallies = {name: ParticipantTally() for name in names.values()}
         self.turns = Counter[str]()
-        """How often the sides of an exchange have answered each other, by its id."""
+        """How many turns each exchange has had, by its id."""
         self.over: set[str] = set()
-        """What has come to its end: deliveries, by their kind, and `wake` for a turn that was woken."""
+        """Kinds of deliveries that were made, and `wake` once a woken run has ended."""
         self._names = dict(names)
         self._confidant = next(iter(names.values()))
         self._person = person
@@ -87,7 +90,7 @@ class DiagramStepBuilder:
         return moves
 
     def _is_explained(self, event: MessageAppended | RunChanged | Delivered) -> bool:
-        """Whether its session is known, and for a delivery, whether its words stand there."""
+        """Whether the event's session is known and, for a delivery, whether its text was already shown."""
         if isinstance(event, Delivered):
             return (event.session_key, event.text) in self._standing
         return event.session_key in self._names
@@ -113,7 +116,7 @@ class DiagramStepBuilder:
             self.over.add("wake")
 
     def _build_delivery_step(self, name: str, event: Delivered) -> DiagramStep:
-        # The last paragraph of a report is for those who look after the house.
+        # The last paragraph of a report is meant for the operator.
         words, _, _ = event.text.partition("\n\n")
         read_by = self._person if name == self._confidant else None
         return DiagramStep(name, read_by, f"delivered to {name}'s chat", words, spoken=True)
@@ -134,7 +137,7 @@ class DiagramStepBuilder:
                 pass
 
     def _build_input_steps(self, name: str, message: UserMessage) -> Iterator[DiagramStep]:
-        """A message that begins a run."""
+        """Yield the steps for a message that begins a run."""
         cause = message.provenance
         text = message.content if isinstance(message.content, str) else ""
         if cause is None:
@@ -154,7 +157,7 @@ class DiagramStepBuilder:
     def _build_answer_steps(
         self, name: str, message: AssistantMessage, cause: Provenance | None
     ) -> Iterator[DiagramStep]:
-        """Words, to whoever they are for."""
+        """Yield the steps for an answer, addressed to its recipient."""
         text = self._heard(message.text)
         if message.provenance:
             words, _, _ = message.text.partition("\n\n")
@@ -174,7 +177,7 @@ class DiagramStepBuilder:
             case "spawn":
                 yield DiagramStep(name, None, "result", text, spoken=True)
             case _:
-                pass  # the words of an announce step are told when they are delivered
+                pass  # the text of an announce step is shown when it is delivered
 
     def _build_tool_result_steps(self, name: str, result: ToolResult) -> Iterator[DiagramStep]:
         found: dict[str, Any] = msgspec.json.decode(result.text)
@@ -204,7 +207,7 @@ class DiagramStepBuilder:
         return self._names.get(cause.source_session_key or "", "?")
 
 
-# --- how it looks ---
+# --- steps to text ---
 
 
 class DiagramCharacters(NamedTuple):
@@ -222,7 +225,7 @@ class DiagramCharacters(NamedTuple):
 
 UNICODE_CHARACTERS = DiagramCharacters("│", "─", "┼", "├", "┤", "►", "◄", "●", "“", "”")
 ASCII_CHARACTERS = DiagramCharacters("|", "-", "+", "|", "|", ">", "<", "*", '"', '"')
-"""For whatever may not know other characters than these: a pipe, a file, an old terminal."""
+"""For outputs that may support only ASCII: a pipe, a file, an old terminal."""
 
 
 class Diagram(Protocol):
@@ -231,14 +234,14 @@ class Diagram(Protocol):
 
 
 def make_diagram(voices: Sequence[str], width: int, marks: DiagramCharacters) -> Diagram:
-    """One that fits the width."""
+    """Return a diagram that fits the width."""
     if width < MIN_DIAGRAM_COLUMNS:
         return LinearDiagram(voices, width, marks)
     return ColumnDiagram(voices, min(width, MAX_DIAGRAM_COLUMNS), marks)
 
 
 class LinearDiagram:
-    """One voice after the other, for narrow places."""
+    """Prints one step after the other without columns, for narrow terminals."""
 
     def __init__(self, voices: Sequence[str], width: int, marks: DiagramCharacters) -> None:
         self._width = width
@@ -259,7 +262,7 @@ class LinearDiagram:
 
 
 class ColumnDiagram:
-    """A column for each voice, which goes on from line to line; whoever comes later gets the next one."""
+    """Draws a continuous column for each participant; a new participant gets the next column."""
 
     def __init__(self, voices: Sequence[str], width: int, marks: DiagramCharacters) -> None:
         self._marks = marks
@@ -340,7 +343,7 @@ class PaintText(Protocol):
 
 
 class _Palette:
-    """A colour for each voice, where there are colours."""
+    """Assigns a colour to each participant, if colours are supported."""
 
     def __init__(self, voices: Sequence[str]) -> None:
         self._voices = list(voices)
@@ -353,7 +356,7 @@ class _Palette:
 
 
 class _TextLine(NamedTuple):
-    """One line of what stands beside the columns."""
+    """One line of the text beside the columns."""
 
     label: str
     words: str
@@ -364,7 +367,7 @@ class _TextLine(NamedTuple):
 
 
 def _wrap_step(move: DiagramStep, width: int, marks: DiagramCharacters) -> list[_TextLine]:
-    """The label and the words, in lines of that width."""
+    """Return the label and the text, wrapped to the width."""
     words = clean_text(move.words).strip()
     if move.spoken:
         words = f"{marks.opening}{words}{marks.closing}"

@@ -1,4 +1,4 @@
-"""What `antiphon doctor` looks at beside the store: the bus, the gateways here, their token file and their port."""
+"""The checks of `antiphon doctor` beside the store: the bus, local gateways, their token file and their port."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from antiphon.gateway.discovery import DiscoveryRecord
 if TYPE_CHECKING:
     from antiphon.nats.connection import NatsServers
 
-GATEWAY_CONNECT_TIMEOUT_SECONDS = 2.0  # seconds in which a gateway on this machine takes a connection
-BUS_CONNECT_TIMEOUT_SECONDS = 3.0  # seconds in which one of the NATS servers does
+GATEWAY_CONNECT_TIMEOUT_SECONDS = 2.0  # for a gateway on this machine
+BUS_CONNECT_TIMEOUT_SECONDS = 3.0  # for one of the NATS servers
 
 
 async def check_bus(config: Config) -> list[Finding]:
-    """Whether a NATS server takes us, where gateways would go there."""
+    """Check that a NATS server accepts a connection, if gateways are configured to use one."""
     if config.bus.url is None or config.store.url is None:
         return []
     from antiphon.coordination import build_nats_servers
@@ -84,7 +84,7 @@ def _find_gateways_or_none(state_dir: Path) -> list[DiscoveryRecord] | None:
     try:
         return [*find_local_gateways(state_dir)]
     except StoreError:
-        return None  # which is a finding already
+        return None  # already reported as a finding
 
 
 def _check_gateway(found: DiscoveryRecord) -> Finding:
@@ -109,7 +109,7 @@ def _check_gateway(found: DiscoveryRecord) -> Finding:
 
 
 def _check_secrets(config: Config) -> Iterator[Finding]:
-    """Those without which `up` does not start."""
+    """Check the secrets without which `up` does not start."""
     auth, hooks = config.gateway.auth, config.hooks
     needed = {
         "gateway.auth.token": auth.token,
@@ -137,7 +137,7 @@ def _check_port(config: Config) -> Iterator[Finding]:
 
 
 def _check_token_file(state_dir: Path) -> Iterator[Finding]:
-    """Read as the gateway reads it."""
+    """Check the token file by reading it as the gateway does."""
     from antiphon.gateway.tokens import TOKEN_FILE_NAME, TokenRegistry
 
     path = state_dir / TOKEN_FILE_NAME

@@ -1,4 +1,4 @@
-"""The sessions that take part in what goes on between sessions: they are there, or they are an agent's main one."""
+"""Checks that a session named on the command line exists, or creates it if it is an agent's main session."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 async def ensure_session_exists(desk: Backend, reference: str) -> None:
-    """As for an agent: only a main session is founded by being named. Any other that is missing is mistyped.
+    """Create a main session if it does not exist. Any other missing session counts as mistyped, as it does for agents.
 
     Raises:
-        NotFound: there is no such session.
+        NotFound: no such session exists.
     """
     try:
         await desk.describe(reference)
     except NotFound:
-        # The agent matters only to short names, and `main` is a main session whoever's it is.
+        # The agent matters only to short names, and `main` is the main session of any agent.
         meant = keys.canonicalise(reference, agent_id="main")
         if not isinstance(meant, keys.SessionKey) or meant.kind != "main":
             raise

@@ -1,6 +1,6 @@
-"""How a failure is told: one sentence and a next step on standard error, and an exit code.
+"""Reports failures: one sentence and a next step on standard error, and an exit code.
 
-With `--json` the same is one JSON object. A traceback is for `--debug`, and for the log.
+With `--json` the same is one JSON object. Tracebacks are shown only with `--debug`, and written to the log.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ ACCESS_HINT = (
 
 
 def report_error(error: Exception, arguments: Sequence[str]) -> int:
-    """Tell, and return the exit code. `arguments` say how: nothing else is known when they were wrong."""
+    """Print an error and return the exit code.
+
+    The output format is read from `arguments`, because options are not parsed yet when parsing them is what failed.
+    """
     if isinstance(error, click.exceptions.Abort):
         return INTERRUPTED_EXIT_CODE
     machine = "--json" in arguments
@@ -39,7 +42,7 @@ def report_error(error: Exception, arguments: Sequence[str]) -> int:
         _print_error(machine, error.code, error.what, _choose_hint(error), error.data)
         return error.exit_code
     if isinstance(error, click.exceptions.NoArgsIsHelpError) and not machine:
-        click.echo(error.format_message())  # a group alone explains itself
+        click.echo(error.format_message())  # a group without a command prints its help
         return 0
     if isinstance(error, click.ClickException):
         _print_error(machine, "usage", error.format_message(), _format_usage_hint(error), {})
@@ -50,7 +53,7 @@ def report_error(error: Exception, arguments: Sequence[str]) -> int:
 
 
 def _choose_hint(error: AntiphonError) -> str:
-    """The hint of an error; for a refused token, how to pass one on the command line."""
+    """Return the hint of an error; for a refused token, how to pass one on the command line."""
     if isinstance(error, TooManyFailures):
         return error.hint
     if isinstance(error, Unauthorized) and "code" in error.data:  # from a gateway
@@ -61,7 +64,7 @@ def _choose_hint(error: AntiphonError) -> str:
 
 
 def get_run_exit_code(view: RunView) -> int:
-    """The exit code of a command whose run ended like this."""
+    """Return the exit code of a command from the end of its run."""
     if view.state == "ok":
         return 0
     return ProviderError.exit_code if view.error_code == ProviderError.code else 1

@@ -1,7 +1,7 @@
-"""Finding a gateway: one that was named, or the one that runs on the state directory.
+"""Finds a gateway: one named by the user, or the one that runs on the state directory.
 
-A running gateway notes its address there. The note is believed while the process that wrote it owns the
-directory; one that a killed process has left behind says nothing.
+A running gateway records its address there. The record is valid only while the process that wrote it owns the
+directory; one left behind by a killed process is ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def find_running_gateway(state_dir: Path) -> DiscoveryRecord | None:
-    """The gateway that owns the directory now."""
+    """Return the gateway that owns the directory now."""
     found = discovery.read(state_dir)
     if (
         found
@@ -46,7 +46,7 @@ def is_process_alive(pid: int) -> bool:
 
 
 def find_gateway(settings: Settings) -> Site | None:
-    """The gateway that a command is to talk to; None when there is none and the store itself is to be used."""
+    """Return the gateway that a command should use; None if none runs and the store itself is to be used."""
     if named := settings.named_gateways:
         return _make_site(_to_websocket_url(named[0]), _read_given_token(settings))
     found = next(find_local_gateways(settings.paths.state_dir), None)
@@ -56,16 +56,16 @@ def find_gateway(settings: Settings) -> Site | None:
 
 
 def find_named_gateways(settings: Settings) -> list[Site]:
-    """The gateways named by the user, in the order in which they are tried."""
+    """Return the gateways named by the user, in the order in which they are tried."""
     token = _read_given_token(settings)
     return [_make_site(_to_websocket_url(url), token) for url in settings.named_gateways]
 
 
 def find_local_gateways(state_dir: Path) -> Iterator[DiscoveryRecord]:
-    """The gateways on this machine: the one that owns the directory, and replicas started with `up --join`.
+    """Yield the gateways on this machine: the owner of the directory, and replicas started with `up --join`.
 
     Raises:
-        StoreError: this user cannot tell what is in the directory.
+        StoreError: this user cannot read the directory.
     """
     StateDir.open_unlocked(state_dir).check_readable()
     for place in (state_dir, *sorted((state_dir / REPLICAS_DIRECTORY_NAME).glob("[0-9]*"))):
@@ -75,14 +75,14 @@ def find_local_gateways(state_dir: Path) -> Iterator[DiscoveryRecord]:
 
 def _make_site(url: str, secret: str | None) -> Site:
     from antiphon.client.connection import (
-        Site,  # brings a WebSocket library, which the store alone does not need
+        Site,  # imports a WebSocket library, which the store alone does not need
     )
 
     return Site(url, secret)
 
 
 def _to_websocket_url(url: str) -> str:
-    """The address, also if it was written as that of a web page."""
+    """Return the WebSocket address, also for one given as http or https."""
     parts = urlsplit(url)
     scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
     if scheme not in {"ws", "wss"} or not parts.hostname or parts.username or parts.password:
@@ -93,7 +93,7 @@ def _to_websocket_url(url: str) -> str:
 
 
 def _read_given_token(settings: Settings) -> str | None:
-    """A token that was given for this command. It is never an argument: others can read those."""
+    """Read the token given for this command. It is never an argument, because other users can read those."""
     if settings.token_file is None:
         return os.environ.get("ANTIPHON_TOKEN") or None
     path = expand_home(settings.token_file)
@@ -108,7 +108,7 @@ def _read_given_token(settings: Settings) -> str | None:
 
 
 def _read_owner_token(settings: Settings) -> str | None:
-    """What the owner of the state directory is known by."""
+    """Read the token that authenticates the owner of the state directory."""
     from antiphon.gateway.tokens import TOKEN_FILE_NAME as TOKENS
     from antiphon.gateway.tokens import TokenRegistry
 
@@ -128,7 +128,7 @@ def _read_owner_token(settings: Settings) -> str | None:
 
 
 def _mentions_auth(config: Path) -> bool:
-    """Whether it is worth reading the configuration, which takes longer than what most commands do."""
+    """Whether the configuration may set a token; reading all of it takes longer than most commands."""
     try:
         return b"auth" in config.read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Whom `antiphon cron` asks: the gateway that runs, or the store itself where none does."""
+"""The backend of `antiphon cron`: the running gateway, or the store itself if none runs."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ class _StoreJobBackend:
 
 
 async def find_job(timetable: JobBackend, reference: str) -> JobView:
-    """The job with this id or name, or the only one whose id or name begins with it."""
+    """Return the job with this id or name, or the only one whose id or name begins with it."""
     jobs = await timetable.list()
     return find_by_name(reference, jobs, lambda job: (job.id, job.name), "job", "See `antiphon cron list`.")
 
 
 @asynccontextmanager
 async def open_jobs_for_reading(settings: Settings) -> AsyncGenerator[JobBackend]:
-    """For looking at the jobs."""
+    """Open the jobs for reading."""
     if client := make_gateway_client(settings):
         async with client:
             yield _GatewayJobBackend(client)
@@ -105,7 +105,7 @@ async def open_jobs_for_reading(settings: Settings) -> AsyncGenerator[JobBackend
 
 @asynccontextmanager
 async def open_jobs_for_changes(settings: Settings) -> AsyncGenerator[JobBackend]:
-    """For changing them. Nothing fires meanwhile where no gateway runs."""
+    """Open the jobs for changes. Without a gateway, no job fires meanwhile."""
     if client := make_gateway_client(settings):
         async with client:
             yield _GatewayJobBackend(client)
@@ -118,7 +118,7 @@ async def open_jobs_for_changes(settings: Settings) -> AsyncGenerator[JobBackend
 
 
 async def fire_job(settings: Settings, reference: str) -> JobFireResult:
-    """Fire one now; without a gateway, in this process and to its end."""
+    """Fire a job now; without a gateway, in this process until its run has ended."""
     if client := make_gateway_client(settings):
         async with client:
             job_id = (await find_job(_GatewayJobBackend(client), reference)).id
@@ -140,18 +140,18 @@ async def fire_job(settings: Settings, reference: str) -> JobFireResult:
 
 
 def _make_idempotency_params() -> dict[str, str]:
-    """So that a gateway that went away may be asked again."""
+    """Return an idempotency key, so that the call can be repeated after the connection was lost."""
     return {"idempotencyKey": str(uuid.uuid4())}
 
 
 def _make_idle_schedules(config: Config, store: Store) -> JobOperations:
-    """The schedules of a store in which nothing runs: they can be read and changed, and nothing can fire."""
+    """Return job operations for a store in which nothing runs: jobs can be read and changed, but none fires."""
     from antiphon.bus.local import LocalBus
     from antiphon.engine.jobs.jobs import FiringContext
     from antiphon.engine.jobs.scheduler import Scheduler
     from antiphon.engine.sessions.resolver import SessionResolver
 
     clock, terms = store.clock, FiringContext(config, SessionResolver(config))
-    nobody = cast("Engine", None)  # only a scheduler that runs asks it, and this one does not
+    nobody = cast("Engine", None)  # only a running scheduler uses the engine, and this one does not run
     scheduler = Scheduler(terms=terms, store=store, bus=LocalBus(), clock=clock, engine=nobody)
     return JobOperations(store=store, clock=clock, scheduler=scheduler)

@@ -1,4 +1,4 @@
-"""Where a gateway keeps what is its own, and where it listens, when several run on one machine."""
+"""Reserves a state directory and a port for a gateway that joins others on the same machine."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ if TYPE_CHECKING:
     from antiphon.config import LoadedConfig
     from antiphon.store.statedir import StateDir
 
-MAX_REPLICAS_PER_MACHINE = 100  # replicas of one configuration on one machine
-JOIN_TIMEOUT_SECONDS = (
-    3600.0  # seconds for one that started before to take its place, perhaps after a migration
-)
+MAX_REPLICAS_PER_MACHINE = 100  # of one configuration
+# How long a replica that started earlier may take to start, perhaps with a migration.
+JOIN_TIMEOUT_SECONDS = 3600.0
 
 
 class JoinSlot(msgspec.Struct, frozen=True):
     state_dir: Path
     port: int | None
     turn: StateDir | None = None
-    """Until the place is taken nobody else looks for one, who would find the same."""
+    """The lock that keeps other replicas from reserving the same directory; held until the gateway has started."""
 
     @classmethod
     def reserve(cls, loaded: LoadedConfig, state_dir: Path, port: int | None) -> JoinSlot:
-        """The next directory that no other replica is in, and a free port if the one to listen on is taken.
+        """Reserve the next directory that no other replica uses, and a free port if the configured one is taken.
 
         Raises:
-            ConfigError: there is nothing that could be shared.
+            ConfigError: the store or the bus is not shared.
         """
         for name in ("store", "bus"):
             if getattr(loaded.config, name).url is None:
@@ -48,7 +47,7 @@ class JoinSlot(msgspec.Struct, frozen=True):
         return cls(_find_free_directory(parent), wanted if _is_port_free(wanted) else 0, turn)
 
     def release_join_lock(self) -> None:
-        """The gateway is there."""
+        """Let the next replica reserve its directory, now that this gateway has started."""
         if self.turn is not None:
             self.turn.close()
 

@@ -1,7 +1,7 @@
-"""The log: a file in the state directory, so that what the terminal shows stays readable.
+"""The log: a file in the state directory, so that the terminal output stays readable.
 
-One JSON object per line, with the run and the session it is about where the one who logs knows them. Whoever
-watches with `--debug` reads the same as plain lines.
+Each line is one JSON object, with the run and the session if the caller passes them. `--debug` also prints the same
+records as plain lines.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from antiphon.store import STORE_TROUBLE_LOGGER
 
 MAX_LOG_FILE_BYTES = 2**20
 DEBUG_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+# Keys of `extra` that are written; all others are dropped.
 CONTEXT_FIELDS = (
     "run_id",
     "session_key",
-)  # of what is given as `extra`; nothing else is written, whoever logs
+)
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object per line, its fields always in the same order."""
+    """Formats a record as one JSON object per line, with a fixed order of fields."""
 
     converter = time.gmtime
     default_time_format = "%Y-%m-%dT%H:%M:%S"
@@ -49,7 +50,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _CleanFormatter(logging.Formatter):
-    """A log is read on a terminal, and quotes what others have said."""
+    """Formats a record without control characters, since logs quote foreign text and are read on terminals."""
 
     def format(self, record: logging.LogRecord) -> str:
         return clean_text(super().format(record))
@@ -57,7 +58,7 @@ class _CleanFormatter(logging.Formatter):
 
 class _IgnoreWriteErrors(logging.Handler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """The disk may be full, or nobody there to read: that is not to be told in the middle of a conversation."""
+        """Ignore failed writes (disk full, closed terminal): a traceback would interrupt the conversation."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
@@ -72,9 +73,9 @@ class _StderrHandler(_IgnoreWriteErrors, logging.StreamHandler[TextIO]):
 
 
 def configure_logging(state_dir: Path, *, debug: bool) -> None:
-    """Write what the program logs there; with `debug` also to standard error.
+    """Write log records to the state directory; with `debug` also to standard error.
 
-    That nothing can be kept for now is said there in any case: else whoever waits would not know what for.
+    If the disk is full, that is printed to standard error in any case, because the command may be waiting for space.
     """
     file = _LogFileHandler(
         state_dir / LOG_FILE_NAME, maxBytes=MAX_LOG_FILE_BYTES, backupCount=2, delay=True, encoding="utf-8"

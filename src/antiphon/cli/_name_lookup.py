@@ -1,4 +1,4 @@
-"""Finds the one item that a name, an id or the beginning of one refers to."""
+"""Finds the one item that a name, an id or a prefix of one refers to."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MAX_CANDIDATES = 10
 def find_by_name(
     target: str, found: Sequence[T], names: Callable[[T], Sequence[str]], what: str, hint: str
 ) -> T:
-    """The item with exactly this name, or else the only one with a name that begins with it.
+    """Return the item with exactly this name, or else the only one with a name that begins with it.
 
     `names` gives the names of an item. The first one must be unique: the error for an ambiguous target lists it.
 
     Raises:
         NotFound: no item has this name; the most similar one is suggested.
-        Ambiguous: several items fit.
+        Ambiguous: several items match.
     """
     fitting = [it for it in found if target in names(it)]
     if not fitting and target:

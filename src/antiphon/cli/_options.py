@@ -1,16 +1,16 @@
-"""What every command is told: where the configuration and the state are, and how to print.
+"""Options common to all commands: where the configuration and the state are, and how to print.
 
-The options stand before or after the command's name; the environment is asked where neither does.
+They may stand before or after the command's name; otherwise environment variables are used.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import click
-import msgspec
 
 from antiphon.paths import Paths, locate_paths
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Settings(msgspec.Struct):
+@dataclass
+class Settings:
     config: str | None = None
     state_dir: str | None = None
     json: bool = False
@@ -34,7 +35,7 @@ class Settings(msgspec.Struct):
 
     @property
     def named_gateway(self) -> str | None:
-        """The address of a gateway that was named; else that of the state directory is meant."""
+        """The gateway address that the user named; None selects the gateway of the state directory."""
         return next(iter(self.named_gateways), None)
 
     @property
@@ -44,15 +45,16 @@ class Settings(msgspec.Struct):
         return [url.strip() for url in given.split(",") if url.strip()]
 
     def load_config_lazily(self) -> Config:
-        """The configuration, read when something first asks for more of it than is known without.
+        """Return the configuration, read only when an attribute is needed that is not known without it.
 
-        Reading it takes longer than most commands, and a file that does not have a section's name says nothing in it.
+        Reading it takes longer than most commands do, and a file that does not contain a section's name does not set
+        it.
         """
         from antiphon.keys import DEFAULT_AGENT_ID
 
         known: dict[str, object] = {}
         if (said := self._read_config_bytes()) is None:
-            return self.load().config  # which says what is wrong with it
+            return self.load().config  # raises an error that explains what is wrong
         if b"store" not in said:
             known["store"] = _DefaultStoreSettings()
         if b"session" not in said and b"agents" not in said:
@@ -60,18 +62,18 @@ class Settings(msgspec.Struct):
             known["session"] = _LazyObject(lambda: self.load().config.session, DEFAULT_SESSION_SETTINGS)
         if b"agents" not in said and b"models" not in said:
             known["agent_ids"] = (DEFAULT_AGENT_ID,)
-            known["model_ref"] = lambda agent_id: REHEARSAL_MODEL  # pyright: ignore[reportUnknownLambdaType]
+            known["get_model_ref"] = lambda agent_id: REHEARSAL_MODEL  # pyright: ignore[reportUnknownLambdaType]
             known["find_model"] = self._find_model
         if not any(name in said for name in (b"mirror", b"store", b"bus")):
             known["mirrors_transcripts"] = True
         return cast("Config", _LazyObject(lambda: self.load().config, known))
 
     def _find_model(self, ref: str) -> object:
-        """As the configuration finds it; of the built-in model everything is known without one."""
+        """Return a model as the configuration would; the built-in model is known without reading it."""
         return _FoundModel() if ref == REHEARSAL_MODEL else self.load().config.find_model(ref)
 
     def _read_config_bytes(self) -> bytes | None:
-        """What the file says: nothing where there is none and need not be, and None where it cannot be read."""
+        """Return the content of the file: empty if an optional file is missing, None if it could not be read."""
         paths = self.paths
         try:
             return paths.config.read_bytes()
@@ -81,7 +83,7 @@ class Settings(msgspec.Struct):
             return None
 
     def load(self) -> LoadedConfig:
-        """The configuration; a file that nobody named need not exist."""
+        """Load the configuration. The default file need not exist; a file named by the user must."""
         from antiphon.config import load
 
         paths = self.paths
@@ -89,34 +91,34 @@ class Settings(msgspec.Struct):
 
 
 DEFAULT_SESSION_SETTINGS = {"main_key": "main", "scope": "per-sender"}
-"""What says which session a name means, where the section `session` does not."""
+"""Settings that decide which session a name refers to, if the section `session` does not set them."""
 
 
 REHEARSAL_MODEL = "rehearsal/rehearsal"
-"""What answers where no model is configured."""
+"""The model that answers if none is configured."""
 
 
 class _RehearsalModel(NamedTuple):
-    """What rows say about the built-in model."""
+    """The attributes of the built-in model that session rows show."""
 
     context_window: None = None
 
 
 class _FoundModel(NamedTuple):
-    """The built-in model, as the configuration would find it."""
+    """The built-in model, in the form in which the configuration returns models."""
 
     model: _RehearsalModel = _RehearsalModel()
 
 
 class _DefaultStoreSettings(NamedTuple):
-    """What is asked of the section `store` where there is none."""
+    """The values of the section `store` if it is not configured."""
 
     url: None = None
     synchronous: str = "full"
 
 
 class _LazyObject:
-    """Stands in for an object until one of its attributes is wanted that is not known without it."""
+    """Stands in for an object until an attribute is needed that is not known without it."""
 
     def __init__(self, make: Callable[[], object], known: Mapping[str, object]) -> None:
         self._make = make
@@ -129,14 +131,14 @@ class _LazyObject:
 
 def _store_option(ctx: click.Context, param: click.Parameter, value: object) -> None:
     settings = ctx.ensure_object(Settings)
-    if value == "":  # a variable that is not set must not lead elsewhere
+    if value == "":  # an unset shell variable must not silently select the default
         raise click.UsageError(f"{param.opts[0]} is empty; say what it is, or leave it out.")
     if value and param.name:
         setattr(settings, param.name, value)
 
 
 def get_session_reference(agent: str | None, key: str | None) -> str:
-    """The session that `--agent` and `--session` name; what is empty names none, and is refused where it is opened."""
+    """Return the session that `--agent` and `--session` name; empty values are refused later, on opening."""
     if agent is not None and key is not None:
         raise click.UsageError("--agent and --session both say where; keep one of them.")
     if key is not None:
@@ -145,7 +147,7 @@ def get_session_reference(agent: str | None, key: str | None) -> str:
 
 
 def common_options(function: F) -> F:
-    """The options of every command; commands reach them with `click.pass_obj`."""
+    """Add the options of every command; commands access them with `click.pass_obj`."""
     for option in (
         click.option(
             "--debug", is_flag=True, help="Show tracebacks.", expose_value=False, callback=_store_option
@@ -177,7 +179,7 @@ def common_options(function: F) -> F:
 
 
 def gateway_options(function: F) -> F:
-    """The options of a command that talks to a gateway: another one than that of the state directory."""
+    """Add the options that select another gateway than that of the state directory."""
     for option in (
         click.option(
             "--token-file",

@@ -1,4 +1,4 @@
-"""Printing: JSON, tables, and text from conversations made safe for a terminal."""
+"""Prints JSON, tables, and text from conversations that is made safe for a terminal."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from typing import Any, cast
 
 import click
 
-MAX_MESSAGE_CHARS = 4000  # characters of one message in a listing for people; --json has everything
+MAX_MESSAGE_CHARS = 4000  # of one message in a listing on a terminal; --json prints the whole message
 MAX_PADDED_CHARS = 60  # column width in a pipe; longer cells are printed in full
-MAX_CALL_CHARS, MAX_BRIEF_CALL_CHARS = 200, 60  # of a tool call's text in a history, and in a chat
+MAX_CALL_CHARS, MAX_BRIEF_CALL_CHARS = 200, 60  # of a tool call's text: in a history, and in a chat
+# Arguments of a tool call that name a session or an agent.
 TARGET_ARGUMENTS = (
     "label",
     "sessionKey",
     "agentId",
     "target",
     "key",
-)  # of a tool call: the session or agent meant
+)
 TEXT_ARGUMENTS = ("message", "task", "text", "query")
 NEXT_SMALLER_UNIT = {"d": "h", "h": "min", "min": "s"}
 _CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -46,12 +47,12 @@ def red(text: str) -> str:
 
 
 def clean_text(text: str) -> str:
-    """Without control characters: what a model says must not be able to command the terminal."""
+    """Remove control characters, so that a model's output cannot control the terminal."""
     return _CONTROL_CHARACTERS.sub("\ufffd", text.replace("\r\n", "\n"))
 
 
 def clean_line(text: str) -> str:
-    """A name or another short text, cleaned and in one line."""
+    """Return a name or another short text, cleaned and on one line."""
     return clean_text(text).replace("\n", " ")
 
 
@@ -60,7 +61,7 @@ def clip_text(text: str, most: int = MAX_MESSAGE_CHARS) -> str:
 
 
 def print_json(value: object, *, compact: bool = False) -> None:
-    """One JSON value."""
+    """Print one JSON value."""
     import msgspec
 
     encoded = escape_control_characters(msgspec.json.encode(value))
@@ -68,12 +69,12 @@ def print_json(value: object, *, compact: bool = False) -> None:
 
 
 def escape_control_characters(encoded: bytes) -> bytes:
-    """The same JSON, without the control characters that it may contain as they are and a terminal would obey."""
+    """Escape control characters that JSON allows unescaped but a terminal would interpret."""
     return _C1_CONTROL_BYTES.sub(lambda found: b"\\u00%02x" % found[1][0], encoded)
 
 
 def format_duration(ms: int) -> str:
-    """How long something takes, in its two largest units."""
+    """Format a duration in its two largest units."""
     for size, unit in ((86_400_000, "d"), (3_600_000, "h"), (60_000, "min")):
         if ms >= size:
             rest = ms % size * 24 // size if unit == "d" else ms % size * 60 // size
@@ -90,14 +91,14 @@ def format_age(ms: int) -> str:
 
 
 def format_time(ms: int) -> str:
-    """A time in the machine's time zone, to the minute."""
+    """Format a time in the local time zone, to the minute."""
     from datetime import datetime
 
     return datetime.fromtimestamp(ms / 1000).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def shorten_text(text: str, most: int) -> str:
-    """A text on one line, shortened for a terminal and whole for a pipe."""
+    """Return a text on one line, shortened for a terminal and in full for a pipe."""
     words = " ".join(text.split())
     return words if len(words) <= most or not sys.stdout.isatty() else f"{words[: most - 1]}…"
 
@@ -106,13 +107,11 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print rows in columns, or stacked if the terminal is too narrow for the columns. Cells are never cut."""
     edge = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     cells = [[clean_line(cell) for cell in row] for row in rows]
-    if (
-        edge is not None
-    ):  # empty columns are left out on a terminal; a pipe keeps them, since it is read by column
+    if edge is not None:  # a terminal omits empty columns; a pipe keeps them, since scripts read by column
         used = [not cells or any(row[i] for row in cells) for i in range(len(headings))]
         headings, *cells = ([*compress(row, used)] for row in (headings, *cells))
     widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
-    if edge is None:  # so that one long text does not widen every line
+    if edge is None:  # one long text must not widen every line
         widths = [min(width, MAX_PADDED_CHARS) for width in widths]
     lines = [_align_cells(row, widths) for row in (headings, *cells)]
     if edge is None or max(map(len, lines)) <= edge:
@@ -127,9 +126,9 @@ def _align_cells(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _stack_cells(headings: Sequence[str], cells: Sequence[str], edge: int) -> list[str]:
-    """One row on several lines: its first cell, then the others with their names, as many as fit on a line.
+    """Return one row on several lines: its first cell, then the others with their headings, as many as fit on a line.
 
-    A word that is wider than the terminal is not broken, so that a key can be copied.
+    A word wider than the terminal is not broken, so that a key can be copied.
     """
     import textwrap
 
@@ -172,7 +171,7 @@ def print_entry(ms: int | None, speaker: str, text: str, number: int | None = No
 
 
 def _wrap_lines(text: str, indent: int, taken: int) -> list[str]:
-    """The lines of a text, wrapped between words on a terminal."""
+    """Return the lines of a text, wrapped between words on a terminal."""
     lines = text.split("\n")
     if not sys.stdout.isatty():
         return lines
@@ -181,7 +180,7 @@ def _wrap_lines(text: str, indent: int, taken: int) -> list[str]:
     width = max(20, shutil.get_terminal_size().columns - indent)
     folded: list[str] = []
     for number, whole in enumerate(lines):
-        used = " " * taken if number == 0 else ""  # room for the speaker
+        used = " " * taken if number == 0 else ""  # room for the speaker's name
         if len(used) + len(whole) <= width:
             folded.append(whole)
             continue
@@ -193,7 +192,7 @@ def _wrap_lines(text: str, indent: int, taken: int) -> list[str]:
 
 
 def format_entry_text(item: Mapping[str, Any]) -> str:
-    """The words of a history entry, as a person would want to read them."""
+    """Return the text of a history entry as shown to people."""
     if item.get("role") == "compaction":
         return clean_text(clip_text(f"(summary of earlier messages) {item.get('summary', '')}"))
     content = item.get("content")
@@ -219,7 +218,7 @@ def _format_block(block: Any) -> str:
 
 
 def format_tool_calls(body: Mapping[str, Any]) -> list[str]:
-    """The tool calls of a message on one line each: the tool, its target and the text sent to it."""
+    """Return the tool calls of a message on one line each: the tool, its target and the text sent to it."""
     content: Any = body.get("content")
     blocks = cast("list[Any]", content) if isinstance(content, list) else []
     found = [cast("dict[str, Any]", block) for block in blocks if isinstance(block, dict)]
@@ -231,7 +230,7 @@ def format_tool_calls(body: Mapping[str, Any]) -> list[str]:
 
 
 def _format_tool_call(block: Mapping[str, Any], most: int, *, whole: bool = False) -> str:
-    """A tool call as `sessions_send → helper: "When does…"`; with `whole`, also its other arguments."""
+    """Format a tool call as `sessions_send → helper: "When does…"`; with `whole`, also its other arguments."""
     given: object = block.get("arguments") or {}
     name = str(block.get("name"))
     arguments = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
@@ -248,7 +247,7 @@ def _format_tool_call(block: Mapping[str, Any], most: int, *, whole: bool = Fals
 
 
 def shorten_session_key(key: str) -> str:
-    """The agent's id for its main session, else the session key."""
+    """Return the agent's id for its main session, else the session key."""
     parts = key.split(":")
     return parts[1] if len(parts) == 3 and parts[0] == "agent" and parts[2] == "main" else key
 

@@ -1,4 +1,4 @@
-"""Numbers and times that are given on the command line."""
+"""Parameter types for numbers and times on the command line."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import click
 
-MILLISECONDS_PER_UNIT = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}  # milliseconds
+MILLISECONDS_PER_UNIT = {"s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 
 
 class FiniteNumberParam(click.FloatRange):
-    """A number of something. `inf` and `nan` are numbers to Python, and no time to anybody."""
+    """A finite number. Python's float also accepts `inf` and `nan`, which make no sense as a time."""
 
     def __init__(self, unit: str, least: float, most: float, *, min_open: bool = False) -> None:
         super().__init__(least, most, min_open=min_open)
@@ -27,7 +27,7 @@ class FiniteNumberParam(click.FloatRange):
 
 
 class IntervalParam(click.ParamType[int]):
-    """A number and its unit, such as 90s, 10m, 6h or 1d, and not nothing; as milliseconds."""
+    """A positive number with a unit, such as 90s, 10m, 6h or 1d; returned in milliseconds."""
 
     name = "interval"
 
@@ -41,7 +41,7 @@ class IntervalParam(click.ParamType[int]):
 
 
 class TimeParam(click.ParamType[int]):
-    """So long ago, or a date or time of ISO 8601, which is the machine's without an offset; as milliseconds."""
+    """A time as an age (10m) or in ISO 8601, local if it has no offset; returned in milliseconds."""
 
     name = "moment"
 

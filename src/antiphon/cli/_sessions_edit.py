@@ -1,4 +1,4 @@
-"""`antiphon sessions label`, `reset`, `restore` and `delete`: what is done to a session apart from talking in it."""
+"""`antiphon sessions label`, `reset`, `restore` and `delete`: changes to a session other than messages."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _confirm_delete(session: str) -> bool:
 
 
 async def _load_deletable_session(settings: Settings, reference: str) -> SessionView:
-    """The session, unless it cannot be deleted, or an earlier conversation of it was named."""
+    """Return the session; raise if it cannot be deleted, or if the reference names an earlier conversation of it."""
     from antiphon.cli._backend import open_backend_for_reading
     from antiphon.filters import HistoryFilter
     from antiphon.operations import request_validation
@@ -133,7 +133,7 @@ async def _load_deletable_session(settings: Settings, reference: str) -> Session
 
 
 async def _delete_session(settings: Settings, session: SessionView) -> None:
-    """With the conversation that was looked at: by now the key, or the label, may stand for something else."""
+    """Delete the session only if it still has the confirmed conversation: its key or label may have been reused."""
     from antiphon.access import build_session_missing_error
     from antiphon.cli._backend import open_backend_for_changes
 

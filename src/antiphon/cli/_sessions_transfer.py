@@ -78,7 +78,8 @@ async def _import(settings: Settings, directory: Path, agent: str | None, *, dry
     from antiphon.transfers.imports import import_source, scan_source
 
     config, state_dir = settings.load().config, settings.paths.state_dir
-    source = scan_source(directory, config, agent)  # what is refused leaves no state directory behind
+    # Before the store is opened, so that a refused import leaves no state directory behind.
+    source = scan_source(directory, config, agent)
     with tempfile.TemporaryDirectory() as empty:
         home = StateDir.open_unlocked(state_dir)
         home.check_readable()

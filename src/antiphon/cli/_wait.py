@@ -1,4 +1,4 @@
-"""Staying until what a command has begun is over: for whoever waits, and where nobody else would go on with it."""
+"""Waits until the work that a command has started is done: for the user, or because only this process runs it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from antiphon.cli._backend import Backend
     from antiphon.views import DeliveryView, RunView, TaskView
 
-RUN_WAIT_SECONDS = 60.0  # seconds of one wait for a run that is waited for to its end
-POLL_SECONDS = 0.2  # seconds between two looks at what no event tells of
-DELIVERY_PAGE_ROWS = 500  # deliveries
-DELIVERY_WAIT_SECONDS = 5.0  # seconds in which what was posted to a web chat is there
+RUN_WAIT_SECONDS = 60.0  # length of one wait; repeated until the run has ended
+POLL_SECONDS = 0.2  # between two polls of state that has no event
+DELIVERY_PAGE_ROWS = 500
+DELIVERY_WAIT_SECONDS = 5.0  # in which a delivery to a web chat normally arrives
 
 
 @contextmanager
@@ -62,9 +62,9 @@ async def wait_for_run_end(desk: Backend, run_id: str) -> RunView:
 
 
 async def wait_until_idle(desk: Backend, *sessions: str) -> None:
-    """Until nothing plays or waits in these sessions, and what was said for people has gone out.
+    """Wait until nothing runs or is queued in these sessions, and every delivery has been sent.
 
-    Each step of what goes on between sessions queues the next one when it ends, so there is no moment in between.
+    Each step of an exchange queues the next one when it ends, so a session is not idle between them.
     """
     while runs := [run for session in sessions for run in await desk.unfinished(session)]:
         await wait_for_run_end(desk, runs[0])
@@ -81,7 +81,7 @@ async def _wait_for_deliveries(desk: Backend) -> None:
 
 
 async def wait_for_delivery(desk: Backend, delivery: DeliveryView) -> DeliveryView:
-    """A delivery that is sent again, once that has come to something; or as it is after a moment."""
+    """Wait until a retried delivery was sent or failed, for a few seconds at most; return its current state."""
     until = asyncio.get_running_loop().time() + DELIVERY_WAIT_SECONDS
     while True:
         page = await desk.deliveries(None, DELIVERY_PAGE_ROWS)
@@ -94,9 +94,9 @@ async def wait_for_delivery(desk: Backend, delivery: DeliveryView) -> DeliveryVi
 async def wait_for_task(
     desk: Backend, session: str, run_id: str, seconds: float | None, tell: Callable[[TaskView], None]
 ) -> TaskView | None:
-    """A task when it has settled, or as it is when the time is over; `tell` hears of every phase.
+    """Wait until a task has settled or the time is over, and return it; `tell` is called for every phase.
 
-    None is one that was over long ago, and is in no list any more.
+    Returns None for a task that ended so long ago that it is no longer listed.
     """
     loop = asyncio.get_running_loop()
     until = None if seconds is None else loop.time() + seconds
@@ -112,12 +112,12 @@ async def wait_for_task(
         if phase == "settled" or left <= 0:
             return task
         first = await wait_for_run_if_exists(desk, run_id, min(left, RUN_WAIT_SECONDS))
-        if first is None or first.has_ended:  # other runs go on with it
+        if first is None or first.has_ended:  # other runs continue the task
             await asyncio.sleep(min(left, POLL_SECONDS))
 
 
 async def wait_for_run_if_exists(desk: Backend, run_id: str, seconds: float) -> RunView | None:
-    """A run that is waited for, unless it is deleted with its session."""
+    """Wait for a run; return None if it was deleted with its session."""
     try:
         return await desk.wait(run_id, seconds)
     except NotFound:

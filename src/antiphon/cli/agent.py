@@ -1,4 +1,4 @@
-"""`antiphon agent`: one message, one answer, and an exit code that says how it went."""
+"""`antiphon agent`: sends one message, prints the answer, and exits with a code for the outcome."""
 
 from __future__ import annotations
 

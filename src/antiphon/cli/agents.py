@@ -1,4 +1,4 @@
-"""`antiphon agents`: the configured agents, what answers for each, and which agents each may spawn and message."""
+"""`antiphon agents`: the configured agents, their models, and which agents each may spawn and message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`antiphon config`: whether the configuration can be used, and what may stand in it."""
+"""`antiphon config`: validates the configuration and prints its schema."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check(settings: Settings) -> None:
 
 
 def _raise_preflight_problems(loaded: LoadedConfig) -> None:
-    """Refuses a configuration whose runs would all fail."""
+    """Raise an error for a configuration with which every run would fail."""
     import asyncio
 
     from antiphon.config.errors import combine_problems
@@ -100,7 +100,7 @@ def _collect_facts(settings: Settings, loaded: LoadedConfig, lacking: list[str])
 
 
 def find_missing_secrets(config: Config) -> Iterator[str]:
-    """Warnings for secrets that this process lacks; another process may have them, so the configuration is valid."""
+    """Yield warnings for missing secrets. Another process may have them, so the configuration is valid."""
     from antiphon.config import list_secrets
 
     for path, secret in list_secrets(config):
@@ -109,7 +109,7 @@ def find_missing_secrets(config: Config) -> Iterator[str]:
 
 
 def describe_answering_model(loaded: LoadedConfig, agent_id: str) -> str:
-    """What answers for an agent, in a word."""
+    """Return a short description of the model that answers for an agent."""
     runtime = loaded.config.get_agent(agent_id).runtime
     if runtime.type == "function":
         return f"function {runtime.target}"

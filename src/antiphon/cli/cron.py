@@ -1,4 +1,4 @@
-"""`antiphon cron`: jobs that start by the clock, while a gateway runs."""
+"""`antiphon cron`: scheduled jobs, which fire while a gateway runs."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ async def _update_job(
 
 
 def _replace_message(view: JobView, message: str) -> dict[str, Any]:
-    """The payload of a job with a new message and everything else unchanged."""
+    """Return the payload of a job with a new message and everything else unchanged."""
     import msgspec
 
     payload: dict[str, Any] = msgspec.to_builtins(view.payload)

@@ -1,4 +1,4 @@
-"""`antiphon deliveries`: what is on its way to people, what did not get there, and sending it once more."""
+"""`antiphon deliveries`: lists pending, delivered and failed messages to people, and retries failed ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 DELIVERY_STATES = ("pending", "sending", "delivered", "blocked", "ambiguous", "dead")
 STUCK_STATES = frozenset({"blocked", "ambiguous", "dead"})
-MAX_TEXT_CHARS = 60  # of a text in a table on a terminal; --json has more of it
+MAX_TEXT_CHARS = 60  # of a text in a table on a terminal; --json shows more of it
 
 
 def _add_filter_options(function: F) -> F:
@@ -95,7 +95,7 @@ def _format_destination(delivery: DeliveryView) -> str:
 
 
 def _format_attempts(delivery: DeliveryView) -> str:
-    """What is shown in a web chat is there when it is written: it takes no attempt."""
+    """Format the attempts; a delivery to a web chat takes none, since it is delivered by being stored."""
     return str(delivery.attempts) if delivery.attempts or delivery.state != "delivered" else "-"
 
 
@@ -119,7 +119,7 @@ def retry(settings: Settings, key: str) -> int:
 
 
 async def _retry_delivery(settings: Settings, key: str) -> DeliveryView:
-    """What has become of it a moment later; without a gateway, this process is what sends it."""
+    """Retry a delivery and return its state a moment later; without a gateway, this process sends it."""
     from antiphon.cli._backend import open_backend_for_messages
     from antiphon.cli._wait import wait_for_delivery
 

@@ -1,7 +1,7 @@
-"""`antiphon demo`: agents that find, ask and spawn each other, drawn while they do.
+"""`antiphon demo`: agents that find, message and spawn each other, drawn as it happens.
 
-A house with two agents and the rehearsal model, in a directory of its own. Two messages of a person begin it; all that
-is shown is made from the events of that house.
+Starts an app with two agents and the rehearsal model in a directory of its own. Two messages from a person start the
+conversation; the output is built only from the app's events.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from antiphon.errors import AntiphonError
 if TYPE_CHECKING:
     from antiphon.app import App
 
-DEFAULT_PACE_SECONDS = 0.35  # seconds for which a person can look at a move before the next one
+DEFAULT_PACE_SECONDS = 0.35  # how long a step is shown before the next one
 MAX_PACE_SECONDS = 10.0
-EVENT_TIMEOUT_SECONDS = 20.0  # seconds without any event after which something must be wrong
+EVENT_TIMEOUT_SECONDS = 20.0  # without any event, after which the demo gives up
 PERSON_NAME, MAIN_SESSION_KEY, HELPER_SESSION_KEY = "you", "agent:main:main", "agent:helper:main"
 NAMES_BY_SESSION_KEY = {MAIN_SESSION_KEY: "main", HELPER_SESSION_KEY: "helper"}
 
@@ -62,7 +62,7 @@ NEXT_STEPS = (
     ("docs/configuration.md", "how to let a real model answer"),
 )
 
-# The rehearsal model does what the lines of a message tell it to, and each answer hands on the lines for the next.
+# The rehearsal model obeys instructions in a message, and each answer passes on the instructions for the next.
 SCRIPT_LINE_PATTERN = re.compile(r"(?:say|slow|call|announce)\b")
 ASK_SCRIPT = """\
 When does the ferry leave?
@@ -80,7 +80,7 @@ class DemoScene(NamedTuple):
     title: str
     message: str
     ends: frozenset[str]
-    """What has to have come to its end before the next act."""
+    """What must have ended before the next scene begins."""
 
 
 DEMO_SCENES = (
@@ -143,7 +143,7 @@ async def _run_demo(show: _JsonPresenter | _DiagramPresenter, *, debug: bool, ke
 
 @contextmanager
 def _cancel_on_signal() -> Generator[list[int]]:
-    """A signal ends the task from within, so that what it made is removed. Gives the signals that came."""
+    """Cancel the task on a signal, so that its files are removed; yield the list of received signals."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     stopped: list[int] = []
@@ -168,7 +168,7 @@ def _make_state_dir(*, keep: bool) -> Generator[Path]:
 
     place = Path(mkdtemp(prefix="antiphon-demo-"))
     try:
-        # In a file, so that a gateway which is started there later hosts the same agents.
+        # Written to a file, so that a gateway started there later hosts the same agents.
         (place / "config.json5").write_text(dumps(DEMO_CONFIG, indent=2) + "\n", "utf-8")
         yield place
     finally:
@@ -178,7 +178,7 @@ def _make_state_dir(*, keep: bool) -> Generator[Path]:
 
 @asynccontextmanager
 async def _open_demo_app(place: Path, *, debug: bool) -> AsyncGenerator[tuple[App, Listener]]:
-    """The house, and somebody who hears everything that happens in it."""
+    """Open the app, with a listener for all its events."""
     from antiphon.app import open_app
     from antiphon.cli._logging import configure_logging
     from antiphon.config import load
@@ -213,12 +213,12 @@ async def _play_scenes(
 
 
 def _strip_script_lines(text: str) -> str:
-    """Without what tells the rehearsal model what to do."""
+    """Remove the instructions for the rehearsal model."""
     return "\n".join(line for line in text.splitlines() if not SCRIPT_LINE_PATTERN.match(line))
 
 
 def _check_event(event: Event | None) -> Event:
-    """An event that can be part of the story."""
+    """Return the event; raise if it means that the demo has failed."""
     match event:
         case None | Gap():
             raise _make_demo_error("nothing more was heard of the agents")
@@ -236,11 +236,11 @@ def _make_demo_error(what: str) -> AntiphonError:
     )
 
 
-# --- what it came to ---
+# --- summary ---
 
 
 class ParticipantSummary(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """What one voice had in it."""
+    """Counts for one participant."""
 
     name: str
     runs: int
@@ -252,16 +252,16 @@ class ParticipantSummary(msgspec.Struct, frozen=True, kw_only=True, rename="came
 class DemoSummary(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     voices: list[ParticipantSummary]
     turns: int
-    """That the two sides of the exchange took after the first reply."""
+    """Turns of the exchange after the first reply."""
     deliveries: dict[str, int]
-    """How many there are in each state."""
+    """Number of deliveries by state."""
     tasks: dict[str, str | None]
     """How each sub-agent's task ended."""
     seconds: float
 
 
 async def _build_summary(opened: App, narrator: DiagramStepBuilder, seconds: float) -> DemoSummary:
-    """Counted from the events, and read from the house: it is over there, too."""
+    """Build the summary from the events and from the store, which must agree that everything has ended."""
     from antiphon.access import Caller
 
     operator = Caller.operator()
@@ -287,14 +287,14 @@ async def _build_summary(opened: App, narrator: DiagramStepBuilder, seconds: flo
     )
 
 
-# --- showing it ---
+# --- output ---
 
 
 class _JsonPresenter:
-    """For programs: the events as they are, one JSON value per line, and the summary."""
+    """Prints events as one JSON value per line, then the summary."""
 
     async def begin_scene(self, title: str) -> None:
-        """Nothing happens that would be an event."""
+        """Print nothing: a scene is not an event."""
 
     async def show_event(self, event: Event, moves: Sequence[DiagramStep]) -> None:
         plain: dict[str, Any] = msgspec.to_builtins(event)
@@ -310,7 +310,7 @@ class _JsonPresenter:
 
 
 class _DiagramPresenter:
-    """For people: each move when it has happened, and as slowly as they want."""
+    """Draws each step after it happened, at a readable pace."""
 
     def __init__(self, pace: float) -> None:
         self._pace = pace
@@ -368,5 +368,5 @@ class _DiagramPresenter:
 
 
 def _can_print_unicode() -> bool:
-    """Whether more than ASCII can be shown."""
+    """Whether standard output supports more than ASCII."""
     return sys.stdout.isatty() and (sys.stdout.encoding or "").lower().startswith("utf")

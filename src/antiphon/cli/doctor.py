@@ -1,4 +1,4 @@
-"""`antiphon doctor`: one line per finding, and an exit code that a script can use."""
+"""`antiphon doctor`: prints one line per finding and sets an exit code for scripts."""
 
 from __future__ import annotations
 
@@ -49,4 +49,4 @@ def _load_config_or_none(settings: Settings) -> Config | None:
     try:
         return settings.load().config
     except AntiphonError:
-        return None  # which is a finding already
+        return None  # already reported as a finding

@@ -1,4 +1,4 @@
-"""`antiphon exchanges`: what sessions have said to each other, how far it has come, and what came of it."""
+"""`antiphon exchanges`: lists messages between sessions, with their progress and outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`antiphon logs`: show the log of a state directory, and follow it."""
+"""`antiphon logs`: shows the log of a state directory, and follows it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _read_last_lines(log: TextIO, count: int) -> Iterator[str]:
 
 
 def _follow_lines(path: Path, position: int) -> Iterator[str]:
-    """Lines as they are written, also after the log file was rotated."""
+    """Yield lines as they are written, also after the log file was rotated."""
     log, begun = None, ""
     while True:
         try:
@@ -78,7 +78,7 @@ def _inode_of(log: TextIO) -> int:
 
 
 def _print_log_line(settings: Settings, text: str) -> None:
-    """Print a line of the log; as plain text unless JSON was asked for."""
+    """Print a line of the log, as plain text unless `--json` is given."""
     try:
         given: Any = json.loads(text)
     except ValueError:

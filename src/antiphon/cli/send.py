@@ -1,4 +1,4 @@
-"""`antiphon send`: words for a session, and its answer if somebody waits for it."""
+"""`antiphon send`: sends a message to a session and optionally waits for the answer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from antiphon.operations import IncomingMessage, SendRequest
     from antiphon.views import MessageReceipt, RunView, SendResult
 
-MAX_WAIT_SECONDS = 366 * 86_400  # seconds
-MAX_REPLY_WAIT_SECONDS = 3600  # seconds that one session waits for another
+MAX_WAIT_SECONDS = 366 * 86_400
+MAX_REPLY_WAIT_SECONDS = 3600  # how long one session may wait for another
 
 
 @click.command(
@@ -104,16 +104,14 @@ async def _submit_message(
         hosted = gateway is None
         if seconds:
             await remember_replicas(settings, gateway)
-        with explain_early_exit(
-            message.session, hosted=hosted
-        ):  # it may be accepted before the acknowledgement arrives
+        # The message may be accepted before the acknowledgement arrives.
+        with explain_early_exit(message.session, hosted=hosted):
             accepted = await desk.submit(message)
         if seconds and not settings.json:
             print_accepted_run(accepted.run_id, accepted.session_key)
         with explain_early_exit(accepted.session_key, hosted=hosted, run_id=accepted.run_id):
-            if (
-                seconds is None and hosted
-            ):  # only this process can answer, so it stays until the run has ended
+            # Only this process can answer, so it stays until the run has ended.
+            if seconds is None and hosted:
                 return accepted, await wait_for_run_end(desk, accepted.run_id)
             return accepted, await desk.wait(accepted.run_id, seconds or 0)
 
@@ -136,15 +134,17 @@ async def _send_between_sessions(
         if wanted.timeout_seconds and not settings.json:
             print_accepted_run(sent.run_id, sent.session_key)
         with explain_early_exit(sent.session_key, hosted=gateway is None, run_id=sent.run_id):
-            if wanted.timeout_seconds:  # the same key is the same message, so this only waits
+            # The same idempotency key is the same message, so this call only waits.
+            if wanted.timeout_seconds:
                 sent = await desk.send(wanted, sender)
-            if gateway is None and sent.status != "timeout":  # as above, and the two may have more to say
+            # As above, and the exchange may have further turns.
+            if gateway is None and sent.status != "timeout":
                 await wait_until_idle(desk, sender, sent.session_key)
             return sent, await desk.wait(sent.run_id, 0)
 
 
 def print_run_outcome(settings: Settings, view: RunView, seconds: float = 0) -> int:
-    """Print how a run ended; the exit code that says the same."""
+    """Print how a run ended, and return the matching exit code."""
     if settings.json:
         _output.print_json(view)
     elif not view.has_ended:
@@ -158,7 +158,7 @@ def print_run_outcome(settings: Settings, view: RunView, seconds: float = 0) -> 
 
 
 def _print_exchange_outcome(settings: Settings, sent: SendResult, view: RunView, seconds: float) -> int:
-    """The same of an exchange, of which only the first answer is waited for."""
+    """Print the outcome of an exchange, of which only the first answer is awaited."""
     if settings.json:
         _output.print_json(sent)
     elif sent.status == "accepted":
@@ -177,7 +177,7 @@ def _print_accepted_with_hint(run_id: str, session_key: str) -> None:
 
 
 def print_timeout_notice(view: RunView, seconds: float) -> None:
-    """No answer in time is no failure: what was delivered is not to be sent again."""
+    """Print that no answer came in time. The message was delivered and must not be sent again."""
     key = _output.clean_line(view.session_key)
     if view.state == "queued":
         where = f"is number {view.position} in its line"

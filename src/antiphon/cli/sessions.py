@@ -1,4 +1,4 @@
-"""`antiphon sessions`: conversations as rows and as text, and what was said in them found again."""
+"""`antiphon sessions`: lists sessions, prints their histories, and searches messages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from antiphon.views import ConversationView, HistoryPage, SearchPage, SessionPage
 
 SESSION_KINDS = ("main", "group", "cron", "hook", "node", "other")
-MAX_ACTIVE_MINUTES = 1e9  # two thousand years; a time before that has no number in the store
-MAX_ENTRY_NUMBER = 2**53  # a number that no entry has
+MAX_ACTIVE_MINUTES = 1e9  # about 1900 years; earlier times have no number in the store
+MAX_ENTRY_NUMBER = 2**53  # larger than the number of any entry
 
 
 @click.group(help="List, read, find, name, delete, export and import conversations.")

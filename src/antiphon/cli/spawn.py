@@ -1,4 +1,4 @@
-"""`antiphon spawn`: a sub-agent for a session, and its report if somebody waits for it."""
+"""`antiphon spawn`: starts a sub-agent for a session and optionally waits for its report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from antiphon.operations import SpawnRequest
     from antiphon.views import RunView, SpawnResult, TaskView
 
-MAX_TASK_SECONDS = 30 * 86_400  # seconds
+MAX_TASK_SECONDS = 30 * 86_400
 THINKING_LEVELS = ("off", "minimal", "low", "medium", "high", "xhigh")
 PHASE_DESCRIPTIONS = {
     "running": "at work",
@@ -32,9 +32,9 @@ PHASE_DESCRIPTIONS = {
 
 
 class SubagentOutcome(NamedTuple):
-    """A task when nobody waits for it any longer, what was said of it if it is over, and its first run.
+    """A task when the wait for it is over, its report if it has ended, and its first run.
 
-    A run goes with its session, and a task that was over long ago is in no list; what was said of it is kept.
+    The run is None once its session is deleted, the task once it ended too long ago to be listed; the report is kept.
     """
 
     task: TaskView | None
@@ -43,14 +43,14 @@ class SubagentOutcome(NamedTuple):
 
     @property
     def status(self) -> str | None:
-        """How it ended, if it did."""
+        """How the task ended; None if it has not."""
         if self.task is None:
             return self.run.state if self.run else "ok"
         return self.task.status if self.task.phase == "settled" else None
 
 
 class WaitSecondsParam(FiniteNumberParam):
-    """Seconds to wait; the option alone is as long as it takes."""
+    """Seconds to wait; the option without a value waits until the end."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
@@ -171,7 +171,8 @@ async def _spawn_and_wait(
         silent, hosted = settings.json or seconds is None, gateway is None
         if seconds is not None:
             await remember_replicas(settings, gateway)
-        with explain_early_exit(requester, hosted=hosted):  # it may be accepted before we hear so
+        # It may be accepted before the acknowledgement arrives.
+        with explain_early_exit(requester, hosted=hosted):
             spawned = await desk.spawn(wanted, requester)
         if seconds is None and gateway:
             return spawned, None
@@ -194,7 +195,8 @@ async def _wait_for_outcome(
     shown = _ignore_progress if silent else _print_progress
     task = await wait_for_task(desk, requester, run_id, patience, shown)
     report = await desk.task_report(run_id)
-    if hosted and report is not None:  # it is on its way, and nobody else is here
+    # The report is still to be delivered, and only this process can do that.
+    if hosted and report is not None:
         await wait_until_idle(desk, requester)
     return SubagentOutcome(task, report, await wait_for_run_if_exists(desk, run_id, 0))
 

@@ -1,4 +1,4 @@
-"""`antiphon status`: how the gateway is; or, where none runs, what is kept and how to start one."""
+"""`antiphon status`: the state of the gateway; without one, that of the store and how to start a gateway."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from antiphon.cli._options import Settings, common_options, gateway_options
 if TYPE_CHECKING:
     from antiphon.client import Client
 
-READINESS_TIMEOUT_SECONDS = 5.0  # seconds in which a gateway says whether it can work; it gives its store two
+READINESS_TIMEOUT_SECONDS = 5.0  # for the whole check; the gateway gives its store two of them
 STATUS_FIELDS = (
     "version", "pid", "uptimeMs", "stateDir", "connections", "rssBytes", "runs", "cron", "deliveries", "replicas",
 )  # fmt: skip
@@ -31,7 +31,7 @@ FAILURE_DESCRIPTIONS = {
 
 
 class Readiness(msgspec.Struct, frozen=True):
-    """What a gateway says of itself at `/readyz`."""
+    """The answer of a gateway at `/readyz`."""
 
     failing: list[str] = []
     degraded: list[str] = []
@@ -58,7 +58,7 @@ async def _collect_facts(settings: Settings) -> dict[str, Any]:
         return await _read_store_status(settings)
     async with client:
         ready = await asyncio.to_thread(read_readiness, client.site.url)
-        # Without its store it would answer after a long wait, and then only that.
+        # Without its store, the gateway would answer only after a long wait, and only with that error.
         told = (
             _build_unavailable_status(settings)
             if "store" in ready.failing
@@ -83,7 +83,7 @@ async def _fetch_gateway_status(client: Client) -> dict[str, Any]:
 
 
 def _build_unavailable_status(settings: Settings) -> dict[str, Any]:
-    """What is known of a gateway that cannot say how it is."""
+    """Return what is known about a gateway that cannot report its status."""
     from antiphon.cli._gateway_lookup import find_local_gateways
 
     found = None if settings.named_gateway else next(find_local_gateways(settings.paths.state_dir), None)
@@ -91,7 +91,7 @@ def _build_unavailable_status(settings: Settings) -> dict[str, Any]:
 
 
 def read_readiness(url: str) -> Readiness:
-    """Asked without a token; nothing is lacking where this way does not lead to the gateway, as behind some proxies."""
+    """Read `/readyz`, which needs no token; an unreachable path, as behind some proxies, counts as ready."""
     from http.client import HTTPConnection, HTTPException, HTTPSConnection
 
     parts = urlsplit(url)
@@ -107,7 +107,7 @@ def read_readiness(url: str) -> Readiness:
 
 
 async def _read_store_status(settings: Settings) -> dict[str, Any]:
-    """From the store, if there is one by now."""
+    """Read the status from the store, if it exists."""
     from antiphon.access import Caller
     from antiphon.state_access import open_operations_readonly
     from antiphon.store.statedir import StateDir
@@ -182,7 +182,7 @@ def _format_run_counts(runs: dict[str, int]) -> str:
 
 
 def _format_replicas(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """A line for each, where there are or could be several."""
+    """Yield a line for each replica, if several run or could run."""
     replicas: list[dict[str, Any]] = facts.get("replicas") or []
     for replica in replicas if facts.get("shared") or len(replicas) > 1 else ():
         heard = f"heard of {_output.format_duration(replica.get('lagMs') or 0)} ago"
@@ -198,7 +198,7 @@ def _format_replicas(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _format_stuck_deliveries(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Only what somebody has to look at."""
+    """Yield the deliveries that need attention."""
     standing: dict[str, int] = facts["deliveries"] or {}
     stuck = [f"{standing[state]} {state}" for state in ("dead", "ambiguous") if standing.get(state)]
     if stuck:

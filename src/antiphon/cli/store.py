@@ -1,4 +1,4 @@
-"""`antiphon store`: work on the database as a whole."""
+"""`antiphon store`: operations on the database as a whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from antiphon.store.postgres.connection import PgServer
     from antiphon.transfers.postgres_migration import MigrationProgress, MigrationResult
 
-BAR_CHARACTERS = 20  # characters
+BAR_CHARACTERS = 20
 STEP_LABELS = {"copy": "Copying", "check": "Comparing"}
 
 
@@ -64,7 +64,7 @@ def migrate(settings: Settings, origin: str, goal: str | None, password_file: Pa
 
 
 def _move_tokens(source: Path, server: PgServer) -> int:
-    """Make rows of the tokens that were issued into the file beside the database; how many there were."""
+    """Copy the tokens from the file beside the database into rows, and return their number."""
     from antiphon.gateway.shared_tokens import adopt_tokens
     from antiphon.gateway.tokens import TOKEN_FILE_NAME, TokenRegistry
     from antiphon.paths import DATABASE_FILE_NAME
@@ -97,7 +97,7 @@ def _get_source_database(settings: Settings, origin: str) -> Path:
 
 
 def _get_target_server(config: Config, goal: str | None, password_file: Path | None) -> PgServer:
-    """The server to move to, with the configuration's password only where it is the configuration's server."""
+    """Return the server to migrate to; the configured password is used only for the configured server."""
     from msgspec.structs import replace
 
     from antiphon.store.factory import build_server
@@ -158,7 +158,7 @@ def _print_result(moved: MigrationResult, tokens: int, server: PgServer) -> None
 
 
 class _JsonProgress:
-    """One object a line."""
+    """Prints progress as one JSON object per line."""
 
     def __call__(self, progress: MigrationProgress) -> None:
         fields = {
@@ -172,7 +172,7 @@ class _JsonProgress:
 
 
 class _LineProgress:
-    """A line for each table that is done."""
+    """Prints a line for each finished table."""
 
     def __call__(self, progress: MigrationProgress) -> None:
         if progress.rows == progress.total and progress.total:
@@ -180,7 +180,7 @@ class _LineProgress:
 
 
 class _BarProgress:
-    """A line for each table, drawn again as it fills."""
+    """Draws a progress bar for each table."""
 
     def __init__(self) -> None:
         self._line = ("", "")
@@ -203,7 +203,7 @@ class _BarProgress:
         return said + self._format_pace(progress)
 
     def _format_pace(self, progress: MigrationProgress) -> str:
-        """How fast, and how long it still takes; nothing before that can be said."""
+        """Return the speed and the remaining time; empty while they are unknown."""
         seconds, rows = monotonic() - self._began, progress.rows - self._first
         if not rows or not seconds:
             return ""

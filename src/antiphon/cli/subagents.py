@@ -1,4 +1,4 @@
-"""`antiphon subagents`: what a session has had sub-agents do, and stopping or redirecting one of them."""
+"""`antiphon subagents`: lists the sub-agents of a session, and stops or redirects one of them."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def steer(settings: Settings, target: str, message: str, requester: str) -> None
 
 
 async def _steer_task(settings: Settings, target: str, message: str, requester: str) -> tuple[TaskView, str]:
-    """Which one was meant, and the run in which it does something else."""
+    """Redirect a sub-agent; return its task and the id of its new run."""
     from antiphon.cli._backend import make_gateway_client
 
     client = make_gateway_client(settings)
@@ -223,7 +223,7 @@ async def _steer_without_gateway(
 
 
 async def _wait_for_tasks(desk: Backend, requester: str, tasks: Sequence[TaskView]) -> None:
-    """Without a gateway nobody else is here to make their reports, and to take them out."""
+    """Wait until the tasks have been reported: without a gateway, only this process can deliver the reports."""
     from antiphon.cli._wait import wait_for_task, wait_until_idle
 
     for task in tasks:
@@ -232,7 +232,7 @@ async def _wait_for_tasks(desk: Backend, requester: str, tasks: Sequence[TaskVie
 
 
 def _find_task(target: str, found: Sequence[TaskView]) -> TaskView:
-    """The sub-agent that a label, table number, key, run id or `last` refers to."""
+    """Return the sub-agent that a label, table number, key, run id or `last` refers to."""
     from antiphon.cli._name_lookup import find_by_name
 
     if target == "last" and found:

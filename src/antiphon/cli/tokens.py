@@ -1,4 +1,4 @@
-"""`antiphon tokens`: who may talk to the gateway, and what they may do. A running one knows of changes at once."""
+"""`antiphon tokens`: manages access to the gateway. A running gateway applies changes at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def command() -> None: ...
 
 
 def _load_shared_store_config(settings: Settings) -> Config | None:
-    """The configuration, where tokens are rows of a database that replicas share."""
+    """Return the configuration if tokens are rows of a database shared by replicas, else None."""
     config = settings.load_config_lazily()
     return config if config.store.url is not None else None
 
@@ -126,7 +126,7 @@ def issue(settings: Settings, name: str, scopes: Sequence[str]) -> None:
 
 
 def _is_in_file(settings: Settings, name: str) -> bool:
-    """Whether a token from before the database was shared is meant."""
+    """Whether the name belongs to a token in the file, from before the database was shared."""
     from antiphon.gateway.tokens import TOKEN_FILE_NAME, TokenRegistry
 
     path = settings.paths.state_dir / TOKEN_FILE_NAME

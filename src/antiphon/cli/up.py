@@ -1,4 +1,4 @@
-"""`antiphon up`: the gateway, in the foreground, until a signal says stop."""
+"""`antiphon up`: runs the gateway in the foreground until a signal stops it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from antiphon.errors import StoreLocked
 if TYPE_CHECKING:
     from antiphon.config import LoadedConfig
 
-MAX_AGENTS_NAMED = 4  # agents that are named at the start
+MAX_AGENTS_NAMED = 4  # agents listed at the start
 REHEARSAL_NOTICE = """\
 No model provider is configured, so the built-in rehearsal model answers: it does what a line such as
 `say hello` tells it to. To talk with a real one, put it under `models.providers` in
@@ -70,7 +70,7 @@ async def _run_gateway(settings: Settings, loaded: LoadedConfig, place: JoinSlot
             loaded.config, place.state_dir, port=place.port, tokens_dir=settings.paths.state_dir
         ) as served:
             place.release_join_lock()
-            with suppress(OSError):  # whoever started it need not be listening
+            with suppress(OSError):  # the reader of the startup output may be gone
                 _print_startup(settings, loaded, place.state_dir, served.url)
             told = asyncio.create_task(stopping.wait())
             await asyncio.wait({told, served.ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -88,7 +88,7 @@ def _describe_unfinished_runs(loaded: LoadedConfig) -> str:
 
 @contextmanager
 def _stop_on_signal() -> Generator[asyncio.Event]:
-    """Set by the first signal. The second one finds nobody listening and ends the process at once."""
+    """Set the event on the first signal; the second one ends the process at once."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     signals = (signal.SIGINT, signal.SIGTERM)
@@ -121,7 +121,7 @@ def _print_startup(settings: Settings, loaded: LoadedConfig, state_dir: Path, ur
         return
     for warning in loaded.warnings:
         click.echo(_output.dim(f"warning: {_output.clean_text(warning)}"))
-    for warning in missing:  # shown here because runs that need it will fail
+    for warning in missing:  # shown here because runs that need the secret will fail
         click.echo(f"{_output.red('warning:')} {_output.clean_text(warning)}")
     _print_startup_summary(settings, loaded, state_dir, url)
 
@@ -154,7 +154,7 @@ def _describe_network_reach(loaded: LoadedConfig) -> str:
 
 
 def _describe_agents(loaded: LoadedConfig) -> str:
-    """Everybody who does, the default agent first, as long as they fit a line."""
+    """Return the agents that answer, the default agent first, as far as they fit on a line."""
     from antiphon.cli.config import describe_answering_model
 
     default = loaded.config.default_agent_id
@@ -171,7 +171,7 @@ def _describe_agents(loaded: LoadedConfig) -> str:
 
 
 def _describe_secret_source(settings: Settings, loaded: LoadedConfig) -> str:
-    """Where the secret is that clients need. Never the secret itself."""
+    """Describe where clients find the secret; never the secret itself."""
     from antiphon.gateway.tokens import TOKEN_FILE_NAME
 
     auth = loaded.config.gateway.auth
@@ -185,7 +185,7 @@ def _describe_secret_source(settings: Settings, loaded: LoadedConfig) -> str:
 
 
 def _make_in_use_error(error: StoreLocked, state_dir: Path) -> StoreLocked:
-    """The same refusal, with what is known of who is in the way."""
+    """Return the same error, with what is known about the process that holds the lock."""
     found = find_running_gateway(state_dir)
     if found is None:
         return error

@@ -1,8 +1,8 @@
-"""A gateway from outside: the questions of `Operations`, asked over its WebSocket.
+"""Client of a gateway: the methods of `Operations` as calls over its WebSocket.
 
-A connection that is lost is made again, with growing and jittered pauses and for a bounded time. What may be
-asked twice without harm is then asked again: messages carry an idempotency key, waits and reads hold nothing,
-and a feed goes on after the last number it has given out.
+A lost connection is re-established with jittered exponential backoff for a bounded time. Requests that are safe to
+repeat are then sent again: messages carry an idempotency key, waits and reads have no side effects, and a feed
+resumes after the last sequence number it has yielded.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from antiphon.views import (
     build_run_ended_event,
 )
 
-if TYPE_CHECKING:  # a command that asks one question is over before these would be imported
+if TYPE_CHECKING:  # not imported at run time: short commands would pay for it
     from antiphon.filters import HistoryFilter, ListFilter
     from antiphon.operations import IncomingMessage, SendRequest, SpawnRequest, StopView
 
 __all__ = ["Client", "GatewayUnreachable", "ReplicaRotation", "Site"]
 
-RECONNECT_TIMEOUT_SECONDS = 60.0  # seconds in which a lost gateway may come back
-FIRST_RECONNECT_DELAY_SECONDS, MAX_RECONNECT_DELAY_SECONDS = 0.1, 3.0  # seconds between two attempts
-MAX_MESSAGE_LAG_SECONDS = 2.0  # seconds that the messages of a run may come after its end
-RECENT_ENTRIES_CHECKED = 8  # entries in which the last one of a run that has just ended is looked for
-CHAT_ORIGINS = ("chat", "agent")  # origins of what a person says, which to a gateway are one
+RECONNECT_TIMEOUT_SECONDS = 60.0  # how long reconnecting is attempted
+FIRST_RECONNECT_DELAY_SECONDS, MAX_RECONNECT_DELAY_SECONDS = 0.1, 3.0  # between two attempts
+MAX_MESSAGE_LAG_SECONDS = 2.0  # how long a run's messages may arrive after its end
+RECENT_ENTRIES_CHECKED = 8  # entries searched for the last one of a run that has just ended
+CHAT_ORIGINS = ("chat", "agent")  # origins of a person's messages; a gateway treats them alike
 
 
 def _ignore_change(_: str) -> None: ...
@@ -79,9 +79,9 @@ class ReplicaRotation:
         return site
 
     def add_replicas(self, known: Site, addresses: Sequence[str]) -> None:
-        """Add replicas that a known one has named. A secret that others could not read is not sent in clear to them.
+        """Add the replicas that a known one lists, skipping those where the secret would be less protected.
 
-        Over TLS only replicas with TLS are added, and on this machine also those on it.
+        A replica reached over TLS adds only replicas with TLS; one on this machine also adds others on this machine.
         """
         protection = _rate_protection(known.url)
         urls = {site.url.rstrip("/") for site in self.sites}
@@ -93,7 +93,7 @@ class ReplicaRotation:
 
 
 def _rate_protection(url: str) -> int:
-    """How well a secret is protected on its way: 2 by TLS, 1 by staying on this machine, 0 not at all."""
+    """Return how well a secret is protected in transit: 2 by TLS, 1 on this machine only, 0 not at all."""
     from ipaddress import ip_address  # noqa: PLC0415 - only for a client of replicas
     from urllib.parse import urlsplit  # noqa: PLC0415
 
@@ -103,17 +103,21 @@ def _rate_protection(url: str) -> int:
             return 2
         host = parts.hostname or ""
         return int(host == "localhost" or ip_address(host).is_loopback)
-    except ValueError:  # a name, which may be of any machine
+    except ValueError:  # a host name, which may belong to any machine
         return 0
 
 
 class Client:
-    """What can be asked of a gateway. Use as a context manager; entering it connects."""
+    """Client of a gateway. Use it as a context manager; entering it connects."""
 
     def __init__(
         self, find: Callable[[], Awaitable[Site]], on_change: Callable[[str], None] = _ignore_change
     ) -> None:
-        """`find` is asked before every connection: a gateway may come back elsewhere. `on_change` hears of loss."""
+        """Create a client that is not connected yet.
+
+        `find` is called before every connection attempt, because a gateway may come back at another address.
+        `on_change` is called with a message when the connection is lost and when it is back.
+        """
         self._find_site = find
         self._on_change = on_change
         self._connection: GatewayConnection | None = None
@@ -123,7 +127,7 @@ class Client:
 
     @classmethod
     def of_replicas(cls, sites: Sequence[Site], on_change: Callable[[str], None] = _ignore_change) -> Self:
-        """A client of the first of several replicas that answers."""
+        """Return a client that connects to the first of several replicas that answers."""
         replicas = ReplicaRotation(sites)
         client = cls(replicas.get_next_site, on_change)
         client._replicas = replicas
@@ -141,7 +145,7 @@ class Client:
         return self
 
     async def remember_replicas(self) -> None:
-        """Ask the gateway for its other replicas, to continue with one of them if it goes away."""
+        """Fetch the addresses of the other replicas, to fail over to one of them."""
         if self._replicas:
             found = msgspec.convert((await self.call("status")).get("replicas") or [], list[ReplicaView])
             addresses = [replica.address for replica in found if replica.alive and replica.address]
@@ -160,7 +164,7 @@ class Client:
 
     @property
     def reconnect_deadline(self) -> float | None:
-        """Until when a lost connection is being made again, by the loop's clock; None while there is one."""
+        """Loop time until which reconnecting is attempted; None while connected."""
         return self._reconnect_until
 
     async def call(
@@ -171,7 +175,7 @@ class Client:
         seconds: float = RESPONSE_TIMEOUT_SECONDS,
         again: bool = True,
     ) -> Any:
-        """Ask; and ask again over another connection, if the first was lost and twice does no harm."""
+        """Send a request and return its response; if the connection is lost, send it again unless `again` is False."""
         loop = asyncio.get_running_loop()
         until = loop.time() + RECONNECT_TIMEOUT_SECONDS + seconds
         while True:
@@ -181,16 +185,14 @@ class Client:
             except GatewayUnreachable:
                 if not again or loop.time() > until:
                     raise
-                await link.close()  # also one that only does not answer, or says that it is stopping
+                await link.close()  # it may still be open: the gateway does not answer, or is stopping
 
     async def _get_connection(self) -> GatewayConnection:
-        """The connection, made again if it was lost."""
+        """Return the connection, after reconnecting if it was lost."""
         async with self._connect_lock:
             assert self._connection is not None
             if self._connection.lost.is_set():
-                if (
-                    self._reconnect_until is None
-                ):  # for all who ask meanwhile: patience is not begun anew by each
+                if self._reconnect_until is None:  # one deadline for all concurrent callers
                     self._reconnect_until = asyncio.get_running_loop().time() + RECONNECT_TIMEOUT_SECONDS
                     self._on_change("The gateway went away; connecting again…")
                 await self._connection.close()
@@ -253,10 +255,10 @@ class Client:
         done = await self.call("chat.abort", params, again=run_id is not None)
         return StopView(done["runIds"])
 
-    # --- sessions among themselves ---
+    # --- exchanges between sessions ---
 
     async def send(self, wanted: SendRequest, requester: str) -> SendResult:
-        """From one session to another; the wait for the reply is the gateway's."""
+        """Send a message from one session to another; the gateway waits for the reply."""
         given: Json = {
             "key": wanted.session,
             "message": wanted.message,
@@ -345,7 +347,7 @@ class Client:
         return row
 
     async def open(self, session: str) -> SessionView:
-        """The session, founded if it is not there yet."""
+        """Return the session; create it if it does not exist."""
         return parsing.parse_session_view((await self.call("sessions.create", {"key": session}))["entry"])
 
     async def renew(self, session: str, expected: str | None = None) -> SessionView:
@@ -410,10 +412,13 @@ class Client:
         done = await self.call("sessions.restore", {"sessionId": session_id}, again=False)
         return parsing.parse_session_view(done["entry"])
 
-    # --- what happens ---
+    # --- events ---
 
     async def follow(self, session: str, after: int | None = None) -> AsyncGenerator[Event]:
-        """Entries after a number (default: from now on) and live events, over lost connections, each once."""
+        """Yield the entries after a sequence number (default: only new ones) and live events, each exactly once.
+
+        Continues across lost connections.
+        """
         place = FeedPosition(session, after)
         while True:
             link = await self._get_connection()
@@ -428,7 +433,7 @@ class Client:
                 if not link.lost.is_set():
                     await self.describe(place.key)
                 elif isinstance(link.close_error, TooLarge):
-                    raise link.close_error  # what is told next is what was too large, and would be again
+                    raise link.close_error  # reconnecting would fail at the same event
             except NotFound:
                 yield SessionChanged(session_key=place.key, reason="delete")
                 return
@@ -438,7 +443,7 @@ class Client:
     async def _receive_events(
         self, heard: asyncio.Queue[ReceivedEvent | None], place: FeedPosition
     ) -> AsyncGenerator[Event]:
-        """Until the connection is lost, or the session is not followed any longer."""
+        """Yield events until the connection is lost or the gateway stops following the session."""
         await self._check_active_runs(place)
         while True:
             try:
@@ -460,27 +465,27 @@ class Client:
                 yield end
 
     async def _check_active_runs(self, place: FeedPosition) -> None:
-        """For ends that nobody told us of: events are hints, and are lost with a connection."""
+        """Record the ends of runs whose event was missed: events are hints and are lost with a connection."""
         for run_id in list(place.active_runs):
             view = await self.run(run_id)
             if view.has_ended:
                 await self._record_run_end(build_run_ended_event(place.key, view), place)
 
     async def _record_run_end(self, end: RunChanged, place: FeedPosition) -> None:
-        """A run has ended, and its messages come by another way: its end is told after them."""
-        if end.state != "ok":  # an event says little of an end that was not good
+        """Hold back the end of a run until its messages, which arrive separately, have been yielded."""
+        if end.state != "ok":  # the event of a failed run has few details
             end = build_run_ended_event(place.key, await self.run(end.run_id))
         page = await self.call(
             "sessions.history", {"key": place.key, "limit": RECENT_ENTRIES_CHECKED, "includeTools": True}
         )
-        # The next run may be at work by now: what that says is not waited for.
+        # The next run may have started: do not wait for its entries.
         own = [entry["seq"] for entry in page["messages"] if entry.get("runId") == end.run_id]
         last = max(own, default=page["total"])
         place.add_run_end(end, last if page["sessionId"] == place.session_id else 0)
 
 
 def _get_or_create_key(given: str | None) -> str:
-    """By which a request that is made again is known; an empty one is the caller's mistake, not ours to mend."""
+    """Return the given idempotency key, or a new one. An empty key is passed on, for the gateway to reject."""
     return uuid.uuid4().hex if given is None else given
 
 
@@ -489,7 +494,7 @@ def _drop_none(params: Json) -> Json:
 
 
 def _check_sendable(message: IncomingMessage) -> None:
-    """What `chat.send` has no place for is refused: left out without a word, something else would be answered."""
+    """Reject a message that `chat.send` cannot carry in full; dropping a part would change its meaning."""
     carried = {
         "content": isinstance(message.content, str),
         "origin": message.origin in CHAT_ORIGINS,

@@ -1,4 +1,4 @@
-"""One connection to a gateway: requests out, answers and events in, until it is lost."""
+"""One WebSocket connection to a gateway: sends requests, receives responses and events."""
 
 from __future__ import annotations
 
@@ -18,24 +18,20 @@ from antiphon import __version__
 from antiphon.errors import AntiphonError, TooLarge, Unavailable
 
 PROTOCOL_VERSIONS = (3, 4)
-RESPONSE_TIMEOUT_SECONDS = 30.0  # seconds in which a request is answered, beside what it waits for
-CONNECT_TIMEOUT_SECONDS = 10.0  # seconds in which a connection is made
-CLOSE_TIMEOUT_SECONDS = 0.5  # seconds in which the end of a connection is answered
-DEFAULT_MAX_REQUEST_BYTES = 8 * 2**20  # bytes of a frame to a gateway that does not say what it takes
-MAX_FRAME_BYTES = (
-    32 * 2**20
-)  # bytes of a frame from it: a page of some MiB, or one entry that is larger by itself
-MAX_PENDING_EVENTS = (
-    20_000  # events that a listener may lag behind; a gateway keeps no more of them for a client
-)
+RESPONSE_TIMEOUT_SECONDS = 30.0  # for a response, in addition to the wait that a request asks for
+CONNECT_TIMEOUT_SECONDS = 10.0  # for a connection to be established
+CLOSE_TIMEOUT_SECONDS = 0.5  # for the gateway to answer a close frame
+DEFAULT_MAX_REQUEST_BYTES = 8 * 2**20  # size of a request if the gateway does not announce its limit
+MAX_FRAME_BYTES = 32 * 2**20  # of a received frame: a page of some MiB, or a single entry larger than that
+MAX_PENDING_EVENTS = 20_000  # per listener; a gateway queues no more than that for a client
 
 Json = dict[str, Any]
 ReceivedEvent = tuple[str, Json]
-"""The name of an event and what it says."""
+"""The name of an event and its payload."""
 
 
 class Site(msgspec.Struct, frozen=True):
-    """Where a gateway is, and the secret it knows us by. The secret is in no text that is made of this."""
+    """The address of a gateway and the secret to authenticate with. `repr` leaves the secret out."""
 
     url: str
     secret: str | None
@@ -45,7 +41,7 @@ class Site(msgspec.Struct, frozen=True):
 
 
 class GatewayUnreachable(Unavailable):
-    """The gateway cannot be reached (any more)."""
+    """The gateway cannot be reached, or the connection to it was lost."""
 
 
 def build_unreachable_error(site: Site, why: object) -> GatewayUnreachable:
@@ -58,7 +54,7 @@ def build_unreachable_error(site: Site, why: object) -> GatewayUnreachable:
 
 
 def _explain_close(site: Site, error: Exception) -> AntiphonError:
-    """Why a connection has ended. What was too large for it would be too large for the next one as well."""
+    """Return the error for a closed connection. `TooLarge` is permanent: reconnecting would fail the same way."""
     closes = (error.rcvd, error.sent) if isinstance(error, ConnectionClosed) else ()
     if any(close and close.code == CloseCode.MESSAGE_TOO_BIG for close in closes):
         return TooLarge(
@@ -70,7 +66,7 @@ def _explain_close(site: Site, error: Exception) -> AntiphonError:
 
 
 class _GatewayFrame(msgspec.Struct, frozen=True):
-    """Any frame of a gateway."""
+    """Any frame that a gateway sends."""
 
     type: str
     id: str | None = None
@@ -84,14 +80,14 @@ _frame_decoder = msgspec.json.Decoder(_GatewayFrame)
 
 
 class GatewayConnection:
-    """One connection to a gateway. It is over for good when it is lost."""
+    """One connection to a gateway. It does not reconnect; `Client` does."""
 
     def __init__(self, site: Site, socket: ClientConnection) -> None:
         self.site = site
         self.hello: Json = {}
         self.lost = asyncio.Event()
         self.close_error: AntiphonError = build_unreachable_error(site, "the connection was closed")
-        """What whoever still waits is told when it is lost."""
+        """The error that pending requests get when the connection is lost."""
         self._socket = socket
         self._pending_responses: dict[str, asyncio.Future[_GatewayFrame]] = {}
         self._listeners: set[asyncio.Queue[ReceivedEvent | None]] = set()
@@ -99,10 +95,10 @@ class GatewayConnection:
 
     @classmethod
     async def open(cls, site: Site) -> GatewayConnection:
-        """Connect and say who we are.
+        """Connect and authenticate.
 
         Raises:
-            Lost: nobody answers there. Anything else is the gateway's own refusal.
+            GatewayUnreachable: no gateway answers there. Any other error is the gateway's refusal.
         """
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
@@ -118,7 +114,7 @@ class GatewayConnection:
         return link
 
     async def request(self, method: str, params: Json, seconds: float = RESPONSE_TIMEOUT_SECONDS) -> Any:
-        """A request and its answer."""
+        """Send a request and return the payload of its response."""
         if self.lost.is_set():
             raise self.close_error
         number = uuid.uuid4().hex
@@ -142,7 +138,7 @@ class GatewayConnection:
         raise _to_error(self.site, frame.error or {})
 
     def _check_size(self, method: str, size: int) -> None:
-        """Before it is sent: a gateway that hangs up on it may be gone before it could say why."""
+        """Reject an oversized request before it is sent; the gateway might hang up without giving a reason."""
         most: int = self.hello.get("policy", {}).get("maxPayload", DEFAULT_MAX_REQUEST_BYTES)
         if size > most:
             raise TooLarge(
@@ -154,15 +150,15 @@ class GatewayConnection:
 
     @contextmanager
     def listen(self) -> Generator[asyncio.Queue[ReceivedEvent | None]]:
-        """Every event while the context lasts, and None when the connection is lost.
+        """Return a queue that gets every event while the context lasts, and None when the connection is lost.
 
-        A listener that lags too far behind loses the connection, as a gateway does with a slow client: it gets what
-        it has not taken yet, then None, and resumes from the last number over another connection. To wait for it
-        instead would hold up the answers that it may be waiting for.
+        If a listener lags too far behind, the connection is dropped, as a gateway does with a slow client: the
+        listener gets the events still queued, then None, and resumes from the last number over another connection.
+        Waiting for it instead would delay the responses that it may itself be waiting for.
         """
         queue: asyncio.Queue[ReceivedEvent | None] = asyncio.Queue(
             MAX_PENDING_EVENTS + 1
-        )  # the last place is for None
+        )  # one extra slot for None
         self._listeners.add(queue)
         try:
             yield queue
@@ -175,7 +171,7 @@ class GatewayConnection:
         with suppress(OSError, WebSocketException, TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
                 await self._socket.close()
-        self._socket.transport.abort()  # a gateway that hangs takes no leave, and its connection would keep the loop
+        self._socket.transport.abort()  # a hung gateway does not answer the close and would keep the loop running
         await self._socket.wait_closed()
 
     async def _read_frames(self) -> None:
@@ -189,7 +185,7 @@ class GatewayConnection:
                 self.site, "its events came faster than they were taken"
             )
         except msgspec.MsgspecError:
-            pass  # no gateway, by what it says
+            pass  # the peer is not a gateway
         finally:
             self.lost.set()
             for answer in self._pending_responses.values():
@@ -224,12 +220,12 @@ def _build_connect_params(site: Site) -> Json:
 
 
 def _to_error(site: Site, wire: Json) -> AntiphonError:
-    """The error that the gateway raised, as if it had been raised here."""
+    """Return the error that the gateway raised, as an exception of the same type."""
     details: Json = dict(wire.get("details") or {})
     kind = _collect_error_types().get(details.pop("type", ""))
     text = str(wire.get("message") or "The gateway refused without a reason.")
     if kind is None and wire.get("retryable"):
-        return build_unreachable_error(site, text)  # it is stopping
+        return build_unreachable_error(site, text)  # the gateway is stopping
     hint = details.pop("hint", "")
     what = text.removesuffix(hint).rstrip() if hint else text
     error = AntiphonError.__new__(kind or AntiphonError)
@@ -238,7 +234,7 @@ def _to_error(site: Site, wire: Json) -> AntiphonError:
 
 
 def _collect_error_types() -> dict[str, type[AntiphonError]]:
-    """Every error by its code; where a code is used twice, the one that is in `errors`."""
+    """Return every error class by its code; where two share a code, the one in `errors`."""
     found: dict[str, type[AntiphonError]] = {}
     kinds = [AntiphonError]
     for kind in kinds:

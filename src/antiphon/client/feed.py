@@ -1,4 +1,4 @@
-"""Following a session from outside: where a feed is, and what the events of the wire are to whoever follows."""
+"""State of a followed session, and the conversion of wire events to bus events."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from antiphon.bus import Delivered, Delta, Event, MessageAppended, RunChanged, S
 from antiphon.client.connection import Json
 from antiphon.client.parsing import strip_client_marks
 
-MAX_ENDED_RUNS_REMEMBERED = 256  # runs whose end was told
+MAX_ENDED_RUNS_REMEMBERED = 256  # ended runs, so that no end is yielded twice
 _RUN_STATE_BY_CHAT_STATE = {"final": "ok", "aborted": "cancelled", "error": "error"}
 
 
 class FeedPosition:
-    """How far a feed has come, over however many connections."""
+    """How far a feed has come; it outlives the connections it is read over."""
 
     def __init__(self, session: str, after: int | None) -> None:
         self.key = session
         self.session_id: str | None = None
         self.seq = after
         self.active_runs: dict[str, None] = {}
-        """Runs that were heard of and have not ended, in their order."""
+        """Known runs that have not ended, in order."""
         self._pending_ends: list[tuple[int, RunChanged]] = []
         self._ended_runs: deque[str] = deque(maxlen=MAX_ENDED_RUNS_REMEMBERED)
 
@@ -32,31 +32,31 @@ class FeedPosition:
         return {name: it for name, it in given.items() if it is not None}
 
     def apply_subscription(self, start: Json) -> None:
-        """Subscribed: under the key that events will name, and from where it was not known by now."""
+        """Take over the key that events will carry, and the conversation and position where these were unknown."""
         self.key = start["key"]
         self.session_id = self.session_id or start["sessionId"]
         self.seq = start["lastSeq"] if self.seq is None else self.seq
 
     def add_run_end(self, end: RunChanged, seq: int) -> None:
-        """A run has ended, which is to be told once, and after the message with that number."""
+        """Add the end of a run, to be yielded once and after the message with this number."""
         self.active_runs.pop(end.run_id, None)
         if end.run_id not in self._ended_runs:
             self._ended_runs.append(end.run_id)
             self._pending_ends.append((seq, end))
 
     def take_due_ends(self, *, all_of_them: bool = False) -> list[RunChanged]:
-        """Ends that can be told now."""
+        """Remove and return the ends whose messages have been yielded, or all of them."""
         count = sum(all_of_them or seq <= (self.seq or 0) for seq, _ in self._pending_ends)
         told, self._pending_ends = self._pending_ends[:count], self._pending_ends[count:]
         return [end for _, end in told]
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something has to come yet."""
+        """Whether runs are active or ends are held back."""
         return bool(self._pending_ends or self.active_runs)
 
     def handle_event(self, name: str, payload: Json) -> Event | None:
-        """What an event of the wire is, if it is of this session and new."""
+        """Return a wire event as a bus event; None if it is of another session or not new."""
         event = self._parse_event(name, payload) if payload.get("sessionKey") == self.key else None
         run_id: str | None = None if isinstance(event, Delivered) else getattr(event, "run_id", None)
         if run_id and run_id not in self._ended_runs:
@@ -69,7 +69,7 @@ class FeedPosition:
                 return self._parse_message(payload)
             case "session.gap":
                 return self._parse_gap(payload)
-            case "chat" if payload["seq"] == 0:  # the events of a run count from one
+            case "chat" if payload["seq"] == 0:  # a delivery: the events of a run count from one
                 return _parse_delivery(payload)
             case "chat":
                 return _parse_delta(payload) if payload["state"] == "delta" else _parse_run_end(payload)
@@ -103,7 +103,7 @@ class FeedPosition:
 
 
 def is_feed_ended(name: str, payload: Json, key: str) -> bool:
-    """Whether the gateway does not follow this session any longer."""
+    """Return whether this event says that the gateway no longer follows the session."""
     return name == "session.gap" and payload.get("sessionKey") == key and payload.get("reason") == "ended"
 
 
@@ -118,7 +118,7 @@ def _parse_delta(payload: Json) -> Delta:
 
 
 def _parse_delivery(payload: Json) -> Delivered:
-    """Words that were posted; the wire does not say what they are, only where they stand."""
+    """Return the delivery of a `chat` event outside any run; the wire does not carry its kind."""
     return Delivered(
         session_key=payload["sessionKey"],
         key=payload["runId"],
@@ -135,7 +135,7 @@ def _join_text(payload: Json) -> str:
 
 
 def _parse_run_end(payload: Json) -> RunChanged:
-    """The last `chat` event of a run."""
+    """Parse the last `chat` event of a run."""
     state = _RUN_STATE_BY_CHAT_STATE.get(payload["state"], "error")
     return RunChanged(
         session_key=payload["sessionKey"],

@@ -1,4 +1,4 @@
-"""What the wire calls otherwise than the views it is made of, turned back into these."""
+"""Converts wire payloads whose field names differ back into views."""
 
 from __future__ import annotations
 
@@ -27,5 +27,5 @@ def parse_run_view(payload: Json) -> RunView:
 
 
 def strip_client_marks(message: Json) -> Json:
-    """A message without the marks that are for other clients."""
+    """Return a message without the fields that the gateway adds for other clients."""
     return {name: it for name, it in message.items() if name not in ("__openclaw", "idempotencyKey")}

@@ -1,7 +1,7 @@
 """The configuration: JSON5 in, typed and frozen objects out, with a published JSON Schema.
 
-Errors name the key, what is allowed and what was given; secrets stay references until somebody reveals them.
-This package decides nothing about sessions, and importing it starts nothing.
+Errors name the key, the allowed values and the given value. Secrets stay references until `reveal()` is called.
+This package decides nothing about sessions, and importing it has no side effects.
 """
 
 from antiphon.config.agents import (

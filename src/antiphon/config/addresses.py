@@ -1,7 +1,7 @@
-"""Which addresses may stand where: `store.url` and `bus.url`, asked when the config is read and when a reference is
-opened, and those that a gateway listens on.
+"""Validation of addresses: `store.url`, `bus.url` and the address that a gateway listens on.
 
-Of a URL that is refused only its beginning is shown, for any other part may be of a password.
+URLs are checked when the config is read and again when a secret reference is resolved. Errors show only the scheme
+of a rejected URL, since any other part may belong to a password.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ BUS_URL_SCHEMES = ("nats", "tls")
 _TOKEN_PATTERN = re.compile(
     r"(?=.*[A-Za-z])(?=.*[0-9]).{16,}|(?:sk|pk|rk|xox[a-z]|xapp|pplx)-.+|(?:sk|pk|gh[a-z]|github_pat|gsk|npm|hf)_.+|AIza.+"
 )
-"""A segment of a path that may be a token: long, with letters and digits, or with a prefix of well-known ones."""
+"""Matches a path segment that may be a token: long, with letters and digits, or with a well-known prefix."""
 
 
 def check_store_url(url: str) -> None:
-    """Whether it begins like a database that is known; the rest is for whoever connects to say.
+    """Checks that the URL has the scheme of a supported database; the rest is checked on connecting.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the scheme is not supported.
     """
     scheme = _get_scheme(url)
     if scheme not in STORE_URL_SCHEMES:
@@ -37,10 +37,10 @@ def check_store_url(url: str) -> None:
 
 
 def parse_bus_addresses(url: str) -> list[str]:
-    """One or, with commas between them, several.
+    """Splits `bus.url` into its addresses, which are separated by commas.
 
     Raises:
-        ConfigError: there is none, or one of them is not the address of a NATS server.
+        ConfigError: it is empty, or one of the addresses is not that of a NATS server.
     """
     addresses = [part.strip() for part in url.split(",") if part.strip()]
     for address in addresses or [""]:
@@ -62,7 +62,7 @@ def is_ip(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine is reached there; a name says nothing of it."""
+    """Whether the host is a loopback IP address; host names are not resolved and do not count."""
     return is_ip(host) and ip_address(host).is_loopback
 
 
@@ -71,7 +71,7 @@ def _is_nats_address(address: str) -> bool:
         parts = urlsplit(address)
         return (
             parts.scheme in BUS_URL_SCHEMES and bool(parts.hostname) and parts.port is not False
-        )  # it may raise
+        )  # `port` raises for an invalid one
     except ValueError:
         return False
 
@@ -84,13 +84,13 @@ def _mask_address(address: str) -> str:
 
 
 def _get_scheme(url: str) -> str:
-    """How it begins; nothing where that cannot be told from what may be a user or a password."""
+    """The scheme of a URL; empty if it could be part of a user name or password."""
     scheme, separator, _ = url.partition("://")
     return scheme if separator and scheme.isascii() and scheme.isalnum() else ""
 
 
 def mask_url(url: str | None) -> str:
-    """A provider's address without user name, password, parameters and what looks like a token in its path."""
+    """A provider's URL without user name, password, query and anything in its path that looks like a token."""
     if url is None:
         return "the provider's public address"
     try:

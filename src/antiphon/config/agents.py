@@ -1,6 +1,6 @@
 """The agents of the config: defaults, entries, and the merged view that the rest of the system reads.
 
-`AgentDefaults` and `AgentEntry` are what the file says; `AgentConfig` is what follows from both.
+`AgentDefaults` and `AgentEntry` mirror the file; `AgentConfig` is the result of merging both.
 """
 
 from typing import Annotated, Any, Literal, TypeVar, cast
@@ -26,7 +26,7 @@ from antiphon.config.sections import ToolsConfig
 from antiphon.config.tool_names import ToolNames
 
 IMPLICIT_AGENT_ID = "main"
-"""The agent there is when the config lists none."""
+"""The agent that exists when the config lists none."""
 
 
 class ModelChoice(Section):
@@ -225,7 +225,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def merge_agent(entry: AgentEntry, defaults: AgentDefaults, tools: ToolsConfig) -> AgentConfig:
-    """The agent as it is to be run."""
+    """The agent with the defaults filled in, ready to run."""
     return AgentConfig(
         id=entry.id,
         name=entry.name or (entry.identity and entry.identity.name),
@@ -254,8 +254,8 @@ def _apply_overrides(base: _S, override: Section) -> _S:
 
 
 def _merge_tool_rules(own: EntryTools, general: ToolsConfig) -> ToolRules:
-    # The nearest level that says anything decides, so that an agent which narrows its visibility narrows its
-    # sends too, whatever the general section grants.
+    # The most specific level that is set decides, so that an agent that narrows its visibility also narrows its
+    # sends, whatever the general section grants.
     near, far = own.sessions, general.sessions
     stated = near.visibility or (far.visibility if "visibility" in far.model_fields_set else None)
     return ToolRules(
@@ -274,5 +274,5 @@ def _merge_tool_rules(own: EntryTools, general: ToolsConfig) -> ToolRules:
 
 
 def _derive_control(visibility: Visibility | None) -> Control | None:
-    """Control that goes with a visibility: however much is seen, only the own tree is stopped or steered."""
+    """The control scope implied by a visibility: an agent can stop and steer only its own tree, whatever it can see."""
     return "self" if visibility == "self" else "tree" if visibility else None

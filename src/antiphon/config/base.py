@@ -1,4 +1,4 @@
-"""What every config section shares: strictness, names on disk, and the small value types.
+"""Shared basis of all config sections: strict validation, names on disk, and small value types.
 
 Sections are closed (an unknown key is an error), frozen, and strict: `"5"` is not a number and `1` is not
 true. Keys on disk are camelCase and belong to the format; attributes are snake_case.
@@ -16,13 +16,13 @@ from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
 MAX_NUMBER = 1_000_000_000
-"""Upper bound of every count and duration: far beyond use, and small enough for any clock or file size."""
+"""Upper bound of every count and duration: far beyond any use, and safe for any clock or file size."""
 
 MAX_COMPARED_NAME_CHARACTERS = 64
-"""Characters of a name that others are compared with: megabytes would take seconds, and be like nothing."""
+"""Longest name that is compared with the valid ones; comparing megabytes would take seconds and match nothing."""
 
 MAX_LISTED_OPTIONS = 12
-"""As many valid names as an error lists although it already suggests one."""
+"""Most valid names that an error lists in addition to a suggestion."""
 
 
 def _format_title(name: str, _field: object) -> str:
@@ -32,7 +32,7 @@ def _format_title(name: str, _field: object) -> str:
 class Section(BaseModel):
     """A closed part of the config."""
 
-    # Deferred, because building forty validators would be most of the cost of importing this package.
+    # Deferred because building forty validators would be most of the cost of importing this package.
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
@@ -47,7 +47,7 @@ class Section(BaseModel):
 
 
 def build_expected_error(text: str) -> PydanticCustomError:
-    """A validation error whose text completes "must be …"."""
+    """Builds a validation error whose text completes "must be …"."""
     return PydanticCustomError("expected", "{text}", {"text": text})
 
 
@@ -76,10 +76,12 @@ Amount = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
 Quantity = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
 Days = Annotated[float, Field(gt=0, le=MAX_NUMBER)]
 Text = Annotated[str, Field(min_length=1)]
-Strings = Annotated[tuple[str, ...], Strict(False)]  # JSON has lists only, and strictness would refuse them
+Strings = Annotated[
+    tuple[str, ...], Strict(False)
+]  # JSON has only lists, which strict mode would reject for a tuple
 AgentId = Annotated[str, AfterValidator(_normalize_agent_id)]
 AgentPatterns = Annotated[tuple[Annotated[str, AfterValidator(_lower_pattern)], ...], Strict(False)]
-"""Agent ids as compared: lower-cased, `*` for any."""
+"""Agent id patterns, lower-cased for comparison; `*` matches any text."""
 
 Visibility = Literal["self", "tree", "agent", "all"]
 Control = Literal["self", "tree"]
@@ -88,7 +90,7 @@ Thinking = Literal["off", "minimal", "low", "medium", "high", "xhigh", "adaptive
 
 
 def find_nearest(word: str, options: Iterable[str], *, alike: float = 0.6) -> str | None:
-    """The option most like `word`, ignoring case; None when nothing is close. `alike` is how close, of 1."""
+    """The option most similar to `word`, ignoring case, or None if no similarity reaches `alike` (0 to 1)."""
     if len(word) > MAX_COMPARED_NAME_CHARACTERS:
         return None
     by_lower = {option.lower(): option for option in options}
@@ -97,7 +99,7 @@ def find_nearest(word: str, options: Iterable[str], *, alike: float = 0.6) -> st
 
 
 def suggest_options(word: str, options: Sequence[str], *, noun: str, prefix: str = "") -> str:
-    """What to try instead: the nearest option when one is close, and all of them when they are few."""
+    """A hint with the nearest option if one is close, and with all options if they are few."""
     near = find_nearest(word, options)
     parts = [f"Did you mean {prefix + near!r}?"] if near else []
     if options and (len(options) <= MAX_LISTED_OPTIONS or not near):

@@ -1,4 +1,4 @@
-"""Keys that stand twice in one object of a JSON5 document, of which a parser keeps the last without a word."""
+"""Finds keys that occur twice in one object of a JSON5 document; the parser silently keeps the last one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TOKEN_PATTERN = re.compile(
 
 
 def find_duplicate_keys(content: str) -> Iterator[tuple[str, int]]:
-    """Each such key, and where it stands again. The document must be one that the parser has taken."""
+    """Yields each duplicate key and its position. The document must already have been accepted by the parser."""
     objects: list[set[str]] = []
     key: tuple[str, int] | None = None
     for token in _TOKEN_PATTERN.finditer(content):
@@ -36,5 +36,5 @@ def find_duplicate_keys(content: str) -> Iterator[tuple[str, int]]:
 
 
 def _decode_key(said: str) -> str:
-    """A key as it is meant: quoted or not, with escapes or without."""
+    """The decoded key: without quotes and escapes."""
     return next(iter(pyjson5.decode(f"{{{said}: 0}}")))

@@ -1,7 +1,7 @@
-"""What is wrong with a config, in words: where, what is allowed, what was given.
+"""Readable errors for an invalid config: the key, what is allowed, and what was given.
 
-What was given is only shown where no secret can be: not for keys that hold secrets, not beside them (except a
-plain word where one of a few was expected), and not where an object was expected.
+The given value is shown only where it cannot be a secret: not for secret keys, not next to them (except a plain
+word where an enumeration was expected), and not where an object was expected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Location = Sequence[str | int]
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """One thing to mend. `hint` is empty when `what` already says what is allowed."""
+    """One problem to fix. `hint` is empty if `what` already says what is allowed."""
 
     path: str
     what: str
@@ -39,7 +39,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 def format_path(location: Location) -> str:
-    """The path as it is written in documents: `agents.list[0].id`."""
+    """Formats a location as a path: `agents.list[0].id`."""
     path = ""
     for step in location:
         if isinstance(step, int):
@@ -50,7 +50,7 @@ def format_path(location: Location) -> str:
 
 
 def combine_problems(problems: Sequence[Problem], file: str | None) -> ConfigError:
-    """One error for all of them: the first in the sentence, the others in `data['problems']`."""
+    """Combines all problems into one error: the first in the message, the others in `data['problems']`."""
     first, *rest = problems
     more = f" ({len(rest)} more in the same config.)" if rest else ""
     return ConfigError(
@@ -63,7 +63,7 @@ def combine_problems(problems: Sequence[Problem], file: str | None) -> ConfigErr
 
 
 def build_problems(errors: Iterable[ErrorDetails]) -> list[Problem]:
-    """Problems for the errors of a validation."""
+    """Converts pydantic's validation errors to problems."""
     return [_build_problem(error) for error in errors]
 
 
@@ -111,10 +111,10 @@ _FORMS_BY_PATTERN = {
     URL_PATH_PATTERN: "begin with '/' and have no spaces",
     CALLABLE_TARGET_PATTERN: "have the form 'package.module:callable'",
 }
-"""What each pattern asks for; whoever sees the message need not read patterns."""
+"""Descriptions of the patterns, so that errors do not show regular expressions."""
 
 _WORD_PATTERN = re.compile(r"[A-Za-z]{1,16}(-[A-Za-z]{1,16}){0,3}")
-"""What one of a few words looks like, and a key or a password hardly ever does."""
+"""Matches a plain word such as an enumeration value; keys and passwords hardly ever match."""
 
 _HIDDEN_ERROR_TYPES = {"secret", "dict_type", "model_type", "tuple_type"}
 
@@ -129,7 +129,7 @@ _TYPE_NAMES: dict[type, str] = {
 
 
 def _format_demand(error: ErrorDetails) -> str:
-    """Completes "must …"."""
+    """The requirement that was violated, as text that completes "must …"."""
     context = error.get("ctx", {})
     if error["type"] == "string_pattern_mismatch":
         return _FORMS_BY_PATTERN[context["pattern"]]
@@ -149,7 +149,7 @@ def _can_show_input(error: ErrorDetails, location: Location, holder: type[BaseMo
 def _format_input(value: object, *, shown: bool) -> str:
     if isinstance(value, bool):
         return str(value).lower() if shown else _TYPE_NAMES[bool]
-    # Python refuses to print very long integers, and a long text would bury the message.
+    # Python refuses to print very long integers, and a long string would bury the message.
     short = isinstance(value, float | str) or (isinstance(value, int) and abs(value) < 10**30)
     if shown and short and len(text := repr(value)) <= 80:
         return text
@@ -157,7 +157,7 @@ def _format_input(value: object, *, shown: bool) -> str:
 
 
 def _find_section(location: Location) -> type[BaseModel] | None:
-    """The section that a location leads into; a list or an object of sections takes one step more."""
+    """The section class at a location; lists and objects of sections take one more step."""
     section: type[BaseModel] | None = Config
     collection = False
     for step in location:

@@ -1,7 +1,7 @@
-"""Keys of related gateways for parts that Antiphon does not have.
+"""Keys of related gateways for features that Antiphon does not have.
 
-A config written for one of them loads here with a warning for each such key instead of an error. The table is
-only for keys that are known elsewhere: a misspelt key is still an error. It says nothing of what they mean.
+A config written for one of them loads here with a warning per key instead of an error. The table lists only keys
+that exist in those gateways, so a misspelt key is still an error; it does not describe their meaning.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ FOREIGN_KEYS: dict[str, frozenset[str]] = {
 
 
 def drop_foreign_keys(raw: dict[str, Any]) -> list[tuple[str | int, ...]]:
-    """Removes the keys of the table from `raw` and returns their paths."""
+    """Removes the table's keys from `raw` and returns their paths."""
     dropped: list[tuple[str | int, ...]] = []
     for place, keys in FOREIGN_KEYS.items():
         for path, node in find_nodes(raw, place.split(".") if place else [], ()):
@@ -85,7 +85,7 @@ def drop_foreign_keys(raw: dict[str, Any]) -> list[tuple[str | int, ...]]:
 def find_nodes(
     node: object, place: list[str], path: tuple[str | int, ...]
 ) -> Iterator[tuple[tuple[str | int, ...], dict[str, Any]]]:
-    """The objects at a place of the table: `*` is every value of an object, `[]` every item of a list."""
+    """Yields the objects at a path of the table: `*` matches every value of an object, `[]` every item of a list."""
     if not place:
         if isinstance(node, dict):
             yield path, cast("dict[str, Any]", node)

@@ -1,4 +1,4 @@
-"""Providers that a config means without configuring them: choosing a model of one that everybody knows is enough."""
+"""Adds well-known providers that a config uses without configuring them: choosing one of their models is enough."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PUBLIC_PROVIDER_KEY_VARIABLES = {
     "anthropic": "ANTHROPIC_API_KEY",
     "google": "GEMINI_API_KEY",
 }
-"""Providers whose address is known without being told, and the variable in which their key usually is."""
+"""Providers whose address is known, and the environment variable that usually holds their key."""
 
 
 def list_model_choices(config: Config) -> Iterator[tuple[str, ModelChoice]]:
-    """Every choice of a model, with its path."""
+    """Yields every model choice in the config with its path."""
     entries = [(f"agents.list[{index}]", entry) for index, entry in enumerate(config.agents.list)]
     for path, section in (("agents.defaults", config.agents.defaults), *entries):
         if section.model:
@@ -27,7 +27,7 @@ def list_model_choices(config: Config) -> Iterator[tuple[str, ModelChoice]]:
 
 
 def add_implied_providers(config: Config) -> Config:
-    """The same with these providers, each with the models that are chosen of it."""
+    """The config with the implied providers added, each with the models chosen from it."""
     configured = config.models.providers
     chosen: dict[str, list[str]] = {}
     for _, choice in list_model_choices(config):

@@ -1,4 +1,4 @@
-"""Finding and reading the config file. Nothing here resolves a secret or writes anything."""
+"""Finds and reads the config file. Nothing here resolves a secret or writes anything."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ MAX_CONFIG_BYTES = 1024 * 1024
 
 
 class LoadedConfig(msgspec.Struct, frozen=True):
-    """A config that can be used, where it came from, and what its owner should know of."""
+    """A usable config, the path it was read from, and warnings for its owner."""
 
     config: Config
     path: Path | None
-    """None when there was no file."""
+    """None if no file was found."""
     warnings: tuple[str, ...]
 
 
 def load(path: Path | None = None, *, required: bool = True) -> LoadedConfig:
-    """Reads and checks a config file; without a path, the one of this user.
+    """Reads and checks a config file; without a path, the current user's.
 
-    A file that does not exist gives the defaults when nobody asked for it: no path, or not `required`.
+    A missing file gives the defaults if no path was given or the file is not `required`.
 
     Raises:
-        ConfigError: the file cannot be read or used. `data['path']` is the first key at fault and
-            `data['problems']` says what else is wrong.
+        ConfigError: the file could not be read or is invalid. `data['path']` is the first key at fault and
+            `data['problems']` lists the other problems.
     """
     if path is None:
         paths = locate_paths(None, None, os.environ)
@@ -71,7 +71,7 @@ def load(path: Path | None = None, *, required: bool = True) -> LoadedConfig:
 def parse(
     raw: object, *, base: Path | None = None, file: str | None = None
 ) -> tuple[Config, tuple[str, ...]]:
-    """Checks a decoded config and returns it with its warnings; `raw` is left as it is.
+    """Checks a decoded config and returns it with its warnings; `raw` is not modified.
 
     Raises:
         ConfigError: as for `load`.
@@ -89,7 +89,7 @@ def parse(
 
 
 def _check_unicode(value: object, location: Location, file: str | None) -> None:
-    """JSON can spell half of a surrogate pair, which no file, wire or database can hold."""
+    """Refuses lone surrogates: JSON can spell them, but no file, wire or database can store them."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -115,7 +115,7 @@ def _validate(known: dict[str, Any], base: Path | None, file: str | None) -> Con
         problems = find_contradictions(config)
         if not problems:
             return config
-    # Raised out here, because the validation error would bring the values along.
+    # Raised outside the except block, because the validation error would carry the values along.
     raise combine_problems(problems, file)
 
 
@@ -125,7 +125,7 @@ class _Exposure(msgspec.Struct, frozen=True):
 
 
 def _find_exposure(path: Path, status: os.stat_result) -> _Exposure | None:
-    """How other users can change or replace the file.
+    """How other users can change or replace the file, or None if they cannot.
 
     A file on a read-only mount, as in containers, is accepted whatever its owner and mode.
     """
@@ -146,7 +146,7 @@ def _find_exposure(path: Path, status: os.stat_result) -> _Exposure | None:
 def _check_harmless(
     exposure: _Exposure, path: Path, config: Config, secrets: list[tuple[str, Secret]]
 ) -> None:
-    """Refuse commands and secrets: other users could have a command run, or a secret sent to an address of theirs.
+    """Refuses commands and secrets in an exposed file: other users could run a command or redirect a secret.
 
     Raises:
         ConfigError: the file has one of them.
@@ -215,7 +215,7 @@ def _decode_json5(content: str, path: Path) -> object:
 
 
 def _check_duplicate_keys(content: str, path: Path) -> None:
-    """Of two sections of one name the first would be gone without a word."""
+    """Refuses duplicate keys: of two sections with one name, the parser silently drops the first."""
     for name, offset in find_duplicate_keys(content):
         raise ConfigError(
             f"The config file {str(path)!r} has the key {name!r} a second time at {_format_position(content, offset)}.",
@@ -226,12 +226,12 @@ def _check_duplicate_keys(content: str, path: Path) -> None:
 
 
 def _describe_syntax_error(error: Exception, content: str) -> str:
-    """Where and what, without the parts of the document that the parser attaches to its errors."""
+    """The position and reason of a syntax error, without the excerpts that the parser attaches."""
     found = re.search(r"near (\d+)", str(error.args[0]) if error.args else "")
     offset = max(0, int(found[1]) - 1) if found else 0
     if isinstance(error, pyjson5.Json5ExtraData):
         what = "something follows the end of the document"
-        # Counted differently there: the end of the document, not the character at fault.
+        # This parser's offset points to the end of the document, not to the offending character.
         offset = len(content) - len(content[offset + 1 :].lstrip())
     elif isinstance(error, pyjson5.Json5EOF):
         what = "what starts here is not finished"
@@ -249,7 +249,7 @@ def _format_position(content: str, offset: int) -> str:
 
 
 def list_secrets(value: object, location: Location = ()) -> Iterator[tuple[str, Secret]]:
-    """Every secret there is in a config, with its path."""
+    """Yields every secret in a config with its path."""
     if isinstance(value, Secret):
         yield format_path(location), value
     elif isinstance(value, Section):

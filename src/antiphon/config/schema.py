@@ -1,4 +1,4 @@
-"""The config as one object, and the questions the rest of the system asks it. Nothing is read or resolved."""
+"""The config as one object, with its derived values. Nothing is read or resolved here."""
 
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -24,11 +24,11 @@ from antiphon.config.sections import (
 from antiphon.errors import NotFound, UnknownModel
 
 REHEARSAL_PROVIDER = "rehearsal"
-"""Name of the built-in offline provider and of its one model; no configured provider may take it."""
+"""Name of the built-in offline provider and of its only model; no configured provider may use it."""
 
 REHEARSAL_MODEL_REF = f"{REHEARSAL_PROVIDER}/{REHEARSAL_PROVIDER}"
 
-MAX_SHOWN_NAME_CHARACTERS = 100  # characters of a name that nothing has
+MAX_SHOWN_NAME_CHARACTERS = 100  # characters of an unknown name that an error shows
 
 
 class FoundModel(NamedTuple):
@@ -64,12 +64,12 @@ class Config(Section):
 
     @property
     def agent_ids(self) -> tuple[str, ...]:
-        """In the order of the file."""
+        """Ids of all agents, in the order of the file."""
         return tuple(self._entries)
 
     @property
     def mirrors_transcripts(self) -> bool:
-        """Whether sessions have transcript files: by default those of a store that one process has to itself."""
+        """Whether sessions have transcript files; by default only if the store belongs to a single process."""
         wanted = self.session.transcripts.mirror
         return (self.store.url is None and self.bus.url is None) if wanted is None else wanted
 
@@ -99,15 +99,15 @@ class Config(Section):
         return self._merged[agent_id]
 
     def get_model_ref(self, agent_id: str) -> str:
-        """The agent's model as `provider/model`: its own, the default one, or the first there is."""
+        """The agent's model as `provider/model`: its own, the default, or the first configured one."""
         choice = self.get_agent(agent_id).model
         return choice.primary if choice else self.model_refs[0]
 
     @property
     def model_refs(self) -> tuple[str, ...]:
-        """Every configured model in the order of the file, the built-in one, then what is only implied.
+        """Every configured model in the order of the file, then the built-in one, then the implied ones.
 
-        A provider that was meant for one agent answers, and charges, for no other.
+        Implied ones come last, so that a provider chosen for one agent never answers, or charges, for another.
         """
         refs: dict[bool, list[str]] = {False: [], True: []}
         for name, provider in self.models.providers.items():
@@ -115,7 +115,7 @@ class Config(Section):
         return (*refs[False], REHEARSAL_MODEL_REF, *refs[True])
 
     def find_model(self, ref: str) -> FoundModel:
-        """The provider and model that `provider/model` names.
+        """Resolves `provider/model` to its provider and model.
 
         Raises:
             UnknownModel: no configured provider has such a model.
@@ -142,7 +142,7 @@ class Config(Section):
 
     @cached_property
     def _merged(self) -> dict[str, AgentConfig]:
-        """Those that were asked for: every run does."""
+        """Cache of merged agents, filled on demand, since every run needs one."""
         return {}
 
 

@@ -1,8 +1,8 @@
-"""Secrets in the config: a text, or a reference to where the text is kept.
+"""Secrets in the config: a literal text, or a reference to where the text is kept.
 
-A `Secret` never shows what it holds: not in `repr`, `str`, dumps or errors. Only `reveal()` does, and it
-reads the source anew each time, so that a rotated secret is seen and none is kept here. It is not a keyring
-and does not encrypt anything.
+A `Secret` never shows its value in `repr`, `str`, dumps or errors. Only `reveal()` returns it, and reads the
+source each time, so that a rotated secret is picked up and nothing is cached. This is not a keyring and does
+not encrypt anything.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from antiphon.errors import ConfigError
 from antiphon.paths import expand_home
 
 MAX_SECRET_BYTES = 64 * 1024
-EXEC_TIMEOUT_SECONDS = 10.0  # seconds
+EXEC_TIMEOUT_SECONDS = 10.0
 SECRET_MASK = "***"  # noqa: S105
 
 SecretKind = Literal["text", "env", "file", "exec"]
 
 _ENV_REFERENCE_PATTERN = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
-"""The way older configs name a variable; only where it is the whole text."""
+"""The `${NAME}` form of older configs; recognised only if it is the whole text."""
 _ACCEPTED_FORMS = 'text, {env: "NAME"}, {file: "path"} or {exec: ["command", "argument"]}'
 
 
 class Secret:
-    """A text that is only shown by `reveal()`."""
+    """A text that only `reveal()` shows."""
 
     __slots__ = ("_base", "_kind", "_value")
 
@@ -48,10 +48,10 @@ class Secret:
 
     @classmethod
     def parse(cls, value: object, base: Path | None = None) -> Secret:
-        """Reads one of the accepted forms; relative files and commands start from `base`.
+        """Reads one of the accepted forms; relative files and commands are resolved against `base`.
 
         Raises:
-            ValueError: `value` has none of the forms. The text does not contain it.
+            ValueError: `value` has none of the forms. The message does not contain it.
         """
         if isinstance(value, Secret):
             return value
@@ -66,13 +66,13 @@ class Secret:
 
     @property
     def is_written(self) -> bool:
-        """Whether it stands in the config itself; an address that has no place for a password is no secret."""
+        """Whether the secret is written in the config itself; a URL without a place for a password is no secret."""
         text = self._value[0]
         return self._kind == "text" and ("://" not in text or "@" in text or "?" in text)
 
     @property
     def availability_error(self) -> ConfigError | None:
-        """Why it cannot be had, as far as that can be told without opening or running anything."""
+        """Why the secret is not available, as far as can be known without opening or running anything."""
         try:
             if self._kind == "env":
                 _read_env(self._value[0])
@@ -86,10 +86,10 @@ class Secret:
         return (self._base or Path()) / expand_home(self._value[0])
 
     def reveal(self) -> str:
-        """The secret itself. A file or a command may block for seconds: call it in a thread.
+        """Returns the secret itself. A file or command may block for seconds, so call it in a thread.
 
         Raises:
-            ConfigError: the source is missing, unsafe or failed. Nothing it printed or holds is in the error.
+            ConfigError: the source is missing, unsafe or failed. The error contains nothing that it printed or holds.
         """
         match self._kind:
             case "text":
@@ -146,7 +146,7 @@ class Secret:
         try:
             return cls.parse(value, base)
         except ValueError:
-            # A type of its own, so that the report knows never to show what was given.
+            # A separate error type, so that the report never shows the given value.
             raise PydanticCustomError("secret", "{text}", {"text": _ACCEPTED_FORMS}) from None
 
 
@@ -180,7 +180,7 @@ def _parse_single_key(kind: str, source: object) -> tuple[SecretKind, tuple[str,
 
 
 def _is_usable(*texts: str) -> bool:
-    """Not empty, and without what no file name, variable or header can carry: NUL and broken characters."""
+    """Whether every text is non-empty and free of NUL and lone surrogates, which no path or header can hold."""
     return bool(texts[0]) and not any(re.search("[\0\ud800-\udfff]", text) for text in texts)
 
 
@@ -196,7 +196,7 @@ def _read_env(name: str) -> str:
 
 
 class _UnsafeFile(Exception):
-    """A file that is no place for a secret; the text completes "the file …"."""
+    """A file that is not safe for a secret; the text completes "the file …"."""
 
 
 def _read_file(path: Path) -> str:

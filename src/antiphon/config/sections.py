@@ -1,6 +1,6 @@
-"""The sections of the config other than the agents: types, defaults and the words of the JSON Schema.
+"""The config sections other than the agents: types, defaults and JSON Schema descriptions.
 
-Whether values of different keys fit together is not decided here; see `antiphon.config.validate`.
+Whether the values of different keys fit together is checked in `antiphon.config.validate`.
 """
 
 from typing import Annotated, Any, Literal, cast
@@ -38,7 +38,7 @@ ChatType = Annotated[
     Literal["direct", "group", "channel"],
     BeforeValidator(_normalize_chat_type, Literal["direct", "group", "channel", "dm", "room"]),
 ]
-"""Read under its older names too."""
+"""The kind of a chat; older names are accepted as well."""
 
 
 class SendMatch(Section):
@@ -256,7 +256,7 @@ class ModelConfig(Section):
 
 
 NATIVE_PROVIDER_APIS: dict[str, Api] = {"anthropic": "anthropic-messages", "google": "google-generative-ai"}
-"""What the providers of these names speak; every other is taken to speak OpenAI's chat completions."""
+"""APIs of providers with these names; every other provider is assumed to speak OpenAI chat completions."""
 
 
 class ProviderConfig(Section):
@@ -421,7 +421,7 @@ class BusConfig(Section):
 
 
 def mask_values(value: object) -> object:
-    """The shape of a value without what it says: which parts of a channel are secret is not known here."""
+    """The shape of a value without its contents, since it is not known here which channel settings are secret."""
     if isinstance(value, dict):
         return {key: mask_values(item) for key, item in cast("dict[str, object]", value).items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Names of tools as lists in the config have them: each by itself, by a pattern, or by the group it is in."""
+"""Tool names in config lists: a name, a pattern, or a group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SESSION_TOOL_NAMES = (
     "sessions_yield",
     "subagents",
 )
-"""Tools that are always there. Others may come from anywhere: of a name that is like none of these nothing is said."""
+"""Tools that always exist. Others may be added elsewhere, so a name unlike any of these gets no warning."""
 
 GROUP_PREFIX = "group:"
 _AGENT_TOOL_NAMES = ("agents_list",)
@@ -26,7 +26,7 @@ TOOL_GROUPS = {
     "group:agents": _AGENT_TOOL_NAMES,
     "group:openclaw": SESSION_TOOL_NAMES,
 }
-"""Those of related gateways that have tools here."""
+"""Tool groups of related gateways, reduced to the tools that exist here."""
 
 
 def _expand_groups(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -34,4 +34,4 @@ def _expand_groups(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 ToolNames = Annotated[tuple[str, ...], Strict(False), AfterValidator(_expand_groups)]
-"""Nobody who reads such a list has to know of groups."""
+"""A list of tool names with its groups already expanded."""

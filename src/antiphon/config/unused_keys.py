@@ -1,7 +1,7 @@
-"""Keys that are read and have no effect, with what to do instead.
+"""Keys that are accepted but have no effect, with advice on what to do instead.
 
-They are known elsewhere, or wait for parts that this release does not have: a config that has them loads, with a
-warning for each. A test finds keys that nothing reads and that are not in this table.
+They are known in related gateways, or belong to features that this release does not have: a config with them loads
+with a warning for each. A test finds keys that nothing reads and that are missing from this table.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ UNUSED_KEYS: dict[str, str] = {
 }
 
 _CHANNEL_KEYS = ("session.dmScope", "session.identityLinks")
-"""Where there are channels, that they have no effect says it of these, too; leaving these out may be bad advice."""
+"""Keys without a warning of their own if channels are configured: the one for channels covers them."""
 
 _HARMLESS_VALUES: tuple[object, ...] = (None, False, "", [], {}, ["text"], "main", ["/new", "/reset"])
-"""Values that ask for nothing but what there is."""
+"""Values that only ask for the existing behaviour."""
 
 
 def find_unused_keys(config: Config) -> Iterator[str]:

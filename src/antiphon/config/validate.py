@@ -1,4 +1,4 @@
-"""What single values cannot show: keys that contradict each other, and settings worth a warning."""
+"""Checks across keys: contradictions, and settings that deserve a warning."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from antiphon.config.unused_keys import find_unused_keys
 from antiphon.errors import ConfigError, UnknownModel, format_install_hint
 
 UNSUPPORTED_SECTIONS = ("channels",)
-"""Sections that are read and checked, for parts that this release does not have."""
+"""Sections that are read and checked although this release does not implement them."""
 
-GOOGLE_API = "google-generative-ai"  # the one way to speak to models whose packages are an extra
+GOOGLE_API = "google-generative-ai"  # the only API whose packages are an extra
 TAILNET_ERROR = (
     "'gateway.bind' is 'tailnet', and which address that is cannot be told here, so that `up` refuses it.",
     "Use 'custom' and put the address into gateway.customBindHost.",
 )
-MIN_SECRET_CHARACTERS = 16  # characters of what others than this machine may try to guess
+MIN_SECRET_CHARACTERS = 16  # minimum length of a secret that remote callers could guess
 LOCALHOST = "localhost"
-MIN_NAME_SIMILARITY = 0.8  # of 1; `memory_search` is no misspelt `sessions_search`
+MIN_NAME_SIMILARITY = 0.8  # of 1; `memory_search` must not pass for a misspelt `sessions_search`
 
 
 def find_contradictions(config: Config) -> list[Problem]:
-    """Everything in a well-formed config that cannot hold together."""
+    """Problems in a well-formed config whose settings contradict each other."""
     return [
         *_check_agents(config),
         *_check_providers(config),
@@ -44,7 +44,7 @@ def find_contradictions(config: Config) -> list[Problem]:
 
 
 def find_warnings(config: Config) -> Iterator[str]:
-    """Sentences for settings that are accepted but should be known of."""
+    """Warnings for settings that are accepted but that the owner should know about."""
     yield from find_unused_keys(config)
     if config.gateway.bind == "tailnet":
         yield f"{TAILNET_ERROR[0]} {TAILNET_ERROR[1]}"
@@ -76,7 +76,7 @@ def _warn_unsupported_sections(config: Config) -> Iterator[str]:
 
 
 def _warn_missing_packages(config: Config) -> Iterator[str]:
-    """What `up`, or the first message to an agent, would not find."""
+    """Warnings for packages that `up`, or the first message to an agent, would not find."""
     if config.store.url is not None and not _is_importable("asyncpg"):
         yield f"'store.url' needs packages that are not installed. {format_install_hint('cluster')}"
     elif config.store.url is not None and config.bus.url is not None and not _is_importable("nats"):
@@ -96,12 +96,12 @@ def _warn_missing_packages(config: Config) -> Iterator[str]:
 
 
 def _is_importable(module: str) -> bool:
-    """Whether it could be imported. It is not: what it would do then is no part of reading a config."""
+    """Whether a module could be imported. It is not imported, to avoid its side effects."""
     try:
         return find_spec(module) is not None
-    except ImportError:  # of what it is in
+    except ImportError:  # raised for the parent package
         return False
-    except ValueError:  # it is there already, and did not come from a file
+    except ValueError:  # already imported, and not from a file
         return True
 
 
@@ -113,7 +113,7 @@ def _warn_weak_secrets(config: Config) -> Iterator[str]:
         gateway.bind == "custom" and (host == LOCALHOST or is_loopback(host))
     ):
         return
-    # What a reference leads to is only looked at by who needs it.
+    # References are not resolved here.
     if secret is not None and secret.kind == "text" and len(secret.reveal()) < MIN_SECRET_CHARACTERS:
         yield (
             f"'gateway.auth.{mode}' has fewer than {MIN_SECRET_CHARACTERS} characters, "
@@ -124,7 +124,7 @@ def _warn_weak_secrets(config: Config) -> Iterator[str]:
 
 
 def _warn_unknown_agents(config: Config) -> Iterator[str]:
-    """Agents that may be spawned and are not there."""
+    """Warnings for agents that may be spawned but do not exist."""
     ids = config.agent_ids
     lists = [("agents.defaults", config.agents.defaults.subagents.allow_agents)]
     lists += [
@@ -140,9 +140,9 @@ def _warn_unknown_agents(config: Config) -> Iterator[str]:
 
 
 def _warn_unknown_tools(config: Config) -> Iterator[str]:
-    """Names that are almost those of session tools, and groups that have none."""
+    """Warnings for near misses of session tool names, and for groups without tools."""
     for path, names in _iterate_tool_lists(config):
-        wildcards = not path.startswith("gateway.")  # there each tool is named
+        wildcards = not path.startswith("gateway.")  # the gateway's lists take plain names only
         for name in names or ():
             if name.lower().startswith(GROUP_PREFIX):
                 yield f"{path!r} names {name!r}, a group that has no tools here. {_suggest_group(name)}"
@@ -313,7 +313,7 @@ def _check_hooks(config: Config) -> Iterator[Problem]:
 
 
 def _check_addresses(config: Config) -> Iterator[Problem]:
-    """Those that are written out; what a reference leads to is checked when it is opened."""
+    """Checks the addresses written in the config; references are checked when they are resolved."""
     for secret, check in ((config.store.url, check_store_url), (config.bus.url, parse_bus_addresses)):
         if secret is not None and secret.kind == "text":
             try:
@@ -331,7 +331,7 @@ def _check_send_rules(config: Config) -> Iterator[Problem]:
 
 
 def _list_shared_channels(config: Config) -> list[str]:
-    """The channels that admit senders to direct chats, when these are more than one person in all."""
+    """Channels that admit senders to direct chats, if they admit more than one person in total."""
     people = {
         alias.lower(): name for name, aliases in config.session.identity_links.items() for alias in aliases
     }
@@ -348,7 +348,7 @@ def _list_shared_channels(config: Config) -> list[str]:
 
 
 def _list_admitted_senders(settings: dict[str, Any]) -> Iterator[object]:
-    """Senders that a channel, its accounts or its `dm` part name; `*` for everybody."""
+    """Senders named by a channel, its accounts or its `dm` section; `*` stands for everyone."""
     if "open" in (settings.get("dmPolicy"), settings.get("policy")):
         yield "*"
     allow = settings.get("allowFrom")

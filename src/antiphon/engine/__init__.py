@@ -1,5 +1,5 @@
-"""What happens to sessions: runs, their recovery, waits, usage and retention.
+"""The engine: runs and their recovery, sessions, collaboration, outbox, jobs and retention.
 
-Modules named by a noun hold transaction scripts over that noun's rows (`session_rows`, `transcripts`, `lifecycle`);
-`run_loop` plays one run, `engine` keeps lanes moving. Nothing here knows a wire format or a tool's name.
+Modules such as `session_rows`, `transcripts` and `lifecycle` hold transaction scripts; `run_loop` executes one run, and
+`engine` processes the lanes. Nothing here depends on a wire format.
 """

@@ -1,7 +1,7 @@
-"""Keeping lanes moving: claims, plays and ends runs, stops them, and finds the work that was left lying.
+"""The engine of one process: claims, executes, ends and stops runs, and finds abandoned work.
 
-There is no state here whose loss matters. `_playing` is the set of runs this process has in its hands; the
-lease in the store says so to others, and the epoch in every commit makes it harmless to be wrong.
+It has no state whose loss matters. `_active_runs` are the runs that this process executes; the lease in the store shows
+that to other processes, and the epoch in every commit makes an error harmless.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ from antiphon.tracing import start_span
 
 log = logging.getLogger(__name__)
 
-STOP_TOPIC = "stops"  # the topic on which every process hears of requests to stop
-MAX_CONSECUTIVE_RUNS_PER_LANE = 64  # runs of one lane, after which others that wait for a place have theirs
+STOP_TOPIC = "stops"  # stop requests for all processes
+MAX_CONSECUTIVE_RUNS_PER_LANE = 64  # then other waiting lanes get their turn
 
 
 class EngineTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """How patient the engine is. Times in seconds."""
+    """Intervals and limits of the engine. Times are in seconds."""
 
     lease: float = 10.0
     sweep: float = 2.0
@@ -76,7 +76,7 @@ class EngineTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _ActiveRun(msgspec.Struct):
-    """A run being played: how to stop it, and as what it then ends."""
+    """A run being executed: how to stop it, and its outcome if it is stopped."""
 
     lane: int
     limit: asyncio.Timeout
@@ -119,11 +119,10 @@ class Engine:
         self._background_tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Take the lease, then look for work that an earlier process left."""
+        """Take the lease, look for work left by an earlier process, and start the background tasks."""
         await self._renew_lease(alone=self._is_only_replica)
-        self._is_coordinator = (
-            self._is_only_replica or await self._acquire_coordinator_lease()
-        )  # retention asks for it at once
+        # Retention needs this at once.
+        self._is_coordinator = self._is_only_replica or await self._acquire_coordinator_lease()
         await self._lanes.start(self._drain_lane, self._has_work)
         await self._wake_idle_lanes(older_than=0)
         chores = [
@@ -144,7 +143,7 @@ class Engine:
         self._background_tasks = [asyncio.create_task(chore) for chore in chores]
 
     async def stop(self, grace: float = 0.0) -> None:
-        """Let go. Runs that do not end in time stay `running` in the store; others or the next start carry them on."""
+        """Stop. Runs that do not end in time stay `running` in the store and are resumed by another process."""
         self._stopping = True
         await self._lanes.stop(grace)
         for task in self._background_tasks:
@@ -158,24 +157,24 @@ class Engine:
             await self._lanes.close()
 
     async def publish_address(self, address: str) -> None:
-        """Tell the others where this process can be reached."""
+        """Publish the address at which this process can be reached."""
         self._replica = msgspec.structs.replace(self._replica, address=address)
         await self._renew_lease()
 
     async def dispatch_accepted_run(self, accepted: AcceptedRun) -> None:
-        """After the commit of a submission: tell listeners, wake the lane."""
+        """Publish a queued run and wake its lane; called after the commit."""
         if accepted.new and not accepted.note:
             self._publish_phase(accepted.session, accepted.session_key, accepted.run_id, "queued")
         await self._lanes.activate(accepted.session)
 
     @contextmanager
     def release_lane_slot(self, run_id: str | None) -> Generator[None]:
-        """While a run that is played here waits for another session's, it keeps no third one from running."""
+        """Release the slot of a run while it waits for another session, so that other lanes can run."""
         play = self._active_runs.get(run_id or "")
         if play is None:
             yield
             return
-        self._crash_quarantine.leave(play.lane)  # what it waits for may be waiting for that place
+        self._crash_quarantine.leave(play.lane)  # the awaited run may be waiting for it
         with self._release_slot(play.lane):
             yield
 
@@ -188,11 +187,11 @@ class Engine:
             self._lanes.set_resting(lane, resting=False)
 
     def wake_outbox(self) -> None:
-        """Something was put into the outbox."""
+        """Wake the outbox after a delivery was added."""
         self._outbox.wake()
 
     async def apply_effects(self, stopped: Effects) -> None:
-        """After a commit that stopped runs: end what ended, tell the owners of the rest."""
+        """Publish ended runs, dispatch follow-up work and notify the owners of runs to stop; called after a commit."""
         await self._publish_all_ended(stopped.ended)
         await self._apply_follow_up(stopped.sequel)
         for run_id in stopped.asked:
@@ -204,7 +203,7 @@ class Engine:
         return RunWorker(self._owner, self._clock.now(), self._timings.max_attempts, self._max_run_ms, trying)
 
     async def _drain_lane(self, lane: int) -> bool:
-        """Play what is in a lane; True if there may be more, and it is the turn of other lanes."""
+        """Execute the runs of a lane. True if there may be more after the maximum number of consecutive runs."""
         try:
             return await self._execute_lane(lane)
         except (StoreFull, StoreReplaced) as error:
@@ -224,7 +223,7 @@ class Engine:
                 self._crash_quarantine.leave(lane)
 
     def _is_already_reported(self, error: AntiphonError) -> bool:
-        """Whether the store has said so itself, once for everybody who waits."""
+        """Whether the store has already logged this problem itself."""
         return isinstance(error, StoreFull | StoreReplaced) and self._store.trouble is not None
 
     async def _execute_runs(self, lane: int, most: int, *, trying: bool = False) -> bool:
@@ -245,7 +244,7 @@ class Engine:
         return await self._store.read(lifecycle.has_work, lane, self._clock.now())
 
     async def _execute_run(self, claim: Claim, *, going_on: bool) -> Claim | None:
-        """Play a run to its end; going on, the claim of the next one comes with the commit that ends this."""
+        """Execute and end a run. With `going_on`, the same commit claims the next one, which is returned."""
         self._publish_phase(claim.session, claim.session_key, claim.run_id, "running")
         self._on_entries(claim, claim.entries)
         if claim.resumed:
@@ -268,7 +267,7 @@ class Engine:
     async def _finish_run(
         self, claim: Claim, ending: RunEnding, *, going_on: bool
     ) -> tuple[EndedRun, Claim | None, list[EndedRun]]:
-        for on in dict.fromkeys((going_on, False)):  # it may be what follows that cannot be had
+        for on in dict.fromkeys((going_on, False)):  # claiming the next run may be what fails
             try:
                 return await self._commit_end(claim, ending, going_on=on)
             except (Fenced, StoreError):
@@ -277,8 +276,8 @@ class Engine:
                 log.exception(
                     "The end of run %r could not be kept", claim.run_id, extra=_build_log_fields(claim)
                 )
-            await self._lanes.activate(claim.session)  # the lane goes on by itself
-        # Played again, it would come to the same: it ends here, with nothing of what could not be kept.
+            await self._lanes.activate(claim.session)  # the next run is claimed separately
+        # A retry would fail again: end the run without the results that could not be committed.
         return await self._commit_end(
             claim, _build_uncommittable_ending(ending, self._clock.now()), going_on=False
         )
@@ -312,9 +311,9 @@ class Engine:
             log.exception("Run %r failed", claim.run_id, extra=_build_log_fields(claim))
             return _build_failed_ending(turn, RunFailed(claim.run_id))
         except (Fenced, StoreError):
-            raise  # Nothing can be committed now; the run is taken up again from its transcript.
+            raise  # Nothing can be committed now; the run is resumed from its transcript.
         except AntiphonError as error:
-            if isinstance(error, ProviderError):  # of the others, whoever asked is told
+            if isinstance(error, ProviderError):  # other errors are only reported to the caller
                 log.warning(
                     "Run %r failed: %s",
                     claim.run_id,
@@ -352,13 +351,12 @@ class Engine:
                 if isinstance(event, StopRequested):
                     self._cancel_run(event.run_id)
                 elif event is not None:
-                    with suppress(
-                        StoreError
-                    ):  # The sweeper asks again; without this listener stops would be slow.
+                    # The sweep retries; the listener must survive, or stops would be slow.
+                    with suppress(StoreError):
                         await self._cancel_requested_runs()
 
     async def _cancel_requested_runs(self) -> None:
-        """Whatever was asked to stop, also when the hint got lost or came before the run was in hand."""
+        """Stop all runs with a stop request, even if its event was lost or came before the run started."""
         for run_id in await self._store.read(lifecycle.list_stop_requested_runs, self._owner):
             self._cancel_run(run_id)
 
@@ -395,7 +393,7 @@ class Engine:
         await self._store.tx(replicas.renew_lease, self._replica, until, now, alone=alone)
 
     async def _sweep_replica(self) -> None:
-        """Whatever a lost hint, a stuck tool or a full disk left behind."""
+        """Handle what a lost event, a stuck tool or a full disk left behind."""
         await self._cancel_requested_runs()
         await self._reconcile_owned_runs()
         self._is_coordinator = self._is_only_replica or await self._acquire_coordinator_lease()
@@ -403,7 +401,7 @@ class Engine:
             await self._sweep_as_coordinator(self._clock.now())
 
     async def _reconcile_owned_runs(self) -> None:
-        """What is in our hands with what the store says: a run may have been taken from us, or lie there unplayed."""
+        """Compare active runs with the store: a run may have been taken over, or be owned but not executed."""
         playing = dict(self._active_runs)
         held = await self._store.read(lifecycle.load_owned_runs, self._owner)
         for run_id, lane in held.items():
@@ -423,7 +421,7 @@ class Engine:
     def _restrict_to_coordinator(
         self, chore: Callable[[], Coroutine[Any, Any, None]]
     ) -> Callable[[], Coroutine[Any, Any, None]]:
-        """A chore of whoever has the watch."""
+        """Return a function that runs the chore only on the coordinator."""
 
         async def done() -> None:
             if self._is_coordinator:
@@ -432,11 +430,11 @@ class Engine:
         return done
 
     async def _sweep_as_coordinator(self, now: int) -> None:
-        """What is nobody's in particular, done by one of all replicas."""
+        """Do the work that only one of all replicas has to do."""
         await self._force_end_runs(now - round(self._timings.stop_grace * 1000), now)
         await self._wake_idle_lanes(older_than=self._timings.sweep)
         if await self._store.tx(replicas.delete_expired_replicas, now):
-            # It may have committed what it did not live to tell: whoever follows a session looks for it.
+            # It may have committed entries without publishing them: make all feeds read again.
             self._bus.publish(session_topic(0), Gap())
         if await self._store.read(completion.has_stuck_work):
             log.error("Some exchanges or tasks had nothing left that could move them; they are settled")
@@ -446,20 +444,20 @@ class Engine:
         await self._store.tx(chains.delete_expired_waits, now)
 
     async def _expire_overdue_runs(self) -> None:
-        """What waits has its time as well, by the second; looking is cheaper than a commit of nothing."""
+        """End waiting runs and tasks whose deadline has passed. A read first avoids empty commits."""
         now = self._clock.now()
         if await self._store.read(lifecycle.has_overdue_work, now):
             await self.apply_effects(await self._store.tx(lifecycle.expire_overdue_work, now))
 
     async def _force_end_runs(self, before: int, now: int) -> None:
-        """End runs that should have ended, each by itself: one that cannot be ended must not save the others."""
+        """End runs that should have stopped, each separately, so that one failure does not affect the others."""
         for run_id in await self._store.read(lifecycle.list_unstopped_runs, before):
             if run_id in self._run_ids_being_ended:
-                continue  # it has come to its end, which waits for room
+                continue  # its end is being committed and waits for disk space
             try:
                 ended = await self._store.tx(lifecycle.force_end_run, run_id, before, now)
             except StoreFull:
-                continue  # it waits for room; another may fit
+                continue  # no disk space; another one may fit
             except Exception:
                 log.exception("Run %r could not be ended", run_id, extra={"run_id": run_id})
                 continue
@@ -487,11 +485,11 @@ class Engine:
         for key in await retention.apply_retention(self._store, self._retention_policy, self._clock.now()):
             self._bus.publish("sessions", SessionChanged(session_key=key, reason="retention"))
 
-    # --- events, always after the commit they tell of ---
+    # --- events, always published after their commit ---
 
     def _on_entries(self, claim: Claim, entries: Sequence[Entry]) -> None:
         if entries:
-            self._crash_quarantine.leave(claim.session)  # it gets on
+            self._crash_quarantine.leave(claim.session)  # the run makes progress
         self._publish_entries(
             claim.session, claim.session_key, claim.session_id, claim.run_id, claim.origin, entries
         )
@@ -517,7 +515,7 @@ class Engine:
                     entry=entry.id,
                     body=entry.body,
                     run_id=run_id,
-                    internal=origin == ANNOUNCE_ORIGIN or entry.is_internal,  # until it is posted
+                    internal=origin == ANNOUNCE_ORIGIN or entry.is_internal,  # shown once it is posted
                 )
                 self._bus.publish(topic, event)
 
@@ -539,7 +537,7 @@ class Engine:
             await self._publish_ended(ended)
 
     async def _publish_ended(self, ended: EndedRun, claim: Claim | None = None) -> None:
-        """Whoever listens, and whatever the end has led to."""
+        """Publish the end of a run and apply its effects."""
         note = ended.origin == NOTE_ORIGIN
         run_id = None if note else ended.run_id
         self._publish_entries(
@@ -571,7 +569,7 @@ _STOP_REASONS: dict[RunOutcome, str] = {
 
 
 def _build_log_fields(claim: Claim) -> dict[str, str]:
-    """For the log, which can be searched by either."""
+    """Return the log fields of a run."""
     return {"run_id": claim.run_id, "session_key": claim.session_key}
 
 

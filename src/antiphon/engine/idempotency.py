@@ -1,8 +1,8 @@
-"""Commands that are carried out once: what their idempotency keys stand for, and what was answered.
+"""Idempotency keys of commands, with the recorded answers.
 
-A message has its run for that. A command may remove what it is about, so that its key is kept apart from everything
-else, and in the commit that carries it out: for ever, unless retention is set. Messages and commands share their keys:
-whichever is second to use one is refused.
+For a message, its run serves this purpose. A command may remove its own subject, so its key is stored separately, in
+the commit that executes the command, and kept forever unless retention is set. Messages and commands share one key
+space: a key used by one is refused for the other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class IdempotentCommand(msgspec.Struct, frozen=True):
-    """What is asked under a key: all that makes it this request and no other. Without a key it is always new."""
+    """A request and its idempotency key. `asked` identifies the request; without a key it is always new."""
 
     key: str | None
     asked: tuple[Any, ...]
@@ -32,10 +32,10 @@ class IdempotentCommand(msgspec.Struct, frozen=True):
 
 
 async def load_recorded_answer(tx: Tx, command: IdempotentCommand, kind: type[T]) -> T | None:
-    """What was answered when this was carried out before; None when it is new.
+    """Return the answer recorded for this command; None if the command is new.
 
     Raises:
-        Conflict: the key stands for something else.
+        Conflict: the key was used for another request.
     """
     if command.key is None:
         return None
@@ -52,7 +52,7 @@ async def load_recorded_answer(tx: Tx, command: IdempotentCommand, kind: type[T]
 
 
 async def record_answer(tx: Tx, command: IdempotentCommand, answer: Any, now: int) -> None:
-    """It is carried out in this commit."""
+    """Record the answer of a command that is executed in this commit."""
     if command.key is not None:
         text = msgspec.json.encode(answer).decode()
         await tx.do(SQL.record, id=command.key, digest=command.digest, answer=text, now=now)

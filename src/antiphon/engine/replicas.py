@@ -1,7 +1,8 @@
-"""The processes that share a store, as transaction scripts: their leases, and which of them looks after the whole.
+"""Replicas that share a store, as transaction scripts: their leases, and the choice of the coordinator.
 
-A run's lease is its owner's: one heartbeat renews them all. The watch is kept by one replica at a time and passes to
-another when it is silent; two that both believe to have it do each other no harm, only twice the work.
+A run has the lease of its owner, so one heartbeat renews all runs of a replica. One replica at a time is the
+coordinator; another takes over when its heartbeats stop. Two that both believe they are coordinator do no harm, only
+duplicate work.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ SQL = Queries("replicas")
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process says of itself. `id` is new with every start."""
+    """The description of a process. `id` is new with every start."""
 
     id: str
     name: str = ""
@@ -25,7 +26,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def renew_lease(tx: Tx, replica: Replica, until: int, now: int, *, alone: bool = False) -> None:
-    """One write keeps every run of this process; `alone` means no other process can be alive."""
+    """Renew the lease of all runs of this process. `alone` means that no other process can be alive."""
     if alone:
         await tx.do(SQL.drop_others, id=replica.id)
     await tx.do(
@@ -41,7 +42,7 @@ async def renew_lease(tx: Tx, replica: Replica, until: int, now: int, *, alone: 
 
 
 async def delete_expired_replicas(tx: Tx, now: int) -> int:
-    """Those that are gone and whose runs have all been taken over; how many they were."""
+    """Delete expired replicas whose runs have all been taken over. Returns their number."""
     gone = await tx.all(SQL.expired, now=now)
     for row in gone:
         await tx.do(SQL.drop, id=row["id"])
@@ -55,7 +56,7 @@ async def release_lease(tx: Tx, owner: str) -> None:
 
 
 async def acquire_coordinator_lease(tx: Tx, owner: str, until: int, now: int) -> bool:
-    """Whether this one has the watch until then."""
+    """Try to become or stay the coordinator until the given time. Returns whether that succeeded."""
     return bool(await tx.do(SQL.keep_watch, owner=owner, until=until, now=now))
 
 

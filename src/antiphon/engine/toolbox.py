@@ -1,8 +1,8 @@
-"""Tools as the engine sees them: something with a schema that takes a call and gives a result.
+"""Tools as the engine sees them: a schema, and a function from a request to an output.
 
-What a tool does after a crash is part of its definition. `settle` tools are ours: they take the call's key and
-can be asked again with it, having at most one effect. Every other tool acts on a world we do not control, so a
-call that may have happened is reported to the model as interrupted and never repeated.
+How a call is handled after a crash is part of a tool's definition. `settle` tools are our own: repeated with the same
+key, they have at most one effect. Every other tool acts on systems we do not control, so a call that may have happened
+is reported to the model as interrupted and never repeated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from antiphon.runtimes import ToolSpec
 
 
 class ToolRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One invocation. `key` identifies it for ever: the same key is the same effect."""
+    """One tool invocation. `key` identifies it permanently: the same key means the same effect."""
 
     caller: Caller
     run_id: str
@@ -31,7 +31,7 @@ class ToolRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model reads, and the same for machines."""
+    """The text that the model reads, and the same result as structured data."""
 
     text: str
     details: Any = None
@@ -43,20 +43,20 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     invoke: Callable[[ToolRequest], Awaitable[ToolOutput]]
     after_crash: Literal["settle", "report"] = "report"
     acts: bool = True
-    """Whether calling it changes anything; one that only looks may be offered more freely."""
+    """Whether calling it changes anything; read-only tools may be offered more freely."""
     reaches_sessions: bool = False
-    """Whether it is about other sessions; sub-agents have none of these unless they are told to."""
+    """Whether it accesses other sessions; sub-agents get such tools only if configured."""
     ends_turn: bool = False
-    """Whether the run is over when it has succeeded."""
+    """Whether a successful call ends the run."""
     fit: Callable[[str], ToolSpec] | None = None
-    """The tool as one agent sees it, by the agent's id: with the choices that this agent has."""
+    """Returns the spec for an agent id, with the choices that this agent has."""
 
     def adapt_to_agent(self, agent_id: str) -> Tool:
         return self if self.fit is None else msgspec.structs.replace(self, spec=self.fit(agent_id), fit=None)
 
 
 class Toolbox:
-    """The tools there are, and which of them an agent may use."""
+    """All registered tools, and the selection that an agent may use."""
 
     def __init__(self) -> None:
         self._tools: dict[str, Tool] = {}
@@ -73,9 +73,9 @@ class Toolbox:
         return self._tools.keys()
 
     def select_allowed(self, allow: tuple[tuple[str, ...], ...], deny: tuple[str, ...]) -> Mapping[str, Tool]:
-        """The tools that every list in `allow` admits and `deny` does not; `*` in a name stands for any text."""
+        """Return the tools that match every list in `allow` and not `deny`; `*` in a pattern matches any text."""
         rules = (allow, deny)
-        if rules not in self._allowed_by_rules:  # as many as there are agents
+        if rules not in self._allowed_by_rules:  # at most one entry per agent
             self._allowed_by_rules[rules] = {
                 name: tool
                 for name, tool in self._tools.items()
@@ -87,7 +87,7 @@ class Toolbox:
     def select_for_agent(
         self, agent_id: str, allow: tuple[tuple[str, ...], ...], deny: tuple[str, ...]
     ) -> Mapping[str, Tool]:
-        """The same, each as this agent sees it."""
+        """Return the allowed tools (`select_allowed`), each adapted to the agent."""
         rules = (agent_id, allow, deny)
         if rules not in self._adapted_by_rules:
             found = self.select_allowed(allow, deny)
@@ -98,5 +98,5 @@ class Toolbox:
 
 
 def matches_any_pattern(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a list of patterns names a tool."""
+    """Whether a tool name matches any of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,4 +1,4 @@
-"""What somebody says, and the key they say it under: what can be refused without looking anything up."""
+"""Checks of messages and idempotency keys that need no lookup."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from antiphon.messages import ImageBlock, TextBlock
 ThinkingLevel = Literal["off", "minimal", "low", "medium", "high", "xhigh"]
 THINKING_LEVELS: tuple[str, ...] = get_args(ThinkingLevel)
 DELETED_TRANSCRIPT_PREFIX = "forgotten:"
-"""With a key, a blank and a session id: the record of a conversation that was deleted."""
+"""Followed by a key, a space and a session id: the record of a deleted conversation."""
 RESERVED_KEY_PREFIXES = ("cron:", "http:", "turn:", "announce:", "note:", "wake:", DELETED_TRANSCRIPT_PREFIX)
 
 SubmittedContent: TypeAlias = str | Sequence[TextBlock | ImageBlock]
@@ -20,7 +20,7 @@ SubmittedContent: TypeAlias = str | Sequence[TextBlock | ImageBlock]
 def validate_message_content(
     said: SubmittedContent, most: int, *, beside: str | None = None, field: str = "message"
 ) -> None:
-    """Words that say something and are not too long, together with what is sent beside them."""
+    """Check that a message is not empty and, together with `beside`, not too long."""
     if not _has_content(said):
         raise InvalidInput("The message is empty.", "Say something.", field=field)
     validate_message_size(said, most, beside=beside, field=field)
@@ -62,7 +62,7 @@ def _count_bytes(said: SubmittedContent, field: str) -> int:
 
 
 def validate_idempotency_key(given: str | None) -> None:
-    """An idempotency key of a caller. Some names are for runs that nobody but the engine may start."""
+    """Check a caller's idempotency key. Some prefixes are reserved for runs that only the engine may start."""
     if given is None:
         return
     if not (0 < len(given) <= 200 and given.isprintable()):

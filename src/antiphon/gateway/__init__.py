@@ -1,1 +1,1 @@
-"""The gateway: WebSocket, HTTP and SSE as thin adapters over `operations`. Nothing is decided here but the wire."""
+"""The gateway: WebSocket, HTTP and SSE as thin adapters over `operations`, without business rules of their own."""

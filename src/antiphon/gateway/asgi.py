@@ -1,4 +1,4 @@
-"""The ASGI application: WebSockets to `socket`, everything else to the HTTP routes."""
+"""The ASGI application: WebSockets go to `ws.server`, everything else to the HTTP routes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from antiphon.gateway.ws.server import WebSocketServer
 
 
 class AsgiApp:
-    """One port for everything: a WebSocket may be opened at any path, as its clients do."""
+    """Dispatches by connection type. A WebSocket may be opened at any path, because clients use different ones."""
 
     def __init__(self, gateway: GatewayState, hub: Hub) -> None:
         self.http = HttpRoutes(gateway)

@@ -1,4 +1,4 @@
-"""Images that come with a message: base64 in, image blocks out. Anything else is refused by name."""
+"""Decodes the images attached to a message into image blocks. Other attachments are rejected by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ImageAttachment(msgspec.Struct, frozen=True, kw_only=True, rename="camel")
 def build_message_content(
     text: str, attachments: Sequence[ImageAttachment]
 ) -> str | list[TextBlock | ImageBlock]:
-    """The content of a message: its text alone, or blocks when images come with it."""
+    """Return the content of a message: plain text, or blocks if images are attached."""
     if not attachments:
         return text
     if len(attachments) > MAX_ATTACHMENTS_PER_MESSAGE:
@@ -51,7 +51,7 @@ def _parse_attachment(number: int, attachment: ImageAttachment) -> ImageBlock:
 
 
 def parse_image(data: str, kind: str, field: str) -> ImageBlock:
-    """An image as it was sent: of a type that models take, and in base64."""
+    """Return an image block. The image must be of a type that models accept, and in base64."""
     if kind not in IMAGE_MIME_TYPES:
         raise InvalidInput(
             f"An image is of type {kind[:80]!r}.", f"Send one of {', '.join(IMAGE_MIME_TYPES)}.", field=field

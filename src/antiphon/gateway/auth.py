@@ -1,8 +1,8 @@
-"""Who is asking: credentials and origins in, a `Caller` out, the same for every transport.
+"""Authentication for every transport: turns credentials and an origin into a `Caller`.
 
-The order is fixed: first whether this address has failed too often, then the origin, then the secret. A long
-token is let in all the same, so that a program with an old one does not lock its owner out. Scopes come from the
-token's record; what a client asks for can only make them fewer. Headers that a proxy would add are not looked at.
+The order is fixed: the failure limit of the address, then the origin, then the secret. A correct long token passes
+even above the limit, so that a program with an outdated token does not lock its owner out. Scopes come from the
+token's record; a client can only ask for fewer. Headers that a proxy would add are ignored.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from antiphon.errors import Forbidden, TooManyFailures, Unauthorized
 from antiphon.gateway.tokens import TokenRecord, TokenRegistry
 
 AuthMode = Literal["token", "password", "none"]
-FAILURE_WINDOW_MS = 60_000  # ms in which failures count
+FAILURE_WINDOW_MS = 60_000  # sliding window in which failures count
 MAX_FAILURES_PER_ADDRESS, MAX_FAILURES_IN_TOTAL = (
     10,
     200,
-)  # in one window: from one address, and from everywhere
-MAX_TRACKED_ADDRESSES = 4096  # that are remembered
-MIN_UNGUESSABLE_TOKEN_CHARACTERS = 32  # characters of a token that nobody finds by trying
+)  # per window
+MAX_TRACKED_ADDRESSES = 4096
+MIN_UNGUESSABLE_TOKEN_CHARACTERS = 32  # too long to be found by guessing
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 CREDENTIALS_HINT = "Pass the right one; the owner's token is in tokens.json of the gateway's state directory."
 
 
 class ClientIdentity(msgspec.Struct, frozen=True):
-    """Somebody with a right secret. `scopes` is what the record grants, before a client narrows it."""
+    """An authenticated client. `scopes` are those of the token's record, before the client narrows them."""
 
     name: str
     scopes: frozenset[str]
     digest: str | None = None
-    """Of the token, by which it is known whether it still counts; None where there is no record."""
+    """Digest of the token, to check whether it is still valid; None if the client has no token record."""
 
     def to_caller(self, wanted: Iterable[str] | None = None) -> Caller:
         return Caller.operator(self.grant_scopes(wanted))
 
     def grant_scopes(self, wanted: Iterable[str] | None) -> list[str]:
-        """What a client may have of what it asks for; all there is when it does not ask."""
+        """Return the requested scopes that this identity may have; all of its scopes if `wanted` is None."""
         if wanted is None:
             return sorted(self.scopes)
         if ADMIN_SCOPE in self.scopes:
@@ -56,7 +56,7 @@ LOCAL_ADMIN_IDENTITY = ClientIdentity("local", frozenset({ADMIN_SCOPE}))
 
 
 class FailureLimiter:
-    """Wrong secrets of the last minute, by address and in all. Bounded, whoever tries."""
+    """Counts failed attempts of the last minute, per address and in total, in bounded memory."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -64,7 +64,7 @@ class FailureLimiter:
         self._all_failures: deque[int] = deque(maxlen=MAX_FAILURES_IN_TOTAL)
 
     def find_limit_error(self, address: str) -> TooManyFailures | None:
-        """Why this address has to wait, while there are too many."""
+        """Return the error for an address that has to wait; None if it may try."""
         now = self._clock.now()
         for times, most in (
             (self._by_address.get(address), MAX_FAILURES_PER_ADDRESS),
@@ -102,7 +102,7 @@ class AuthGuard:
         origins: Iterable[str],
         clock: Clock,
     ) -> None:
-        """`owner` is the record of a token that the configuration sets; it takes the place of the file's owner."""
+        """Create a guard. `owner` is the token set in the configuration; it replaces the owner's token in the file."""
         self.mode: AuthMode = mode
         self._tokens = tokens
         self._owner_record = owner
@@ -111,12 +111,12 @@ class AuthGuard:
         self._failures = FailureLimiter(clock)
         self._endpoint_secret_failures = FailureLimiter(clock)
         self.refused_count = 0
-        """Wrong secrets since the start."""
+        """Failed attempts since the start."""
 
     def authenticate(
         self, address: str, origin: str | None, *, token: str | None = None, password: str | None = None
     ) -> ClientIdentity:
-        """Whoever brings the right secret from an origin that may bring one."""
+        """Return the identity that a secret belongs to, if the origin is allowed."""
         given = [secret for secret in (token, password) if secret]
         if (limit := self._failures.find_limit_error(address)) and not self._has_unguessable_token(given):
             raise limit
@@ -148,11 +148,11 @@ class AuthGuard:
             )
 
     def is_origin_allowed(self, origin: str | None) -> bool:
-        """A browser says on whose page a request was made; programs say nothing."""
+        """Return whether the origin is allowed. Browsers send one with every request; other programs send none."""
         return origin is None or _normalize_origin(origin) in self._origins
 
     def authenticate_http(self, address: str, headers: Mapping[str, str]) -> ClientIdentity:
-        """For a request: `Authorization: Bearer <token or password>`."""
+        """Authenticate a request by its header `Authorization: Bearer <token or password>`."""
         if self.mode == "none":
             _check_loopback_host(headers.get("host", ""))
         kind, _, secret = headers.get("authorization", "").partition(" ")
@@ -162,7 +162,7 @@ class AuthGuard:
     def check_endpoint_secret(
         self, address: str, origin: str | None, given: str | None, secret: str, what: str
     ) -> None:
-        """For a door with a secret of its own. Who tries it in vain is counted apart: it locks nobody else out."""
+        """Check the secret of an endpoint that has its own. Its failures are counted separately."""
         right = bool(given and secret) and _is_same_secret(given or "", secret)
         if (limit := self._endpoint_secret_failures.find_limit_error(address)) and not (
             right and len(secret) >= MIN_UNGUESSABLE_TOKEN_CHARACTERS
@@ -184,7 +184,7 @@ class AuthGuard:
         self.refused_count += 1
 
     def _has_unguessable_token(self, given: Iterable[str]) -> bool:
-        """Whether one of these is right and cannot have been found by trying, as a password can."""
+        """Return whether one of these is a valid token that is too long to have been guessed."""
         return self.mode == "token" and any(
             len(secret) >= MIN_UNGUESSABLE_TOKEN_CHARACTERS and self._find_identity(secret)
             for secret in given
@@ -206,7 +206,7 @@ class AuthGuard:
         return [self._owner_record, *(record for record in records if record.token is None)]
 
     def is_still_valid(self, identity: ClientIdentity) -> bool:
-        """Whether somebody who was let in would be let in again: a token may have been revoked since."""
+        """Return whether the token of this identity is still valid, that is, has not been revoked."""
         return identity.digest is None or any(
             record.digest == identity.digest for record in self._list_records()
         )
@@ -216,17 +216,17 @@ class AuthGuard:
 
 
 def find_origin_header(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """What a browser says of itself, in headers as they came."""
+    """Return the `Origin` header from raw ASGI headers."""
     return next((value.decode("latin-1") for name, value in headers if name == b"origin"), None)
 
 
 def list_own_origins(host: str, port: int, base: str = "http") -> list[str]:
-    """The origins of pages that this gateway itself serves; a name that only resolves to it is not one."""
+    """Return the origins of pages that this gateway serves; other names that resolve to it are not included."""
     return [f"{base}://{name}:{port}" for name in dict.fromkeys((*LOOPBACK_HOSTS, host))]
 
 
 def _check_loopback_host(host: str) -> None:
-    """A page whose name was made to resolve to this machine sends no origin with what it reads, but its own name."""
+    """Reject foreign `Host` headers: after DNS rebinding, a page's read requests carry no origin, but its host name."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
     if name.lower() not in LOOPBACK_HOSTS:
         raise Forbidden(

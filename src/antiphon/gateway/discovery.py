@@ -1,4 +1,4 @@
-"""Where a running gateway is found: a note in the state directory, for the commands on this machine."""
+"""Discovery record: a file in the state directory that tells local commands where the gateway listens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write(state_dir: Path, note: DiscoveryRecord) -> None:
 
 
 def read(state_dir: Path) -> DiscoveryRecord | None:
-    """What was last noted, true or not."""
+    """Return the last record, which may be outdated."""
     try:
         return msgspec.json.decode((state_dir / DISCOVERY_FILE_NAME).read_bytes(), type=DiscoveryRecord)
     except (OSError, msgspec.MsgspecError):

@@ -1,7 +1,7 @@
-"""What happens, told to everybody who is connected: `chat`, `agent`, `sessions.changed`, ticks and presence.
+"""Broadcasts live events to all connections: `chat`, `agent`, `sessions.changed`, ticks and presence.
 
-These are hints over durable rows. Their text is encoded once; what matters is never only here: a run's end can be
-waited for (`agent.wait`), messages can be subscribed to exactly (`subscriptions`), lists can be read again.
+Each event is encoded once. Events are hints about durable rows and may be lost; clients that must not miss anything
+wait for a run's end (`agent.wait`), subscribe to messages (`subscriptions`) or read lists again.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ EVENT_NAMES = [
     "shutdown",
     "tick",
 ]
-CHANGE_GATHER_SECONDS = 0.1  # to collect changes of a session before its row is read
+CHANGE_GATHER_SECONDS = 0.1  # how long changes of a session are collected before its row is read
 MAX_SESSIONS_PER_GATHERING = 500
 MIN_DELTA_SECONDS, MAX_DELTA_SECONDS = 0.05, 0.5  # between two increments of an answer
 DELTA_CHARACTERS_PER_SECOND = 25_000  # the longer the answer, the longer increments are collected
 WHOLE_INTERVAL_SECONDS = 0.15  # between two whole texts of a growing answer
-WHOLE_GROWTH_FACTOR = 1.2  # by which a text has grown when the whole of it is sent again
-# All whole texts together are at most these characters and one and a half times as long as the answer.
+WHOLE_GROWTH_FACTOR = 1.2  # growth after which the whole text is sent again
+# All whole texts of an answer together have at most this many characters plus 1.5 times its length.
 FREE_WHOLE_CHARACTERS = 8_000
 REVOCATION_CHECK_SECONDS = 0.5
 TOOL_EVENTS_CAPABILITY = "tool-events"
-RESTART_DELAY_SECONDS = 1.0  # seconds after which a telling that failed begins again
-PRESENCE_INTERVAL_SECONDS = 1.0  # seconds between two tellings of who is there
-MAX_ENDED_RUNS_REMEMBERED = 4096  # runs that are remembered to have ended
+RESTART_DELAY_SECONDS = 1.0  # before a failed broadcast task is restarted
+PRESENCE_INTERVAL_SECONDS = 1.0  # between two presence events
+MAX_ENDED_RUNS_REMEMBERED = 4096
 HEARTBEAT_DISABLED = {
     "enabled": False,
     "every": "disabled",
@@ -72,11 +72,11 @@ HEARTBEAT_DISABLED = {
     "target": "none",
     "ackMaxChars": 0,
 }
-END_EVENT_DELAY_SECONDS = 0.04  # seconds: see `Hub.acknowledged`
+END_EVENT_DELAY_SECONDS = 0.04  # see `Hub.track_accepted_run`
 
 
 class _StreamedRun(msgspec.Struct, eq=False):
-    """A run in progress and what clients have been sent of it. Only its current step is streamed."""
+    """A run in progress, and how much of it clients have been sent. Only its current step is streamed."""
 
     session_key: str
     pieces: list[str] = msgspec.field(default_factory=list[str])
@@ -142,16 +142,16 @@ class Hub:
         self.connections: set[WebSocketConnection] = set()
         self._runs: dict[str, _StreamedRun] = {}
         self._ended_runs: OrderedDict[str, None] = OrderedDict()
-        """Runs whose end was told of; after a gap the event of it may still come."""
+        """Runs whose end has been broadcast; after a gap, the event may arrive again."""
         self._changes: dict[str, dict[str, dict[str, Any]]] = {}
-        """The latest facts by session, and by phase or reason."""
+        """Latest changes by session and by phase or reason."""
         self._changed = asyncio.Event()
         self._delayed_ends: dict[tuple[WebSocketConnection, str], float] = {}
         self._presence_version = 1
         self._presence_changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Broadcast until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(_run_forever(lambda: self._listen(ALL_SESSIONS_TOPIC)))
             group.create_task(_run_forever(lambda: self._listen("sessions")))
@@ -165,7 +165,7 @@ class Hub:
             for work in lasting:
                 group.create_task(_run_forever(work))
 
-    # --- who is there ---
+    # --- presence and health ---
 
     def add_connection(self, connection: WebSocketConnection) -> None:
         self.connections.add(connection)
@@ -185,7 +185,7 @@ class Hub:
         return {"presence": self._presence_version, "health": 1}
 
     def list_presence(self) -> list[dict[str, Any]]:
-        """Who is connected, the first hundred of them."""
+        """Return at most 100 of the connected clients."""
         found: list[dict[str, Any]] = []
         for connection in self.connections:
             if (client := connection.client) and len(found) < 100:
@@ -206,7 +206,7 @@ class Hub:
         return found
 
     def build_health(self) -> dict[str, Any]:
-        """That the gateway answers, and for whom. Nothing is looked up: this is asked thousands of times a second."""
+        """Return the health of the gateway from memory: it is requested thousands of times a second."""
         return {
             "ok": True,
             "ts": self._clock.now(),
@@ -230,17 +230,18 @@ class Hub:
         }
 
     def track_accepted_run(self, connection: WebSocketConnection, run_id: str, session_key: str) -> None:
-        """A run was accepted. One known client loses track of an end that comes right after; it is told later."""
+        """Track an accepted run, so that its end is sent even if no other event of it arrives.
+
+        `openclaw-tui` loses track of an end that follows the acceptance immediately, so it gets that event later.
+        """
         if run_id not in self._ended_runs:
-            self._get_or_add_run(
-                run_id, session_key
-            )  # so that its end is told even if nothing else of it is heard
+            self._get_or_add_run(run_id, session_key)
         if connection.client and connection.client.id == "openclaw-tui":
             self._delayed_ends[connection, run_id] = (
                 asyncio.get_running_loop().time() + END_EVENT_DELAY_SECONDS
             )
 
-    # --- hearing ---
+    # --- events of the bus ---
 
     async def _listen(self, topic: str) -> None:
         async with self._gateway.house.bus.listen(topic) as events:
@@ -275,7 +276,7 @@ class Hub:
                 pass
 
     async def _recover_ended_runs(self) -> None:
-        """Events were lost: whoever waits for the end of a run must hear of it all the same."""
+        """Send the ends of runs that were missed because events were lost."""
         for run_id, run in list(self._runs.items()):
             try:
                 view = await self._operations.get_run(READ_ONLY_CALLER, run_id)
@@ -285,7 +286,7 @@ class Hub:
             if view.has_ended:
                 self._handle_run_change(build_run_ended_event(run.session_key, view))
 
-    # --- messages, pieces, tools ---
+    # --- messages ---
 
     def _handle_message(self, event: MessageAppended) -> None:
         run = self._get_or_add_run(event.run_id, event.session_key)
@@ -303,7 +304,9 @@ class Hub:
             said = {"runId": f"inject-{event.entry}", "sessionKey": key, "seq": 0, "state": "final"}
             chat = frames.encode_event("chat", {**said, "message": message})
             for connection in self._iter_readers():
-                if not self.subscriptions.is_subscribed(connection, key):  # they get the message itself
+                if not self.subscriptions.is_subscribed(
+                    connection, key
+                ):  # subscribers get the message itself
                     connection.send_event(chat)
         text = None
         for connection in self.connections:
@@ -337,7 +340,7 @@ class Hub:
             self._send_increments(run_id, run)
             run.left_out.update(readers)
 
-    # --- an answer that grows ---
+    # --- streamed text ---
 
     def _handle_delta(self, event: Delta) -> None:
         run = self._get_or_add_run(event.run_id, event.session_key)
@@ -421,7 +424,7 @@ class Hub:
                 **self._build_run_payload(run_id, run, run.whole_seq),
                 "state": "delta",
                 "message": self._build_assistant_message(run.text),
-                "deltaText": "",  # without the field clients of protocol 4 drop the event
+                "deltaText": "",  # clients of protocol 4 drop the event without this field
             }
             chat = frames.encode_event("chat", payload)
             for connection in readers:
@@ -527,7 +530,7 @@ class Hub:
         )
 
     def _handle_delivery(self, event: Delivered) -> None:
-        """Words were posted in a chat that nobody there had asked for: they are final as they come."""
+        """Send a delivery that no client asked for, as a final `chat` event."""
         payload = {
             "runId": event.run_id or event.key,
             "sessionKey": wire.format_session_key(event.session_key),
@@ -579,16 +582,16 @@ class Hub:
         }
         return frames.encode_event("agent", payload)
 
-    # --- changes of sessions ---
+    # --- session changes ---
 
     def _record_session_change(self, session_key: str, facts: dict[str, Any]) -> None:
         self.session_counts.stale.set()
         if any(connection.is_subscribed_to_all_sessions for connection in self.connections):
             changes = self._changes.setdefault(session_key, {})
             kind = facts.get("phase") or facts.get("reason") or ""
-            changes.pop(kind, None)  # so that what happened last comes last
+            changes.pop(kind, None)  # keep the latest change last
             if kind in {"end", "error"}:
-                changes.pop("start", None)  # the row of a run that is over says so
+                changes.pop("start", None)  # the row already shows that the run has ended
             changes[kind] = {"ts": self._clock.now(), **facts}
             self._changed.set()
 
@@ -599,10 +602,10 @@ class Hub:
             self._changed.clear()
             changes, self._changes = self._changes, {}
             await self._broadcast_changes(changes)
-            del changes  # nothing of them is kept until the next ones come
+            del changes  # free them while waiting for the next ones
 
     async def _broadcast_changes(self, changes: dict[str, dict[str, dict[str, Any]]]) -> None:
-        """Send each change once, and with the last one of a session its row as it is now."""
+        """Send each change once; the last one of a session includes its current row."""
         keys = list(changes)[:MAX_SESSIONS_PER_GATHERING]
         found = dict(zip(keys, await asyncio.gather(*map(self._load_session_row, keys)), strict=True))
         listeners = [
@@ -626,12 +629,10 @@ class Hub:
             )
         except AntiphonError:
             return None
-        row.pop(
-            "transcriptPath", None
-        )  # the longest field, and what happens does not change it: lists have it
+        row.pop("transcriptPath", None)  # the longest field; it never changes and is part of lists
         return row
 
-    # --- by the clock ---
+    # --- periodic work ---
 
     async def _run_ticks(self) -> None:
         while True:
@@ -677,7 +678,7 @@ class Hub:
 
 
 async def _run_forever(work: Callable[[], Awaitable[None]]) -> None:
-    """Begin again what has failed: the telling of events must not end before the gateway does."""
+    """Run `work` again whenever it fails, until cancelled."""
     while True:
         try:
             await work()
@@ -687,7 +688,7 @@ async def _run_forever(work: Callable[[], Awaitable[None]]) -> None:
 
 
 def _build_final_payload(event: RunChanged, run: _StreamedRun) -> dict[str, Any]:
-    """The last `chat` event of a run."""
+    """Return the payload of the last `chat` event of a run."""
     spent = event.usage
     usage = {"usage": {"input": spent.input, "output": spent.output, "cost": spent.cost}} if spent else {}
     message = {"message": run.message} if run.message else {}

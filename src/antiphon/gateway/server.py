@@ -1,7 +1,7 @@
-"""One process, one port: the house behind the doors, listening until told to stop.
+"""Runs the gateway: opens the application and serves it on one port until stopped.
 
-Everything is decided before the port is open: where to listen, whom to let in. Stopping says goodbye to clients,
-ends streams, and leaves runs in flight for the next start, which takes them up.
+The listen address and authentication are set up before the port accepts connections. On shutdown, clients are
+notified and streams end; runs in flight are resumed by the next start.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from antiphon.gateway.tokens import TokenRegistry, build_owner_record
 from antiphon.gateway.ws import frames
 from antiphon.gateway.ws.fast_send import LimitedWebSocketProtocol
 
-SHUTDOWN_GRACE_SECONDS = 5  # seconds that requests get to end when the process stops
+SHUTDOWN_GRACE_SECONDS = 5  # for open requests to finish on shutdown
 LISTEN_BACKLOG_CONNECTIONS = 2048
-TCP_USER_TIMEOUT_MS = 30_000  # ms after which the system gives up a peer that takes nothing
+TCP_USER_TIMEOUT_MS = 30_000  # after which the system drops a peer that acknowledges nothing
 
 
 class ListeningGateway(msgspec.Struct, frozen=True):
-    """A gateway that is listening."""
+    """A running gateway that accepts connections."""
 
     url: str
     gateway: GatewayState
     hub: Hub
     ended: asyncio.Task[None]
-    """Done when the server has stopped, by itself or because it was told to."""
+    """Done when the server has stopped, on request or on its own."""
 
 
 class _UvicornServer(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Signals are for whoever runs the process."""
+        """Leave signal handling to the process that runs the gateway."""
         yield
 
 
@@ -64,7 +64,7 @@ async def serve_gateway(
     tokens_dir: Path | None = None,
     **options: Unpack[AppOptions],
 ) -> AsyncGenerator[ListeningGateway]:
-    """Host the directory and listen, until the context is left. Tokens may be kept elsewhere, for several to share."""
+    """Open the application and listen until the context exits. Several gateways can share one `tokens_dir`."""
     host = choose_listen_address(config)
     most = determine_max_connections()
     async with open_app(config, state_dir, **options) as opened:
@@ -87,7 +87,7 @@ async def serve_gateway(
 
 @asynccontextmanager
 async def _refresh_shared_tokens(opened: App, tokens: TokenRegistry) -> AsyncGenerator[None]:
-    """The tokens that replicas share, known before anyone is let in and kept up to date."""
+    """Load the tokens that replicas share before any request is accepted, and keep them up to date."""
     if not opened.store.shared:
         yield
         return
@@ -149,10 +149,10 @@ def _build_uvicorn_config(app: AsgiApp, most: int) -> uvicorn.Config:
         app,
         loop="none",
         http=create_http_protocol(),
-        limit_concurrency=most + 1,  # the protocol hangs up on one of them at this one
+        limit_concurrency=most + 1,  # at this count LimitedHttpProtocol closes a connection
         ws=LimitedWebSocketProtocol,
         ws_max_size=frames.MAX_FRAME_BYTES,
-        ws_per_message_deflate=False,  # memory and time for every client, for texts on one machine
+        ws_per_message_deflate=False,  # costs memory and time per client, for little gain on one machine
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -164,7 +164,7 @@ def _build_uvicorn_config(app: AsgiApp, most: int) -> uvicorn.Config:
 
 
 def _build_guard(config: Config, opened: App, tokens: TokenRegistry, host: str, port: int) -> AuthGuard:
-    """Reads files and may run commands for secrets, so it is called in a thread."""
+    """Return the guard for this configuration. Blocks (files, commands for secrets): call it in a thread."""
     auth = config.gateway.auth
     origins = [*list_own_origins(host, port), *config.gateway.control_ui.allowed_origins]
     return AuthGuard(
@@ -178,10 +178,10 @@ def _build_guard(config: Config, opened: App, tokens: TokenRegistry, host: str, 
 
 
 def choose_listen_address(config: Config) -> str:
-    """Where to listen: on this machine only, unless the configuration says otherwise.
+    """Return the host to listen on: loopback unless the configuration sets another.
 
     Raises:
-        ConfigError: which address is meant cannot be told.
+        ConfigError: the configuration does not determine an address.
     """
     gateway = config.gateway
     match gateway.bind:
@@ -196,13 +196,14 @@ def choose_listen_address(config: Config) -> str:
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """
+    """Return a socket that is bound and listening.
+
     Raises:
-        ConfigError: this machine has no such address, so that no port would do.
-        Unavailable: the port cannot be had.
+        ConfigError: this machine does not have the address.
+        Unavailable: the port could not be bound.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio sends small answers at once; without it, it leaves them to Nagle.
+    # With an explicit protocol asyncio sets TCP_NODELAY; otherwise Nagle's algorithm delays small responses.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

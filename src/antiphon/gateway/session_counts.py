@@ -1,7 +1,7 @@
-"""How many sessions there are and which were used last, as of a moment ago.
+"""Cached session counts and the most recently used sessions.
 
-`health` is asked thousands of times a second and must not look anything up; this looks now and then, and only when
-something has changed since.
+`health` is requested thousands of times a second and must not query the store. This cache is refreshed periodically,
+and only if something has changed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from antiphon.operations import ListFilter, Operations
 
 log = logging.getLogger(__name__)
 
-MIN_REFRESH_SECONDS = 5.0  # seconds between two looks, at least
+MIN_REFRESH_SECONDS = 5.0  # between two refreshes
 RECENT_SESSIONS_PER_AGENT = 5
-MAX_AGENTS_COUNTED = 32  # whose last sessions are looked at
+MAX_AGENTS_COUNTED = 32  # agents with recent sessions in the cache
 
 
 class SessionCounts:
@@ -34,7 +34,7 @@ class SessionCounts:
         self.stale.set()
 
     def get_counts(self, agent_id: str | None) -> dict[str, Any]:
-        """The sessions of an agent; of all of them without one."""
+        """Return the counts of an agent, or of all agents for None."""
         return self._counts_by_agent.get(agent_id, self._empty_counts)
 
     async def run(self) -> None:

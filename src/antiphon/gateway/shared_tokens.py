@@ -1,8 +1,8 @@
-"""The tokens of a database that replicas share: rows with digests, in place of each one's token file.
+"""Tokens that replicas share: digests in rows of their database, instead of one token file per replica.
 
-A replica reads them before it listens and then once per `REFRESH_SECONDS`; a revoked token is refused from then on, and
-its open connections end with the next check of the guard. Tokens that were issued into a file before are taken over as
-rows when a replica starts, so that they can be revoked everywhere; the owner's token stays in the file.
+A replica reads them before it listens and then every `REFRESH_SECONDS`. From then on a revoked token is rejected; its
+open connections end with the next check of the guard. Tokens from a replica's file become rows when it starts, so that
+they can be revoked everywhere; the owner's token stays in the file.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def issue_token(tx: Tx, record: TokenRecord, now: int) -> None:
 
 
 async def adopt_tokens(tx: Tx, records: Sequence[TokenRecord], now: int) -> set[str]:
-    """Make rows of the tokens of a file whose names are free. Returns the digests that are rows then."""
+    """Insert tokens from a file unless their name is taken. Return the digests that have a row now."""
     for record in records:
         scopes = " ".join(record.scopes)
         await tx.do(SQL.issue, name=record.name, scopes=scopes, digest=record.digest, now=now)
@@ -67,7 +67,7 @@ async def issue_shared_token(store: Store, name: str, scopes: list[str]) -> str:
 
 
 class SharedTokens:
-    """Keeps the guard's tokens up to date with the rows, and the rows with when a token was last used."""
+    """Syncs the registry with the database: tokens into the registry, times of last use into the rows."""
 
     def __init__(self, store: Store, tokens: TokenRegistry) -> None:
         self._store = store
@@ -75,7 +75,7 @@ class SharedTokens:
         self._failing_updates: set[str] = set()
 
     async def start(self) -> None:
-        """Know every token before anyone is let in."""
+        """Load all tokens before any request is accepted."""
         await self._adopt_file_tokens()
         await self.refresh()
 
@@ -97,14 +97,17 @@ class SharedTokens:
         self._tokens.shared_records = await self._store.read(read_tokens)
 
     async def run(self) -> None:
-        """Refresh first: a database that takes no writes can still say which tokens are revoked."""
+        """Sync until cancelled.
+
+        Reads come first: a database that rejects writes can still report revoked tokens.
+        """
         while True:
             await asyncio.sleep(REFRESH_SECONDS)
             await self._try_update(self.refresh, "read the issued tokens; the known ones stay valid")
             await self._try_update(self._record_uses, "record when tokens were used; it is recorded later")
 
     async def _try_update(self, work: Callable[[], Awaitable[None]], what: str) -> None:
-        """Do one part of an update. A part that keeps failing is logged once, until it has succeeded again."""
+        """Run one part of an update. Repeated failures are logged once, until the part succeeds again."""
         try:
             await work()
         except Exception as error:  # noqa: BLE001 - whatever it was, the next update is due

@@ -1,7 +1,7 @@
-"""A text for a session, from any method: an ordinary message, or one of the few commands that a text can be.
+"""Slash commands in message texts: `/new`, `/reset` and `/stop` instead of an ordinary message.
 
-A command that is said again with the same key is not done again. It needs exactly what its own method needs: `/new`
-from somebody who may not reset is refused, not sent. `/send` is for `operations.submit`, which every door uses.
+A command repeated with the same idempotency key has no further effect. It needs the scope of its own method: `/new`
+from a caller who may not reset is rejected, not sent as text. `/send` is handled by `operations.submit`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ STOP_COMMANDS = frozenset({"/stop", "/abort", "stop", "abort"})
 
 
 CHANNELS_SHOWN_IN_SESSION = frozenset({"webchat", "last"})
-"""The channels that an answer is delivered to by being in its session."""
+"""Channels that show the session itself, so that answers need no separate delivery."""
 
 
 def check_channel(field: str, channel: str | None) -> None:
-    """Refuse to deliver to a channel that this gateway does not have.
+    """Reject a channel that this gateway does not have.
 
     Raises:
         InvalidInput: naming the field.
@@ -39,7 +39,7 @@ def check_channel(field: str, channel: str | None) -> None:
 
 
 class SubmitOutcome(msgspec.Struct, frozen=True):
-    """What became of a text: a run, or a command that is done."""
+    """The result of a text: an accepted run, or a completed command."""
 
     session_key: str
     accepted: MessageReceipt | None = None
@@ -50,7 +50,7 @@ class SubmitOutcome(msgspec.Struct, frozen=True):
 async def submit_or_run_command(
     operations: Operations, caller: Caller, message: IncomingMessage
 ) -> SubmitOutcome:
-    # What another session or program says is never a command, whoever brings it.
+    # A text with a provenance, from another session or program, is never a command.
     commanding = isinstance(message.content, str) and message.provenance is None
     text = message.content.strip() if commanding and isinstance(message.content, str) else ""
     if text.lower() in STOP_COMMANDS:

@@ -1,4 +1,4 @@
-"""What every door of the gateway is given: the house behind it, the guard before it, and when it closes."""
+"""State shared by all transports: the application, the auth guard, and whether the gateway is closing."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class GatewayState(msgspec.Struct, frozen=True, kw_only=True):
     guard: AuthGuard
     state_dir: Path
     started_at: int
-    """Milliseconds, by the house's clock."""
+    """Milliseconds, by the application's clock."""
     closing: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
-    """Set when the process begins to stop: whoever streams ends its stream."""
+    """Set when shutdown begins; streams end then."""
 
     @property
     def database_path(self) -> str:
-        """Where clients are told that everything is."""
+        """Path of the database as shown to clients."""
         return str(self.state_dir / DATABASE_FILE_NAME)

@@ -1,9 +1,8 @@
-"""Subscriptions to the messages of one session: everything after a number, then everything new, exactly once.
+"""Subscriptions to the messages of one session: all after a sequence number, then new ones, exactly once.
 
-A session that somebody subscribes to is followed once, however many subscribers it has; each message is encoded once
-and handed to all. A subscriber that comes with a number first reads pages of history by itself, at the speed at which
-it takes them, and joins the others when it has caught up. Since everything here runs in one event loop, between the
-look at the last page and the joining nothing can slip through.
+A session is followed once, however many subscribers it has, and each message is encoded once for all of them.
+A subscriber with a sequence number first gets pages of history at its own pace and joins the others when it has
+caught up. All of this runs in one event loop, so no message is lost between the last page and joining.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from antiphon.operations import HistoryFilter, Operations
 log = logging.getLogger(__name__)
 
 HISTORY_PAGE_ENTRIES = 200
-MAX_SUBSCRIPTIONS_PER_CONNECTION = 200  # sessions that one connection may subscribe to
+MAX_SUBSCRIPTIONS_PER_CONNECTION = 200
 READ_ONLY_CALLER = Caller.operator({READ_SCOPE})
 
 BeforeMessage = Callable[[dict[str, Any], Iterable[WebSocketConnection]], None]
@@ -34,7 +33,7 @@ BeforeMessage = Callable[[dict[str, Any], Iterable[WebSocketConnection]], None]
 
 
 class FollowedSession:
-    """One followed session, under the key that operators see. `seq` is the last number handed out live."""
+    """One followed session, under the key that operators see. `seq` is the last number sent live."""
 
     def __init__(
         self, operations: Operations, announce: BeforeMessage, key: str, session_id: str, seq: int
@@ -44,7 +43,7 @@ class FollowedSession:
         self.seq = seq
         self.seen_seq: dict[WebSocketConnection, int] = {}
         self.catching_up: dict[WebSocketConnection, object] = {}
-        """Who is catching up, and the one visit of it that counts."""
+        """Connections that are catching up, with a token for the latest attempt; earlier attempts stop."""
         self._operations = operations
         self._before_message = announce
         self.task: asyncio.Task[None] | None = None
@@ -99,7 +98,7 @@ def _encode_message_event(key: str, session_id: str, message: dict[str, Any]) ->
 
 
 def encode_gap_event(key: str, session_id: str, reason: str) -> str:
-    """What a subscriber saw before is not what this goes on from: read the history again."""
+    """Return an event that tells a subscriber to read the history again: messages do not continue from what it saw."""
     payload = {"sessionKey": key, "sessionId": session_id, "reason": reason}
     return frames.encode_event("session.gap", payload)
 
@@ -110,7 +109,7 @@ class Subscriptions:
         self._before_message = announce
         self._followed_sessions: dict[str, FollowedSession] = {}
         self._sessions_by_connection: dict[WebSocketConnection, set[FollowedSession]] = {}
-        """What each connection is subscribed to; without it, who leaves would be looked for everywhere."""
+        """Sessions by connection, so that removing a connection does not scan all sessions."""
         self._open_lock = asyncio.Lock()
 
     def is_subscribed(self, connection: WebSocketConnection, key: str) -> bool:
@@ -120,7 +119,7 @@ class Subscriptions:
     async def subscribe(
         self, connection: WebSocketConnection, session: str, after: int | None, session_id: str | None
     ) -> dict[str, Any]:
-        """Subscribe, and catch up in the background if a number was given."""
+        """Subscribe a connection, and catch up in the background if `after` is given."""
         page = await self._operations.read_history(
             connection.caller, session, HistoryFilter(limit=1, include_tools=True)
         )
@@ -150,7 +149,7 @@ class Subscriptions:
         }
 
     async def _open_session(self, key: str) -> FollowedSession:
-        """The channel of a session, opened by whoever asks first."""
+        """Return the followed session with this key; start following it if needed."""
         async with self._open_lock:
             channel = self._followed_sessions.get(key)
             if channel is None:
@@ -175,7 +174,7 @@ class Subscriptions:
             if self._followed_sessions.get(channel.key) is channel:
                 del self._followed_sessions[channel.key]
             for connection in (*channel.seen_seq, *channel.catching_up):
-                # A session that is gone, or a store that failed: it can be asked again.
+                # The session is gone or the store failed; the client can subscribe again.
                 connection.send_event(encode_gap_event(channel.key, channel.session_id, "ended"))
                 self._detach(channel, connection)
 
@@ -187,14 +186,14 @@ class Subscriptions:
         seq: int,
         session_id: str | None,
     ) -> None:
-        """After that number, or from the beginning if it is a number of another conversation."""
-        known = channel.seq  # what is streamed now comes after it
+        """Send the history after `seq` (all of it if `seq` is of another conversation), then join the live feed."""
+        known = channel.seq  # text streamed from now on belongs to later entries
         try:
             while True:
                 wanted = HistoryFilter(limit=HISTORY_PAGE_ENTRIES, include_tools=True, after=seq)
                 page = await self._operations.read_history(connection.caller, channel.key, wanted)
                 if channel.catching_up.get(connection) is not visit:
-                    return  # it has unsubscribed, or subscribed again, or the session is gone
+                    return  # unsubscribed, subscribed again, or the session is gone
                 if seq > page.total or page.session_id != (session_id or page.session_id):
                     session_id, seq = page.session_id, 0
                     connection.send_event(encode_gap_event(channel.key, session_id, "reset"))
@@ -246,7 +245,7 @@ class Subscriptions:
             self._sessions_by_connection.pop(connection, None)
 
     def _stop_if_unused(self, channel: FollowedSession) -> None:
-        """A session that nobody wants is not followed."""
+        """Stop following a session without subscribers."""
         if not channel.has_subscribers and self._followed_sessions.get(channel.key) is channel:
             del self._followed_sessions[channel.key]
             if channel.task:

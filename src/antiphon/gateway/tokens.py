@@ -1,7 +1,7 @@
-"""The tokens this gateway knows, in one private file of the state directory.
+"""The gateway's tokens, in one private file of the state directory.
 
-What a token may do stands in its record here and nowhere else. The owner's token is kept as it is, because the
-commands on this machine read it from the file; every other one is kept as a digest and shown once, when issued.
+The record of a token alone defines its scopes. The owner's token is stored in plain text, because commands on this
+machine read it from the file; of every other token only a digest is stored, and it is shown once, when issued.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 
 TOKEN_FILE_NAME = "tokens.json"  # noqa: S105
 LOCK_FILE_NAME = (
-    "tokens.lock"  # held by whoever changes the file, which is replaced and so cannot be locked itself
+    "tokens.lock"  # held during changes; the token file itself is replaced, so it cannot be locked
 )
-LOCK_TIMEOUT_SECONDS = 5.0  # seconds in which somebody else's change has to end
+LOCK_TIMEOUT_SECONDS = 5.0  # for a concurrent change to finish
 OWNER_TOKEN_NAME = "owner"  # noqa: S105
 FileVersion = tuple[int, int, int]
 NO_FILE_VERSION: FileVersion = (0, 0, 0)
@@ -50,7 +50,7 @@ class _TokenFile(msgspec.Struct, frozen=True):
 
 
 class TokenRegistry:
-    """The records of a file. Reading and writing it blocks: call from a thread, or before there is a loop."""
+    """The records of a token file. Reading and writing block: call from a thread, or before the event loop runs."""
 
     def __init__(
         self, path: Path, records: Iterable[TokenRecord], seen: FileVersion = NO_FILE_VERSION
@@ -60,14 +60,14 @@ class TokenRegistry:
         self._warned_version: FileVersion | None = None
         self.records = list(records)
         self.shared_records: list[TokenRecord] = []
-        """Those of a database that replicas share; see `shared_tokens`."""
+        """Records from the database that replicas share; see `shared_tokens`."""
         self.used_digests: set[str] = set()
         """Digests of the shared tokens used since the last update of the database."""
 
     def load_current_records(self) -> list[TokenRecord]:
-        """The records as the file has them now: a token that was revoked is not let in any more.
+        """Return the records that the file has now, without tokens revoked since.
 
-        Never raises: while the file cannot be read, what was known before holds.
+        Never raises: while the file cannot be read, the last known records apply.
         """
         mark = _read_file_version(self._path)
         if mark != self._seen_version:
@@ -82,14 +82,14 @@ class TokenRegistry:
         self.records, self._seen_version, self._warned_version = fresh.records, fresh._seen_version, None
 
     def _warn_once(self, mark: FileVersion, error: StoreError) -> None:
-        """Once for each state of the file: it is looked at with every request."""
+        """Log an unreadable file once per version; it is checked with every request."""
         if mark != self._warned_version:
             log.warning("The tokens that were known before are still used. %s", error)
         self._warned_version = mark
 
     @classmethod
     def open(cls, state_dir: Path) -> TokenRegistry:
-        """The file of this directory, made with an owner's token if it is not there."""
+        """Open the token file of this directory; create it with an owner's token if it does not exist."""
         path = state_dir / TOKEN_FILE_NAME
         if not path.exists():
             tokens = cls(path, [])
@@ -103,7 +103,7 @@ class TokenRegistry:
     def read(cls, path: Path) -> TokenRegistry:
         try:
             with path.open("rb") as file:
-                found = os.fstat(file.fileno())  # before reading: a later change shows as another mark
+                found = os.fstat(file.fileno())  # before reading, so that a later change has another version
                 content = file.read()
         except OSError as error:
             reason = os.strerror(error.errno or 0)
@@ -125,18 +125,18 @@ class TokenRegistry:
 
     @property
     def owner_token(self) -> str | None:
-        """The owner's token itself."""
+        """The owner's token in plain text."""
         return next((record.token for record in self.records if record.token), None)
 
     @staticmethod
     def find_record(records: Iterable[TokenRecord], token: str) -> TokenRecord | None:
-        """The record of a token. Every record is compared, so that time tells nothing."""
+        """Return the record of a token. All records are compared, so that timing reveals nothing."""
         digest = _hash_token(token)
         found = [record for record in records if hmac.compare_digest(record.digest, digest)]
         return found[0] if found else None
 
     def issue_token(self, name: str, scopes: Iterable[str]) -> str:
-        """A new token, which is not kept and cannot be shown again."""
+        """Issue and return a new token. Only its digest is stored, so it cannot be shown again."""
         token, record = create_token(name, scopes)
         with self._hold_lock():
             self._reload()
@@ -165,7 +165,7 @@ class TokenRegistry:
 
     @contextmanager
     def _hold_lock(self) -> Generator[None]:
-        """While the file is read and changed: of two that do so at once, one would undo the other's change."""
+        """Hold the lock file while the token file is read and changed, so that no concurrent change is lost."""
         lock = self._path.with_name(LOCK_FILE_NAME)
         try:
             file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -190,7 +190,7 @@ class TokenRegistry:
 
 
 def create_token(name: str, scopes: Iterable[str]) -> tuple[str, TokenRecord]:
-    """A token, and what is stored of it."""
+    """Return a new token and the record to store for it."""
     wanted = list(dict.fromkeys(scopes))
     if unknown := set(wanted) - ALL_SCOPES:
         raise InvalidInput(
@@ -220,7 +220,7 @@ def _acquire_lock(file: int) -> None:
 
 
 def _sync_directory(directory: Path) -> None:
-    """A name that was given is kept through a power cut only when its directory has been written."""
+    """Sync a directory, so that a renamed file survives a power failure."""
     file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(file)
@@ -229,7 +229,7 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _read_file_version(path: Path) -> FileVersion:
-    """By this it shows that the file was replaced. One look at an open directory, so it may be had in a loop."""
+    """Return a version that changes when the file is replaced. One `stat`, cheap enough for the event loop."""
     try:
         return _get_file_version(path.stat())
     except OSError:
@@ -245,7 +245,7 @@ def _build_record(name: str, scopes: list[str], token: str, kept: str | None = N
 
 
 def build_owner_record(token: str) -> TokenRecord:
-    """The record of a token that the configuration sets: it is the owner's."""
+    """Return the record of the token set in the configuration, which is the owner's."""
     return _build_record(OWNER_TOKEN_NAME, [ADMIN_SCOPE], token)
 
 

@@ -1,8 +1,8 @@
-"""Invoking one tool as one session, the way that session's agent would, for whichever door was asked.
+"""Invokes one tool on behalf of one session, for HTTP and WebSocket alike.
 
-A session has here what a run in it has, and no more (`Operations.act_as`). Of that, only tools that look are on offer;
-those that act are lifted one by one in `gateway.tools.allow`. A tool that is not on offer looks exactly like one that
-does not exist.
+The session has the tools of a run in it, and no more (`Operations.act_as`). Of these, only read-only tools are offered;
+tools with side effects are allowed one by one in `gateway.tools.allow`. A tool that is not offered is reported exactly
+like one that does not exist.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from antiphon.tools.results import render_refusal
 
 log = logging.getLogger(__name__)
 
-TOOL_TIMEOUT_SECONDS = 120.0  # seconds a tool may take, beside what it is told to wait
+TOOL_TIMEOUT_SECONDS = 120.0  # for a tool, in addition to the wait it is asked for
 
 
 class ToolInvocation(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
@@ -45,7 +45,7 @@ class ToolInvocation(msgspec.Struct, frozen=True, kw_only=True, rename="camel", 
 
 
 class ToolMissing(NotFound):
-    """No such tool, or none for this caller."""
+    """The tool does not exist or is not offered to this caller."""
 
 
 class InvocationOutcome(NamedTuple):
@@ -58,14 +58,14 @@ class InvocationOutcome(NamedTuple):
 async def invoke_tool(
     gateway: GatewayState, caller: Caller, wanted: ToolInvocation, key: str | None
 ) -> InvocationOutcome:
-    """`key` names the call for ever: a tool of ours has its effect once for it."""
+    """Invoke a tool. With the same idempotency `key`, a built-in tool takes effect only once, ever."""
     access.require_scope(caller, "send")
     name = wanted.tool or wanted.name or ""
     if not name:
         raise InvalidInput("No tool is named.", "Set 'tool'.", field="tool")
     _find_offered_tool(
         gateway, name, gateway.house.toolbox.select_allowed((), ())
-    )  # before a session is founded for it
+    )  # before a session is created
     validation.validate_idempotency_key(key)
     acting = await gateway.house.operations.act_as(caller, _choose_session(gateway.house.config, wanted))
     _check_agent(acting, wanted.agent_id)
@@ -137,19 +137,19 @@ async def _call_tool(tool: Tool, call: ToolRequest) -> InvocationOutcome:
 
 
 def _get_requested_wait_seconds(tool: Tool, arguments: Mapping[str, Any]) -> float:
-    """A tool that takes `timeoutSeconds` waits so long on purpose, and says itself when that is over."""
+    """Return how long the arguments ask the tool to wait; the tool enforces its `timeoutSeconds` itself."""
     takes = tool.spec.parameters.get("properties", {}).get("timeoutSeconds")
     if takes is None:
         return 0.0
     try:
         seconds = float(arguments.get("timeoutSeconds", takes.get("default", 0.0)))
     except (TypeError, ValueError):
-        return 0.0  # the tool will say that this is no number
+        return 0.0  # the tool rejects the invalid number itself
     return min(seconds, MAX_REPLY_TIMEOUT_SECONDS) if seconds > 0 else 0.0
 
 
 def format_tool_error(result: ToolOutput) -> dict[str, Any]:
-    """An error of a tool on either wire: a sentence, and what the model would read of it as it is."""
+    """Return a tool's error for both transports: a message, and the details that the model would read."""
     told: object = result.details
     if not isinstance(told, dict):
         return {"message": result.text}

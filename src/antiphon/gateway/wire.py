@@ -1,4 +1,4 @@
-"""How sessions and messages look on the wire: the views of `operations` under the names that clients read."""
+"""Wire format of sessions and messages: the views of `operations` under the names that clients expect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIRE_STATUS_BY_STATE = {"running": "running", "idle": "done"}
 
 
 def format_session_key(key: str) -> str:
-    """A stored key as operators see it; the global session has no key that could be said."""
+    """Return a stored key in full, as operators see it; never the stored name of the global session."""
     return keys.display_stored_key(key, viewer_agent_id=None)
 
 
@@ -66,7 +66,7 @@ class SessionRow(msgspec.Struct, frozen=True, rename="camel", omit_defaults=True
 
 
 def build_session_row(view: SessionView) -> SessionRow:
-    """A row as it is encoded: a list has hundreds, and what is filled by position is cheapest by far."""
+    """Return a row ready to encode. Positional arguments are by far the fastest; a list has hundreds of rows."""
     kind, state, model, parent, run = view.kind, view.state, view.model, view.parent_key, view.active_run_id
     provider = None
     if model:
@@ -87,17 +87,17 @@ def build_session_row(view: SessionView) -> SessionRow:
 
 
 def build_session_dict(view: SessionView) -> dict[str, Any]:
-    """The same, for whoever adds to it."""
+    """Return the row as a dict, for callers that add fields."""
     return msgspec.to_builtins(build_session_row(view))
 
 
 def format_history_item(item: dict[str, Any]) -> dict[str, Any]:
-    """A history item: the raw entry, and where clients look for its number and the run it belongs to."""
+    """Return a history item: the raw entry plus its number and run id where clients look for them."""
     run_id = item.get("runId")
     marks = {"id": item.get("id"), "seq": item.get("seq")}
     if run_id:
         marks["runId"] = run_id
-        if item.get("role") == "user":  # by this a client finds the message it has already shown
+        if item.get("role") == "user":  # lets a client recognize a message it has already shown
             item = {**item, "idempotencyKey": f"{run_id}:user"}
     return {**item, "__openclaw": marks}
 
@@ -105,7 +105,7 @@ def format_history_item(item: dict[str, Any]) -> dict[str, Any]:
 def format_appended_entry(
     body: str, entry: str, seq: int, run_id: str | None, *, internal: bool
 ) -> dict[str, Any]:
-    """An entry as it is told of live; damaged ones are told of, too."""
+    """Return an entry as sent in live events; damaged entries are sent, too."""
     try:
         item: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.MsgspecError:

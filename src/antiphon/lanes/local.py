@@ -1,4 +1,4 @@
-"""Lanes of one process: an asyncio task per active lane, nothing at all for an idle one."""
+"""Lanes of a single process: one asyncio task per active lane, and no cost for an idle one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from antiphon.lanes import Drain, HasWaitingWork
 log = logging.getLogger(__name__)
 
 CANCEL_WAIT_SECONDS = (
-    5.0  # seconds a cancelled drain may take to end; something in it may not know how to stop
+    5.0  # seconds a cancelled drain may take to end; something in it may ignore the cancellation
 )
 
 
 async def wind_down(drains: Collection[asyncio.Task[None]], grace: float) -> None:
-    """Let them end by themselves for so many seconds, then cancel them, and wait for none for ever."""
+    """Gives the drains `grace` seconds to end by themselves, then cancels them, waiting only a bounded time."""
     if drains and grace > 0:
         await asyncio.wait(drains, timeout=grace)
     for drain in drains:
@@ -28,7 +28,7 @@ async def wind_down(drains: Collection[asyncio.Task[None]], grace: float) -> Non
 
 
 class LocalLanes:
-    """At most one drain per lane at a time; an activation during a drain causes one more look."""
+    """Runs at most one drain per lane; an activation during a drain makes it check once more."""
 
     def __init__(self) -> None:
         self._drain: Drain | None = None
@@ -41,7 +41,7 @@ class LocalLanes:
         return len(self._tasks)
 
     async def start(self, drain: Drain, waiting: HasWaitingWork | None = None) -> None:
-        self._drain = drain  # Within a process no hint gets lost, so there is nothing to ask.
+        self._drain = drain  # No hint gets lost within one process, so `waiting` is not needed.
 
     async def activate(self, lane: int) -> None:
         if self._drain is None:
@@ -49,7 +49,7 @@ class LocalLanes:
         if lane in self._tasks:
             self._again.add(lane)
         else:
-            # A context of its own: whoever gave the hint may be another session's run, whose variables are not ours.
+            # A fresh context: the hint may come from another session's run, whose context variables do not apply here.
             self._tasks[lane] = asyncio.create_task(
                 self._run(lane, self._drain), name=f"lane-{lane}", context=contextvars.Context()
             )
@@ -62,14 +62,14 @@ class LocalLanes:
             task.cancel()
 
     def set_resting(self, lane: int, *, resting: bool) -> None:
-        """There are places for all."""
+        """Does nothing: a local process has no limit on active lanes."""
 
     async def stop(self, grace: float) -> None:
         self._drain = None
         await wind_down([*self._tasks.values(), *self._stuck], grace)
 
     async def close(self) -> None:
-        """There is nobody else."""
+        """Does nothing: no other process could take the lanes."""
 
     async def _run(self, lane: int, drain: Drain) -> None:
         try:
@@ -78,7 +78,7 @@ class LocalLanes:
                 try:
                     if await drain(lane):
                         self._again.add(lane)
-                        await asyncio.sleep(0)  # It was given back for others to have their turn.
+                        await asyncio.sleep(0)  # The drain stopped early to let other lanes run.
                 except AntiphonError as error:
                     log.error("%s", error)
                 except Exception:
@@ -91,5 +91,5 @@ class LocalLanes:
                 del self._tasks[lane]
 
     def _owns(self, lane: int) -> bool:
-        """False for a drain that was abandoned: the lane is somebody else's then."""
+        """Whether the current task still runs this lane; False for an abandoned drain."""
         return self._tasks.get(lane) is asyncio.current_task()

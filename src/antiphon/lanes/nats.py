@@ -1,9 +1,9 @@
 """Lanes of several processes: a JetStream work queue with at most one message per lane.
 
-To activate a lane is to publish an empty message to its subject; while there is one, queued or in somebody's hands,
-the server refuses another. Whoever holds the message has the lane, says so every third of `ack_wait`, and acknowledges
-it when the lane is empty; from one who is silent it is taken and given to another. None of this is truth: claims in
-the store are, so a lost stream costs time and a message in two hands costs nothing but work.
+Activating a lane publishes an empty message to its subject; while one is queued or being processed, the server
+rejects another. The process that holds the message runs the lane, extends its lease every third of `ack_wait`, and
+acknowledges it when the lane is empty; if the process falls silent, the server redelivers the message to another.
+Claims in the store are authoritative: a lost stream costs time, and a message held twice costs only extra work.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING_HINTS = 100_000  # lanes that may wait to be activated; those beyond are found by the sweeper
-# The part of `ack_wait` we count on: the server's clock for a lease starts before its message is here
+MAX_WAITING_HINTS = 100_000  # lanes that may wait to be activated; the sweeper finds those beyond
+# The usable part of `ack_wait`: the server's clock for a lease starts before its message arrives here
 LEASE_SAFETY_FACTOR = 0.8
-MESSAGES_PER_YIELD = 256  # messages written before others have their turn
+MESSAGES_PER_YIELD = 256  # messages written before other tasks get a turn
 
 
 class _Lease(msgspec.Struct):
-    """A message in our hands: where to answer it, and until when nobody else can have been given it."""
+    """A message that this process holds: its reply subject, and until when the server gives it to no other process."""
 
     reply: str
     until: float
 
 
 class NatsLanes:
-    """At most one drain per lane here, and `slots` in all; an activation during a drain causes one more look."""
+    """Runs at most one drain per lane and `slots` in all; an activation during a drain makes it check once more."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class NatsLanes:
         return self._link.client is not None
 
     async def start(self, drain: Drain, waiting: HasWaitingWork | None = None) -> None:
-        """Connect, or raise `BusError`; from then on the connection is kept for ever."""
+        """Connects, or raises `BusError`; afterwards the connection is kept alive indefinitely."""
         await self._link.start(self._patience)
         self._drain, self._waiting = drain, waiting
         self._puller = asyncio.create_task(self._pull_lanes())
@@ -127,7 +127,7 @@ class NatsLanes:
             self._room.set()
 
     async def stop(self, grace: float) -> None:
-        """As any engine. What is not finished stays ours until `close`."""
+        """Stops as `LaneEngine.stop` says; the leases of unfinished lanes are kept until `close`."""
         self._drain = None
         await cancel_tasks(self._puller)
         closing = asyncio.create_task(self._queue.close())
@@ -136,7 +136,7 @@ class NatsLanes:
         await wind_down([*self._tasks.values(), *self._stuck], grace)
 
     async def close(self) -> None:
-        """Everything that is left goes to another replica at once."""
+        """Gives every remaining lane to another replica at once."""
         await cancel_tasks(*self._chores)
         await self._give_back(*self._leases.values())
         self._leases.clear()
@@ -147,7 +147,7 @@ class NatsLanes:
     # --- draining ---
 
     async def _on_lane_taken(self, lane: int, reply: str) -> None:
-        """The message of a lane is ours, perhaps again: a second one for a lane we are at is its new lease."""
+        """Takes over the message of a lane; a second message for a lane that is already running is its new lease."""
         lease = _Lease(reply, asyncio.get_running_loop().time() + LEASE_SAFETY_FACTOR * self._ack_wait)
         if self._drain is None:
             await self._give_back(lease)
@@ -167,7 +167,7 @@ class NatsLanes:
                 if not self._owns(lane):
                     return
                 await self._acknowledge(self._leases.pop(lane, None))
-                # Whoever submitted in the moment before that was refused: "it is active".
+                # A hint sent just before the acknowledgement was rejected, because the lane was still active.
                 if left or (left is False and await self._has_waiting_work(lane)):
                     self._queue_hint(lane)
                 if lane not in self._leases:
@@ -182,7 +182,7 @@ class NatsLanes:
                 self._room.set()
 
     async def _drain_until_idle(self, lane: int, drain: Drain) -> bool | None:
-        """Drain until there is nothing new; whether something is left, and None if that cannot be said."""
+        """Drains until no new hint has come. Returns whether work is left, or None if that is unknown."""
         while True:
             self._again.discard(lane)
             left: bool | None = None
@@ -207,7 +207,7 @@ class NatsLanes:
         return False
 
     def _owns(self, lane: int) -> bool:
-        """False for a drain that was abandoned: the lane is somebody else's then."""
+        """Whether the current task still runs this lane; False for an abandoned drain."""
         return self._tasks.get(lane) is asyncio.current_task()
 
     async def _release_lane(self, lane: int) -> None:
@@ -224,7 +224,7 @@ class NatsLanes:
     # --- leases ---
 
     async def _acknowledge(self, lease: _Lease | None) -> None:
-        """Only while it is ours: answering late would take the lane from whoever has it now."""
+        """Acknowledges a lease only while it is valid: later it would take the lane from its new holder."""
         client = self._link.client
         if lease and client and lease.until > asyncio.get_running_loop().time():
             with suppress(*list_connection_errors()):
@@ -242,7 +242,7 @@ class NatsLanes:
                         await self._queue.give_back(client, lease.reply)
 
     async def _renew_leases(self) -> None:
-        """All leases in one go. If it fails the drains go on: at worst another replica looks, and finds them at it."""
+        """Renews all leases at once. If that fails the drains continue; at worst another replica checks in vain."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._ack_wait / 3)
@@ -258,7 +258,7 @@ class NatsLanes:
                     if number % MESSAGES_PER_YIELD == MESSAGES_PER_YIELD - 1:
                         await asyncio.sleep(0)
 
-    # --- chores ---
+    # --- background tasks ---
 
     async def _pull_lanes(self) -> None:
         while True:

@@ -1,7 +1,7 @@
-"""The JetStream side of lanes: a stream with one message per active lane, and one consumer that all replicas share.
+"""The JetStream side of lanes: a stream with one message per active lane, and one consumer for all replicas.
 
-It says what to write to the server and what the server's answers mean; who runs what is not its business. Messages
-are asked for in advance, so that an activation reaches a replica without a round trip of its own.
+It writes to the server and interprets its answers; it does not decide who runs what. Messages are pulled in
+advance, so that an activation reaches a replica without an extra round trip.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CONSUMER_NAME = "replicas"
-PULL_EXPIRY_SECONDS = 30.0  # seconds the server keeps a request for messages
-HEARTBEAT_SECONDS = (
-    2.0  # seconds between two signs that it still does; a server that died took the request with it
-)
+PULL_EXPIRY_SECONDS = 30.0  # seconds the server keeps a pull request
+HEARTBEAT_SECONDS = 2.0  # seconds between heartbeats for a pull request; a server that died lost the request
 MAX_SILENCE_SECONDS = 2.5 * HEARTBEAT_SECONDS
-MAX_WAITING_REQUESTS = 4096  # waiting requests, one per replica
-STREAM_SETUP_TIMEOUT_SECONDS = 5.0  # seconds to make or change a stream, which a cluster has to agree on
+MAX_WAITING_REQUESTS = 4096  # pending pull requests, one per replica
+STREAM_SETUP_TIMEOUT_SECONDS = 5.0  # seconds to create or change a stream, which a cluster has to agree on
 ALREADY_ACTIVE_CODE, OTHER_CONFIGURATION_CODE = 10077, 10058
 HEARTBEAT_STATUS, EXPIRED_STATUS, NO_RESPONDERS_STATUS = "100", "408", "503"
 IN_PROGRESS_ACK, NEGATIVE_ACK = b"+WPI", b"-NAK"
@@ -42,7 +40,7 @@ OnLane = Callable[[int], None]
 
 
 class LaneQueue:
-    """`taken` gets a lane and where to answer for it; `missed` a lane whose activation found no stream."""
+    """The lane stream. `taken` gets a lane and its reply subject; `missed` a lane whose activation found no stream."""
 
     def __init__(
         self,
@@ -92,14 +90,14 @@ class LaneQueue:
         self._over.set()
 
     async def close(self) -> None:
-        """Take nothing more; what has arrived is still handed on."""
+        """Takes no more lanes; messages that have already arrived are still handled."""
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
             with suppress(*list_connection_errors()):
                 await subscription.drain()
 
     async def _ensure_stream(self, client: Client) -> None:
-        """The stream and its consumer as they have to be, whether they exist, differ or are gone."""
+        """Creates or corrects the stream and its consumer."""
         from nats.js.errors import APIError, ServiceUnavailableError  # noqa: PLC0415 - an extra
 
         what = "The NATS servers cannot keep the queue of lanes"
@@ -146,10 +144,10 @@ class LaneQueue:
             await manager.update_stream(stream)
         await manager.add_consumer(self.stream, consumer)
 
-    # --- asking for lanes ---
+    # --- pulling lanes ---
 
     async def pull_lanes(self, client: Client, lanes: int) -> None:
-        """Ask for so many lanes, and return when they have come or the request is over. Mends the stream if need be."""
+        """Pulls up to `lanes` lanes, until they arrived or the request expired. Restores the stream if needed."""
         self._request += 1
         self._open, self._lost = lanes, ""
         self._over.clear()
@@ -188,17 +186,17 @@ class LaneQueue:
         await client.publish(reply, IN_PROGRESS_ACK)
 
     async def give_back(self, client: Client, reply: str) -> None:
-        """Whoever has room gets it at once."""
+        """Returns a lane to the queue, so that any replica with a free slot gets it at once."""
         await client.publish(reply, NEGATIVE_ACK)
 
     async def acknowledge(self, client: Client, reply: str) -> None:
-        """Returns when the server has done it: from then on the lane can be activated again."""
+        """Acknowledges a lane. Returns when the server has done so: from then on it can be activated again."""
         await client.request(reply, b"", timeout=NATS_RESPONSE_TIMEOUT_SECONDS)
 
     async def abandon(self, client: Client, lane: int) -> None:
         await client.publish(self._abandon, str(lane).encode())
 
-    # --- what comes ---
+    # --- incoming messages ---
 
     async def _receive(self, message: Msg) -> None:
         if message.subject.startswith(self._subject):
@@ -227,7 +225,7 @@ class LaneQueue:
         self._over.set()
 
     def _on_answer(self, lane: int, status: str, data: bytes) -> None:
-        """To an activation. Most say that it is done, or that it had been done before."""
+        """Handles the answer to an activation. Most confirm it, or report that the lane was already active."""
         if status == NO_RESPONDERS_STATUS:
             self._unheard[lane] = None
             self._lost = "it is not there"
@@ -238,7 +236,7 @@ class LaneQueue:
         error: dict[str, Any] = json.loads(data)["error"]
         code = error.get("err_code", 0)
         if code not in (ALREADY_ACTIVE_CODE, self._told):
-            self._told = code  # once, not for each of a thousand lanes
+            self._told = code  # logged once, not for each of a thousand lanes
             log.error("NATS does not take activations: %s; the sweeper tries again", error.get("description"))
 
     async def _on_abandon(self, message: Msg) -> None:

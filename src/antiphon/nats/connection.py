@@ -1,8 +1,8 @@
-"""A connection to NATS that comes back by itself.
+"""A NATS connection that reconnects by itself.
 
-A lost connection is never mended: it is closed and another one is made, for ever, with growing pauses that are
-different for everyone. So nothing that was written to a dead server goes out late, and whoever uses the link says
-in one place (`joined`) what belongs to a fresh connection. It knows neither lanes nor events.
+A lost connection is not repaired: it is closed and a new one is opened, indefinitely, with growing and randomised
+pauses. So nothing written to a dead server is sent late, and callers set up a new connection in one place (the
+`joined` callback). This module knows neither lanes nor events.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 
 NATS_RESPONSE_TIMEOUT_SECONDS = 2.0  # seconds a server has to answer
 PING_INTERVAL_SECONDS = (
-    3  # seconds between looks at a silent connection; it is given up when three were not answered
+    3  # seconds between pings on a silent connection; it is given up after three unanswered ones
 )
-CONNECTION_CHECK_SECONDS = 1.0  # seconds between looks at whether a connection is still one
+CONNECTION_CHECK_SECONDS = 1.0  # seconds between checks that a connection is still alive
 FIRST_RECONNECT_SECONDS, MAX_RECONNECT_SECONDS = 0.05, 2.0  # seconds between attempts to connect
-NATS_CLOSE_TIMEOUT_SECONDS = 2.0  # seconds a connection has to take its leave
-MAX_PENDING_SUBSCRIPTION_BYTES = 32 * 2**20  # of a subscription, waiting to be looked at
+NATS_CLOSE_TIMEOUT_SECONDS = 2.0  # seconds a connection has to close
+MAX_PENDING_SUBSCRIPTION_BYTES = 32 * 2**20  # per subscription, waiting to be handled
 CREDENTIALS_FILE_MARKERS = (b"BEGIN NATS USER JWT", b"BEGIN USER NKEY SEED")
 NOT_ENCRYPTED_MESSAGE = "it does not encrypt"
 AUTHORIZATION_ERROR_WORDS = ("authorization violation", "authentication")
@@ -48,26 +48,26 @@ MessageHandler = Callable[["Msg"], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NatsServers:
-    """Where the NATS servers are (`nats://host:port`, `tls://…`, several with commas), and as whom we come."""
+    """Addresses of the NATS servers (`nats://host:port`, `tls://…`, comma-separated) and our credentials."""
 
     url: str
     user: str | None = None
     password: str | None = field(default=None, repr=False)
     token: str | None = field(default=None, repr=False)
     credentials: Path | None = None
-    """A file with a JWT and its seed, as `nsc` makes it."""
+    """A file with a JWT and its seed, as written by `nsc`."""
     authority: Path | None = None
-    """The certificate authority that signed the servers' certificates, if not one the system knows."""
+    """The certificate authority of the servers, if the system does not know it."""
 
     def parse_addresses(self) -> list[str]:
         return parse_bus_addresses(self.url)
 
     def format_without_secrets(self) -> str:
-        """The addresses without what is secret in them."""
+        """The addresses without their credentials."""
         return ", ".join(_strip_credentials(url.strip()) for url in self.url.split(","))
 
     def build_connect_options(self) -> dict[str, Any]:
-        """For nats-py's `connect`."""
+        """Options for nats-py's `connect`."""
         for file in (self.credentials, self.authority):
             if file is not None:
                 _check_readable(file)
@@ -98,7 +98,7 @@ class NatsServers:
 
 
 def _check_readable(file: Path) -> None:
-    """Whoever opens a pipe without a writer waits for ever."""
+    """Refuses anything but a readable regular file: opening a pipe without a writer would block forever."""
     try:
         os.close(os.open(file, os.O_RDONLY | os.O_NONBLOCK))
         regular = file.is_file()
@@ -110,7 +110,7 @@ def _check_readable(file: Path) -> None:
 
 
 class NatsConnection:
-    """One connection at a time. `joined` prepares each; `client` is the present one, or None while there is none."""
+    """One connection at a time. `joined` prepares each new one; `client` is the current one, or None."""
 
     def __init__(
         self,
@@ -136,19 +136,19 @@ class NatsConnection:
 
     @property
     def client(self) -> Client | None:
-        """None as well in the moments between the loss of a connection and our noticing it here."""
+        """The current client; None also between the loss of a connection and its detection here."""
         client = self._client
         return client if client is not None and client.is_connected else None
 
     async def wait_until_connected(self) -> Client:
-        """Wait until there is one."""
+        """Waits for a connection and returns its client."""
         while (client := self.client) is None:
             self._connected_event.clear()
             await self._connected_event.wait()
         return client
 
     async def start(self, patience: float = 10.0) -> None:
-        """Connect, or say in one sentence why not. Wrong credentials are not tried twice."""
+        """Connects, or raises an error that says why not. Wrong credentials are not tried twice."""
         addresses, options = self._servers.parse_addresses(), self._servers.build_connect_options()
         _require_nats_library()
         until = asyncio.get_running_loop().time() + patience
@@ -172,9 +172,9 @@ class NatsConnection:
         await cancel_tasks(*self._flushes)
 
     async def confirm_flushed(self, client: Client, timeout: float = NATS_RESPONSE_TIMEOUT_SECONDS) -> bool:
-        """Whether the server has seen, within `timeout`, everything written so far.
+        """Whether the server has confirmed, within `timeout`, everything written so far.
 
-        The wait for its answer must go on to its end: nats-py stops reading when an answer meets a cancelled wait.
+        The wait for its answer must not be cancelled: nats-py stops reading when an answer meets a cancelled wait.
         """
         flushing = asyncio.create_task(_try_flush(client))
         self._flushes.add(flushing)
@@ -214,7 +214,7 @@ class NatsConnection:
     async def _connect_and_prepare(
         self, addresses: list[str], options: dict[str, Any]
     ) -> tuple[Client, asyncio.Event]:
-        """A connection that has been prepared."""
+        """Opens a connection and prepares it."""
         client, closed = await self._connect(addresses, options)
         try:
             await self._joined(client)
@@ -277,7 +277,7 @@ class NatsConnection:
 
 
 class _Backoff:
-    """Twice as long each time, up to a limit, and never the same for two."""
+    """Pauses that double each time up to a limit, with jitter."""
 
     def __init__(self) -> None:
         self._longest = FIRST_RECONNECT_SECONDS
@@ -289,7 +289,7 @@ class _Backoff:
 
 
 async def cancel_tasks(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel, and again if need be: nats-py swallows a cancellation that finds it writing."""
+    """Cancels tasks, repeatedly if needed: nats-py swallows a cancellation that arrives while it is writing."""
     running = {task for task in tasks if task is not None and not task.done()}
     for _ in range(5):
         if not running:
@@ -302,14 +302,14 @@ async def cancel_tasks(*tasks: asyncio.Task[Any] | None) -> None:
 async def subscribe(
     client: Client, subject: str, hear: MessageHandler, most_bytes: int = MAX_PENDING_SUBSCRIPTION_BYTES
 ) -> Subscription:
-    """Have each message handed to `hear`, one after the other; beyond `most_bytes` waiting they are dropped."""
+    """Passes each message to `hear`, one at a time; messages beyond `most_bytes` waiting are dropped."""
     return await client.subscribe(  # pyright: ignore[reportUnknownMemberType]
         subject, cb=hear, pending_bytes_limit=most_bytes
     )
 
 
 def list_connection_errors() -> tuple[type[Exception], ...]:
-    """What nats-py raises when a connection or an answer fails; all of it means: not now."""
+    """Exceptions that nats-py raises when a connection or an answer fails; all of them are temporary."""
     from nats.errors import Error  # noqa: PLC0415 - an extra
 
     return (Error, OSError, TimeoutError)
@@ -320,19 +320,19 @@ def _create_client(*, encrypted: bool) -> Client:
     from nats.errors import Error  # noqa: PLC0415
 
     class Wary(Client):
-        """Two things that nats-py leaves open."""
+        """Fixes two gaps in nats-py: credentials sent without encryption, and resources left open on close."""
 
         def _connect_command(self) -> bytes:
-            """Says who we are, and here only after the encryption we want: the server decides whether there is any."""
+            """Sends credentials only once the connection is encrypted as required, which the server decides."""
             if encrypted and not self._server_info.get("tls_required"):
                 raise Error(NOT_ENCRYPTED_MESSAGE)
             return super()._connect_command()
 
         async def _close(self, status: int, do_cbs: bool = True) -> None:
-            """Also when the last words cannot be written any more; else tasks and the socket would be left behind."""
+            """Closes even if the last bytes cannot be written; otherwise tasks and the socket would leak."""
             try:
                 await super()._close(status, do_cbs)
-            except (OSError, RuntimeError):  # the latter is what uvloop says of a transport that is closed
+            except (OSError, RuntimeError):  # uvloop raises RuntimeError for a closed transport
                 self._pending, self._pending_data_size = [], 0
                 self._status = Client.DISCONNECTED
                 await super()._close(status, do_cbs)
@@ -343,13 +343,13 @@ def _create_client(*, encrypted: bool) -> Client:
 async def _try_flush(client: Client) -> bool:
     try:
         await client.flush(timeout=PING_INTERVAL_SECONDS * 4)
-    except (*list_connection_errors(), RuntimeError):  # the latter is uvloop's, of a transport that is closed
+    except (*list_connection_errors(), RuntimeError):  # uvloop raises RuntimeError for a closed transport
         return False
     return True
 
 
 async def _wait_until_lost(client: Client, closed: asyncio.Event) -> None:
-    """Until the connection is; it is looked at as well, for should nats-py forget to say so, nothing would go on."""
+    """Waits until the connection is lost; it is also polled, in case nats-py does not report the loss."""
     while client.is_connected:
         with suppress(TimeoutError):
             async with asyncio.timeout(CONNECTION_CHECK_SECONDS):
@@ -358,7 +358,7 @@ async def _wait_until_lost(client: Client, closed: asyncio.Event) -> None:
 
 
 async def _close_client(client: Client) -> None:
-    """For good, whatever state it is in."""
+    """Closes a client for good, whatever its state."""
     with suppress(Exception):
         async with asyncio.timeout(NATS_CLOSE_TIMEOUT_SECONDS):
             await client.close()
@@ -376,7 +376,7 @@ def _require_nats_library() -> None:
 
 
 def _explain_connect_error(address: str, error: Exception) -> BusError:
-    """In one sentence, and what to do."""
+    """The error for a failed connection: its cause in one sentence, and what to do."""
     where = f"The NATS server at {_strip_credentials(address)}"
     if any(word in str(error).lower() for word in AUTHORIZATION_ERROR_WORDS):
         return BusError(
@@ -397,6 +397,6 @@ def _explain_connect_error(address: str, error: Exception) -> BusError:
 
 
 def _strip_credentials(url: str) -> str:
-    """Without user, password or token."""
+    """The URL without user, password or token."""
     scheme, separator, rest = url.partition("://")
     return f"{scheme}{separator}{rest.rpartition('@')[2]}"

@@ -1,8 +1,8 @@
-"""The protocol-blind middle: what a caller can ask of Antiphon, typed in and out.
+"""Typed operations that every transport calls; independent of any protocol.
 
-Every door (the CLI now, WebSocket, HTTP and agent tools on top of the same calls) says who is asking and gets
-data or an error from `errors`. Each operation is one straight line: check the input, open the session through
-`Door` inside one transaction, commit, tell. No wire format is known here, and nothing here keeps state.
+The CLI, WebSocket, HTTP and the agent tools pass a `Caller` and get data, or an error from `errors`. Each operation
+validates its input, opens the session through `SessionResolver` inside one transaction, commits, and publishes events.
+Nothing here knows a wire format or keeps state.
 """
 
 from __future__ import annotations
@@ -66,4 +66,4 @@ class Operations(
     SystemStatusOperations,
     ReplicaOperations,
 ):
-    """Everything that can be asked, from the parts that each know one thing."""
+    """All operations, composed from one class per subject."""

@@ -1,4 +1,4 @@
-"""Which agents a caller may spawn and message: by the configuration, and for a spawned session also by its envelope."""
+"""Which agents a caller may spawn and message, by the configuration and, for a spawned session, by its envelope."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from antiphon.operations.spawn_rules import SpawnRequester
 from antiphon.store import Tx
 from antiphon.views import AgentCard, AgentLine, AgentsView
 
-if TYPE_CHECKING:  # a command that only reads is over before this would be imported
+if TYPE_CHECKING:  # not needed at run time; keeps commands that only read fast
     from antiphon.config import Config
 
 ANY_AGENT = "*"
@@ -24,12 +24,12 @@ REACH_HINT = (
     " agents in 'tools.agentToAgent.allow' if it is set; starting them needs 'subagents.allowAgents' of your agent."
     " Your operator decides these."
 )
-"""The same whether other agents exist or not."""
+"""Does not reveal whether other agents exist."""
 
 
 class AgentOperations(OperationContext):
     async def list_reachable_agents(self, caller: Caller) -> AgentsView:
-        """Agents that this caller may spawn or message, by the same decisions; an operator sees every agent."""
+        """Return the agents that this caller may spawn or message; an operator sees every agent."""
         access.require_scope(caller, "list")
         requester = caller.agent_id or self.config.default_agent_id
         patterns = self._session_resolver.get_grants(caller).spawn_agents
@@ -66,11 +66,11 @@ class AgentOperations(OperationContext):
         )
 
     def list_spawnable_agents(self, agent_id: str) -> list[str]:
-        """The agents that one agent may spawn, itself first."""
+        """Return the agents that one agent may spawn, itself first."""
         return AgentDirectory(self.config, self._session_resolver).list_spawnable(agent_id)
 
     async def list_agents(self, caller: Caller) -> list[AgentCard]:
-        """Every agent there is, for operators."""
+        """Return every configured agent; for operators only."""
         access.require_scope(caller, "list")
         if not caller.is_operator:
             raise Forbidden("Only operators see every agent.", "Call agents_list.", action="list")
@@ -78,7 +78,7 @@ class AgentOperations(OperationContext):
 
 
 class AgentDirectory:
-    """The configured agents. Asking it needs no store."""
+    """The configured agents; needs no store."""
 
     def __init__(self, config: Config, door: SessionResolver) -> None:
         self._config = config
@@ -95,13 +95,13 @@ class AgentDirectory:
         return [requester, *(agent for agent in others if self._can_spawn(caller, agent))]
 
     def list_messageable(self, agent_id: str) -> list[str]:
-        """Other agents whose main session this agent's own may send to."""
+        """Return the other agents to whose main session this agent's main session may send."""
         main = keys.main_session_key(agent_id)
         sandboxed = self._session_resolver.is_sandboxed(agent_id, main)
         return self.list_messageable_by(Caller.agent(agent_id, str(main), sandboxed=sandboxed))
 
     def list_messageable_by(self, caller: Caller) -> list[str]:
-        """Agents whose main session a caller may send to; its own session is none of them."""
+        """Return the agents to whose main session a caller may send, without the caller's own session."""
         return [
             agent
             for agent in sorted(self._config.agent_ids)

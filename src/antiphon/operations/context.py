@@ -1,4 +1,4 @@
-"""What every operation works with: the store, the bus, the door, and how a row becomes a view."""
+"""The base of all operations: store, bus, session resolver, and how a row becomes a view."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from antiphon.store.listing import SessionListRow
 from antiphon.store.transcript_files import TranscriptFiles
 from antiphon.views import AnsweringModel, SessionView
 
-if TYPE_CHECKING:  # a command that only reads is over before these would be imported
+if TYPE_CHECKING:  # not needed at run time; keeps commands that only read fast
     from antiphon.config import Config
     from antiphon.engine.engine import Engine
 
 
 class OperationContext:
     INTERNAL_CALLER = Caller.operator([access.READ_SCOPE])
-    """For waits and looks of our own: what comes of them is told to whoever had the right to ask for it."""
+    """For internal waits and reads, whose results go only to callers that were already authorized."""
 
     def __init__(
         self,
@@ -58,9 +58,8 @@ class OperationContext:
         tools = toolbox or Toolbox()
         self._spawn_rules = SpawnRules(config, door, tools, state_dir, files)
         self._actors = SessionIdentityResolver(config, door, tools)
-        self._cached_answering_model = lru_cache(maxsize=1024)(
-            self._resolve_answering_model
-        )  # the same for most rows of a list
+        # The result is the same for most rows of a list.
+        self._cached_answering_model = lru_cache(maxsize=1024)(self._resolve_answering_model)
 
     def _require_engine(self) -> Engine:
         if self._engine is None:
@@ -72,7 +71,7 @@ class OperationContext:
     async def _open_or_create_session(
         self, tx: Tx, caller: Caller, action: Action, reference: str, now: int
     ) -> tuple[Row, bool]:
-        """The session, and whether it was founded just now."""
+        """Return the session, and whether it was created by this call."""
         try:
             return await self._session_resolver.open(tx, caller, action, reference), False
         except NotFound:
@@ -84,10 +83,10 @@ class OperationContext:
         assert row is not None
         return row
 
-    # --- events, always after the commit they tell of ---
+    # --- events, always published after the commit they report ---
 
     def _publish_change(self, row: Row, reason: str) -> None:
-        """Those who follow this session, and those who follow all of them."""
+        """Notify subscribers of this session and subscribers of all sessions."""
         self._publish_to_session(row, reason)
         self._publish_to_all_sessions(row, reason)
 
@@ -115,7 +114,7 @@ class OperationContext:
     # --- views ---
 
     def _resolve_answering_model(self, agent_id: str, chosen: str | None, last: str | None) -> AnsweringModel:
-        """The session's own model, else its agent's; else, for what is not configured, the one that answered."""
+        """Return the session's own model, else its agent's; if neither is configured, the one that answered last."""
         own = self.config.get_model_ref(agent_id) if agent_id in self.config.agent_ids else None
         for name in (chosen, own):
             with suppress(UnknownModel):
@@ -124,12 +123,12 @@ class OperationContext:
         return AnsweringModel(last, None)
 
     async def _find_transcript_files(self, sessions: Iterable[tuple[str, str]]) -> None:
-        """Before rows are shown, given the id and the key of each: only a path that has been found is in them."""
+        """Look up transcript files by session id and key, so that the views built next include their paths."""
         if self._transcript_files is not None:
             await self._transcript_files.look_for(sessions)
 
     def _build_session_view(self, caller: Caller, row: Row) -> SessionView:
-        """Of a session that was `_described`."""
+        """Build the view of a row from `_load_described_session`."""
         return self._build_listed_view(caller, SessionListRow(*row))
 
     def _build_listed_view(self, caller: Caller, row: SessionListRow) -> SessionView:
@@ -138,20 +137,20 @@ class OperationContext:
         return view if caller.is_operator else self._hide_unreachable_relatives(caller, view, row.key)
 
     def _hide_unreachable_relatives(self, caller: Caller, view: SessionView, key: str) -> SessionView:
-        """Without a parent that the caller may not know of, and without counting children it may not see."""
+        """Remove the parent and the child count from a view if the caller may not see them."""
         reach = _cached_reach(caller, self._session_resolver.get_grants(caller))
         parent = view.parent_key
         if parent is None and reach.descendants:
             return view
         if parent is not None and parent != reach.own_key and not reach.admits_agent(_get_agent_id(parent)):
-            # A session seen only because it was spawned below the caller has a parent that was, too.
+            # If the caller sees a session only as its descendant, the parent is a descendant too.
             below = reach.descendants and key != reach.own_key and not reach.admits_agent(_get_agent_id(key))
             parent = parent if below else None
         children = view.child_count if reach.descendants else None
         return msgspec.structs.replace(view, parent_key=parent, child_count=children)
 
 
-_cached_reach = lru_cache(maxsize=256)(access.compute_reach)  # the same for every row of a list
+_cached_reach = lru_cache(maxsize=256)(access.compute_reach)  # the result is the same for every row of a list
 
 
 def _get_agent_id(key: str) -> str:

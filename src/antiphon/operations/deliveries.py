@@ -1,4 +1,4 @@
-"""The outbox as people see it: what is on its way, what did not get there, and sending it once more."""
+"""The outbox for operators: lists deliveries and retries those that failed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from antiphon.views import DeliveryPage, DeliveryView
 
 DELIVERY_STATES = ("pending", "sending", "delivered", "blocked", "ambiguous", "dead")
 DEFAULT_DELIVERIES_PER_PAGE, MAX_DELIVERIES_PER_PAGE = 50, 500
-MAX_DELIVERED_COUNTED = 10_000  # of those that were delivered; the others are all counted
+MAX_DELIVERED_COUNTED = 10_000  # delivered rows only; all other states are counted in full
 OUTBOX_REFUSAL = "the outbox", "Ask one of them."
+# Characters that are sanitized; the last ones are dropped, where a cut token would not be recognised.
 MAX_SANITIZED_CHARACTERS, CUT_EDGE_CHARACTERS = (
     2000,
     200,
-)  # characters that are cleared, and at their end too few to recognise what is cut apart
+)
 
 
 class DeliveryOperations(OperationContext):
@@ -32,7 +33,7 @@ class DeliveryOperations(OperationContext):
         limit: int = DEFAULT_DELIVERIES_PER_PAGE,
         cursor: str | None = None,
     ) -> DeliveryPage:
-        """For whoever may read every session."""
+        """Return a page of deliveries; for operators that may read every session."""
         access.require_operator(caller, "read", *OUTBOX_REFUSAL)
         if state is not None:
             validate_choice(state, DELIVERY_STATES, "state")
@@ -53,7 +54,7 @@ class DeliveryOperations(OperationContext):
         )
 
     async def retry_delivery(self, caller: Caller, key: str) -> DeliveryView:
-        """Send once more what is dead, in doubt or was blocked. For what is in doubt, that may be a second time."""
+        """Send a dead, ambiguous or blocked delivery again. An ambiguous one may arrive twice."""
         access.require_operator(caller, "manage", *OUTBOX_REFUSAL)
         engine = self._require_engine()
         row = await self._store.tx(_requeue_delivery, key, self._clock.now())
@@ -85,7 +86,7 @@ async def _requeue_delivery(tx: Tx, key: str, now: int) -> Row:
 
 
 def _sanitize_body(body: str, stats: str | None) -> str:
-    """As people get it; of a long text there is the beginning."""
+    """Return the beginning of the text as people get it."""
     if len(body) <= MAX_SANITIZED_CHARACTERS:
         return sanitize.sanitize_for_people(body, stats=stats)
     return f"{sanitize.sanitize_for_people(body[:MAX_SANITIZED_CHARACTERS])[:-CUT_EDGE_CHARACTERS]}…"

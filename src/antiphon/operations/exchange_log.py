@@ -1,4 +1,4 @@
-"""The log of exchanges as people see it: who said what to whom, how far it has come, and what came of it."""
+"""The log of exchanges for operators: who sent what to whom, its progress and its outcome."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from antiphon.store import Row, Tx
 from antiphon.views import ExchangeDetail, ExchangePage, ExchangeStep, ExchangeView
 
 DEFAULT_EXCHANGES_PER_PAGE, MAX_EXCHANGES_PER_PAGE = 50, 500
-MAX_EXCHANGES_COMPARED = 10_000  # the latest ones, when only the beginning of an id is given
+MAX_EXCHANGES_COMPARED = 10_000  # the most recent ones, when only the beginning of an id is given
 MAX_CANDIDATES = 5
 ALL_SESSIONS_REFUSAL = ("what goes on between all sessions", "Read your own with sessions_history.")
-MAX_SHOWN_CHARACTERS = 300  # characters of a text
+MAX_SHOWN_CHARACTERS = 300  # of one text
+# Characters searched for secrets; the last ones are dropped, where a cut secret would not be recognised.
 MAX_SCANNED_CHARACTERS, CUT_EDGE_CHARACTERS = (
     600,
     200,
-)  # characters that are searched for secrets, and at their end too few to recognise one
+)
 
 
 class ExchangeLogOperations(OperationContext):
@@ -38,7 +39,10 @@ class ExchangeLogOperations(OperationContext):
         limit: int = DEFAULT_EXCHANGES_PER_PAGE,
         cursor: str | None = None,
     ) -> ExchangePage:
-        """For whoever may read every session. `session` is either side; `unsettled` leaves out what is over."""
+        """Return a page of exchanges; for operators that may read every session.
+
+        `session` matches either side; `unsettled` leaves out exchanges that have ended.
+        """
         access.require_operator(caller, "read", *ALL_SESSIONS_REFUSAL)
         most, before = validate_and_clamp(limit, 1, MAX_EXCHANGES_PER_PAGE, "limit"), parse_row_cursor(cursor)
         rows = await self._store.read(self._load_exchange_page, caller, session, unsettled, before, most + 1)
@@ -61,7 +65,7 @@ class ExchangeLogOperations(OperationContext):
         )
 
     async def get_exchange(self, caller: Caller, reference: str) -> ExchangeDetail:
-        """One exchange with its whole texts, secrets masked. `reference` is its id or the beginning of it.
+        """Return one exchange with its full texts, secrets masked. `reference` is its id or the beginning of it.
 
         Raises:
             NotFound: no exchange has such an id.
@@ -73,7 +77,7 @@ class ExchangeLogOperations(OperationContext):
 
 
 async def _load_exchange_with_runs(tx: Tx, reference: str) -> tuple[Row, list[tuple[int | None, Row]]]:
-    """An exchange, and the runs that have answered in it, each with its turn."""
+    """Load an exchange and the runs that answered in it, each with its turn."""
     row = await tx.one(exchanges.SQL.by_id, id=reference) or await _find_by_id_prefix(tx, reference)
     ids: list[tuple[int | None, str]] = [(0, row["answered_by"] or row["id"])]
     ids += [(turn, f"turn:{row['id']}:{turn}") for turn in range(1, row["turn"] + 1)]
@@ -152,11 +156,12 @@ def _build_exchange_view(row: Row) -> ExchangeView:
 
 
 def _shorten_masked(text: str | None) -> str | None:
-    """Secrets masked; None of what was never said or is forgotten."""
+    """Return the text shortened, with secrets masked; None if it was never set or is deleted."""
     if not text:
         return None
     masked = redact(text)
-    if len(text) >= MAX_SCANNED_CHARACTERS:  # what the end cuts apart is not recognised, so it is not shown
+    # A secret cut at the end is not recognised, so the end is not shown.
+    if len(text) >= MAX_SCANNED_CHARACTERS:
         masked = masked[: max(0, len(masked) - CUT_EDGE_CHARACTERS)]
     return (
         masked

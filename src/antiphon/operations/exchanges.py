@@ -1,4 +1,4 @@
-"""Sending to another session: the request, and waiting for the reply as long as the sender wants to."""
+"""Sends messages to other sessions, and waits for the reply as long as the sender wants."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from antiphon.views import DeliveryState, RunView, SendResult, SendStatus
 
 log = logging.getLogger(__name__)
 
-DEFAULT_REPLY_TIMEOUT_SECONDS, MAX_REPLY_TIMEOUT_SECONDS = 30, 3600  # seconds to wait for a reply
+DEFAULT_REPLY_TIMEOUT_SECONDS, MAX_REPLY_TIMEOUT_SECONDS = 30, 3600
 MAX_REPLY_BACK_TURNS = 5
 REQUEST_ID_NAMESPACE = uuid.UUID("9d7c3f54-6d0e-4a0b-9f43-1f7a6a3d0c55")
 
 
 class SendRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A message to another session, which is named in one of three ways."""
+    """A message to another session, which is named by `session`, by `label` or by `agent_id`."""
 
     message: str
     session: str | None = None
-    """Its key or its id."""
+    """The target's key or session id."""
     label: str | None = None
     agent_id: str | None = None
-    """With a label, whose session it is; alone, that agent's main session."""
+    """With a label, the agent whose session it is; alone, the agent whose main session is the target."""
     timeout_seconds: float = DEFAULT_REPLY_TIMEOUT_SECONDS
     idempotency_key: str | None = None
     reply_back: int | None = None
@@ -57,9 +57,9 @@ class ExchangeOperations(RunOperations, ChainOperations):
         *,
         requester: str | None = None,
     ) -> SendResult:
-        """Accepted when it is durable; then the reply, if it comes in time. The exchange goes on by itself.
+        """Commit a message to another session and wait for the reply; the exchange continues by itself.
 
-        An agent sends from its own session; an operator from the one that is named, if any.
+        An agent sends from its own session; an operator from `requester`, if given.
         """
         access.require_scope(caller, "send")
         _validate_send_request(wanted, self.config.store.message_max_bytes)
@@ -95,7 +95,7 @@ class ExchangeOperations(RunOperations, ChainOperations):
         acting_for: str | None,
         now: int,
     ) -> tuple[AcceptedRun, AcceptedRun | None, list[Row]]:
-        """The first run, the note of it in the requester's transcript, and the main sessions founded for it."""
+        """Return the first run, the note in the requester's transcript, and the main sessions created for it."""
         founded: list[Row] = []
         requester = await self._resolve_requester(tx, caller, "control", acting_for, now, founded)
         target = await self._resolve_target(tx, caller, wanted, now, founded)
@@ -117,9 +117,8 @@ class ExchangeOperations(RunOperations, ChainOperations):
         )
         note = None
         if requester is not None and await chains.load_active_run(tx, origin.run_id, requester["id"]) is None:
-            note = await exchanges.record_sent_message(
-                tx, opening, now
-            )  # before anything that answers it is queued
+            # Before anything that answers it is queued.
+            note = await exchanges.record_sent_message(tx, opening, now)
         accepted = await exchanges.begin_exchange(tx, opening, now)
         if requester is not None and wanted.timeout_seconds > 0:
             await self._record_wait(tx, caller, requester, accepted, origin, wanted.timeout_seconds, now)
@@ -157,7 +156,7 @@ class ExchangeOperations(RunOperations, ChainOperations):
         seconds: float,
         now: int,
     ) -> None:
-        """Also for a message that was sent before: whoever asks again waits as much as the first time."""
+        """Record that the requester's run waits for the reply, also if the message is a repeated one."""
         run = await chains.load_active_run(tx, origin.run_id, requester["id"])
         if run is None:
             return
@@ -165,7 +164,7 @@ class ExchangeOperations(RunOperations, ChainOperations):
         def shown(row: Row) -> str:
             return row["key"] if self._session_resolver.can_see(caller, row) else chains.HIDDEN_SESSION_TEXT
 
-        # Who waits is not what kills the process, however often it has been found waiting.
+        # A waiting run does not crash the process, however often a restart has found it waiting.
         await tx.do(lifecycle.SQL.progressed, n=run["n"])
         until = now + round(min(seconds, MAX_REPLY_TIMEOUT_SECONDS) * 1000)
         edge = (run["n"], requester["id"], accepted.run_id, accepted.session)
@@ -174,10 +173,10 @@ class ExchangeOperations(RunOperations, ChainOperations):
     async def _resolve_requester(
         self, tx: Tx, caller: Caller, action: Action, acting_for: str | None, now: int, founded: list[Row]
     ) -> Row | None:
-        """The session a request is made from: an agent's own, or the one that an operator names."""
+        """Return the session that a request is made from: an agent's own, or the one that an operator names."""
         if caller.session_key is not None:
             own = await tx.one(session_rows.SQL.whole_by_key, key=caller.session_key)
-            if own is None:  # deleted while its agent was still at it: nobody else's name is lent to it
+            if own is None:  # deleted while its agent was still running
                 raise access.build_session_missing_error(caller.session_key)
             return own
         if acting_for is None:
@@ -204,7 +203,7 @@ class ExchangeOperations(RunOperations, ChainOperations):
         return await self._load_full_row(tx, row)
 
     def _authorize_addressed_agent(self, caller: Caller, reference: str) -> None:
-        """Reaching the shared main session is not enough to have another agent answer in it."""
+        """Check access to the addressed agent: access to a shared main session does not include other agents."""
         agent_id = self._session_resolver.find_addressed_agent(caller, reference)
         if agent_id is None or agent_id == caller.agent_id:
             return
@@ -216,7 +215,7 @@ class ExchangeOperations(RunOperations, ChainOperations):
     async def _open_or_create_main(
         self, tx: Tx, caller: Caller, action: Action, reference: str, now: int, founded: list[Row]
     ) -> Row:
-        """The session; a main session that does not exist yet is created and added to `founded`.
+        """Return the session; a main session that does not exist yet is created and added to `founded`.
 
         Any other key must exist: a mistyped one is an error and not a new session.
         """
@@ -239,7 +238,7 @@ class ExchangeOperations(RunOperations, ChainOperations):
             view = await self.wait(self.INTERNAL_CALLER, run_id, timeout)
             if view.yielded:
                 view = await self._wait_for_woken_reply(run_id, view, until)
-        except NotFound:  # with its session
+        except NotFound:  # the run was deleted with its session
             exchange = await self._store.read(_load_exchange, run_id)
             view = _build_cancelled_view(exchange, "The session was deleted before it answered.")
         if not view.has_ended or view.yielded:
@@ -247,7 +246,7 @@ class ExchangeOperations(RunOperations, ChainOperations):
         return await self._build_send_result(caller, run_id, "ok" if view.state == "ok" else "error", view)
 
     async def _wait_for_woken_reply(self, exchange_id: str, view: RunView, until: float) -> RunView:
-        """The target has ended its turn to wait for others: the reply is that of the run it is woken for, if it is."""
+        """Wait for the run that is woken after the target yielded to its sub-agents: that run gives the reply."""
         loop = asyncio.get_running_loop()
         exchange = await self._store.read(_load_exchange, exchange_id)
         async with self._bus.listen(session_topic(exchange["target"])) as events:
@@ -285,7 +284,7 @@ class ExchangeOperations(RunOperations, ChainOperations):
         )
 
     def report_chain_limit(self, caller: Caller, error: ChainTooLong) -> None:
-        """Whoever looks after the house hears of it, too."""
+        """Log that a chain reached its limit, and notify operators."""
         key = caller.session_key or ""
         log.warning("%s", error, extra={"session_key": key, "chain_id": error.data.get("chain_id")})
         self._bus.publish("sessions", SessionChanged(session_key=key, reason="chain_limit"))
@@ -298,7 +297,7 @@ async def _load_exchange(tx: Tx, id: str) -> Row:
 
 
 def _build_cancelled_view(exchange: Row, reason: str) -> RunView:
-    """A cancelled run in place of the one that would have answered."""
+    """Return a cancelled run in place of the one that would have answered."""
     return RunView(
         run_id=exchange["id"],
         session_key=exchange["target_key"],
@@ -311,7 +310,7 @@ def _build_cancelled_view(exchange: Row, reason: str) -> RunView:
 
 
 def derive_request_id(caller: Caller, key: str | None, origin: RequestOrigin) -> str:
-    """What a request is known by for ever: an operator's own key, or one that nobody else can use."""
+    """Return the permanent id of a request: an operator's own key, or an id that no other caller can produce."""
     validation.validate_idempotency_key(key)
     if caller.is_operator and key is not None:
         return key

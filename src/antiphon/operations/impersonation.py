@@ -1,4 +1,4 @@
-"""Acting as a session: for an operator who uses a tool the way that session's agent would."""
+"""Acting as a session: lets an operator use a tool as that session's agent would."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from antiphon.views import SessionView
 
 
 class ActingSession(NamedTuple):
-    """A session, and what it is when it acts: exactly what a run in it would be."""
+    """A session and its identity, exactly as a run in it would have it."""
 
     session: SessionView
     actor: SessionIdentity
@@ -28,10 +28,9 @@ class _SessionRows(NamedTuple):
 
 class ImpersonationOperations(OperationContext):
     async def act_as(self, caller: Caller, session: str) -> ActingSession:
-        """In the name of a session, which is founded if it is not there yet.
+        """Return the identity of a session, which is created if it does not exist; for operators only.
 
-        It reaches what its agent reaches, which is less than an operator does. For operators: an agent acts as
-        itself and as nobody else.
+        It has the rights of the session's agent, which are fewer than an operator's.
         """
         if not caller.is_operator:
             raise Forbidden("An agent acts as its own session.", "Use its own tools.", action="send")
@@ -41,7 +40,7 @@ class ImpersonationOperations(OperationContext):
         return self._build_acting_session(caller, session, found)
 
     async def describe_actor(self, caller: Caller, session: str) -> ActingSession:
-        """The same, for who only wants to know what the session could do. Nothing is founded."""
+        """Return the identity of a session without creating it, to find out what the session could do."""
         return self._build_acting_session(
             caller, session, await self._store.read(self._load_actor_session, caller, session)
         )

@@ -1,4 +1,4 @@
-"""Finding what was said, in every session that the caller may read."""
+"""Full-text search in every session that the caller may read."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from antiphon.store.fulltext import FulltextQuery
 from antiphon.views import SearchHit, SearchPage
 
 DEFAULT_SEARCH_RESULTS, MAX_SEARCH_RESULTS = 20, 50
-MAX_SEARCHED_SESSIONS = 200  # that can be searched by name
-MASKING_BUDGET_SECONDS = 0.25  # after which no other entry is masked
-DAY_MILLISECONDS = 86_400_000  # milliseconds
+MAX_SEARCHED_SESSIONS = 200  # sessions that one search may name
+MASKING_BUDGET_SECONDS = 0.25  # after this time no further entry is masked
+DAY_MILLISECONDS = 86_400_000
 
 
 class _SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,9 +38,9 @@ class _SearchRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _MaskedMatches:
-    """The masked texts of what a search has found, each masked once, and which of them still match.
+    """Masks the entries that a search finds, each once, and remembers which of them still match.
 
-    A script of the store takes every entry to match until it was looked at here, in a thread of its own.
+    The search in the store treats every entry as a match until it was checked here, in a thread of its own.
     """
 
     def __init__(self, mask: Callable[[str], str]) -> None:
@@ -56,7 +56,7 @@ class _MaskedMatches:
         return self._verdicts.get((row["id"], match.to_fts5()), True)
 
     def keep_matching(self, found: SearchResult) -> SearchResult:
-        """What also matches as the caller is shown it: else a secret could be guessed letter by letter."""
+        """Keep the rows that also match in masked form: otherwise a secret could be guessed letter by letter."""
         asked, until = found.match.to_fts5(), monotonic() + self._seconds_left
         rows: list[Row] = []
         try:
@@ -92,11 +92,11 @@ class SearchOperations(OperationContext):
         include_tools: bool = True,
         mask: Callable[[str], str] | None = None,
     ) -> SearchPage:
-        """What was said with all these words in it, the latest first, archived and past conversations included.
+        """Find entries with all these words, newest first, including archived and past conversations.
 
-        Quotes make a phrase, and the last word may be the beginning of one. `session` must be readable; of
-        `sessions`, those that are not are left out. `mask` is given whole texts, before a snippet is cut from them:
-        half a secret would not be recognised.
+        Quotes make a phrase, and the last word may be a prefix. `session` must be readable; of `sessions`, unreadable
+        ones are left out. `mask` gets whole texts, before a snippet is cut from them: half a secret would not be
+        recognised.
         """
         access.require_scope(caller, "read")
         asked = _SearchRequest(
@@ -118,7 +118,7 @@ class SearchOperations(OperationContext):
         )
 
     async def _is_indexing(self) -> bool:
-        """Whether what had been said when the search began is not all indexed; if little is missing, it is now."""
+        """Whether earlier entries are still missing from the index; if only a few are, they are indexed now."""
         last, head = await self._store.read(search.load_index_position)
         if last < head <= last + search.MAX_ENTRIES_INDEXED_BY_SEARCH and self._engine is not None:
             last = await self._store.tx(search.index_entries, search.INDEX_BATCH_ENTRIES)
@@ -127,7 +127,7 @@ class SearchOperations(OperationContext):
         return last < head
 
     async def _search_masked(self, caller: Caller, asked: _SearchRequest) -> SearchResult:
-        """What the index has, without what does not match once it is masked; others take its place."""
+        """Search the index; matches that disappear by masking are replaced by further ones."""
         while True:
             found = await self._store.read(self._search_index, caller, asked)
             if asked.masking is None:
@@ -147,7 +147,7 @@ class SearchOperations(OperationContext):
         )
         found = await search.find_entries(tx, wish)
         reach = access.compute_reach(caller, self._session_resolver.get_grants(caller))
-        # The index has passed over what is out of reach; who may read a row is decided by the row nevertheless.
+        # The index has already filtered by reach; access is still decided for each row.
         return found._replace(rows=[row for row in found.rows if reach.covers(_build_target(row))])
 
     async def _resolve_scopes(self, tx: Tx, caller: Caller, asked: _SearchRequest) -> list[list[str]]:
@@ -164,7 +164,7 @@ class SearchOperations(OperationContext):
         return [scope for scope in scopes if scope is not None]
 
     async def _resolve_reach_terms(self, tx: Tx, caller: Caller) -> list[str] | None:
-        """The caller's reach in words of the index; None where nothing is out of it."""
+        """Return the caller's reach as terms of the index; None if it is unrestricted."""
         reach = access.compute_reach(caller, self._session_resolver.get_grants(caller))
         agents = None if reach.everything else await listing.load_admitted_agents(tx, reach.admits_agent)
         if agents is None:

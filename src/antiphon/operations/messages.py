@@ -1,4 +1,4 @@
-"""Words on their way into a session."""
+"""Accepts messages to a session: validates them, queues their run, and applies send policy and resets."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from antiphon.views import MessageReceipt
 
 
 class IncomingMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """Words for a session. `idempotency_key` becomes the run's id: saying it again changes nothing."""
+    """A message to a session. `idempotency_key` becomes the run's id: sending it again changes nothing."""
 
     session: str
     content: str | list[TextBlock | ImageBlock] | ToolResult
-    """Words, or the result of a client-side tool that an earlier run of the session called."""
+    """The text, or the result of a client-side tool that an earlier run of the session called."""
     idempotency_key: str | None = None
     origin: str = "chat"
     model: str | None = None
@@ -41,11 +41,11 @@ class IncomingMessage(msgspec.Struct, frozen=True, kw_only=True):
     timeout_seconds: float | None = None
     provenance: Provenance | None = None
     literal: bool = False
-    """Whether the content is only text, even if it looks like a command."""
+    """Whether the content is plain text, even if it looks like a command."""
 
 
 class _TaskPlacement(NamedTuple):
-    """What a message goes on with: the task it is for, until when, and the chain that it is a link of."""
+    """The task that a message belongs to, the task's deadline, and the message's place in a chain."""
 
     task: int | None = None
     deadline: int | None = None
@@ -54,9 +54,10 @@ class _TaskPlacement(NamedTuple):
 
 class MessageOperations(ChainOperations):
     async def submit(self, caller: Caller, message: IncomingMessage) -> MessageReceipt:
-        """Put words into a session. They are durable when this returns; their run starts by itself.
+        """Submit a message to a session. It is durable when this returns; its run starts by itself.
 
-        A standalone `/send on|off|inherit` is no words: it is done when this returns, and has an answer as a run has.
+        A standalone `/send on|off|inherit` starts no run: it is applied when this returns, and has an answer as a run
+        has.
         """
         self._validate_message(message)
         engine = self._require_engine()
@@ -104,9 +105,9 @@ class MessageOperations(ChainOperations):
     async def steer(
         self, caller: Caller, message: IncomingMessage, origin: RequestOrigin | None = None
     ) -> tuple[MessageReceipt, list[str]]:
-        """Stop what a session is doing and say this instead, both or neither; and which runs were stopped.
+        """Stop what a session is doing and submit this message instead, atomically; also return the stopped runs.
 
-        A message that was said before stops nothing.
+        A repeated message stops nothing.
         """
         self._validate_message(message)
         engine = self._require_engine()
@@ -136,7 +137,7 @@ class MessageOperations(ChainOperations):
     async def _resolve_placement(
         self, tx: Tx, caller: Caller, session: Row, run_id: str, origin: RequestOrigin
     ) -> _TaskPlacement:
-        """What a sub-agent is to do now is its task: the end of what it did before is not the task's."""
+        """Attach the message to the sub-agent's task: the new run, not the stopped one, gives the task's result."""
         link = None
         if own := await tx.one(session_rows.SQL.whole_by_key, key=caller.session_key):
             link = await self._build_chain_link(tx, origin, own["id"], run_id)
@@ -152,12 +153,12 @@ class MessageOperations(ChainOperations):
         now: int,
         place: _TaskPlacement | None = None,
     ) -> tuple[run_queue.AcceptedRun, Row, str | None]:
-        """Also what became of the session: why it began or began anew, if it did."""
+        """Return the accepted run, the session, and why the session was created or renewed, if it was."""
         row, founded = await self._open_or_create_session(tx, caller, "send", message.session, now)
         request_validation.require_current_conversation(row, message.session)
         said_on = keys.WEBCHAT_CHANNEL if caller.is_operator and message.provenance is None else None
         self._session_resolver.check_send(row, said_on)
-        if said_on and not (row["channel"] or row["last_channel"]):  # once in the life of a session
+        if said_on and not (row["channel"] or row["last_channel"]):  # once per session
             await tx.do(session_rows.SQL.record_channel, id=row["id"], channel=said_on, to=row["key"])
         news = "create" if founded else None
         if self._reset_rules and place is None and not founded:
@@ -191,9 +192,9 @@ class MessageOperations(ChainOperations):
     async def _find_reset_reason(
         self, tx: Tx, caller: Caller, message: IncomingMessage, row: Row, run_id: str, now: int
     ) -> resets.ResetReason | None:
-        """Why these words begin another conversation, if they do: only a person's, and only in an idle session.
+        """Return why this message starts a new conversation, or None. Only people's messages to idle sessions do.
 
-        Who names the conversation itself wants that one.
+        A message that names the conversation by its session id never starts a new one.
         """
         if not caller.is_operator or message.provenance or message.session.strip() == row["session_id"]:
             return None
@@ -210,7 +211,7 @@ class MessageOperations(ChainOperations):
         return reason if await tx.one(lifecycle.SQL.accepted_before, id=run_id) is None else None
 
     def _validate_message(self, message: IncomingMessage) -> None:
-        """Everything about the words that can be refused without looking anything up."""
+        """Check everything about a message that needs no lookup."""
         most = self.config.store.message_max_bytes
         if isinstance(message.content, ToolResult):
             validation.validate_message_size(message.content.content, most, beside=message.instructions)
@@ -249,7 +250,7 @@ _SEND_COMMAND_REPLIES: dict[send_policy.SendCommand, str] = {
 
 
 def _parse_send_command(caller: Caller, message: IncomingMessage) -> send_policy.SendCommand | None:
-    """What a person's words command, if they are a command: never those of another session or program."""
+    """Return the command in a person's message, if it is one; messages of sessions and programs are never commands."""
     text = message.content
     if (
         message.literal
@@ -268,7 +269,7 @@ def _build_entry(message: IncomingMessage, now: int) -> UserMessage | ToolResult
 
 
 async def _renew_session(tx: Tx, caller: Caller, row: Row, reason: str, now: int) -> Row:
-    """The session with another conversation, as after `/new`."""
+    """Start a new conversation in the session, as `/new` does."""
     await session_rows.start_new_transcript(tx, row, reason, now)
     renewed = await session_rows.find_session(tx, keys.parse(row["key"]), caller.session_key)
     assert renewed is not None

@@ -1,4 +1,4 @@
-"""Which processes share the store, as they say of themselves."""
+"""The replicas that share the store, from their own heartbeats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from antiphon.views import ReplicaView
 
 class ReplicaOperations(OperationContext):
     async def list_replicas(self, caller: Caller) -> list[ReplicaView]:
-        """For operators, the one that started first first."""
+        """Return the replicas in the order in which they started; for operators."""
         access.require_operator(caller, "list")
         now = self._clock.now()
         return [_build_replica_view(row, now) for row in await self._store.read(replicas.list_replicas, now)]

@@ -1,4 +1,4 @@
-"""Where a request comes from, and where in a chain of messages between sessions that puts it."""
+"""The origin of a request, and its place in a chain of messages between sessions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from antiphon.store import Tx
 
 
 class RequestOrigin(msgspec.Struct, frozen=True):
-    """The run and the call that a request is made in; they stand for it if it is repeated."""
+    """The run and the tool call that a request is made in; they identify it if it is repeated."""
 
     run_id: str | None = None
     key: str | None = None
@@ -19,10 +19,10 @@ class RequestOrigin(msgspec.Struct, frozen=True):
 
 class ChainOperations(OperationContext):
     async def _build_chain_link(self, tx: Tx, origin: RequestOrigin, session: int, fresh: str) -> ChainLink:
-        """The next link of the chain that a session's run is in, or the first of a new one.
+        """Return the next link of the chain that the session's run is in, or the first link of a new chain.
 
         Raises:
-            ChainTooLong: it is at one of its limits.
+            ChainTooLong: the chain has reached one of its limits.
         """
         limits = self.config.session.agent_to_agent
         return await chains.extend_chain(

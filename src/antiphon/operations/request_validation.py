@@ -1,4 +1,4 @@
-"""What can be refused of a request, in words that say what would be accepted. Of what is said: `engine.words`."""
+"""Checks of request parameters, with errors that say what is accepted. For message texts see `engine.validation`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from antiphon.store import Row
 
 VERBOSE_LEVELS = ("off", "on", "full")
 SEND_POLICIES = ("allow", "deny")
-MAX_LABEL_CHARACTERS = 64  # characters
+MAX_LABEL_CHARACTERS = 64
 
 
 def require_current_conversation(row: Row, reference: str, expected: str | None = None) -> None:
-    """For what is done to the conversation that goes on: an id that names an earlier one must not mean another.
+    """Refuse a reference to an ended conversation, for operations that apply to the current one.
 
-    `expected` is the id of the conversation that the caller has looked at.
+    `expected` is the id of the conversation that the caller has seen.
     """
     if row["named_transcript"] != row["transcript"]:
         raise build_conversation_ended_error(reference)
@@ -52,7 +52,7 @@ def validate_and_clamp(value: int, least: int, most: int, field: str) -> int:
 
 
 def validate_printable_name(text: str, most: int, field: str) -> str:
-    """A name for people: without the blanks around it, and fit to be shown on one line."""
+    """Return a display name without surrounding blanks, checked to be printable on one line."""
     trimmed = text.strip()
     if not (0 < len(trimmed) <= most and trimmed.isprintable()):
         raise InvalidInput(
@@ -69,7 +69,7 @@ def validate_choice(value: str, choices: Sequence[str], field: str) -> str:
 
 
 def parse_row_cursor(cursor: str | None) -> int:
-    """The number of the row that the next page, which goes backwards, begins before."""
+    """Return the row number before which the next page, which goes backwards, begins."""
     if cursor is None:
         return 2**62
     if not (cursor.isdecimal() and len(cursor) < 19):

@@ -1,4 +1,4 @@
-"""Runs: where they are, waiting for their end, and stopping them."""
+"""Runs: their state, waiting for their end, and stopping them."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from antiphon.operations.context import OperationContext
 from antiphon.store import Row, Tx
 from antiphon.views import RunView
 
-RUN_WAIT_POLL_SECONDS = 2.0  # seconds after which a wait reads the row though no event came
+RUN_WAIT_POLL_SECONDS = 2.0  # a wait reads the row this often even without an event
 
 
 class StopView(msgspec.Struct, frozen=True):
-    """Runs that were ended or told to end."""
+    """Runs that were ended or asked to end."""
 
     run_ids: list[str]
 
 
 class RunOperations(OperationContext):
     async def get_run(self, caller: Caller, run_id: str) -> RunView:
-        """Where a run is."""
+        """Return the state of a run."""
         return await self._store.read(self._load_run_view, caller, run_id)
 
     async def wait(self, caller: Caller, run_id: str, timeout: float) -> RunView:
-        """Until the run has ended or `timeout` seconds are over; look at `ended` to see which.
+        """Wait until the run has ended or `timeout` seconds are over; `has_ended` tells which.
 
         A wait holds nothing: it can be dropped and repeated from anywhere, before and after the end.
         """
@@ -63,7 +63,7 @@ class RunOperations(OperationContext):
         return views.build_run_view(row, spent, self._clock.now())
 
     async def list_client_calls(self, caller: Caller, run_id: str) -> list[ToolCall]:
-        """The calls of client-side tools that a run ended with, to be answered by a later request."""
+        """Return the calls of client-side tools that a run ended with, to be answered by a later request."""
         return await self._store.read(self._load_client_calls, caller, run_id)
 
     async def _load_client_calls(self, tx: Tx, caller: Caller, run_id: str) -> list[ToolCall]:
@@ -71,7 +71,7 @@ class RunOperations(OperationContext):
         return await lifecycle.load_client_calls(tx, run_id)
 
     async def list_unfinished_runs(self, caller: Caller, session: str) -> list[str]:
-        """Ids of the runs that play or wait in a session, in their order."""
+        """Return the ids of the running and queued runs of a session, in their order."""
         return await self._store.read(self._load_unfinished_runs, caller, session)
 
     async def _load_unfinished_runs(self, tx: Tx, caller: Caller, session: str) -> list[str]:
@@ -83,9 +83,9 @@ class RunOperations(OperationContext):
     async def stop(
         self, caller: Caller, session: str, run_id: str | None = None, *, key: str | None = None
     ) -> StopView:
-        """Stop what runs or waits in a session, and everything below it in its tree.
+        """Stop the running and queued runs of a session, and everything below it in its tree.
 
-        Asked again with the same key, nothing is stopped again.
+        A repeated call with the same key stops nothing.
         """
         validation.validate_idempotency_key(key)
         engine = self._require_engine()

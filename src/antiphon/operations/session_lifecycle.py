@@ -1,4 +1,4 @@
-"""The conversation of a session as a whole: begun anew, brought back, shortened, added to, deleted."""
+"""Operations on a session's conversation as a whole: renew, restore, compact, inject, delete."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from antiphon.operations.runs import RunOperations
 from antiphon.store import Row, Tx
 from antiphon.views import CompactView, ConversationView, InjectedEntry, SessionView
 
-MAX_KEPT_ENTRIES = 1_000_000  # entries
-MAX_STOP_ROUNDS = 10  # of stopping what stopping has led to
-MAX_INJECT_LABEL_CHARACTERS = 100  # characters
+MAX_KEPT_ENTRIES = 1_000_000
+MAX_STOP_ROUNDS = 10  # rounds of stopping runs that were queued by stopping others
+MAX_INJECT_LABEL_CHARACTERS = 100
 _WAITING_OPERATOR = Caller.operator([READ_SCOPE])
 
 
 class _IdleChange(msgspec.Struct, frozen=True):
-    """What is to become of a session when it is idle: whether that was done before, may be done, and doing it."""
+    """A change to apply once a session is idle: whether it was already done, its precondition, and the change."""
 
     done: Callable[[Tx, int], Awaitable[bool]]
     check: Callable[[Row], None]
@@ -40,7 +40,7 @@ class _IdleChange(msgspec.Struct, frozen=True):
 
 class SessionLifecycleOperations(RunOperations):
     async def list_conversations(self, caller: Caller, session: str) -> list[ConversationView]:
-        """The conversations a key has had, newest first; each is readable by its session id."""
+        """Return the conversations of a key, newest first; each is readable by its session id."""
         rows = await self._store.read(self._load_conversations, caller, session)
         return [
             ConversationView(
@@ -57,7 +57,7 @@ class SessionLifecycleOperations(RunOperations):
             tx, await self._session_resolver.open(tx, caller, "read", session)
         )
 
-    # --- another transcript ---
+    # --- changing the conversation ---
 
     async def renew(
         self,
@@ -68,12 +68,12 @@ class SessionLifecycleOperations(RunOperations):
         key: str | None = None,
         expected: str | None = None,
     ) -> SessionView:
-        """Begin a new conversation under the same key. The old one stays readable, and can be restored.
+        """Begin a new conversation under the same key. The old one stays readable and can be restored.
 
-        With `expected`, only that conversation is ended. Asked again with the same key, nothing is done again.
+        With `expected`, only that conversation is ended. A repeated call with the same key does nothing.
 
         Raises:
-            Conflict: it is answering.
+            Conflict: the session is busy.
         """
         validation.validate_idempotency_key(key)
         plan = self._plan_renewal(caller, session, reason, key, expected)
@@ -91,7 +91,7 @@ class SessionLifecycleOperations(RunOperations):
     async def _build_renewed_view(
         self, caller: Caller, session: str, row: Row | None, reason: str
     ) -> SessionView:
-        """The session with its new conversation; without a row it was begun before."""
+        """Return the session with its new conversation; `row` is None if it was begun by an earlier call."""
         if row is not None:
             return self._publish_renewal(caller, row, reason)
         return self._build_session_view(
@@ -110,9 +110,7 @@ class SessionLifecycleOperations(RunOperations):
         return await self._load_described_session(tx, row["id"])
 
     def _publish_renewal(self, caller: Caller, row: Row, reason: str) -> SessionView:
-        self._publish_to_session(
-            row, "renewed"
-        )  # for whoever follows it, why it goes on elsewhere is all the same
+        self._publish_to_session(row, "renewed")  # subscribers need not know the reason for the change
         self._publish_to_all_sessions(row, reason)
         return self._build_session_view(caller, row)
 
@@ -126,9 +124,9 @@ class SessionLifecycleOperations(RunOperations):
         key: str | None = None,
         expected: str | None = None,
     ) -> SessionView:
-        """As `renew`, for a session that may be busy: what runs or waits in it is stopped first.
+        """Begin a new conversation as `renew` does, after stopping what runs or waits in the session.
 
-        With `expected`, only that conversation is ended. Asked again with the same key, nothing is done again.
+        With `expected`, only that conversation is ended. A repeated call with the same key does nothing.
         """
         validation.validate_idempotency_key(key)
         plan = self._plan_renewal(caller, session, reason, key, expected)
@@ -168,12 +166,11 @@ class SessionLifecycleOperations(RunOperations):
         key: str | None = None,
         expected: str | None = None,
     ) -> bool:
-        """Remove a session and everything said in it; False if there is none. What it spawned stays.
+        """Delete a session with all its conversations; return False if it does not exist. Its sub-agents stay.
 
-        When a person asks for it, what came of the task that it was spawned for goes, too.
-
-        With `expected`, only if that is its conversation. Asked again with the same key, nothing is removed again,
-        whatever goes by that name now.
+        When a person deletes it, the result of the task that it was spawned for is deleted too. With `expected`, it is
+        deleted only if that is its conversation. A repeated call with the same key deletes nothing, even if the name is
+        in use again.
         """
         validation.validate_idempotency_key(key)
         access.require_scope(caller, "manage")
@@ -189,9 +186,9 @@ class SessionLifecycleOperations(RunOperations):
     async def _change_when_idle(
         self, caller: Caller, session: str, plan: _IdleChange, timeout: float
     ) -> Row | None:
-        """Stop whatever runs or waits in a session, and change it in the commit that finds it idle.
+        """Stop everything that runs or waits in a session, and change it in the transaction that finds it idle.
 
-        None when that was done before.
+        Returns None if the change was already done.
         """
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
@@ -199,7 +196,7 @@ class SessionLifecycleOperations(RunOperations):
             row, stopped, active = await self._store.tx(
                 self._try_change_idle, caller, session, plan, self._clock.now()
             )
-            if self._engine is not None:  # else nobody listens, and what follows waits for the next start
+            if self._engine is not None:  # without an engine, the effects are applied at the next start
                 await self._engine.apply_effects(stopped)
             if row is None or active is None:
                 return row
@@ -208,8 +205,8 @@ class SessionLifecycleOperations(RunOperations):
                 raise Conflict(
                     f"Session {row['key']} is still active;", "try again in a moment.", key=row["key"]
                 )
-            with suppress(NotFound):  # somebody else has deleted it, which the next look shows
-                # Whoever may manage a session need not be allowed to read it: the wait is our own.
+            with suppress(NotFound):  # deleted by another caller; the next iteration handles it
+                # The right to manage a session does not include reading it, so the wait uses an internal caller.
                 await self.wait(_WAITING_OPERATOR, active["id"], left)
 
     async def _try_change_idle(
@@ -224,30 +221,31 @@ class SessionLifecycleOperations(RunOperations):
         return row if active else await plan.change(tx, row, now), stopped, active
 
     async def _stop_all(self, tx: Tx, session: int, now: int) -> Effects:
-        """Stop what runs in a session and drop what waits, also what is queued because something was dropped."""
+        """Stop the running run of a session and drop queued ones, also those queued because others were dropped."""
         stopped = lifecycle.NO_EFFECTS
         for _ in range(MAX_STOP_ROUNDS):
             stopped += await lifecycle.cancel_runs(tx, session, None, now)
             stopped += await self._end_abandoned(tx, session, now)
             left = await tx.one(session_rows.SQL.at_work, id=session)
-            if left is None or left["running"]:  # whoever plays it was asked to stop, and it is waited for
+            # The process that executes it was asked to stop; the caller waits for it.
+            if left is None or left["running"]:
                 break
         return stopped
 
     async def _end_abandoned(self, tx: Tx, session: int, now: int) -> Effects:
-        """Who has the store without an engine has it alone, and knows that nobody plays what runs: that ends here."""
+        """End a run whose process is gone. Without an engine this process owns the store, so no other executes it."""
         if self._engine is not None:
             return lifecycle.NO_EFFECTS
         return await lifecycle.end_abandoned_run(tx, session, now, shared=self._store.shared)
 
-    # --- entries that belong to no run ---
+    # --- entries outside of runs ---
 
     async def compact(
         self, caller: Caller, session: str, keep: int = 400, *, key: str | None = None
     ) -> CompactView:
-        """Leave all but about the last `keep` entries out of prompts. The transcript keeps them.
+        """Exclude all but about the last `keep` entries from prompts. The transcript keeps them.
 
-        Asked again with the same key, nothing more is left out.
+        A repeated call with the same key excludes nothing more.
         """
         validation.validate_idempotency_key(key)
         keep = request_validation.validate_and_clamp(keep, 1, MAX_KEPT_ENTRIES, "keep")
@@ -278,7 +276,7 @@ class SessionLifecycleOperations(RunOperations):
     async def inject(
         self, caller: Caller, session: str, text: str, label: str | None = None, *, key: str | None = None
     ) -> InjectedEntry:
-        """Put words into a transcript as if the agent had said them, without asking it; with a key, once."""
+        """Append a message of the agent to a transcript without running the agent; with a key, only once."""
         validation.validate_idempotency_key(key)
         said = text
         if label is not None:
@@ -344,7 +342,7 @@ def _plan_deletion(caller: Caller, session: str, key: str | None, expected: str 
 
 
 async def _require_no_open_calls(tx: Tx, row: Row) -> None:
-    """Between a call and its result an entry would part them: the model would be told the call was interrupted."""
+    """Refuse an entry between a tool call and its result: the model would see the call as interrupted."""
     active = await tx.one(lifecycle.SQL.active_in, session=row["id"])
     if active and await transcripts.load_open_calls(tx, active["transcript"], active["first_seq"]):
         raise Conflict(

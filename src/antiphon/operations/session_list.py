@@ -1,4 +1,4 @@
-"""Which sessions there are, and each of them as a row."""
+"""Lists sessions, and describes single ones as rows."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from antiphon.store.listing import SESSION_KINDS, SessionListQuery, SessionListR
 from antiphon.views import SessionOverview, SessionPage, SessionsSummary, SessionView
 
 MAX_MESSAGES_PER_SESSION = 20  # of each session in an overview
-MAX_HIDDEN_COUNTED = (
-    1000  # hidden sessions that are counted; "a thousand" is as good an answer as any larger one
-)
+# Hidden sessions beyond this number are not counted; the exact number does not matter.
+MAX_HIDDEN_COUNTED = 1000
 MAX_MESSAGE_BYTES = 256 * 1024  # of one message in an overview
 
 
 class MessageBudget(NamedTuple):
-    """How much of the messages in an overview can be shown: in all, and of what one message and one row count for."""
+    """Size limits for the messages in an overview: in total, per message, and the overhead of a row."""
 
     total_bytes: int = 4 * 2**20
     message_bytes: int = MAX_MESSAGE_BYTES
@@ -39,7 +38,7 @@ DEFAULT_MESSAGE_BUDGET = MessageBudget()
 
 class SessionListOperations(OperationContext):
     async def list(self, caller: Caller, wanted: ListFilter) -> SessionPage:
-        """Sessions the caller may read, newest first."""
+        """Return the sessions that the caller may read, newest first."""
         access.require_scope(caller, "list")
         limit = validate_and_clamp(wanted.limit, 1, MAX_LIST_ROWS, "limit")
         rows = await self._store.read(self._load_list, caller, wanted, limit + 1)
@@ -48,7 +47,7 @@ class SessionListOperations(OperationContext):
     async def _build_session_page(
         self, caller: Caller, rows: Sequence[SessionListRow], limit: int
     ) -> SessionPage:
-        """Of `rows`, one more than `limit` only says that there are more."""
+        """Build a page from up to `limit` + 1 rows; the extra row only shows that more follow."""
         shown = rows[:limit]
         await self._find_transcript_files((row.session_id, row.key) for row in shown)
         return SessionPage(
@@ -66,7 +65,7 @@ class SessionListOperations(OperationContext):
         *,
         room: MessageBudget = DEFAULT_MESSAGE_BUDGET,
     ) -> SessionOverview:
-        """`list` with what was said last in each session and how many are hidden, all of it at one moment.
+        """Return `list` with the last messages of each session and the number of hidden ones, in one snapshot.
 
         Messages are read for the first rows only, until `room` is used up.
         """
@@ -85,7 +84,7 @@ class SessionListOperations(OperationContext):
         )
 
     def _build_visibility_hint(self, caller: Caller, hidden: int) -> str | None:
-        """The settings that decide what an agent is shown; None if it is shown everything."""
+        """Return which settings restrict what an agent is shown; None if nothing is hidden."""
         if caller.is_operator:
             return None
         scope = self._session_resolver.get_grants(caller).read
@@ -114,7 +113,7 @@ class SessionListOperations(OperationContext):
         )
 
     async def _count_hidden(self, tx: Tx, caller: Caller) -> int:
-        """How many sessions are kept from this caller, as far as it pays to count."""
+        """Count the sessions hidden from this caller, up to `MAX_HIDDEN_COUNTED`."""
         reach = access.compute_reach(caller, self._session_resolver.get_grants(caller))
         if reach.own_key is None:
             return 0
@@ -132,7 +131,7 @@ class SessionListOperations(OperationContext):
     async def _build_list_query(
         self, tx: Tx, caller: Caller, wanted: ListFilter, limit: int
     ) -> SessionListQuery | None:
-        """The caller's filters narrowed to the caller's reach; None when nothing can be left."""
+        """Build the query from the caller's filters and reach; None if it cannot match anything."""
         reach = access.compute_reach(caller, self._session_resolver.get_grants(caller))
         agents = None if reach.everything else await listing.load_admitted_agents(tx, reach.admits_agent)
         only = None if wanted.agent_id is None else keys.validate_agent_id(wanted.agent_id)
@@ -160,12 +159,12 @@ class SessionListOperations(OperationContext):
         )
 
     async def get_summary(self, caller: Caller) -> SessionsSummary:
-        """For whoever may read every session."""
+        """Return counts over all sessions; for operators that may read every session."""
         access.require_operator(caller, "list")
         return await self._store.read(_load_summary)
 
     async def describe(self, caller: Caller, session: str, *, with_file: bool = True) -> SessionView:
-        """One session as a list row, with the run that plays in it; `with_file` looks for its transcript file."""
+        """Return one session as a list row, with its active run; `with_file` also looks for its transcript file."""
         row, active = await self._store.read(self._load_session_and_run, caller, session)
         if with_file:
             await self._find_transcript_files([(row["session_id"], row["key"])])
@@ -210,7 +209,7 @@ def _format_cursor(row: SessionListRow) -> str:
 async def _load_last_messages(
     tx: Tx, rows: Sequence[SessionListRow], limit: int, room: MessageBudget
 ) -> Sequence[Sequence[Entry]]:
-    """Oldest first, for as many rows as there is room for."""
+    """Load the last messages of each row, oldest first, for as many rows as the budget allows."""
     left = room.total_bytes
     said: list[Sequence[Entry]] = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""How a session is right now: what it is, what goes on in it and what it has cost, all at one moment."""
+"""The status of one session: its settings, its runs and its cost, in one snapshot."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from antiphon.operations.transcripts import TranscriptOperations
 from antiphon.store import Row, Tx
 from antiphon.views import RunView, SessionStatusView, UsageLine
 
-MAX_LISTED_RUNS = 50  # that are told one by one
+MAX_LISTED_RUNS = 50  # further runs are left out
 
 
 class SessionStatusOperations(SessionListOperations, TranscriptOperations, RunOperations):
     async def get_session_status(self, caller: Caller, session: str) -> SessionStatusView:
-        """For whoever may read the session."""
+        """Return the status of a session; for callers that may read it."""
         row, runs, usage = await self._store.read(self._load_session_status, caller, session)
         await self._find_transcript_files([(row["session_id"], row["key"])])
         return SessionStatusView(session=self._build_session_view(caller, row), runs=runs, usage=usage)

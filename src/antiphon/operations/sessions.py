@@ -1,4 +1,4 @@
-"""Sessions themselves: founding them, and what is set on them."""
+"""Creates sessions and changes their settings."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from antiphon.operations.context import OperationContext
 from antiphon.store import Row, Tx
 from antiphon.views import SessionView
 
-MAX_DISPLAY_NAME_CHARACTERS = 200  # characters
+MAX_DISPLAY_NAME_CHARACTERS = 200
 
 _Settings: TypeAlias = Mapping[str, str | int | None]
 
 
 class SessionPatch(msgspec.Struct, frozen=True, kw_only=True):
-    """What to set on a session. Unset stays as it is, None is as if it had never been set."""
+    """Settings to change on a session. Unset fields stay as they are; None removes a setting."""
 
     label: str | UnsetType | None = UNSET
     display_name: str | UnsetType | None = UNSET
@@ -39,7 +39,7 @@ class SessionPatch(msgspec.Struct, frozen=True, kw_only=True):
 _COLUMN_BY_FIELD = {
     "thinking_level": "thinking",
     "verbose_level": "verbose",
-}  # the others are called as their column
+}  # all other fields are named like their column
 
 
 class SessionOperations(OperationContext):
@@ -48,7 +48,7 @@ class SessionOperations(OperationContext):
         return self._session_resolver.is_main_session(caller, session)
 
     async def open(self, caller: Caller, session: str) -> SessionView:
-        """The session, founded if it is not there yet."""
+        """Return the session; it is created if it does not exist."""
         row, founded = await self._store.tx(self._open, caller, session, self._clock.now())
         if founded:
             self._publish_change(row, "create")
@@ -70,10 +70,9 @@ class SessionOperations(OperationContext):
         model: str | None = None,
         parent: str | None = None,
     ) -> SessionView:
-        """Found a session, by default under a key of its own.
+        """Create a session, by default under a generated key.
 
-        One that exists gets the names and the model that are given, if the caller may control it; its parent
-        stays who it is.
+        An existing session gets the given names and model, if the caller may control it; its parent does not change.
         """
         access.require_scope(caller, "send")
         agent = None if agent_id is None else keys.validate_agent_id(agent_id)
@@ -100,7 +99,7 @@ class SessionOperations(OperationContext):
         settings: _Settings,
         now: int,
     ) -> tuple[Row, str | None]:
-        # The parent first: a session cannot be its own, and must not be founded to be one.
+        # The parent first: a session cannot be its own parent, and must not be created to become it.
         above = None if parent is None else await self._session_resolver.open(tx, caller, "send", parent)
         row, founded = await self._open_or_create_session(tx, caller, "send", session, now)
         request_validation.require_current_conversation(row, session)
@@ -117,9 +116,9 @@ class SessionOperations(OperationContext):
         return await self._load_described_session(tx, row["id"]), reason
 
     async def patch(self, caller: Caller, session: str, changes: SessionPatch) -> SessionView:
-        """Set what is given, all of it or nothing. A key that has no session yet gets one.
+        """Change the given settings, all or none. A key without a session gets one.
 
-        Names, model and the like are the business of whoever may write; what may be sent is not.
+        Names, model and the like need the right to control the session, the send policy that to manage it.
         """
         action: Action = "control" if changes.send_policy is UNSET else "manage"
         access.require_scope(caller, action)
@@ -145,7 +144,7 @@ class SessionOperations(OperationContext):
         return await self._load_described_session(tx, row["id"]), founded
 
     def _validate_setting(self, field: str, value: str | bool | None) -> str | int | None:
-        """A setting as it is stored."""
+        """Return a setting in its stored form."""
         match field, value:
             case "archived", _:
                 return int(bool(value))

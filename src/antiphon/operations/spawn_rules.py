@@ -1,7 +1,7 @@
-"""Whether a sub-agent may be spawned, and with what: every refusal, before anything exists.
+"""Decides whether a sub-agent may be spawned, and with which permissions, before anything is created.
 
-A child has no more than its parent: not its tools, nor its agents, nor its reach, nor its freedom from a sandbox. What
-it may have at most is put into its envelope here, once.
+A child never has more rights than its parent: no further tools, agents or reach, and no way out of a sandbox. Its
+maximum permissions are fixed here, once, in its envelope.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ from antiphon.store.transcript_files import TranscriptFiles
 if TYPE_CHECKING:
     from antiphon.config import AgentConfig, Config
 
+# Failures in a row of the same task, and how long it is then refused.
 MAX_CONSECUTIVE_FAILURES, BREAKER_COOLDOWN_MILLISECONDS = (
     3,
     300_000,
-)  # so many failures in a row, and how many milliseconds nothing like it is tried
+)
 CHILD_ID_NAMESPACE = uuid.UUID("3f1c8a5e-2a56-4f0e-8a70-6b7d1f6f9f21")
-MAX_RUN_TIMEOUT_SECONDS = 30 * 86_400  # seconds
-MAX_MOUNT_PATH_CHARACTERS = 400  # characters
+MAX_RUN_TIMEOUT_SECONDS = 30 * 86_400
+MAX_MOUNT_PATH_CHARACTERS = 400
 
 
 class SpawnRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """What is asked for. Left out means: as the configuration has it."""
+    """A request for a sub-agent. Fields that are left out use the configured defaults."""
 
     task: str
     label: str | None = None
@@ -68,7 +69,7 @@ class SpawnRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     announce: Literal["channel", "parent", "none"] = "channel"
 
     def compute_digest(self, requester_key: str) -> str:
-        """What makes a repeated key the same request: all that is asked for, and for whom."""
+        """Return a digest of the whole request and its requester, to recognise a repeated idempotency key."""
         seconds = self.run_timeout_seconds
         asked = [
             requester_key,
@@ -91,7 +92,7 @@ class SpawnRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def _files_digest(self) -> list[tuple[str, str, str | None, str]]:
-        """Computed once: the files may be megabytes, and a transaction asks for it."""
+        """Digests of the attachments, cached because the files may be megabytes and are hashed in a transaction."""
         return [
             (file.name, file.encoding, file.mime_type, hashlib.sha256(file.content.encode()).hexdigest())
             for file in self.attachments
@@ -99,19 +100,19 @@ class SpawnRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 class SpawnRequester(NamedTuple):
-    """A session that spawns, and the agent that acts in it: in the shared main session that may be any agent."""
+    """The session that spawns, and the agent acting in it: in a shared main session this may be any agent."""
 
     session: Row
     agent_id: str
 
     @property
     def other_agent(self) -> str | None:
-        """The agent, if it is not the one that the session belongs to."""
+        """The acting agent, if the session belongs to another one."""
         return None if self.agent_id == self.session["agent_id"] else self.agent_id
 
 
 class SpawnRules:
-    """The configuration's word on spawning."""
+    """Applies the configured rules for spawning."""
 
     def __init__(
         self,
@@ -128,10 +129,10 @@ class SpawnRules:
         self._state_dir = state_dir
         self._transcripts_folder = "" if files is None else str(files.folder)
 
-    # --- what can be refused without looking anything up ---
+    # --- checks that need no lookup ---
 
     def validate_request(self, wanted: SpawnRequest) -> list[tuple[str, bytes]]:
-        """The bytes of its attachments."""
+        """Validate the request and return its attachments as bytes."""
         validation.validate_message_content(wanted.task, self._config.store.message_max_bytes, field="task")
         if wanted.label is not None:
             request_validation.validate_printable_name(
@@ -177,7 +178,7 @@ class SpawnRules:
             wanted.attachments, AttachmentLimits(given.max_files, given.max_file_bytes, given.max_total_bytes)
         )
 
-    # --- what depends on who asks ---
+    # --- checks that depend on the requester ---
 
     async def plan_child(
         self,
@@ -189,17 +190,17 @@ class SpawnRules:
         link: ChainLink,
         now: int,
     ) -> ValidatedSpawn:
-        """The child that may be spawned.
+        """Return the validated plan of the child.
 
         Raises:
-            SpawnRefused: a rule is against it; `data['reason']` says which.
+            SpawnRefused: a rule forbids it; `data['reason']` says which.
         """
         session = requester.session
         own = self._config.get_agent(requester.agent_id)
         actor = self._build_actor(caller, requester)
         target = self._resolve_target_agent(caller, requester, own, wanted)
         parent = self._compute_current_envelope(requester, own, actor)
-        # A caller's key may be any text; what is made of it is part of a key and the name of a folder.
+        # The caller's key may be any text; the id derived from it is part of a session key and names a folder.
         child_id = str(uuid.uuid5(CHILD_ID_NAMESPACE, f"{session['key']}\n{task_id}"))
         child_key = keys.subagent_key(target.id, child_id)
         self._check_depth(session, parent)
@@ -249,14 +250,14 @@ class SpawnRules:
         return self._config.get_agent(agent_id)
 
     def get_envelope(self, requester: SpawnRequester) -> SubagentPermissions | None:
-        """The envelope of a session that is a sub-agent's."""
+        """Return the envelope of a sub-agent's session; None for other sessions."""
         session = requester.session
         return self._envelopes.resolve(requester.agent_id, session["key"], session["envelope"])
 
     def _compute_current_envelope(
         self, requester: SpawnRequester, agent: AgentConfig, actor: Caller
     ) -> SubagentPermissions:
-        """What a session has now: what its agent is granted, less what its sandbox and its own envelope take away."""
+        """Return the current permissions of a session: its agent's, restricted by its sandbox and its own envelope."""
         stored = self.get_envelope(requester)
         grants = self._session_resolver.get_grants(actor)
         left = agent.subagents.max_spawn_depth - requester.session["depth"]
@@ -273,7 +274,7 @@ class SpawnRules:
         )
 
     def _build_actor(self, caller: Caller, requester: SpawnRequester) -> Caller:
-        """The requester as it acts now: in a sandbox if the caller is, or by the session's row or the configuration."""
+        """Return the requester's identity, sandboxed if the caller, the session or the configuration says so."""
         session, agent_id = requester
         stored = self.get_envelope(requester)
         inside = (
@@ -299,7 +300,7 @@ class SpawnRules:
         return SubagentPermissions(
             tools=tuple(self._envelopes.list_tool_names(target, depth)),
             agents=tuple(self._list_spawnable(target.id, grants.spawn_agents)),
-            # Of an agent whose sessions its parent does not all reach, a child reaches its own tree.
+            # If the parent cannot reach every session of the agent, the child reaches only its own tree.
             read=grants.read
             if self._can_reach_agent(above, "read", target.id)
             else access.pick_narrower_visibility(grants.read, "tree"),
@@ -310,7 +311,7 @@ class SpawnRules:
         ).intersect(parent)
 
     def _can_reach_agent(self, caller: Caller, action: Action, agent_id: str) -> bool:
-        """Whether that is any session of the agent, and not only what the caller has spawned."""
+        """Whether the caller reaches every session of the agent, not only those that it has spawned."""
         target = TargetSession(str(keys.subagent_key(agent_id, "any")), agent_id)
         try:
             access.authorize(caller, action, target, self._session_resolver.get_grants(caller))
@@ -409,7 +410,7 @@ def _check_mode(wanted: SpawnRequest) -> None:
 
 
 async def _check_breaker(tx: Tx, agent_id: str, task: str, now: int) -> None:
-    """What keeps failing is not tried again at once, however often it is asked for."""
+    """Refuse a task that keeps failing until its cooldown is over."""
     alike = await tx.all(
         subagents.SQL.latest_alike,
         signature=subagents.compute_signature(agent_id, task),

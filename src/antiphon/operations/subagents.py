@@ -1,4 +1,4 @@
-"""Sub-agents: spawning them, seeing what becomes of them, stopping them, and ending one's turn to wait for them."""
+"""Sub-agents: spawning, listing, reports, stopping, and yielding a turn to wait for them."""
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ from antiphon.operations.spawn_rules import SpawnRequest, SpawnRequester
 from antiphon.store import Row, Tx
 from antiphon.views import SpawnResult, TaskView, build_task_view
 
-MAX_LISTED_SUBAGENTS = 200  # of those at work, and of the last that were spawned
-DEFAULT_RECENT_MINUTES, MAX_RECENT_MINUTES = 30, 1440  # minutes
-MAX_SHOWN_CHARACTERS = 300  # characters of a text in a list
+MAX_LISTED_SUBAGENTS = 200  # of the active ones, and of the most recently spawned ones
+DEFAULT_RECENT_MINUTES, MAX_RECENT_MINUTES = 30, 1440
+MAX_SHOWN_CHARACTERS = 300  # of a text in a list
+# Characters searched for secrets; the last ones are dropped, where a cut secret would not be recognised.
 MAX_SCANNED_CHARACTERS, CUT_EDGE_CHARACTERS = (
     600,
     200,
-)  # characters that are searched for secrets, and at their end too few to recognise one
+)
 ALL_TARGETS = frozenset({"all", "*"})
 
 AttachmentFiles: TypeAlias = list[tuple[str, bytes]]
 SpawnCall: TypeAlias = tuple[Caller, SpawnRequest, str, RequestOrigin, str]
-"""Who asks for what, the task's id, from where in the house, and for which session."""
+"""The caller, the request, the task's id, the request's origin, and the requester session."""
 
 
 class KillResult(msgspec.Struct, frozen=True, kw_only=True):
-    """Sub-agents that were told to stop, by what their session calls them; or the one that had nothing to stop."""
+    """The sub-agents that were stopped; `finished` names the chosen one if it had already ended."""
 
     keys: list[str]
     names: list[str]
@@ -61,9 +62,9 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
         *,
         requester: str = "main",
     ) -> SpawnResult:
-        """A sub-agent with a session of its own, durable when this returns. Its report comes by itself.
+        """Spawn a sub-agent with a session of its own, durable when this returns. It reports by itself.
 
-        An agent spawns for its own session; an operator says for which (`requester`).
+        An agent spawns for its own session; an operator for the session named by `requester`.
         """
         access.require_scope(caller, "spawn")
         files = self._spawn_rules.validate_request(wanted)
@@ -71,7 +72,7 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
         origin = origin or RequestOrigin()
         task_id = derive_request_id(caller, wanted.idempotency_key, origin)
         if caller.is_operator:
-            await self.open(caller, requester)  # the first word to a session may be a spawn for it
+            await self.open(caller, requester)  # the first request for a session may be a spawn
         given = (caller, wanted, task_id, origin, requester)
         try:
             task, accepted = await self._spawn_with_files(files, given)
@@ -81,15 +82,14 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
         if accepted is not None:
             self._publish_created(task["child_key"])
             await engine.dispatch_accepted_run(accepted)
-            await self._find_transcript_files(
-                [(task["child_session_id"], task["child_key"])]
-            )  # for its report
+            # The report names the transcript file.
+            await self._find_transcript_files([(task["child_session_id"], task["child_key"])])
         return _build_spawn_result(caller, task, files)
 
     async def _spawn_with_files(
         self, files: AttachmentFiles, given: SpawnCall
     ) -> tuple[Row, AcceptedRun | None]:
-        """Whatever can be refused is refused before a file is written; if it is refused after that, they go again."""
+        """Write attachments only after the request passed every check; remove them if the spawn fails after all."""
         spawning = await self._store.read(self._plan_spawn, *given, self._clock.now()) if files else None
         if not isinstance(spawning, ValidatedSpawn):
             return await self._store.tx(self._spawn, *given, self._clock.now())
@@ -97,7 +97,7 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
         try:
             return await self._store.tx(self._spawn, *given, self._clock.now())
         except Exception:
-            # Any refusal or failure, which is passed on. Not a cancellation: the commit may still come, with a task
+            # After any failure, which is re-raised. Not after a cancellation: the transaction may still commit a task
             # that needs its files.
             if await self._store.read(_load_task, spawning.id) is None:
                 await asyncio.to_thread(attachments.remove, _get_workspace(spawning), spawning.child_key.id)
@@ -126,10 +126,9 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
         requester: str,
         now: int,
     ) -> ValidatedSpawn | Row:
-        """What is to be spawned; or the task, if it was before: then nothing is left to refuse."""
-        above = await self._resolve_requester(
-            tx, caller, "send", requester, now, []
-        )  # spawn has opened it before
+        """Return the plan of the child; or the existing task if the request is a repeated one."""
+        # The caller has already opened it.
+        above = await self._resolve_requester(tx, caller, "send", requester, now, [])
         if above is None:
             raise access.build_session_missing_error(requester)
         if before := await tasks.load_known_task(
@@ -143,15 +142,15 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
         addressee = await completion.load_reply_target(tx, origin.run_id)
         if addressee is None:
             return spawning
-        # Somebody is named to hear what this run comes to; what it has others do is for them, too.
+        # The run reports to a given destination, and so do the sub-agents that it spawns.
         return msgspec.structs.replace(spawning, destination=addressee.destination)
 
     async def list_subagents(
         self, caller: Caller, session: str = "current", recent_minutes: int = DEFAULT_RECENT_MINUTES
     ) -> list[TaskView]:
-        """What a session has spawned: everything at work, and what has ended lately. The newest first.
+        """Return the sub-agents of a session, newest first: all active ones and those that ended recently.
 
-        Secrets are masked, and of long texts there is the beginning; `task_report` has the whole.
+        Secrets are masked and long texts cut; `get_subagent_report` returns the whole report.
         """
         since = self._compute_since(recent_minutes)
         found = await self._store.read(self._load_subagents, caller, session, since)
@@ -178,9 +177,9 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
         return [build_task_view(row, caller.agent_id) for row in found]
 
     async def get_subagent_report(self, caller: Caller, run_id: str) -> str | None:
-        """What was said of a task, in the words in which it was; None while there is nothing to say.
+        """Return the report of a task as it was delivered; None until the task has settled.
 
-        Of one that nobody was told of it is what there would have been to say.
+        For a task that was not announced, it is the report that would have been delivered.
         """
         task = await self._store.read(self._load_reported_task, caller, run_id)
         return await asyncio.to_thread(_format_report, task) if task["phase"] == "settled" else None
@@ -194,7 +193,7 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
             requester = await self._session_resolver.open(tx, caller, "read", task["requester_key"])
         except NotFound:
             raise missing from None
-        if requester["id"] != task["requester"]:  # the key is another session's by now
+        if requester["id"] != task["requester"]:  # the key now belongs to another session
             raise missing
         return task
 
@@ -209,7 +208,7 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
     ) -> KillResult:
         """Stop one of a session's sub-agents, by any of its names, or `all` of them; and everything below.
 
-        Asked again with the same key, nothing is stopped again, whatever the name means by then.
+        A repeated call with the same key stops nothing, whatever the name refers to by then.
         """
         validation.validate_idempotency_key(key)
         engine = self._require_engine()
@@ -246,7 +245,7 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
         return killed, [(row, stop) for _, row, stop in stopped]
 
     async def _open_active_child(self, tx: Tx, caller: Caller, task: TaskView) -> Row | None:
-        """The child's session, if there is anything in it to stop."""
+        """Return the child's session, unless its task has settled or the session is deleted."""
         if task.phase == "settled":
             return None
         try:
@@ -257,7 +256,7 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
     async def find_subagent(
         self, caller: Caller, target: str | None, recent_minutes: int = DEFAULT_RECENT_MINUTES
     ) -> TaskView:
-        """The sub-agent of the caller's session that is meant by a name, as it is in the list."""
+        """Return the sub-agent of the caller's session that a name refers to, as in the list."""
         return _choose_subagent(
             target,
             await self._store.read(
@@ -266,7 +265,7 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
         )
 
     async def find_steered_subagent(self, caller: Caller, run_id: str) -> str | None:
-        """The sub-agent that a run of this id has redirected, by its name; None if there is no such run."""
+        """Return the name of the sub-agent that the run with this id redirected; None if no such run exists."""
         return await self._store.read(self._load_steered_subagent, caller, run_id)
 
     async def _load_steered_subagent(self, tx: Tx, caller: Caller, run_id: str) -> str | None:
@@ -281,9 +280,9 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
     async def yield_to_subagents(
         self, caller: Caller, origin: RequestOrigin, how: Literal["all", "any"] = "all"
     ) -> int:
-        """The caller's session is woken when all that it has spawned has reported, or any of it; how many are at work.
+        """Wake the caller's session when all or any of its sub-agents have reported; return how many are active.
 
-        What has reported during the run that asks is still on its way into the transcript, and counts.
+        Reports made during the calling run count, although they are not yet in the transcript.
         """
         left, woken = await self._store.tx(self._yield, caller, origin, how, self._clock.now())
         if woken is not None:
@@ -297,7 +296,7 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
         agent_id = self._session_resolver.resolve_non_owner_agent(caller, "current", row)
         left, reported = await tasks.load_progress(tx, row["id"], origin.run_id)
         if not left or how == "any":
-            # Repeated after a crash, or after a report that wakes by itself: there is one wake for a turn.
+            # Repeated after a crash, or after a report that wakes the session anyway: a turn has only one wake.
             if await tasks.hand_to_queued_wake(tx, row["id"], origin.run_id, agent_id):
                 return left, None
             if reported:
@@ -335,7 +334,8 @@ def _shorten_masked(text: str | None) -> str | None:
     if not text:
         return text
     masked = redact(text)
-    if len(text) >= MAX_SCANNED_CHARACTERS:  # what the end cuts apart is not recognised, so it is not shown
+    # A secret cut at the end is not recognised, so the end is not shown.
+    if len(text) >= MAX_SCANNED_CHARACTERS:
         masked = masked[: max(0, len(masked) - CUT_EDGE_CHARACTERS)]
     return (
         masked
@@ -345,7 +345,7 @@ def _shorten_masked(text: str | None) -> str | None:
 
 
 def _choose_subagent(target: str | None, found: Sequence[TaskView]) -> TaskView:
-    """By what a model is likely to write: a number, a key, an id or a label, in full or its beginning."""
+    """Return the sub-agent that a number, key, run id or label refers to; ids and labels may be abbreviated."""
     if not target:
         raise InvalidInput(
             "No sub-agent is named.", "Set target to one that action 'list' shows.", field="target"
@@ -372,7 +372,7 @@ def _choose_subagent(target: str | None, found: Sequence[TaskView]) -> TaskView:
 
 
 async def _require_run_under_way(tx: Tx, origin: RequestOrigin) -> None:
-    """What a run had spawned was stopped with it; what it was about to spawn must not come after that."""
+    """Refuse to spawn from an ended run: stopping it stopped its sub-agents, and no new ones may follow."""
     if await tx.one(lifecycle.SQL.over, id=origin.run_id):
         raise Conflict(
             f"Run {origin.run_id!r} has ended or was stopped.",

@@ -1,6 +1,6 @@
-"""How the whole is doing, as its rows say it: what waits, what is under way, who is there.
+"""The state of the whole system from its rows: queued and running runs, deliveries and replicas.
 
-Cheap enough to be asked every few seconds: it reads indexes of what is not over, and counts no further than
+Cheap enough to be polled every few seconds: it reads indexes of unfinished work, and counts no further than
 `MAX_ROWS_COUNTED`.
 """
 
@@ -15,18 +15,18 @@ from antiphon.store import Tx
 from antiphon.store.queries import Queries
 
 SQL = Queries("standings")
-MAX_ROWS_COUNTED = 10_000  # of each kind; "ten thousand wait" is as good an answer as any larger one
+MAX_ROWS_COUNTED = 10_000  # of each kind; larger numbers are not worth the cost of counting
 
 
 class SystemStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Of everybody who shares the store. Counts end at `MAX_ROWS_COUNTED`."""
+    """Totals over all replicas that share the store. Counts are capped at `MAX_ROWS_COUNTED`."""
 
     queued: int
     running: int
     idle_seconds: float
-    """How long the oldest run has waited that waits for nothing but a replica to take it."""
+    """How long the oldest run has waited that only needs a replica to take it."""
     abandoned: int
-    """Runs whose replica is silent and that no other has taken over yet."""
+    """Runs whose replica is silent and that no other replica has taken over yet."""
     replicas: int
     pending: int
     ambiguous: int
@@ -35,7 +35,7 @@ class SystemStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 class SystemStatusOperations(OperationContext):
     async def get_system_status(self, caller: Caller) -> SystemStatus:
-        """For whoever may read every session."""
+        """Return the totals; for operators that may read every session."""
         access.require_operator(caller, "list")
         return await self._store.read(_load_system_status, self._clock.now())
 

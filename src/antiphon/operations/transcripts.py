@@ -1,4 +1,4 @@
-"""What was said in sessions: pages of it, its last words, what comes next, and what it has cost."""
+"""Reads transcripts: pages, previews, live feeds, and token usage."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from antiphon.operations.request_validation import validate_and_clamp
 from antiphon.store import Row, Tx
 from antiphon.views import HistoryPage, SessionPreview, UsageLine
 
-MAX_PREVIEWED_SESSIONS = 64  # sessions that are looked into at once
+MAX_PREVIEWED_SESSIONS = 64  # in one call
 
 
 class TranscriptOperations(OperationContext):
     async def read_history(self, caller: Caller, session: str, wanted: HistoryFilter) -> HistoryPage:
-        """A page of a transcript, oldest first: the newest entries, or those before or after a number.
+        """Return a page of a transcript, oldest first: the newest entries, or those before or after a number.
 
-        It has `limit` entries at most, and fewer where they are large or where few of many are wanted, even none:
-        `has_more` says whether to go on.
+        It has at most `limit` entries, and fewer or none if entries are large or most are filtered out: `has_more`
+        tells whether to continue.
         """
         limit = validate_and_clamp(wanted.limit, 1, MAX_HISTORY_ENTRIES, "limit")
         return await self._store.read(self._load_history, caller, session, wanted, limit)
@@ -56,7 +56,7 @@ class TranscriptOperations(OperationContext):
     async def preview(
         self, caller: Caller, references: Sequence[str], limit: int = 12, max_chars: int = 240
     ) -> list[SessionPreview]:
-        """The last words of up to 64 sessions at once. What may not be read looks missing."""
+        """Return the last messages of up to 64 sessions. Unreadable sessions look as if they did not exist."""
         access.require_scope(caller, "read")
         limit, max_chars = (
             validate_and_clamp(limit, 1, 50, "limit"),
@@ -79,7 +79,7 @@ class TranscriptOperations(OperationContext):
         except (NotFound, InvalidInput):
             return SessionPreview(key=reference, status="missing", items=[])
         transcript, _ = session_rows.get_named_transcript(row)
-        # Of the steps of a long answer most have no words, only calls.
+        # Most steps of a long answer contain only tool calls and no text.
         page = await transcripts.read_page_before(
             tx, transcript, transcripts.AFTER_LAST_SEQ, 4 * limit, tools=False
         )
@@ -93,10 +93,10 @@ class TranscriptOperations(OperationContext):
     async def follow(
         self, caller: Caller, session: str, after: int | None = None, *, session_id: str | None = None
     ) -> AsyncGenerator[Event]:
-        """Entries after a number (default: from now on) and live events, until the session is gone.
+        """Yield entries after a number (default: from now on) and live events, until the session is gone.
 
-        `session_id` is the conversation that the number counts in: if another one goes on by now, that is said
-        first and it is followed from its beginning. Close the generator to stop.
+        `session_id` is the conversation that the number belongs to: if another one is current, that is reported first
+        and it is followed from its beginning. Close the generator to stop.
         """
         row, last = await self._store.read(self._load_follow_position, caller, session)
         start = last if after is None else after
@@ -104,7 +104,7 @@ class TranscriptOperations(OperationContext):
             start = 0
             yield SessionChanged(session_key=row["key"], reason="renewed", session_id=row["session_id"])
         feed = feeds.follow_session(self._store, self._bus, session_topic(row["id"]), row, start)
-        async with aclosing(feed):  # who stops following is not listened for any longer
+        async with aclosing(feed):  # stops listening when the caller stops iterating
             async for event in feed:
                 yield event
 
@@ -114,7 +114,7 @@ class TranscriptOperations(OperationContext):
         return row, await transcripts.load_last_seq(tx, row["transcript"])
 
     async def get_usage(self, caller: Caller, session: str, *, tree: bool = False) -> list[UsageLine]:
-        """What a session, or everything below its root, has cost by model."""
+        """Return the token usage of a session, or of everything below its root, by model."""
         return await self._store.read(self._load_usage, caller, session, tree)
 
     async def _load_usage(self, tx: Tx, caller: Caller, session: str, tree: bool) -> list[UsageLine]:

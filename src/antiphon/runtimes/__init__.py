@@ -1,8 +1,8 @@
-"""What answers a turn.
+"""Runtimes answer a turn, one step at a time.
 
-A runtime takes one step at a time: it is given a prompt and gives back one assistant message, which may ask
-for tools. The durable loop around it (commit, run the tools, commit, step again) is the engine's, so a
-runtime keeps no state between steps, knows no store and never runs a tool.
+A step takes a prompt and returns one assistant message, which may request tools. The durable loop around it
+(commit, run the tools, commit, next step) belongs to the engine, so a runtime keeps no state between steps, does
+not know the store and never runs a tool.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class ToolSpec(msgspec.Struct, frozen=True, kw_only=True):
     parameters: Mapping[str, Any]
     """JSON Schema of the arguments object."""
     strict: bool = False
-    """Whether the provider has to hold the model to the schema; ours are never sent so."""
+    """Whether the provider must enforce the schema; always False for Antiphon's own tools."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Model settings that a request chose for its own run; what is None is left to the model.
+    """Model settings that a request chose for its own run; None leaves a setting to the model.
 
-    A runtime that cannot honour one refuses it by name (`InvalidInput`) instead of leaving it out.
+    A runtime that does not support one refuses it by name (`InvalidInput`) instead of ignoring it.
     """
 
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: int | None = None
-    """Most tokens of one answer; a lower limit of the configured model holds as well."""
+    """Maximum tokens of one answer; a lower limit of the configured model applies as well."""
     stop: list[str] | None = None
     seed: int | None = None
     presence_penalty: float | None = None
@@ -45,11 +45,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     parallel_tool_calls: bool | None = None
     tool_required: bool = False
     tool_name: str | None = None
-    """With `tool_required`, the tool that has to be called."""
+    """The tool that has to be called, together with `tool_required`."""
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything one step may look at. `messages` is a valid conversation: every call has its result."""
+    """The input of one step. `messages` is a valid conversation: every call has its result."""
 
     run_id: str
     session_key: str
@@ -63,33 +63,33 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """For the log, which can be searched by either."""
+        """Fields that make log lines searchable by run and session."""
         return {"run_id": self.run_id, "session_key": self.session_key}
 
 
 class Deltas(Protocol):
-    """Where a step streams what it has so far. Calls are cheap and never block."""
+    """Receives a step's output while it streams. Calls are cheap and never block."""
 
     def text(self, piece: str) -> None: ...
 
     def thinking(self, piece: str) -> None: ...
 
     def restart(self) -> None:
-        """A retry begins: what was streamed in this step is void."""
+        """Starts over: everything streamed in this step so far is discarded."""
         ...
 
 
 class Runtime(Protocol):
-    """One way of answering. Cancelling the awaiting task must stop the step at once."""
+    """Answers steps. Cancelling the awaiting task must stop the step at once."""
 
     @property
     def context_window(self) -> int | None:
-        """Tokens the runtime can look at, or None when there is no such bound."""
+        """Tokens that fit into the runtime's context, or None if it has no limit."""
         ...
 
     @property
     def reads_history(self) -> bool:
-        """False for a runtime that only looks at the run's own messages, which saves reading the others."""
+        """False for a runtime that reads only the run's own messages, which saves loading the others."""
         ...
 
     async def step(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage: ...

@@ -1,4 +1,4 @@
-"""A runtime whose steps wait for one of a number of slots. Whoever waits for something else holds none."""
+"""A runtime that limits its concurrent steps. A run that waits for something else holds no slot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from antiphon.runtimes import Deltas, Prompt, Runtime
 
 
 class ConcurrencyLimitedRuntime:
-    """`runtime`, at most as many steps of it at once as `slots` has; it is shared with other runtimes."""
+    """Wraps `runtime` and runs a step only while holding one of `slots`, which other runtimes may share."""
 
     def __init__(self, runtime: Runtime, slots: asyncio.Semaphore) -> None:
         self._runtime = runtime
@@ -28,4 +28,4 @@ class ConcurrencyLimitedRuntime:
             return await self._runtime.step(prompt, deltas)
 
     async def close(self) -> None:
-        """It is closed by whoever opened it."""
+        """Does nothing: the wrapped runtime is closed by its owner."""

@@ -1,7 +1,7 @@
-"""Answers a step with a Python function: for agents that are code, and for tests.
+"""Answers a step with a Python function, for agents written as code and for tests.
 
-The function is given the prompt and gives back a text, a whole `AssistantMessage`, or, as an async generator, pieces
-of text. It keeps whatever state it likes; nothing is put between it and the engine.
+The function takes the prompt and returns a text or a whole `AssistantMessage`, or, as an async generator, yields
+pieces of text. It may keep any state it likes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CONTRACT_HINT = (
 _LIBRARY_PATHS = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 PROCESS_ENDING_ERRORS = (SystemExit, KeyboardInterrupt)
-"""What ends a process, and would end it again whenever the run is taken up. Code of others may end its run."""
+"""Exceptions that end a process, and would end it on every retry; raised by an agent's code they only fail its run."""
 
 AgentFunction: TypeAlias = (
     Callable[[Prompt], Awaitable[str]]
@@ -42,7 +42,7 @@ AgentFunction: TypeAlias = (
 
 
 class FunctionRuntime:
-    """A `Runtime` around an `AgentFunction` function."""
+    """A `Runtime` around an `AgentFunction`."""
 
     def __init__(self, fn: AgentFunction, *, history: bool = True, clock: Clock | None = None) -> None:
         self.reads_history = history
@@ -63,7 +63,7 @@ class FunctionRuntime:
             raise self._translate_exception(error, prompt) from error
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Does nothing: a function holds no resources."""
 
     async def _call_function(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
         given: Any = self._fn(prompt)
@@ -89,7 +89,7 @@ class FunctionRuntime:
         )
 
     def _complete_answer(self, answer: AssistantMessage) -> AssistantMessage:
-        """The answer with what the function need not say."""
+        """The answer with defaults for the fields that the function left out."""
         return sanitize_answer(
             msgspec.structs.replace(
                 answer,
@@ -104,7 +104,7 @@ class FunctionRuntime:
         log.exception("Function agent %r failed", self._name, extra=prompt.log_fields)
         what = f"failed with {type(error).__name__}: {error}"
         place = _find_error_location(error)
-        # Nowhere in the function: it could not be called, or what it gave could not be used.
+        # No frame of the function: it could not be called, or its result could not be used.
         return (
             self._build_error(f"{what} ({place})", "See the log for the traceback.")
             if place
@@ -134,7 +134,7 @@ def _is_library_file(file: str) -> bool:
 
 async def _collect_pieces(pieces: AsyncGenerator[str, None], deltas: Deltas) -> str:
     said: list[str] = []
-    # Closed here, so that a cancelled step has run the function's own clean-up when it returns.
+    # Closed here, so that a cancelled step has run the function's own cleanup when it returns.
     async with aclosing(pieces):
         async for piece in pieces:
             deltas.text(piece)
@@ -143,10 +143,10 @@ async def _collect_pieces(pieces: AsyncGenerator[str, None], deltas: Deltas) -> 
 
 
 def load_function(target: str) -> AgentFunction:
-    """The function that `package.module:callable` names.
+    """Imports the function named by `package.module:callable`.
 
     Raises:
-        ConfigError: there is no such module or name, importing it failed, or it cannot be called.
+        ConfigError: the module or name does not exist, importing it failed, or it is not callable.
     """
     module, colon, name = target.partition(":")
     if not (module and colon and name):

@@ -1,8 +1,8 @@
-"""The base of readers that ask a provider over HTTP: a client with limits, and the assembly of the message.
+"""Base class of readers that query a provider over HTTP: a bounded client, and assembly of the message.
 
-A provider is not trusted with memory or time. Whatever reads its answer, a reader of ours or an SDK, reads it off
-streams that end at a limit, follows no redirect to another origin, and waits only so long for content. How a request
-is made and an answer is read belongs to the readers of the APIs.
+A provider is not trusted with memory or time. Both our readers and the SDKs read answers from streams that end at a
+limit, follow no redirect to another origin, and wait only a limited time for content. How requests are built and
+answers are parsed is up to the readers of the individual APIs.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from antiphon.runtimes.model import ModelSpec, RetryPolicy, build_provider_error
 from antiphon.runtimes.text import sanitize_answer
 
 PLACEHOLDER_KEY = "not-needed"
-"""Sent where no key is configured: the SDKs refuse to work without one, local servers do not look at it."""
+"""Sent if no key is configured: the SDKs require one, and local servers ignore it."""
 
 OPENAI_URL = "https://api.openai.com/v1"
 
 MIB = 1024 * 1024
 MAX_ERROR_BODY_BYTES = 64 * 1024
-"""As much of an error as anyone reads; the rest is left unread."""
+"""Bytes of an error body that are read; the rest is discarded."""
 WIRE_FACTOR, MIN_WIRE_BYTES = 64, 4 * MIB
-"""Bytes on the wire for each byte of an answer: a token of four bytes comes in a chunk of about 250."""
+"""Wire bytes allowed per byte of an answer: a token of four bytes arrives in a chunk of about 250."""
 EVENT_FACTOR, MIN_EVENT_BYTES = 4, 4 * MIB
-"""The longest event, likewise: some servers repeat the whole answer in the last one."""
+"""Likewise for the longest event: some servers repeat the whole answer in the last one."""
 MAX_LINES_PER_EVENT = 256
-"""SDKs copy an event once for each of its lines. Real ones have three."""
+"""Lines allowed per event: SDKs copy an event once per line, and real ones have three."""
 PIECE_BYTES = 16 * 1024
-"""Events that are handed over at once. Parsing them takes an SDK tens of milliseconds, and others wait meanwhile."""
+"""Bytes of events handed over at once; an SDK parses them for tens of milliseconds, blocking other tasks."""
 MAX_TOOL_CALLS_READ = 1024
 BLOCK_BYTES = 64
-"""What a block of an answer costs besides its words: thousands of empty ones are not free, either."""
+"""Fixed cost of a block on top of its text, so that thousands of empty blocks count as well."""
 MIN_SECRET_CHARACTERS = 8
-"""Of a key or header that is looked for in a model's name: a shorter one is part of ordinary names."""
+"""Shortest key or header that is looked for in a model's name; shorter ones occur in ordinary names."""
 
 _EVENT_END = re.compile(rb"\n\r?\n|\r\r")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9./_~@][A-Za-z0-9./_~@:+-]{0,127}")
@@ -65,14 +65,14 @@ class HttpReader(ABC):
         self._spec = spec
         self._patience = patience
         self._http = http or _open_client(patience)
-        # Not as a transport: a client with one of its own does not look for a proxy in the environment.
+        # Not a custom transport: a client with one ignores the proxy settings of the environment.
         self._http.event_hooks = {"response": [self._guard_response]}
         self._clock = clock or SystemClock()
         self._prepare()
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Make what is the same for every step."""
+        """Builds what every step shares."""
 
     async def read(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
         async with AnswerMeter(self._spec, self._patience.content) as meter:
@@ -80,7 +80,7 @@ class HttpReader(ABC):
 
     @abstractmethod
     async def _read(self, prompt: Prompt, deltas: Deltas, meter: AnswerMeter) -> AssistantMessage:
-        """Make one attempt, and have `meter` count what the answer consists of."""
+        """Makes one attempt, and has `meter` count the parts of the answer."""
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -109,7 +109,7 @@ class HttpReader(ABC):
         )
 
     def _choose_model_name(self, reported: str | None) -> str:
-        """The name of what answered, or that of the spec if what the provider says is not the name of a model."""
+        """The model name that the provider reports, or the spec's if the report is not a plausible name."""
         secrets = (self._spec.api_key, *self._spec.headers.values())
         if (
             reported is None
@@ -124,7 +124,7 @@ class HttpReader(ABC):
     def _check_native(
         self, content: list[TextBlock | ThinkingBlock | ToolCall], native: dict[str, Any] | None
     ) -> None:
-        """Refuse what only the provider understands if it is too much to keep: it is not counted as it arrives."""
+        """Refuses provider-specific data that is too large to store; it is not counted while it arrives."""
         kept = [native, *(block.native for block in content)]
         try:
             size = len(msgspec.json.encode(kept)) if any(kept) else 0
@@ -133,12 +133,12 @@ class HttpReader(ABC):
                 self._spec, "brokenOff", reason="its answer is nested too deeply"
             ) from None
         except UnicodeEncodeError:
-            return  # half a character, which `sanitize_answer` takes out
+            return  # a lone surrogate, which `sanitize_answer` removes
         if size > self._spec.max_answer_bytes:
             raise build_too_long_error(self._spec)
 
     async def _guard_response(self, response: httpx2.Response) -> None:
-        """Called with every response, a redirect included, before anything of its body is read."""
+        """Bounds every response, redirects included, before any of its body is read."""
         if response.has_redirect_location:
             try:
                 target = response.url.join(response.headers["location"])
@@ -153,7 +153,7 @@ class HttpReader(ABC):
         response.stream = _BoundedStream(response.stream, self._spec, decode, failed=not response.is_success)
 
     def _build_decoder(self, encoding: str) -> Callable[[bytes], Generator[bytes]] | None:
-        """None was asked for, but some servers compress all the same."""
+        """A decoder for a compressed body, if any: some servers compress although it was not requested."""
         if encoding in ("identity", ""):
             return None
         if encoding not in ("gzip", "x-gzip", "deflate"):
@@ -169,9 +169,9 @@ def build_too_long_error(spec: ModelSpec) -> ProviderError:
 
 
 class AnswerMeter:
-    """Counts what an answer consists of, and ends the attempt when it is too much or nothing has come for too long.
+    """Counts the parts of an answer, and aborts the attempt if it grows too large or stalls for too long.
 
-    Keep-alive comments and empty chunks are not content: a provider could drip them for days.
+    Keep-alive comments and empty chunks are not content: a provider could send them for days.
     """
 
     def __init__(self, spec: ModelSpec, patience: float) -> None:
@@ -198,22 +198,22 @@ class AnswerMeter:
             raise build_provider_error(self._spec, "stalled", reason=waited) from None
 
     def add(self, piece: str) -> None:
-        """Count a part of a text, a thought or a name."""
+        """Counts a piece of text, thinking or a name."""
         if piece:
             self._grow(_count_utf8_bytes(piece))
 
     def add_arguments(self, piece: str) -> None:
-        """Count a part of a tool call's arguments, which may be longer: files are handed over in them."""
+        """Counts a piece of a tool call's arguments, which may be longer because they can contain files."""
         if piece:
             self._argument_bytes += _count_utf8_bytes(piece)
             self._grow(0)
 
     def begin_block(self) -> None:
-        """Count the beginning of a text, a thought or a tool call."""
+        """Counts the start of a text, thinking or tool call block."""
         self._grow(BLOCK_BYTES)
 
     def begin_call(self) -> None:
-        """Count the beginning of a tool call. The limit keeps libraries from slowing down."""
+        """Counts the start of a tool call. Their number is limited because libraries slow down with many."""
         self._calls += 1
         if self._calls > MAX_TOOL_CALLS_READ:
             raise build_provider_error(self._spec, "tooManyCalls", reason=f"more than {MAX_TOOL_CALLS_READ}")
@@ -227,7 +227,7 @@ class AnswerMeter:
             raise build_too_long_error(self._spec)
 
     def _check_idle(self) -> None:
-        """One timer that is set again is cheaper than one for each piece."""
+        """Aborts if idle for too long. One rescheduled timer is cheaper than one per piece."""
         due = self._latest + self._patience
         if self._loop.time() >= due:
             self._limit.reschedule(self._loop.time())
@@ -240,7 +240,7 @@ def _count_utf8_bytes(text: str) -> int:
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    """The body of a response: whole events at a time, decompressed, and no more than a limit of bytes."""
+    """A response body that yields whole events, decompressed, up to a limit of bytes."""
 
     def __init__(
         self,
@@ -271,7 +271,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
                 return
 
     async def _read_events(self) -> AsyncGenerator[bytes]:
-        held = bytearray()  # the beginning of an event
+        held = bytearray()  # the start of an incomplete event
         seen = 0
         max_bytes = self._spec.max_answer_bytes + self._spec.max_attachment_bytes
         async for piece in self._read_pieces():
@@ -298,7 +298,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
             yield bytes(held)
 
     def _find_event_ends(self, held: bytearray, searched: int) -> Generator[int]:
-        """How many bytes to hand over, again and again: events that are complete, about `PIECE_BYTES` of them."""
+        """Yields how many bytes to hand over: complete events of about `PIECE_BYTES` together."""
         done = 0
         while found := _EVENT_END.search(held, searched):
             searched = found.end()
@@ -333,7 +333,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
 
 
 def _inflate_pieces(inflate: Any, data: bytes) -> Generator[bytes]:
-    """In pieces, since a few bytes can stand for millions."""
+    """Decompresses in pieces, since a few bytes can expand to millions."""
     while data and (piece := inflate.decompress(data, PIECE_BYTES)):
         yield piece
         data = inflate.unconsumed_tail
@@ -347,7 +347,7 @@ def _get_origin(url: httpx2.URL) -> tuple[str, str, int | None]:
 def _open_client(patience: RetryPolicy) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(
         timeout=httpx2.Timeout(patience.idle, connect=patience.connect, pool=None),
-        # The engine bounds how many runs go at once; a second bound here would only hide waiting.
+        # The engine limits how many runs are active; a second limit here would only hide the waiting.
         limits=httpx2.Limits(max_connections=None, max_keepalive_connections=100),
         headers={"accept-encoding": "identity"},
         follow_redirects=True,

@@ -1,12 +1,10 @@
 """Answers a step with a language model behind an HTTP API.
 
-Here live what a model is (`ModelSpec`), how long one is tried (`RetryPolicy`) and what its failures are called
-(`build_provider_error`). How an answer is read off the wire is the business of a `Reader`, one per spec and opened on
-the first step and imported only then, so importing this module costs nothing: a lean one for chat completions, and one
-on pydantic-ai's model layer for every other API. The agent loop of that library is not used; the durable loop is the
-engine's.
-
-A reader makes exactly one attempt and raises `ProviderError`; the attempts are counted here.
+Defines the model (`ModelSpec`), its retries (`RetryPolicy`) and its errors (`build_provider_error`). A `Reader`
+reads an answer off the wire: a lean one for chat completions, and one on pydantic-ai's model layer for every other
+API. It is imported and opened on the first step, so importing this module is cheap. The durable loop is the
+engine's; pydantic-ai's agent loop is not used. A reader makes one attempt and raises `ProviderError`; retries are
+counted here.
 """
 
 from __future__ import annotations
@@ -34,18 +32,18 @@ if TYPE_CHECKING:
 Api = Literal["openai-completions", "openai-responses", "anthropic-messages", "google-generative-ai"]
 
 MAX_RETRY_AFTER_SECONDS = 7 * 86_400.0
-"""What a provider that asks for more is said to ask for."""
+"""Longest Retry-After that is recorded; a provider that asks for more is recorded with this."""
 
 INVALID_ARGUMENTS_KEY = "invalidArguments"
-"""Key in `ToolCall.native` holding what the model wrote where its arguments were not a JSON object, or too deep a one.
+"""Key in `ToolCall.native` for arguments that are not a JSON object, or one nested too deeply.
 
-Such a call has `arguments == {}`; whoever runs tools answers it with an error result that quotes this text
-instead of running the tool. The text goes back to the model as it was written.
+Such a call has `arguments == {}`. The tool is not run; the call is answered with an error result that quotes this
+text, which goes back to the model exactly as written.
 """
 
 
 class ModelPrice(msgspec.Struct, frozen=True, kw_only=True):
-    """US dollars per million tokens; what has no price here is unknown, not free."""
+    """US dollars per million tokens; a missing price is unknown, not free."""
 
     input: float | None = None
     output: float | None = None
@@ -55,46 +53,46 @@ class ModelPrice(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """One model at one provider, as configured. Secrets stay out of its `repr`."""
+    """One configured model at one provider. Secrets are left out of its `repr`."""
 
     provider: str
     model: str
     api: Api
     base_url: str | None = None
-    """None means the public endpoint of the API's owner."""
+    """None means the public endpoint of the API's vendor."""
     api_key: str | None = field(default=None, repr=False)
-    """None is fine for local servers; they are sent a placeholder."""
+    """None is fine for local servers, which receive a placeholder."""
     headers: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     context_window: int | None = None
     max_tokens: int | None = None
-    """Most tokens of one answer; None leaves it to the provider."""
+    """Maximum tokens of one answer; None leaves it to the provider."""
     max_answer_bytes: int = 1024 * 1024
-    """Most bytes of one answer: its texts, thoughts and tool calls together."""
+    """Maximum bytes of one answer: text, thinking and tool calls together."""
     max_attachment_bytes: int = 0
-    """Bytes that the arguments of its tool calls may have besides: files are handed over in them."""
+    """Additional bytes for the arguments of tool calls, which can contain files."""
     price: ModelPrice | None = None
-    """None means the bundled price list, and an unknown cost for what is not on it."""
+    """None means the bundled price list; the cost of a model not listed there is unknown."""
 
 
 class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """How often and how long a step tries before it gives up. Times are in seconds."""
+    """How often and how long a step is retried. Times are in seconds."""
 
     attempts: int = 4
     first_wait: float = 0.5
-    """Doubles with every attempt; up to `jitter` is added so that many sessions do not return together."""
+    """Doubles with every attempt; up to `jitter` is added so that many sessions do not retry together."""
     longest_wait: float = 20.0
     jitter: float = 1.0
     retry_after: float = 60.0
-    """A provider that asks for more than this is not waited for."""
+    """Longest delay requested by a provider that is waited for; beyond it the step fails."""
     connect: float = 10.0
     idle: float = 120.0
-    """Longest silence on an open connection, before the first byte as well as between bytes."""
+    """Longest silence on an open connection, before the first byte and between bytes."""
     content: float = 600.0
-    """Longest time without content, whatever else is sent: some models think long behind keep-alives."""
+    """Longest time without content, whatever else is sent: some models think for long behind keep-alives."""
 
 
 def get_max_answer_tokens(spec: ModelSpec, prompt: Prompt) -> int | None:
-    """Most tokens of one answer: the configured limit, or a lower one that the request chose."""
+    """Maximum tokens of one answer: the configured limit, or a lower one chosen by the request."""
     chosen = prompt.sampling.max_tokens if prompt.sampling else None
     limits = [limit for limit in (spec.max_tokens, chosen) if limit is not None]
     return min(limits, default=None)
@@ -104,10 +102,10 @@ class Reader(Protocol):
     """Reads one answer of one model from the wire."""
 
     async def read(self, prompt: Prompt, deltas: Deltas) -> AssistantMessage:
-        """Make one attempt.
+        """Makes one attempt.
 
         Raises:
-            ProviderError: made by `build_provider_error`; `retryable` says whether another attempt makes sense.
+            ProviderError: built by `build_provider_error`; `retryable` says whether another attempt makes sense.
         """
         ...
 
@@ -115,7 +113,7 @@ class Reader(Protocol):
 
 
 class ModelRuntime:
-    """A `Runtime` on a `ModelSpec`. Make one per spec: it holds the connections to the provider."""
+    """A `Runtime` for a `ModelSpec`. Create one per spec: it holds the connections to the provider."""
 
     reads_history = True
 
@@ -128,7 +126,7 @@ class ModelRuntime:
         slots: asyncio.Semaphore | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`slots` bounds the requests under way at once, with whoever shares it; waiting to try again holds none."""
+        """`slots` limits concurrent requests across all runtimes that share it; waiting for a retry holds none."""
         self._slots = slots or asyncio.Semaphore(1000)
         self.spec = spec
         self._patience = patience or RetryPolicy()
@@ -156,7 +154,7 @@ class ModelRuntime:
             async with self._slots:
                 return await reader.read(prompt, deltas)
         except ProviderError as error:
-            error.data |= prompt.log_fields  # who logs the retry is given nothing but the error
+            error.data |= prompt.log_fields  # the retry hook logs only what the error carries
             raise
 
     async def close(self) -> None:
@@ -168,7 +166,7 @@ class ModelRuntime:
     async def _open_reader(self) -> Reader:
         async with self._opening:
             if self._reader is None:
-                # The provider libraries take most of a second to import: not on the event loop.
+                # Importing the provider libraries takes most of a second, so do it off the event loop.
                 self._reader = await asyncio.to_thread(open_reader, self.spec, self._patience, self._clock)
             return self._reader
 
@@ -180,8 +178,8 @@ def open_reader(
     *,
     http: httpx2.AsyncClient | None = None,
 ) -> Reader:
-    """The reader for a spec: the lean one wherever it does all that the other would."""
-    import_module("antiphon.runtimes.retry")  # here, in a thread, and not with the first step
+    """Opens the reader for a spec: the lean one wherever it covers everything, else the one on pydantic-ai."""
+    import_module("antiphon.runtimes.retry")  # imported here, in a thread, rather than on the first step
 
     if is_plain_chat_completions(spec):
         from antiphon.runtimes.openai_chat.reader import CompletionsReader  # noqa: PLC0415
@@ -193,11 +191,11 @@ def open_reader(
 
 
 _PECULIAR_MODEL_PREFIXES = ("anthropic/", "deepseek/", "moonshotai/", "qwen/")
-"""Other tags around their thinking, or blank text before their calls."""
+"""Models with other tags around their thinking, or blank text before their calls."""
 
 
 def is_plain_chat_completions(spec: ModelSpec) -> bool:
-    """Whether chat completions as documented are enough; what is peculiar is left to the library that knows it."""
+    """Whether plain chat completions suffice; models with quirks are left to pydantic-ai, which knows them."""
     url, model = spec.base_url or "", spec.model
     return (
         spec.api == "openai-completions"
@@ -277,12 +275,12 @@ _OVERFLOW_PATTERN = re.compile(
     r"|exceed context limit|context window|context size|input token count.*exceeds|request_too_large",
     re.IGNORECASE,
 )
-"""How OpenAI, Anthropic, Google, vLLM, llama.cpp, Ollama, LM Studio and gateways word an overflow."""
+"""Context overflow messages of OpenAI, Anthropic, Google, vLLM, llama.cpp, Ollama, LM Studio and gateways."""
 
 
 def classify_status(status: int, reason: str) -> FailureKind:
-    """What an HTTP error status means, given what the provider wrote with it."""
-    # A 429 that speaks of size is about tokens per minute, which compacting does not help.
+    """The kind of failure that an HTTP status means, given the provider's message."""
+    # A 429 that mentions size is about tokens per minute, which compacting does not help.
     if status != 429 and (status == 413 or _OVERFLOW_PATTERN.search(reason)):
         return "overflow"
     if status in (401, 403):
@@ -297,7 +295,7 @@ def classify_status(status: int, reason: str) -> FailureKind:
 
 
 def extract_reason(body: object) -> str:
-    """The sentence in an error body: `{"error": {"message": …}}` in its many spellings."""
+    """The message in an error body: `{"error": {"message": …}}` in its many variants."""
     while isinstance(body, dict):
         fields = cast(dict[str, object], body)
         body = fields.get("error") or fields.get("message") or fields.get("detail")
@@ -312,9 +310,9 @@ def build_provider_error(
     reason: str = "",
     retry_after: float | None = None,
 ) -> ProviderError:
-    """The error to raise: who failed, why, and what to do next; never a secret.
+    """Builds the error: who failed, why, and what to do next; never with a secret.
 
-    What a provider says about refused credentials tends to quote them, so that reason is left out.
+    Providers tend to quote refused credentials, so their reason is left out in that case.
     """
     what, hint = _SENTENCES_BY_KIND[kind]
     names = {"provider": spec.provider, "model": spec.model, "url": mask_url(spec.base_url)}
@@ -322,7 +320,7 @@ def build_provider_error(
     aside = ": ".join(str(part) for part in (status, said) if part)
     what = f"Provider {spec.provider!r} {what.format(**names)}{f' ({aside})' if aside else ''}."
     data: dict[str, object] = {"status": status, "provider": spec.provider, "model": spec.model}
-    if retry_after is not None and retry_after >= 0:  # not a number is neither
+    if retry_after is not None and retry_after >= 0:  # false for NaN as well
         retry_after = min(retry_after, MAX_RETRY_AFTER_SECONDS)
         data["retryAfter"] = retry_after
         hint = f"Try again in {math.ceil(retry_after)} seconds, at {_format_clock_time(retry_after)}."
@@ -333,7 +331,7 @@ def build_provider_error(
 
 def _mask_secrets(spec: ModelSpec, reason: str) -> str:
     said = " ".join(reason.split())
-    # Of `Bearer abc` the second word alone is as secret.
+    # In `Bearer abc` the second word alone is a secret, too.
     tokens = [
         v.partition(" ")[2] for name, v in spec.headers.items() if name.lower().endswith("authorization")
     ]

@@ -1,6 +1,6 @@
-"""What an answer cost: by the price of its spec, else by the bundled price list.
+"""Computes the cost of an answer from its spec's price, else from the bundled price list.
 
-It is given token counts under their common names; how a provider reports them is its reader's business.
+It takes token counts under their common names; the reader translates the provider's own names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Prices:
         self._listed = _find_price_list(spec, url)
 
     def price_usage(self, counted: Any, model: str, details: Mapping[str, Any] | None) -> TokenUsage:
-        """What was `counted`, and its cost; `details` is what else was said of the answer: some prices depend on it."""
+        """The `counted` tokens with their cost; `details` has other facts of the answer that some prices depend on."""
         read, written = counted.cache_read_tokens or 0, counted.cache_write_tokens or 0
         input_, output = counted.input_tokens or 0, counted.output_tokens or 0
         said = TokenUsage(
@@ -37,7 +37,7 @@ class Prices:
         )
         usage = clamp_usage(said)
         if usage != said:
-            return usage  # a count that cannot be has no price
+            return usage  # an impossible count has no price
         if self._own is not None:
             cost = _compute_own_cost(self._own, usage)
         else:
@@ -46,7 +46,7 @@ class Prices:
 
 
 def _compute_own_cost(price: ModelPrice, usage: TokenUsage) -> Cost | None:
-    """None when tokens were used that have no price."""
+    """The cost by the spec's own price, or None if tokens without a price were used."""
     parts: dict[str, float] = {}
     for kind in ("input", "output", "cache_read", "cache_write"):
         count, each = getattr(usage, kind), getattr(price, kind)
@@ -57,7 +57,7 @@ def _compute_own_cost(price: ModelPrice, usage: TokenUsage) -> Cost | None:
 
 
 def _find_price_list(spec: ModelSpec, url: str | None) -> str | None:
-    """Whose bundled prices apply: the owner of the address, else the provider of exactly that name.
+    """The provider whose bundled prices apply: the owner of the address, else the one with exactly that name.
 
     A name that merely resembles a known one, or a model that merely has a known name, is not priced.
     """

@@ -1,7 +1,7 @@
-"""What a model is told in our words where the transcript has none to send.
+"""Texts that we send to a model where the transcript has none.
 
-Every reader sends these, so a conversation reads the same to a model whatever its API. What people are told when
-a provider fails is not here: that is `failure` in `model`.
+All readers share them, so a conversation reads the same to a model whatever its API. Messages for people about a
+failed provider are in `model.build_provider_error`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _INTERRUPTED_TEXT = "[interrupted: this call may or may not have taken effect]"
 
 
 def format_result(result: ToolResult) -> str:
-    """Never blank, and plain text, so that the same result is always the same bytes to the provider's prompt cache."""
+    """The result as plain text, never blank, so that it always has the same bytes for the provider's prompt cache."""
     text = result.text if result.text.strip() else _NO_OUTPUT_TEXT
     return f"{_INTERRUPTED_TEXT}\n{text}" if result.interrupted else text
 
 
 def is_json_object(text: str) -> bool:
-    """Whether a result is data that says itself how the call ended: no reader wraps it in JSON of its own."""
+    """Whether a result is a JSON object, which states its own outcome and is not wrapped again."""
     if not text.startswith("{"):
         return False
     try:

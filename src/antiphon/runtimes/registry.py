@@ -1,7 +1,7 @@
-"""Which runtime answers for an agent and a model: built once from the configuration, then reused.
+"""The runtime for each agent and model, built once from the configuration and then reused.
 
-Secrets are read when a runtime is built, because that may take seconds. A provider that refuses them is how a rotated
-one is noticed: the next run has a runtime with those of then.
+Secrets are read when a runtime is built, because that may take seconds. If the provider refuses them they may have
+been rotated: the next run gets a new runtime that reads them again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from antiphon.runtimes.rehearsal import RehearsalRuntime
 
 
 class RuntimeRegistry:
-    """`functions` are agents given as code; they answer for their agent id whatever the configuration says.
+    """Builds and caches runtimes. `functions` are agents given as code, which override the configuration.
 
-    `clock` is the one that answers are dated by: that of the store, which all who share it agree on.
+    `clock` dates the answers; it is the store's clock, which all of its processes share.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class RuntimeRegistry:
         self._by_model: dict[str, Runtime] = {}
         self._building: dict[str, asyncio.Lock] = {}
         self._slots: dict[str, asyncio.Semaphore] = {}
-        """By provider: one that keeps its requests waiting takes none from the others."""
+        """By provider, so that a slow one takes no slots from the others."""
 
     async def get_runtime(self, agent_id: str, model: str | None) -> Runtime:
         """The runtime for a run of this agent; `model` is the session's or the run's own choice."""
@@ -48,11 +48,11 @@ class RuntimeRegistry:
         return await self.get_model_runtime(model or self._config.get_model_ref(agent_id))
 
     async def get_model_runtime(self, ref: str) -> Runtime:
-        """The runtime for a model, named as `provider/model`."""
+        """The runtime for a model given as `provider/model`."""
         if ref in self._by_model:
             return self._by_model[ref]
         found = self._config.find_model(ref)
-        async with self._building.setdefault(ref, asyncio.Lock()):  # many runs may begin at once
+        async with self._building.setdefault(ref, asyncio.Lock()):  # many runs may start at once
             if ref not in self._by_model:
                 self._by_model[ref] = await self._build_model_runtime(ref, found)
             return self._by_model[ref]
@@ -77,9 +77,9 @@ class RuntimeRegistry:
 
 
 class _CredentialedRuntime(ModelRuntime):
-    """A `ModelRuntime` that is given up when its provider refuses its credentials.
+    """A `ModelRuntime` that is discarded when its provider refuses its credentials.
 
-    Runs that have it go on with it, and it is open only as long as one of them is at a step.
+    Runs that already use it keep it, and it stays open only while one of them executes a step.
     """
 
     _reader: Reader | None
@@ -111,21 +111,21 @@ class _CredentialedRuntime(ModelRuntime):
                 await self._close_reader()
 
     async def _close_reader(self) -> None:
-        # Taken away first: a step that begins meanwhile opens another, and not this one while it closes.
+        # Cleared first, so that a concurrent step opens a new reader instead of using this one while it closes.
         reader, self._reader = self._reader, None
         if reader is not None:
             await reader.close()
 
 
 ENCODED_CHARACTERS_PER_BYTE = 2
-"""Characters of a tool call for each byte of a file: base64 takes four for three, and escapes as many again.
+"""Characters of a tool call per byte of a file: base64 takes four for three, and escapes as many again.
 
-Somewhat more than is allowed fits, too, so that the tool can refuse it and the model learns why.
+Slightly oversized files fit as well, so that the tool can refuse them and the model learns why.
 """
 
 
 def build_model_spec(found: FoundModel, config: Config) -> ModelSpec:
-    """Reveals secrets, which may read a file or start a program: not for the event loop."""
+    """Builds the spec. It reveals secrets, which may read a file or start a program: call it off the event loop."""
     name, provider, model = found
     cost = model.cost
     attachments = config.tools.sessions_spawn.attachments

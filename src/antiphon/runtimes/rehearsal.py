@@ -1,20 +1,19 @@
-"""The built-in model that needs no network and no key: it does what the last user message tells it to.
+"""The built-in model that needs no network and no key: it follows the script in the last user message.
 
-One instruction per line; other lines are ignored as long as there is at least one instruction:
+One instruction per line; other lines are ignored as long as at least one line is an instruction:
 
-    call <tool> {json}       ask for a tool, one step per line, in order; `+` puts several calls in one step
-    think <text>             think this before what follows
-    say <text>               the reply, exactly; several lines make a reply of several lines
-    slow <seconds> [<text>]  stream the reply over that time; the text, if any, is said as by `say`
+    call <tool> {json}       call a tool, one step per line, in order; `+` joins several calls in one step
+    think <text>             think this before the next output
+    say <text>               the exact reply; several lines make a reply of several lines
+    slow <seconds> [<text>]  stream the reply over that time; the text, if any, is used as with `say`
     fail <text>              fail as a provider would
-    announce <text>          what to say when this request is to be announced, later on
+    announce <text>          the reply when this request is announced later
 
-Without `say` the reply is what the last step's tools returned, or a word that says it was done; `say` alone makes
-it empty; without any instruction it is a short text that says how to instruct it. Where it is asked to announce
-something it says what `announce` told it to, or passes on the result; where it may end a conversation between agents
-and was told nothing more, it does. The place in the script is the
-number of tool results after that message, so the same prompt always has the same answer and a resumed run goes on
-where it was. It understands nothing.
+Without `say` the reply is the last step's tool results, or a short confirmation; `say` alone makes it empty; without
+any instruction it is a short usage text. In an announce step it replies with the `announce` text, or passes on the
+result; where it may end a conversation between agents and has no further instruction, it does. The position in the
+script is the number of tool results after that message, so the same prompt always gets the same answer and a
+resumed run continues where it was.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _PLUS_PATTERN = re.compile(r"\s*\+\s*(?=call\s)")
 
 
 class _ScriptStep(msgspec.Struct):
-    """What one step does: think, then ask for tools; the last act has no calls and replies."""
+    """The actions of one step: think, then call tools; the last step has no calls and replies."""
 
     thoughts: list[str] = msgspec.field(default_factory=list[str])
     calls: list[tuple[str, dict[str, Any]]] = msgspec.field(default_factory=list[tuple[str, dict[str, Any]]])
@@ -56,10 +55,10 @@ class _ScriptStep(msgspec.Struct):
 
 class _Script(msgspec.Struct):
     acts: list[_ScriptStep]
-    """Those that call tools, in order."""
+    """Steps that call tools, in order."""
     ending: _ScriptStep
     lines: list[str] = msgspec.field(default_factory=list[str])
-    """What `say` said."""
+    """The texts of `say`."""
     seconds: float = 0.0
     failure: str | None = None
     unreadable: str | None = None
@@ -96,10 +95,10 @@ class RehearsalRuntime:
         return await self._stream_reply(prompt, deltas, text, thoughts=act.thoughts, seconds=script.seconds)
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Does nothing: it holds no resources."""
 
     def _build_tool_calls(self, prompt: Prompt, deltas: Deltas, act: _ScriptStep) -> AssistantMessage:
-        # The same step of the same run asks under the same ids, so a repeated step is recognised.
+        # Ids depend only on the run and step, so a repeated step is recognised.
         run = blake2s(prompt.run_id.encode(), digest_size=6).hexdigest()
         calls = [
             ToolCall(id=f"call_{run}_{len(prompt.messages)}_{index}", name=name, arguments=arguments)
@@ -135,13 +134,13 @@ class RehearsalRuntime:
 
 
 def _format_help(prompt: Prompt) -> str:
-    # A call can be tried only where there is a tool.
+    # A call can only be suggested if the prompt has a tool.
     call = f"`call {prompt.tools[0].name} {{}}`, " if prompt.tools else ""
     return f"Instruct me with lines such as `say hello`, {call}`think …`, `slow 2` or `fail …`."
 
 
 def _answer_unscripted_step(told: str, prompt: Prompt) -> str | None:
-    """The answer to a step between agents that nobody has scripted."""
+    """The answer to an unscripted step between agents."""
     if told.split("\n", 1)[0].endswith("announce step."):
         quoted = [line.removeprefix("> ") for line in told.splitlines() if line.startswith("> ")]
         wished = [line.removeprefix("announce ") for line in quoted if line.startswith("announce ")]
@@ -153,7 +152,7 @@ def _answer_unscripted_step(told: str, prompt: Prompt) -> str | None:
 
 
 def _find_position(messages: Sequence[Message]) -> tuple[str, list[ToolResult]]:
-    """The message to obey and the tool results that came after it."""
+    """The message to follow and the tool results after it."""
     results: list[ToolResult] = []
     for message in reversed(messages):
         if isinstance(message, UserMessage):
@@ -164,7 +163,7 @@ def _find_position(messages: Sequence[Message]) -> tuple[str, list[ToolResult]]:
 
 
 def _parse_script(told: str) -> _Script | None:
-    """None when there is no instruction at all."""
+    """The parsed script, or None without any instruction."""
     script = _Script(acts=[], ending=_ScriptStep())
     instructed = False
     for line in map(str.strip, told.splitlines()):
@@ -208,7 +207,7 @@ def _add_failure(script: _Script, _: str, rest: str) -> None:
 
 
 def _ignore_instruction(script: _Script, _: str, rest: str) -> None:
-    """For later: see `_answer_unscripted_step`."""
+    """Ignored while parsing; `_answer_unscripted_step` reads it later."""
 
 
 _VERB_HANDLERS = {
@@ -222,7 +221,7 @@ _VERB_HANDLERS = {
 
 
 def _read_calls(line: str) -> list[tuple[str, dict[str, Any]]]:
-    """The calls of one line. The JSON is read by its grammar, so a `+` inside it joins nothing."""
+    """The calls of one line. The JSON is parsed properly, so a `+` inside it joins nothing."""
     calls: list[tuple[str, dict[str, Any]]] = []
     at = 0
     while found := _CALL_PATTERN.match(line, at):
@@ -274,7 +273,7 @@ def _format_last_results(script: _Script, results: Sequence[ToolResult]) -> str:
 def _build_failure(text: str) -> ProviderError:
     return ProviderError(
         "Provider 'rehearsal' failed as it was told to.",
-        # Here and not above, because what happened is logged, and these are somebody's words.
+        # In the hint, not in the message: messages are logged, and this text is private.
         f"Leave the line `fail {text}` out to let it answer.",
         status=None,
         provider="rehearsal",

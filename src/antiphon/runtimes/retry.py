@@ -1,6 +1,6 @@
 """Retries of provider requests: how often, how long to wait, and what is logged.
 
-It is imported with the first reader, off the event loop, because stamina costs a start more than the rest of a
+It is imported with the first reader, off the event loop, because importing stamina takes longer than the rest of a
 runtime.
 """
 
@@ -23,11 +23,11 @@ log = logging.getLogger(__name__)
 
 
 def iterate_attempts(patience: RetryPolicy) -> AsyncIterator[stamina.Attempt]:
-    """Attempts at one request; each is a context manager, and the last one raises."""
+    """Yields the attempts at one request as context managers; the last one raises."""
     _install_retry_hook()
 
     def wait_for(error: Exception) -> bool | float:
-        """Whether to try again: no, yes after the usual wait, or after that many seconds."""
+        """Whether to retry: False, True for the default wait, or a number of seconds."""
         if not isinstance(error, ProviderError) or not error.retryable:
             return False
         asked: float | None = error.data.get("retryAfter")
@@ -48,7 +48,7 @@ def iterate_attempts(patience: RetryPolicy) -> AsyncIterator[stamina.Attempt]:
 
 
 def _install_retry_hook() -> None:
-    """Log retries of providers in our words. Hooks belong to the whole process, so other retries keep theirs."""
+    """Logs provider retries in our format. Hooks are process-wide, so other retries keep the default ones."""
     hooks = get_on_retry_hooks()
     if _log_retry not in hooks:
         set_on_retry_hooks([_log_retry, *map(_skip_provider_errors, hooks)])

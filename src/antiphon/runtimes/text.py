@@ -1,6 +1,6 @@
-"""What an answer has to be so that it can be kept, whoever made it: whole characters, and counts that fit a column.
+"""Makes any answer storable: no lone surrogates, and token counts that fit a column.
 
-Half a character is half of a surrogate pair: what cuts its text in UTF-16 sends one now and the other in the next
+Software that cuts text in UTF-16 can split a surrogate pair: it sends one half now and the other in the next
 piece, or never.
 """
 
@@ -13,13 +13,13 @@ import msgspec
 
 from antiphon.messages import AssistantMessage, TokenUsage, encode_message
 
-MAX_TOKENS_PER_CALL = 10**12  # of one call; no model has as many, and millions of such calls can be added up
+MAX_TOKENS_PER_CALL = 10**12  # far beyond any model; millions of such calls can still be summed
 _TOKEN_COUNT_FIELDS = ("input", "output", "cache_read", "cache_write", "total_tokens")
 _UTF16_ENCODING = "utf-16-le"
 
 
 def sanitize_answer(answer: AssistantMessage) -> AssistantMessage:
-    """The answer as it can be stored and sent on."""
+    """The answer in a form that can be stored and sent on."""
     if answer.usage:
         answer = msgspec.structs.replace(answer, usage=clamp_usage(answer.usage))
     try:
@@ -50,12 +50,12 @@ def clamp_usage(usage: TokenUsage) -> TokenUsage:
 
 
 def repair_surrogates(text: str) -> str:
-    """The text with its halves of characters put together, and the ones that are alone replaced."""
+    """The text with split surrogate pairs joined, and lone surrogates replaced."""
     return text if text.isascii() else SurrogateRepairer().feed(text, last=True)
 
 
 class SurrogateRepairer:
-    """`repair_surrogates` for a text that arrives in pieces: half a character waits for the other one."""
+    """`repair_surrogates` for a text that arrives in pieces: half a pair is held until the next piece."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder(_UTF16_ENCODING)("replace")

@@ -1,7 +1,7 @@
-"""The tool calls of an answer as the transcript keeps them: an id of their own, and an object for arguments.
+"""Tool calls of an answer as the transcript stores them: with a unique id, and an object for arguments.
 
-The id they are sent under again may be another one: the next server need not take what the last one gave. How a call
-comes over the wire is a reader's business, and running it the engine's.
+They may be sent again under another id, since the next server need not accept the id of the last one. Readers parse
+calls from the wire, and the engine runs them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from antiphon.runtimes.model import INVALID_ARGUMENTS_KEY, Api
 
 MAX_TOOL_CALLS_PER_ANSWER = 128
 MAX_KEPT_TOOL_CALLS = MAX_TOOL_CALLS_PER_ANSWER + 1
-"""One more than are run: its result tells the model that it asked for too many."""
+"""One more than are run: the result of the extra one tells the model that it requested too many."""
 MAX_TOOL_NAME_CHARACTERS = 128
 MAX_ARGUMENT_LEVELS = 64
-"""How deep arguments may be nested: what reads and writes them recurses."""
+"""Maximum nesting depth of arguments, since they are read and written recursively."""
 _TOO_DEEP_TEXT = "(nested too deeply to be kept)"
 
 _SENDABLE_ID_PATTERN = re.compile(r"(?!sent_)[A-Za-z0-9_-]{1,40}")
@@ -37,13 +37,13 @@ def build_tool_call(
     native: dict[str, Any] | None,
     taken: set[str],
 ) -> ToolCall:
-    """`written` are the arguments as the model wrote them; `taken` the ids that are no longer free."""
+    """Builds a call. `written` are the arguments as the model wrote them; `taken` the ids already in use."""
     arguments = parse_arguments(written)
     kept = native or {}
     if arguments is None:
         kept = {**kept, INVALID_ARGUMENTS_KEY: written if isinstance(written, str) else _TOO_DEEP_TEXT}
     if not call_id or call_id in taken:
-        # Some local servers count from nought in every answer; a result must belong to one call only.
+        # Some local servers count from zero in every answer; a result must belong to exactly one call.
         call_id = f"call_{uuid.uuid4().hex[:24]}"
     taken.add(call_id)
     return ToolCall(
@@ -52,7 +52,7 @@ def build_tool_call(
 
 
 def parse_arguments(written: str | dict[str, Any] | None) -> dict[str, Any] | None:
-    """None when the model did not write a JSON object, or one that is nested too deeply."""
+    """The arguments as an object, or None if the model did not write one or nested it too deeply."""
     if not isinstance(written, str):
         return None if is_too_deep(written) else written or {}
     if not written.strip():
@@ -83,8 +83,8 @@ def _list_children(value: object) -> Iterable[object]:
 def make_sendable_id(call_id: str, api: Api) -> str:
     """The id to send for a call and its result, short and plain enough for every server of that kind.
 
-    Two ids never become one: what looks like a replacement is replaced as well. Chat completions keep the dot and the
-    colon, for there are models that expect their `functions.name:0` back.
+    Two ids never become one: an id that looks like a replacement is replaced as well. Chat completions keep dots and
+    colons, because some models expect their `functions.name:0` back.
     """
     fitting = _SENDABLE_CHAT_ID_PATTERN if api == "openai-completions" else _SENDABLE_ID_PATTERN
     if fitting.fullmatch(call_id):

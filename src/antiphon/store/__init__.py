@@ -1,11 +1,11 @@
-"""The truth: one transactional store, seen through two small protocols.
+"""The source of truth: one transactional store behind two small protocols.
 
 Everything that must survive is a row. Work on rows is written as *transaction scripts*: plain
 `async def script(tx, …)` functions that use nothing but their `Tx`. A store runs a script atomically and, for
 `Store.tx`, returns only when the outcome is durable. A script must not await anything but its `Tx` (on SQLite
-the writer thread drives it without an event loop) and must be safe to run again after a rollback. It sees one moment:
-of two that change the same row one is run again after the other, and what else must not happen at once is said with
-`Tx.alone`.
+the writer thread drives it without an event loop) and must be safe to run again after a rollback. It sees one
+snapshot: if two scripts change the same row, one of them is run again after the other. Scripts that must exclude
+each other for any other reason take a `Tx.lock`.
 
 `Store` and `Tx` know nothing of sessions or runs, and nothing outside this package knows which database is
 behind them.
@@ -25,13 +25,13 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 STORE_TROUBLE_LOGGER = "antiphon.store.troubles"
-"""The log on which a store says that it can keep nothing for now, and that it can again."""
+"""Logger on which a store reports that it cannot write for now, and that it can again."""
 
 Param = str | int | float | FulltextQuery | FulltextVector | None
 
 
 class Row(Protocol):
-    """A result row, read by column name, or all columns in the order of the query."""
+    """A result row, read by column name, or as all columns in the order of the query."""
 
     def __getitem__(self, column: str, /) -> Any: ...
 
@@ -42,22 +42,22 @@ class Tx(Protocol):
     """One transaction, as a script sees it."""
 
     async def one(self, query: Query, /, **params: Param) -> Row | None:
-        """The first row, or None."""
+        """Returns the first row, or None."""
         ...
 
     async def all(self, query: Query, /, **params: Param) -> list[Row]:
-        """Every row. The query must bound them."""
+        """Returns every row. The query must bound their number."""
         ...
 
     async def do(self, query: Query, /, **params: Param) -> int:
-        """Run a statement; how many rows it changed."""
+        """Runs a statement and returns how many rows it changed."""
         ...
 
     async def lock(self, name: str) -> None:
-        """Of the transactions that name this, one at a time, each seeing everything that those before it did.
+        """Serialises the transactions that take this lock; each sees everything that earlier holders committed.
 
-        Rows that a script changes keep others out by themselves. It is for what is decided by looking at rows that
-        others may be adding or changing meanwhile: the last of several to end, say, or whether there is room for more.
+        Changed rows are protected without it. Use it where a decision depends on rows that others may be adding or
+        changing meanwhile: which of several is the last to end, for example, or whether a limit has been reached.
         """
         ...
 
@@ -70,30 +70,30 @@ class Store(Protocol):
 
     @property
     def clock(self) -> Clock:
-        """The time that everybody who shares this store agrees on."""
+        """The clock shared by all processes that use this store."""
         ...
 
     @property
     def shared(self) -> bool:
-        """Whether other processes may be writing to it, too."""
+        """Whether other processes may write to it as well."""
         ...
 
     @property
     def identity(self) -> str:
-        """The same for everybody who shares it, and for no other store."""
+        """An id shared by all processes that use this store, and different for every other store."""
         ...
 
     @property
     def trouble(self) -> StoreError | None:
-        """Why nothing can be kept now, where the store knows it without being asked anything."""
+        """Why the store cannot write at the moment, if it knows that without a request."""
         ...
 
     async def tx(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run atomically; durable when it returns. If it raises, nothing happened."""
+        """Runs a script atomically; the result is durable on return. If it raises, nothing was changed."""
         ...
 
     async def read(self, script: Script[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run on a snapshot; never waits for, nor delays, a writer."""
+        """Runs a script on a snapshot; it neither waits for a writer nor delays one."""
         ...
 
     async def close(self) -> None: ...

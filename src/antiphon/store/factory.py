@@ -1,4 +1,4 @@
-"""Which database the truth is in: the one at `store.url`, or else a file in the state directory."""
+"""Opens the configured store: the database at `store.url`, or else a file in the state directory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def open_store(
     read_only: bool = False,
     on_commit: Callable[[CommitPhase], None] | None = None,
 ) -> Store:
-    """Open it and, unless it is only to be read, bring it up to date. `on_commit` is called around each commit."""
+    """Opens the store and migrates it unless it is read-only. `on_commit` is called around each commit."""
     if config.store.url is None:
         from antiphon.store.sqlite.store import SqliteStore  # noqa: PLC0415 - each store is imported where it is used
 
@@ -48,15 +48,15 @@ def build_server(config: Config) -> PgServer:
     """The PostgreSQL server that `store.url` names.
 
     Raises:
-        ConfigError: it names none.
-        StoreError: what is needed to reach it cannot be read, or is not installed.
+        ConfigError: `store.url` is not the URL of a PostgreSQL server.
+        StoreError: a secret needed to connect could not be read, or a package is missing.
     """
     from antiphon.config.addresses import check_store_url  # noqa: PLC0415 - a file is opened without any of `config`
 
     settings = config.store
     assert settings.url is not None
     url = settings.url.reveal()
-    check_store_url(url)  # first: for another database it would be of no use to install anything
+    check_store_url(url)  # checked first: for any other database, installing packages would not help
     from antiphon.store.postgres.connection import PgServer  # noqa: PLC0415 - an extra
 
     return PgServer(

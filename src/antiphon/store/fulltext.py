@@ -1,8 +1,8 @@
-"""Words in an index of texts: what is put in and what is asked for, in the language of each database.
+"""Full-text queries and index entries in the language of each database.
 
-A `FulltextQuery` or a `FulltextVector` is a parameter like any other; the store that runs the statement writes it down
-in its own way. SQLite's index takes texts apart by itself. PostgreSQL is given the words, so that neither its locale
-nor its parser has a say in what a word is: runs of letters and digits, in lower case and without marks.
+A `FulltextQuery` or a `FulltextVector` is a parameter like any other; the store that runs the statement encodes it
+in its own syntax. SQLite's index splits texts by itself. PostgreSQL is given the words, so that neither its locale
+nor its parser decides what a word is: runs of letters and digits, in lower case and without marks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from functools import cached_property
 import msgspec
 
 _WORD_PATTERN = re.compile(r"[^\W_]+")
-_MAX_WORD_CHARACTERS = 128  # characters of a word that are looked at
-_NEVER_MATCHING_LEXEME = "'!'"  # what neither a text nor a scope ever has
-_MAX_POSITIONS_PER_WORD, _MAX_POSITION = 255, 16_383  # of one word in one text; PostgreSQL knows no more
+_MAX_WORD_CHARACTERS = 128  # characters of a word that are indexed and compared
+_NEVER_MATCHING_LEXEME = "'!'"  # occurs in no text and no scope
+_MAX_POSITIONS_PER_WORD, _MAX_POSITION = 255, 16_383  # PostgreSQL's limits per word and text
 
 
 def fold_text(text: str) -> str:
-    """In lower case and without marks; a sigma is one wherever it stands."""
+    """The text in lower case and without marks; both forms of the small sigma become one."""
     lower = text.lower().replace("ς", "σ")
     if lower.isascii():
         return lower
@@ -37,7 +37,7 @@ def split_words(text: str) -> list[str]:
 
 
 class FulltextVector(msgspec.Struct, frozen=True):
-    """The words of a text with their places, and beside them those of a scope, which are never mistaken for them."""
+    """The words of a text with their positions, plus the words of a scope, which never match as text."""
 
     text: str
     scope: str = ""
@@ -53,9 +53,9 @@ class FulltextVector(msgspec.Struct, frozen=True):
 
 
 class FulltextQuery(msgspec.Struct, frozen=True, dict=True):
-    """Texts with all of `phrases`, one of `either` if there are any, and of every group of `scopes` one word.
+    """Matches texts with all `phrases`, one of `either` if it is not empty, and one word of each group in `scopes`.
 
-    With `beginning`, the last phrase may end in the middle of a word. Nothing asked for is nothing found.
+    With `beginning`, the last phrase may end in the middle of a word. An empty query matches nothing.
     """
 
     column: str
@@ -68,7 +68,7 @@ class FulltextQuery(msgspec.Struct, frozen=True, dict=True):
         phrases = [_quote_fts5_string(phrase) for phrase in self.phrases] or ['""']
         if self.beginning and self.phrases:
             phrases[-1] += "*"
-        said = " AND ".join(phrases)  # without it, phrases without a word would count as found
+        said = " AND ".join(phrases)  # explicit, or a phrase without words would count as a match
         if self.either:
             either = " OR ".join(map(_quote_fts5_string, self.either))
             said = f"({said}) AND ({either})" if self.phrases else either
@@ -76,7 +76,7 @@ class FulltextQuery(msgspec.Struct, frozen=True, dict=True):
         return " AND ".join([f"{self.column} : ({said})", *scopes])
 
     def __conform__(self, protocol: object) -> str:
-        """How `sqlite3`, which alone asks for it, has a parameter written in its own way."""
+        """The hook through which `sqlite3` converts the parameter."""
         return self.to_fts5()
 
     def to_tsquery(self) -> str:
@@ -93,7 +93,7 @@ class FulltextQuery(msgspec.Struct, frozen=True, dict=True):
         return " & ".join(parts)
 
     def find_position(self, text: str) -> int:
-        """Where the first of what was asked for stands in a text that has it; 0 where that cannot be said."""
+        """The position of the first match in a text that matches; 0 if it cannot be determined."""
         longest = max(map(len, self._search_terms), default=0)
         seen: deque[tuple[int, str]] = deque(maxlen=longest)
         for spot in _iterate_words(text):
@@ -105,7 +105,7 @@ class FulltextQuery(msgspec.Struct, frozen=True, dict=True):
         return 0
 
     def matches(self, text: str) -> bool:
-        """Whether a text holds what is asked for, whatever the index of another form of it says; scopes aside."""
+        """Whether a text itself matches, apart from scopes; the index may have been built from another form of it."""
         held = f" {' '.join(split_words(text))} "
         phrases = [f" {' '.join(found)} " for phrase in self.phrases if (found := split_words(phrase))]
         if self.beginning and phrases:
@@ -135,12 +135,12 @@ def _build_phrase(found: Sequence[str]) -> str:
 
 
 def _quote_lexeme(word: str) -> str:
-    """For PostgreSQL; what is special between quotes is so no more."""
+    """Quotes and escapes a lexeme for PostgreSQL."""
     doubled = word.replace("\\", "\\\\").replace("'", "''").replace("\0", "\ufffd")
     return f"'{doubled}'"
 
 
 def _quote_fts5_string(phrase: str) -> str:
-    """For FTS5."""
+    """Quotes a phrase for FTS5."""
     doubled = phrase.replace('"', '""').replace("\0", " ")
     return f'"{doubled}"'

@@ -1,9 +1,9 @@
-"""One page of sessions, by any combination of filters, without ever scanning the table.
+"""Loads one page of sessions for any combination of filters without scanning the table.
 
 A page is the ordered merge of *streams*, each of which an index delivers newest first: one per kind (and per
-agent where agents are asked for), or the one that a label, a parent, a search or the caller's own tree selects.
-What remains of the filters is tested on the few rows that the merge looks at. This module turns a wish into one
-statement and its parameters; it decides nothing about who may wish it.
+agent if agents are given), or the one that a label, a parent, a search or the caller's own tree selects.
+The remaining filters are tested on the few rows that the merge reads. This module turns a `SessionListQuery` into
+one statement and its parameters; access is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from antiphon.store.fulltext import FulltextQuery
 from antiphon.store.queries import Queries, Query
 
 SQL = Queries("listing")
-MAX_SEARCH_MATCHES = 400  # of a search that are looked at, the most recently created ones
-MAX_AGENT_STREAMS = 16  # that get streams of their own; SQLite merges at most 500
-MAX_LISTED_AGENTS = 10_000  # that are told apart
+MAX_SEARCH_MATCHES = 400  # search matches that are considered, the most recently created first
+MAX_AGENT_STREAMS = 16  # agents with a stream of their own; SQLite merges at most 500 streams
+MAX_LISTED_AGENTS = 10_000  # agents that are told apart
 SESSION_KINDS = ("main", "group", "cron", "hook", "node", "other")
 
 
 class SessionListQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """What to list. `agents` None means every agent; `own_key` and `descendants` add the caller's own tree."""
+    """Filters of a list. `agents` None means every agent; `own_key` and `descendants` add the caller's own tree."""
 
     limit: int
     kinds: Sequence[str] = SESSION_KINDS
@@ -46,7 +46,7 @@ class SessionListQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionListRow(NamedTuple):
-    """A session as a row of a list, in the order of the columns of `listing.page` and `sessions.described`."""
+    """A session in a list, with the columns of `listing.page` and `sessions.described` in their order."""
 
     id: int
     key: str
@@ -86,11 +86,11 @@ _LENIENT_PAGE_DECODER = msgspec.json.Decoder(list[list[Any]])
 
 
 async def load_session_page(tx: Tx, wish: SessionListQuery) -> list[SessionListRow]:
-    """At most `limit` rows, newest first by `updated_at`, then by key."""
+    """Returns at most `limit` rows, newest first by `updated_at`, then by key."""
     prefix = wish.search is not None and not await _has_enough_whole_word_matches(tx, wish.search)
     if wish.own_key is None:
         return sorted(await _fetch_rows(tx, wish, prefix=prefix), key=_sort_key)
-    # A session of the own tree may be in another stream, too.
+    # A session of the caller's own tree may be in another stream as well.
     found = await _fetch_rows(tx, msgspec.structs.replace(wish, limit=2 * wish.limit), prefix=prefix)
     return sorted({row.id: row for row in found}.values(), key=_sort_key)[: wish.limit]
 
@@ -106,10 +106,10 @@ async def _fetch_rows(tx: Tx, wish: SessionListQuery, *, prefix: bool) -> list[S
 
 
 def _decode_leniently(page: str) -> list[SessionListRow]:
-    """A value of another kind is shown as it is, and costs no other row its place, unless it decides about that.
+    """Decodes a page in which a value may have the wrong type; such a value is shown as it is.
 
     Raises:
-        StoreDamaged: where a value is none that can be read at all, or no time to be listed by.
+        StoreDamaged: a value is unreadable, or one that the order depends on has the wrong type.
     """
     try:
         return sorted((SessionListRow(*row) for row in _LENIENT_PAGE_DECODER.decode(page)), key=_sort_key)
@@ -125,18 +125,18 @@ def _sort_key(row: SessionListRow) -> tuple[int, str]:
 
 
 async def _has_enough_whole_word_matches(tx: Tx, search: str) -> bool:
-    """Whether whole words find enough: they are streamed from the index, beginnings have to be gathered first."""
+    """Whether whole words match enough sessions: they stream from the index, while prefixes must be collected first."""
     row = await tx.one(SQL.matches, words=build_name_match(search, prefix=False), most=MAX_SEARCH_MATCHES)
     return row is not None and row["matches"] >= MAX_SEARCH_MATCHES
 
 
 async def list_agent_ids(tx: Tx) -> list[str]:
-    """Those that have sessions, `MAX_LISTED_AGENTS` at most."""
+    """Ids of agents that have sessions, at most `MAX_LISTED_AGENTS`."""
     return [row["id"] for row in await tx.all(SQL.agent_ids, most=MAX_LISTED_AGENTS)]
 
 
 async def load_admitted_agents(tx: Tx, admits: Callable[[str], bool]) -> list[str] | None:
-    """The agents that pass, or None if every one does, which cannot be said where there may be more of them."""
+    """The agents that pass, or None if all do; never None if there may be more than `MAX_LISTED_AGENTS`."""
     known = await list_agent_ids(tx)
     passed = [agent for agent in known if admits(agent)]
     return None if len(passed) == len(known) < MAX_LISTED_AGENTS else passed
@@ -145,7 +145,7 @@ async def load_admitted_agents(tx: Tx, admits: Callable[[str], bool]) -> list[st
 async def count_hidden_sessions(
     tx: Tx, agents: Sequence[str], own_key: str, *, descendants: bool, most: int
 ) -> int:
-    """How many sessions of these agents are not in the caller's tree, archived ones not counted; `most` at most."""
+    """Number of unarchived sessions of these agents outside the caller's tree, counted up to `most`."""
     found = 0
     for agent in agents:
         row = await tx.one(
@@ -210,7 +210,7 @@ def _build_streams(wish: SessionListQuery, params: dict[str, Param], *, prefix: 
 
 
 def _build_narrowest_stream(wish: SessionListQuery, params: dict[str, Param], *, prefix: bool) -> str | None:
-    """The stream of the narrowest filter where one of those that pick single sessions is given, tested by the rest."""
+    """The stream of the narrowest filter that selects single sessions, or None; the other filters test its rows."""
     found = {
         "label": wish.label,
         "parent": wish.parent,
@@ -218,7 +218,7 @@ def _build_narrowest_stream(wish: SessionListQuery, params: dict[str, Param], *,
     }
     given = {name: value for name, value in found.items() if value is not None}
     params |= given
-    if wish.search is not None:  # who sees few sessions must not lose them among the many that match
+    if wish.search is not None:  # a caller that sees few sessions must not lose them among many matches
         params["matches"] = MAX_SEARCH_MATCHES if wish.agents is None else 50 * MAX_SEARCH_MATCHES
     streams = {"label": SQL.of_label, "parent": SQL.of_parent, "words": SQL.of_words}
     tests = {"label": SQL.filter_label, "parent": SQL.filter_parent, "words": SQL.filter_words}
@@ -250,5 +250,5 @@ def _build_kind_filter(wish: SessionListQuery, params: dict[str, Param]) -> str:
 
 
 def build_name_match(search: str, *, prefix: bool) -> FulltextQuery:
-    """Sessions that have all these words; the last may be the beginning of one."""
+    """Matches sessions with all these words; with `prefix`, the last may be the start of one."""
     return FulltextQuery("names", re.findall(r"\w+", search)[:16], beginning=prefix)

@@ -1,8 +1,8 @@
-"""The steps that bring a database to the schema this version was written for.
+"""The numbered steps that bring a database to the schema of this version.
 
-Migrations are numbered, applied in order and each in one transaction, so a crash leaves the database at one of two
-known versions. One text serves every database; what only one of them needs stands in a file beside it. A database from
-the future is refused untouched. Here they are applied to SQLite files; `store.postgres` applies them there.
+Migrations are applied in order, each in one transaction, so a crash leaves the database at one of two known
+versions. One text serves every database; statements for only one of them are in a file beside it. A database with
+a newer schema is refused unchanged. This module migrates SQLite files; `store.postgres.schema` does PostgreSQL.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Migration(NamedTuple):
 
     @property
     def oldest_compatible_version(self) -> int:
-        """The schema of the oldest Antiphon that can still work on this one: the one before, unless it says otherwise.
+        """Oldest schema version whose Antiphon can still use this one: the previous, unless the migration overrides it.
 
-        Replicas are replaced one by one, so a migration takes nothing away that the version before it uses.
+        Replicas are replaced one by one, so a migration removes nothing that the previous version uses.
         """
         said = _OLDEST_SCHEMA_PATTERN.search(self.script)
         return int(said[1]) if said else self.version - 1
 
     def split_statements(self) -> Iterator[str]:
-        """One after the other; SQLite's idea of a complete statement serves every dialect."""
+        """Yields the statements one by one; SQLite's notion of a complete statement fits every dialect."""
         pending = ""
         for line in self.script.splitlines(keepends=True):
             pending += line
@@ -51,7 +51,7 @@ class Migration(NamedTuple):
 
 
 def load_migrations(dialect: Dialect = "sqlite") -> list[Migration]:
-    """Every migration, oldest first; a `NNNN_name.<dialect>.sql` beside one is its part for that database alone."""
+    """Every migration, oldest first; `NNNN_name.<dialect>.sql` beside one is its part for that database only."""
     folder = resources.files("antiphon.store").joinpath("sql", "migrations")
     texts = {item.name: item.read_text("utf-8") for item in folder.iterdir()}
     found = [(match, text) for name, text in texts.items() if (match := _MIGRATION_FILE_PATTERN.match(name))]
@@ -67,15 +67,15 @@ def load_migrations(dialect: Dialect = "sqlite") -> list[Migration]:
 
 def _adapt_to_dialect(script: str, dialect: Dialect) -> str:
     script = script.replace("{ID}", _ID_COLUMN_TYPES[dialect])
-    # Keys are compared byte by byte, as they are everywhere else, whatever the language of the server.
+    # Keys are compared byte by byte, as everywhere else, whatever the server's locale.
     return script if dialect == "sqlite" else _TEXT_TYPE_PATTERN.sub('TEXT COLLATE "C"', script)
 
 
 def select_missing_migrations(present: int, oldest: int, known: Sequence[Migration]) -> list[Migration]:
-    """What is left to apply to a database of schema `present`, on which an Antiphon that knows `oldest` can work.
+    """The migrations still to apply to a database of schema `present` that supports Antiphons from `oldest` on.
 
     Raises:
-        StoreNewer: this one cannot.
+        StoreNewer: this Antiphon is too old for the database.
     """
     newest = known[-1].version
     if present > newest >= oldest:
@@ -97,17 +97,17 @@ def read_schema_version(connection: sqlite3.Connection) -> int:
 
 
 def is_current(connection: sqlite3.Connection) -> bool:
-    """Whether nothing is left to apply.
+    """Whether the database needs no migration.
 
     Raises:
-        StoreNewer: the file is from the future.
+        StoreNewer: the file has a newer schema.
     """
     present = read_schema_version(connection)
     return not select_missing_migrations(present, present, load_migrations())
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Apply what is missing. The connection must be in autocommit mode."""
+    """Applies the missing migrations. The connection must be in autocommit mode."""
     present = read_schema_version(connection)
     for migration in select_missing_migrations(present, present, load_migrations()):
         _apply_migration(connection, migration)

@@ -1,8 +1,8 @@
 """Named SQL, read from `sql/queries/*.sql`.
 
-A file holds statements headed by `-- name: …`. One text serves every database: parameters are `:name`, and
-what only PostgreSQL needs stands in a comment of the form `/*pg: … */`, which SQLite skips by itself; where that
-stands instead of something, the latter begins with `/*lite*/`.
+A file holds statements headed by `-- name: …`. One text serves every database: parameters are `:name`, and text
+for PostgreSQL only is in a comment of the form `/*pg: … */`, which SQLite ignores. Where it replaces something,
+that begins with `/*lite*/`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAMED_PARAMETER_PATTERN = re.compile(r"(?<![:\w]):([a-z_]\w*)")
 
 
 class Query(NamedTuple):
-    """A statement and the name it is known by in errors, logs and tests."""
+    """A statement and its name in errors, logs and tests."""
 
     name: str
     text: str
@@ -53,7 +53,7 @@ class Queries:
 
 @lru_cache(maxsize=4096)
 def translate_to_postgres(text: str) -> tuple[str, tuple[str, ...]]:
-    """The text with `$1`, `$2` … for its parameters, and the names of these in their order."""
+    """The text with `$1`, `$2` … for its parameters, and their names in that order."""
     text = _POSTGRES_ONLY_PATTERN.sub(r"\1", _DIALECT_ALTERNATIVE_PATTERN.sub(r"\1", text))
     names = tuple(dict.fromkeys(_NAMED_PARAMETER_PATTERN.findall(text)))
     numbers = {name: f"${number}" for number, name in enumerate(names, 1)}

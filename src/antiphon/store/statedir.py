@@ -1,4 +1,4 @@
-"""The directory everything durable lives in: private to its owner, and owned by one process at a time."""
+"""The state directory: private to its owner, and locked by one process at a time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Self
 from antiphon.errors import StoreError, StoreFull, StoreLocked, StoreReadOnly
 from antiphon.paths import CONFIG_FILE_NAME, DATABASE_FILE_NAME, LOG_FILE_NAME
 
-LOCK_WAIT_SECONDS = 1.0  # seconds in which another owner may leave
+LOCK_WAIT_SECONDS = 1.0  # seconds to wait for another owner to leave
 READ_ONLY_ERRNOS = {errno.EACCES, errno.EPERM, errno.EROFS}
 _DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
-_INITIAL_FILES = {CONFIG_FILE_NAME, LOG_FILE_NAME}  # written there before the first start
+_INITIAL_FILES = {CONFIG_FILE_NAME, LOG_FILE_NAME}  # may exist before the first start
 
 
 def translate_os_error(error: OSError, path: Path) -> StoreError:
-    """An operating-system error on the state directory, in one sentence."""
+    """Translates an operating-system error on the state directory to one sentence."""
     reason = os.strerror(error.errno) if error.errno else str(error)
     if error.errno in READ_ONLY_ERRNOS:
         return StoreReadOnly(
@@ -43,7 +43,7 @@ def translate_os_error(error: OSError, path: Path) -> StoreError:
 
 
 def _make_private(path: Path) -> None:
-    """Make the directory, or close it to others, but only where it holds nothing that is somebody else's."""
+    """Creates the directory, or makes it private, unless it is exposed and holds other files."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if error := find_exposure(path):
         raise error
@@ -52,7 +52,7 @@ def _make_private(path: Path) -> None:
 
 
 def find_exposure(path: Path) -> StoreError | None:
-    """Why nothing can be kept in a directory: others may enter it, and it is not ours to close."""
+    """Why the directory cannot be used: other users can enter it, and it holds other files."""
     if not path.stat().st_mode & 0o077 or _is_ours(path):
         return None
     return StoreError(
@@ -63,13 +63,13 @@ def find_exposure(path: Path) -> StoreError | None:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether it has been a state directory before, or holds nothing but what one is begun with."""
+    """Whether it has been a state directory before, or holds nothing but its initial files."""
     names = {found.name for found in path.iterdir()}
     return DATABASE_FILE_NAME in names or names <= _INITIAL_FILES or _is_lock_file(path / "lock")
 
 
 def _is_lock_file(path: Path) -> bool:
-    """Others have files of that name, too; in ours stands the number of a process, or nothing."""
+    """Whether this is Antiphon's lock file: it is empty or contains a process id."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -78,7 +78,7 @@ def _is_lock_file(path: Path) -> bool:
 
 
 def _take_lock(lock: int) -> None:
-    """Some own it only for a moment, such as who searches: these are waited for."""
+    """Takes the lock, waiting briefly for owners that hold it only for a moment, such as a search."""
     until = time.monotonic() + LOCK_WAIT_SECONDS
     while True:
         try:
@@ -90,7 +90,7 @@ def _take_lock(lock: int) -> None:
 
 
 class StateDir:
-    """An opened state directory. Use as a context manager; leaving it gives up the lock."""
+    """An opened state directory. Use it as a context manager; leaving it releases the lock."""
 
     def __init__(self, path: Path, lock: int | None) -> None:
         self.path = path
@@ -106,7 +106,7 @@ class StateDir:
 
     @classmethod
     def open_locked(cls, path: Path) -> Self:
-        """Create the directory if need be and become its only owner until closed."""
+        """Creates the directory if needed and locks it until closed."""
         try:
             _make_private(path)
             lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -126,19 +126,19 @@ class StateDir:
             os.ftruncate(lock, 0)
             os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
         except OSError:
-            pass  # The number only serves the message above; on a full disk the lock still holds.
+            pass  # The process id only serves the message above; on a full disk the lock still holds.
         return cls(path, lock)
 
     @classmethod
     def open_unlocked(cls, path: Path) -> Self:
-        """For readers beside a running owner: nothing is created, nothing is locked."""
+        """Opens the directory for a reader beside a running owner: nothing is created or locked."""
         return cls(path, None)
 
     def check_readable(self) -> None:
-        """Before a reader takes what it does not find for what is not there.
+        """Checks that this user can tell a missing file from one that is not accessible.
 
         Raises:
-            StoreError: this user cannot tell what is in the directory.
+            StoreError: this user cannot see what is in the directory.
         """
         try:
             self.database.stat()
@@ -153,7 +153,7 @@ class StateDir:
 
     @property
     def holder(self) -> str | None:
-        """The process that owns the directory (its number, or `unknown`), or None when nobody does."""
+        """The process that holds the lock (its id, or `unknown`), or None."""
         try:
             lock = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -169,7 +169,7 @@ class StateDir:
     def close(self) -> None:
         if self._lock is not None:
             with suppress(OSError):
-                os.ftruncate(self._lock, 0)  # the number may be another process's by the time that it is read
+                os.ftruncate(self._lock, 0)  # by the time it is read, the id may belong to another process
             os.close(self._lock)
             self._lock = None
 

@@ -1,7 +1,7 @@
-"""Tables as values, for comparing a database with its copy in another: what a row amounts to, and what many do.
+"""Digests of rows and tables, for comparing a database with its copy in another.
 
-A row's digest is over its values, not over how a database keeps them. Their sum does not depend on the order of rows,
-which two databases need not agree on, and a row that is missing or there twice changes it.
+A row's digest covers its values, not how a database stores them. The sum over a table does not depend on the order
+of rows, which may differ between databases; a missing or duplicate row changes it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import msgspec
 ColumnValue: TypeAlias = str | int | float | None
 RowKey: TypeAlias = tuple[str | int, ...]
 ColumnKind: TypeAlias = Literal["integer", "real", "text", "words"]
-"""`words` are kept as an index in one database and as a text in the other; they are not compared."""
+"""`words` are an index in one database and a text in the other; they are not compared."""
 
-NUL_CHARACTER, NUL_REPLACEMENT = "\0", "\ufffd"  # PostgreSQL has no text with that character
+NUL_CHARACTER, NUL_REPLACEMENT = "\0", "\ufffd"  # PostgreSQL cannot store NUL in a text
 _DIGEST_BYTES = 16  # bytes of a row's digest that are used
 _TYPE_TAGS: dict[ColumnKind, bytes] = {"integer": b"\1", "real": b"\2", "text": b"\3"}
 _NULL_TAG = b"\0"
@@ -30,7 +30,7 @@ class Column(msgspec.Struct, frozen=True):
 
 
 class Table(msgspec.Struct, frozen=True):
-    """`key` names the columns of its primary key, by which its rows are read."""
+    """A table. `key` names the columns of its primary key, which its rows are read by."""
 
     name: str
     columns: tuple[Column, ...]
@@ -46,7 +46,7 @@ class Table(msgspec.Struct, frozen=True):
 
 
 class DigestSum(msgspec.Struct):
-    """How many rows there are and what they amount to."""
+    """The number of rows and the sum of their digests."""
 
     rows: int = 0
     digest: int = 0
@@ -67,7 +67,7 @@ def compute_digest(table: Table, row: Sequence[ColumnValue]) -> bytes:
 
 
 def build_digest_expression(table: Table) -> str:
-    """The same as an expression there."""
+    """The SQL expression with which PostgreSQL computes `compute_digest`."""
     columns = [_build_column_expression(column) for column in table.columns if column.kind != "words"]
     return f"sha256({' || '.join(columns)})"
 
@@ -96,5 +96,5 @@ def _build_column_expression(column: Column) -> str:
 
 
 def quote_names(*names: str) -> str:
-    """Names of tables or columns, as both databases take them."""
+    """Names of tables or columns, quoted for both databases."""
     return ", ".join(f'"{name}"' for name in names)

@@ -1,6 +1,6 @@
-"""Which sessions have a transcript file, so that no row names a file that does not exist.
+"""Tracks which sessions have a transcript file, so that no row names a file that does not exist.
 
-Found files are remembered: a list of sessions that were shown before looks at nothing on the disk.
+Files that were found are remembered, so that listing the same sessions again needs no disk access.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import TypeAlias
 
 SESSION_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-"""Session ids that can be the name of a file; those we make are UUIDs."""
+"""Session ids that can be file names; Antiphon's own are UUIDs."""
 MAX_KNOWN_FILES = 20_000
-RETRY_SECONDS = 60.0  # after which a file that could not be written is tried again
-WRITE_WAIT_SECONDS = 1.0  # that a row waits for its file; after that it is shown without one
+RETRY_SECONDS = 60.0  # seconds until a file that could not be written is retried
+WRITE_WAIT_SECONDS = 1.0  # seconds a row waits for its file; after that it is shown without one
 
 TranscriptWriter: TypeAlias = Callable[[list[str]], Awaitable[None]]
 """Writes the files of the sessions with these keys now."""
 
 
 class TranscriptFiles:
-    """`path_of` answers from memory what `look_for` has found, or what `add` was told.
+    """The known transcript files: `get_path` answers from memory, `look_for` and `add` fill it.
 
-    With a `writer`, a file that is looked for and missing is written.
+    With a `writer`, `look_for` also writes missing files.
     """
 
     def __init__(self, folder: Path, writer: TranscriptWriter | None = None) -> None:
@@ -48,7 +48,7 @@ class TranscriptFiles:
         self._known.pop(session_id, None)
 
     async def look_for(self, sessions: Iterable[tuple[str, str]]) -> None:
-        """Find the files of these sessions, each given by its id and its key."""
+        """Finds the files of these sessions, each given by its id and key."""
         now = time.monotonic()
         missing = {
             session_id: key
@@ -66,7 +66,7 @@ class TranscriptFiles:
                 self._schedule_retry(session_id, now + RETRY_SECONDS)
 
     def _schedule_retry(self, session_id: str, retry_at: float) -> None:
-        """Try a file that could not be written again, but not with every list."""
+        """Schedules another attempt at a file that could not be written, so that not every list retries it."""
         if session_id in self._known:
             self._retry_at.pop(session_id, None)
             return
@@ -75,7 +75,7 @@ class TranscriptFiles:
             del self._retry_at[next(iter(self._retry_at))]
 
     async def _write_files(self, writer: TranscriptWriter, keys: list[str]) -> None:
-        """Wait a moment for it; it goes on even when the caller does not."""
+        """Starts writing and waits briefly; the write continues even if the caller does not."""
         task = asyncio.ensure_future(writer(keys))
         self._writing.add(task)
         task.add_done_callback(self._writing.discard)

@@ -1,7 +1,7 @@
-"""The session tools: what an agent can do about sessions, as thin adapters over `operations`.
+"""The session tools of agents, as thin adapters over `operations`; one file per tool.
 
-Each file is one tool. What may be asked, and by whom, is decided below; how an answer is worded and how much of it
-fits a prompt is decided here.
+Validation and authorization happen in `operations`; this package decides how an answer is worded and how much of it
+fits into a prompt.
 """
 
 from __future__ import annotations

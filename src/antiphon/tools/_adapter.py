@@ -1,4 +1,4 @@
-"""From an operation to a tool: arguments in, a view out, and errors as answers. Nothing is decided here."""
+"""Turns an operation into a tool: parses arguments, renders the view, and turns errors into answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def build_tool(
     ends_turn: bool = False,
     agents: Callable[[str], Sequence[str]] | None = None,
 ) -> Tool:
-    """A tool of ours. All of them can be asked again after a crash: looking is harmless, and acting has the key."""
+    """Build a session tool. Calls may be repeated after a crash: reads are harmless, actions are idempotent."""
     spec = ToolSpec(name=name, description=description, parameters=build_schema(takes))
     return Tool(
         spec=spec,
@@ -45,7 +45,7 @@ def _build_invoke(
         try:
             return render_view(await answer(call, parse_arguments(takes, call.arguments)))
         except AntiphonError as error:
-            if error.who != "caller":  # a fault of ours is the engine's to deal with, not an answer
+            if error.who != "caller":  # internal errors are handled by the engine, not shown to the model
                 raise
             return render_refusal(error)
 
@@ -53,7 +53,7 @@ def _build_invoke(
 
 
 def _build_fit(spec: ToolSpec, agents: Callable[[str], Sequence[str]]) -> Callable[[str], ToolSpec]:
-    """With the agents that each may name, so that it need not guess."""
+    """Return a function that narrows `agentId` to the agents that the calling agent may name."""
 
     def fit(agent_id: str) -> ToolSpec:
         narrowed = copy.deepcopy(dict(spec.parameters))

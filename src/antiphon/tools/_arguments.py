@@ -1,7 +1,7 @@
-"""What a tool takes: one closed struct that is both the schema a model is shown and the check of what it sends.
+"""Arguments of tools: one closed struct is both the schema shown to the model and the validation of its input.
 
-Models write numbers as text, whole numbers with a point, and null for what they leave out. All of that is
-understood; a name that is not there is not, because it is most often a wish that would be passed over in silence.
+Models write numbers as text, integers with a decimal point, and null for omitted values. All of that is accepted; an
+unknown name is refused, because silently ignoring it would most often ignore what the model wanted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from antiphon import validation_errors
 from antiphon.errors import InvalidInput
 
-MAX_SAFE_INTEGER = 2**53 - 1  # a whole number that every JSON reader keeps
+MAX_SAFE_INTEGER = 2**53 - 1  # the largest integer that every JSON reader keeps exactly
 
 _PATH_PATTERN = re.compile(r" - at `\$\.?(?P<path>[^`]*)`$")
 _MISSING_FIELD_PATTERN = re.compile(r"missing required field `(?P<name>[^`]+)`")
@@ -36,10 +36,10 @@ A = TypeVar("A", bound=ToolArguments)
 
 
 def parse_arguments(shape: type[A], given: Mapping[str, Any]) -> A:
-    """The arguments of a call.
+    """Parse the arguments of a call.
 
     Raises:
-        InvalidInput: an argument that is not known, is missing, or has a value that is not allowed.
+        InvalidInput: an argument is unknown, missing, or has a value that is not allowed.
     """
     known = shape.__struct_encode_fields__
     for name in given:
@@ -48,7 +48,7 @@ def parse_arguments(shape: type[A], given: Mapping[str, Any]) -> A:
             raise InvalidInput(f"There is no argument {name[:80]!r}.", listed, field=name[:80])
     said = {name: value for name, value in given.items() if value is not None}
     try:
-        msgspec.json.encode(said)  # half a character would only be noticed by the store
+        msgspec.json.encode(said)  # an unpaired surrogate would otherwise only fail in the store
         return msgspec.convert(said, shape, strict=False)
     except msgspec.ValidationError as error:
         raise _build_refusal(shape, validation_errors.shorten_error(error)) from None
@@ -57,12 +57,10 @@ def parse_arguments(shape: type[A], given: Mapping[str, Any]) -> A:
 
 
 def build_schema(shape: type[ToolArguments]) -> dict[str, Any]:
-    """Its JSON Schema without references, which not every provider follows."""
+    """Return the JSON Schema of the arguments without references, which not every provider supports."""
     _, components = msgspec.json.schema_components([shape], ref_template="{name}")
     told = cast("dict[str, Any]", _inline_references(components[shape.__name__], components))
-    told = msgspec.json.decode(
-        msgspec.json.encode(told)
-    )  # defaults are still what Python has, such as tuples
+    told = msgspec.json.decode(msgspec.json.encode(told))  # defaults are still Python values, such as tuples
     return {name: value for name, value in told.items() if name != "description"}
 
 
@@ -71,7 +69,7 @@ def clamp_value(value: int, least: int, most: int) -> int:
 
 
 def describe_clamped_range(description: str, least: int, most: int) -> msgspec.Meta:
-    """For a number that is clamped: the model is told its range, and going beyond it is no error."""
+    """Describe a number that is clamped: the schema states its range, and exceeding it is no error."""
     return msgspec.Meta(description=description, extra_json_schema={"minimum": least, "maximum": most})
 
 
@@ -99,7 +97,7 @@ def _inline_references(node: Any, components: Mapping[str, Any]) -> Any:
 
 
 def _is_noise(name: str, value: Any) -> bool:
-    """Titles are names of ours; null is how we say that something was left out; nothing required needs no saying."""
+    """Whether a schema field is useless to a model: an internal title, a null default, or an empty `required`."""
     return (
         (name == "title" and isinstance(value, str))
         or (name == "default" and value is None)

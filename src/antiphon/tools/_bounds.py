@@ -1,8 +1,8 @@
-"""Transcript entries on their way to a model: cut, masked and no more of them than fit.
+"""Bounds transcript entries for a model: cuts and masks texts, and drops entries that do not fit.
 
-Only what leaves is bounded; the store keeps every byte. An entry stays in the raw format, with what nobody but a
-provider or a program can use (signatures, `native`, `details`) left out; that is not told as a loss. Texts that
-were cut, images and whole entries that were left out are.
+Only the output is bounded; the store keeps every byte. An entry keeps its raw format, without the fields that only a
+provider or a program can use (`thinkingSignature`, `native`, `details`); their removal is not reported. Cut texts,
+omitted images and omitted entries are reported.
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ MAX_TEXT_CHARACTERS = 4000
 MAX_HISTORY_RESULT_BYTES = 80 * 1024
 MAX_LIST_RESULT_BYTES = 64 * 1024
 TRUNCATION_MARK = "\n…(truncated)…"
-MAX_DATA_DEPTH = 32  # levels of data in an entry; a transcript may have been imported from anywhere
+MAX_DATA_DEPTH = 32  # nesting levels of data in an entry; imported transcripts may contain anything
 
-_SCANNED_CHARACTERS = (
-    64 * 1024
-)  # characters of a text that are searched for secrets; only the first few thousand are shown
+# Part of a text that is searched for secrets; only the first few thousand characters are shown.
+_SCANNED_CHARACTERS = 64 * 1024
 _MAX_SECRET_CHARACTERS = 16 * 1024
 _HIDDEN_FIELDS = frozenset({"details", "native", "thinkingSignature"})
-_VERBATIM_FIELDS = frozenset(
-    {"id", "runId", "role", "type", "toolCallId", "toolName", "mimeType"}
-)  # to be kept exactly
+# Neither masked nor cut.
+_VERBATIM_FIELDS = frozenset({"id", "runId", "role", "type", "toolCallId", "toolName", "mimeType"})
 
 
 class BoundedEntry(NamedTuple):
-    """One entry as it may be shown, its size, and what was done to it."""
+    """One entry as it may be shown, its size, and whether it was cut or masked."""
 
     message: dict[str, Any]
     bytes: int
@@ -41,7 +39,7 @@ class BoundedEntry(NamedTuple):
 
 
 class FittedEntries(NamedTuple):
-    """The entries that fit, oldest first; `dropped` is how many did not."""
+    """The entries that fit, oldest first; `dropped` is the number of the others."""
 
     messages: list[dict[str, Any]]
     dropped: int
@@ -51,7 +49,7 @@ class FittedEntries(NamedTuple):
 
 
 def fit_entries(items: Sequence[dict[str, Any]], most: int, *, from_newest: bool) -> FittedEntries:
-    """As many as there is room for without a gap, beginning at the newest or at the oldest. At least one, if any."""
+    """Return as many consecutive entries as fit, from the newest or the oldest on; at least one, if any."""
     kept: list[BoundedEntry] = []
     size = len("[]")
     for item in reversed(items) if from_newest else items:
@@ -72,7 +70,7 @@ def fit_entries(items: Sequence[dict[str, Any]], most: int, *, from_newest: bool
 
 
 def bound_entry(item: dict[str, Any], most: int) -> BoundedEntry:
-    """The entry with every text masked and cut; if it is still larger than `most`, only that there is one."""
+    """Return the entry with every text masked and cut, or a placeholder if it is still larger than `most`."""
     sieve = _EntryBounder(most)
     message = sieve.bound_message(item)
     size = len(msgspec.json.encode(message))
@@ -82,7 +80,7 @@ def bound_entry(item: dict[str, Any], most: int) -> BoundedEntry:
 
 
 def build_placeholder(item: dict[str, Any]) -> BoundedEntry:
-    """In the place of an entry that is too large: who said it, and where it is."""
+    """Return a placeholder for an entry that is too large, with its role, time, id and number."""
     place = {name: item[name] for name in ("role", "timestamp", "id", "seq") if name in item}
     said = {"type": "text", "text": "[omitted: this message is too large]"}
     message = {**place, "content": [said], "omitted": True}
@@ -90,7 +88,7 @@ def build_placeholder(item: dict[str, Any]) -> BoundedEntry:
 
 
 class _EntryBounder:
-    """Goes through one entry and remembers whether anything was held back."""
+    """Bounds the texts of one entry and records whether any was cut or masked."""
 
     def __init__(self, room: int) -> None:
         self._characters_left = room
@@ -141,16 +139,15 @@ class _EntryBounder:
         return {key: self._bound_value(item, key, depth + 1) for key, item in items}
 
     def _bound_named_text(self, name: str, text: str) -> str:
-        """In data, a name can say that a text is secret which does not look like it."""
+        """Bound a text in data; a telling name, such as `password`, has it masked even if it does not look secret."""
         if text and name and _is_secret_name(name[:64]):
             self.redacted = True
             return "***"
         return self._bound_text(text)
 
     def _bound_text(self, text: str) -> str:
-        if (
-            self._characters_left < 0
-        ):  # it will not be shown anyhow, and looking for secrets is most of the work
+        # The entry is too large to be shown, and the search for secrets is expensive.
+        if self._characters_left < 0:
             return ""
         shown = self._mask_and_cut(text)
         self._characters_left -= len(shown)
@@ -160,9 +157,8 @@ class _EntryBounder:
         window = text[:_SCANNED_CHARACTERS]
         masked = redact(window)
         self.redacted |= masked != window
-        if (
-            len(text) > _SCANNED_CHARACTERS
-        ):  # a secret that the window's edge cuts apart is not recognised: it is not shown
+        # A secret cut at the window's edge is not recognised, so the edge is not shown.
+        if len(text) > _SCANNED_CHARACTERS:
             masked = masked[: max(0, len(masked) - _MAX_SECRET_CHARACTERS)]
         if len(masked) <= MAX_TEXT_CHARACTERS and len(text) <= _SCANNED_CHARACTERS:
             return masked
@@ -172,6 +168,6 @@ class _EntryBounder:
 
 @lru_cache(1024)
 def _is_secret_name(name: str) -> bool:
-    """Whether whatever has this name is masked where it stands in JSON."""
+    """Whether a JSON field with this name is masked whatever its value is."""
     written = f'"{name}": "plain words"'
     return redact(written) != written

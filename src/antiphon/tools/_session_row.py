@@ -1,4 +1,4 @@
-"""A session as the tools show it: exactly the agreed names, absent when unknown."""
+"""A session as the tools show it: exactly the documented names, absent if unknown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from antiphon import keys
 from antiphon.access import Caller
 from antiphon.views import SessionView
 
-# A list of what is shown, not of what is hidden: the view also serves the gateway and will grow for it.
+# An allow list, not a deny list: the view also serves the gateway and will grow for it.
 SHOWN_FIELDS = (
     "key", "kind", "channel", "displayName", "label", "updatedAt", "sessionId", "model", "contextTokens",
     "totalTokens", "thinkingLevel", "verboseLevel", "systemSent", "abortedLastRun", "sendPolicy", "lastChannel",
@@ -24,5 +24,5 @@ def build_tool_session_row(caller: Caller, view: SessionView) -> dict[str, Any]:
     shown = {name: known[name] for name in SHOWN_FIELDS if name in known}
     if view.parent_key is not None:
         shown["parentKey"] = keys.display_stored_key(view.parent_key, viewer_agent_id=caller.agent_id)
-    shown["provider"] = view.channel  # its older name
+    shown["provider"] = view.channel  # the older name of the field
     return shown

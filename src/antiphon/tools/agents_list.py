@@ -1,4 +1,4 @@
-"""The tool `agents_list`: which agents this one may spawn and message."""
+"""The tool `agents_list`: lists the agents that the calling agent may spawn and message."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The tool `session_status`: how one session is right now.
+"""The tool `session_status`: the current state of one session.
 
-It only looks. Setting a model would make it a tool that acts, which is offered to fewer callers: that is a matter
-for `sessions.patch`.
+It is read-only. Setting a model here would make it an acting tool, which fewer callers get; use `sessions.patch`.
 """
 
 from __future__ import annotations
@@ -53,11 +52,13 @@ def session_status(operations: Operations) -> Tool:
 
 def _describe_run(run: RunView) -> dict[str, Any]:
     told: dict[str, Any] = msgspec.to_builtins(run)
-    return {name: value for name, value in told.items() if name != "sessionKey"}  # it is said once, above
+    return {
+        name: value for name, value in told.items() if name != "sessionKey"
+    }  # already present at the top level
 
 
 def format_status_card(status: SessionStatusView) -> str:
-    """A few lines for people. Names are put on one line each, so that none can pass for another line."""
+    """Format the status in a few lines. Names are reduced to one line, so that none can imitate another line."""
     session = status.session
     lines = [
         ("Session", _format_title(session)),
@@ -93,7 +94,7 @@ def _format_tokens(session: SessionView, usage: Sequence[UsageLine]) -> str:
 
 
 def _format_cost(usage: Sequence[UsageLine]) -> str:
-    """Nothing is said unless every price is known: a part of a sum looks like the sum."""
+    """Format the cost; empty unless every price is known, since a partial sum would look like the total."""
     costs = [line.cost for line in usage if line.cost is not None]
     return f"${sum(costs):.4f}" if usage and len(costs) == len(usage) else ""
 

@@ -1,8 +1,8 @@
-"""The tool `sessions_history`: what was said in one session, in pages that fit a prompt.
+"""The tool `sessions_history`: the transcript of one session, in pages that fit a prompt.
 
-A page is cut where it is full, and `nextCursor` leads to the first entry that is not in it: whoever follows it sees
-every entry once, however large they are. Going back (which is the default) the newest are kept; going forward from
-`after`, those that come next, because the others could not be asked for without a gap.
+A page ends where it is full, and `nextCursor` leads to the first entry that is not in it: following it yields every
+entry once, however large they are. Backwards (the default) a page keeps its newest entries; forwards from `after` its
+oldest, because otherwise the next page would leave a gap.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def sessions_history(operations: Operations) -> Tool:
             after=after,
         )
         page = await operations.read_history(call.caller, given.session_key, wanted)
-        # In a thread, because masking takes a while and everybody else's turn goes on.
+        # In a thread, because masking takes time and would block the event loop.
         fitted = await asyncio.to_thread(
             fit_entries, page.messages, MAX_HISTORY_RESULT_BYTES, from_newest=after is None
         )
@@ -71,7 +71,7 @@ def sessions_history(operations: Operations) -> Tool:
 
 
 def _resolve_position(given: HistoryArguments) -> tuple[int | None, int | None]:
-    """Before and after which number to read. A cursor says by itself which of the two it is."""
+    """Return the numbers before and after which to read. A cursor contains its direction."""
     named = [name for name in ("cursor", "before", "after") if getattr(given, name) is not None]
     if len(named) > 1:
         raise InvalidInput(

@@ -1,4 +1,4 @@
-"""The tool `sessions_search`: finding what was said in the sessions the caller may read."""
+"""The tool `sessions_search`: full-text search in the sessions that the caller may read."""
 
 from __future__ import annotations
 

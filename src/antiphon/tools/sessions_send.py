@@ -1,4 +1,4 @@
-"""The tool `sessions_send`: a message to another session, and its reply if it comes in time."""
+"""The tool `sessions_send`: sends a message to another session, and returns the reply if it comes in time."""
 
 from __future__ import annotations
 

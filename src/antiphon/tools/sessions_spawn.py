@@ -1,4 +1,4 @@
-"""The tool `sessions_spawn`: a sub-agent with a session of its own, which reports back by itself."""
+"""The tool `sessions_spawn`: starts a sub-agent with a session of its own, which reports back by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tool `sessions_yield`: ending the turn to be woken by one's sub-agents."""
+"""The tool `sessions_yield`: ends the turn until the session's sub-agents wake it."""
 
 from __future__ import annotations
 

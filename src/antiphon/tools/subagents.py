@@ -1,4 +1,4 @@
-"""The tool `subagents`: the sub-agents of the caller's session, and stopping or redirecting one."""
+"""The tool `subagents`: lists the sub-agents of the caller's session, and stops or redirects one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOOL_DESCRIPTION = (
     "else ('steer': it drops what it was doing)."
 )
 
-_LIST_OVERHEAD_BYTES = 300  # bytes of a list besides its rows
+_LIST_OVERHEAD_BYTES = 300  # of a list without its rows
 
 
 class SubagentsArguments(ToolArguments, frozen=True):
@@ -61,7 +61,7 @@ def subagents(operations: Operations) -> Tool:
 
 
 def _build_list(found: list[TaskView]) -> dict[str, Any]:
-    """As many as fit: those at work before those that have ended, and of each the newest."""
+    """Build a list of as many sub-agents as fit: active ones before ended ones, newest first."""
     numbered = list(enumerate(found, 1))
     at_work = [item for item in numbered if item[1].phase != "settled"]
     ended = [item for item in numbered if item[1].phase == "settled"]
@@ -75,7 +75,7 @@ def _build_list(found: list[TaskView]) -> dict[str, Any]:
 
 
 def _fit_rows(tasks: list[tuple[int, TaskView]], room: int) -> tuple[list[dict[str, Any]], int]:
-    """Those for which there is room, and how much is left."""
+    """Return the rows that fit, and the room that is left."""
     kept: list[dict[str, Any]] = []
     for number, task in tasks:
         shown = _build_row(number, task)
@@ -141,7 +141,7 @@ async def _steer(operations: Operations, call: ToolRequest, given: SubagentsArgu
 
 
 def _derive_request_id(call: ToolRequest) -> str:
-    """What stands for the call if it is made again: a call's own key may be as long as it likes."""
+    """Return an id for the call that is stable if it is repeated; the call's own key may be of any length."""
     return str(uuid.uuid5(REQUEST_ID_NAMESPACE, call.key))
 
 

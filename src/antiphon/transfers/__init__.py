@@ -1,6 +1,6 @@
-"""Conversations in and out as files: the `sessions.json` + JSONL layout of the OpenClaw family.
+"""Import and export of conversations as files, in the `sessions.json` + JSONL layout of the OpenClaw family.
 
-`jsonl` is the format of a transcript, `index` the format of `sessions.json`; `exports` and `imports` move
-files. Nothing here starts a run: an imported conversation rests until somebody speaks in it. `moves` is another
-matter: everything there is, from one database into another.
+`jsonl` is the format of a transcript, `sessions_index` that of `sessions.json`; `exports`, `imports` and `mirror` move
+files. Nothing here starts a run: an imported conversation is idle until it gets a message. `postgres_migration` is
+separate: it copies a whole database into another one.
 """

@@ -1,8 +1,8 @@
-"""Writing conversations to files: `sessions.json` and one `<sessionId>.jsonl` each, in one directory.
+"""Writes conversations to files: `sessions.json` and one `<sessionId>.jsonl` each, in one directory.
 
-A file appears complete or not at all, is readable by its owner only, and is written entry by entry, however
-long the conversation is. What was said is written as it was said: nothing is masked. Provider keys are in the
-configuration and never in a transcript.
+A file appears complete or not at all, is readable by its owner only, and is written entry by entry, however long the
+conversation is. Texts are written as they are: nothing is masked. Provider keys are in the configuration and never in a
+transcript.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EXPORTED_ROWS_PER_PAGE = 200  # entries read at a time
 
 
 class ExportReport(msgspec.Struct, rename="camel", kw_only=True):
-    """What an export wrote. `damaged` entries could not be written and are still in the store."""
+    """The result of an export. `damaged` entries could not be written and are still in the store."""
 
     directory: str
     files: int = 0
@@ -43,7 +43,7 @@ class ExportReport(msgspec.Struct, rename="camel", kw_only=True):
 
 
 class AtomicFile:
-    """A file under construction, which takes its name when it is complete."""
+    """A file that gets its name only once it is complete."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -86,9 +86,9 @@ class AtomicFile:
 async def export_named(
     store: Store, door: SessionResolver, out: Path, references: Sequence[str]
 ) -> ExportReport:
-    """Write the conversations that these keys, session ids or labels name, beside what is there already."""
+    """Write the conversations that these keys, session ids or labels name, beside existing files."""
     done = ExportReport(directory=str(out))
-    # All of them first: a name that leads nowhere is told before anything is written.
+    # Resolve all of them first: an unknown name is reported before anything is written.
     rows = [await store.read(_load_named_conversation, door, reference) for reference in references]
     entries = _read_existing_index(out / INDEX_FILE_NAME)
     for row in rows:
@@ -106,10 +106,10 @@ async def export_named(
 
 
 async def export_all(store: Store, out: Path, *, ours: bool = False) -> ExportReport:
-    """Write every conversation there is, those that `/new` ended too, beside what is there already.
+    """Write every conversation in the store, also those that `/new` ended, beside existing files.
 
-    In a directory that is `ours` nobody else keeps anything: what its index says of sessions that are not here any
-    more is left over from an earlier export, and goes.
+    A directory that is `ours` is used by Antiphon only: index entries of sessions that no longer exist are left over
+    from an earlier export, and are removed.
     """
     done = ExportReport(directory=str(out))
     entries = {} if ours else _read_existing_index(out / INDEX_FILE_NAME)
@@ -134,7 +134,7 @@ def _set_conversations(entry: dict[str, Any], conversations: list[ConversationRe
 
 
 async def _load_conversation_records(tx: Tx, key: str) -> list[ConversationRecord]:
-    """The conversations of a key, oldest first."""
+    """Return the conversations of a key, oldest first."""
     row = await session_rows.find_session(tx, keys.parse(key), None)
     rows = await session_rows.list_transcripts(tx, row) if row else []
     return [ConversationRecord(row["session_id"], row["reason"], row["ended_at"]) for row in reversed(rows)]

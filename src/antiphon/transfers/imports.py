@@ -1,10 +1,10 @@
-"""Bringing conversations in from a state directory of the OpenClaw family, or from an export of ours.
+"""Imports conversations from a state directory of the OpenClaw family, or from an Antiphon export.
 
-Each session is one transaction: it is there with everything said in it, or not at all. Importing again changes
-nothing, because a session id that is known is left alone. A key that is taken keeps its conversation; the
-imported one is put beside it, readable by its session id, as if `/new` had ended it. What is set for its key is
-taken over where nothing is set here (see `index.merged`), at once and not when somebody goes back to it: a `deny` is
-about the chat, whatever is said in it. Conversations that `/new` did end come along with the one that followed them.
+Each session is one transaction: it is imported with all its messages, or not at all. Importing again changes nothing,
+because known session ids are skipped. If a key is taken, its conversation stays current; the imported one is readable
+by its session id, as if `/new` had ended it. Settings of its key are adopted at once where none exist here (see
+`sessions_index.merge_columns`), because a `deny` applies to the chat, whichever conversation is current. Conversations
+that `/new` had ended are imported along with the one that followed them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from antiphon.transfers.jsonl import TranscriptReader, parse_timestamp
 from antiphon.transfers.sessions_index import ConversationRecord
 from antiphon.validation_errors import replace_lone_surrogates
 
-MAX_INDEX_BYTES = 512 * 2**20  # bytes of one sessions.json
-MAX_LINE_BYTES = 64 * 2**20  # bytes; longer ones count as damaged
-MAX_REPORTED_ITEMS = 100  # one by one
-MAX_REASON_CHARACTERS = 64  # characters
+MAX_INDEX_BYTES = 512 * 2**20  # of one sessions.json
+MAX_LINE_BYTES = 64 * 2**20  # longer lines count as damaged
+MAX_REPORTED_ITEMS = 100  # listed one by one
+MAX_REASON_CHARACTERS = 64
 
 _ARCHIVED_FILE_PATTERN = re.compile(r"\.jsonl\.(reset|deleted|bak)\.")
 
@@ -49,7 +49,7 @@ class ImportFailure(msgspec.Struct, rename="camel", frozen=True):
 
 
 class MergedSession(msgspec.Struct, rename="camel", frozen=True):
-    """What became of the data of a session that was put beside another, by the names of `sessions.json`."""
+    """How the data of a session whose key was taken was merged, by the field names of `sessions.json`."""
 
     key: str
     taken_over: list[str]
@@ -57,32 +57,32 @@ class MergedSession(msgspec.Struct, rename="camel", frozen=True):
 
 
 class ImportReport(msgspec.Struct, rename="camel", kw_only=True):
-    """What an import did, or with `dryRun` would do."""
+    """The result of an import, or with `dryRun` what it would be."""
 
     dry_run: bool = False
     imported: int = 0
     beside: int = 0
-    """Of the imported ones: put beside a conversation that already had the key."""
+    """Imported sessions whose key already had a conversation."""
     merged: list[MergedSession] = []
     past: int = 0
-    """Ended conversations that came along with the session whose key they had."""
+    """Ended conversations that were imported along with the session of their key."""
     skipped: int = 0
-    """Sessions whose session id is already here."""
+    """Sessions whose session id already exists here."""
     passed_over: int = 0
-    """Entries called `unknown`, which are no sessions: other programs put there what they could not place."""
+    """Entries called `unknown`, which are not sessions: other programs store there what they could not assign."""
     failed: list[ImportFailure] = []
     failed_count: int = 0
     messages: int = 0
     damaged_lines: int = 0
     left_out_entries: int = 0
-    """Entries that are no part of a conversation, such as a change of model."""
+    """Entries that are not part of a conversation, such as a change of model."""
     left_out_labels: int = 0
-    """Labels of imported sessions that another session of the agent has already."""
+    """Labels of imported sessions that another session of the agent already has."""
     missing_transcripts: int = 0
     archived_files: int = 0
     unlisted_files: int = 0
     unknown_agents: list[str] = []
-    """Agents of imported sessions that are not configured here, so that nobody answers for them yet."""
+    """Agents of imported sessions that are not configured here, so that their sessions get no answers yet."""
 
 
 class SessionsFolder(msgspec.Struct, frozen=True):
@@ -93,7 +93,7 @@ class SessionsFolder(msgspec.Struct, frozen=True):
 
 
 class PastConversation(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversation that ended before the current one of its key began, or was left for it."""
+    """A conversation of a key that is not its current one."""
 
     told: ConversationRecord
     file: Path
@@ -110,11 +110,11 @@ class SourceSession(msgspec.Struct, frozen=True, kw_only=True):
     file: Path | None
     reason: str = "imported"
     stands_in: bool = False
-    """It is called `global` and is taken for the main session, unless that has an entry of its own."""
+    """True for an entry called `global`: it becomes the main session, unless that has an entry of its own."""
     before: Sequence[PastConversation] = ()
     """Older than the current conversation, oldest first."""
     after: Sequence[PastConversation] = ()
-    """Younger than the current conversation, which somebody went back to."""
+    """Newer than the current conversation, which was restored over them."""
 
     @property
     def files(self) -> Iterator[Path | None]:
@@ -137,12 +137,12 @@ class SourceSession(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """As text, whatever it is; only what `_SessionImport` calls taken is one."""
+        """The label as text, whatever its type; valid only if `_SessionImport.label_taken` is set."""
         return str(self.entry.get("label"))
 
 
 class ImportSource(msgspec.Struct, frozen=True):
-    """What there is to import, and the report on it as far as reading the indexes has come."""
+    """The sessions to import, and the report so far from reading the indexes."""
 
     sessions: Sequence[SourceSession]
     report: ImportReport
@@ -160,14 +160,14 @@ class _SessionImport(msgspec.Struct):
 
 
 class _DryRunRollback(Exception):
-    """Undoes the transaction of a dry run, and brings its result out of it."""
+    """Rolls back the transaction of a dry run and carries its result out of it."""
 
     def __init__(self, done: _SessionImport) -> None:
         self.done = done
 
 
 class _DryRunImporter:
-    """A dry run. Each session is undone, so one that wants what others took is tried after them, in their order."""
+    """A dry run. Each session is rolled back, so those that it could conflict with are written again before it."""
 
     def __init__(self) -> None:
         self._tried: list[SourceSession] = []
@@ -189,17 +189,17 @@ class _DryRunImporter:
             return
         for name in found.ids:
             self._takers.setdefault(name, set()).update(after, {len(self._tried)})
-        if done.label_taken:  # one that has it is enough to know that it is not free
+        if done.label_taken:  # one session with the label is enough to know that it is taken
             self._takers.setdefault(found.label, {*after, len(self._tried)})
         self._tried.append(found)
 
 
 def scan_source(source: Path, config: Config, agent_id: str | None = None) -> ImportSource:
-    """What there is to import under `source`, of one agent or of all. Needs no store.
+    """Return what can be imported from `source`, for one agent or for all. Needs no store.
 
     Raises:
-        InvalidInput: nothing there can be imported, or that is no agent id.
-        NotFound: there is nothing of that agent.
+        InvalidInput: nothing there can be imported, or `agent_id` is not valid.
+        NotFound: `source` has no sessions of that agent.
     """
     report = ImportReport()
     found: list[SourceSession] = []
@@ -212,7 +212,7 @@ def scan_source(source: Path, config: Config, agent_id: str | None = None) -> Im
 async def import_source(
     store: Store, config: Config, source: ImportSource, now: int, *, dry_run: bool = False
 ) -> ImportReport:
-    """Import what was found. The store must be owned, and no engine need run on it."""
+    """Import the scanned sessions. The store must be owned by this process; no engine is needed."""
     report = source.report
     report.dry_run = dry_run
     rehearsal = _DryRunImporter() if dry_run else None
@@ -223,7 +223,7 @@ async def import_source(
             else:
                 done = await store.tx(_write_source_session, found, config, now)
         except StoreError:
-            raise  # no other session would fare better
+            raise  # every other session would fail in the same way
         except (AntiphonError, OSError) as error:
             _record_failure(report, str(found.key), error)
         else:
@@ -232,7 +232,7 @@ async def import_source(
 
 
 def find_session_folders(source: Path, default: str, *, only: str | None = None) -> list[SessionsFolder]:
-    """Where the sessions are: in `source` itself, in its `sessions`, or in `agents/<id>/sessions` below it.
+    """Return the session directories: `source` itself, its `sessions`, or `agents/<id>/sessions` below it.
 
     The short keys of a single directory that is not in such a place belong to `only`, or else to `default`.
     """
@@ -308,7 +308,7 @@ def _read_index(path: Path) -> dict[str, Any]:
 
 
 def _read_json(content: bytes) -> object:
-    """None where it is no JSON, or JSON's null, which is no object of sessions either."""
+    """Parse JSON; return None if it is invalid, or null, which is not an object of sessions either."""
     for mend in (bytes, replace_lone_surrogates):
         with suppress(ValueError, RecursionError):
             return msgspec.json.decode(mend(content))
@@ -316,7 +316,7 @@ def _read_json(content: bytes) -> object:
 
 
 def _read_json5(content: bytes, path: Path) -> object:
-    import pyjson5  # noqa: PLC0415 - files that programs wrote do not need it
+    import pyjson5  # noqa: PLC0415 - only hand-edited files need it
 
     try:
         return pyjson5.decode(content.decode("utf-8-sig"))
@@ -356,7 +356,7 @@ def _build_source_session(
 
 
 def _find_past_conversations(folder: Path, told: Sequence[ConversationRecord]) -> list[PastConversation]:
-    """Those that have a file: without one there is nothing to remember."""
+    """Return the conversations that have a file; without one, nothing can be imported."""
     named = [PastConversation(told=item, file=folder / f"{item.session_id}.jsonl") for item in told]
     return [past for past in named if _is_file(past.file)]
 
@@ -372,7 +372,7 @@ def _is_key_named(raw_key: str, name: str) -> bool:
 
 
 def _canonicalise_key(raw_key: str, agent_id: str, config: Config) -> SessionKey:
-    """The key that is stored, from any spelling that was ever used."""
+    """Return the stored form of a key, from any spelling that was ever used."""
     if _is_key_named(raw_key, "global"):
         return keys.main_session_key(agent_id, scope=config.session.scope)
     session = config.session
@@ -393,7 +393,7 @@ def _canonicalise_parent(spawned_by: str, agent_id: str, config: Config) -> str 
 def _find_transcript_file(
     folder: Path, session_id: str, entry: Mapping[str, Any], key: SessionKey
 ) -> Path | None:
-    """The transcript. A recorded path is from another place or time, so only its last part is used."""
+    """Return the transcript file. A recorded path may be from another machine, so only its last part is used."""
     recorded = entry.get("sessionFile")
     topic = key.thread.id if key.thread else None
     names = [
@@ -406,14 +406,14 @@ def _find_transcript_file(
 
 
 def _is_file(path: Path) -> bool:
-    """Also of a name that no file can have."""
-    return os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises there
+    """Like `Path.is_file`, but False for a name that no file can have."""
+    return os.path.isfile(path)  # noqa: PTH113 - Path.is_file raises for such a name
 
 
 def _order_parents_first(everything: Sequence[SourceSession]) -> Iterator[SourceSession]:
-    """Newest first, but nobody before whoever spawned it: lineage is recorded when a session is created.
+    """Yield sessions newest first, but parents before their children: lineage is recorded on creation.
 
-    What stands in comes last, however new it is: if the key has a conversation of its own, that one has it by then.
+    An entry called `global` comes last, however new it is: by then the main session's own entry, if any, has the key.
     """
     newest = sorted(everything, key=lambda found: (found.stands_in, -found.updated_at))
     by_key = {str(found.key): found for found in reversed(newest)}
@@ -437,13 +437,13 @@ async def _write_and_roll_back(
 
 
 async def _write_source_session(tx: Tx, found: SourceSession, config: Config, now: int) -> _SessionImport:
-    """The whole session. Reads its files in the writer's thread, entry by entry."""
+    """Write one session with all its conversations; its files are read in the writer's thread, entry by entry."""
     done = _SessionImport()
     known = await tx.one(SQL.has_session_id, session_id=found.session_id)
     present = await sessions.find_session(tx, found.key, None)
     if known and not present:
-        return done  # it is here under another key, and its past has nowhere to go
-    # Conversations are listed in the order they were written in.
+        return done  # the session exists under another key, so its past conversations cannot be attached
+    # Conversations are listed in the order in which they were written.
     for past in found.before:
         await _write_past(tx, found, past, now, done)
     if not known:
@@ -504,7 +504,7 @@ async def _write_session(
         role=role if isinstance(role, str) else None,
     )
     row = await sessions.create_session(tx, found.key, began, birth)
-    # A sub-agent is given its label without asking whose it is, here as where it was spawned.
+    # A sub-agent gets its label even if it is taken, as it does when it is spawned.
     unasked = found.archived_at or found.key.shape == "subagent"
     after = columns if unasked else await _drop_taken_label(tx, row, columns)
     done.label_taken = after["label"] is not None and not found.archived_at
@@ -531,7 +531,7 @@ async def _merge_settings(tx: Tx, key: SessionKey, session: int, told: Mapping[s
 
 
 async def _drop_taken_label(tx: Tx, session: Row, told: Mapping[str, Param]) -> Mapping[str, Param]:
-    """Without the label if another session has it."""
+    """Return the columns without the label if another session has it."""
     free = told["label"] is None or await sessions.is_label_free(tx, session, told["label"])
     return told if free else {**told, "label": None}
 
@@ -562,7 +562,7 @@ async def _write_ended_conversation(
 
 
 async def _append_entries(tx: Tx, transcript: int, reading: TranscriptReader) -> tuple[int, int]:
-    """How many entries were written, and when the last of them was said."""
+    """Append the entries; return their number and the time of the last one."""
     count = last_at = 0
     for entry in reading.iterate_entries():
         await transcripts.append_raw(tx, transcript, None, entry)
@@ -571,7 +571,7 @@ async def _append_entries(tx: Tx, transcript: int, reading: TranscriptReader) ->
 
 
 def _iterate_lines(path: Path | None) -> Iterator[bytes]:
-    """Lines of a bounded length; what is longer is given as something that cannot be read."""
+    """Yield lines of bounded length; a longer line is yielded as unreadable content."""
     if path is None:
         return
     with path.open("rb") as file:

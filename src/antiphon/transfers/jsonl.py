@@ -1,8 +1,7 @@
 """The transcript file format: one JSON object per line, a header first, entries that name their parent.
 
-Writing gives one line per stored entry. Reading takes whatever such a file has become: lines that cannot be
-read are counted and passed over, abandoned branches are left behind, and a message that we do not understand
-is kept word for word. This module opens no file and knows no store.
+Writing gives one line per stored entry. Reading is tolerant: unreadable lines are counted and skipped, abandoned
+branches are ignored, and a message of unknown form is kept verbatim. This module opens no file and knows no store.
 """
 
 from __future__ import annotations
@@ -21,29 +20,29 @@ from antiphon.validation_errors import replace_lone_surrogates
 
 FORMAT_VERSION = 3
 COMPACTION_TYPE = "compaction"
-MAX_ROLE_CHARACTERS = 64  # characters
+MAX_ROLE_CHARACTERS = 64
 _UNIX_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_MAX_TIMESTAMP_MILLISECONDS = 253_402_300_799_999  # the last millisecond that has a four-digit year
+_MAX_TIMESTAMP_MILLISECONDS = 253_402_300_799_999  # the last millisecond of the year 9999
 _SUMMARY_FIELDS = {"type", "id", "parentId", "timestamp", "summary", "firstKeptEntryId", "tokensBefore"}
 _BODY_FIELDS = {"role", "summary", "firstKeptSeq", "tokensBefore", "timestamp"}
 
 LineSource: TypeAlias = Callable[[], Iterable[bytes]]
-"""Gives the lines of a file from its beginning, as often as it is called."""
+"""Returns the lines of a file from its beginning, each time it is called."""
 
 
 def format_timestamp(ms: int) -> str:
-    """Milliseconds since the epoch as the format writes them."""
+    """Format milliseconds since the epoch as the file format writes them."""
     ms = min(max(ms, 0), _MAX_TIMESTAMP_MILLISECONDS)
     return f"{_format_second(ms // 1000)}.{ms % 1000:03d}Z"
 
 
-@lru_cache(maxsize=256)  # what is written together was said within a few seconds
+@lru_cache(maxsize=256)  # entries written together are only seconds apart
 def _format_second(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).replace(tzinfo=None).isoformat()
 
 
 def parse_timestamp(value: object) -> int | None:
-    """Milliseconds since the epoch from either spelling, or None."""
+    """Return milliseconds since the epoch from a number or an ISO 8601 text, or None."""
     if isinstance(value, bool):
         return None
     if isinstance(value, str):
@@ -64,7 +63,7 @@ def encode_header(session_id: str, started_at: int, cwd: str) -> bytes:
 
 
 def encode_entry(entry: Entry, parent: str | None, first_kept: str | None = None) -> bytes | None:
-    """One stored entry, or None when what is stored is not JSON. `first_kept` is for compactions."""
+    """Encode one stored entry; None if the stored body is not JSON. `first_kept` is for compactions."""
     at = format_timestamp(entry.created_at)
     if entry.role != COMPACTION_TYPE:
         if not _is_object(entry.body):
@@ -90,13 +89,13 @@ def encode_entry(entry: Entry, parent: str | None, first_kept: str | None = None
 
 
 def get_first_kept_seq(entry: Entry) -> int | None:
-    """Where the part that a compaction left in place begins."""
+    """Return the number of the first entry that a compaction kept."""
     seq = (parse_object(entry.body) or {}).get("firstKeptSeq") if entry.role == COMPACTION_TYPE else None
     return seq if isinstance(seq, int) else None
 
 
 def parse_object(text: str | bytes) -> dict[str, Any] | None:
-    """A JSON object, or None."""
+    """Parse a JSON object; None if it is not one."""
     try:
         found: object = msgspec.json.decode(text)
     except (ValueError, RecursionError):
@@ -105,7 +104,7 @@ def parse_object(text: str | bytes) -> dict[str, Any] | None:
 
 
 class _Object(msgspec.Struct):
-    """Any JSON object: its fields are passed over, which is cheaper than to build them."""
+    """Any JSON object; its fields are skipped, which is cheaper than building them."""
 
 
 _object_decoder = msgspec.json.Decoder(_Object)
@@ -141,13 +140,13 @@ _decoder = msgspec.json.Decoder(_EntryLine)
 
 
 class TranscriptReader:
-    """One file, read twice: first for its shape, then for its entries."""
+    """Reads one file twice: first for its structure, then for its entries."""
 
     def __init__(self, lines: LineSource) -> None:
         self.damaged = 0
         """Lines that could not be read."""
         self.left_out = 0
-        """Entries on the branch that are no part of a conversation, such as a change of model."""
+        """Entries on the branch that are not part of a conversation, such as a change of model."""
         self.started_at: int | None = None
         self.cwd: str | None = None
         self._lines = lines
@@ -155,7 +154,7 @@ class TranscriptReader:
         self._branch = self._find_branch()
 
     def iterate_entries(self) -> Iterator[Entry]:
-        """The conversation that ends in the file's last entry, numbered from 1."""
+        """Yield the conversation that ends in the file's last entry, numbered from 1."""
         seqs: dict[str, int] = {}
         seq, at = 0, self.started_at or 0
         for number, raw in enumerate(self._lines()):
@@ -171,7 +170,7 @@ class TranscriptReader:
                 yield entry
 
     def _find_branch(self) -> set[int]:
-        """The numbers of the lines on the way from the last entry to its root."""
+        """Return the numbers of the lines on the path from the last entry to its root."""
         numbers: list[int] = []
         parents: list[int] = []
         places: dict[str, int] = {}
@@ -182,7 +181,7 @@ class TranscriptReader:
             if found.type == "session":
                 self._take_header(found)
                 continue
-            # A parent that is not there was on a damaged line: the entry before stands in for it.
+            # A missing parent was on a damaged line: the preceding entry replaces it.
             before = len(parents) - 1
             known = places.get(found.parent_id, before) if isinstance(found.parent_id, str) else before
             parents.append(-1 if found.parent_id is None else known)
@@ -224,10 +223,10 @@ class TranscriptReader:
 
 
 def _decode_line(raw: bytes) -> tuple[_EntryLine, bytes]:
-    """The line, with halves of surrogate pairs replaced: cutting a text in UTF-16 leaves them behind.
+    """Decode a line, with unpaired surrogates replaced: programs that cut UTF-16 texts leave them behind.
 
     Raises:
-        ValueError: the line is no entry.
+        ValueError: the line is not an entry.
     """
     try:
         return _decoder.decode(raw), raw
@@ -241,14 +240,14 @@ def _decode_line(raw: bytes) -> tuple[_EntryLine, bytes]:
 def _trace_ancestry(numbers: list[int], parents: list[int]) -> set[int]:
     branch: set[int] = set()
     place = len(numbers) - 1
-    while place >= 0:  # a parent stands before its child, so this ends
+    while place >= 0:  # a parent precedes its child, so this ends
         branch.add(numbers[place])
         place = parents[place]
     return branch
 
 
 def _parse_message(raw: bytes, at: int) -> tuple[str, str, int] | None:
-    """Role, text to store and time of a message: as it is if it can be read, or must be kept as it is."""
+    """Return role, body and time of a message; the body is repaired only if that makes it readable."""
     body = parse_object(raw)
     role = body.get("role") if body else None
     if (
@@ -275,7 +274,7 @@ def _is_readable(text: str) -> bool:
 
 
 def _repair_message(body: dict[str, Any], role: str, at: int) -> dict[str, Any]:
-    """The message with what older writers left out: a time, blocks instead of bare text, a tool's name."""
+    """Add what older writers left out: a time, blocks instead of bare text, a tool's name."""
     mended = {**body, "timestamp": at}
     if role != "user" and isinstance(body.get("content"), str):
         mended["content"] = [{"type": "text", "text": body["content"]}]

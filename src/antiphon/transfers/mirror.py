@@ -1,14 +1,14 @@
-"""Keeping the JSONL file of every session up to date, for `session.transcripts.mirror`.
+"""Keeps the JSONL file of every session up to date, for `session.transcripts.mirror`.
 
-A derived copy, written a moment after the commits it shows and never read back. What changed within that moment is read
-at once and appended in a thread, so a slow disk delays only the mirror. A row that is to be shown before its file is
-there has it written first (`TranscriptFiles`). Where events were dropped, the rows say what may have changed meanwhile;
-files that are missing or older than their session, after a crash or an import, are written anew one after the other.
+The files are a derived copy, written shortly after the commits and never read back. Changes of about one second are
+read together and appended in a thread, so a slow disk delays only the mirror. A view that needs a missing file has it
+written first (`TranscriptFiles`). After dropped events, the rows tell what may have changed; files that are missing or
+older than their session, after a crash or an import, are rewritten one after the other.
 
-What is deleted from the store is deleted here, whoever wrote the file, an export too: the words of a deleted session
-stay in no file of this folder. It goes by the record of what was deleted and not by what the store does not know, so
-that the files of others, and of a store that was lost or set back to a backup, are left alone. How far that record has
-been gone by stands in a file of the folder: what was deleted before there was a mirror keeps the exports made of it.
+A session deleted from the store is deleted here too, even if an export wrote the file. This follows the record of
+deletions, not what is missing in the store, so that foreign files, and those of a store that was lost or restored from
+a backup, stay. A file in the folder marks how far that record was processed: exports of sessions deleted before the
+mirror was enabled stay.
 """
 
 from __future__ import annotations
@@ -38,32 +38,30 @@ from antiphon.transfers.exports import SQL, AtomicFile, find_entry_at
 
 log = logging.getLogger(__name__)
 
-WRITE_DELAY_SECONDS = 1.0  # seconds that a change may wait for others to be written with it
-EVENT_POLL_SECONDS = (
-    0.05  # between two looks at what was heard: to be woken by every event would cost each turn
-)
-CLOCK_MARGIN_MILLISECONDS = 10_000  # milliseconds that a row's time may be behind its event
+WRITE_DELAY_SECONDS = 1.0  # how long a change may wait for others to be written with it
+EVENT_POLL_SECONDS = 0.05  # interval for draining events; waking up on every event would slow down each turn
+CLOCK_MARGIN_MILLISECONDS = 10_000  # how far a row's time may be behind its event
 MIRRORED_ROWS_PER_PAGE = 200
-MARK_FILE_NAME = ".mirrored"  # the file that says since when, in milliseconds
-MAX_REMEMBERED_FILES = 4096  # whose place is remembered, the most recently changed ones
-CATCH_UP_PAUSE_SECONDS = 0.05  # between two files that are written only because they are behind
+MARK_FILE_NAME = ".mirrored"  # contains the time, in milliseconds, up to which deletions were processed
+MAX_REMEMBERED_FILES = 4096  # files whose position is remembered, the most recently changed ones
+CATCH_UP_PAUSE_SECONDS = 0.05  # between two outdated files
 
 
 class _FilePosition(msgspec.Struct):
-    """How far a file has got: the last number in it, and that entry's id. At 0 it is begun anew."""
+    """How far a file was written: its last entry's number and id. At 0 it is rewritten."""
 
     seq: int = 0
     entry: str | None = None
     ended: bool = False
-    """Nothing is said in this conversation any more, unless it is restored."""
+    """The conversation has ended and gets no entries, unless it is restored."""
 
 
 class _PendingEntries(NamedTuple):
-    """What a file has yet to be given; `more` if that is not all of it."""
+    """Entries that a file still lacks; `more` if further ones follow."""
 
     session_id: str
     header: bytes
-    """Empty where the file is gone on with."""
+    """Empty if the file is continued."""
     entries: list[Entry]
     kept: dict[int, str | None]
     """The first entry that each compaction kept, by the compaction's number."""
@@ -78,7 +76,7 @@ class _FileAppend(NamedTuple):
 
 
 class TranscriptMirror:
-    """`run` writes until it is cancelled; `flush` writes what is due now."""
+    """Mirrors transcripts: `run` writes until it is cancelled; `flush` writes pending changes now."""
 
     def __init__(self, store: Store, bus: EventBus, folder: Path, clock: Clock | None = None) -> None:
         self._store = store
@@ -87,14 +85,14 @@ class TranscriptMirror:
         self._clock = clock or SystemClock()
         self.files = TranscriptFiles(folder, self.write)
         self._changed: dict[str, bool] = {}
-        """Keys of sessions, and whether more may have happened there than that something was said."""
+        """Keys of changed sessions, and whether more than new messages may have changed."""
         self._lock = asyncio.Lock()  # one writer at a time
         self._positions: dict[str, _FilePosition] = {}
-        self._missed = True  # whatever happened before it listened
+        self._missed = True  # events from before it started listening
         self._due: float | None = None
         self._since = now = self._clock.now()
-        """What was deleted before then has been looked at, or was when nothing was mirrored."""
-        # The two latest: what was not yet heard when one began is no older than the one before it.
+        """Deletions before this time were processed, or happened while nothing was mirrored."""
+        # The last two starts of a flush: an event not received before one of them is no older than the one before.
         self._begun = deque([now, now], maxlen=2)
 
     async def run(self) -> None:
@@ -111,7 +109,7 @@ class TranscriptMirror:
                         self._handle_event(event)
                     if self._seconds_until_due() == 0:
                         await _run_to_completion(self.flush())
-            finally:  # whoever ends this flushes once more
+            finally:  # the caller flushes once more after the end
                 catching_up.cancel()
                 await asyncio.gather(catching_up, return_exceptions=True)
                 while (event := await events.get(0)) is not None:
@@ -129,7 +127,7 @@ class TranscriptMirror:
             self._due = asyncio.get_running_loop().time() + WRITE_DELAY_SECONDS
 
     def _seconds_until_due(self) -> float | None:
-        """Seconds until something has to be written, or None while nothing has changed."""
+        """Return the seconds until the next write is due; None while nothing has changed."""
         return None if self._due is None else max(0.0, self._due - asyncio.get_running_loop().time())
 
     async def flush(self) -> None:
@@ -150,7 +148,7 @@ class TranscriptMirror:
             await self._write_changes(changed)
 
     async def _catch_up(self) -> None:
-        """Write what is missing or older than its session, without haste: imports, and what a crash left behind."""
+        """Write files that are missing or older than their session, slowly: after imports and crashes."""
         cursor: tuple[int, str] | None = None
         try:
             while True:
@@ -171,7 +169,7 @@ class TranscriptMirror:
             )
 
     async def _rescan(self) -> None:
-        """Events were dropped: whatever was active since then may have changed, and any session may be gone."""
+        """Find changes after dropped events: sessions active since then may have changed, and any may be deleted."""
         try:
             since = self._begun[0] - CLOCK_MARGIN_MILLISECONDS
             for key in await self._load_active_since(since):
@@ -200,10 +198,10 @@ class TranscriptMirror:
             cursor = rows[-1].updated_at, rows[-1].key
 
     async def _write_changes(self, changed: Mapping[str, bool]) -> None:
-        """Write what is new. A session that cannot be written keeps back no other, and does not end the mirror."""
+        """Write new entries. A session that fails neither holds up others nor ends the mirror."""
         try:
             for key, more in changed.items():
-                if more:  # also where the key stands for another session now
+                if more:  # also if the key now belongs to another session
                     await self._remove_deleted(f"{DELETED_TRANSCRIPT_PREFIX}{key} ")
             left = list(changed)
             while left:
@@ -220,7 +218,7 @@ class TranscriptMirror:
             )
 
     async def _remove_deleted(self, prefix: str) -> bool:
-        """Remove the files of what was deleted, as far as the record of it begins like that; whether all are gone."""
+        """Remove the files of deleted sessions whose record begins with `prefix`; return whether all are removed."""
         after, until = prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1)
         clean = True
         while True:
@@ -236,14 +234,12 @@ class TranscriptMirror:
             after = rows[-1]["id"]
 
     async def _append_pending(self, news: Sequence[_PendingEntries]) -> bool:
-        """Whether there is more to be written of these."""
+        """Append entries to their files; return whether more remain to be written."""
         additions: list[_FileAppend] = []
         places: dict[str, _FilePosition] = {}
         for item in news:
             place = self._positions.pop(item.session_id, None) or _FilePosition()
-            self._positions[item.session_id] = (
-                _FilePosition()
-            )  # for the case that it cannot be written completely
+            self._positions[item.session_id] = _FilePosition()  # in case it is not written completely
             content = b"".join(
                 [item.header, *(_encode_next_line(entry, place, item.kept) for entry in item.entries)]
             )
@@ -259,7 +255,7 @@ class TranscriptMirror:
                 self._positions[session_id] = place
                 self.files.add(session_id)
         while len(self._positions) > MAX_REMEMBERED_FILES:
-            del self._positions[next(iter(self._positions))]  # written anew when it changes again
+            del self._positions[next(iter(self._positions))]  # rewritten when it changes again
         return any(failed.get(item.session_id, item.more) for item in news)
 
 
@@ -275,14 +271,14 @@ def _encode_next_line(entry: Entry, place: _FilePosition, kept: Mapping[int, str
 async def _load_pending(
     tx: Tx, keys: Sequence[str], changed: Mapping[str, bool], places: Mapping[str, _FilePosition]
 ) -> tuple[list[_PendingEntries], int]:
-    """What the first of these keys have that their files do not, and of how many keys; a page, or little more."""
+    """Load the entries that the first keys' files lack, about a page; also return how many keys that covers."""
     news: list[_PendingEntries] = []
     entries = 0
     for number, key in enumerate(keys):
         if entries >= MIRRORED_ROWS_PER_PAGE:
             return news, number
         rows = [] if changed[key] else await tx.all(SQL.current_conversation, key=key)
-        if not rows or rows[0]["session_id"] not in places:  # another may have ended a moment ago
+        if not rows or rows[0]["session_id"] not in places:  # another conversation may just have ended
             rows = await tx.all(SQL.recent_conversations, key=key)
         for row in rows:
             place = places.get(row["session_id"]) or _FilePosition()
@@ -316,7 +312,7 @@ async def _load_pending_entries(tx: Tx, row: Row, place: _FilePosition) -> _Pend
 
 
 async def _run_to_completion(writing: Coroutine[Any, Any, None]) -> None:
-    """To its end even when cancelled: a file that is being appended to must not be begun anew meanwhile."""
+    """Finish writing even when cancelled: a file must not be rewritten while it is still being appended to."""
     task = asyncio.create_task(writing)
     try:
         await asyncio.shield(task)
@@ -329,7 +325,7 @@ async def _load_deleted(tx: Tx, after: str, until: str, since: int) -> list[Row]
 
 
 def _write_files(folder: Path, additions: Sequence[_FileAppend]) -> dict[str, bool]:
-    """Those that could not be written, and whether it helps to begin them anew at once."""
+    """Append to files; return those that failed, and whether rewriting them at once helps."""
     failed: dict[str, bool] = {}
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for session_id, content, fresh in additions:
@@ -353,7 +349,7 @@ def _write_files(folder: Path, additions: Sequence[_FileAppend]) -> dict[str, bo
 
 
 def _find_outdated(folder: Path, rows: Sequence[SessionListRow]) -> list[str]:
-    """The keys of sessions whose file is missing, or was last written before the session changed."""
+    """Return the keys of sessions whose file is missing, or was last written before the session changed."""
     return [
         row.key
         for row in rows
@@ -362,7 +358,7 @@ def _find_outdated(folder: Path, rows: Sequence[SessionListRow]) -> list[str]:
 
 
 def _get_written_at(folder: Path, row: SessionListRow) -> int:
-    """In milliseconds, as a session's times are."""
+    """Return the file's modification time in milliseconds; -1 if it does not exist."""
     try:
         return (folder / f"{row.session_id}.jsonl").stat().st_mtime_ns // 1_000_000
     except OSError:
@@ -396,6 +392,6 @@ def _write_mark(folder: Path, since: int) -> None:
 
 
 def remove_mark(folder: Path) -> None:
-    """It is not mirrored now: what is deleted meanwhile keeps its files, also when it is mirrored again."""
-    with suppress(OSError):  # there is none, most of the time
+    """Remove the mark when mirroring is disabled: files of sessions deleted meanwhile stay for good."""
+    with suppress(OSError):  # usually it does not exist
         (folder / MARK_FILE_NAME).unlink()

@@ -1,11 +1,11 @@
-"""Moving everything from the SQLite database of a state directory into a PostgreSQL database.
+"""Copies everything from the SQLite database of a state directory into a PostgreSQL database.
 
-Rows go over in batches, in the order of their keys, each batch in one transaction with how far it got: whoever is
-killed goes on there. In the end both sides are counted and summed up, apart from how they were copied, and only a
-database that is the same is handed over. Before that no gateway starts on it.
+Rows are copied in batches in the order of their keys, each in one transaction with its position, so that a killed
+migration continues there. At the end both sides are counted and checksummed independently of the copying; gateways
+start on the target only after they match.
 
-What the source held up to the last key must still be what was copied: so a source that was used meanwhile is noticed
-before anything else happens, and one that is not the same at all, too.
+On resuming, the source up to the last copied key must still match what was copied: a source that was used meanwhile, or
+a different one, is detected before anything else happens.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ class MigrationProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MigrationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What is on the other side now, row by row the same."""
+    """The rows on the target, verified to be identical to the source."""
 
     tables: dict[str, int]
     replaced: int
     """Texts in which U+0000, which PostgreSQL cannot store, was replaced by U+FFFD."""
     already: bool = False
-    """Everything had been there before."""
+    """Whether an earlier migration had already finished."""
 
 
 ProgressCallback: TypeAlias = Callable[[MigrationProgress], None]
 
 
 async def migrate_to_postgres(path: Path, server: PgServer, tell: ProgressCallback) -> MigrationResult:
-    """Move everything, or the rest of it. Nobody may be using the source, and it is never changed.
+    """Copy everything, or the rest of it. The source must not be in use, and is never changed.
 
     Raises:
-        StoreError: one of the two cannot be used, or they differ in the end; the sentence names the table.
-        Conflict: the target holds something else.
+        StoreError: one of the two cannot be used, or they differ in the end; the message names the table.
+        Conflict: the target holds other data.
     """
     with (
         await asyncio.to_thread(_own_source, path),
@@ -67,7 +67,7 @@ async def migrate_to_postgres(path: Path, server: PgServer, tell: ProgressCallba
 
 
 def _own_source(path: Path) -> AbstractContextManager[object]:
-    """A state directory has one owner; a copy of its database under another name is nobody's."""
+    """Lock the state directory of the source; a copy of a database under another name has no owner to lock out."""
     if path.name == DATABASE_FILE_NAME and path.exists():
         return StateDir.open_locked(path.parent)
     return nullcontext()
@@ -102,7 +102,7 @@ async def _run_migration(source: CopySource, target: CopyTarget, tell: ProgressC
 async def _confirm_already_migrated(
     source: CopySource, target: CopyTarget, tables: Sequence[Table], tell: ProgressCallback
 ) -> MigrationResult:
-    """Somebody may have been killed between the last commit and saying so."""
+    """Confirm a finished migration: the process may have been killed after the last commit, before reporting it."""
     try:
         return MigrationResult(
             tables=await _compare_tables(source, target, tables, tell), replaced=0, already=True
@@ -140,7 +140,7 @@ async def _copy_table(
 async def _compare_tables(
     source: CopySource, target: CopyTarget, tables: Sequence[Table], tell: ProgressCallback
 ) -> dict[str, int]:
-    """Both sides, read from end to end."""
+    """Compare both sides in full and return the row counts."""
     sums: dict[str, int] = {}
     for table in tables:
         here = await asyncio.to_thread(source.sum_digests, table)

@@ -1,7 +1,7 @@
-"""The entries of `sessions.json`: what such a file says of a session, and what our rows say of it.
+"""Converts between the entries of `sessions.json` and session rows.
 
-Each known name becomes a column if its value can be one; everything else is kept in `extra`, so that an export
-gives it back. Pure data in, pure data out.
+Each known name becomes a column if its value fits; everything else is kept in `extra`, so that an export returns it.
+This module does no I/O.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from antiphon.engine.validation import THINKING_LEVELS
 from antiphon.keys import SessionKey
 from antiphon.store import Param, Row
 
-MAX_COLUMN_CHARACTERS = 1024  # characters of one column
-MAX_EXTRA_BYTES = 256 * 1024  # bytes
+MAX_COLUMN_CHARACTERS = 1024  # of one column
+MAX_EXTRA_BYTES = 256 * 1024
 
 _TEXT_FIELDS = {
     "label": "label",
@@ -53,9 +53,10 @@ _CHAT_COLUMNS = (*_ROUTE_FIELDS, "channel", "chat_type")
 _SETTING_COLUMNS = ("label", "display_name", "subject", "model", "thinking", "verbose")
 _OLD_CHAT_TYPES = {"dm": "direct", "room": "channel"}
 CONVERSATIONS_FIELD = "conversations"
-"""Every conversation of a key whose file is there, oldest first and with the current one among them.
+"""Every conversation of a key whose file exists, oldest first, including the current one.
 
-A name of ours that other programs pass over; only where a key has had more than one."""
+A field of Antiphon's own that other programs ignore; written only if a key has had more than one conversation.
+"""
 
 _DROPPED_FIELDS = {
     "sessionId",
@@ -66,11 +67,11 @@ _DROPPED_FIELDS = {
     "systemPromptReport",
     CONVERSATIONS_FIELD,
 }
-"""Said in other ways here, or caches and paths that mean nothing outside the program that wrote them."""
+"""Fields represented differently here, or caches and paths that mean nothing outside the program that wrote them."""
 
 
 class ConversationRecord(msgspec.Struct, rename="camel", frozen=True, omit_defaults=True):
-    """One conversation of a key, as `conversations` tells of it. `reason` is why it was begun."""
+    """One conversation of a key, as listed in `conversations`. `reason` is why it was started."""
 
     session_id: str
     reason: str = "imported"
@@ -78,7 +79,7 @@ class ConversationRecord(msgspec.Struct, rename="camel", frozen=True, omit_defau
 
 
 def parse_conversation_records(entry: Mapping[str, Any]) -> list[ConversationRecord]:
-    """The conversations that an entry tells of. What another program keeps under that name is none."""
+    """Return the conversations listed in an entry; other programs' data under that name is ignored."""
     try:
         return msgspec.convert(entry.get(CONVERSATIONS_FIELD, []), list[ConversationRecord])
     except msgspec.ValidationError:
@@ -88,7 +89,7 @@ def parse_conversation_records(entry: Mapping[str, Any]) -> list[ConversationRec
 def build_columns(
     entry: Mapping[str, Any], key: SessionKey, known_model: Callable[[str], bool]
 ) -> dict[str, Param]:
-    """The columns an entry fills. An override of a model that is not configured here stays in `extra`."""
+    """Return the columns that an entry sets. A model override that is not configured here stays in `extra`."""
     rest = {name: value for name, value in entry.items() if name not in _DROPPED_FIELDS}
     found: dict[str, Param] = {column: _take_text(rest, name) for column, name in _TEXT_FIELDS.items()}
     found |= {column: _take_choice(rest, name, allowed) for column, (name, allowed) in _CHOICE_FIELDS.items()}
@@ -106,12 +107,11 @@ def build_columns(
 
 
 def merge_columns(row: Row, told: Mapping[str, Param]) -> dict[str, Param]:
-    """The columns of a session that is here, with what an entry of the same key told and it has nothing of.
+    """Return the columns of an existing session, with those it lacks taken from an imported entry of the same key.
 
-    They belong to the key and not to one conversation, so they are there whichever of them is current. What was
-    decided here stays, with one exception: of two send policies the stricter one holds, so an imported `allow` is
-    not taken even where nothing was said. A route is taken as a whole or not at all: half of one leads elsewhere.
-    Counters are those of a conversation, and the ledger here knows nothing of theirs.
+    Columns belong to the key, not to one conversation. Values set here stay, with one exception: of two send policies
+    the stricter one wins, so an imported `allow` is never adopted. A route is adopted as a whole or not at all, since
+    half of one would lead elsewhere. Counters belong to a conversation and are not adopted.
     """
     after: dict[str, Param] = {column: row[column] for column in told}
     after |= {column: told[column] for column in _SETTING_COLUMNS if row[column] is None}
@@ -127,14 +127,14 @@ def merge_columns(row: Row, told: Mapping[str, Param]) -> dict[str, Param]:
 
 
 def list_differing_fields(one: Row, other: Row) -> list[str]:
-    """The names under which the columns of `other` say something else than those of `one`, or something more."""
+    """Return the names of the fields that `other` sets differently from `one`, or in addition."""
     before, after = _collect_fields(one), _collect_fields(other)
     said = {name: value for name, value in after.items() if value or name not in _EMPTY_BY_DEFAULT_FIELDS}
     return [name for name, value in said.items() if before.get(name) != value]
 
 
 def build_index_entry(row: Row) -> dict[str, Any]:
-    """A session as an entry: what we know, and what an import left with us."""
+    """Return a session as an entry: its columns, and the extra fields that an import kept."""
     known = {
         "sessionId": row["session_id"],
         "updatedAt": row["updated_at"],
@@ -146,7 +146,7 @@ def build_index_entry(row: Row) -> dict[str, Any]:
 
 
 def _collect_fields(row: Row) -> dict[str, Any]:
-    """What `build_columns` makes columns of, as it was."""
+    """Return the fields that `build_columns` turned into columns, in their original form."""
     known = {name: row[column] for column, name in (_TEXT_FIELDS | _COUNT_FIELDS).items()}
     known |= {name: row[column] for column, (name, _) in _CHOICE_FIELDS.items()}
     known |= {name: bool(row[column]) for column, name in _FLAG_FIELDS.items()}

@@ -1,1 +1,1 @@
-"""The terminal chat: `command` is `antiphon chat`, `controller` holds the conversation."""
+"""The terminal chat: `command` is `antiphon chat`, `controller` runs the conversation."""

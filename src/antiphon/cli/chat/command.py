@@ -1,4 +1,4 @@
-"""`antiphon chat`: a conversation in this terminal, or for a script."""
+"""`antiphon chat`: a conversation in this terminal, or driven by a script."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from antiphon.client import Client
     from antiphon.views import RunView, SessionView
 
-REHEARSAL_MODEL_REF = "rehearsal/rehearsal"  # as `antiphon.config` calls it, which a client does not load
+# Same value as in `antiphon.config`, which a client does not import.
+REHEARSAL_MODEL_REF = "rehearsal/rehearsal"
 
 
 @click.command(help="Talk with an agent. Without a terminal each line of the input is a message.")
@@ -109,7 +110,7 @@ async def _print_greeting(
 
 
 def _describe_local_model(settings: Settings, view: SessionView) -> str:
-    """What answers; and what the configuration warns of."""
+    """Return the model that answers, and warnings about the configuration."""
     from antiphon.cli.config import describe_answering_model, find_missing_secrets
 
     loaded = settings.load()

@@ -1,8 +1,8 @@
-"""One person and one session: what is typed goes in, what happens comes out, until somebody leaves.
+"""Runs the chat between one person and one session: reads lines, sends messages, shows events.
 
-A line is a message or a command that starts with a slash. While an answer comes, further lines are taken too:
-a message waits its turn in the session, `/stop` ends what runs. Taking a line may last as long as a gateway is away,
-so it is heard first and taken by a task of its own: whoever wants to leave is heard at any time.
+A line is a message or a command that starts with a slash. Lines are also read while an answer streams: a message waits
+its turn in the session, `/stop` ends the current run. Executing a line may take as long as a gateway is unreachable, so
+lines are queued and executed by a task of their own: the user can leave at any time.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from antiphon.views import RunView, build_run_ended_event
 if TYPE_CHECKING:
     from antiphon.client import Client
 
-RUN_WAIT_SECONDS = 60.0  # seconds of one wait for a run; it is repeated until the run has ended
-FEED_LAG_SECONDS = 0.5  # seconds that the feed may lag behind the end of a run
-LEAVE_TIMEOUT_SECONDS = 1.0  # seconds in which what was typed before leaving is still taken
-MAX_QUEUED_LINES = 100  # lines that may wait to be taken; what is typed beyond them waits in the terminal
+RUN_WAIT_SECONDS = 60.0  # length of one wait; repeated until the run has ended
+FEED_LAG_SECONDS = 0.5  # how far the feed may lag behind the end of a run
+LEAVE_TIMEOUT_SECONDS = 1.0  # for lines typed before leaving to be executed
+MAX_QUEUED_LINES = 100  # further input stays in the terminal's buffer
 QUIT_COMMAND = "/quit"
 _UNKNOWN_COMMAND_HINT = (
     "/help lists them. For a message that begins like one, put something before the slash."
@@ -48,7 +48,7 @@ class ChatCommand(NamedTuple):
 
 
 class ChatController:
-    """Without a gateway, answers are made by this very process, and stop with it."""
+    """The chat of one session. Without a gateway, this process produces the answers, and they stop with it."""
 
     def __init__(
         self,
@@ -71,20 +71,20 @@ class ChatController:
         if self._person:
             screen.out = self._person.print_above_prompt
         self._begun = ""
-        """Lines that go on in the next one."""
+        """The lines so far of a message that continues on the next line."""
         self._typed: asyncio.Queue[str] = asyncio.Queue(MAX_QUEUED_LINES)
         self._untaken: deque[str] = deque()
-        """What was typed and is not known to be taken."""
+        """Lines that were typed and not yet executed."""
         self._taking = False
-        """Whether the first of these is being taken."""
+        """Whether the first of `_untaken` is being executed."""
         self._unsent: float | None = None
-        """The absence of the gateway in which that was begun."""
+        """Since when the gateway was unreachable when that line was started; None if it was reachable."""
         self._waiting: deque[str] = deque()
         self._tasks: list[asyncio.Task[Any]] = []
         self._stopping = False
         self._stop_asked: asyncio.Task[Any] | None = None
         self._unwanted = False
-        """Whether the answer to what is being taken is to be stopped."""
+        """Whether to stop the answer to the line that is being executed."""
         self._leaving = asyncio.Event()
         self.interrupted = False
         self.failed = False
@@ -107,10 +107,10 @@ class ChatController:
         return self._gateway.reconnect_deadline if self._gateway else None
 
     async def run(self, talk: Coroutine[Any, Any, None]) -> None:
-        """Talk until that is over or somebody leaves; show meanwhile what happens, and take Ctrl-C as a wish.
+        """Run `talk` until it is done or the user leaves; meanwhile show events and handle Ctrl-C.
 
         Raises:
-            AntiphonError: the gateway went away for good, or a script cannot go on.
+            AntiphonError: the gateway is gone for good, or a script cannot continue.
         """
         loop = asyncio.get_running_loop()
         for work in (talk, self._process_queued_lines(), self._show_events(), self._leaving.wait()):
@@ -136,7 +136,7 @@ class ChatController:
         return task
 
     async def resume_unfinished_runs(self) -> None:
-        """Take up the runs that are under way in this session, or that an earlier process left in it."""
+        """Follow the runs that are in progress in this session, or that an earlier process left in it."""
         self._waiting += await self._desk.unfinished(self._session)
         for run_id in self._waiting:
             if await self._is_for_person(run_id):
@@ -150,12 +150,12 @@ class ChatController:
             await self._wait_until_answered()
 
     async def _is_for_person(self, run_id: str) -> bool:
-        """Whether a person is to be answered, not another session or this one's own sub-agents."""
+        """Whether the run answers a person, not another session or this one's own sub-agents."""
         run = build_run_ended_event(self._session, await self._desk.wait(run_id, 0))
         return not (run.gated or run.quiet)
 
     async def read_messages(self) -> None:
-        """Until told to leave, which the end of the input does as well."""
+        """Read and queue lines until the user leaves or the input ends."""
         assert self._keyboard is not None
         while not (self._leaving.is_set() or (self.interrupted and not self._person)):
             line = await self._keyboard.read_line(". . . " if self._begun else _format_prompt())
@@ -165,17 +165,17 @@ class ChatController:
             await self._wait_until_answered()
 
     async def send_messages(self, messages: Sequence[str]) -> None:
-        """Messages, each when the one before is answered, until one is stopped."""
+        """Send messages, each after the answer to the one before, until one is stopped."""
         self._untaken += messages
         for message in messages:
             if not self.interrupted:
                 await self._process_line(message, self._send_message)
                 await self._wait_until_answered()
 
-    # --- what is typed ---
+    # --- input ---
 
     async def _accept_line(self, line: str | None) -> None:
-        """A line, at the prompt or during an answer, or the end of all. Who leaves waits for nothing before it."""
+        """Handle a line, or the end of the input (None). Leaving does not wait for queued lines."""
         if line is None and self._begun and not self._person:
             line = ""  # a file may end in the middle of a message
         if line is None or f"{self._begun}{line}".split(maxsplit=1)[:1] == [QUIT_COMMAND]:
@@ -188,24 +188,24 @@ class ChatController:
                 await self._queue_line(line)
 
     async def _queue_line(self, line: str) -> None:
-        """A line, until it is its turn to be taken. No other is heard before there is room for it."""
+        """Queue a line for execution; wait while the queue is full."""
         self._untaken.append(line)
         if self._away:
             self._screen.print_note("(is sent when the gateway is back)")
         await self._typed.put(line)
 
     async def _process_queued_lines(self) -> None:
-        """What is typed, one line after the other."""
+        """Execute queued lines one after the other."""
         while True:
             await self._process_line(await self._typed.get(), self._execute_line)
             self._typed.task_done()
 
     async def _process_line(self, line: str, act: LineHandler) -> None:
-        """The first of what is not taken."""
+        """Execute the first queued line."""
         self._taking, self._unsent = True, self._away
         try:
             await act(line)
-        except InvalidInput:  # it was refused, and there is no doubt about that
+        except InvalidInput:  # it was certainly not accepted
             self._mark_line_processed()
             raise
         self._mark_line_processed()
@@ -215,12 +215,12 @@ class ChatController:
         self._taking = self._unwanted = False
 
     async def _finish_queued_lines(self) -> None:
-        """Who has typed a line, or asked for a stop, and leaves at once has not called it off."""
+        """Give queued lines and a requested stop a moment to finish before leaving."""
         last = [self._start_task(self._typed.join()), *([self._stop_asked] if self._stop_asked else [])]
         await asyncio.wait(last, timeout=LEAVE_TIMEOUT_SECONDS)
 
     async def _execute_line(self, line: str) -> None:
-        """A line. What is wrong with it is said and harms nothing, except to a script."""
+        """Execute a line. An error is printed and the chat continues; in a script it is raised."""
         name, _, rest = line.strip().partition(" ")
         try:
             if name in self._commands:
@@ -246,14 +246,14 @@ class ChatController:
             await self._desk.stop(self._session, run_id)
 
     async def _wait_until_answered(self) -> None:
-        """Until all that was typed is taken and every answer is there; hear what is typed meanwhile."""
+        """Wait until every line is executed and every answer is complete; keep reading lines meanwhile."""
         while True:
             work = self._start_task(self._wait_for_answers())
             while not work.done():
                 await self._read_line_during(work)
             self._tasks.remove(work)
             work.result()
-            # A line may have been heard at the very moment at which the last answer was complete.
+            # A line may have been read just as the last answer was completed.
             if not (self._person and self._untaken):
                 break
         self._stopping = False
@@ -268,7 +268,7 @@ class ChatController:
             await self._typed.join()
 
     async def _read_line_during(self, work: asyncio.Task[Any]) -> None:
-        """For one line, while this is not done."""
+        """Read one line, but only until `work` is done."""
         if self._person is None:
             await asyncio.wait([work])
             return
@@ -296,10 +296,10 @@ class ChatController:
             self._screen.show_run_end(run_id, view.state, view.reply, view.error)
         return view
 
-    # --- what happens ---
+    # --- events ---
 
     async def _show_events(self) -> None:
-        """What happens, as long as it can be followed; without that, ends are still asked for."""
+        """Show events as long as the feed works; without it, the ends of runs are still polled."""
         try:
             async for event in self._desk.follow(self._session):
                 if isinstance(event, MessageAppended):
@@ -312,9 +312,9 @@ class ChatController:
         await self._leaving.wait()
 
     def _handle_interrupt(self) -> None:
-        """Ctrl-C: stop the answer; leave when there is none, or when stopping it takes too long.
+        """Handle Ctrl-C: stop the answer; leave if none is in progress, or if stopping it takes too long.
 
-        What is on its way to be answered is stopped as soon as it is accepted; a script does not wait for that.
+        A message that is still being sent is stopped as soon as it is accepted; a script does not wait for that.
         """
         self.interrupted = True
         if self._stopping or not (self._waiting or (self._person and self._untaken)):
@@ -341,7 +341,7 @@ class ChatController:
         )
 
     async def _stop_answer(self, _: str) -> None:
-        # Only what is being answered: what waits behind it may be somebody else's.
+        # Only the current answer: queued runs may belong to another client.
         running = self._waiting or await self._desk.unfinished(self._session)
         if not running or not (await self._desk.stop(self._session, running[0])).run_ids:
             self._screen.print_result("Nothing runs.")
@@ -390,7 +390,7 @@ class ChatController:
         )
 
     def _report_unfinished(self) -> None:
-        """What becomes of the answers that are due, and of what was typed and not taken."""
+        """Report what happens to pending answers and to lines that were not executed."""
         told: list[str] = []
         going_on = len(self._waiting)
         if going_on and self._stopping and _has_succeeded(self._stop_asked):
@@ -431,7 +431,7 @@ def _has_succeeded(task: asyncio.Task[Any] | None) -> bool:
 
 
 def _is_slash_command(line: str) -> bool:
-    """Whether it is for the chat itself, and not a message that begins with a path."""
+    """Whether a line is a chat command, not a message that begins with a path."""
     name = line.strip().partition(" ")[0]
     return name.startswith("/") and "/" not in name[1:]
 
@@ -442,5 +442,5 @@ def _abbreviate(text: str) -> str:
 
 
 def _format_prompt() -> str:
-    # The marks keep readline from counting the colours as columns.
+    # The markers keep readline from counting colour codes as columns.
     return f"\001\033[1m\002{PROMPT_TEXT}\001\033[0m\002" if _output.is_coloured() else PROMPT_TEXT

@@ -1,12 +1,11 @@
-"""Reading lines from standard input without stopping the event loop.
+"""Reads lines from standard input without blocking the event loop.
 
-A thread does the reading. At a prompt on a terminal it is `input()`, so the line can be edited; while something
-else happens it waits for a line in a way that can be called off, and nothing that was typed is lost by that.
-Bytes are read from the descriptor itself: a thread that is stuck in a buffered read could not be left behind
-when the program ends.
+A thread does the reading. At a prompt on a terminal it uses `input()`, so the line can be edited; while other work is
+in progress its wait can be cancelled, and no typed text is lost. Bytes are read from the descriptor itself: a thread
+blocked in a buffered read would keep the program from ending.
 
-What is to be said while somebody is at the prompt goes `above` it: on lines of its own, and below them the prompt and
-what was typed are drawn again. (The cursor is then at its end, also if it was not before.)
+Output during a prompt is printed above it, on lines of its own; the prompt and the typed text are then drawn again
+below. (This moves the cursor to the end of the line.)
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ PROMPT_TEXT = "you> "
 
 
 class _WaitCancelled(Exception):
-    """The wait for a line is not needed any more."""
+    """Raised when the wait for a line was cancelled."""
 
 
 class LineReader:
-    """Lines from descriptor 0, or None for its end. `is_interactive` means a person at a terminal."""
+    """Reads lines from descriptor 0, and None at its end. `interactive` means a person at a terminal."""
 
     def __init__(self, *, interactive: bool) -> None:
         self.interactive = interactive
@@ -48,11 +47,11 @@ class LineReader:
         self._terminal: list[Any] | None = None
         self._asked = ""
         self._drawn: str | None = None
-        """The prompt that somebody sees and has not answered."""
+        """The prompt on the screen, until a line is entered."""
 
     def __enter__(self) -> Self:
         if self.interactive:
-            import readline  # being imported is what it does: input() edits from now on
+            import readline  # the import alone enables editing in input()
             import termios
 
             readline.set_pre_input_hook(self._on_prompt_drawn)
@@ -69,7 +68,7 @@ class LineReader:
             termios.tcsetattr(0, termios.TCSADRAIN, self._terminal)
 
     async def read_line(self, prompt: str | None = None) -> str | None:
-        """The next line. A wait without a prompt can be cancelled; the line is then there for the next call."""
+        """Return the next line. A wait without a prompt can be cancelled; the next call then returns the line."""
         if self._early:
             return self._early.popleft()
         answer: asyncio.Future[str | None] = self._loop.create_future()
@@ -79,23 +78,23 @@ class LineReader:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
             if self._drawn is not None:
-                click.echo()  # what is said from now on is below the prompt
+                click.echo()  # later output goes below the prompt
             self._drawn = None
             if prompt is None:
                 await self._cancel_wait(answer)
             raise
 
     def has_more(self) -> bool:
-        """Whether there is more in a pipe or a file, as far as that can be told now."""
+        """Whether a pipe or a file has more input, as far as that is known without blocking."""
         if self._last is not None and not self._last.done():
-            return False  # the reader waits for it, and reading here as well could wait for ever
+            return False  # the reader thread is waiting for it; reading here too could block forever
         if not self._buffer and select.select([0], [], [], 0)[0]:
             with suppress(OSError):
                 self._buffer = os.read(0, 65536)
         return bool(self._early or self._buffer.strip())
 
     def print_above_prompt(self, text: str) -> None:
-        """Print lines, whether or not somebody is about to write one."""
+        """Print lines above the prompt, if one is shown."""
         drawn = self._drawn
         if drawn is None:
             click.echo(text, nl=False)
@@ -110,14 +109,14 @@ class LineReader:
         await asyncio.wait([answer])
         if answer.exception() is None:
             self._early.append(answer.result())
-            # The line came first, so the call is still in the pipe.
+            # The line came first, so the wake-up byte is still in the pipe.
             os.read(self._calls_off, 1)
 
     def _read_requested_lines(self) -> None:
         while True:
             prompt, answer = self._wishes.get()
             try:
-                ahead = b"\n" in self._buffer  # it was typed before it was asked for
+                ahead = b"\n" in self._buffer  # typed before the prompt was shown
                 edits = self.interactive and not ahead
                 line = self._read_edited_line(prompt) if prompt and edits else self._read_plain_line()
             except _WaitCancelled as error:
@@ -128,7 +127,7 @@ class LineReader:
                 self._resolve_future(answer.set_result, line)
 
     def _resolve_future(self, settle: Callable[[Any], None], outcome: object) -> None:
-        with suppress(RuntimeError):  # the loop is gone, and so is whoever asked
+        with suppress(RuntimeError):  # the event loop is closed, so no caller is waiting
             self._loop.call_soon_threadsafe(settle, outcome)
 
     def _read_edited_line(self, prompt: str) -> str:
@@ -143,11 +142,11 @@ class LineReader:
             self._drawn = None
 
     def _on_prompt_drawn(self) -> None:
-        """Called by readline when the prompt is there: not earlier, or it would be there twice."""
+        """Called by readline once the prompt is drawn; drawing it earlier would show it twice."""
         self._drawn = self._asked
 
     def _read_plain_line(self) -> str | None:
-        """A line, or None at the end."""
+        """Return a line, or None at the end of the input."""
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([0, self._calls_off], [], [])
             if self._calls_off in ready:
@@ -157,7 +156,7 @@ class LineReader:
             if not chunk:
                 rest, self._buffer = self._buffer, b""
                 return rest.decode(errors="replace") or None
-            # What comes in while a line is edited ends with the key that was pressed, also in a paste.
+            # Input during line editing ends with the pressed key, also in a paste.
             self._buffer += chunk.replace(b"\r", b"\n") if self.interactive else chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line.removesuffix(b"\r").decode(errors="replace")

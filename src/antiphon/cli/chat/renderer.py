@@ -1,9 +1,8 @@
-"""A conversation on a terminal: events in, text out, each word once.
+"""Renders a conversation on a terminal: turns events into text and prints each word once.
 
-What answers the reader is printed as it comes; the committed message says what the step's words really were, and
-whatever of them has not been seen yet is printed then. So a missed event costs a moment, never a word. What anybody
-else says is printed when it is committed, and only then: it reaches a client by several ways, and not in the same
-words by each.
+Answers to the reader are streamed. The committed message has the definitive text of a step, and whatever was not yet
+printed is printed then, so a missed event delays text but never loses it. Messages of others are printed only when they
+are committed, because they reach a client in several ways and in different wordings.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from antiphon.cli._output import bold, clean_line, clean_text, dim, format_tool_
 from antiphon.cli.chat import speakers
 
 RenderStyle = Literal["conversation", "answers", "silent"]
-"""For a person at a terminal; only what was answered; nothing at all."""
+"""For a person at a terminal; only the answers; no output at all."""
 SILENT_REPLIES = {"REPLY_SKIP": "({} ended the conversation)", "ANNOUNCE_SKIP": None, "NO_REPLY": None}
-"""What an agent answers to say nothing (see `antiphon.engine.outbox.sanitize`), and what a person reads instead."""
+"""Replies by which an agent says nothing (see `antiphon.engine.outbox.sanitize`), and what is shown instead."""
 
 TOKEN_WRAPPING_CHARACTERS = " \t\r\n`*\"'"  # noqa: S105
-MAX_REMEMBERED_RUNS = 256  # runs that are over
+MAX_REMEMBERED_RUNS = 256  # ended runs
 
 
 def _print_text(text: str) -> None:
@@ -38,19 +37,19 @@ class ChatRenderer:
     def __init__(self, style: RenderStyle, speaker: str = "agent") -> None:
         self._style = style
         self._streams = style == "conversation" or (style == "answers" and sys.stdout.isatty())
-        """Whether words may be shown that are taken back when an answer is cut off and begun again."""
+        """Whether text may be streamed that is withdrawn if an answer is cut off and restarted."""
         self.speaker = speaker
         self.known = speakers.KnownSpeakers()
         self.out: Callable[[str], None] = _print_text
         self._mine: set[str] = set()
         self._said: dict[str, str] = {}
-        """The last words of each of these that are shown as a whole."""
+        """The last text of each run in `_mine`, for runs that are shown as a whole."""
         self._shown: list[str] = []
         self._over: deque[str] = deque(maxlen=MAX_REMEMBERED_RUNS)
         self._answers: dict[str, str] = {}
-        """The last words of those that are over; what else comes of them is late, and shown already."""
+        """The last text of each ended run; later events of these runs are ignored."""
         self._unposted: dict[str, str] = {}
-        """Runs whose words are shown once they are posted, and who says them."""
+        """Runs whose text is shown once it is posted, with the speaker's name."""
         self._ends: dict[str, asyncio.Event] = {}
         self._begin_run(None)
 
@@ -67,23 +66,23 @@ class ChatRenderer:
         self._lost = False
 
     def expect_answer(self, run_id: str) -> None:
-        """An answer to whoever is reading: it is shown as it comes, and nothing else is where only answers are."""
+        """Stream the answer of this run to the reader; the style `answers` shows no other runs."""
         self._mine.add(run_id)
 
     def print_note(self, text: str) -> None:
-        """Something that nobody said."""
+        """Print a note from the chat itself."""
         if self._style == "conversation":
             self._append_line(dim(clean_text(text)))
             self._flush()
 
     def print_result(self, text: str) -> None:
-        """Something that was asked for."""
+        """Print the output of a command."""
         if self._style != "silent":
             self._append_line(dim(clean_text(text)))
             self._flush()
 
     def print_warning(self, text: str) -> None:
-        """Something to know, also for who reads only answers."""
+        """Print a warning, also in the style `answers`."""
         if self._style == "answers":
             self._end_open_line()
             self._flush()
@@ -92,7 +91,7 @@ class ChatRenderer:
             self.print_note(text)
 
     async def wait_until_shown(self, run_id: str, seconds: float) -> bool:
-        """Whether the end of a run has been shown, after waiting for that a while."""
+        """Wait until the end of a run has been shown, `seconds` at most; return whether it has."""
         if run_id in self._over:
             return True
         try:
@@ -121,11 +120,14 @@ class ChatRenderer:
         self._flush()
 
     def show_run_end(self, run_id: str, state: str, reply: str | None, error: str | None) -> None:
-        """Complete what a run has answered, and say how it ended if that was not well."""
+        """Print the rest of a run's answer, and how it ended unless that was well."""
         if run_id in self._over:
             return
         self._over.append(run_id)
-        ours = self._run in {None, run_id}  # else it ended in the queue, while another is being shown
+        ours = self._run in {
+            None,
+            run_id,
+        }  # otherwise it ended in the queue, while another run is being shown
         said = self._said.pop(run_id, None)
         if ours and run_id in self._mine and reply and reply != said and reply.strip() not in SILENT_REPLIES:
             self._print_rest_of_step(reply)
@@ -200,13 +202,13 @@ class ChatRenderer:
             for call in [] if event.internal else format_tool_calls(body):
                 self.print_note(f"  · {call}")
         elif body.get("role") == "user" and event.run_id not in self._mine and not _is_hidden(event, body):
-            # Without a name it was typed elsewhere, into the same session.
+            # Without a name, it was typed into the same session by another client.
             self.print_note(
                 f"{speakers.format_speaker(entry, self.known) or 'another user'}> {_extract_text(body)}"
             )
 
     def _handle_internal_answer(self, entry: speakers.TranscriptItem, run_id: str | None, text: str) -> None:
-        """An answer that is not for people, or not before it is posted."""
+        """Handle an answer that is not for people, or only after it is posted."""
         if run_id in self._mine:
             self._begin_step()
             self._said[run_id or ""] = text
@@ -218,7 +220,7 @@ class ChatRenderer:
                 del self._unposted[next(iter(self._unposted))]
 
     def _print_other_message(self, name: str, text: str) -> None:
-        """An entry that answers nothing the reader has asked."""
+        """Print an entry that does not answer the reader."""
         if self._style != "conversation" or not text:
             return
         if text.strip() not in SILENT_REPLIES:
@@ -227,7 +229,7 @@ class ChatRenderer:
             self._append_line(dim(about.format(clean_line(self.speaker))))
 
     def _print_rest_of_step(self, text: str) -> None:
-        """Print what is missing of a step's words."""
+        """Print the part of a step's text that was not streamed."""
         if not text.startswith(self._step):
             self._end_open_line()
             if text:
@@ -255,7 +257,7 @@ class ChatRenderer:
         self._mid_line = False
 
     def _flush(self) -> None:
-        """Print what has come together: in one piece, since it may have to go around a prompt."""
+        """Print the collected output in one piece, since a prompt may have to be redrawn below it."""
         if self._shown:
             self.out("".join(self._shown))
         self._shown.clear()

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 REPORT_KIND = "subagent_result"
 INTERNAL_STEP_NAMES = {"announce_step": "announce step", "wake": "wake"}
-"""What this house itself says to a session so that it goes on. Nobody is addressed by it."""
-TURN_PREFIX = "turn:"  # of the ids of runs that answer a reply of another session
+"""Messages by which Antiphon itself makes a session continue; they address no other session."""
+TURN_PREFIX = "turn:"  # prefix of the ids of runs that answer another session's reply
 
 TranscriptItem = Mapping[str, Any]
 
 
 class KnownSpeakers(msgspec.Struct):
-    """What has been looked up about the speakers in one session."""
+    """Names of speakers looked up so far for one session."""
 
     session_key: str = ""
     """The session whose entries are shown."""
@@ -45,7 +45,7 @@ class KnownSpeakers(msgspec.Struct):
 
 
 def get_provenance(item: TranscriptItem) -> Mapping[str, Any]:
-    """Where an entry came from, if nobody typed it into this session."""
+    """Return the provenance of an entry; empty if it was typed into this session."""
     given = item.get("provenance")
     return cast("Mapping[str, Any]", given) if isinstance(given, dict) else {}
 
@@ -55,7 +55,7 @@ def is_internal_step(item: TranscriptItem) -> bool:
 
 
 def format_speaker(item: TranscriptItem, known: KnownSpeakers) -> str | None:
-    """The speaker of an entry that came from elsewhere; None if it was typed or answered in this session."""
+    """Return the speaker of an entry that came from elsewhere; None if it was typed or answered in this session."""
     given = get_provenance(item)
     kind, source = given.get("kind"), str(given.get("sourceSessionKey") or "")
     if not kind:
@@ -67,12 +67,12 @@ def format_speaker(item: TranscriptItem, known: KnownSpeakers) -> str | None:
     if not source:
         return clean_line(str(kind))
     exchange_id, turn = _get_exchange_turn(item)
-    # A turn begins with what the other side said in the previous turn.
+    # A turn begins with the other side's message of the previous turn.
     return clean_line(f"↔ {_shorten_name(source, known.labels)}{_format_turn(exchange_id, turn - 1, known)}")
 
 
 def format_answerer(item: TranscriptItem, known: KnownSpeakers, agent: str) -> str:
-    """The speaker of an answer given in this session, and the other session if it was not for a person."""
+    """Return the speaker of an answer in this session, with the other session if it was not for a person."""
     if get_provenance(item):
         return format_speaker(item, known) or clean_line(agent)
     exchange_id, turn = _get_exchange_turn(item)
@@ -88,7 +88,7 @@ def format_answerer(item: TranscriptItem, known: KnownSpeakers, agent: str) -> s
 
 
 def format_heading(item: TranscriptItem, known: KnownSpeakers, agent: str | None = None) -> str:
-    """What an entry begins with in a list of them."""
+    """Return the heading of an entry in a list."""
     agent = agent or known.agent
     match item.get("role"):
         case "user":
@@ -105,7 +105,7 @@ def format_heading(item: TranscriptItem, known: KnownSpeakers, agent: str | None
 
 
 def _get_exchange_turn(item: TranscriptItem) -> tuple[str, int]:
-    """The exchange that an entry belongs to, and its turn; 0 is the first answer."""
+    """Return the exchange that an entry belongs to, and its turn; 0 is the first answer."""
     run_id = str(item.get("runId") or "")
     if run_id.startswith(TURN_PREFIX):
         exchange_id, _, turn = run_id.removeprefix(TURN_PREFIX).rpartition(":")
@@ -147,5 +147,5 @@ async def _load_label(desk: Backend, key: str) -> str:
 async def _load_exchange(desk: Backend, exchange_id: str) -> ExchangeView | None:
     try:
         return (await desk.exchange(exchange_id)).exchange
-    except AntiphonError:  # also for a token that may read only some sessions
+    except AntiphonError:  # also raised for a token that may read only some sessions
         return None

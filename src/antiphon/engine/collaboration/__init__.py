@@ -1,1 +1,1 @@
-"""What sessions do with each other: exchanges, sub-agents, yields, and how their words are framed."""
+"""Collaboration between sessions: exchanges, sub-agents, yields, and the framing of their messages."""

@@ -1,10 +1,9 @@
-"""Files that are handed to a spawned sub-agent: what is refused, and how the rest reaches its workspace.
+"""Attachments of a spawned sub-agent: validation, and writing them to its workspace.
 
-`validate_attachments` says whether they can be taken, and touches no file. `write` puts them into a folder of their
-own below the workspace, whole or not at all, and `remove` takes that folder away. An agent works in the workspace at
-the same time and may have put links there, so every step below it starts from an open directory and follows none. All
-of it blocks: callers use a thread. There is no store here and no configuration; whether a session may attach anything,
-and where a sandbox shows the files, is decided elsewhere. One folder has one writer at a time.
+`validate_attachments` checks them without touching a file. `write` puts them into a folder of their own below the
+workspace, atomically, and `remove` deletes that folder. An agent works in the workspace at the same time and may have
+created links there, so every step starts from an open directory and follows no links. All functions block: call them in
+a thread. Permissions and sandbox paths are decided elsewhere. A folder has one writer at a time.
 """
 
 from __future__ import annotations
@@ -31,22 +30,21 @@ from antiphon.errors import AntiphonError, Conflict, InvalidInput, TooLarge, Una
 log = logging.getLogger(__name__)
 
 MANIFEST_FILE_NAME = ".manifest.json"
-MAX_FILE_NAME_BYTES = 255  # what file systems take
+MAX_FILE_NAME_BYTES = 255  # the limit of common file systems
 
 _STATE_DIR_NAME, _ATTACHMENTS_DIR_NAME, _PARTIAL_SUFFIX = ".antiphon", "attachments", ".part"
 _FOLDER_NAME_PATTERN = re.compile(r"[0-9a-z][0-9a-z-]{0,63}")
 _SEPARATOR_PATTERN = re.compile(r"[/\\]")
 _CONTROL_CHARACTER_PATTERN = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
-_BIDI_CONTROL_PATTERN = re.compile(
-    r"[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
-)  # a name must not read as another one
+# These characters could make a name look like another one.
+_BIDI_CONTROL_PATTERN = re.compile(r"[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _WINDOWS_DEVICE_PATTERN = re.compile(
     r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³])\s*(\..*)?", re.IGNORECASE
 )
 _MIME_TYPE_PATTERN = re.compile(r"[\x20-\x7e]{0,255}")
 _BASE64_PATTERN = re.compile(r"[A-Za-z0-9+/]*={0,2}")
 _WHITESPACE_REMOVAL_TABLE = dict.fromkeys(map(ord, " \t\n\r\f\v"))
-_MAX_QUOTED_NAME_CHARACTERS = 80  # characters of a name that an error repeats
+_MAX_QUOTED_NAME_CHARACTERS = 80  # in error messages
 
 _OPEN_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CREATE_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -94,7 +92,7 @@ class _ManifestFile(FileReceipt, frozen=True, kw_only=True, rename="camel", omit
 
 
 class _Manifest(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """The receipt with the types, for whoever finds the folder. Nothing of ours reads it."""
+    """The receipt with MIME types, for people who find the folder. Antiphon does not read it."""
 
     count: int
     total_bytes: int
@@ -102,13 +100,13 @@ class _Manifest(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     files: list[_ManifestFile]
 
 
-# --- before anything is written ---
+# --- validation ---
 
 
 def validate_attachments(
     attachments: Sequence[SpawnAttachment], limits: AttachmentLimits
 ) -> list[tuple[str, bytes]]:
-    """The files' names, trimmed, and contents. Refuses what `write` must not see; `data['reason']` says why."""
+    """Return the trimmed names and contents of the files. Errors carry a machine-readable `reason`."""
     if len(attachments) > limits.files:
         raise TooLarge(
             f"There are {len(attachments)} attachments; at most {limits.files} are taken.",
@@ -128,12 +126,12 @@ def validate_attachments(
 
 
 def collect_mime_types(attachments: Iterable[SpawnAttachment]) -> dict[str, str]:
-    """What the caller says the files are, by the names that `validate_attachments` gives them."""
+    """Return the MIME types declared by the caller, by trimmed file name."""
     return {each.name.strip(): each.mime_type for each in attachments if each.mime_type}
 
 
 def _validate_names(given: Iterable[str]) -> list[str]:
-    """The trimmed names, which no file system we know takes for another file or for each other."""
+    """Return the trimmed names, which are safe and distinct on all common file systems."""
     names: list[str] = []
     seen: set[str] = set()
     for number, raw in enumerate(given):
@@ -154,7 +152,7 @@ def _validate_names(given: Iterable[str]) -> list[str]:
 
 
 def _find_name_fault(raw: str, name: str) -> str | None:
-    """Why this cannot be a file's name, or None. `raw` is before trimming, which would hide a line break."""
+    """Return why a file name is invalid, or None. `raw` is untrimmed, since trimming would hide a line break."""
     faults = (
         (not name, "is empty"),
         (_CONTROL_CHARACTER_PATTERN.search(raw), "has control characters or line breaks"),
@@ -215,7 +213,7 @@ def _check_sizes(
 
 
 def _measure_decoded_size(attachment: SpawnAttachment, most: int) -> int:
-    """The size once decoded, without decoding; of text that is too long anyway, a lower bound."""
+    """Return the decoded size without decoding; a lower bound for text that is too long anyway."""
     content = attachment.content
     if attachment.encoding == "base64":
         code = content.translate(_WHITESPACE_REMOVAL_TABLE)
@@ -264,7 +262,7 @@ def _quote_name(name: str) -> str:
 
 
 def format_relative_dir(folder: str) -> str:
-    """Where the files of a folder are, from the workspace."""
+    """Return the path of a folder relative to the workspace."""
     return f"{_STATE_DIR_NAME}/{_ATTACHMENTS_DIR_NAME}/{folder}"
 
 
@@ -275,10 +273,10 @@ def write(
     *,
     mime_types: Mapping[str, str] | None = None,
 ) -> AttachmentReceipt:
-    """Write what `validate_attachments` returned. It is durable on return, and can be called again after a crash.
+    """Write the files that `validate_attachments` returned. Durable on return; may be repeated after a crash.
 
-    `folder` is ours, never a caller's. If it exists with exactly these files, the answer is the same receipt; with
-    others it is a `Conflict`. The types only go into the manifest.
+    `folder` is chosen by us, never by a caller. If it already has exactly these files, the result is the same receipt;
+    with other files it is a `Conflict`. The MIME types only go into the manifest.
     """
     _check_folder(folder)
     if _validate_names(name for name, _ in files) != [name for name, _ in files]:
@@ -304,9 +302,9 @@ def write(
 
 
 def remove(workspace: Path, folder: str) -> None:
-    """Remove the folder with all that is in it now, and what a crash left of it. Links go, what they name stays.
+    """Remove the folder with its current contents and any partial draft. Links are removed, not their targets.
 
-    No error if it is absent. One if `.antiphon` or `attachments` is not a directory: the folder is out of reach then.
+    A missing folder is no error. It is an error if `.antiphon` or `attachments` is not a directory.
     """
     _check_folder(folder)
     part = folder + _PARTIAL_SUFFIX
@@ -332,7 +330,7 @@ def _check_folder(folder: str) -> None:
 
 
 def build_receipt(folder: str, files: Sequence[tuple[str, bytes]]) -> AttachmentReceipt:
-    """What `write` answers for these files."""
+    """Build the receipt that `write` returns for these files."""
     return AttachmentReceipt(
         count=len(files),
         total_bytes=sum(len(content) for _, content in files),
@@ -373,7 +371,7 @@ def _translate_os_errors(done: str) -> Generator[None]:
 
 @contextmanager
 def _open_attachments_dir(workspace: Path, *, make: bool) -> Generator[int]:
-    """The directory with the folders. Only the workspace itself may be a link: the operator chose that one."""
+    """Open the directory of all folders. Only the workspace itself may be a link: the operator chose it."""
     with (
         _open_directory(_resolve_workspace(workspace)) as root,
         _open_subdirectory(root, _STATE_DIR_NAME, make=make) as ours,
@@ -385,7 +383,7 @@ def _open_attachments_dir(workspace: Path, *, make: bool) -> Generator[int]:
 def _resolve_workspace(workspace: Path) -> Path:
     try:
         return workspace.resolve(strict=True)
-    except RuntimeError as error:  # Python before 3.13 says so of links in a circle
+    except RuntimeError as error:  # raised by Python before 3.13 for circular links
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP)) from error
 
 
@@ -423,7 +421,7 @@ def _make_unsafe_directory_error(name: str) -> InvalidInput:
 
 
 def _write_folder(place: int, folder: str, files: Iterable[tuple[str, bytes]]) -> None:
-    """The folder appears with all its files or not at all: it has another name until they are on disk."""
+    """Write the folder atomically: it has a temporary name until all files are on disk."""
     part = folder + _PARTIAL_SUFFIX
     os.mkdir(part, 0o700, dir_fd=place)
     try:
@@ -432,13 +430,10 @@ def _write_folder(place: int, folder: str, files: Iterable[tuple[str, bytes]]) -
                 _create_file(draft, name, content)
             os.fsync(draft)
             _publish_draft(place, part, folder, draft)
-    except BaseException:  # whatever ends it, it is passed on: a draft is never left for being interrupted
+    except BaseException:  # re-raised below; even an interruption must not leave a draft
         try:
             _remove_entry(place, part)
-        except (
-            OSError,
-            AntiphonError,
-        ) as error:  # told here, so that the first error is the one that is heard
+        except (OSError, AntiphonError) as error:  # only logged, so that the first error is raised
             log.warning("The draft %r of attachments stays until they are written again: %s", part, error)
         raise
 
@@ -451,7 +446,7 @@ def _create_file(directory: int, name: str, content: bytes) -> None:
 
 
 def _publish_draft(place: int, part: str, folder: str, draft: int) -> None:
-    """Give the draft its name, and see that it is the one we wrote into: names can be exchanged under us."""
+    """Rename the draft and check that it is the directory we wrote to: an agent may have replaced it."""
     os.rename(part, folder, src_dir_fd=place, dst_dir_fd=place)
     named = os.stat(folder, dir_fd=place, follow_symlinks=False)
     if not os.path.samestat(named, os.fstat(draft)):
@@ -468,7 +463,7 @@ def _exists(directory: int, name: str) -> bool:
 
 
 def _holds_exactly(place: int, folder: str, files: Mapping[str, bytes]) -> bool:
-    """Whether these files are in the folder and nothing else. The manifest follows from them."""
+    """Whether the folder has exactly these files. The manifest is not compared, as it is derived from them."""
     with _open_directory(folder, place) as found:
         return set(_list_directory(found)) == {*files, MANIFEST_FILE_NAME} and all(
             _has_content(found, name, content) for name, content in files.items()
@@ -489,7 +484,7 @@ def _list_directory(directory: int) -> list[str]:
 
 
 def _remove_entry(place: int, name: str) -> None:
-    """Remove whatever has this name."""
+    """Remove the file, link or directory with this name, if any."""
     try:
         status = os.stat(name, dir_fd=place, follow_symlinks=False)
     except FileNotFoundError:
@@ -503,7 +498,7 @@ def _remove_entry(place: int, name: str) -> None:
 
 
 def _empty_directory(directory: int) -> None:
-    """What a directory holds is moved up before it goes, so that no depth takes more than one open file."""
+    """Empty a directory. Nested entries are moved up first, so that any depth needs only one open descriptor."""
     left = _list_directory(directory)
     while left:
         name = left.pop()

@@ -1,8 +1,8 @@
-"""Chains: everything that one message has led to, and who waits for whom meanwhile.
+"""Chains: all runs that one message has caused, and the waits between their sessions.
 
-A run that was caused by another session carries its chain and how many hops it is from the beginning. Whatever the
-topology, a chain ends at a number of hops and at a number of runs. A wait is an edge between two sessions that
-counts while both its runs are under way, so that nothing has to be cleaned up for it to be void.
+A run that was caused by another session carries its chain and its number of hops from the start. Whatever the topology,
+a chain is limited in hops and in runs. A wait is an edge between two sessions that counts only while both runs are
+active, so it becomes void without any cleanup.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from antiphon.store.queries import Queries
 
 SQL = Queries("chains")
 SESSIONS_SQL = Queries("sessions")
-MAX_SESSIONS_SEARCHED = (
-    1000  # sessions that are looked at for a circle; more cannot wait for each other within a chain's hops
-)
+MAX_SESSIONS_SEARCHED = 1000  # for a wait cycle; more cannot wait for each other within a chain's hops
 
 
-HIDDEN_SESSION_TEXT = "(hidden session)"  # shown instead of a session that the caller may not know of
+HIDDEN_SESSION_TEXT = "(hidden session)"  # replaces the key of a session that the caller may not see
 
 
 def _hide_session(session: Row) -> str:
@@ -34,7 +32,7 @@ class ChainLimits(NamedTuple):
 
 
 class ChainLink(NamedTuple):
-    """Where in a chain the next message stands."""
+    """The position of a message in its chain."""
 
     chain: str
     hop: int
@@ -43,10 +41,10 @@ class ChainLink(NamedTuple):
 async def extend_chain(
     tx: Tx, run_id: str | None, session: int | None, fresh: str, limits: ChainLimits
 ) -> ChainLink:
-    """The next link after a run of this session; the first one of the chain `fresh` if there is no such run.
+    """Return the link after a run of this session; the first link of the chain `fresh` if no such run is active.
 
     Raises:
-        ChainTooLong: it would be one hop, or one run, too many.
+        ChainTooLong: the link would exceed the limit of hops or runs.
     """
     row = await load_active_run(tx, run_id, session)
     if row is None:
@@ -73,7 +71,7 @@ async def extend_chain(
 
 
 async def load_active_run(tx: Tx, run_id: str | None, session: int | None) -> Row | None:
-    """That run, if it is one of this session and has not ended."""
+    """Return the run if it belongs to this session and has not ended."""
     if run_id is None or session is None:
         return None
     return await tx.one(SQL.of_run, run_id=run_id, session=session)
@@ -89,13 +87,13 @@ async def record_wait(
     now: int,
     shown: Callable[[Row], str] = _hide_session,
 ) -> None:
-    """Put on record that a run waits for another session's.
+    """Record that a run waits for a run of another session.
 
-    `shown` is what the caller may read of a session on the way around, of which it named only the two ends. It is given
-    a row as `sessions.find` has it, whose `descendant` is about the session that would wait.
+    `shown` returns the text for a session between the two ends of a cycle, which the caller may not be allowed to see.
+    Its argument is a row as `sessions.find` returns it, with `descendant` relative to the waiting session.
 
     Raises:
-        WaitCycle: that session waits, directly or through others, for this one.
+        WaitCycle: the other session waits, directly or indirectly, for this one.
     """
     await tx.lock(f"waits:{session}")
     path = await _find_wait_path(tx, target, session, now)
@@ -110,7 +108,7 @@ async def record_wait(
 
 
 async def delete_expired_waits(tx: Tx, now: int) -> None:
-    """Those that ended by the clock. Since then none has counted as an edge, so that nothing changes but the table."""
+    """Delete waits that have timed out. They no longer counted as edges, so this only shrinks the table."""
     await tx.do(SQL.forget_waits, now=now)
 
 
@@ -121,12 +119,12 @@ async def _describe_path(tx: Tx, path: list[str], shown: Callable[[Row], str]) -
 
 
 async def _find_wait_path(tx: Tx, start: int, goal: int, now: int) -> list[str] | None:
-    """The keys on a way of waits from one session to another, both included; None if there is none."""
+    """Return the keys along a path of waits between two sessions, both included; None if no path exists."""
     first = await tx.one(SESSIONS_SQL.key_of, id=start)
     ways: dict[int, list[str]] = {start: [first["key"]] if first else []}
     queue = [start]
     for at in queue:
-        await tx.lock(f"waits:{at}")  # two that close a circle together would not see each other
+        await tx.lock(f"waits:{at}")  # two concurrent waits could otherwise close a cycle unseen
         for row in await tx.all(SQL.waits_of, session=at, now=now):
             way = [*ways[at], row["key"]]
             if row["target"] == goal:

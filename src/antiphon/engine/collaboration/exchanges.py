@@ -1,10 +1,10 @@
-"""An exchange: one message from a session to another, the turns that answer it, and the announcement at its end.
+"""Exchanges: a message from one session to another, the turns that answer it, and the final announcement.
 
     primary (target) ──▶ reply 1 (requester) ──▶ reply 2 (target) ──▶ … ──▶ announce (target) ──▶ settled
 
-Every step is an ordinary run in its session's lane; the commit that ends it moves the exchange on and queues the
-next one, so that after a crash each step has happened once. Nothing here waits, and nothing here knows the
-configuration: what bounds an exchange was put into its row when it began.
+Every step is an ordinary run in its session's lane; the commit that ends it advances the exchange and queues the next
+step, so each step happens once even after a crash. Nothing here waits or reads the configuration: the limits of an
+exchange are stored in its row when it begins.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class NewExchange(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     requester: Row | None
-    """None for an operator, who is never stepped."""
+    """None for an operator, who takes no reply turns."""
     target: Row
     message: str
     turns: int
@@ -53,21 +53,21 @@ class NewExchange(msgspec.Struct, frozen=True, kw_only=True):
     link: ChainLink
     max_queued: int
     agent_id: str | None = None
-    """The agent that answers, if it is not the one that the target belongs to."""
+    """The agent that answers, if it is not the target's own agent."""
     requester_agent: str | None = None
-    """The agent that sends, if it is not the one that the requester belongs to."""
+    """The agent that sends, if it is not the requester's own agent."""
 
 
 async def is_known_exchange(tx: Tx, id: str, requester: int | None, target: int, message: str) -> bool:
-    """Whether this id already stands for the same message from the same requester.
+    """Whether this id was already used for the same message between the same sessions.
 
     Raises:
-        Conflict: it stands for another message or requester, or for one whose session is gone.
+        Conflict: it was used for another message, requester or target, or for one whose session is gone.
     """
     before = await tx.one(SQL.by_id, id=id)
     if before is None:
         return False
-    # A character that PostgreSQL cannot keep is kept as another there (see `store.postgres`).
+    # PostgreSQL cannot store NUL; it is replaced there (see `store.postgres`).
     parties = before["requester"], before["target"]
     if parties != (requester, target) or before["message"] not in {message, message.replace("\0", "\ufffd")}:
         raise run_queue.make_idempotency_conflict(id)
@@ -75,7 +75,7 @@ async def is_known_exchange(tx: Tx, id: str, requester: int | None, target: int,
 
 
 async def begin_exchange(tx: Tx, opening: NewExchange, now: int) -> AcceptedRun:
-    """The exchange and its first run; those that this id already stands for, if so."""
+    """Create the exchange and its first run; returns the existing run if this id was used before."""
     requester, target = opening.requester, opening.target
     row = await tx.one(
         SQL.insert,
@@ -111,7 +111,7 @@ def _build_primary_run(exchange: Row, opening: NewExchange, *, known: bool, now:
         ),
         instructions=prompts.build_primary_context(_build_sides(exchange), exchange["turns"]),
         exchange=exchange["n"],
-        # A repeated request is the same run, and no further one of its chain.
+        # A repeated request is the same run and does not count again in its chain.
         chain=None if known else exchange["chain"],
         hop=exchange["hop"],
         max_queued=opening.max_queued,
@@ -120,9 +120,9 @@ def _build_primary_run(exchange: Row, opening: NewExchange, *, known: bool, now:
 
 
 async def record_sent_message(tx: Tx, opening: NewExchange, now: int) -> AcceptedRun | None:
-    """Add a message that was sent in a session's name to its transcript, so that later replies have their context.
+    """Add a message sent in a session's name to its transcript, so that later replies have their context.
 
-    What its agent sends during a run is already there, as a tool call.
+    Messages that its agent sends during a run are already there, as tool calls.
     """
     assert opening.requester is not None
     note = Submission(
@@ -148,7 +148,7 @@ async def record_sent_message(tx: Tx, opening: NewExchange, now: int) -> Accepte
 
 
 async def advance_exchange(tx: Tx, step: CompletedStep, now: int) -> FollowUp:
-    """After the run that an exchange is in has ended."""
+    """Advance an exchange after its current run has ended."""
     exchange = await tx.one(SQL.at, n=step.exchange, run_id=step.run_id)
     if exchange is None:
         return NO_FOLLOW_UP
@@ -179,14 +179,14 @@ async def abandon_exchange(tx: Tx, n: int, run_id: str, now: int) -> None:
 
 
 async def settle_stuck_exchanges(tx: Tx, now: int) -> FollowUp:
-    """Settle what nothing else will."""
+    """Settle exchanges that no run will advance."""
     for exchange in await tx.all(SQL.astray):
         await _settle_exchange(tx, exchange, "interrupted", now)
     return NO_FOLLOW_UP
 
 
 async def _queue_reply(tx: Tx, exchange: Row, said: str, now: int) -> FollowUp:
-    """The other side's turn to answer what was said, unless that was the last one."""
+    """Queue the other side's turn to answer; after the last turn, the announcement."""
     turn = exchange["turn"] + 1
     if turn > exchange["turns"] or exchange["requester"] is None:
         return await _queue_announce(tx, exchange, said, now)
@@ -208,7 +208,9 @@ async def _queue_reply(tx: Tx, exchange: Row, said: str, now: int) -> FollowUp:
         exchange=exchange["n"],
         chain=exchange["chain"],
         hop=exchange["hop"] + turn,
-        agent_id=None if by_target else exchange["requester_agent"],  # the target's is that of the first run
+        agent_id=None
+        if by_target
+        else exchange["requester_agent"],  # for the target, the agent of the first run
     )
     accepted = await run_queue.submit_follow_up(tx, submission, now)
     if accepted is None:
@@ -218,7 +220,7 @@ async def _queue_reply(tx: Tx, exchange: Row, said: str, now: int) -> FollowUp:
 
 
 async def _queue_announce(tx: Tx, exchange: Row, said: str | None, now: int) -> FollowUp:
-    """The target words what its chat is to hear of it."""
+    """Queue the run in which the target words the announcement for its chat."""
     if exchange["announce"] == "none":
         return await _settle_exchange(tx, exchange, "none", now, said)
     run_id = f"announce:{exchange['id']}"
@@ -277,7 +279,7 @@ async def _settle_exchange(
 
 
 def _can_reply(requester: Row) -> bool:
-    """A session that will be there to answer: jobs and hooks end with their run, sub-agents with their task."""
+    """Whether a session can take reply turns: jobs and hooks end with their run, sub-agents with their task."""
     return keys.parse(requester["key"]).shape not in {"cron", "hook", "subagent", "acp"}
 
 

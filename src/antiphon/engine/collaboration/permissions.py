@@ -1,8 +1,8 @@
-"""What a spawned session may have at most. Computed once, when it is spawned; whatever it spawns has no more.
+"""The maximum permissions of a spawned session, computed when it is spawned and inherited by its own sub-agents.
 
-Rights come from the configuration, which may change at any time; an envelope only ever takes away from them. A
-sub-agent's session that nobody spawned here, because it was imported or an operator wrote to such a key, came without
-one: it is a leaf, with the tools that one would have.
+Permissions come from the configuration, which may change at any time; the stored maximum (the `envelope` of the
+session's row) only restricts them. A sub-agent session that was not spawned here (it was imported, or an operator wrote
+to such a key) has no envelope and is treated as a leaf.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from antiphon import keys
 from antiphon.access import Visibility, VisibilityCap, pick_narrower_visibility
 from antiphon.engine.toolbox import Toolbox, matches_any_pattern
 
-if TYPE_CHECKING:  # a command that only reads is over before this would be imported
+if TYPE_CHECKING:  # importing the configuration would slow down read-only commands
     from antiphon.config import AgentConfig, Config
 
 SPAWN_TOOL_NAME = "sessions_spawn"
@@ -28,9 +28,9 @@ ORCHESTRATOR_TOOL_NAMES = frozenset(
 
 class SubagentPermissions(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     tools: tuple[str, ...]
-    """Names; none of a tool that came to the house later."""
+    """Names of the tools it may call. Tools registered later are not included."""
     agents: tuple[str, ...]
-    """That it may spawn."""
+    """Ids of the agents it may spawn."""
     read: Visibility
     send: Visibility
     depth: int
@@ -45,7 +45,7 @@ class SubagentPermissions(msgspec.Struct, frozen=True, kw_only=True, rename="cam
         return VisibilityCap(self.read, self.send)
 
     def intersect(self, other: SubagentPermissions) -> SubagentPermissions:
-        """No more than both."""
+        """Return the permissions that both grant; `other` is the parent's, one level above."""
         return SubagentPermissions(
             tools=_intersect_names(self.tools, other.tools),
             agents=_intersect_names(self.agents, other.agents),
@@ -56,21 +56,21 @@ class SubagentPermissions(msgspec.Struct, frozen=True, kw_only=True, rename="cam
 
 
 class SubagentPermissionResolver:
-    """Which session has which."""
+    """Finds the maximum permissions of a session."""
 
     def __init__(self, config: Config, toolbox: Toolbox) -> None:
         self._config = config
         self._toolbox = toolbox
 
     def resolve(self, agent_id: str, session_key: str, stored: str | None) -> SubagentPermissions | None:
-        """What a session stays within, by what stands in its row; None if it was not spawned."""
+        """Return a session's maximum permissions, given those stored in its row; None if it is no sub-agent."""
         if stored is not None or keys.parse(session_key).shape != "subagent":
             return decode_permissions(stored)
         tools = tuple(self.list_tool_names(self._config.get_agent(agent_id), depth=0))
         return SubagentPermissions(tools=tools, agents=(agent_id,), read="all", send="all", depth=0)
 
     def list_tool_names(self, target: AgentConfig, depth: int) -> list[str]:
-        """A child's agent's tools without those for sessions, as `tools.subagents.tools` changes that."""
+        """Return the tools of the child's agent without session tools, as modified by `tools.subagents.tools`."""
         lists = self._config.tools.subagents.tools
         chosen: list[str] = []
         for name, tool in self._toolbox.select_allowed(target.tools.allow, target.tools.deny).items():

@@ -1,7 +1,7 @@
-"""The words of exchanges and sub-agents: what a model is told, and how a result is reported to a chat.
+"""Prompts for exchanges and sub-agents, and the text that reports a result to a chat.
 
-The same facts always give the same text. What others wrote is quoted so that it cannot look like our own lines. Nothing
-here decides who speaks or what is sent; `outbox.sanitize` cleans what leaves.
+The same facts always give the same text. Foreign text is quoted so that it cannot look like our own lines. Nothing here
+decides which session speaks or what is sent; `outbox.sanitize` cleans outgoing text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from antiphon.engine.runs.steps import RunOutcome
 
 Locale = Literal["en", "pt"]
 ResultSource = Literal["reply", "announce", "tool", "none"]
-MAX_QUOTED_CHARACTERS = 8000  # characters of each text in an announce step
+MAX_QUOTED_CHARACTERS = 8000  # of each text in an announce step
 
 _Section: TypeAlias = Literal["status", "result", "notes"]
 
@@ -58,7 +58,7 @@ class TaskReport(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 def build_primary_context(sides: ExchangeSides, turns: int) -> str:
-    """For the run on the target that answers the request."""
+    """Return the instructions for the run in which the target answers the request."""
     more = f"Up to {turns} further turns between the two sessions can follow." if turns > 0 else ""
     return _join_lines(
         "This message comes from another agent, not from the user of this session.",
@@ -71,7 +71,7 @@ def build_primary_context(sides: ExchangeSides, turns: int) -> str:
 
 
 def build_reply_context(sides: ExchangeSides, turn: int, turns: int, *, requester_speaks: bool) -> str:
-    """For one turn of the replies that go back and forth."""
+    """Return the instructions for one reply turn of an exchange."""
     mine, other = ("requester", "target") if requester_speaks else ("target", "requester")
     return _join_lines(
         f"Agent-to-agent reply. This session is the {mine}; the message is the {other}'s latest reply.",
@@ -84,12 +84,12 @@ def build_reply_context(sides: ExchangeSides, turn: int, turns: int, *, requeste
 
 
 def format_sent_note(target: str, message: str) -> str:
-    """For the transcript of a session in whose name an operator has sent a message."""
+    """Return the note for the transcript of a session in whose name an operator sent a message."""
     return f"Message sent from this session to {target}:\n\n{message}"
 
 
 def build_announce_message(request: str, first_reply: str | None, latest_reply: str | None) -> str:
-    """The message of the announce step, with what was said quoted."""
+    """Return the message of the announce step, which quotes the request and the replies."""
     return _join_lines(
         "Agent-to-agent announce step.",
         *_format_section("Original request:", request),
@@ -99,7 +99,7 @@ def build_announce_message(request: str, first_reply: str | None, latest_reply: 
 
 
 def build_announce_context(sides: ExchangeSides) -> str:
-    """For the step in which the target may tell its own channel about an exchange."""
+    """Return the instructions for the step in which the target may announce an exchange to its channel."""
     return _join_lines(
         "The exchange between two agents is over, and this session is its target.",
         *_format_sides(sides),
@@ -120,7 +120,7 @@ def build_subagent_context(
     label: str | None,
     attachments: str | None = None,
 ) -> str:
-    """For a session that was made to do one task. `attachments` is the directory of its files."""
+    """Return the instructions for a sub-agent. `attachments` is the directory of its files."""
     return _join_lines(
         "You are a sub-agent: the task in the first message is the whole purpose of this session.",
         f"Label: {quote_name(label)}." if label else "",
@@ -136,14 +136,14 @@ def build_subagent_context(
 
 
 def build_task_announce_message(task: str, result: str | None) -> str:
-    """The message in which a sub-agent is asked to word its result."""
+    """Return the message that asks a sub-agent to word its result."""
     return _join_lines(
         "Sub-agent announce step.", *_format_section("Task:", task), *_format_section("Result:", result)
     )
 
 
 def build_task_announce_context() -> str:
-    """For the step that words a sub-agent's result."""
+    """Return the instructions for the step that words a sub-agent's result."""
     return _join_lines(
         "The task is over. Word its result for the chat of the requester.",
         "Write plain text, or lines that begin with `Result:` and, if something is to be added, `Notes:`.",
@@ -167,7 +167,7 @@ def _format_side(word: str, key: str, channel: str | None) -> str:
 def _format_section(title: str, text: str | None) -> list[str]:
     if text is None or not text.strip():
         return [title, "not available"]
-    # Every kind of line break counts: a line that is not quoted would be one of ours.
+    # splitlines handles every kind of line break: an unquoted line would look like ours.
     lines = [f"> {line}" for line in text[:MAX_QUOTED_CHARACTERS].splitlines()]
     left_out = len(text) - MAX_QUOTED_CHARACTERS
     return [title, *lines, *([f"({left_out} more characters left out)"] if left_out > 0 else [])]
@@ -199,10 +199,10 @@ _FENCE_PATTERN = re.compile(r"\s{0,3}(?:```|~~~)")
 
 
 def parse_announce(text: str) -> tuple[str | None, str | None]:
-    """Result and notes from what a sub-agent said. Text without labels is all result.
+    """Parse result and notes from a sub-agent's announcement. Text without labels is the result.
 
-    A status it wrote is dropped: the line with the label, or the line after a label that stands alone. Whatever comes
-    below is kept, since a model that writes no further label still reports its result there.
+    A status in it is dropped: the line with the label, or the line after a label that stands alone. The text below is
+    kept, since a model may report its result there without another label.
     """
     sections: dict[_Section, list[str]] = {"status": [], "result": [], "notes": []}
     current: _Section = "result"
@@ -220,12 +220,12 @@ def parse_announce(text: str) -> tuple[str | None, str | None]:
 
 
 def _trim_blank_lines(lines: Iterable[str]) -> str | None:
-    """Without the empty lines around it; the first line keeps its indentation."""
+    """Join lines and remove blank lines around them; the first line keeps its indentation."""
     return re.sub(r"\A(?:[ \t]*\n)+", "", "\n".join(lines).rstrip()) or None
 
 
 class _ReportVocabulary(NamedTuple):
-    """The words of one language."""
+    """The labels of a report in one language."""
 
     status: str
     result: str
@@ -257,12 +257,12 @@ _VOCABULARY_BY_LOCALE: dict[Locale, _ReportVocabulary] = {
 
 
 def format_passed_up_note(requester_key: str) -> str:
-    """Below a report that goes to somebody else than who asked for it."""
+    """Return the note below a report that goes to an ancestor because the requester is gone."""
     return f"{quote_name(requester_key)} asked for this and is gone."
 
 
 def format_report(report: TaskReport, locale: Locale) -> str:
-    """What the requester's chat is told, without the stats."""
+    """Format a report for the requester's chat, without the stats."""
     words = _VOCABULARY_BY_LOCALE[locale]
     label = f"{words.result} ({words.from_tool})" if report.result_source == "tool" else words.result
     lines = [f"{words.status}: {report.status}", _format_labelled(label, report.result or words.nothing)]
@@ -276,7 +276,7 @@ def _format_labelled(label: str, text: str) -> str:
 
 
 def format_stats(stats: TaskStats, locale: Locale) -> str:
-    """One line; what is not known is left out, except for the time and the tokens."""
+    """Format the stats on one line; unknown values are left out, except for time and tokens."""
     words = _VOCABULARY_BY_LOCALE[locale]
     facts = (
         (words.runtime, _format_duration(stats.runtime_ms)),
@@ -314,7 +314,7 @@ def _format_count(number: int | None) -> str:
         return "n/a"
     if number < 1000:
         return str(number)
-    # From here on one decimal of thousands would read 1000.0k.
+    # From 999,950 on, thousands would be rounded to 1000.0k.
     return f"{number / 1000:.1f}k" if number < 999_950 else f"{number / 1_000_000:.1f}m"
 
 

@@ -1,10 +1,10 @@
-"""Sub-agents whose time is over: out of the lists, or, where that was asked for, out of the store.
+"""Archives the sessions of finished sub-agents, or deletes them if the spawn asked for that.
 
-The clock of a task starts when its announcement has settled. What came of the task and what it cost stay either way.
+The time until then starts when the task's announcement has settled. The task's result and cost are kept either way.
 
-A child is put away when nothing runs or waits in it, in one commit; only then its files are removed, and only after
-that the task is on record as archived. Whoever dies in between leaves a task that is due, and all of it is done once
-more: no file goes while its child is at work, and none is left behind.
+A child is archived or deleted in one commit, when nothing runs or waits in it. Then its files are removed, and finally
+the task is marked as archived. After a crash in between, the task is still due and all steps are repeated: no file is
+removed while its child is at work, and none is left behind.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from antiphon.store import Row, Store, Tx
 
 log = logging.getLogger(__name__)
 
-MAX_TASKS_PER_SWEEP = 50  # tasks in a sweep, which has other things to do; the next one comes soon
-BUSY_CHILD_RETRY_MS = 60_000  # milliseconds after which a child that is busy is looked at again
+MAX_TASKS_PER_SWEEP = 50  # keeps a sweep short; the next one comes soon
+BUSY_CHILD_RETRY_MS = 60_000
 
 
 async def archive_finished_subagents(store: Store, now: int) -> list[str]:
-    """Keys of the sessions that were archived or deleted."""
+    """Archive or delete the children of due tasks. Returns the keys of their sessions."""
     touched: list[str] = []
     for task in await store.read(_list_due_tasks, now):
         if await store.tx(_archive_or_delete_child, task, now):
@@ -41,7 +41,7 @@ async def _list_due_tasks(tx: Tx, now: int) -> list[Row]:
 
 
 async def _archive_or_delete_child(tx: Tx, task: Row, now: int) -> bool:
-    """Whether the child is out of the way; if it has something to do, it is looked at again later."""
+    """Archive or delete a child. False if it is busy; then its task is postponed."""
     if await tx.one(session_rows.SQL.at_work, id=task["child"]):
         await tx.do(subagents.SQL.postpone_archive, n=task["n"], later=now + BUSY_CHILD_RETRY_MS)
         return False
@@ -63,5 +63,5 @@ def _remove_files(options: TaskOptions) -> None:
         return
     try:
         attachments.remove(Path(options.workspace), options.attachments)
-    except AntiphonError as error:  # somebody changed the folder: theirs to look at, not ours to fight over
+    except AntiphonError as error:  # the folder was changed by another program, so it is left alone
         log.warning("%s", error)

@@ -1,11 +1,11 @@
-"""A task: what a session has had a sub-agent do, from the spawn to the report and the child's archiving.
+"""Sub-agent tasks, from the spawn to the report and the archiving of the child session.
 
     running ──▶ waiting (for what it spawned itself) ──▶ announcing ──▶ settled
        └──────────────────────────────────────────────────────▲
 
-The session, its first run and the task are one commit, and so are the end of a run and what follows from it. The
-status is what the runtime knows; a model may word the result but never decides whether there is one. Where the report
-goes, in which language and what happens to the child afterwards was put into the row when the task began.
+The session, its first run and the task are created in one commit, and so are the end of a run and its follow-up work.
+The status comes from the runtime; a model may word the result, but never decides the outcome. The destination and
+language of the report, and what happens to the child afterwards, are stored in the row when the task begins.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ SQL = Queries("tasks")
 SESSIONS_SQL = Queries("sessions")
 RUNS_SQL = Queries("runs")
 SUBAGENT_RESULT_KIND = "subagent_result"
-MILLISECONDS_PER_MINUTE = 60_000  # milliseconds
-MAX_ANCESTOR_LEVELS = 16  # levels up which a report looks for somebody who is still there
-MAX_RESULT_CHARACTERS = 100_000  # characters of a result that a report carries
+MILLISECONDS_PER_MINUTE = 60_000
+MAX_ANCESTOR_LEVELS = 16  # levels searched upwards for a session that can receive a report
+MAX_RESULT_CHARACTERS = 100_000  # of a result in a report
 
 TaskAnnounce = Literal["channel", "parent", "none"]
 
@@ -73,16 +73,16 @@ class TaskOptions(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omi
     """The directory of transcript files; empty where none are written."""
     workspace: str | None = None
     attachments: str | None = None
-    """The folder of its files below the workspace's attachments."""
+    """The folder of the child's files (`attachments.write`)."""
     retain: bool = False
-    """Whether its files stay when it is archived."""
+    """Whether the files stay when the child is archived."""
     mount_path: str | None = None
     requester_agent: str | None = None
-    """The agent that asked, if it is not the one that the requester's session belongs to."""
+    """The agent that requested the task, if it is not the requester's own agent."""
 
 
 class ValidatedSpawn(msgspec.Struct, frozen=True, kw_only=True):
-    """A sub-agent that may be spawned: everything was checked. `id` is the id of its first run as well."""
+    """A spawn whose arguments and permissions were checked. `id` is also the id of its first run."""
 
     id: str
     digest: str
@@ -102,15 +102,15 @@ class ValidatedSpawn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compute_signature(agent_id: str, task: str) -> str:
-    """What tasks have in common that are likely to fail for the same reason."""
+    """Return a hash of agent and task text; tasks with the same signature likely fail for the same reason."""
     return hashlib.sha256(f"{agent_id}\n{' '.join(task.split())}".encode()).hexdigest()[:32]
 
 
 async def load_known_task(tx: Tx, id: str, requester: int, digest: str) -> Row | None:
-    """The task that this id already stands for.
+    """Return the task that this id was already used for, if any.
 
     Raises:
-        Conflict: it stands for another one, or for one of another requester.
+        Conflict: the id was used for another task or by another requester.
     """
     before = await tx.one(SQL.by_id, id=id)
     if before is not None and (before["requester"], before["digest"]) != (requester, digest):
@@ -119,7 +119,7 @@ async def load_known_task(tx: Tx, id: str, requester: int, digest: str) -> Row |
 
 
 async def _free_label(tx: Tx, requester: int, agent_id: str, label: str, now: int) -> None:
-    """Free a label for a new sub-agent, by taking it from a sub-agent of the same requester that has reported.
+    """Take a label from a sub-agent of the same requester that has reported, for use by a new one.
 
     Raises:
         Conflict: the label belongs to a sub-agent that is at work or another requester's, or to another session.
@@ -134,7 +134,7 @@ async def _free_label(tx: Tx, requester: int, agent_id: str, label: str, now: in
 
 
 async def begin_task(tx: Tx, spawning: ValidatedSpawn, now: int) -> tuple[Row, AcceptedRun]:
-    """The child, its task and its first run."""
+    """Create the child session, its task and its first run."""
     child = await _create_child(tx, spawning, now)
     await tx.one(
         SQL.insert,
@@ -198,11 +198,11 @@ def _build_first_run(spawning: ValidatedSpawn, task: Row, now: int) -> Submissio
     )
 
 
-# --- on its way ---
+# --- progress ---
 
 
 async def advance_task(tx: Tx, step: CompletedStep, now: int) -> FollowUp:
-    """After the run that a task is in has ended."""
+    """Advance a task after its current run has ended."""
     task = await tx.one(SQL.at, n=step.task, run_id=step.run_id)
     if task is None:
         return NO_FOLLOW_UP
@@ -210,7 +210,7 @@ async def advance_task(tx: Tx, step: CompletedStep, now: int) -> FollowUp:
         return await _finish_announce(tx, task, step, now)
     await _record_result(tx, task, step, now)
     if step.state == "ok" and await _count_awaited(tx, task["child"]):
-        # It has ended its turn before what it spawned has: its report is for after their results.
+        # The child ended its turn before its own sub-agents did: it reports after their results.
         await tx.do(SQL.step, n=task["n"], phase="waiting", current=task["current"])
         await tx.do(SQL.yield_unless_yielded, session=task["child"])
         return NO_FOLLOW_UP
@@ -220,7 +220,10 @@ async def advance_task(tx: Tx, step: CompletedStep, now: int) -> FollowUp:
 async def abandon_waiting_task(
     tx: Tx, child_key: str, now: int, outcome: RunOutcome = "cancelled", error: str = "The run was stopped."
 ) -> FollowUp:
-    """A child that is stopped while it waits for its own has no run whose end could report it."""
+    """End and report the task of a child that is stopped while waiting for its own sub-agents.
+
+    No run is active then whose end could report it.
+    """
     task = await tx.one(SQL.by_child, key=child_key)
     if task is None or task["phase"] != "waiting":
         return NO_FOLLOW_UP
@@ -232,7 +235,7 @@ async def abandon_waiting_task(
 
 
 async def settle_stuck_tasks(tx: Tx, now: int) -> FollowUp:
-    """Report what nothing else will."""
+    """Report tasks that no run will advance."""
     sequel = NO_FOLLOW_UP
     for task in await tx.all(SQL.astray):
         if task["outcome"] is None:
@@ -274,7 +277,7 @@ async def _load_latest_tool_result(tx: Tx, task: Row) -> str | None:
 
 
 async def _queue_announce(tx: Tx, task: Row, step: CompletedStep, now: int) -> FollowUp:
-    """Let the child word its result, if it came to one and anybody is to hear of it."""
+    """Queue the run in which the child words its result, if it succeeded and is to be announced."""
     options = decode_task_options(task)
     if options.announce == "none":
         return await _settle_task(tx, task, None, "none", now)
@@ -298,7 +301,7 @@ async def _queue_announce(tx: Tx, task: Row, step: CompletedStep, now: int) -> F
         hop=task["hop"],
     )
     accepted = await run_queue.submit_follow_up(tx, submission, now)
-    if accepted is None or not accepted.new:  # steered in its announce step: there is no second one
+    if accepted is None or not accepted.new:  # not new: steered in its announce step, which is not repeated
         return await _send_report(tx, task, None, now)
     await tx.do(SQL.step, n=task["n"], phase="announcing", current=run_id)
     return build_follow_up(accepted)
@@ -371,7 +374,7 @@ async def _load_stats(tx: Tx, task: Row, options: TaskOptions) -> TaskStats:
 
 
 def _find_transcript_path(options: TaskOptions, session_id: str) -> str | None:
-    """Of a file that exists, and does not go with the child as soon as this is told."""
+    """Return the path of the child's transcript file, if it exists and is not deleted with the child."""
     if not options.transcripts or options.cleanup == "delete":
         return None
     path = f"{options.transcripts}/{session_id}.jsonl"
@@ -381,9 +384,9 @@ def _find_transcript_path(options: TaskOptions, session_id: str) -> str | None:
 async def _queue_report(
     tx: Tx, task: Row, options: TaskOptions, text: str, now: int
 ) -> tuple[FollowUp, str | None]:
-    """Put the report into the requester's transcript; and the run that does it, in the requester's own session.
+    """Queue the report for the requester's transcript. Returns the run id too, unless an ancestor receives it.
 
-    It waits its turn in the lane, so that it stands between two runs and never between a call and its result.
+    The report waits its turn in the lane, so it is placed between two runs, never between a call and its result.
     """
     living = await _find_living_requester(tx, task)
     if living is None:
@@ -430,7 +433,7 @@ def _build_report_message(task: Row, text: str, now: int, *, by_user: bool) -> U
 
 
 async def _find_living_requester(tx: Tx, task: Row) -> tuple[Row, str | None] | None:
-    """The requester and its agent (`Options.requester_agent`); if it is gone, the one that had asked it, and so on."""
+    """Return the requester and its agent (`TaskOptions.requester_agent`), or its nearest existing ancestor."""
     for _ in range(MAX_ANCESTOR_LEVELS):
         session = await tx.one(SESSIONS_SQL.by_id, id=task["requester"])
         if session is not None:
@@ -443,9 +446,9 @@ async def _find_living_requester(tx: Tx, task: Row) -> tuple[Row, str | None] | 
 
 
 async def _hand_task_to_run(tx: Tx, key: str, run_id: str) -> tuple[int | None, int | None]:
-    """The task that a session finishes in this run, because it is woken, and until when.
+    """Make a wake run finish its session's own task. Returns the task and its deadline.
 
-    The run that waits may not have ended yet: what it says then is not the task's result.
+    The waiting run may not have ended yet; its reply is then not the task's result.
     """
     task = await tx.one(SQL.by_child, key=key)
     if task is None or task["phase"] not in {"running", "waiting"}:
@@ -455,7 +458,7 @@ async def _hand_task_to_run(tx: Tx, key: str, run_id: str) -> tuple[int | None, 
 
 
 async def _load_deadline(tx: Tx, task: Row) -> int | None:
-    """That of its first run: whatever else is done for the task has no more time than that."""
+    """Return the deadline of a task's first run, which applies to all later runs of the task."""
     run = await tx.one(SQL.deadline, id=task["id"])
     return run["deadline_at"] if run else None
 
@@ -475,7 +478,7 @@ async def _settle_task(tx: Tx, task: Row, report: TaskReport | None, announced: 
 
 
 async def _wake_requester(tx: Tx, task: Row, now: int) -> FollowUp:
-    """Wake who has ended its turn to wait for this, when it has nothing more to wait for."""
+    """Wake the requester if it yielded and has nothing more to wait for."""
     living = await _find_living_requester(tx, task)
     if living is None or living[0]["yielded"] is None or not task["wakes"]:
         return NO_FOLLOW_UP
@@ -496,9 +499,10 @@ async def _wake_requester(tx: Tx, task: Row, now: int) -> FollowUp:
 
 
 async def _count_awaited(tx: Tx, session: int) -> int:
-    """How many sub-agents at work it can still be woken for; those that were stopped with it wake nobody.
+    """Count the active sub-agents that can still wake a session; those stopped with it do not.
 
-    Whoever asks decides by it, and so does each of them when it ends: one after the other, or the last is not noticed.
+    The lock serialises this with the end of each sub-agent, which decides by the same count; otherwise the last one
+    could go unnoticed.
     """
     await tx.lock(f"family:{session}")
     row = await tx.one(SQL.awaited, requester=session)
@@ -506,7 +510,7 @@ async def _count_awaited(tx: Tx, session: int) -> int:
 
 
 class WakeRequest(NamedTuple):
-    """A session that is to be woken, what makes it this waking, and the agent that has yielded (`runs.agent_id`)."""
+    """A session to wake, the id that makes this wake unique, and the agent that yielded (`runs.agent_id`)."""
 
     session: int
     key: str
@@ -519,9 +523,9 @@ class WakeRequest(NamedTuple):
 
 
 async def queue_wake(tx: Tx, waking: WakeRequest, reported: Row, now: int) -> AcceptedRun | None:
-    """Queue a turn for a session behind the reports it was waiting for, of which `reported` is the last.
+    """Queue a run for a session after the reports it was waiting for; `reported` is the task of the last one.
 
-    It finishes the session's task; what runs that have yielded were to answer is handed to it (`engine.yields`).
+    The run finishes the session's own task, and the exchanges of yielded runs are handed to it (`yields`).
     """
     session, key, run_id = waking.session, waking.key, waking.run_id
     own, deadline_at = await _hand_task_to_run(tx, key, run_id)
@@ -538,20 +542,20 @@ async def queue_wake(tx: Tx, waking: WakeRequest, reported: Row, now: int) -> Ac
         deadline_at=deadline_at,
         task=own,
         chain=reported["chain"],
-        hop=reported["hop"] - 1,  # it goes on where it was when it spawned; a chain's runs bound how often
+        hop=reported["hop"] - 1,  # same hop as when it spawned; the chain's limit of runs bounds repetition
         agent_id=waking.agent_id,
     )
     return await run_queue.submit_follow_up(tx, submission, now)
 
 
 async def load_progress(tx: Tx, session: int, run_id: str | None) -> tuple[int, Row | None]:
-    """How many of a session's tasks are at work, and the last that has reported since that run of it began."""
+    """Return how many tasks of a session are active, and the last one reported since the given run began."""
     reported = await tx.one(SQL.reported_during, requester=session, run_id=run_id)
     return await _count_awaited(tx, session), reported
 
 
 async def hand_to_queued_wake(tx: Tx, session: int, run_id: str | None, agent_id: str | None) -> bool:
-    """Whether a session's sub-agents wake this agent in it anyway after this run; that turn then finishes its work."""
+    """Hand a run to a wake that is already queued for this agent in its session. False if none is queued."""
     waking = await tx.one(RUNS_SQL.waking, session=session, agent_id=agent_id)
     if waking is None:
         return False
@@ -560,7 +564,7 @@ async def hand_to_queued_wake(tx: Tx, session: int, run_id: str | None, agent_id
 
 
 async def redirect_task(tx: Tx, child_key: str, run_id: str) -> tuple[int | None, int | None]:
-    """Another run is to finish the task that a session is at; the task and its deadline, if there is one."""
+    """Make another run finish the current task of a session. Returns the task and its deadline, if any."""
     task = await tx.one(SQL.by_child, key=child_key)
     if task is None or task["phase"] == "settled":
         return None, None
@@ -569,7 +573,7 @@ async def redirect_task(tx: Tx, child_key: str, run_id: str) -> tuple[int | None
 
 
 async def record_announce_outcome(tx: Tx, task_n: int, state: str, now: int) -> None:
-    """The delivery of the report has settled: the archive clock starts."""
+    """Record that the delivery of the report has settled, which starts the time until archiving."""
     task = await tx.one(SQL.by_n, n=task_n)
     if task is not None:
         await tx.do(

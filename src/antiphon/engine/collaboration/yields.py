@@ -3,10 +3,10 @@
     running ──▶ yielded ──(the reports are there)──▶ handed to the run of the wake ──(its end)──▶ answered
                    └──(the session is stopped)──▶ ended without an answer
 
-`runs.woken_by` is '' for a run that waits, and later the id of the run that its session is woken for. Several runs of
+`runs.woken_by` is '' for a run that waits, and later the id of the run that wakes its session. Several runs of
 one session may wait at once: one wake answers for all of them, or one for each agent in the session that all agents
 share. A run that yields keeps its exchange until it has ended, because it may still fail; it is handed on after that.
-Who is woken when is decided in `engine.tasks`.
+`subagents` decides which session is woken, and when.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ async def begin_waiting(tx: Tx, session: int, run_id: str | None, how: Literal["
 
 
 async def list_waiting_agents(tx: Tx, session: Row) -> list[str | None]:
-    """The agents of the runs that wait in a session, as `runs.agent_id` names them; one wake is due to each."""
+    """Return the agents (`runs.agent_id`) of the runs that wait in a session; each of them gets one wake."""
     await _mark_legacy_waiting_run(tx, session)
     waiting = await tx.all(RUNS_SQL.waiting_for_wake, session=session["id"])
     return list(dict.fromkeys(run["agent_id"] for run in waiting))
@@ -56,9 +56,9 @@ async def hand_run_to_wake(tx: Tx, run_id: str | None, wake: str) -> None:
 
 
 async def finish_yielded_run(tx: Tx, run_id: str) -> bool:
-    """Hand on what a run that ended by yielding was to answer. False if no run will answer for it.
+    """Hand on the exchanges of a run that ended by yielding. False if no run will answer for it.
 
-    That is so if its session was stopped after the run yielded.
+    That is the case if its session was stopped after the run yielded.
     """
     run = await tx.one(RUNS_SQL.yielding, id=run_id)
     if run is None or run["woken_by"] is None:
@@ -69,7 +69,7 @@ async def finish_yielded_run(tx: Tx, run_id: str) -> bool:
 
 
 async def take_answered_runs(tx: Tx, wake: str) -> list[Row]:
-    """The runs that a wake answers for, which are then no longer assigned to it: call this once, at its end."""
+    """Return the runs that a wake answers for and clear the assignment: call this once, at its end."""
     runs = await tx.all(RUNS_SQL.answered_for, id=wake)
     await tx.do(RUNS_SQL.clear_wake, id=wake)
     return runs

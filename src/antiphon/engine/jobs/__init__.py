@@ -1,1 +1,1 @@
-"""Scheduled jobs: their rows, when they are due, and what a firing does."""
+"""Scheduled jobs: their rows, their schedules, and firing them."""

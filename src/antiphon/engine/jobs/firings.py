@@ -1,7 +1,7 @@
 """Firings of jobs, as transaction scripts.
 
-A firing is a run, and the commit that queues the run is the one that moves the job to its next slot: a kill can neither
-lose a firing nor repeat it. Slots that were missed are one firing, for the latest of them.
+A firing is a run, and the commit that queues the run also moves the job to its next slot: a crash can neither lose a
+firing nor repeat it. Several missed slots cause one firing, for the latest of them.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from antiphon.errors import AntiphonError, InvalidInput, LaneFull
 from antiphon.messages import Provenance, UserMessage
 from antiphon.store import Row, Tx
 
-CRON_ORIGIN = "cron"  # as the partial index of unfinished runs has it
+CRON_ORIGIN = "cron"  # the value in the partial index of unfinished runs
 NOT_DUE_REASON, BUSY_REASON, LANE_FULL_REASON = "not-due", "busy", "lane-full"
-OPERATOR_CALLER = Caller.operator()  # jobs are the operators' own: whoever added one was admin
+OPERATOR_CALLER = Caller.operator()  # only admins can add jobs
 
 
 class FiringResult(Struct, frozen=True, kw_only=True):
-    """What came of firing a job: a run, or the reason why there is none."""
+    """The result of firing a job: a run, or the reason why none was queued."""
 
     accepted: AcceptedRun | None = None
     reason: str | None = None
 
 
 async def list_due_jobs(tx: Tx, now: int) -> list[str]:
-    """Jobs whose slot has come, the longest due first."""
+    """Return the ids of due jobs, the longest overdue first."""
     return [row["id"] for row in await tx.all(SQL.due, now=now)]
 
 
 async def fire_if_due(tx: Tx, terms: FiringContext, job_id: str, now: int) -> FiringResult:
-    """Fire a job if it is due: its run and its next slot are one commit."""
+    """Fire a job if it is due, and move it to its next slot in the same commit."""
     row = await tx.one(SQL.by_id, id=job_id)
     job = jobs.decode_job_row(row) if row else None
     if job is None or job.next_at is None or job.next_at > now:
@@ -61,7 +61,7 @@ async def fire_if_due(tx: Tx, terms: FiringContext, job_id: str, now: int) -> Fi
         return fired
     fired = await _submit_run(tx, terms, job, f"cron:{job.id}:{slot}", now)
     if fired.reason == LANE_FULL_REASON:
-        return fired  # its session has no room for another message now: the slot is kept
+        return fired  # the queue of its session is full: the slot is kept
     if following is None and job.spec.delete_after_run and fired.accepted:
         await jobs.remove_job(tx, job.id)
     else:
@@ -70,7 +70,7 @@ async def fire_if_due(tx: Tx, terms: FiringContext, job_id: str, now: int) -> Fi
 
 
 async def fire_now(tx: Tx, terms: FiringContext, job_id: str, run_id: str, now: int) -> FiringResult:
-    """Fire a job now, whatever its schedule says; the schedule goes on as if nothing had been."""
+    """Fire a job now, regardless of its schedule, which stays unchanged."""
     job = await jobs.get_job(tx, job_id)
     if await _is_at_run_limit(tx, terms):
         return FiringResult(reason=BUSY_REASON)
@@ -83,9 +83,9 @@ async def fire_now(tx: Tx, terms: FiringContext, job_id: str, run_id: str, now: 
 async def fire_on_request(
     tx: Tx, terms: FiringContext, job_id: str, run_id: str | None, command: IdempotentCommand, now: int
 ) -> FiringResult:
-    """Fire a job for somebody who asks for it: with `run_id` whatever its schedule says, else if it is due.
+    """Fire a job on request: with `run_id` regardless of its schedule, otherwise only if it is due.
 
-    Asked again under the same key, the run it led to is told again. What led to none may be tried again.
+    A repeated request with the same key returns the same run. If no run was queued, the request may be repeated.
     """
     if before := await idempotency.load_recorded_answer(tx, command, AcceptedRun):
         return FiringResult(accepted=msgspec.structs.replace(before, new=False))
@@ -107,7 +107,7 @@ async def _is_at_run_limit(tx: Tx, terms: FiringContext) -> bool:
 async def _record_firing(
     tx: Tx, job: Job, fired: FiringResult, slot: int | None, next_at: int | None, now: int
 ) -> None:
-    """A slot that is used up with none to follow is the end of a job that had a schedule."""
+    """Record a firing in the job's row; a used slot without a next one disables the job."""
     failed = fired.accepted is None
     await tx.do(
         SQL.fired,
@@ -124,7 +124,7 @@ async def _record_firing(
 
 
 async def _submit_run(tx: Tx, terms: FiringContext, job: Job, run_id: str, now: int) -> FiringResult:
-    """Queue the run. What stands in its way is told and recorded, and is not the end of the job."""
+    """Queue the run. Errors are returned as the reason and do not end the job."""
     try:
         session = await _open_session(tx, terms, job, now)
         terms.door.check_send(session)
@@ -147,7 +147,7 @@ async def _open_session(tx: Tx, terms: FiringContext, job: Job, now: int) -> Row
         return await terms.door.open(tx, OPERATOR_CALLER, "send", target.removeprefix("session:"))
     key = keys.owned_key(agent_id, "cron", job.id)
     if await session_rows.find_session(tx, key, None) is None:
-        terms.config.get_agent(agent_id)  # raises for one that is not configured any more
+        terms.config.get_agent(agent_id)  # raises if it is no longer configured
         sandboxed = terms.door.is_sandboxed(agent_id, key)
         await session_rows.create_session(
             tx, key, now, NewSession(display_name=job.spec.name, sandboxed=sandboxed)
@@ -158,7 +158,7 @@ async def _open_session(tx: Tx, terms: FiringContext, job: Job, now: int) -> Row
 async def _resolve_reply_target(
     tx: Tx, terms: FiringContext, job: Job, wanted: AnnounceDelivery, now: int
 ) -> ReplyTarget:
-    """Whose chat hears the answer: that of the agent's main session, wherever it is."""
+    """Return the chat that receives the answer: the agent's main session, at the configured destination."""
     main = await terms.door.open(tx, OPERATOR_CALLER, "send", f"agent:{job.spec.agent_id}:main", found_at=now)
     whole = await tx.one(session_rows.SQL.by_id, id=main["id"])
     assert whole is not None

@@ -1,7 +1,7 @@
-"""Scheduled jobs: what they are, what is accepted as one, and managing them as transaction scripts.
+"""Scheduled jobs: their types and validation, and managing them as transaction scripts.
 
-A job says when (`engine.slots`), into which session and with which words; what comes of that is in `engine.firings`.
-Who may manage jobs is not decided here (see `antiphon.job_operations`).
+A job has a schedule (`schedule_slots`), a session and a message; `firings` executes it. Authorization is not decided
+here (see `antiphon.job_operations`).
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class JobPatch(StrictStruct, frozen=True):
 
 
 class Job(Struct, frozen=True, kw_only=True):
-    """A job's row, and how the run of its last firing is doing."""
+    """A job's row, with the state of its latest run."""
 
     id: str
     spec: JobSpec
@@ -114,7 +114,7 @@ class Job(Struct, frozen=True, kw_only=True):
 
 
 class FiringContext(msgspec.Struct, frozen=True):
-    """What every firing is judged by."""
+    """Configuration, session resolver and channels for firing jobs."""
 
     config: Config
     door: SessionResolver
@@ -122,15 +122,15 @@ class FiringContext(msgspec.Struct, frozen=True):
     """Channels that this process can deliver to, besides the web chat."""
 
 
-# --- what is accepted ---
+# --- validation ---
 
 
 def complete_job_spec(spec: JobSpec, config: Config, now: int) -> JobSpec:
-    """The spec with everything said that was left open; the session it names is not looked up here.
+    """Return the spec with all defaults filled in; the session it names is not looked up here.
 
     Raises:
-        InvalidInput: something cannot be accepted; `field` says what.
-        NotFound: there is no such agent.
+        InvalidInput: a field is invalid; `field` names it.
+        NotFound: the agent does not exist.
     """
     agent_id = spec.agent_id or config.default_agent_id
     with attach_field_to_errors("agentId"):
@@ -142,9 +142,8 @@ def complete_job_spec(spec: JobSpec, config: Config, now: int) -> JobSpec:
         agent_id=agent_id.lower(),
         session_target=target,
     )
-    schedule_slots.find_next_slot(
-        whole.schedule, now
-    )  # raises for one that means nothing, also where the job is not enabled
+    # Raises for an invalid schedule, even if the job is disabled.
+    schedule_slots.find_next_slot(whole.schedule, now)
     _check_name(whole.name)
     _check_payload(whole, config)
     _check_delete_after_run(whole)
@@ -179,7 +178,7 @@ def _check_payload(spec: JobSpec, config: Config) -> None:
 
 
 def check_channel(delivery: JobDelivery, terms: FiringContext) -> None:
-    """Refuse a delivery that would always fail. Jobs that are already stored keep theirs.
+    """Check that a delivery can succeed. Stored jobs are not checked again.
 
     Raises:
         InvalidInput: this gateway has no such channel.
@@ -208,7 +207,7 @@ def _check_delete_after_run(spec: JobSpec) -> None:
 
 @contextmanager
 def attach_field_to_errors(field: str) -> Generator[None]:
-    """Errors that somebody else raises about this field get its name."""
+    """Add the name of a field to errors raised in the block."""
     try:
         yield
     except AntiphonError as error:
@@ -216,7 +215,7 @@ def attach_field_to_errors(field: str) -> Generator[None]:
         raise
 
 
-# --- managing, as transaction scripts ---
+# --- transaction scripts ---
 
 
 async def add_job(
@@ -228,7 +227,7 @@ async def add_job(
     command: IdempotentCommand,
     now: int,
 ) -> Job:
-    """A new job; or the one that was added under this key, as it was then."""
+    """Add a job. A repeated request with the same key returns the job as it was then."""
     if before := await idempotency.load_recorded_answer(tx, command, Job):
         return before
     overview = await tx.one(SQL.overview)
@@ -276,7 +275,7 @@ async def list_jobs(tx: Tx, include_disabled: bool) -> list[Job]:
 
 
 async def load_overview(tx: Tx) -> tuple[int, int | None]:
-    """How many jobs there are, and the earliest slot of them all."""
+    """Return the number of jobs and the earliest slot of all jobs."""
     row = await tx.one(SQL.overview)
     assert row is not None
     return row["jobs"], row["next_at"]
@@ -284,12 +283,12 @@ async def load_overview(tx: Tx) -> tuple[int, int | None]:
 
 async def list_job_runs(tx: Tx, job_id: str, limit: int) -> list[Row]:
     await get_job(tx, job_id)
-    # ';' follows ':' in every encoding, so this is exactly what begins with the job's own prefix.
+    # ';' follows ':' in every encoding, so this range is exactly the ids with the job's prefix.
     return await tx.all(SQL.runs_between, first=f"cron:{job_id}:", after=f"cron:{job_id};", limit=limit)
 
 
 async def _resolve_session_target(tx: Tx, terms: FiringContext, caller: Caller, spec: JobSpec) -> JobSpec:
-    """With the key of the session that the target names, if it names one; it must exist."""
+    """Return the spec with the full key of the session that its target names, if any; it must exist."""
     target = spec.session_target or ""
     if target in {"isolated", "main"}:
         return spec

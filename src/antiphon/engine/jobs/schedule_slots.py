@@ -1,6 +1,6 @@
-"""When jobs are due: schedules, and the moments (slots) that they mean.
+"""Schedules of jobs, and the times (slots) at which they are due.
 
-Slots are a fixed set, whoever asks for the next one and when. Nothing here waits for one (see `engine.scheduler`).
+The slots of a schedule are a fixed set, independent of when they are computed. Nothing here waits (see `scheduler`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from msgspec import Meta, Struct
 
 from antiphon.errors import InvalidInput
 
-ONE_TIME_JOB_GRACE_MS = (
-    60_000  # milliseconds that a one-time job may be late when it is added: it then fires at once
-)
-MAX_TIMESTAMP_MS = 253_402_300_799_000  # the end of the calendar, in milliseconds
+ONE_TIME_JOB_GRACE_MS = 60_000  # a one-time job may be this late when it is added; it then fires at once
+MAX_TIMESTAMP_MS = 253_402_300_799_000  # the end of the year 9999
 
 TimestampMs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_TIMESTAMP_MS)]
 
@@ -55,10 +53,10 @@ Schedule: TypeAlias = AtSchedule | EverySchedule | CronSchedule
 
 
 def find_next_slot(schedule: Schedule, after_ms: int) -> int | None:
-    """The first slot after that time, or None when there is none any more.
+    """Return the first slot after that time, or None if no slot is left.
 
     Raises:
-        InvalidInput: the schedule means nothing; `field` says which part of it.
+        InvalidInput: the schedule is invalid; `field` names the part.
     """
     match schedule:
         case AtSchedule():
@@ -72,19 +70,19 @@ def find_next_slot(schedule: Schedule, after_ms: int) -> int | None:
 
 
 def find_latest_slot(schedule: Schedule, first: int, now: int) -> int:
-    """The last slot that has come by now, where `first` is one that has.
+    """Return the last slot that is not after `now`; `first` is such a slot.
 
-    Found by halving, so that years of missed slots cost no more than an hour of them.
+    Uses bisection, so years of missed slots cost no more than an hour of them.
     """
     due = bisect_right(range(first, now), now, key=lambda after: find_next_slot(schedule, after) or now + 1)
     return (find_next_slot(schedule, first + due - 1) if due else None) or first
 
 
 def find_first_slot(schedule: Schedule, now: int) -> int:
-    """When a job that is added or enabled now fires first.
+    """Return the first slot of a job that is added or enabled now.
 
     Raises:
-        InvalidInput: never, or the schedule means nothing.
+        InvalidInput: the schedule has no future slot or is invalid.
     """
     slot = find_next_slot(schedule, now - ONE_TIME_JOB_GRACE_MS if isinstance(schedule, AtSchedule) else now)
     if slot is None:
@@ -95,7 +93,7 @@ def find_first_slot(schedule: Schedule, now: int) -> int:
 
 
 def pin_schedule(schedule: Schedule, now: int) -> Schedule:
-    """Without anything that would mean something else later or on another machine."""
+    """Return the schedule with anchor, time zone and offset set, so that it means the same later and elsewhere."""
     match schedule:
         case EverySchedule(anchor_ms=None):
             return EverySchedule(every_ms=schedule.every_ms, anchor_ms=now)
@@ -108,7 +106,7 @@ def pin_schedule(schedule: Schedule, now: int) -> Schedule:
 
 
 def get_local_zone_name() -> str:
-    """The machine's time zone by its name, and UTC where that cannot be told."""
+    """Return the name of the machine's time zone, or UTC if it is unknown."""
     linked = os.path.realpath("/etc/localtime").partition("zoneinfo/")[2]
     names = (os.environ.get("TZ", "").removeprefix(":"), linked)
     return next((name for name in names if name and _load_zone(name)), "UTC")
@@ -135,7 +133,7 @@ def _find_next_match(schedule: CronSchedule, after_ms: int) -> int | None:
             "Write five fields such as '0 8 * * 1-5': minute, hour, day, month, weekday.",
             field="schedule.expr",
         ) from error
-    # In the hour that clocks repeat, a match by the clock may lie before the time that was asked about.
+    # In the hour that clocks repeat, a match by local time may lie before `after_ms`.
     slots = (round(match.timestamp() * 1000) for match in matches)
     try:
         return next((slot for slot in slots if slot > after_ms), None)
@@ -154,7 +152,7 @@ def _parse_at_time(schedule: AtSchedule) -> int:
 
 
 def _add_local_offset(text: str) -> str:
-    """The time as it was written, or with the machine's offset if it was written without one."""
+    """Return the time as written, or with the machine's offset if it has none."""
     try:
         time = datetime.fromisoformat(text)
     except ValueError as error:

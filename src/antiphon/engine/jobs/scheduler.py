@@ -1,7 +1,7 @@
-"""Firing jobs when their time has come.
+"""Fires jobs when they are due.
 
-One task sleeps until the earliest slot and fires what is due. It keeps nothing: which slots are due is in the rows,
-and the commit of a firing is what makes it happen once, so that it may be killed, late or woken in vain.
+One task sleeps until the earliest slot and fires the jobs that are due. It has no state: due slots are in the rows, and
+the commit of a firing makes it happen once, so the task may be killed, late or woken needlessly.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_SLEEP_SECONDS = 30.0  # seconds of sleep; the wall clock may be set meanwhile
-SHARED_STORE_POLL_SECONDS = 2.0  # the same, where others share the store: one may have added a job, and died
-UNFIRED_JOB_RETRY_SECONDS = 1.0  # seconds until jobs are looked at again that are due and could not be fired
+MAX_SLEEP_SECONDS = 30.0  # the wall clock may be changed meanwhile
+SHARED_STORE_POLL_SECONDS = 2.0  # the same for a shared store: another replica may add a job and die
+UNFIRED_JOB_RETRY_SECONDS = 1.0  # for jobs that are due and could not be fired
 
 
 class Scheduler:
@@ -48,7 +48,7 @@ class Scheduler:
         return self.terms.config.cron.enabled
 
     async def run(self) -> None:
-        """Look, sleep, look again, until cancelled."""
+        """Fire due jobs and sleep until the next slot, until cancelled."""
         while True:
             self._changed.clear()
             pause = await self._fire_and_compute_sleep()
@@ -57,13 +57,13 @@ class Scheduler:
                     await self._changed.wait()
 
     def wake(self) -> None:
-        """Jobs have changed: the earliest slot may be another one."""
+        """Recompute the earliest slot, because jobs have changed."""
         self._changed.set()
 
     async def fire_due_jobs(self) -> None:
-        """Fire everything that is due now, as far as there is room for its runs.
+        """Fire all jobs that are due now, as far as the limits of their sessions and of concurrent runs allow.
 
-        A job whose session has no room holds up no other; only when no job may run, the rest need not be tried.
+        A full session does not delay other jobs; at the limit of concurrent runs, the rest is not tried.
         """
         if not self.enabled:
             return
@@ -76,7 +76,7 @@ class Scheduler:
                 log.exception("Job %r could not be fired", job_id)
             else:
                 if fired.reason == BUSY_REASON:
-                    return  # The others keep their slots, too.
+                    return  # the others keep their slots, too
 
     async def fire_if_due(self, job_id: str) -> FiringResult:
         """Fire a job if it is due."""
@@ -85,7 +85,7 @@ class Scheduler:
         )
 
     async def fire_on_request(self, job_id: str, command: IdempotentCommand, *, force: bool) -> FiringResult:
-        """Fire a job because somebody asks for it; with `force` it need not be due."""
+        """Fire a job on request; with `force` it need not be due."""
         run_id = f"cron:{job_id}:force:{uuid.uuid4()}" if force else None
         now = self._clock.now()
         return await self._publish_firing(
@@ -93,7 +93,7 @@ class Scheduler:
         )
 
     async def _publish_firing(self, fired: FiringResult) -> FiringResult:
-        """After the commit; if this is never reached, the engine finds the run by itself."""
+        """Dispatch the run and publish events after the commit; after a crash, the engine finds the run itself."""
         if fired.accepted and fired.accepted.new:
             await self._engine.dispatch_accepted_run(fired.accepted)
             self._bus.publish(
@@ -102,7 +102,7 @@ class Scheduler:
         return fired
 
     async def _fire_and_compute_sleep(self) -> float:
-        """Fire what is due; how many seconds to sleep then."""
+        """Fire due jobs. Returns the seconds to sleep afterwards."""
         now = self._clock.now()
         try:
             await self.fire_due_jobs()
@@ -116,6 +116,6 @@ class Scheduler:
         if next_at is None or not self.enabled:
             return self._max_sleep_seconds
         if next_at <= now:
-            # It is due and has not been fired: there was no room, here or in its session.
+            # It is due and was not fired: its session is full, or too many jobs are running.
             return UNFIRED_JOB_RETRY_SECONDS
         return min(self._max_sleep_seconds, max(0, next_at - self._clock.now()) / 1000)

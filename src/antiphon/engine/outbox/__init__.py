@@ -1,1 +1,1 @@
-"""Deliveries to people: rows, the sender, and what is removed before anything is sent."""
+"""Deliveries to people: rows, the sender, sanitizing and redaction."""

@@ -1,7 +1,7 @@
-"""Words on their way to people: where they go, and how they get into the outbox.
+"""Delivery rows: their destinations, and adding them to the outbox.
 
-A delivery is a row that is written by the commit which causes it, under a key that says what the words are about:
-it exists once, whatever happens. Getting it out is the business of `engine.outbox`.
+A delivery is a row written by the commit that causes it, under a key that identifies its cause, so it exists exactly
+once. `sender` sends it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SQL = Queries("deliveries")
 
 
 class Destination(msgspec.Struct, frozen=True, kw_only=True, rename="camel", omit_defaults=True):
-    """Where words go, fixed when what they answer was accepted: what comes in later does not divert them."""
+    """The destination of a delivery, fixed when its request is accepted; later messages do not change it."""
 
     channel: str = WEBCHAT_CHANNEL
     to: str | None = None
@@ -38,7 +38,7 @@ class NewDelivery(msgspec.Struct, frozen=True, kw_only=True):
     body: str
     stats: str | None = None
     entry_run: str | None = None
-    """The run in whose entries the words stand, or will stand, in that session."""
+    """The run whose transcript entries contain the text, or will contain it, in that session."""
     exchange: int | None = None
     task: int | None = None
 
@@ -48,7 +48,7 @@ def decode_destination(text: str) -> Destination:
 
 
 def resolve_session_destination(row: Row) -> Destination:
-    """The chat of a session: its group, else where its person last wrote from, else the page that shows it."""
+    """Return the chat of a session: its group, else the last channel it was written to from, else the web chat."""
     key = keys.parse(row["key"])
     if key.kind == "group" and key.channel:
         thread = key.thread.id if key.thread else None
@@ -64,7 +64,7 @@ def resolve_session_destination(row: Row) -> Destination:
 
 
 async def enqueue_delivery(tx: Tx, parcel: NewDelivery, now: int) -> None:
-    """Into the outbox, once."""
+    """Add a delivery to the outbox, once per key."""
     where = parcel.destination
     await tx.do(
         SQL.insert,

@@ -1,25 +1,25 @@
-"""Secrets masked on the way out: history, lists, announces, logs, exports.
+"""Masks secrets in output: history, lists, announcements, logs, exports.
 
-What is stored and what a model is given again stay as they are: a mask that reaches a model ends up in somebody's
-files. This finds what looks like a secret by its name or its shape. It is no proof that none is left.
+Stored text and text for models are not masked: a mask that reaches a model could end up in files it writes. Secrets are
+recognised by their name or shape, so some may be missed.
 
-Every pattern costs linear time: its repetitions are possessive and stop where the next match could begin. Only a
-private key goes over several lines.
+Every pattern takes linear time: its repetitions are possessive and stop where the next match could begin. Only private
+keys span several lines.
 """
 
 from __future__ import annotations
 
 import re
 
-MIN_PARTIALLY_SHOWN_CHARACTERS = 18  # characters; what is shorter shows nothing of itself
+MIN_PARTIALLY_SHOWN_CHARACTERS = 18  # shorter secrets are masked completely
 MAX_REDACTION_ROUNDS = 8
 """A mask can put the end of one secret before the name of another, so masking is repeated until nothing changes."""
 
-# The first letter stands apart because `re` then skips to the next such letter; that `aecret` fits does no harm.
+# The first letter is separate because `re` then skips to the next such letter; matching `aecret` is harmless.
 _SECRET_NAME_PATTERN = (
     r"[aprstAPRST](?i:(?:pi|ecret|ccess|rivate)[_-]?key|(?:ccess|efresh)[_-]?token|oken|ecret|assword|asswd)"  # noqa: S105
 )
-# A backslash that escapes a quote or a line break belongs to the text around the value: a shell line inside JSON.
+# A backslash before a quote or line break belongs to the surrounding text, such as a shell line inside JSON.
 _VALUE_PATTERN = (
     r"""(?:"(?P<double>[^"\n]++)|'(?P<single>[^'\n]++)|(?P<plain>(?:[^\s"'`\\]|\\(?![nrt"']))++))"""
 )
@@ -33,18 +33,18 @@ _SECRET_PATTERNS = tuple(
     for pattern in (
         # API_KEY=…, DB_PASSWORD: … Capitals only: `key=len` and `Key: value` are ordinary code and prose.
         rf"(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD)[ \t]{{0,8}}[=:](?![=:])[ \t]{{0,8}}{_VALUE_PATTERN}",
-        # api_key=…, password=… as in addresses and connection strings.
+        # api_key=…, password=… as in URLs and connection strings.
         rf"{_SECRET_NAME_PATTERN}=(?!=){_VALUE_PATTERN}",
         rf"""(?P<mark>["']){_SECRET_NAME_PATTERN}(?P=mark)[ \t]{{0,8}}:[ \t]{{0,8}}"""
         r"""(?P<quote>["'])(?P<plain>(?:(?!(?P=quote))[^\\\n]|\\.)++)""",
-        # JSON inside a string of JSON.
+        # JSON inside a JSON string.
         rf"""\\"{_SECRET_NAME_PATTERN}\\"[ \t]{{0,8}}:[ \t]{{0,8}}\\"(?P<plain>(?:[^"\\\n]|\\[^"\n])++)""",
         rf"--{_SECRET_NAME_PATTERN}[ \t]{{1,8}}(?!-){_VALUE_PATTERN}",
         r"""(?i:authorization)["']?[ \t]{0,8}[:=][ \t]{0,8}["']?(?i:bearer|basic)[ \t]{1,8}"""
         r"""(?P<plain>[^\s"'`\\,;]++)""",
         r"(?i:bearer)[ \t]{1,8}(?P<plain>[A-Za-z0-9._~+/=-]{18,}+)",
         rf"(?<![A-Za-z0-9])(?P<plain>{_PREFIXED_TOKEN_PATTERN})",
-        # A Telegram bot's token; in its addresses `bot` stands before it.
+        # A Telegram bot token; in its URLs it follows `bot`.
         r"(?<![0-9])(?P<plain>[0-9]{6,12}+:[A-Za-z0-9_-]{20,}+)",
     )
 )
@@ -52,7 +52,7 @@ _PEM_LABEL_PATTERN = r"[A-Z0-9 ]{0,40}PRIVATE KEY(?: BLOCK)?-----"
 _PRIVATE_KEY_PATTERN = re.compile(
     rf"(?P<first>-----BEGIN {_PEM_LABEL_PATTERN})"
     rf"(?:(?P<body>(?:[^-]|-(?!----))*+)(?P<last>-----END {_PEM_LABEL_PATTERN})"
-    # Cut off in the middle: what looks like its lines.
+    # A truncated key: everything that looks like its lines.
     r"|(?P<rest>(?:(?:\s|\\[nr])*+[A-Za-z0-9+/=]{16,}+)++(?:(?:\s|\\[nr])*+[A-Za-z0-9+/=]++(?=\s*$))?))"
 )
 _SECRET_HINTS = (
@@ -65,7 +65,7 @@ _MASKED_PATTERN = re.compile(r"[*…]+|.{6}….{4}", re.DOTALL)
 
 
 def redact(text: str) -> str:
-    """The text with its secrets masked; a text without any is returned as it is."""
+    """Return the text with its secrets masked; the same object if it has none."""
     if not _may_hold_secret(text):
         return text
     before = text
@@ -80,7 +80,7 @@ def redact(text: str) -> str:
 
 
 def _may_hold_secret(text: str) -> bool:
-    """Whether a text needs the patterns at all. Most do not, and the patterns cost ten times as much."""
+    """Whether the patterns need to be applied. Most texts do not need it, and this check is ten times cheaper."""
     folded = text.casefold()
     if any(word in folded for word in _SECRET_HINTS):
         return True
@@ -88,14 +88,17 @@ def _may_hold_secret(text: str) -> bool:
 
 
 def _mask_match(match: re.Match[str]) -> str:
-    """The value is the last group of every pattern, and the last thing it matches."""
+    """Mask the value of a match, which is the last group of every pattern and ends the match."""
     assert match.lastindex is not None
     secret: str = match[match.lastindex]
     return match[0][: -len(secret)] + _mask_secret(secret)
 
 
 def _mask_secret(secret: str) -> str:
-    """A mask stays itself. Half of an escaped quote would end the string around it, so then nothing is shown."""
+    """Return the mask of a secret. A mask is kept, and a secret with quotes is masked completely.
+
+    Otherwise, half of an escaped quote could end the string around it.
+    """
     if _MASKED_PATTERN.fullmatch(secret):
         return secret
     if len(secret) < MIN_PARTIALLY_SHOWN_CHARACTERS or _QUOTE_PATTERN.search(secret):
@@ -105,5 +108,5 @@ def _mask_secret(secret: str) -> str:
 
 def _mask_private_key(match: re.Match[str]) -> str:
     inside: str = match["body"] or match["rest"] or ""
-    line = "\\n" if inside.startswith("\\n") else "\n"  # inside JSON it stays one line
+    line = "\\n" if inside.startswith("\\n") else "\n"  # inside JSON it must stay on one line
     return f"{match['first']}{line}…redacted…{line}{match['last'] or ''}"

@@ -1,10 +1,10 @@
-"""The words of the one outbound gate: what a text must lose before a human gets it.
+"""Sanitizes text before it is sent to people.
 
 Control tokens and frame markers are removed wherever they occur; secrets and the address in a session key (a direct
 peer, a phone number, an e-mail address) are masked. The search ignores case, invisible characters, look-alike Unicode
-letters and Markdown marks, because a human would read the same. Everything else passes unchanged.
+letters and Markdown marks, because a person would read the same. Everything else passes unchanged.
 
-Whether something is sent at all, and where to, is decided elsewhere (`policy`, the outbox).
+Whether and where a text is sent is decided elsewhere (`send_policy`, `sender`).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ ANNOUNCE_SKIP = "ANNOUNCE_SKIP"
 NO_REPLY = "NO_REPLY"
 ADDRESS_MASK = "***"
 MAX_SANITIZE_ROUNDS = 8
-"""A removal can bring the halves of another token together. What is not clean after so many is built to get
-through, and nothing of it leaves."""
+"""A removal can join the halves of another token. Text that is not clean after so many rounds is crafted to evade
+this, and nothing of it is sent."""
 
 _TOKEN_ALTERNATIVES = "|".join(token.lower() for token in (REPLY_SKIP, ANNOUNCE_SKIP, NO_REPLY))
-# An id may hold anything, so a key ends where text around it begins: at a blank, a quote or a bracket. A full stop or
-# comma at its end is the sentence's.
+# An id may contain anything, so a key ends at white space, a quote or a bracket. Punctuation at its end belongs to the
+# sentence.
 _KEY_REST_PATTERN = r"""(?:[^\s"'<>()\[\]{}]*[^\s"'<>()\[\]{}.,;:!?])?"""
-_COLON_PATTERN = "(?::|%3a)"  # as it is, or in an address
+_COLON_PATTERN = "(?::|%3a)"  # plain or percent-encoded
 _TOKEN_PATTERN = re.compile(_TOKEN_ALTERNATIVES)
 _CUT_PATTERN = re.compile(f"{_TOKEN_ALTERNATIVES}|{MARKER_PATTERN.pattern}")
 _SESSION_KEY_PATTERN = re.compile(
     rf"agent{_COLON_PATTERN}[a-z0-9][a-z0-9_-]{{0,63}}+{_COLON_PATTERN}{_KEY_REST_PATTERN}"
 )
 
-# What nobody sees, besides the characters that Unicode calls controls and formats: fillers and selectors of variants.
+# Invisible characters besides those in the categories Cc and Cf: fillers and variation selectors.
 _INVISIBLE_PATTERN = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2065\u3164\ufe00-\ufe0f\uffa0\ufff0-\ufff8"
     "\U000e0000-\U000e0fff]"
@@ -50,39 +50,39 @@ _FENCE_PATTERN = re.compile(r"^[ \t>]*(?:```|~~~)[ \t]*[\w+.#-]*[ \t]*$", re.MUL
 _INSIGNIFICANT_CATEGORIES = frozenset(
     {"Pc", "Pd", "Ps", "Pe", "Pi", "Pf", "Po", "Sk", "Sm", "Zs", "Zl", "Zp", "Cc", "Cf"}
 )
-"""Unicode categories of what may surround a token and means nothing alone: quotes, punctuation, white space."""
+"""Unicode categories that may surround a token and mean nothing alone: quotes, punctuation, white space."""
 
 _DIRECT_PEER_PATTERN = re.compile(rf"{_COLON_PATTERN}(?:direct|dm|openai-user){_COLON_PATTERN}")
 _PHONE_PATTERN = re.compile(r"(?:\+|%2b)[0-9]{6,}")
 
 
 def is_skip(text: str | None, token: str) -> bool:
-    """Whether the whole answer is this token, written as it was told."""
+    """Whether the whole answer is exactly this token."""
     return text is not None and text.strip() == token
 
 
 def is_silence(text: str) -> bool:
-    """Whether an answer is empty or only control tokens, also quoted, in a code fence or with punctuation."""
+    """Whether an answer is empty or only control tokens, even if quoted, fenced or with punctuation."""
     return not text.strip() or (has_control_token(text) and not remove_control_tokens(text))
 
 
 def has_control_token(text: str) -> bool:
-    """Whether a human would see a control token anywhere in it."""
+    """Whether a person would see a control token anywhere in the text."""
     return _TOKEN_PATTERN.search(text.translate(_FOLDING_TABLE)) is not None
 
 
 @lru_cache(maxsize=256)  # every answer repeats the name of its model
 def is_plain_name(name: str) -> bool:
-    """Whether a name that came from outside holds no control token, marker, session key or secret."""
+    """Whether an external name contains no control token, marker, session key or secret."""
     folded = name.translate(_FOLDING_TABLE)
     return not (_CUT_PATTERN.search(folded) or _SESSION_KEY_PATTERN.search(folded)) and redact(name) == name
 
 
 def sanitize_for_people(text: str, *, stats: str | None = None, own_key: str | None = None) -> str:
-    """What may leave for a human; empty means that nothing is to be sent.
+    """Return the text that may be sent to a person; empty if nothing is to be sent.
 
-    `stats` is a line of this system that names the session on purpose; it is appended unchanged. `own_key` is the key
-    of the reader's own session: the address in it is theirs and is not masked.
+    `stats` is a line of this system that names the session on purpose; it is appended without masking. `own_key` is the
+    key of the reader's own session: the address in it is theirs and is not masked.
     """
     text = _sanitize_until_stable(text, lambda folded: _find_address(folded, own_key))
     if not text or stats is None:
@@ -91,17 +91,17 @@ def sanitize_for_people(text: str, *, stats: str | None = None, own_key: str | N
 
 
 def sanitize_for_agents(text: str) -> str:
-    """The text as another agent may see it: sanitized as for people, but with usable session keys."""
+    """Return the text for another agent: sanitized as for people, but with usable session keys."""
     return _sanitize_until_stable(text, lambda _: None)
 
 
 def remove_control_tokens(text: str) -> str:
-    """The text without control tokens and markers, otherwise unchanged; empty if nothing else is left."""
+    """Return the text without control tokens and markers; empty if nothing else is left."""
     return _sanitize_until_stable(text, lambda _: None, lambda same: same)
 
 
 def _find_address(key: str, own_key: str | None) -> int | None:
-    """The position of the address in a folded session key; None if it has none or it is the reader's own."""
+    """Return the position of the address in a folded session key; None if it has none or is the reader's own."""
     if own_key is not None and key == own_key.translate(_FOLDING_TABLE):
         return None
     found = [match.start() for match in (_PHONE_PATTERN.search(key),) if match]
@@ -129,7 +129,7 @@ def _sanitize_until_stable(
 
 
 class _FoldingTable:
-    """For `str.translate`: each character as a reader takes it. Not a dict: it would grow with what it is fed."""
+    """For `str.translate`: each character as a reader perceives it. Not a dict, which would grow without limit."""
 
     def __getitem__(self, code: int) -> str:
         return _fold_character(chr(code))
@@ -148,9 +148,9 @@ _FOLDING_TABLE = _FoldingTable()
 
 
 def _sanitize_once(text: str, address: Callable[[str], int | None]) -> str:
-    """The text without what is forbidden, found in its folded form and cut out of the real one."""
+    """Remove or mask forbidden parts, found in the folded text and cut out of the original."""
     folded = text.translate(_FOLDING_TABLE)
-    # Tokens first, since one may be in the middle of a key.
+    # Tokens first, since one may be inside a key.
     if cuts := [match.span() for match in _CUT_PATTERN.finditer(folded)]:
         rest = _replace_spans(text, cuts, None)
         return "" if _is_insignificant(rest) else rest
@@ -160,7 +160,7 @@ def _sanitize_once(text: str, address: Callable[[str], int | None]) -> str:
 
 
 def _replace_spans(text: str, spans: Iterable[tuple[int, int]], put: str | None) -> str:
-    """The text with spans of its folded form replaced, or removed if `put` is None."""
+    """Replace spans of the folded text in the original, or remove them if `put` is None."""
     ends = list(accumulate(map(len, map(_fold_character, text))))
     pieces: list[str | None] = []
     done = 0
@@ -177,7 +177,7 @@ def _is_insignificant(rest: str) -> bool:
 
 
 def _join_pieces(pieces: Iterable[str | None]) -> str:
-    """The pieces in one; None is what was cut out, and the blanks around it become one gap."""
+    """Join pieces; None marks a removed part, and the white space around it becomes one gap."""
     out: list[str] = []
     gap: list[str] = []
     cut = False
@@ -195,7 +195,7 @@ def _join_pieces(pieces: Iterable[str | None]) -> str:
 
 
 def _squeeze_gap(gap: list[str]) -> str:
-    """The blanks on the sides of what was cut out, as if it had never been there: one empty line at most."""
+    """Merge the white space on both sides of a removed part, with one empty line at most."""
     lines = max(blanks.count("\n") for blanks in gap)
     if not lines:
         return max(gap, key=len)
@@ -204,12 +204,12 @@ def _squeeze_gap(gap: list[str]) -> str:
 
 
 class SanitizingStream:
-    """`sanitize_for_people` for a text that arrives in chunks of any size: each word is shown when it is complete.
+    """`sanitize_for_people` for text that arrives in chunks: each word is released when it is complete.
 
-    No token or key goes over a blank, and all that is shown ends in one, so nothing can come together from two
-    pieces. What does go over blanks (a marker, a named secret) begins with a word that tells, and then its line
-    is held until it is complete; a private key holds everything until the end. A hold has no bound, since whatever
-    is let go early can be the half of something: it is never more than the answer, which is in memory anyway.
+    No token or key contains white space, and all released text ends in it, so nothing can be assembled from two pieces.
+    A marker or named secret may contain white space, but begins with a telling word, and then its line is held until it
+    is complete; a private key holds everything until the end. A hold has no limit, since text released early could be
+    half of something; it is never more than the answer, which is in memory anyway.
     """
 
     def __init__(self) -> None:
@@ -217,7 +217,7 @@ class SanitizingStream:
         self._until: Literal["blank", "line", "end"] = "blank"
 
     def feed(self, chunk: str) -> str:
-        """What can be shown now."""
+        """Add a chunk and return the text that can be shown now."""
         self._held.append(chunk)
         if not any(blank in chunk for blank in _RELEASE_CHARACTERS[self._until]):
             return ""
@@ -227,16 +227,16 @@ class SanitizingStream:
         return _sanitize_complete_words(text[:ready])
 
     def finish(self) -> str:
-        """What was still held."""
+        """Return the text that was still held."""
         text = "".join(self._held)
         self._held, self._until = [], "blank"
         return sanitize_for_people(text)
 
     def _count_ready_characters(self, text: str) -> int:
-        """How many characters are complete; and what to wait for next."""
+        """Return how many characters are complete, and set what to wait for next."""
         lines = text.rfind("\n") + 1
         words = max(text.rfind(blank) for blank in _BLANK_CHARACTERS) + 1
-        # Looked for in the clean text: a removal can be what makes a word tell.
+        # Searched in the sanitized text, since a removal can create a telling word.
         if "-----begin" in sanitize_for_people(text[:lines]).translate(_FOLDING_TABLE):
             self._until = "end"
             return 0
@@ -253,7 +253,7 @@ _HOLD_LINE_PATTERN = re.compile("<<<|-----begin|key|token|secret|passw|authoriza
 
 
 def _sanitize_complete_words(text: str) -> str:
-    """Complete words. What comes next must stay apart from them, so the blanks after them stay."""
+    """Sanitize complete words, keeping the white space after them as a separator."""
     words = text.rstrip(_BLANK_CHARACTERS)
     cleaned = sanitize_for_people(words)
     return "" if words and not cleaned else cleaned + text[len(words) :]

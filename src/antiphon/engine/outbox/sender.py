@@ -1,9 +1,9 @@
-"""The one way out for words that nobody is waiting for: the outbox, and the gate in front of every destination.
+"""Sends deliveries from the outbox to their channels.
 
-A delivery is let through by the session's send policy, cleared of what is not meant for people (`engine.gate`) and
-then handed to its channel, in the order of its place. It is on record as being sent before it is handed over: if
-the process dies in between, a channel that honours keys gets it again, and for any other the doubt is a state that
-people see (`ambiguous`). A web chat is a transcript and whoever watches it, so posting there is a commit and a hint.
+A delivery is checked against the session's send policy, sanitized (`sanitize`) and then posted to its channel, in order
+per destination. It is marked as being sent before it is posted: if the process dies in between, a channel with
+idempotency keys gets it again, and for any other channel it becomes `ambiguous`, which people can see. The web chat
+shows the transcript itself, so a delivery there is only a commit and an event.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ SQL = Queries("deliveries")
 EXCHANGES_SQL = Queries("exchanges")
 SESSIONS_SQL = Queries("sessions")
 MAX_CONCURRENT_DELIVERIES = 32
-OUTBOX_POLL_SECONDS = 5.0  # seconds after which the outbox is looked into though nobody said so
-CHANNEL_POST_TIMEOUT_SECONDS = 30.0  # seconds a channel may take for one delivery
+OUTBOX_POLL_SECONDS = 5.0  # without a wake
+CHANNEL_POST_TIMEOUT_SECONDS = 30.0  # for one delivery
 MAX_DELIVERY_ATTEMPTS = 8
-SHUTDOWN_GRACE_SECONDS = 5.0  # seconds that what is being sent has to end when the process stops
-MAX_RETRY_DELAY_SECONDS = 120.0  # seconds between two attempts
-RECORD_RETRY_SECONDS = 1.0  # seconds until a store that could not be written to is tried again
+SHUTDOWN_GRACE_SECONDS = 5.0  # for active deliveries when the process stops
+MAX_RETRY_DELAY_SECONDS = 120.0
+RECORD_RETRY_SECONDS = 1.0  # after a failed write to the store
 
 
 class _DeliveryOutcome(NamedTuple):
-    """What a delivery has come to."""
+    """The outcome of one delivery attempt."""
 
     state: str
     error: str | None = None
@@ -52,15 +52,15 @@ class _DeliveryOutcome(NamedTuple):
 
 
 class DeliveryChannel(Protocol):
-    """A way to people outside. `keyed` is whether a key that was posted before has no effect again."""
+    """A channel to people. `keyed` means that posting the same key again has no effect."""
 
     keyed: bool
 
     async def post(self, key: str, where: Destination, text: str) -> str | None:
-        """The id of the message there, if there is one.
+        """Post a text. Returns the id of the message on the channel, if it has one.
 
         Raises:
-            Undeliverable: it was not sent. Any other error leaves that open.
+            Undeliverable: it was not sent. After any other error it may have been sent.
         """
         ...
 
@@ -78,7 +78,7 @@ class Outbox(msgspec.Struct):
         self._woken.set()
 
     async def run(self, owner: str) -> None:
-        """Until cancelled."""
+        """Send due deliveries until cancelled."""
         try:
             while True:
                 self._woken.clear()
@@ -87,14 +87,14 @@ class Outbox(msgspec.Struct):
                     pause = await self._start_due_deliveries(owner)
                 except AntiphonError as error:
                     log.error("%s", error)
-                except Exception:  # whatever it is, what others have put here must not wait for a restart
+                except Exception:  # any failure: other deliveries must not wait for a restart
                     log.exception("The outbox failed; it is looked into again in %.0f s", pause)
                 await self._sleep_until_woken(pause)
         finally:
             await self._finish_under_way()
 
     async def _finish_under_way(self) -> None:
-        """What is being sent gets a moment to end: nobody else can tell whether it has."""
+        """Give active deliveries time to finish: no other process can know their outcome."""
         under_way = list(self._under_way.values())
         if under_way:
             await asyncio.wait(under_way, timeout=SHUTDOWN_GRACE_SECONDS)
@@ -103,13 +103,13 @@ class Outbox(msgspec.Struct):
         await asyncio.gather(*under_way, return_exceptions=True)
 
     async def _sleep_until_woken(self, seconds: float) -> None:
-        # Not `wait_for`: until Python 3.12 it loses a cancellation that comes with what it waits for.
+        # Not `wait_for`: before Python 3.12 it loses a cancellation that coincides with the event.
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._woken.wait()
 
     async def _start_due_deliveries(self, owner: str) -> float:
-        """Begin with everything that is due, a place at a time; seconds until the next is."""
+        """Start due deliveries, one per destination at a time. Returns the seconds until the next one is due."""
         sending = frozenset(self._under_way)
         if await self.store.read(_list_abandoned, owner, sending, self.clock.now()):
             await self.store.tx(self._settle_abandoned_deliveries, owner, sending, self.clock.now())
@@ -124,7 +124,7 @@ class Outbox(msgspec.Struct):
         )
 
     def _start_delivery(self, row: Row, owner: str) -> None:
-        """A place that is slow holds up nobody else's."""
+        """Start a delivery as its own task, so that a slow destination does not delay others."""
         task = asyncio.create_task(self._deliver(row, owner))
         self._under_way[row["place"]] = task
         task.add_done_callback(lambda done: self._on_delivery_done(row["place"], done))
@@ -134,7 +134,7 @@ class Outbox(msgspec.Struct):
         if task.cancelled():
             return
         if error := task.exception():
-            # Not at once again: what fails like this most often fails each time.
+            # No immediate retry, since such a failure usually repeats.
             log.error("A delivery to %r could not be put on record: %s", place, error, exc_info=error)
         else:
             self.wake()
@@ -152,10 +152,10 @@ class Outbox(msgspec.Struct):
         elif await self.store.tx(self._claim_delivery, row, text, owner, self.clock.now()):
             await self._post_to_channel(row, channel, where, text)
 
-    # --- the gate ---
+    # --- checks ---
 
     async def _find_refusal(self, tx: Tx, row: Row, text: str) -> _DeliveryOutcome | None:
-        """What a delivery comes to without being sent."""
+        """Return the outcome of a delivery that must not be sent, or None."""
         session = await tx.one(SESSIONS_SQL.by_id, id=row["session"])
         channel = delivery_rows.decode_destination(row["destination"]).channel
         if session is None and channel == WEBCHAT_CHANNEL:
@@ -192,9 +192,7 @@ class Outbox(msgspec.Struct):
                 message_id = await channel.post(row["key"], where, text)
         except Undeliverable as error:
             await self._handle_failure(row, str(error), again=not error.final, doubtful=False)
-        except (
-            Exception
-        ) as error:  # a channel is not ours: whatever it raises, whether it was sent is not known
+        except Exception as error:  # foreign code: after any error it is unknown whether the text was sent
             about = {"session_key": row["session_key"]}
             log.warning(
                 "Delivery %r may or may not have been sent: %s", row["key"], error, exc_info=True, extra=about
@@ -208,7 +206,7 @@ class Outbox(msgspec.Struct):
     async def _handle_failure(self, row: Row, error: str, *, again: bool, doubtful: bool) -> None:
         attempts = row["attempts"] + 1
         if not again or attempts >= MAX_DELIVERY_ATTEMPTS:
-            # Once in doubt, a sure failure of a later attempt says nothing about the earlier one.
+            # If an earlier attempt was doubtful, a definite failure now does not resolve it.
             state = "ambiguous" if doubtful or row["doubtful"] else "dead"
             await self._finish_delivery(row, state, error=error)
             return
@@ -234,7 +232,10 @@ class Outbox(msgspec.Struct):
             log.warning("Delivery %r is %s: %s", row["key"], state, error, extra=about)
 
     async def _record_outcome(self, row: Row, outcome: _DeliveryOutcome, attempts: int) -> bool:
-        """As soon as the store takes it. If that is so late that others have taken the delivery over, it is theirs."""
+        """Record an outcome, retrying until the store accepts it.
+
+        False if another process has taken over the delivery meanwhile.
+        """
         while True:
             try:
                 return await self.store.tx(_settle_delivery, row, outcome, self.clock.now(), attempts)
@@ -245,7 +246,7 @@ class Outbox(msgspec.Struct):
                 await asyncio.sleep(RECORD_RETRY_SECONDS)
 
     async def _settle_abandoned_deliveries(self, tx: Tx, owner: str, sending: Set[str], now: int) -> None:
-        """What an owner that is gone had in hand, or we ourselves without knowing."""
+        """Settle deliveries that a dead owner was sending, or that this process has lost track of."""
         for row in await _list_abandoned(tx, owner, sending, now):
             channel = self.channels.get(delivery_rows.decode_destination(row["destination"]).channel)
             if channel is not None and channel.keyed:
@@ -268,7 +269,7 @@ class Outbox(msgspec.Struct):
 
 
 async def _list_abandoned(tx: Tx, owner: str, sending: Set[str], now: int) -> list[Row]:
-    """Of others by their lease; of our own by what is in our hands."""
+    """Return deliveries of owners whose lease expired, and our own that are not being sent."""
     rows = await tx.all(SQL.left_sending, owner=owner, now=now)
     return [row for row in rows if row["owner"] != owner or row["place"] not in sending]
 
@@ -285,7 +286,7 @@ async def _load_next_due_time(tx: Tx, now: int) -> int | None:
 async def _settle_delivery(
     tx: Tx, row: Row, outcome: _DeliveryOutcome, now: int, attempts: int | None = None
 ) -> bool:
-    """The delivery, and what it was the announcement of, unless it went on since that attempt."""
+    """Settle a delivery and the exchange or task it announces. False if it has changed since that attempt."""
     state = outcome.state
     settled = await tx.do(
         SQL.settle,

@@ -1,1 +1,1 @@
-"""Runs: queueing, claiming, the loop of one run, and what its end leads to."""
+"""Runs: queueing, claiming, execution, and the work that follows when one ends."""

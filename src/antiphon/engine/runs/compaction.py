@@ -1,7 +1,7 @@
-"""Making room: the older part of a conversation is summarised by the same runtime that leads it.
+"""Compaction: the runtime of a conversation summarises its older part.
 
-The summary becomes an entry of the transcript that says from where on the originals are still shown. The originals
-stay in the transcript. `compact_without_model` makes such an entry without a model: it only says what is left out.
+The summary becomes a transcript entry that names the first entry still shown to the model. The originals stay in the
+transcript. `compact_without_model` creates such an entry without a model: it only states what was left out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONVERSATION_OPEN_TAG, CONVERSATION_CLOSE_TAG = "<conversation>", "</conversatio
 
 
 class _DiscardedDeltas:
-    """A summary is not streamed to anybody."""
+    """Discards the deltas of a summary, which is never streamed."""
 
     def text(self, piece: str) -> None: ...
 
@@ -66,9 +66,10 @@ def build_compaction(context: ModelContext, cut: int, summary: AssistantMessage,
 async def compact_without_model(
     tx: Tx, transcript: int, keep: int, now: int
 ) -> tuple[CompactionEntry | None, int]:
-    """An entry that stands for all but about the last `keep` ones, if there are more; and how many a prompt keeps.
+    """Return an entry that replaces all but about the last `keep` entries, and how many entries a prompt keeps.
 
-    A few more are kept where a call would lose its result. What an earlier summary says is carried on.
+    The entry is None if there is nothing to replace. A few more entries are kept where a call would lose its result.
+    The text of an earlier summary is carried over.
     """
     head = await load_latest_compaction(tx, transcript)
     earlier = head[1] if head else None

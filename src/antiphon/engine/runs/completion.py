@@ -1,4 +1,4 @@
-"""What follows from the end of a run, in the commit that ends it."""
+"""Work that follows from the end of a run, done in the commit that ends it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RUNS_SQL = Queries("runs")
 
 
 class ReplyTarget(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """Whose chat is to hear the reply of a run, as it was when the run was accepted."""
+    """The chat that receives the reply of a run, fixed when the run is accepted."""
 
     session: int
     session_key: str
@@ -31,7 +31,7 @@ class ReplyTarget(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 async def load_reply_target(tx: Tx, run_id: str | None) -> ReplyTarget | None:
-    """Whose chat is to hear the reply of a run, if somebody's is."""
+    """Return the chat that receives the reply of a run, or None."""
     row = await tx.one(RUNS_SQL.handed_on, id=run_id) if run_id else None
     if row is None or row["target"] is None:
         return None
@@ -51,7 +51,7 @@ async def complete_step(tx: Tx, step: CompletedStep, now: int) -> FollowUp:
 
 
 async def _pass_on_outcome(tx: Tx, step: CompletedStep, now: int) -> FollowUp:
-    """Pass the outcome of a run to its exchange and addressee, and to those of the runs it was woken for."""
+    """Pass the outcome of a run to its exchange and reply target, and to those of the runs it answers for."""
     sequel, addressees = NO_FOLLOW_UP, set[str]()
     answered: list[Row] = (
         await yields.take_answered_runs(tx, step.run_id) if step.origin == WAKE_ORIGIN else []
@@ -74,13 +74,13 @@ async def stop_waiting(tx: Tx, session: int, now: int) -> None:
 
 
 async def _post_reply(tx: Tx, step: CompletedStep, asked: str, target: str, now: int) -> FollowUp:
-    """Post the reply to the chat that was named for it, and add it to that session's transcript.
+    """Post the reply to the chat named by `target`, and add it to that session's transcript.
 
     `asked` is the run that named the chat: the one that answers, or one that it was woken for.
     """
     addressee = msgspec.json.decode(target, type=ReplyTarget)
     said = step.usable_reply or ""
-    body = sanitize.sanitize_for_agents(said)  # the outbox clears it for people
+    body = sanitize.sanitize_for_agents(said)  # the outbox sanitizes it for people
     if sanitize.is_skip(said, sanitize.NO_REPLY) or not body:
         return NO_FOLLOW_UP
     sequel, entry_run = NO_FOLLOW_UP, step.run_id
@@ -103,7 +103,7 @@ async def _post_reply(tx: Tx, step: CompletedStep, asked: str, target: str, now:
 def _build_reply_note(
     step: CompletedStep, asked: str, addressee: ReplyTarget, body: str, now: int
 ) -> Submission:
-    """What was said, in the transcript of another session than the one that said it."""
+    """Build the note that adds a reply to the transcript of another session."""
     message = AssistantMessage(
         content=[TextBlock(text=body)],
         timestamp=now,
@@ -122,10 +122,10 @@ def _build_reply_note(
 
 
 async def has_stuck_work(tx: Tx) -> bool:
-    """Whether anything is left that no run's end will move on."""
+    """Whether an exchange or task is left that no run will advance."""
     return bool(await tx.all(exchanges.SQL.astray) or await tx.all(subagents.SQL.astray))
 
 
 async def settle_stuck_work(tx: Tx, now: int) -> FollowUp:
-    """Settle it. That should never be needed, and nobody may wait for ever if it is."""
+    """Settle exchanges and tasks that no run will advance: a safety net, so that nothing waits forever."""
     return await exchanges.settle_stuck_exchanges(tx, now) + await subagents.settle_stuck_tasks(tx, now)

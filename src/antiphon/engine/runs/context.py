@@ -1,10 +1,9 @@
-"""What a model is shown of a transcript.
+"""Builds the messages a model is shown from a transcript.
 
-The transcript is the checkpoint, so any prefix of it must make a valid request: every tool call is followed by its
-results and nothing else, no result stands alone, and a turn that was stopped or failed says so in the place of its
-answer, so that the next question is not taken for a part of it. `load` says so where a run of ours left nothing
-behind; questions that came one after the other from a client or an import stay that way. `repair_messages` gives the
-rest of that guarantee whatever a crash, an import or another program left behind; the stored entries stay as they are.
+The transcript is the checkpoint, so any prefix of it must give a valid request: every tool call is followed directly by
+its results, no result stands alone, and a stopped or failed turn has a notice in place of its answer. `load` adds the
+notice where one of our runs left no answer; consecutive questions from a client or an import stay as they are.
+`repair_messages` ensures the rest, whatever a crash or an import left behind. Stored entries are never changed.
 """
 
 from __future__ import annotations
@@ -34,15 +33,13 @@ from antiphon.messages import (
 )
 from antiphon.store import Row, Tx
 
-ENTRIES_PER_PAGE = 64  # entries that are fetched at once: so many large ones may be in memory beside the rest
+ENTRIES_PER_PAGE = 64  # entries fetched at once, which limits the memory for large ones
 CHARACTERS_PER_TOKEN = 4  # a rule of thumb that errs on the long side for text in Latin script
-MESSAGE_OVERHEAD_TOKENS = 8  # tokens of a message besides its words
-IMAGE_TOKENS = 1200  # tokens, whatever its bytes
-MIN_CUT_TOKENS = 32  # tokens; a summary of less could not be shorter
-UNBOUNDED_WINDOW_TOKENS = (
-    2**20
-)  # tokens that a runtime without a window is shown; one that cannot take them says so
-MAX_LOADED_BYTES = 32 * 2**20  # of entries, whatever they weigh: images are large, and no provider takes more
+MESSAGE_OVERHEAD_TOKENS = 8  # of a message besides its text
+IMAGE_TOKENS = 1200  # regardless of its size in bytes
+MIN_CUT_TOKENS = 32  # a summary of less could not be shorter
+UNBOUNDED_WINDOW_TOKENS = 2**20  # for runtimes without a known window; they report an overflow themselves
+MAX_LOADED_BYTES = 32 * 2**20  # of entries: images are large, and no provider accepts more
 
 _LEFT_OUT_PATTERN = re.compile(r"\[Earlier messages left out here: (\d+)\]")
 STOPPED_TURN_TEXT = "(No answer: this turn was stopped before it was finished.)"
@@ -55,7 +52,7 @@ INTERRUPTED_CALL_TEXT = (
 
 
 class NumberedMessage(NamedTuple):
-    """A stored message: its number, and the run that has written it, if one of ours has."""
+    """A stored message, its number, and the run that wrote it, if any."""
 
     seq: int
     message: Message
@@ -63,9 +60,9 @@ class NumberedMessage(NamedTuple):
 
 
 class ModelContext(msgspec.Struct):
-    """Numbered messages, oldest first, as they are in the transcript (not yet mended).
+    """Numbered messages, oldest first, as stored in the transcript (not yet repaired).
 
-    What stands for an answer that is missing has the number of the question after it.
+    The notice for a missing answer has the number of the question after it.
     """
 
     seqs: list[int] = msgspec.field(default_factory=list[int])
@@ -84,10 +81,10 @@ class ModelContext(msgspec.Struct):
 
 
 async def load(tx: Tx, transcript: int, question: int, window: int | None) -> ModelContext:
-    """From the latest compaction to the end, and no more than could matter for a window of that many tokens.
+    """Load the messages since the latest compaction, at most about twice `window` tokens.
 
-    The entry with the number `question`, which the run is about, is there however long its answer already is. What
-    else is left out is said in its place.
+    The entry numbered `question`, which the run answers, is always included, however long its answer already is. A
+    notice replaces the entries that are left out.
     """
     head = await load_latest_compaction(tx, transcript)
     since = head[1].first_kept_seq if head else 1
@@ -120,7 +117,7 @@ async def load(tx: Tx, transcript: int, question: int, window: int | None) -> Mo
 
 
 def _lacks_answer(entry: NumberedMessage, following: NumberedMessage) -> bool:
-    """Whether a run has asked one and ended, and something else asked the other."""
+    """Whether both entries are questions and the run of the first one ended without an answer."""
     return (
         entry.run is not None
         and entry.run != following.run
@@ -130,7 +127,7 @@ def _lacks_answer(entry: NumberedMessage, following: NumberedMessage) -> bool:
 
 
 async def load_call_ids_since(tx: Tx, transcript: int, question: int) -> set[str]:
-    """The ids of the tool calls after an entry, also of those that a prompt no longer contains."""
+    """Return the ids of all tool calls after an entry, including those that a prompt no longer contains."""
     ids: set[str] = set()
     seq = question
     while rows := await tx.all(
@@ -142,7 +139,7 @@ async def load_call_ids_since(tx: Tx, transcript: int, question: int) -> set[str
 
 
 async def load_latest_compaction(tx: Tx, transcript: int) -> tuple[int, CompactionEntry] | None:
-    """The entry that a prompt begins with, and its number."""
+    """Return the latest compaction entry, with which a prompt begins, and its number."""
     row = await tx.one(SQL.latest_compaction, transcript=transcript)
     if row and isinstance(found := decode_or_none(row), CompactionEntry):
         return row["seq"], found
@@ -150,7 +147,7 @@ async def load_latest_compaction(tx: Tx, transcript: int) -> tuple[int, Compacti
 
 
 async def _load_tail(tx: Tx, transcript: int, since: int, tokens: int) -> tuple[list[NumberedMessage], int]:
-    """The last entries that weigh about so much, and the number that they begin with."""
+    """Return the last entries with about `tokens` tokens, and the number of the first one."""
     found: list[NumberedMessage] = []
     before, size = AFTER_LAST_SEQ, 0
     while tokens > 0 and size < MAX_LOADED_BYTES:
@@ -182,7 +179,7 @@ def _count_left_out(earlier: CompactionEntry | None) -> int:
 def build_left_out_notice(
     count: int, earlier: CompactionEntry | None, first: int, now: int, tokens: int = 0
 ) -> CompactionEntry:
-    """What stands for messages that nobody has summarised. What an earlier summary says is carried on."""
+    """Build the entry that replaces messages without a summary. The text of an earlier summary is carried over."""
     carried = _LEFT_OUT_PATTERN.sub("", earlier.summary).strip() if earlier else ""
     return CompactionEntry(
         summary=f"{carried}\n\n[Earlier messages left out here: {count}]".strip(),
@@ -193,7 +190,7 @@ def build_left_out_notice(
 
 
 def repair_messages(messages: Iterable[Message]) -> list[Message]:
-    """The valid conversation these entries stand for."""
+    """Return the entries as a valid conversation, as defined in the module docstring."""
     mended: list[Message] = []
     waiting: dict[str, ToolCall] = {}
     moment = 0
@@ -212,7 +209,7 @@ def repair_messages(messages: Iterable[Message]) -> list[Message]:
             waiting = {call.id: call for call in message.tool_calls}
         mended.append(message)
     mended += _build_interrupted_results(waiting, moment)
-    # A bounded tail may begin in the middle of a turn; providers want a question first.
+    # A bounded tail may begin in the middle of a turn; providers require a question first.
     first = next((at for at, message in enumerate(mended) if _can_begin(message) or _is_note(message)), None)
     if first is None:
         return []
@@ -220,9 +217,9 @@ def repair_messages(messages: Iterable[Message]) -> list[Message]:
 
 
 def _can_begin(message: Message) -> bool:
-    """Whether a message may come first. A client may say that its conversation began with an answer.
+    """Whether a message may come first. A client's conversation may begin with an answer.
 
-    What has a provenance is framed as data on the side of the user (`engine.framing`), also where it is an answer.
+    A message with a provenance is framed as user-side data (`collaboration.framing`), even if it is an answer.
     """
     return isinstance(message, UserMessage | CompactionEntry) or (
         isinstance(message, AssistantMessage)
@@ -232,7 +229,7 @@ def _can_begin(message: Message) -> bool:
 
 
 def _is_note(message: Message) -> TypeGuard[AssistantMessage]:
-    """Whether it was said in the session's name without asking its model."""
+    """Whether a message was written in the session's name without asking its model."""
     return (
         isinstance(message, AssistantMessage)
         and message.model == INJECTED_MODEL
@@ -243,7 +240,7 @@ def _is_note(message: Message) -> TypeGuard[AssistantMessage]:
 
 
 def _convert_to_record(message: Message) -> Message:
-    """A message as it may come first: a note of ours becomes data that its model reads as such."""
+    """Return a message that may come first: one of our notes becomes framed data."""
     if not _is_note(message):
         return message
     return UserMessage(
@@ -260,7 +257,7 @@ def _is_question(message: Message) -> bool:
 
 
 def _mark_if_incomplete(message: AssistantMessage) -> AssistantMessage:
-    """The answer, with a note at its end if it is not complete. Thinking that was cut off is left out."""
+    """Return the answer, with a notice at its end if it is incomplete. Partial thinking is left out."""
     note = _find_incomplete_text(message)
     if note is None:
         return message
@@ -270,7 +267,7 @@ def _mark_if_incomplete(message: AssistantMessage) -> AssistantMessage:
 
 
 def _find_incomplete_text(message: AssistantMessage) -> str | None:
-    """The note for an answer that is missing or incomplete; None for one that is complete."""
+    """Return the notice for a missing or incomplete answer; None for a complete one."""
     broken = message.stop_reason in {"error", "aborted"}
     if message.tool_calls:
         return None
@@ -304,7 +301,7 @@ def build_interrupted_result(call: ToolCall, now: int) -> ToolResult:
 
 
 def estimate_tokens(message: Message) -> int:
-    """Tokens, roughly."""
+    """Return the approximate number of tokens of a message."""
     images = _count_images(message) * IMAGE_TOKENS
     return (
         sum(map(len, _collect_text_pieces(message))) // CHARACTERS_PER_TOKEN
@@ -314,7 +311,7 @@ def estimate_tokens(message: Message) -> int:
 
 
 def _name_speaker(message: Message) -> str:
-    """Who said it; what came from another session is nobody's in this one."""
+    """Name the role of a message; text from another session has no role in this one."""
     if isinstance(message, UserMessage | AssistantMessage) and message.provenance is not None:
         return f"data from elsewhere ({message.provenance.kind})"
     return str(message.__struct_config__.tag)
@@ -348,11 +345,11 @@ def _render_block(block: object) -> str:
 
 
 def find_cut_index(context: ModelContext, keep_tokens: int) -> int:
-    """Where to cut: what stands before the index is summarised. 0 when that would make no room worth speaking of.
+    """Return the index before which messages are summarised; 0 if that would free too little.
 
-    What stays weighs at most `keep_tokens` and at most a quarter of the whole, since a setting knows no window; or
-    else it is the last question or answer. Only one of these may come first afterwards, never a tool's result, so no
-    call loses its pair.
+    The rest has at most `keep_tokens` tokens and at most a quarter of the whole, since the setting does not depend on
+    the window; at least the last question or answer stays. The rest never begins with a tool result, so no call is
+    separated from its result.
     """
     whole = context.tokens
     most = min(keep_tokens, whole // 4)
@@ -368,13 +365,13 @@ def find_cut_index(context: ModelContext, keep_tokens: int) -> int:
 
 
 def truncate_summary(summary: str, messages: Sequence[Message]) -> str:
-    """A summary of these messages, cut off where it would weigh more than half of them: it is to make room."""
+    """Truncate a summary to at most half the tokens of its messages, so that it makes room."""
     most = (sum(map(estimate_tokens, messages)) // 2 - MESSAGE_OVERHEAD_TOKENS) * CHARACTERS_PER_TOKEN
     return summary if len(summary) <= most else summary[: most - 1] + "…"
 
 
 def clip_messages(messages: Sequence[Message], tokens: int) -> list[Message]:
-    """Messages that weigh about that much together: of each only as many words as it has a share in that."""
+    """Clip each message to an equal share of about `tokens` tokens in total."""
     share = tokens * CHARACTERS_PER_TOKEN // len(messages)
     return [_clip_message(message, share) for message in messages]
 
@@ -387,9 +384,9 @@ def _clip_message(message: Message, characters: int) -> Message:
 
 
 def render_as_text(messages: Sequence[Message], limit: int) -> str:
-    """Messages as plain text for a summary, oldest first, each and all of them cut to fit `limit` characters.
+    """Render messages as plain text for a summary, oldest first, cut to fit `limit` characters.
 
-    An earlier summary may have half of them: what was said after it must not crowd it out.
+    An earlier summary may take up to half of the limit, so that later messages do not crowd it out.
     """
     if messages and isinstance(messages[0], CompactionEntry):
         earlier = _render_line(messages[0], limit // 2)
@@ -400,5 +397,5 @@ def render_as_text(messages: Sequence[Message], limit: int) -> str:
 
 
 def _render_line(message: Message, most: int) -> str:
-    """On one line: a text of several could pass for what somebody else has said."""
+    """Render a message on one line; text with line breaks could imitate another message."""
     return f"{_name_speaker(message)}: {' '.join(' '.join(_collect_text_pieces(message)).split())[:most]}"

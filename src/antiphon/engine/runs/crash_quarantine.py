@@ -1,9 +1,9 @@
-"""Runs that a process may have died of, one at a time.
+"""Retries crash suspects one at a time.
 
-A crash interrupts everything that is under way and does not say which run it was. One that has been interrupted
-several times without getting on is suspected, and suspects are not begun beside each other: so a run that kills its
-process at once is put aside without those that were there. One that takes longer, or that waited for another session,
-may take those down that were begun meanwhile.
+A crash interrupts every active run and does not show which one caused it. A run that was interrupted several times
+without progress is a suspect, and suspects are not started concurrently. So a run that kills its process immediately
+is quarantined without affecting the others. A run that kills it later, or after waiting for another session, may still
+interrupt suspects that were started in the meantime.
 """
 
 from __future__ import annotations
@@ -13,17 +13,13 @@ import logging
 
 log = logging.getLogger(__name__)
 
-MIN_SUSPECT_INTERRUPTIONS = 3  # interruptions; so many leave two tries alone
-MAX_TURN_SECONDS = (
-    15.0  # seconds after which the next one may begin beside it: nobody waits for a long answer
-)
-ALL_SUSPECTS_START_SECONDS = (
-    60.0  # seconds in which every one of many has begun; most that kill their process do so at once
-)
+MIN_SUSPECT_INTERRUPTIONS = 3  # leaves two attempts in quarantine
+MAX_TURN_SECONDS = 15.0  # then the next suspect may start as well, so a long answer does not block the others
+ALL_SUSPECTS_START_SECONDS = 60.0  # all suspects start within this time; most crashes happen immediately
 
 
 def compute_turn_seconds(left: float, behind: int) -> float:
-    """The seconds of one who has so many behind it, of those in which all are to begin."""
+    """Return how long a suspect runs alone, given the time left and the number of suspects waiting behind it."""
     return min(MAX_TURN_SECONDS, max(0.0, left) / (1 + behind))
 
 
@@ -36,7 +32,7 @@ class CrashQuarantine:
         self._over: asyncio.TimerHandle | None = None
 
     async def enter(self, lane: int) -> None:
-        """Wait for the place, and have it for a while."""
+        """Wait until no other suspect has the slot, then hold it for a limited time."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
             self._until = loop.time() + ALL_SUSPECTS_START_SECONDS
@@ -52,7 +48,7 @@ class CrashQuarantine:
         self._over = loop.call_later(seconds, self.leave, lane)
 
     def leave(self, lane: int) -> None:
-        """Let the next one begin if this lane has the place: its run gets on, has ended, takes long or waits itself."""
+        """Release the slot if this lane holds it: its run made progress, ended, takes long or waits for another."""
         if self._lane == lane and self._over:
             self._over.cancel()
             self._lane = self._over = None

@@ -1,7 +1,7 @@
-"""Streaming what a step has so far: pieces are gathered and sent at most every `DELTA_INTERVAL_SECONDS` seconds.
+"""Streams the partial output of a step, in batches at least `DELTA_INTERVAL_SECONDS` apart.
 
-A model may stream a hundred pieces a second to a thousand listeners; people read far slower than that. The
-text gathered since the last commit is kept, because a stopped run keeps what it had said.
+A model may stream a hundred pieces a second to a thousand listeners; people read far more slowly. The text since the
+last commit is kept, because a stopped run keeps its partial answer.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from antiphon.bus import Delta, EventBus
 from antiphon.engine.outbox import sanitize
 from antiphon.runtimes.text import SurrogateRepairer
 
-DELTA_INTERVAL_SECONDS = 0.05  # seconds
+DELTA_INTERVAL_SECONDS = 0.05
 
 
 class DeltaStream:
-    """The deltas of one run. Numbers rise by one, so a listener sees when it missed some."""
+    """The deltas of one run, numbered consecutively so that a listener can detect gaps."""
 
     def __init__(
         self, bus: EventBus, topic: str, session_key: str, run_id: str, *, quiet: bool, gated: bool
@@ -57,18 +57,18 @@ class DeltaStream:
         self._text.clear()
         self._thinking.clear()
         if self._sanitizer:
-            self._sanitizer.finish()  # and forget
+            self._sanitizer.finish()  # discards the text it held back
         self._publish_delta(restart=True)
 
     def finish_step(self) -> None:
-        """The step is in the transcript: send what is left, begin the next one."""
+        """Send what is left of a committed step and begin the next one."""
         self.flush()
         if self._sanitizer and (held := self._sanitizer.finish()):
             self._publish_delta(held)
         self._reset_step()
 
     def _reset_step(self) -> None:
-        """The next step, or the same one again."""
+        """Clear the state of the current step, for the next step or a retry."""
         self._uncommitted_pieces.clear()
         self._whole_text.reset()
         self._whole_thinking.reset()
@@ -92,7 +92,7 @@ class DeltaStream:
     def _publish_delta(self, text: str = "", *, restart: bool = False) -> None:
         self._next_at = self._loop.time() + DELTA_INTERVAL_SECONDS
         self._number += 1
-        something = text or self._thinking or restart  # a gate may hold all of it back
+        something = text or self._thinking or restart  # the sanitizer may hold back all of it
         if something and not self._quiet and self._bus.has_listeners(self._topic):
             event = Delta(
                 session_key=self._session_key,

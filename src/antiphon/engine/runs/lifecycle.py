@@ -1,13 +1,13 @@
-"""Runs: the life of one accepted message after it was queued, as transaction scripts.
+"""The lifecycle of a run after it was queued, as transaction scripts.
 
     queued ──▶ running ──▶ ok | error | timeout | cancelled | interrupted | incomplete
        └───────────────────────▲   (a queued run can end without ever having run)
 
 `claim_run` takes a lane by raising its epoch, and every later commit of the run names that epoch: a process that lost
-the lane changes nothing (`Fenced`). The user's message enters the transcript when its run starts, so a transcript is
-never interleaved. `finish_run` ends a run and claims the next one of the lane in the same commit. However a run ends,
-it passes `_end_run`, and what others go on to from there (`engine.sequels`) is in that commit, too. A note is a run
-that only puts its entry into the transcript, between others, and leads to nothing.
+the lane changes nothing (`Fenced`). The user's message enters the transcript when its run starts, so transcripts are
+never interleaved. `finish_run` ends a run and claims the next one of the lane in the same commit. Every run ends
+through `_end_run`, and the work that follows from it (`completion`) is in that commit, too. A note is a run that only
+appends its entry to the transcript, between other runs, and causes nothing else.
 """
 
 from __future__ import annotations
@@ -42,16 +42,14 @@ SQL = Queries("runs")
 SESSIONS_SQL = Queries("sessions")
 TASKS_SQL = Queries("tasks")
 
-MAX_RUNS_SKIPPED_PER_CLAIM = (
-    1000  # runs that one claim may end unplayed (expired ones) before it lets others commit
-)
+MAX_RUNS_SKIPPED_PER_CLAIM = 1000  # runs (such as expired ones) that one claim may end without executing them
 
 StepIdentity: TypeAlias = tuple[int, str, int, str, str, str | None, int | None, int | None]
-"""A run's part in something larger: a `CompletedStep` up to what the run came to."""
+"""A run and the exchange or task it belongs to: the fields of a `CompletedStep` before the outcome."""
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """The right to play a run: everything its commits must name, and what it starts from."""
+    """The right to execute a run: what its commits must name, and what it starts from."""
 
     n: int
     run_id: str
@@ -88,7 +86,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunEnding(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run ended, from runtime facts only."""
+    """How a run ended, according to the runtime only."""
 
     state: RunOutcome
     reply: str | None = None
@@ -97,16 +95,16 @@ class RunEnding(msgspec.Struct, frozen=True, kw_only=True):
     model_answered: str | None = None
     messages: Sequence[Message] = ()
     yielded: bool = False
-    """A tool ended the turn: the answer comes when the session is woken."""
+    """Whether a tool ended the turn; the answer comes when the session is woken."""
     used: bool = True
-    """False when it is known that no step of the run reported usage."""
+    """False if no step of the run reported usage."""
 
 
 STOPPED_ENDING = RunEnding(state="cancelled", error_code="cancelled", error="The run was stopped.")
 
 
 class Effects(msgspec.Struct, frozen=True):
-    """What a stop did: runs that ended at once, runs whose owner has been asked, and what follows."""
+    """The effects of a stop: runs that ended at once, runs whose owner was asked to stop, and follow-up work."""
 
     ended: list[EndedRun]
     asked: list[str]
@@ -120,7 +118,7 @@ NO_EFFECTS = Effects([], [])
 
 
 class EndedRun(msgspec.Struct, frozen=True):
-    """A run that reached its end in this commit, and the entries that came with it."""
+    """A run that ended in this commit, with the entries it added."""
 
     run_id: str
     session: int
@@ -131,27 +129,27 @@ class EndedRun(msgspec.Struct, frozen=True):
     entries: list[Entry]
     at: int
     after: Effects = NO_EFFECTS
-    """What its end led to, and what had to stop with it."""
+    """Follow-up work, and runs that were stopped with this one."""
     spent: Row | None = None
 
 
 class RunWorker(msgspec.Struct, frozen=True):
-    """Who is claiming, when, and how patient it is with runs that kill their process."""
+    """The process that claims runs, the time, and the limits that apply to a claim."""
 
     owner: str
     now: int
     max_attempts: int
     longest_ms: int
-    """The deadline of runs that were accepted without one of their own."""
+    """Maximum age of runs that were accepted without a deadline."""
     trying: bool = False
-    """Whether it is the turn of a run that its process may have died of."""
+    """Whether the worker may start crash suspects (`crash_quarantine`)."""
 
 
 async def claim_run(tx: Tx, session: int, worker: RunWorker) -> tuple[Claim | None, list[EndedRun]]:
-    """Take up the active run of a lane if its owner is gone, else begin the next one.
+    """Resume the active run of a lane if its owner is gone; if no run is active, start the next one.
 
     Raises:
-        Suspected: it is one that must wait for its turn (`engine.trial`).
+        CrashSuspected: the run must wait for its turn (`crash_quarantine`).
     """
     row = await tx.one(SQL.active, session=session)
     if row is None:
@@ -175,7 +173,7 @@ async def claim_run(tx: Tx, session: int, worker: RunWorker) -> tuple[Claim | No
 async def _claim_next_run(
     tx: Tx, session: int, worker: RunWorker, head: Row | None = None
 ) -> tuple[Claim | None, list[EndedRun]]:
-    """Begin the head of the queue, ending on the way those that must not be played any more."""
+    """Start the first queued run, ending those before it that must not be executed any more."""
     ended: list[EndedRun] = []
     for _ in range(MAX_RUNS_SKIPPED_PER_CLAIM):
         row = head or await tx.one(SQL.head, session=session)
@@ -189,11 +187,11 @@ async def _claim_next_run(
         if verdict is None:
             return await _start_run(tx, row, worker), ended
         ended.append(await end_unexecuted_run(tx, row, verdict, worker.now))
-    return None, ended  # The sweeper looks at the lane again: one commit must not grow without end.
+    return None, ended  # The sweep visits the lane again; this bounds the size of one commit.
 
 
 async def _append_note(tx: Tx, row: Row, now: int) -> EndedRun:
-    """A note's turn has come."""
+    """Append a note to the transcript in its turn."""
     try:
         role = str(decode_message(row["input"]).__struct_config__.tag)
     except InvalidInput as error:
@@ -213,14 +211,12 @@ async def _append_note(tx: Tx, row: Row, now: int) -> EndedRun:
         RunEnding(state="ok"),
         [entry],
         now,
-        Effects(
-            [], [], FollowUp(posted=True)
-        ),  # words that were waiting to stand in the transcript can go out now
+        Effects([], [], FollowUp(posted=True)),  # deliveries that waited for this entry can be sent now
     )
 
 
 async def _discard_damaged_note(tx: Tx, row: Row, reason: str, now: int) -> EndedRun:
-    """A damaged note holds up nobody."""
+    """End a note that cannot be decoded, so that it does not block its lane."""
     session = await tx.one(SESSIONS_SQL.key_of, id=row["session"])
     assert session is not None
     ending = RunEnding(state="error", error_code=InvalidInput.code, error=reason)
@@ -237,7 +233,7 @@ def _compute_deadline(row: Row, worker: RunWorker) -> int:
 
 
 def _find_refusal_ending(row: Row, worker: RunWorker) -> RunEnding | None:
-    """Why a run may not be played (again), if so."""
+    """Return the ending of a run that must not be executed (again), or None."""
     if _compute_deadline(row, worker) <= worker.now:
         return RunEnding(
             state="timeout", error_code="timeout", error="The run's time was over before it could go on."
@@ -253,7 +249,7 @@ def _find_refusal_ending(row: Row, worker: RunWorker) -> RunEnding | None:
 
 
 async def _start_run(tx: Tx, row: Row, worker: RunWorker, lane: Row | None = None) -> Claim:
-    """Begin a run, or take it up again, in a lane that was taken for it."""
+    """Start or resume a run, taking its lane unless `lane` is given."""
     fresh = row["first_seq"] is None
     lane = lane or await tx.one(SESSIONS_SQL.take_lane, id=row["session"], count=int(fresh), now=worker.now)
     if lane is None:
@@ -262,7 +258,7 @@ async def _start_run(tx: Tx, row: Row, worker: RunWorker, lane: Row | None = Non
     options = decode_options(row["options"])
     if fresh and options is not None and options.earlier:
         entries = await _append_earlier_messages(tx, row, lane, options, worker.now)
-        options = msgspec.structs.replace(options, earlier=[])  # what is in the transcript is not kept twice
+        options = msgspec.structs.replace(options, earlier=[])  # they are in the transcript now
     first_seq = lane["last_seq"] + len(entries) if fresh else row["first_seq"]
     started = await tx.do(
         SQL.start,
@@ -276,7 +272,7 @@ async def _start_run(tx: Tx, row: Row, worker: RunWorker, lane: Row | None = Non
         now=worker.now,
     )
     if not started:
-        # Somebody else claimed it since it was read; a store that locks rows can let them.
+        # Another process claimed it since it was read; possible in a store that locks rows.
         raise Fenced(row["id"])
     if fresh:
         role = "user" if row["options"] is None else str(decode_message(row["input"]).__struct_config__.tag)
@@ -302,7 +298,7 @@ async def _append_earlier_messages(tx: Tx, row: Row, lane: Row, options: RunOpti
 
 
 async def load_client_calls(tx: Tx, run_id: str) -> list[ToolCall]:
-    """The calls of client-side tools that a run ended with."""
+    """Return the calls of client-side tools that a run ended with."""
     row = await tx.one(SQL.last_answer, id=run_id)
     options = decode_options(row["options"]) if row else None
     answer = transcripts.decode_or_none(row) if row else None
@@ -346,7 +342,7 @@ def _build_claim(
 
 
 async def commit_messages(tx: Tx, claim: Claim, messages: Sequence[Message], now: int) -> list[Entry]:
-    """Append entries of a run that goes on."""
+    """Append entries of a run that continues."""
     row = await tx.one(
         SESSIONS_SQL.advance, id=claim.session, epoch=claim.epoch, count=len(messages), now=now
     )
@@ -362,7 +358,7 @@ async def commit_messages(tx: Tx, claim: Claim, messages: Sequence[Message], now
 async def finish_run(
     tx: Tx, claim: Claim, ending: RunEnding, worker: RunWorker, *, going_on: bool = True
 ) -> tuple[EndedRun, Claim | None, list[EndedRun]]:
-    """End a run and, going on, claim the next of its lane in the same commit."""
+    """End a run and, if `going_on`, claim the next one of its lane in the same commit."""
     messages = list(ending.messages) or _build_closing_entries(ending, worker.now)
     if ending.state in {"cancelled", "timeout", "error"}:
         calls = await transcripts.load_open_calls(tx, claim.transcript, claim.first_seq)
@@ -397,7 +393,7 @@ async def finish_run(
 
 
 def _build_closing_entries(ending: RunEnding, now: int) -> list[Message]:
-    """The entry that closes a turn without an answer, so that the next question stays separate."""
+    """Return the entry that closes a turn without an answer, so that the next question stays separate."""
     if ending.state == "ok":
         return []
     reason: StopReason = "error" if ending.state in {"error", "incomplete"} else "aborted"
@@ -405,7 +401,7 @@ def _build_closing_entries(ending: RunEnding, now: int) -> list[Message]:
 
 
 async def _leave_lane(tx: Tx, claim: Claim, ending: RunEnding, count: int, now: int, *, passing: bool) -> Row:
-    """Reserve the last numbers of a run that ends; passing the lane on, also the first of the run that follows."""
+    """Reserve the last entry numbers of an ending run and, if `passing`, the first one of the next run."""
     leave = SESSIONS_SQL.pass_lane if passing else SESSIONS_SQL.leave_lane
     aborted = int(ending.state in {"cancelled", "timeout"})
     row = await tx.one(leave, id=claim.session, epoch=claim.epoch, count=count, aborted=aborted, now=now)
@@ -420,7 +416,7 @@ def _build_step_identity(row: Row, key: str) -> StepIdentity:
 
 
 async def _end_run(tx: Tx, part: StepIdentity, ending: RunEnding, last_seq: int | None, now: int) -> Effects:
-    """The one way out of `queued` and `running`."""
+    """End a run: the only way out of the states `queued` and `running`."""
     came_to = ending.state, ending.reply, ending.error, ending.model_answered, ending.yielded
     step = CompletedStep(*part, *came_to)
     await tx.do(
@@ -439,13 +435,13 @@ async def _end_run(tx: Tx, part: StepIdentity, ending: RunEnding, last_seq: int 
         return NO_EFFECTS
     after = Effects([], [], await completion.complete_step(tx, step, now))
     if ending.state == "timeout" and step.task is not None and step.origin != ANNOUNCE_ORIGIN:
-        # Its time was for all of it: what it has spawned has none left, either. Saying how it went spawns nothing.
+        # The deadline covers the sub-agents of the run as well. An announce run spawns none.
         after += await _cancel_descendants(tx, step.session, now)
     return after
 
 
 async def end_unexecuted_run(tx: Tx, row: Row, ending: RunEnding, now: int) -> EndedRun:
-    """End a run that nobody plays: one that never started, or one taken from whoever had it."""
+    """End a run that no process executes: one that never started, or one taken from its owner."""
     session = await tx.one(SESSIONS_SQL.key_of, id=row["session"])
     key, session_id = (session["key"], session["session_id"]) if session else ("", "")
     last_seq: int | None = None
@@ -475,7 +471,7 @@ async def _record_message_usage(tx: Tx, claim: Claim, messages: Sequence[Message
 async def record_usage(
     tx: Tx, claim: Claim, provider: str | None, model: str | None, usage: TokenUsage, now: int
 ) -> None:
-    """One row per model call, and the session's running totals."""
+    """Record one row per model call, and update the session's totals."""
     await tx.do(
         SQL.record_usage,
         now=now,
@@ -504,7 +500,7 @@ async def record_usage(
 
 
 async def cancel_runs(tx: Tx, session: int, run_id: str | None, now: int) -> Effects:
-    """Stop a session's runs, or one of them. What is stopped in the middle stops everything below it, too."""
+    """Stop a session's runs, or one of them. Stopping an active run also stops all sub-agents of its session."""
     active = await tx.one(SQL.active_in, session=session)
     if run_id is not None and not (active and active["id"] == run_id):
         waiting = await tx.all(SQL.queued_in, session=session)
@@ -516,7 +512,7 @@ async def cancel_runs(tx: Tx, session: int, run_id: str | None, now: int) -> Eff
     for member in await tx.all(SQL.family, session=session):
         await _stop_wakes(tx, member["id"], now)
         if member["id"] != session or run_id is None:
-            # A note is no work that could be stopped: it says what has already happened.
+            # Notes are not stopped: they record what has already happened.
             waiting = await tx.all(SQL.queued_in, session=member["id"])
             ended += [
                 await _cancel_queued_run(tx, row, now) for row in waiting if row["origin"] != NOTE_ORIGIN
@@ -530,13 +526,13 @@ async def cancel_runs(tx: Tx, session: int, run_id: str | None, now: int) -> Eff
 
 
 async def _stop_wakes(tx: Tx, session: int, now: int) -> None:
-    """Nothing that a session has spawned wakes it any more."""
+    """Keep a session from being woken by its sub-agents."""
     await tx.do(TASKS_SQL.hush, requester=session)
     await completion.stop_waiting(tx, session, now)
 
 
 async def _cancel_descendants(tx: Tx, session: int, now: int) -> Effects:
-    """Stop everything that a session has spawned, and not the session."""
+    """Stop all sub-agents of a session, but not the session itself."""
     await _stop_wakes(tx, session, now)
     stopped = NO_EFFECTS
     for child in await tx.all(SQL.children, session=session):
@@ -557,13 +553,13 @@ async def has_overdue_work(tx: Tx, now: int) -> bool:
 
 
 async def expire_overdue_work(tx: Tx, now: int) -> Effects:
-    """End queued runs, and tasks between two of their runs, whose time is over; a bounded number a call."""
+    """End queued runs, and tasks between two runs, whose deadline has passed; a bounded number per call."""
     ending = RunEnding(
         state="timeout", error_code="timeout", error="The run's time was over before it could begin."
     )
     expired, stopped = NO_EFFECTS, set[str]()
     for row in await tx.all(SQL.overdue, now=now):
-        if row["id"] not in stopped:  # by the end of what had spawned it
+        if row["id"] not in stopped:  # not yet stopped with its parent
             ended = await _end_queued_run(tx, row, ending, now)
             stopped.update(below.run_id for below in ended.after.ended)
             expired += Effects([ended], [])
@@ -581,12 +577,12 @@ async def _end_queued_run(tx: Tx, row: Row, ending: RunEnding, now: int) -> Ende
 
 
 async def list_unstopped_runs(tx: Tx, before: int) -> list[str]:
-    """Runs that were to stop before that time, asked to or by their deadline, and have not done so."""
+    """Return runs that should have stopped before that time, by request or deadline, and have not."""
     return [row["id"] for row in await tx.all(SQL.not_stopping, before=before)]
 
 
 async def force_end_run(tx: Tx, run_id: str, before: int, now: int) -> EndedRun | None:
-    """End one of them, if it still is one."""
+    """End a run that `list_unstopped_runs` returned, if it still has not stopped."""
     row = next((row for row in await tx.all(SQL.not_stopping, before=before) if row["id"] == run_id), None)
     if row is None:
         return None
@@ -595,7 +591,7 @@ async def force_end_run(tx: Tx, run_id: str, before: int, now: int) -> EndedRun 
 
 
 async def end_abandoned_run(tx: Tx, session: int, now: int, *, shared: bool) -> Effects:
-    """Where nobody hosts: stop what somebody was in the middle of; in a shared store, once the lease is over."""
+    """End the active run of a lane when no server is running; in a shared store, only after its lease expired."""
     row = await tx.one(SQL.active, session=session)
     if row is None or (shared and row["lease_until"] > now):
         return NO_EFFECTS
@@ -603,18 +599,18 @@ async def end_abandoned_run(tx: Tx, session: int, now: int, *, shared: bool) -> 
 
 
 async def list_stop_requested_runs(tx: Tx, owner: str) -> list[str]:
-    """Runs in this owner's hands that somebody asked to stop."""
+    """Return the runs of this owner for which a stop was requested."""
     return [row["id"] for row in await tx.all(SQL.asked_to_stop, owner=owner)]
 
 
 async def list_idle_lanes(tx: Tx, after: int, before: int, now: int, limit: int) -> list[int]:
-    """Lanes that have work nobody alive is doing."""
+    """Return lanes with work that no live process is doing."""
     rows = await tx.all(SQL.lanes_with_work, after=after, before=before, now=now, limit=limit)
     return [row["session"] for row in rows]
 
 
 async def has_work(tx: Tx, lane: int, now: int) -> bool:
-    """Whether there is something in a lane that nobody alive is doing."""
+    """Whether a lane has work that no live process is doing."""
     return await tx.one(SQL.has_work, lane=lane, now=now) is not None
 
 
@@ -625,7 +621,7 @@ async def load_owned_runs(tx: Tx, owner: str) -> dict[str, int]:
 async def commit_summary(
     tx: Tx, claim: Claim, entry: Message | None, summary: AssistantMessage, now: int
 ) -> list[Entry]:
-    """Append a compaction entry, if there is one, and charge for the call that wrote it."""
+    """Append a compaction entry, if given, and record the usage of the summary."""
     entries = await commit_messages(tx, claim, [entry] if entry else [], now)
     await _record_message_usage(tx, claim, [summary], now)
     return entries

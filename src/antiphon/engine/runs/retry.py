@@ -1,8 +1,8 @@
-"""Waiting for room on the disk with a commit that must not be lost.
+"""Retries commits that failed because the disk was full.
 
-What a run has come to was paid for, and calls may have had effects. A full disk has kept nothing of a commit, so the
-same one can be made again; any other failure leaves it open what became of it, and the run is taken up from its
-transcript.
+The results of a run were paid for, and its tool calls may have had effects, so they must not be lost. A full disk
+leaves nothing of a commit behind, so the same commit can be repeated. After any other failure the outcome of the commit
+is unknown, and the run is resumed from its transcript.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-STORE_FULL_RETRY_SECONDS = (
-    1.0  # seconds between two tries, more or less: those that wait are not to come all at once
-)
+STORE_FULL_RETRY_SECONDS = 1.0  # on average; jitter keeps waiting runs from retrying all at once
 
 
 async def retry_while_store_full(commit: Callable[[], Awaitable[T]]) -> T:
-    """Make a commit, however often that takes. Whoever no longer wants it cancels this."""
+    """Repeat a commit until the store has room for it. Cancel the task to give up."""
     told = False
     while True:
         try:

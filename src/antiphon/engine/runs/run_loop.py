@@ -1,8 +1,8 @@
-"""Playing one run: model step, commit, tool step, commit, until there is an answer.
+"""Executes one run: model step, commit, tool step, commit, until the model answers.
 
-The transcript is the checkpoint. A run that was cut off is loaded from it and goes on where it stopped: calls
-without a result are settled (our own tools, by their key) or reported as interrupted (everybody else's), and
-then the model is asked again. Nothing is shown to be done before the commit that did it.
+The transcript is the checkpoint. An interrupted run is loaded from it and continues where it stopped: calls without a
+result are repeated (our own tools, which are idempotent by key) or reported as interrupted (all others), and then the
+model is asked again. Nothing is published before its commit.
 """
 
 from __future__ import annotations
@@ -49,12 +49,10 @@ from antiphon.tracing import start_span
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-TOOL_CANCEL_GRACE_SECONDS = 1.0  # seconds
-MAX_CONSECUTIVE_COMPACTIONS = (
-    3  # without room for an answer; a conversation that is still too long then will not get shorter
-)
-MAX_CONCURRENT_CALLS_PER_ANSWER = 16  # of one answer
-MIN_SUMMARISED_TOKENS = 64  # tokens; a model that finds these too long will not be asked for less
+TOOL_CANCEL_GRACE_SECONDS = 1.0
+MAX_CONSECUTIVE_COMPACTIONS = 3  # a conversation that is still too long then will not get shorter
+MAX_CONCURRENT_CALLS_PER_ANSWER = 16
+MIN_SUMMARISED_TOKENS = 64  # if this is still too long for the model, summarising fails
 
 
 _TOO_MANY_CALLS = ToolOutput(
@@ -65,11 +63,11 @@ _TOO_MANY_CALLS = ToolOutput(
 
 
 class RunSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run is played with; computed once, when it starts."""
+    """Runtime, tools and limits of a run; computed once, when it starts."""
 
     runtime: Runtime
     caller: Caller
-    """Who the session is to the tools it calls."""
+    """The identity with which the session calls tools."""
     instructions: str
     nonce: str
     """The number in the markers around framed text (`framing`); the instructions name it."""
@@ -79,13 +77,13 @@ class RunSetup(msgspec.Struct, frozen=True, kw_only=True):
     keep_tokens: int
     max_result_chars: int
     thinking: str | None = None
-    """What holds where neither the run nor its session says how much to think."""
+    """Thinking level if neither the run nor its session sets one."""
     model: str | None = None
-    """The configured id of the model; it stands in for a name of the provider's that is not fit to be shown."""
+    """The configured id of the model; replaces a model name from the provider that is unsafe to show."""
 
 
 class RunLoop:
-    """One run in the hands of this process."""
+    """Executes one run that this process has claimed."""
 
     def __init__(
         self,
@@ -105,14 +103,14 @@ class RunLoop:
         self._on_entries = on_entries
         self._on_tool = on_tool
         self._context = ModelContext()
-        self._call_ids: set[str] = set()  # of the whole run, which the context may have lost the beginning of
+        self._call_ids: set[str] = set()  # of the whole run; the context may no longer have its beginning
         self._excess_call_id: str | None = None
         self._compactions = 0
         self._may_have_usage = claim.resumed
         self._client_tools = claim.options.tool_names if claim.options else frozenset[str]()
 
     async def run(self) -> RunEnding:
-        """To the end, which is returned and not yet committed."""
+        """Execute the run and return its ending, which is not yet committed."""
         await self._load_context()
         if self._claim.resumed:
             await self._run_tool_calls(
@@ -142,7 +140,7 @@ class RunLoop:
         )
 
     def _find_yield_ending(self) -> RunEnding | None:
-        """The ending of a run that a tool has ended; its words are the last ones."""
+        """Return the ending if a tool has ended the turn; the tool's message is the reply."""
         for message in reversed(self._context.list_messages_since(self._claim.first_seq)):
             if not isinstance(message, ToolResult):
                 break
@@ -160,13 +158,13 @@ class RunLoop:
         return None
 
     def _select_own_calls(self, calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
-        """The calls that are executed here, not by the client."""
+        """Return the calls that are executed here, not by the client."""
         return (
             [call for call in calls if call.name not in self._client_tools] if self._client_tools else calls
         )
 
     def _find_client_call_ending(self) -> RunEnding | None:
-        """The ending of a run whose last answer calls client-side tools; the results come with a later request."""
+        """Return the ending if the last answer calls client-side tools; their results come with a later request."""
         if not self._client_tools:
             return None
         for message in reversed(self._context.list_messages_since(self._claim.first_seq)):
@@ -177,7 +175,7 @@ class RunLoop:
         return None
 
     def build_stopped_ending(self, outcome: RunOutcome, reason: str) -> RunEnding:
-        """The ending of a run that was stopped: what had been said is kept."""
+        """Return the ending of a stopped run, with its partial answer."""
         self._deltas.flush()
         said = self._deltas.uncommitted_text
         partial = AssistantMessage(
@@ -213,7 +211,7 @@ class RunLoop:
             )
 
     async def _request_answer(self) -> AssistantMessage:
-        """One answer of the runtime, after making room for it if need be."""
+        """Request one answer from the runtime, compacting the context first if necessary."""
         while True:
             if self._is_too_long():
                 await self._compact_context()
@@ -229,16 +227,16 @@ class RunLoop:
                 return self._make_call_ids_unique(self._replace_unsafe_model_name(answer))
 
     def _replace_unsafe_model_name(self, answer: AssistantMessage) -> AssistantMessage:
-        """The answer with a model name that people and agents can be shown: providers report what they like."""
+        """Return the answer with a model name that is safe to show; providers may report any text."""
         name = answer.model
         if name is None or name == self._setup.model or sanitize.is_plain_name(name):
             return answer
         return msgspec.structs.replace(answer, model=self._setup.model)
 
     def _make_call_ids_unique(self, answer: AssistantMessage) -> AssistantMessage:
-        """The answer with call ids that are unique in this run, since they make an effect happen once.
+        """Return the answer with call ids that are unique in this run, since they serve as idempotency keys.
 
-        If it has too many calls, only those that are run are kept, and one more that is refused.
+        If it has too many calls, only those that are executed are kept, and one more that is refused.
         """
         content: list[TextBlock | ThinkingBlock | ToolCall] = []
         calls = 0
@@ -270,7 +268,7 @@ class RunLoop:
         )
 
     def _list_offered_tools(self) -> list[ToolSpec]:
-        """The session's tools and the client's; only the client's if the client requires a call."""
+        """Return the session's and the client's tools; only the client's if the client requires a call."""
         own = [tool.spec for tool in self._setup.tools.values()]
         options = self._claim.options
         if options is None or not options.tools:
@@ -285,7 +283,7 @@ class RunLoop:
         )
 
     async def _compact_context(self) -> bool:
-        """Put a summary in the place of the older part. False when there is nothing to put, or to put it for."""
+        """Replace the older part of the context with a summary. False if nothing was replaced."""
         cut = context.find_cut_index(self._context, self._setup.keep_tokens)
         if cut == 0 or self._compactions >= MAX_CONSECUTIVE_COMPACTIONS:
             return False
@@ -293,7 +291,7 @@ class RunLoop:
         older = self._context.messages[:cut]
         summary = await self._summarise(older)
         now = self._clock.now()
-        # A model with nothing to say must not cost the conversation: it is charged for, and that is all.
+        # An empty summary is charged for, but must not replace the conversation.
         words = context.truncate_summary(summary.text.strip(), older)
         short = msgspec.structs.replace(summary, content=[TextBlock(text=words)])
         entry = compaction.build_compaction(self._context, cut, short, now) if words else None
@@ -309,7 +307,7 @@ class RunLoop:
         return entry is not None
 
     async def _summarise(self, messages: Sequence[Message]) -> AssistantMessage:
-        """Of messages that may be too long for the model themselves: then of as much of each as it takes."""
+        """Summarise messages, clipping each of them if they are too long for the model."""
         tokens = sum(map(context.estimate_tokens, messages))
         while True:
             try:
@@ -325,7 +323,7 @@ class RunLoop:
     # --- tools ---
 
     async def _run_tool_calls(self, calls: Sequence[ToolCall], *, resumed: bool) -> None:
-        """Run the calls and commit each result as soon as possible, together with others that are ready."""
+        """Execute the calls and commit each result as soon as possible, together with others that are ready."""
         self._excess_call_id = self._find_excess_call()
         if len(calls) == 1:
             await self._commit_results([(calls[0], await self._run_tool_call(calls[0], resumed=resumed))])
@@ -374,7 +372,7 @@ class RunLoop:
         )
 
     def _find_excess_call(self) -> str | None:
-        """The id of the first call of the latest answer that exceeds the limit; None if none does."""
+        """Return the id of the first call of the latest answer beyond the limit, or None."""
         answers = (
             message for message in reversed(self._context.messages) if isinstance(message, AssistantMessage)
         )
@@ -443,7 +441,7 @@ class RunLoop:
         script: Callable[..., Awaitable[list[Entry]]],
         *args: object,
     ) -> None:
-        """Commit, and take over what was committed."""
+        """Commit, waiting while the store is full, and apply the new entries with `committed`."""
         self._may_have_usage = True
         await retry_while_store_full(lambda: self._commit_shielded(committed, script, *args))
 
@@ -453,7 +451,7 @@ class RunLoop:
         script: Callable[..., Awaitable[list[Entry]]],
         *args: object,
     ) -> None:
-        """Await a commit to its end even when the run is stopped meanwhile: memory has to agree with the store."""
+        """Await a commit even if the run is stopped meanwhile, so that memory agrees with the store."""
         task = asyncio.ensure_future(self._store.tx(script, *args))
         try:
             await asyncio.shield(task)
@@ -472,7 +470,7 @@ def _format_model_name(answer: AssistantMessage) -> str | None:
 
 
 def _build_ending(answer: AssistantMessage, *, used: bool) -> RunEnding:
-    """From what the runtime reported, never from what the text says."""
+    """Build the ending from what the runtime reported, never from the text of the answer."""
     reply = answer.text
     model = _format_model_name(answer)
     if answer.stop_reason == "length":
@@ -492,14 +490,14 @@ def _build_ending(answer: AssistantMessage, *, used: bool) -> RunEnding:
 
 
 def _extract_closing_words(result: ToolResult) -> str:
-    """What a tool says for the session whose turn it ends."""
+    """Return the message with which a tool ends the turn."""
     details = result.details
     message: object = cast("dict[str, Any]", details).get("message") if isinstance(details, dict) else None
     return message if isinstance(message, str) and message else result.text
 
 
 def _is_storable(details: object, most: int) -> bool:
-    """Whether a tool's data for machines can be stored; its text says the same to the model."""
+    """Whether a tool's structured result can be stored; the model reads its text instead."""
     try:
         return len(msgspec.json.encode(details)) <= most
     except (TypeError, ValueError):
@@ -507,9 +505,9 @@ def _is_storable(details: object, most: int) -> bool:
 
 
 async def run_with_cancel_grace(work: Awaitable[T]) -> T:
-    """Await foreign code; when cancelled, give it `TOOL_CANCEL_GRACE_SECONDS` to wind up and then leave it behind.
+    """Await foreign code; when cancelled, give it `TOOL_CANCEL_GRACE_SECONDS` to finish, then abandon it.
 
-    A tool that does not let itself be cancelled must not hold its session's lane.
+    A tool that ignores cancellation must not block its session's lane.
     """
     task = asyncio.ensure_future(_contain_process_exit(work))
     try:
@@ -523,7 +521,7 @@ async def run_with_cancel_grace(work: Awaitable[T]) -> T:
 
 
 async def _contain_process_exit(work: Awaitable[T]) -> T:
-    """A tool that wants to end the process has failed, and no more."""
+    """Turn an attempt to end the process into a tool failure."""
     try:
         return await work
     except PROCESS_ENDING_ERRORS as error:

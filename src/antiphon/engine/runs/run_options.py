@@ -20,17 +20,17 @@ from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries
 
 SQL = Queries("transcripts")
-MAX_ENTRIES_COMPARED = 1000  # of a session with the earlier messages of a request
+MAX_ENTRIES_COMPARED = 1000  # entries of a session compared with the earlier messages of a request
 MAX_BYTES_COMPARED = 8 * 2**20
 ENTRIES_PER_PAGE = 64
-MAX_STARTS_TRIED = 32  # places where the entries compared may begin among the messages of a client
+MAX_STARTS_TRIED = 32  # positions in the client's messages tried as the start of the compared entries
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: Sampling | None = None
     tools: list[ToolSpec] = []
     earlier: list[UserMessage | AssistantMessage | ToolResult] = []
-    """The client's account of the conversation; what the session lacks of it is added before the new message."""
+    """The conversation as the client has it; messages the session lacks are added before the new message."""
 
     @property
     def tool_names(self) -> frozenset[str]:
@@ -51,10 +51,10 @@ def decode_options(stored: str | None) -> RunOptions | None:
 async def find_unknown_messages(
     tx: Tx, transcript: int, options: RunOptions
 ) -> Sequence[UserMessage | AssistantMessage | ToolResult]:
-    """The earlier messages of a request from the first on that the session lacks.
+    """Return the earlier messages of a request, starting with the first one that the session lacks.
 
-    Afterwards the session has all of them in the client's order. What is between them there (steps with tools, messages
-    of other clients) does not matter. An answer that differs from the one in the session is added with its question.
+    Once they are appended, the session has all of them in the client's order. Other entries between them (tool steps,
+    messages of other clients) are ignored. An answer that differs from the session's is added with its question.
     """
     if not options.earlier:
         return []
@@ -67,7 +67,7 @@ async def find_unknown_messages(
         and isinstance(earlier[count], AssistantMessage)
         and identities[count - 1] not in entries[-1]
     ):
-        # Apart from its question, another answer would be read as a part of the latest one.
+        # Without its question, a differing answer would be read as part of the latest one.
         while count and isinstance(earlier[count - 1], UserMessage):
             count -= 1
     return earlier[count:]
@@ -79,9 +79,9 @@ MessageIdentity: TypeAlias = tuple[str, str | bytes]
 def _count_known(
     earlier: Sequence[MessageIdentity], known: Sequence[frozenset[MessageIdentity]], *, complete: bool
 ) -> int:
-    """How many messages from the first on are among the entries, in this order.
+    """Count the leading messages that occur among the entries, in this order.
 
-    Where the session goes back further than the entries, messages before the first match are taken to be older still.
+    If the session has older entries than these, messages before the first match are assumed to be among the older ones.
     """
     if complete:
         return _count_in_order(earlier, known)
@@ -104,7 +104,7 @@ def _count_in_order(earlier: Sequence[MessageIdentity], known: Sequence[frozense
 
 
 async def _load_latest_entries(tx: Tx, transcript: int) -> tuple[list[frozenset[MessageIdentity]], bool]:
-    """The latest entries by what a client may know them as, oldest first, and whether they are all there are."""
+    """Return the identities of the latest entries, oldest first, and whether these are all entries."""
     rows: list[Row] = []
     before, size, complete = transcripts.AFTER_LAST_SEQ, 0, False
     while not complete and len(rows) < MAX_ENTRIES_COMPARED and size < MAX_BYTES_COMPARED:
@@ -128,7 +128,7 @@ def _identify_entries(rows: Iterable[Row]) -> list[frozenset[MessageIdentity]]:
             run, steps = row["run"], hashlib.sha256()
         if isinstance(message, AssistantMessage):
             steps.update(_remove_whitespace(message.text))
-            # A client that was told the steps of a run as they came has them as one text.
+            # A client that received the steps of a run as a stream has them as one text.
             entries.append(
                 frozenset(
                     [
@@ -144,7 +144,7 @@ def _identify_entries(rows: Iterable[Row]) -> list[frozenset[MessageIdentity]]:
 
 
 def _identify(message: UserMessage | AssistantMessage | ToolResult) -> MessageIdentity:
-    """What a message of a client is known by. Of its calls one is enough: the ids are the model's."""
+    """Return the identity of a client's message. One tool call suffices, since the model chose the ids."""
     match message:
         case ToolResult():
             return "result", message.tool_call_id
@@ -163,5 +163,5 @@ def _identify_answer(text: str) -> MessageIdentity:
 
 
 def _remove_whitespace(text: str) -> bytes:
-    """A text without its white space, which clients trim and which separates the steps of an answer."""
+    """Return a text without white space, which clients trim and which separates the steps of an answer."""
     return "".join(text.split()).encode(errors="surrogatepass")

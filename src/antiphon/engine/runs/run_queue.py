@@ -1,8 +1,8 @@
-"""Into a lane's queue: the commit of `submit` is what "accepted" means.
+"""The queue of a lane: a run is accepted when the commit of `submit` succeeds.
 
-A run's id is the caller's idempotency key, so that the same request is the same run. What the engine itself puts into
-a lane (`submit_follow_up`, `note`) has ids that no caller may use, and always finds room: it is bounded by what was
-accepted before it. What becomes of a queued run is in `engine.runs`.
+A run's id is the caller's idempotency key, so a repeated request is the same run. Runs that the engine queues itself
+(`submit_follow_up`) have ids that no caller may use, and no limit applies to them: their number is bounded by the runs
+accepted before. `lifecycle` handles a run after it was queued.
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ CHAINS_SQL = Queries("chains")
 
 _random_id_parts: list[bytes] = []
 
-NOTE_ORIGIN = (
-    "note"  # the origin of a run that only puts an entry into the transcript, when its turn has come
-)
+NOTE_ORIGIN = "note"  # a run that only appends an entry to the transcript, in its turn
 
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
-    """A message on its way into a session, with everything its run will need frozen."""
+    """A message for a session, with everything that its run needs."""
 
     run_id: str
     session: int
@@ -49,11 +47,11 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     chain: str | None = None
     hop: int = 0
     agent_id: str | None = None
-    """The agent that answers, if it is not the one that the session belongs to."""
+    """The agent that answers, if it is not the session's own agent."""
 
     @property
     def digest(self) -> str:
-        """What makes a repeated id the same request: the session and the words, not when they were said."""
+        """A hash of session, origin and content, without times: a repeated id must have the same digest."""
         content = self.message.content
         if isinstance(self.message, ToolResult):
             content = encode_message(msgspec.structs.replace(self.message, timestamp=0))
@@ -72,14 +70,14 @@ class AcceptedRun(msgspec.Struct, frozen=True):
     state: str
     new: bool
     note: bool = False
-    """There is nothing to play, and so nothing to tell of."""
+    """Whether it is a note, which is not executed and causes no run events."""
 
 
 def new_run_id(now: int) -> str:
-    """For a run that its caller gives no name: no other has it or can foresee it.
+    """Return a unique, unpredictable id for a run whose caller sets none.
 
-    It begins with the time, so that it is quickly indexed. Asking the kernel gives up the interpreter to whoever
-    else is at work, which costs more than all the rest of this: so it is asked for many at once.
+    It begins with the time, which keeps index inserts fast. Random bytes are drawn for many ids at once, because the
+    system call releases the interpreter lock to other threads, which costs more than the rest of this function.
     """
     if not _random_id_parts:
         drawn = secrets.token_bytes(10 * 256)
@@ -88,14 +86,14 @@ def new_run_id(now: int) -> str:
 
 
 async def submit(tx: Tx, submission: Submission, now: int) -> AcceptedRun:
-    """Queue a run, or return the one that this id already stands for."""
+    """Queue a run, or return the one already accepted under this id."""
     if await _insert_run(tx, submission, now, others=submission.max_queued - 1):
         return AcceptedRun(submission.run_id, submission.session, submission.session_key, "queued", new=True)
     return await _load_accepted_run(tx, submission)
 
 
 async def submit_follow_up(tx: Tx, submission: Submission, now: int) -> AcceptedRun | None:
-    """Queue what follows from something else; None if its session is gone."""
+    """Queue a run that the engine itself causes. Returns None if its session no longer exists."""
     if await tx.one(SESSIONS_SQL.key_of, id=submission.session) is None:
         return None
     new = bool(await _insert_run(tx, submission, now))
@@ -104,7 +102,7 @@ async def submit_follow_up(tx: Tx, submission: Submission, now: int) -> Accepted
 
 
 async def _insert_run(tx: Tx, submission: Submission, now: int, others: int | None = None) -> int:
-    """Whether it is new; with `others` also whether there was room beside as many in its lane."""
+    """Insert a run; 0 if its id is taken or if its lane already has more than `others` queued runs."""
     new = await tx.do(
         SQL.insert,
         id=submission.run_id,

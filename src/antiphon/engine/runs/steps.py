@@ -1,4 +1,4 @@
-"""A run as a step of something larger: what is known of it when it ends, and what its end leads to."""
+"""A run as one step of an exchange or task: its outcome, and the work that follows from it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ REPLY_BACK_ORIGIN = "reply-back"
 ANNOUNCE_ORIGIN = "announce"
 WAKE_ORIGIN = "wake"
 QUIET_ORIGINS = frozenset({REPLY_BACK_ORIGIN, ANNOUNCE_ORIGIN})
-"""Origins of runs whose words are meant for other sessions or for the gate, not for whoever watches the chat."""
+"""Origins of runs whose text is meant for other sessions or the outbox and is not streamed to the chat."""
 SANITIZED_ORIGINS = frozenset({"sessions_send", "sessions_spawn", WAKE_ORIGIN, "steer", "cron", "hook"})
-"""Origins of runs that may be watched, but were not asked for by whoever watches: what they say passes the gate."""
+"""Origins of runs that are streamed to viewers who did not request them, so their text is sanitized."""
 
 
 class CompletedStep(NamedTuple):
-    """A run that ends, as far as others go on from it."""
+    """The outcome of a run, as needed by the exchange or task that it belongs to."""
 
     n: int
     run_id: str
@@ -35,16 +35,16 @@ class CompletedStep(NamedTuple):
     error: str | None
     model: str | None
     yielded: bool = False
-    """It ended its turn to wait; whoever is woken for it answers in its place."""
+    """Whether the run ended its turn to wait for sub-agents; the wake run answers in its place."""
 
     @property
     def usable_reply(self) -> str | None:
-        """The reply, if the run came to one."""
+        """The reply, if the run succeeded and the reply is not blank."""
         return self.reply if self.state == "ok" and self.reply and self.reply.strip() else None
 
 
 class FollowUp(msgspec.Struct, frozen=True):
-    """What a commit has led to, for whoever wakes lanes after it."""
+    """Runs queued and deliveries posted by a commit, for waking lanes and the outbox afterwards."""
 
     runs: tuple[AcceptedRun, ...] = ()
     posted: bool = False

@@ -1,7 +1,7 @@
-"""Following a session: what came after a sequence number, then what is new, without gap or repeat.
+"""Follows a session: the entries after a sequence number, then new ones, without gaps or duplicates.
 
-Rows are the truth and the bus only says when to look: a feed listens first, reads what is there, and reads
-again whenever an event shows a hole, is a `Gap`, or has been silent for a while.
+Rows are authoritative and the bus only signals when to read: a feed subscribes first, reads the existing entries, and
+reads again whenever an event reveals missed entries, is a `Gap`, or the bus has been silent for a while.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from antiphon.engine.sessions import session_rows, transcripts
 from antiphon.engine.sessions.transcripts import Entry, Page
 from antiphon.store import Row, Store, Tx
 
-IDLE_REREAD_SECONDS = 5.0  # seconds of silence after which the rows are read anyway
+IDLE_REREAD_SECONDS = 5.0  # of silence, after which the rows are read anyway
 FEED_PAGE_ENTRIES = 200
 
 
 class _FeedPosition(msgspec.Struct):
-    """Where a feed is: the transcript it reads and the last number it has given out."""
+    """The position of a feed: the transcript it reads and the last number it yielded."""
 
     session: int
     key: str
@@ -33,9 +33,9 @@ class _FeedPosition(msgspec.Struct):
 async def follow_session(
     store: Store, bus: EventBus, topic: str, session: Row, after: int
 ) -> AsyncGenerator[Event]:
-    """Every entry after `after` exactly once and in order, and live events between them.
+    """Yield every entry after `after` exactly once and in order, with live events between them.
 
-    Ends when the session is gone, which is the last thing it tells.
+    Ends when the session is deleted; that is the last event.
     """
     place = _FeedPosition(session["id"], session["key"], session["transcript"], session["session_id"], after)
     async with bus.listen(topic) as events:
@@ -55,7 +55,7 @@ async def follow_session(
 
 
 def _requires_reread(event: Event, place: _FeedPosition) -> bool:
-    """Whether this event shows that entries before it were missed, or that the transcript has come to its end."""
+    """Whether an event shows that earlier entries were missed, or that the transcript has ended."""
     if isinstance(event, SessionChanged):
         return event.reason in {"renewed", "delete"}
     if not isinstance(event, MessageAppended):
@@ -81,13 +81,13 @@ async def _read_missed(store: Store, place: _FeedPosition) -> AsyncGenerator[Eve
 
 
 async def _read_snapshot(tx: Tx, session: int, transcript: int, seq: int) -> tuple[Row | None, Page]:
-    """The session as it is now, and what it has said; of one snapshot, so that nothing comes between them."""
+    """Read the session's row and its next entries in one consistent snapshot."""
     page = await transcripts.read_page_after(tx, transcript, seq, FEED_PAGE_ENTRIES, tools=True)
     return await tx.one(session_rows.SQL.by_id, id=session), page
 
 
 def _switch_transcript(place: _FeedPosition, current: Row) -> SessionChanged:
-    """Another conversation goes on. What a restored one has was given out when it was said."""
+    """Move the feed to the session's new transcript. Entries of a restored one were yielded earlier."""
     restored = current["transcript"] < place.transcript
     place.transcript, place.session_id = current["transcript"], current["session_id"]
     place.seq = current["last_seq"] if restored else 0

@@ -1,7 +1,7 @@
-"""Who a session is when it acts: the caller it makes, and the tools it has.
+"""The identity of a session when it acts: its caller and its tools.
 
-A run and whoever invokes a tool in a session's name ask here, so that they cannot disagree. What is decided comes
-from the session's row and the configuration as it is now; a sub-agent's session stays within its envelope.
+Used both by runs and for tools invoked in a session's name, so that they cannot disagree. The result depends on the
+session's row and the current configuration; a sub-agent's session is limited by its stored permissions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from antiphon.engine.collaboration.permissions import SubagentPermissionResolver
 from antiphon.engine.sessions.resolver import SessionResolver
 from antiphon.engine.toolbox import Tool, Toolbox
 
-if TYPE_CHECKING:  # a command that only reads is over before this would be imported
+if TYPE_CHECKING:  # importing the configuration would slow down read-only commands
     from antiphon.config import Config, ToolRules
 
 
@@ -37,7 +37,10 @@ class SessionIdentityResolver:
     def _resolve_uncached(
         self, agent_id: str, session_key: str, *, sandboxed: bool, envelope: str | None
     ) -> SessionIdentity:
-        """`sandboxed` and `envelope` are what stands in the row; the configuration may since have a sandbox for it."""
+        """Return the identity of a session. `sandboxed` and `envelope` come from its row.
+
+        The configuration may require a sandbox that the row does not have yet.
+        """
         within = self._permission_resolver.resolve(agent_id, session_key, envelope)
         inside = sandboxed or self._session_resolver.is_sandboxed(agent_id, keys.parse(session_key))
         cap = within.cap if within else None

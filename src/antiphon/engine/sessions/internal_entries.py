@@ -1,8 +1,8 @@
-"""Which entries of a transcript are not part of what a person would call the conversation.
+"""Detects internal entries of a transcript, which are hidden from people.
 
-Those are: answers that are only control tokens, the prompts of announce steps, what an announce step came to unless it
-was posted, and reports that were kept from people. They stay in the transcript under their numbers, so that it is
-complete; what is shown to people leaves them out.
+Internal are: answers that are only control tokens, the prompts of announce steps, announcements that were not posted,
+and reports whose delivery was blocked. They stay in the transcript under their numbers, so that it is complete; views
+for people leave them out.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from antiphon.engine.outbox import sanitize
 
 ANNOUNCE_STEP_KIND = "announce_step"
 MAX_TOKEN_CHARACTERS = 1000
-"""Of an answer that can be nothing but control tokens. A longer one was meant to be read."""
+"""Maximum length of an answer that is only control tokens. A longer one is shown."""
 
 
 class _EntryBody(msgspec.Struct, frozen=True):
-    """What tells, also in an entry of another writer that is no `Message`."""
+    """The relevant fields of an entry, even if another program wrote it and it is no valid `Message`."""
 
     content: Any = None
     provenance: Any = None
@@ -29,8 +29,8 @@ _entry_body_decoder = msgspec.json.Decoder(_EntryBody)
 
 
 def is_internal_entry(role: str, body: str) -> bool:
-    """Whether an entry is internal by what it says. What became of its run is another matter (`Entry.internal`)."""
-    # Every control token and the name of the step have an underscore, however the rest is written.
+    """Whether an entry is internal by its content. `Entry.is_internal` also considers its delivery."""
+    # Every control token and the kind of announce steps contain an underscore, however they are encoded.
     if role not in {"user", "assistant"} or ("_" not in body and "\\u" not in body and body.isascii()):
         return False
     try:
@@ -44,7 +44,7 @@ def is_internal_entry(role: str, body: str) -> bool:
 
 
 def _get_provenance_kind(provenance: object) -> object:
-    """What a person has typed has none, and is shown whatever it is."""
+    """Return the kind of provenance; None for text typed by a person, which is always shown."""
     return cast("dict[str, object]", provenance).get("kind") if isinstance(provenance, dict) else None
 
 
@@ -54,7 +54,7 @@ def _is_silence(content: object) -> bool:
 
 
 def _extract_text(content: object) -> str:
-    """The words of blocks; none where something else than words and thoughts is among them."""
+    """Return the text of blocks; empty if any block is neither text nor thinking."""
     blocks = cast("list[object]", content) if isinstance(content, list) else []
     texts: list[str] = []
     for each in blocks:

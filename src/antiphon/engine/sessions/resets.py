@@ -1,7 +1,7 @@
-"""When a session begins anew by itself: which rule of the configuration holds for it, and whether it is due.
+"""Automatic session resets: which configured rule applies to a session, and whether a reset is due.
 
-Nothing is due unless it is configured. Carried out by the first message after it, in that message's commit: see
-`operations.submissions`.
+Without configuration no reset is ever due. The first message after the due time performs it, in its own commit (see
+`operations.messages`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from antiphon.config.sections import ResetConfig, SessionConfig
 
 CHAT_SHAPES = frozenset({"main", "global", "direct", "group", "channel"})
-"""Shapes of what people talk in. Every other session is somebody's work, and ends with it."""
+"""Shapes of sessions in which people chat. All others exist for a piece of work and end with it."""
 
 MILLISECONDS_PER_MINUTE = 60_000
 
@@ -27,7 +27,7 @@ ChatType = Literal["direct", "group", "thread"]
 
 class ResetRule(msgspec.Struct, frozen=True):
     at_hour: int | None = None
-    """Local hour of the daily reset; None: there is none."""
+    """Local hour of the daily reset; None for no daily reset."""
     idle_minutes: int | None = None
 
     def find_due_reason(self, last_use: int, now: int, zone: tzinfo | None = None) -> ResetReason | None:
@@ -43,14 +43,14 @@ class ResetRules(msgspec.Struct, frozen=True):
     by_channel: dict[str, ResetRule]
 
     def find_rule(self, key: SessionKey, channel: str | None) -> ResetRule | None:
-        """The one that holds for a session; None when it only begins anew by command."""
+        """Return the rule for a session; None if it is only reset by command."""
         if key.shape not in CHAT_SHAPES:
             return None
         return self.by_channel.get((channel or "").lower()) or self.by_type.get(_get_chat_type(key))
 
 
 def build_reset_rules(session: SessionConfig) -> ResetRules | None:
-    """What the configuration says; None when that is nothing."""
+    """Build the configured rules; None if the configuration has none."""
     types = session.reset_by_type
     said: dict[ChatType, ResetConfig | None] = {
         "direct": types.direct or types.dm,
@@ -65,14 +65,14 @@ def build_reset_rules(session: SessionConfig) -> ResetRules | None:
 
 
 def find_last_hour_start(hour: int, now: int, zone: tzinfo | None = None) -> int:
-    """When the clocks last began this hour. `zone` is the machine's own unless it is given.
+    """Return the last time at which this hour began. `zone` defaults to the machine's time zone.
 
-    On a day that leaves the hour out, it is where the hour would have been; on one that has it twice, the first.
+    If a day skips the hour, it is the time at which the hour would have begun; if a day has it twice, the first.
     """
     today = datetime.fromtimestamp(now / 1000, zone).replace(
         hour=hour, minute=0, second=0, microsecond=0, fold=0
     )
-    days = (today - timedelta(days=back) for back in range(3))  # a zone may have left out a whole day
+    days = (today - timedelta(days=back) for back in range(3))  # a zone may have skipped a whole day
     return next(at for day in days if (at := round(day.timestamp() * 1000)) <= now)
 
 
@@ -83,7 +83,7 @@ def _get_chat_type(key: SessionKey) -> ChatType:
 
 
 def _build_type_rule(session: SessionConfig, own: ResetConfig | None) -> ResetRule | None:
-    """What a type's own entry leaves unsaid is as for every session."""
+    """Build the rule of a chat type; values that its entry does not set come from the general rule."""
     reset = session.reset or own
     if reset is None:
         return ResetRule(idle_minutes=session.idle_minutes) if session.idle_minutes else None

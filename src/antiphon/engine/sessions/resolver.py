@@ -1,7 +1,7 @@
-"""The one way to a session: resolve what the caller wrote, canonicalise it, authorize it, in that order.
+"""Resolves session references for callers: canonicalise, find, authorize, in that order.
 
-Everything that touches a session on somebody's behalf starts with `Door.open` inside its own transaction, so
-the answer is about the very rows that are then read or changed.
+Every operation on a session on behalf of a caller starts with `SessionResolver.open` in its own transaction, so the
+decision is about the same rows that are then read or changed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class SessionResolver:
         return self._config.default_agent_id
 
     def get_grants(self, caller: Caller) -> Grants:
-        """What this caller's agent may reach; an operator's scopes say it all."""
+        """Return what the caller's agent may reach. An operator is limited by scopes only."""
         key = (caller.agent_id, caller.sandboxed, caller.cap)
-        if key not in self._grants_by_caller:  # as many as there are agents, sandboxes and caps
+        if key not in self._grants_by_caller:  # bounded by the number of agents and caps
             self._grants_by_caller[key] = self._compute_grants(
                 caller.agent_id or "", caller.cap, sandboxed=caller.sandboxed
             )
@@ -67,7 +67,7 @@ class SessionResolver:
         )
 
     def find_addressed_agent(self, caller: Caller, reference: str) -> str | None:
-        """The agent that a reference to the shared session addresses; None for the agent that the session belongs to.
+        """Return the agent that a reference to the shared session addresses; None for the session's own agent.
 
         Raises:
             NotFound: no such agent is configured.
@@ -82,18 +82,18 @@ class SessionResolver:
         return self._config.get_agent(key.agent_id).id
 
     def resolve_acting_agent(self, caller: Caller, reference: str, row: Row) -> str:
-        """The agent that acts in a session: an agent itself, or the one that an operator's reference addresses."""
+        """Return the agent that acts in a session: the calling agent, or the one an operator's reference addresses."""
         return caller.agent_id or self.find_addressed_agent(caller, reference) or row["agent_id"]
 
     def resolve_non_owner_agent(self, caller: Caller, reference: str | None, row: Row) -> str | None:
-        """The agent that acts in a session, if it is not the one that the session belongs to (`runs.agent_id`)."""
+        """Return the agent that acts in a session, if it is not the session's own agent (`runs.agent_id`)."""
         agent_id = self.resolve_acting_agent(caller, reference or "current", row)
         return None if agent_id == row["agent_id"] else agent_id
 
     async def open_by_label(
         self, tx: Tx, caller: Caller, action: Action, label: str, agent_id: str | None = None
     ) -> Row:
-        """As `open`, for a session that is named by its label and perhaps its agent."""
+        """Like `open`, for a session given by its label and optionally its agent."""
         access.require_scope(caller, action)
         row = await self._find_by_label(tx, caller, label, agent_id)
         if row is None:
@@ -104,10 +104,10 @@ class SessionResolver:
     async def open(
         self, tx: Tx, caller: Caller, action: Action, reference: str, *, found_at: int | None = None
     ) -> Row:
-        """The session's row, or the error that this caller is to see.
+        """Return the session's row, or raise the error that this caller may see.
 
-        With `found_at` a session that does not exist yet is founded by the first message to its key, if that is an
-        operator's, or to an agent's main session.
+        With `found_at` (a time), a missing session is created if the caller is an operator, or if the reference is to
+        an agent's main session.
         """
         access.require_scope(caller, action)
         canonical = self.canonicalise(caller, reference)
@@ -146,7 +146,7 @@ class SessionResolver:
         return True
 
     def authorize(self, caller: Caller, action: Action, row: Row, reference: str) -> None:
-        """For a row that was found by something else than a reference to its session, such as a run's id."""
+        """Authorize a caller for a session's row; needed on its own if the row was found by, for example, a run id."""
         access.authorize(caller, action, _build_target(row), self.get_grants(caller), reference=reference)
 
     def is_sandboxed(self, agent_id: str, key: SessionKey) -> bool:
@@ -155,7 +155,7 @@ class SessionResolver:
         return mode == "all" or (mode == "non-main" and key.kind != "main")
 
     def can_send(self, row: Row, said_on: str | None = None) -> bool:
-        """Whether the send policy allows messages to this session, apart from what the sender may do.
+        """Whether the send policy allows messages to this session, regardless of the sender's permissions.
 
         `said_on` is the channel that a message came from. It counts only if the session has no channel on record; a
         main session without either is on the web chat.
@@ -166,7 +166,7 @@ class SessionResolver:
         return self._is_allowed_by_policy(row["key"], channel, row)
 
     def can_post(self, key: str, channel: str, row: Row | None) -> bool:
-        """Whether the policy lets words of a session go out on a channel; the session itself may be gone by now."""
+        """Whether the policy allows posting a session's text to a channel; the session may no longer exist."""
         return self._is_allowed_by_policy(key, channel, row) and (row is None or self.can_send(row))
 
     def _is_allowed_by_policy(self, key: str, channel: str | None, row: Row | None) -> bool:
@@ -203,9 +203,7 @@ class SessionResolver:
         return send_policy.SendPolicy(rules, configured.default)
 
     async def _create_session(self, tx: Tx, key: SessionKey, now: int) -> Row:
-        agent = self._config.get_agent(
-            key.agent_id or self._default_agent
-        )  # raises for one that is not configured
+        agent = self._config.get_agent(key.agent_id or self._default_agent)  # raises if it is not configured
         await session_rows.create_session(
             tx, key, now, NewSession(agent_id=agent.id, sandboxed=self.is_sandboxed(agent.id, key))
         )

@@ -1,8 +1,8 @@
-"""Retention: old sessions leave the lists, and much later, if configured, the store.
+"""Retention: old sessions are archived and, if configured, deleted much later.
 
-Archiving hides and deletes nothing. Only sessions that are idle are touched, a bounded number in a transaction,
-and the clock is the engine's, so that years pass in a test. What is on record of exchanges, tasks, deliveries, chains
-and commands goes by the same time as archived sessions, once it is over.
+Archiving hides a session and deletes nothing. Only idle sessions are changed, a bounded number per transaction, and
+time comes from the engine's clock, so that tests can simulate years. Records of finished exchanges, tasks, deliveries,
+chains and commands are deleted after the same time as archived sessions.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from antiphon.store import Store, Tx
 from antiphon.store.listing import SESSION_KINDS
 from antiphon.store.queries import Queries, Query
 
-MILLISECONDS_PER_DAY = 86_400_000  # milliseconds
-MAX_SESSIONS_PER_TRANSACTION = 50  # sessions in one transaction; a long one would hold up everybody's commits
-MAX_RECORDS_PER_SWEEP = 1000  # rows of a kind in one sweep; those that are left wait for the next
+MILLISECONDS_PER_DAY = 86_400_000
+MAX_SESSIONS_PER_TRANSACTION = 50  # a long transaction would delay all other commits
+MAX_RECORDS_PER_SWEEP = 1000  # of each kind; the rest waits for the next sweep
 
 SQL = Queries("retention")
 OLD_RECORD_QUERIES = (SQL.old_exchanges, SQL.old_tasks, SQL.old_deliveries, SQL.old_chains, SQL.old_commands)
@@ -28,14 +28,14 @@ RetentionScript: TypeAlias = Callable[[Tx, str, int, int], Awaitable[list[str]]]
 
 
 class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """Days without activity before archiving, days in the archive before deleting; None is for ever."""
+    """Days without activity before archiving, days in the archive before deleting; None means never."""
 
     archive_after_days: float | None = None
     delete_archived_after_days: float | None = None
 
 
 async def apply_retention(store: Store, keep: RetentionPolicy, now: int) -> list[str]:
-    """Apply `keep` everywhere; the keys that were touched."""
+    """Apply a policy to all sessions. Returns the keys of the sessions archived or deleted."""
     touched: list[str] = []
     for kind in SESSION_KINDS:
         if keep.archive_after_days is not None:

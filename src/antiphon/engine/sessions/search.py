@@ -1,9 +1,9 @@
-"""Searching what was said: the index of words, kept up behind a durable cursor, and finding entries in it.
+"""Full-text search of messages: the index, which follows the transcripts with a durable cursor, and queries.
 
-Nothing is indexed when it is appended. `index_entries` takes the next entries after the cursor and moves it in the same
-commit, so a crash repeats or skips none. That needs ids that become visible in their order: SQLite has one writer
-at a time, and a message gets its id inside that writer's transaction. PostgreSQL gives out ids before the commit, so
-there an append notes down what is to be indexed, and the cursor stands before the first of these notes.
+Entries are not indexed when they are appended. `index_entries` indexes the next entries after the cursor and advances
+it in the same commit, so a crash repeats or skips none. That requires ids to become visible in order: SQLite has one
+writer at a time, and a message gets its id inside that writer's transaction. PostgreSQL assigns ids before the commit,
+so there an append records which entries are to be indexed, and the cursor stays before the first such record.
 """
 
 from __future__ import annotations
@@ -21,30 +21,23 @@ from antiphon.store.fulltext import FulltextQuery, FulltextVector, fold_text
 from antiphon.store.queries import Queries
 
 SQL = Queries("search")
-INDEX_INTERVAL_SECONDS = 1.0  # seconds between looks for something to index
-INDEX_BATCH_ENTRIES = (
-    100  # entries in one transaction; some ten milliseconds, for which others may have to wait
-)
-MAX_ENTRIES_INDEXED_BY_SEARCH = 2 * INDEX_BATCH_ENTRIES  # entries that a search indexes itself
-MAX_INDEXED_BYTES_PER_ENTRY = 64 * 1024  # of one entry's text that are indexed
-MAX_INDEX_BATCH_CHARACTERS = 512 * 1024  # after which a batch is full, however few its entries
-# An index goes through all entries of words that never meet, unless one of the words ends: so every entry has a word
-# for the block that it is in, and a search looks through some blocks after the others, as many as there is time for.
-ENTRIES_PER_BLOCK = 65_536  # entries
-MAX_BLOCKS_PER_WINDOW = 64  # that are looked through at once, at most
-SEARCH_BUDGET_SECONDS = 0.05  # seconds after which no other block is begun
+INDEX_INTERVAL_SECONDS = 1.0
+INDEX_BATCH_ENTRIES = 100  # per transaction; takes some ten milliseconds, during which other writers may wait
+MAX_ENTRIES_INDEXED_BY_SEARCH = 2 * INDEX_BATCH_ENTRIES  # before it looks for matches
+MAX_INDEXED_BYTES_PER_ENTRY = 64 * 1024
+MAX_INDEX_BATCH_CHARACTERS = 512 * 1024  # a batch is full after this, however few its entries
+# For words that never occur together, an index scans all their entries until one list ends. So every entry has a word
+# for its block, and a search scans a few blocks at a time, as many as its time budget allows.
+ENTRIES_PER_BLOCK = 65_536
+MAX_BLOCKS_PER_WINDOW = 64
+SEARCH_BUDGET_SECONDS = 0.05  # no further block is started after this
 MAX_QUERY_CHARACTERS, MAX_QUERY_WORDS = 4096, 32
-MIN_PREFIX_CHARACTERS = 3  # letters; those are in the index as such, fewer would begin too many words
-MAX_COMPLETIONS = 100  # words that are looked for one by one where a beginning stands for them
+MIN_PREFIX_CHARACTERS = 3  # prefixes of this length are indexed; shorter ones match too many words
+MAX_COMPLETIONS = 100  # of a prefix that are searched as separate words
 
-_INDEX_FETCH_ROWS = 25  # bodies in memory at once; one may be an image of megabytes
-_INDEX_REST_FACTOR = (
-    4  # times as long as a batch took: the writer is there for others, all the more when it is busy
-)
-_SNIPPET_CHARACTERS, _SNIPPET_LEAD_CHARACTERS = (
-    240,
-    80,
-)  # characters, and how many of them stand before the match
+_INDEX_FETCH_ROWS = 25  # bodies in memory at once; one may contain megabytes of images
+_INDEX_REST_FACTOR = 4  # length of the pause after a batch, relative to its duration, for other writers
+_SNIPPET_CHARACTERS, _SNIPPET_LEAD_CHARACTERS = 240, 80  # the whole snippet, and its part before the match
 _CONTROL_TO_SPACE_TABLE = dict.fromkeys(range(32), " ")
 _WORD_PATTERN = re.compile(r"[^\W_]+")
 _PIECE_PATTERN = re.compile(r'"([^"]*)"|([^\s"]+)')
@@ -60,7 +53,7 @@ class _IndexedBlock(msgspec.Struct):
 
 
 class _IndexedBody(msgspec.Struct):
-    """What a search needs of an entry; everything else is skipped unread."""
+    """The fields of an entry that search needs; all others are skipped when decoding."""
 
     content: str | list[_IndexedBlock] = ""
 
@@ -69,14 +62,14 @@ _body_decoder = msgspec.json.Decoder(_IndexedBody)
 
 
 async def load_index_position(tx: Tx) -> tuple[int, int]:
-    """The last entry that is indexed, and the last there is."""
+    """Return the ids of the last indexed entry and of the last entry."""
     row = await tx.one(SQL.place)
     assert row is not None
     return row["last"], row["head"]
 
 
 async def index_entries(tx: Tx, most: int) -> int:
-    """Index up to `most` entries after the cursor; the last entry that is indexed then."""
+    """Index up to `most` entries after the cursor. Returns the id of the last indexed entry."""
     cursor, _ = await load_index_position(tx)
     room = MAX_INDEX_BATCH_CHARACTERS
     while most > 0 and room > 0:
@@ -98,19 +91,19 @@ async def index_entries(tx: Tx, most: int) -> int:
 
 
 async def catch_up_index(store: Store) -> None:
-    """Index what is missing, if anything is, leaving most of the writer's time to others."""
+    """Index all missing entries, leaving most of the writer's time to others."""
     while True:
         last, head = await store.read(load_index_position)
         if last >= head:
             return
         began = monotonic()
         if await store.tx(index_entries, INDEX_BATCH_ENTRIES) <= last:
-            return  # what was missing is gone
+            return  # the missing entries were deleted
         await asyncio.sleep(_INDEX_REST_FACTOR * (monotonic() - began))
 
 
 async def index_for_seconds(store: Store, seconds: float) -> bool:
-    """Index what is missing for about so long, leaving no time to others; whether there may be more."""
+    """Index missing entries without pauses for about `seconds`. Returns whether there may be more."""
     until = monotonic() + seconds
     while monotonic() < until:
         last, head = await store.read(load_index_position)
@@ -120,12 +113,12 @@ async def index_for_seconds(store: Store, seconds: float) -> bool:
 
 
 async def delete_from_index(tx: Tx, key: str) -> None:
-    """Before the messages of a key are removed: their words."""
+    """Remove the messages of a key from the index; call this before they are deleted."""
     await tx.do(SQL.forget, key=key)
 
 
 def _extract_words(row: Row) -> str:
-    """The text of an entry on one line; nothing for one that is damaged, or that no session leads to."""
+    """Return the text of an entry on one line; empty if it is damaged or belongs to no session."""
     if row["role"] == "compaction" or row["scope"] is None:
         return ""
     try:
@@ -138,19 +131,19 @@ def _extract_words(row: Row) -> str:
     return " ".join(text.translate(_CONTROL_TO_SPACE_TABLE).split())
 
 
-# --- finding ---
+# --- queries ---
 
 
 class SearchQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """What to look for. Of every group of `scopes` at least one word must fit; no group is no limit."""
+    """A search request. An entry must match at least one word of every group in `scopes`."""
 
     query: str
     limit: int
     scopes: Sequence[Sequence[str]] = ()
     viewer: str | None = None
-    """The session whose descendants are marked as such in the rows."""
+    """The session whose descendants are marked in the rows."""
     keep: Callable[[Row, FulltextQuery], bool] | None = None
-    """A filter for entries that the index finds; the others do not count towards the limit."""
+    """A filter for entries that the index finds; rejected ones do not count towards the limit."""
 
 
 def make_session_scope(session: int) -> str:
@@ -173,7 +166,7 @@ SAID_SCOPE = "said"
 
 
 class SearchResult(NamedTuple):
-    """Entries, the latest first; whether nothing was left out on the way to them; and what they were found by."""
+    """Matching entries, newest first; whether the search was complete; and the query that found them."""
 
     rows: list[Row]
     complete: bool
@@ -181,10 +174,9 @@ class SearchResult(NamedTuple):
 
 
 async def find_entries(tx: Tx, wish: SearchQuery) -> SearchResult:
-    """At most `limit` entries.
+    """Return at most `limit` matching entries, newest first.
 
-    The last word may be the beginning of one, but is only taken for it where whole words do not fill the page, and
-    while there is time.
+    The last word may also match as a prefix, but only if whole words do not fill the page and time is left.
     """
     pieces = _parse_query(wish.query)
     match = FulltextQuery("words", [piece.text for piece in pieces], scopes=wish.scopes)
@@ -199,13 +191,13 @@ async def find_entries(tx: Tx, wish: SearchQuery) -> SearchResult:
         return found
     if monotonic() > until:
         return found._replace(complete=False)
-    # Most of the cost of many words is to begin: few wide windows are the cheapest.
+    # For many words, starting a query costs most, so a few wide windows are cheapest.
     begun = await _search_backwards(tx, wider, wish, until, wide=MAX_BLOCKS_PER_WINDOW // 4)
     return begun if begun.complete else _merge_results(found, begun, wish.limit)
 
 
 def _merge_results(found: SearchResult, begun: SearchResult, limit: int) -> SearchResult:
-    """Whole words were looked for everywhere, beginnings only as far as there was time."""
+    """Merge a complete search for whole words with an incomplete one for prefixes."""
     rows = {row["id"]: row for row in (*found.rows, *begun.rows)}
     newest = sorted(rows.values(), key=lambda row: -row["id"])
     return SearchResult(newest[:limit], False, begun.match)
@@ -214,7 +206,10 @@ def _merge_results(found: SearchResult, begun: SearchResult, limit: int) -> Sear
 async def _search_backwards(
     tx: Tx, match: FulltextQuery, wish: SearchQuery, until: float, wide: int = 1
 ) -> SearchResult:
-    """Backwards in widening windows, the first so many blocks, until the page is full, all was seen or time is up."""
+    """Search backwards in growing windows, starting with `wide` blocks.
+
+    Stops when the page is full, everything was searched or time is up.
+    """
     upto, _ = await load_index_position(tx)
     rows: list[Row] = []
     while True:
@@ -233,7 +228,7 @@ async def _search_backwards(
         now = monotonic()
         if now > until:
             return SearchResult(rows, False, match)
-        if is_page:  # some did not count: continue after the last one
+        if is_page:  # some were filtered out: continue after the last one
             upto = found[-1]["id"] - 1
             continue
         wide = _widen_window(wide, (now - began) * ENTRIES_PER_BLOCK / (upto - after), until - now)
@@ -241,20 +236,20 @@ async def _search_backwards(
 
 
 def _widen_window(wide: int, each: float, left: float) -> int:
-    """Twice as many blocks, if they end in time though each of them should take twice as long."""
+    """Return up to twice as many blocks, as long as they fit into the time left at twice the cost per block."""
     fitting = int(left / (2 * each)) if each else MAX_BLOCKS_PER_WINDOW
     return max(1, min(2 * wide, fitting, MAX_BLOCKS_PER_WINDOW))
 
 
 class _QueryPiece(NamedTuple):
-    """A word or a quoted phrase, as it was written. The tokenizer takes it apart as it did the texts."""
+    """A word or quoted phrase as written. The tokenizer splits it in the same way as indexed texts."""
 
     text: str
     quoted: bool
 
 
 def _parse_query(query: str) -> list[_QueryPiece]:
-    """What a query asks for, with nothing left in it that is special to the index; of very many words the first."""
+    """Split a query into words and phrases, without index syntax and limited to `MAX_QUERY_WORDS`."""
     text = query[:MAX_QUERY_CHARACTERS].encode(errors="replace").decode().translate(_CONTROL_TO_SPACE_TABLE)
     starts = [word.start() for word in _WORD_PATTERN.finditer(text)]
     if len(starts) > MAX_QUERY_WORDS:
@@ -268,10 +263,10 @@ def _parse_query(query: str) -> list[_QueryPiece]:
 async def _build_prefix_match(
     tx: Tx, pieces: Sequence[_QueryPiece], wish: SearchQuery
 ) -> FulltextQuery | None:
-    """A match in which the last word stands for all that begin so; None where that would find nothing new.
+    """Return a query in which the last word is a prefix; None if that would find nothing new.
 
-    The index can do that by itself, but then gathers every entry of every such word before it gives the first: so
-    it is only left to it where there are very many such words, or few letters, for which it is prepared.
+    The index supports prefixes itself, but then collects all entries of all such words before it returns the first. So
+    its own prefix search is only used if more than `MAX_COMPLETIONS` words begin with the prefix.
     """
     *others, last = pieces
     word = None if last.quoted else _PREFIX_PATTERN.search(last.text)
@@ -285,7 +280,7 @@ async def _build_prefix_match(
 
 
 async def _load_completions(tx: Tx, word: str) -> list[str]:
-    """Terms that begin so. The tokenizer strips some letters of their marks and leaves others: either is looked for."""
+    """Return indexed terms with this prefix, with and without diacritics: the tokenizer strips only some of them."""
     found: dict[str, None] = {}
     for least in dict.fromkeys([word.lower(), fold_text(word)]):
         rows = await tx.all(
@@ -296,7 +291,7 @@ async def _load_completions(tx: Tx, word: str) -> list[str]:
 
 
 def cut_snippet(text: str, at: int) -> str:
-    """What stands around a place in a text."""
+    """Return the part of a text around a position."""
     if len(text) <= _SNIPPET_CHARACTERS:
         return text
     width = _SNIPPET_CHARACTERS - 2

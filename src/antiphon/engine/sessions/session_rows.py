@@ -1,8 +1,7 @@
-"""Session rows: finding, creating, renewing, archiving and forgetting them, as transaction scripts.
+"""Session rows: finding, creating, resetting, archiving and deleting them, as transaction scripts.
 
-A session is a key and a lane. What is said in it is its transcript; `start_new_transcript` gives the key a fresh one
-and keeps the old, which stays readable by its session id. Who may do any of this is not decided here (see
-`engine.door`).
+A session is a key and a lane. Its messages are in its transcript; `start_new_transcript` gives the key a new one and
+keeps the old one, which stays readable by its session id. Authorization is not decided here (see `resolver`).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ PATCHABLE_COLUMNS = ("label", "display_name", "model", "thinking", "verbose", "s
 
 
 class NewSession(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a session when it is created."""
+    """Properties of a session that are set when it is created."""
 
     agent_id: str | None = None
     """For the global session, whose key names no agent."""
@@ -50,14 +49,14 @@ class NewSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def find_session(tx: Tx, reference: SessionKey | SessionIdRef, viewer: str | None) -> Row | None:
-    """The session a reference stands for. `descendant` in the row says whether it was spawned below `viewer`."""
+    """Return the session for a reference. `descendant` in the row says whether `viewer` is an ancestor of it."""
     if isinstance(reference, SessionKey):
         return await tx.one(SQL.by_key, key=str(reference), viewer=viewer)
     return await tx.one(SQL.by_session_id, session_id=reference.value, viewer=viewer)
 
 
 def get_named_transcript(row: Row) -> tuple[int, str]:
-    """The transcript that the reference meant: the current one, or an older one named by its session id."""
+    """Return the transcript that a reference meant: the current one, or an older one given by its session id."""
     return row["named_transcript"], row["named_session_id"]
 
 
@@ -69,7 +68,7 @@ async def create_session(tx: Tx, key: SessionKey, now: int, birth: NewSession | 
     birth = birth or NewSession()
     session_id = birth.session_id or str(uuid.uuid4())
     parent = await tx.one(SQL.by_id, id=birth.parent) if birth.parent is not None else None
-    # Also where nobody spawned it: it was imported, or somebody wrote to it.
+    # Also true if it was not spawned here: it was imported, or an operator wrote to the key.
     subagent = key.shape == "subagent"
     transcript = await _insert_transcript(tx, session_id, str(key), birth.reason, now)
     row = await tx.one(
@@ -109,7 +108,7 @@ async def _link_child(tx: Tx, child: int, parent: int) -> None:
 
 
 async def attach_to_parent(tx: Tx, session: int, parent: int) -> None:
-    """Make a session that has neither parent nor children yet the child of another."""
+    """Make a session without parent and children the child of another session."""
     above = await tx.one(SQL.by_id, id=parent)
     assert above is not None
     await tx.do(
@@ -130,14 +129,14 @@ async def _insert_transcript(tx: Tx, session_id: str, key: str, reason: str, now
 
 
 async def index_session_names(tx: Tx, session: int, *names: str | None) -> None:
-    """Make a session findable by these words, instead of whatever it was findable by."""
+    """Replace the names under which search finds a session."""
     await tx.do(SQL.unname_session, id=session)
     text = " ".join(filter(None, names))
     await tx.do(SQL.name_session, id=session, names=text, vector=FulltextVector(text))
 
 
 async def patch_session(tx: Tx, session: int, settings: Mapping[str, str | int | None], now: int) -> None:
-    """Set some of `PATCHABLE_COLUMNS`. Labels tell an agent's sessions apart, and only idle sessions are archived."""
+    """Set some of `PATCHABLE_COLUMNS`. Labels are unique per agent, and only idle sessions can be archived."""
     row = await tx.one(SQL.by_id, id=session)
     assert row is not None
     after: dict[str, Param] = {column: settings.get(column, row[column]) for column in PATCHABLE_COLUMNS}
@@ -165,13 +164,13 @@ async def _check_label(tx: Tx, session: Row, label: Param) -> None:
 
 
 async def find_and_lock_label(tx: Tx, agent_id: str, label: str) -> Row | None:
-    """The session of an agent that has this label. The label stays locked until the commit."""
+    """Return the agent's session with this label. The label stays locked until the commit."""
     await tx.lock(f"label:{agent_id}:{label}")
     return await tx.one(SQL.label_taken, label=label, agent_id=agent_id, besides=0)
 
 
 def make_label_conflict(label: Param) -> Conflict:
-    """The error for a label in use. It does not name the other session, which the caller may not know of."""
+    """Return the error for a label in use. It does not name the other session, which may be hidden from the caller."""
     return Conflict(f"label already in use: {label}.", "Choose another one.", field="label")
 
 
@@ -184,7 +183,7 @@ async def append_note(tx: Tx, session: int, message: Message, now: int) -> Entry
 
 
 async def start_new_transcript(tx: Tx, session: Row, reason: str, now: int) -> None:
-    """A new transcript for this key; the old one ends, with the reason on record in its successor."""
+    """End the current transcript and start a new one, which records the reason."""
     await check_idle(tx, session)
     session_id = str(uuid.uuid4())
     await tx.do(SQL.end_transcript, transcript=session["transcript"], now=now)
@@ -193,7 +192,7 @@ async def start_new_transcript(tx: Tx, session: Row, reason: str, now: int) -> N
 
 
 async def restore_transcript(tx: Tx, session: Row, now: int) -> None:
-    """Go back to the older transcript that the row was found by."""
+    """Switch back to the older transcript by which the row was found."""
     await check_idle(tx, session)
     transcript, session_id = get_named_transcript(session)
     await tx.do(SQL.end_transcript, transcript=session["transcript"], now=now)
@@ -202,7 +201,11 @@ async def restore_transcript(tx: Tx, session: Row, now: int) -> None:
 
 
 async def check_idle(tx: Tx, session: Row) -> None:
-    """For what a run in the middle of its answer must not find changed."""
+    """Check that no run of the session is active.
+
+    Raises:
+        Conflict: a run is active.
+    """
     active = await tx.one(RUNS_SQL.active_in, session=session["id"])
     if active:
         raise Conflict(
@@ -213,21 +216,20 @@ async def check_idle(tx: Tx, session: Row) -> None:
 
 
 async def list_transcripts(tx: Tx, session: Row) -> list[Row]:
-    """Every transcript this key has had, newest first."""
+    """Return all transcripts of this key, newest first."""
     return await tx.all(SQL.transcripts_of, key=session["key"])
 
 
 async def delete_session(tx: Tx, session: int, key: str, now: int) -> None:
-    """Remove a session in which nothing runs or waits, and everything said in it, to it and by it.
+    """Delete an idle session and all messages in it, to it and from it.
 
-    The usage ledger stays, and so does what came of the tasks it was spawned for: see `delete_task_texts`. Of exchanges
-    and deliveries that are over, everything but the words stays. That its conversations were deleted is on record,
-    for whoever keeps copies of them.
+    The usage ledger stays, and so do the results of its tasks (see `delete_task_texts`). Finished exchanges and
+    deliveries stay without their texts. The deletion of its conversations is recorded, for programs that keep copies.
     """
     row = await tx.one(SQL.by_id, id=session)
     if row and row["spawned_by"] is not None:
         await tx.do(SQL.count_child, parent=row["spawned_by"], change=-1)
-    await search.delete_from_index(tx, key)  # by the numbers of the messages, which must still be there
+    await search.delete_from_index(tx, key)  # uses the ids of the messages, so this comes first
     await tx.do(SQL.forget_messages, key=key)
     await tx.do(SQL.record_forgotten, prefix=DELETED_TRANSCRIPT_PREFIX, key=key, now=now)
     await tx.do(SQL.forget_transcripts, key=key)
@@ -241,5 +243,5 @@ async def delete_session(tx: Tx, session: int, key: str, now: int) -> None:
 
 
 async def delete_task_texts(tx: Tx, session: int, key: str) -> None:
-    """What a session was spawned to do, and what it said of it: for when a person wants nothing of it kept."""
+    """Delete the texts and results of a session's tasks, for a person who wants nothing of it kept."""
     await tx.do(TASKS_SQL.forget_words, child=session, key=key)

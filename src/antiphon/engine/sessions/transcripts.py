@@ -1,7 +1,7 @@
-"""Transcript entries: appending them, and reading them back by cursor.
+"""Transcript entries: appending them, and reading them by cursor.
 
-`seq` counts 1, 2, 3 … within a transcript. The numbers are reserved on the session row by whoever owns the
-lane, so there is one writer and no gap. Entries are never changed.
+`seq` counts 1, 2, 3 … within a transcript. The owner of the lane reserves the numbers in the session row, so each
+transcript has one writer and no gaps. Entries are never changed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from antiphon.store import Row, Tx
 from antiphon.store.queries import Queries, Query
 
 SQL = Queries("transcripts")
-AFTER_LAST_SEQ = 2**62  # a sequence number after every other
-MAX_PAGE_BYTES = 4 * 2**20  # of the bodies of a page; a larger entry is a page by itself
-ROWS_PER_FETCH = 64  # rows that are fetched at once: so many large ones may be in memory beside the page
-MAX_ENTRIES_SCANNED = 5000  # entries that a page of few among many looks through
+AFTER_LAST_SEQ = 2**62  # greater than every sequence number
+MAX_PAGE_BYTES = 4 * 2**20  # total size of the bodies of a page; a larger entry forms a page by itself
+ROWS_PER_FETCH = 64  # limits the memory for large rows besides the page
+MAX_ENTRIES_SCANNED = 5000  # per filtered page
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -44,18 +44,18 @@ class Entry(msgspec.Struct, frozen=True):
     body: str
     created_at: int
     run_id: str | None = None
-    """Given where it was asked for: when a page is read."""
+    """Set only when a page is read."""
     shown: int = 1
-    """Likewise: 0 where its run has put words here for people that did not get to them."""
+    """Set only when a page is read: 0 if the entry is an announcement or report that was not delivered."""
 
     @property
     def is_internal(self) -> bool:
-        """Whether it is no part of what a person would call the conversation."""
+        """Whether the entry is hidden from people (`internal_entries`)."""
         return not self.shown or is_internal_entry(self.role, self.body)
 
 
 class Page(NamedTuple):
-    """Entries, oldest first, and the number to go on from if there is more in the direction they were read in."""
+    """Entries, oldest first, and the number to continue from if there are more in the direction of reading."""
 
     entries: list[Entry]
     cursor: int | None
@@ -68,7 +68,7 @@ class Page(NamedTuple):
 async def append(
     tx: Tx, transcript: int, last_seq: int, run: int | None, messages: Sequence[Message], now: int
 ) -> list[Entry]:
-    """Write `messages` so that the last one gets `load_last_seq`, which the caller has reserved."""
+    """Append `messages` so that the last one gets the number `last_seq`, which the caller has reserved."""
     entries: list[Entry] = []
     for seq, message in enumerate(messages, last_seq - len(messages) + 1):
         entry = new_entry(seq, str(message.__struct_config__.tag), encode_message(message), now)
@@ -95,25 +95,23 @@ async def append_raw(tx: Tx, transcript: int, run: int | None, entry: Entry) -> 
 
 
 async def read_page_before(tx: Tx, transcript: int, seq: int, limit: int, *, tools: bool) -> Page:
-    """The last entries before `seq`: up to `limit`, and not many bytes."""
+    """Return the last entries before `seq`: at most `limit`, and at most `MAX_PAGE_BYTES`."""
     page = await _read_page(tx, SQL.before if tools else SQL.before_without_tools, transcript, seq, limit)
     page.entries.reverse()
     return page
 
 
 async def read_page_after(tx: Tx, transcript: int, seq: int, limit: int, *, tools: bool) -> Page:
-    """The first entries after `seq`: up to `limit`, and not many bytes."""
+    """Return the first entries after `seq`: at most `limit`, and at most `MAX_PAGE_BYTES`."""
     return await _read_page(tx, SQL.after if tools else SQL.after_without_tools, transcript, seq, limit)
 
 
 async def _read_page(tx: Tx, query: Query, transcript: int, seq: int, limit: int) -> Page:
-    """In the order of the query, which says where to go from `seq`. At least one entry, if there is any."""
+    """Read a page in the order and direction of the query. It has at least one entry, if any exist."""
     found: list[Entry] = []
     size = 0
     while True:
-        wanted = min(
-            ROWS_PER_FETCH, limit + 1 - len(found)
-        )  # one more than the page, to know whether there is more
+        wanted = min(ROWS_PER_FETCH, limit + 1 - len(found))  # one more, to know whether the page is the last
         rows = await tx.all(query, transcript=transcript, seq=seq, limit=wanted)
         for row in rows:
             entry = Entry(*row)
@@ -127,7 +125,7 @@ async def _read_page(tx: Tx, query: Query, transcript: int, seq: int, limit: int
 
 
 async def read_filtered_page(tx: Tx, transcript: int, wanted: HistoryFilter, limit: int) -> Page:
-    """A page of what `wanted` leaves. One may be empty and not the last: looking is bounded, too."""
+    """Return a page of the entries that match `wanted`. It may be empty and not the last, as the scan is bounded."""
     end = await load_last_seq(tx, transcript)
     if wanted.after is not None:
         edge = min(wanted.after + MAX_ENTRIES_SCANNED, end)
@@ -145,7 +143,7 @@ async def read_filtered_page(tx: Tx, transcript: int, wanted: HistoryFilter, lim
 async def _read_filtered_range(
     tx: Tx, query: Query, transcript: int, wanted: HistoryFilter, start: int, edge: int, limit: int
 ) -> Page:
-    """From `start` to `edge`, in the order of the query. The bytes that are counted are those looked through."""
+    """Read matching entries from `start` to `edge`, in the order of the query. All scanned bytes are counted."""
     narrowing = {
         "hidden": "toolResult" if wanted.hides_results else "",
         "roles": None if wanted.roles is None else msgspec.json.encode(wanted.roles).decode(),
@@ -168,7 +166,7 @@ async def _read_filtered_range(
 
 
 def _matches_filter(entry: Entry, wanted: HistoryFilter) -> bool:
-    """By what only its body says."""
+    """Whether an entry passes the filters that need its body."""
     if wanted.without_internal and entry.is_internal:
         return False
     if wanted.errors and not is_failed_entry(entry.role, entry.body):
@@ -177,12 +175,12 @@ def _matches_filter(entry: Entry, wanted: HistoryFilter) -> bool:
 
 
 def _count_bytes(body: str) -> int:
-    """In bytes; most bodies are ASCII, which costs nothing to know."""
+    """Return the size of a body in bytes; checking for ASCII, the common case, is free."""
     return len(body) if body.isascii() else len(body.encode())
 
 
 async def read_entries_after(tx: Tx, transcript: int, seq: int, limit: int, *, tools: bool) -> list[Entry]:
-    """`limit` entries after `seq` however large they are, oldest first; fewer only at the end."""
+    """Return `limit` entries after `seq`, whatever their size, oldest first; fewer only at the end."""
     query = SQL.after if tools else SQL.after_without_tools
     return [Entry(*row) for row in await tx.all(query, transcript=transcript, seq=seq, limit=limit)]
 
@@ -193,13 +191,16 @@ async def load_last_seq(tx: Tx, transcript: int) -> int:
 
 
 async def load_open_calls(tx: Tx, transcript: int, first_seq: int) -> list[ToolCall]:
-    """The tool calls of a run's last answer that have no result yet."""
+    """Return the tool calls of a run's last answer that have no result yet."""
     rows = await tx.all(SQL.since_last_answer, transcript=transcript, first=first_seq)
     return find_unanswered_calls([message for row in rows if (message := decode_or_none(row)) is not None])
 
 
 def decode_or_none(row: Row) -> Message | None:
-    """A damaged entry is passed over, so that it cannot brick its session; `antiphon doctor` names it."""
+    """Decode an entry; None for a damaged one, so that it cannot block its session.
+
+    `antiphon doctor` reports damaged entries.
+    """
     try:
         return decode_message(row["body"])
     except InvalidInput:
@@ -207,7 +208,7 @@ def decode_or_none(row: Row) -> Message | None:
 
 
 def find_unanswered_calls(messages: Sequence[Message]) -> list[ToolCall]:
-    """Calls without a result, in the order they were made."""
+    """Return calls without a result, in the order in which they were made."""
     answered = {message.tool_call_id for message in messages if isinstance(message, ToolResult)}
     calls = [
         call for message in messages if isinstance(message, AssistantMessage) for call in message.tool_calls

@@ -1,4 +1,4 @@
-"""Whether the gateway lives, and whether it can take work. Both are told to anybody, and say nothing else."""
+"""Liveness and readiness endpoints. They need no authentication and reveal nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from antiphon.operations import ListFilter
 
 log = logging.getLogger(__name__)
 
-STORE_PROBE_TIMEOUT_SECONDS = 2.0  # seconds in which the store has to answer
+STORE_PROBE_TIMEOUT_SECONDS = 2.0  # for the store to answer
 _PROBE_CALLER = Caller.operator([READ_SCOPE])
 
 
@@ -31,7 +31,7 @@ async def get_readiness(gateway: GatewayState, request: Request) -> Response:
     ]
     if failing:
         return build_json_response({"ready": False, "failing": failing}, 503)
-    # Without the bus everything is still accepted and kept, so requests may go on coming here.
+    # Without the bus, requests are still accepted and stored, so the gateway stays ready.
     return build_json_response(
         {"ready": True} if gateway.house.links.connected() else {"ready": True, "degraded": ["bus"]}
     )
@@ -39,7 +39,7 @@ async def get_readiness(gateway: GatewayState, request: Request) -> Response:
 
 async def _can_reach_store(gateway: GatewayState) -> bool:
     if gateway.house.trouble():
-        return False  # The store has said so itself. What is kept can be read, but nothing can be added.
+        return False  # the store has reported a failure: it can be read, but not written
     try:
         async with asyncio.timeout(STORE_PROBE_TIMEOUT_SECONDS):
             await gateway.house.operations.list(_PROBE_CALLER, ListFilter(limit=1))

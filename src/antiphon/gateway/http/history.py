@@ -1,7 +1,7 @@
-"""Transcripts over HTTP: a page as JSON, or the same followed live as server-sent events; and stopping a session.
+"""Transcripts over HTTP: a page as JSON or a live stream of server-sent events. Also stops sessions.
 
-Every event of a stream is named `<sessionId>:<seq>`, so that a client which was cut off says where it was and gets
-what came after that, each entry once and in order. Where that is not possible it is told by an `event: gap`.
+Every event of a stream has the id `<sessionId>:<seq>`, so that a client that reconnects gets the entries after the last
+one it saw, each once and in order. Where that is not possible, it gets an `event: gap`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from antiphon.gateway.state import GatewayState
 from antiphon.operations import DEFAULT_HISTORY_ENTRIES, MAX_HISTORY_ENTRIES, HistoryFilter, Operations
 from antiphon.views import HistoryPage, build_history_item
 
-CLIENT_RETRY_DELAY_MS = 1000  # ms after which a client that was cut off comes back
+CLIENT_RETRY_DELAY_MS = 1000  # before a disconnected client reconnects
 _BOOLEANS_BY_TEXT = {"1": True, "true": True, "0": False, "false": False, "": False}
 
 
@@ -61,15 +61,15 @@ async def get_history(
 
 
 async def post_kill(gateway: GatewayState, caller: Caller, request: Request) -> Response:
-    """Stops what runs and waits in the session; nothing of it is deleted."""
+    """Stop the running and queued runs of a session; nothing is deleted."""
     stopped = await gateway.house.operations.stop(caller, read_session_from_path(request, "/kill"))
     return build_json_response({"ok": True, "killed": bool(stopped.run_ids)})
 
 
 def read_session_from_path(request: Request, after: str) -> str:
-    """The session that a path names between `/sessions/` and `after`, decoded exactly once.
+    """Return the session named in the path between `/sessions/` and `after`, decoded exactly once.
 
-    The path that was matched is decoded already, which an id with a `%` in it would not survive.
+    Reads the raw path: the matched path is already decoded, so an id that contains `%` would be decoded twice.
     """
     path: bytes = request.scope.get("raw_path") or b""
     text = path.decode("ascii", "replace")
@@ -86,7 +86,7 @@ def read_session_from_path(request: Request, after: str) -> str:
 
 
 def _check_session_key(operations: Operations, caller: Caller, session: str) -> None:
-    """Answer an invalid session key with 404, like that of a session that does not exist."""
+    """Answer an invalid session key with 404, like the key of a session that does not exist."""
     try:
         operations.is_main(caller, session)
     except InvalidKey:
@@ -108,7 +108,7 @@ def format_history_page(page: HistoryPage) -> dict[str, Any]:
 
 
 class HistoryStream:
-    """One stream: what is told of a session to one reader."""
+    """The event stream of one session for one reader."""
 
     def __init__(self, operations: Operations, caller: Caller, session: str, wanted: HistoryFilter) -> None:
         self._operations = operations
@@ -133,7 +133,7 @@ class HistoryStream:
                     async for event in live:
                         yield event
                 return
-            except Conflict:  # the conversation ended before it was listened to
+            except Conflict:  # the conversation ended before following began
                 page = await self._load_page()
                 place = StreamPosition(page.session_id, page.total)
                 yield self._format_gap_event(page.session_id, "reset")
@@ -145,7 +145,7 @@ class HistoryStream:
         return page
 
     async def _follow(self, place: StreamPosition) -> AsyncGenerator[ServerSentEvent]:
-        """By the conversation's id and not by its key: a number means nothing in another conversation."""
+        """Follow by conversation id, not by session key: a number is only valid within its conversation."""
         feed = self._operations.follow(self._caller, place.session_id, place.seq)
         async with aclosing(feed):
             async for event in feed:
@@ -177,7 +177,7 @@ class HistoryStream:
 
 
 def _find_resume_position(last_event_id: str, end: StreamPosition) -> StreamPosition | None:
-    """Where the client was, if the conversation still goes on there."""
+    """Return where the client stopped; None if that is not a position in the current conversation."""
     session_id, _, seq = last_event_id.strip().rpartition(":")
     if session_id != end.session_id or (number := _parse_number(seq)) is None or number > end.seq:
         return None
@@ -188,12 +188,12 @@ def _explain_gap(last_event_id: str, end: StreamPosition) -> str:
     return "ahead" if last_event_id.startswith(f"{end.session_id}:") else "reset"
 
 
-# --- what was asked for ---
+# --- query parameters ---
 
 
 def _is_stream(request: Request) -> bool:
     if request.method == "HEAD":
-        return False  # there is nobody to read it
+        return False  # a HEAD response has no body
     return _parse_flag(request.query_params, "follow") or "text/event-stream" in request.headers.get(
         "accept", ""
     )
@@ -210,7 +210,7 @@ def _parse_filter(query: QueryParams) -> HistoryFilter:
 def _parse_limit(text: str | None) -> int:
     number = (
         DEFAULT_HISTORY_ENTRIES if text is None else _parse_number(text[:17])
-    )  # enough digits for any limit
+    )  # 17 digits are enough for any limit
     if number is None or number < 1:
         raise InvalidInput(
             f"'limit' is {(text or '')[:40]!r}.",

@@ -1,7 +1,7 @@
-"""Web hooks: other programs start runs with a secret of their own, which opens nothing else.
+"""Webhooks: other programs start runs with a separate secret that grants nothing else.
 
-A hook's words are stored as they were sent, and the entry says that a hook sent them. Into which session, and to
-which agent, is the operator's choice; the sender has one only where the configuration gives it one.
+The text of a hook is stored as sent, in an entry marked as coming from a hook. The operator chooses the session and
+the agent; the sender can choose only where the configuration allows it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from antiphon.views import MessageReceipt
 
 _SESSION_NAMESPACE = uuid.UUID("0d0c4b1e-52f3-4d0e-8a53-6f0f3a2b7c95")
 HOOK_CALLER = Caller.operator([WRITE_SCOPE])
-"""A hook may speak; that it reads too is implied, and it is told nothing but the run's id."""
+"""Hooks may write. Write implies read, but a hook's response only names the run and its session."""
 
 
 class _HookBody(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
@@ -62,12 +62,12 @@ class HookEndpoints:
         self._token: str | None = None
 
     async def open(self) -> None:
-        """Read the secret, once and in a thread: it may be a file or the output of a command."""
-        assert self._settings.token is not None  # no config is loaded that enables them without
+        """Read the secret once, in a thread: it may come from a file or a command."""
+        assert self._settings.token is not None  # the configuration requires it when hooks are enabled
         self._token = await asyncio.to_thread(self._settings.token.reveal)
 
     async def authenticate(self, address: str, request: Request) -> None:
-        """Whether the sender knows the secret; wrong ones are limited like every other wrong credential."""
+        """Check the sender's secret; failures are rate limited like those of other credentials."""
         if self._token is None:
             await self.open()
         kind, _, bearer = request.headers.get("authorization", "").partition(" ")
@@ -118,7 +118,7 @@ class HookEndpoints:
             return self._check_requested_session(wanted.session_key, wanted.agent_id)
         if self._settings.default_session_key is not None and wanted.agent_id is None:
             return self._check_default_session(self._settings.default_session_key)
-        # Sent again with the same key, the same session is meant: a new one would be another message.
+        # A retry with the same idempotency key must go to the same session, or it would be another message.
         unique = uuid.uuid5(_SESSION_NAMESPACE, again) if again else uuid.uuid4()
         return str(keys.owned_key(self._check_agent(wanted.agent_id), "hook", str(unique)))
 
@@ -154,7 +154,7 @@ class HookEndpoints:
         return f"agent:{agent}:main" if key.shape == "global" else str(key)
 
     def _canonicalize_key(self, reference: str, agent_id: str | None) -> keys.SessionKey:
-        """As the core will read it: a prefix is compared with what is meant, not with how it is spelled."""
+        """Return the canonical key, so that prefixes are compared with the actual session, not with its spelling."""
         config = self._gateway.house.config
         key = keys.canonicalise(
             reference,

@@ -1,7 +1,7 @@
 """Limits for unauthenticated connections: the bytes and seconds of a request's head, and how many are open.
 
-When too many are open, the oldest that have sent nothing yet are closed (`PendingPeers`). The rest of a request
-is bounded by what answers it (`replies`), and a WebSocket by its protocol (`line`) and its door (`socket`).
+When too many are open, the oldest that have sent nothing yet are closed (`PendingPeers`). The body of a request
+is bounded in `responses`, a WebSocket in `ws.fast_send` and `ws.server`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from ipaddress import IPv6Address
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-MAX_HEAD_BYTES = 64 * 1024  # bytes of the first line and the headers, and of the trailers
-HEAD_TIMEOUT_SECONDS = 15.0  # seconds in which a head has to arrive, from the first connection on
-MAX_CONNECTIONS = 4096  # connections
-RESERVED_FILE_DESCRIPTORS = 64  # files that are left for the store, the log and programs that are started
+MAX_HEAD_BYTES = 64 * 1024  # of the request line, the headers and the trailers
+HEAD_TIMEOUT_SECONDS = 15.0  # for a request head to arrive, starting with the connection
+MAX_CONNECTIONS = 4096
+RESERVED_FILE_DESCRIPTORS = 64  # for the store, the log and child processes
 HEAD_TOO_LARGE_MESSAGE = (
     f"The head of the request has more than {MAX_HEAD_BYTES} bytes. Send fewer or shorter headers."
 )
 
 
 def determine_max_connections() -> int:
-    """As many as the system lets this process have, which is asked for more if it gives few."""
+    """Return how many connections the limit on open files allows, after raising the soft limit if it is too low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + RESERVED_FILE_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -38,7 +38,7 @@ def determine_max_connections() -> int:
 
 
 class PendingPeers:
-    """Peers that have not identified themselves yet. One is evicted when there is no room for a new one.
+    """Peers that have not authenticated or sent a request yet. One is evicted when there is no room for a new one.
 
     It is the oldest one of the address with the most such peers, so an address that opens many silent connections
     loses its own first. The addresses of an IPv6 /64 count as one, since a single host has all of them. If all peers
@@ -62,7 +62,7 @@ class PendingPeers:
         return self._next_ticket
 
     def discard(self, ticket: int) -> None:
-        """Forget a peer: it has identified itself, or is gone. Evicted peers are forgotten already."""
+        """Forget a peer that has identified itself or is gone. Evicted peers are forgotten already."""
         if peer := self._peers.pop(ticket, None):
             address = peer[0]
             self._count_by_address[address] -= 1
@@ -83,7 +83,7 @@ class PendingPeers:
 
 
 def _group_address(address: str) -> str:
-    """The address under which a peer is counted: an IPv4 address, or the /64 of an IPv6 address."""
+    """Return the address under which a peer is counted: an IPv4 address, or the /64 of an IPv6 address."""
     if ":" not in address:
         return address
     try:
@@ -96,7 +96,7 @@ def _group_address(address: str) -> str:
 
 
 def create_http_protocol() -> type[LimitedHttpProtocol]:
-    """A protocol class for one server, whose connections share a limit."""
+    """Return a protocol class for one server, whose connections share a limit."""
 
     class Protocol(LimitedHttpProtocol):
         pending = PendingPeers()
@@ -105,7 +105,7 @@ def create_http_protocol() -> type[LimitedHttpProtocol]:
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """HTTP/1.1 as uvicorn speaks it, for unknown peers. At most `limit_concurrency` - 1 are connected."""
+    """uvicorn's HTTP/1.1 protocol with limits for unknown peers. At most `limit_concurrency` - 1 are connected."""
 
     pending: PendingPeers
     """Connections without a request in progress: the head of their next request has not arrived yet."""
@@ -113,9 +113,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     _head_timer: asyncio.TimerHandle | None = None
     _upgraded = False
     _head_bytes = 0
-    """Bytes of this request that are kept: its address, its headers, its trailers."""
+    """Bytes of the current request kept in memory: URL, headers and trailers."""
     _unparsed_bytes = 0
-    """Bytes since the parser last had something whole to tell; a header without an end is kept inside it."""
+    """Bytes since the last parser callback; the parser buffers a header that does not end."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -125,7 +125,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             len(self.connections) < self.limit_concurrency + RESERVED_FILE_DESCRIPTORS // 2
             and self.pending.evict_one()
         ):
-            self._start_head_timer()  # the evicted one is gone within this turn of the event loop
+            self._start_head_timer()  # the evicted peer is gone within this iteration of the event loop
         else:
             transport.abort()
 
@@ -140,10 +140,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return
         if self._unparsed_bytes > MAX_HEAD_BYTES:
             self.send_400_response(HEAD_TOO_LARGE_MESSAGE)
-        elif not self.cycle or self.cycle.response_complete:  # nothing is being answered
+        elif not self.cycle or self.cycle.response_complete:  # no request in progress
             self._start_head_timer()
 
-    # --- what the parser tells ---
+    # --- parser callbacks ---
 
     def on_message_begin(self) -> None:
         self._head_bytes = self._unparsed_bytes = 0
@@ -168,7 +168,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def handle_websocket_upgrade(self) -> None:
         self._upgraded = True
         super().handle_websocket_upgrade()
-        self.parser = None  # it refers to this object, and is no longer needed
+        self.parser = None  # breaks a reference cycle
 
     def _count_head_bytes(self, size: int) -> None:
         self._unparsed_bytes = 0
@@ -176,12 +176,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._head_bytes > MAX_HEAD_BYTES:
             raise ValueError(
                 HEAD_TOO_LARGE_MESSAGE
-            )  # which the parser makes an invalid request, answered with 400
+            )  # the parser turns this into an invalid request, answered with 400
 
-    # --- time ---
+    # --- timeout ---
 
     def _start_head_timer(self) -> None:
-        """Not again while it runs: a byte now and then gives nobody more time."""
+        """Start the timer unless it runs: occasional bytes do not extend the time."""
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT_SECONDS, self.transport.abort)
             self._ticket = self.pending.add(self.client[0] if self.client else "", self.transport.abort)

@@ -1,10 +1,8 @@
-"""Figures for Prometheus; every gateway has a registry of its own.
+"""Prometheus metrics. Each gateway has its own registry.
 
-Three kinds, and only the first may be added up over replicas. What this process does: sockets, requests, its loop. What
-live events tell, which every replica hears of all of them: hints, so after a gap some are missing. What the rows say
-of the whole (`antiphon_store_…`, `antiphon_replicas`): the same from whichever replica is asked.
-
-Labels are words of ours (an outcome, a route, a status), never something that a client wrote, so their number is
+Process metrics (sockets, requests, event loop) can be summed over replicas. Metrics from live events cannot, since
+every replica receives all events; after a gap some are missing. Metrics from stored rows (`antiphon_store_…`,
+`antiphon_replicas`) are the same on every replica. Label values are never taken from clients, so their number is
 bounded.
 """
 
@@ -43,12 +41,12 @@ from antiphon.operations.system_status import SystemStatus
 log = logging.getLogger(__name__)
 
 ACTIVE_RUN_STATES = ("queued", "running")
-MAX_TRACKED_RUNS = 100_000  # that are remembered as being under way
-LOOP_LAG_INTERVAL_SECONDS = 1.0  # seconds between two looks at how late the loop is
-STORE_TIMEOUT_SECONDS = 2.0  # seconds in which the store has to answer, as for `/readyz`
-STORE_CACHE_SECONDS = 2.0  # seconds for which the store's answer is told again
+MAX_TRACKED_RUNS = 100_000  # runs in progress
+LOOP_LAG_INTERVAL_SECONDS = 1.0  # between two measurements
+STORE_TIMEOUT_SECONDS = 2.0  # for the store to answer, as for `/readyz`
+STORE_CACHE_SECONDS = 2.0  # how long the store's answer is reused
 RUN_START_BUCKETS_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-"""Seconds. From what an idle gateway takes to what a takeover takes, and beyond."""
+"""From the start time on an idle gateway to that after a takeover, and beyond."""
 
 
 class _TrackedRun(NamedTuple):
@@ -61,7 +59,7 @@ class Metrics:
         self._gateway = gateway
         self._registry = registry = CollectorRegistry()
         self._tracked_runs: dict[str, _TrackedRun] = {}
-        """Of the runs that are under way, as far as was heard."""
+        """Runs in progress, as far as events have been received."""
         self._active_run_counts: Tally[str] = Tally()
         self._runs = Counter("antiphon_runs", "Runs that ended.", ["outcome"], registry=registry)
         self._messages = Counter("antiphon_messages_appended", "Transcript entries.", registry=registry)
@@ -70,7 +68,7 @@ class Metrics:
         )
         self._lag = Gauge("antiphon_event_loop_lag_seconds", "How late the loop is.", registry=registry)
         self.sockets = Gauge("antiphon_sockets", "Connected WebSockets.", registry=registry)
-        """For the WebSocket door to set."""
+        """Set by the WebSocket server."""
         streams = Gauge("antiphon_streams", "Open streams and waits over HTTP.", registry=registry)
         streams.set_function(lambda: slots.open_count)
         for state in ACTIVE_RUN_STATES:
@@ -94,7 +92,7 @@ class Metrics:
         return Response(text, headers={**SECURITY_HEADERS, "Content-Type": CONTENT_TYPE_LATEST})
 
     def count_response(self, method: str, route: str, status: int) -> None:
-        """`route` is the template of the path; a method is one that some route takes."""
+        """Count a response. `route` is a path template and `method` one of a known set, to bound the labels."""
         self._requests.labels(method, route, str(status)).inc()
 
     @asynccontextmanager
@@ -125,7 +123,7 @@ class Metrics:
             self._messages.inc()
         elif isinstance(event, RunChanged):
             self._record_run_state(event.run_id, event.state)
-        elif isinstance(event, Gap):  # which of them have ended since is not known
+        elif isinstance(event, Gap):  # it is unknown which runs have ended since
             self._tracked_runs.clear()
             self._active_run_counts.clear()
 
@@ -143,7 +141,7 @@ class Metrics:
 
 
 class _StoreCollector(Collector):
-    """What the rows say of all replicas, as of a moment ago, and how long the store took to say it."""
+    """Cached metrics about all replicas from stored rows, and how long the store took to answer."""
 
     def __init__(self, gateway: GatewayState) -> None:
         self._gateway = gateway
@@ -153,7 +151,7 @@ class _StoreCollector(Collector):
         self._refresh_lock = asyncio.Lock()
 
     async def refresh(self) -> None:
-        """Several who ask at once share an answer; never raises."""
+        """Query the store unless the cache is fresh. Concurrent callers share one answer; never raises."""
         loop = asyncio.get_running_loop()
         async with self._refresh_lock:
             began = loop.time()
@@ -202,7 +200,7 @@ def _build_gauge(name: str, words: str, value: float | dict[str, int], label: st
 
 
 class _AuthFailureCollector(Collector):
-    """Wrong secrets, which the guard counts for every door."""
+    """Failed authentications of all transports, as counted by the guard."""
 
     def __init__(self, gateway: GatewayState) -> None:
         self._gateway = gateway

@@ -1,6 +1,6 @@
-"""The HTTP surface as an OpenAPI 3.1 document, written by hand next to what it describes.
+"""The OpenAPI 3.1 document of the HTTP API, written by hand.
 
-It describes every route, also those that the configuration has switched off (they answer 404).
+It describes every route, including those disabled in the configuration (they answer 404).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What goes back over HTTP, and how much is read before it: JSON bodies, errors, event streams.
+"""Reading of JSON bodies, and HTTP responses: JSON, errors and event streams.
 
-Sizes are checked before anything is parsed, every answer carries the same protective headers, and a stream ends
-when its events do, when its reader goes away or does not read, and when the gateway closes.
+Sizes are checked before parsing, and every response has the same security headers. A stream ends with its events, when
+the reader disconnects or stops reading, and when the gateway closes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BYTES_PER_MIB = 1024 * 1024
-MAX_BODY_BYTES = 2 * BYTES_PER_MIB  # bytes of a request
-BODY_TIMEOUT_SECONDS = 30.0  # seconds in which it has to arrive
-KEEP_ALIVE_SECONDS = 15.0  # seconds between comments on a stream that has nothing to say
-SEND_TIMEOUT_SECONDS = 20.0  # seconds a reader may take for one event before it is dropped
-MAX_OPEN_STREAMS = 1000  # and requests that wait for a run, of one gateway
+MAX_BODY_BYTES = 2 * BYTES_PER_MIB  # of a request body
+BODY_TIMEOUT_SECONDS = 30.0  # for the body to arrive
+KEEP_ALIVE_SECONDS = 15.0  # between keep-alive comments on an idle stream
+SEND_TIMEOUT_SECONDS = 20.0  # for a reader to take one event, before it is dropped
+MAX_OPEN_STREAMS = 1000  # per gateway, including requests that wait for a run
 
 SECURITY_HEADERS = {
     "X-Content-Type-Options": "nosniff",
@@ -56,11 +56,11 @@ def build_json_response(
 
 
 class RunContinues(Unavailable):
-    """The gateway stops, but the run was accepted: a client that asks again by itself would start another."""
+    """The gateway is stopping, but the run was accepted; a retry without the same idempotency key starts another."""
 
 
 def get_error_type(error: AntiphonError) -> str:
-    """The word for machines. Whatever is wrong with what was sent is one word; the sentence says what."""
+    """Return the machine-readable error type; every 400 has the same one, the message has the details."""
     return "invalid_request" if error.http == 400 else error.code
 
 
@@ -100,7 +100,7 @@ def build_wrong_method_response(allowed: str) -> Response:
 async def read_json(
     request: Request, shape: type[T], most: int = MAX_BODY_BYTES, *, hint: str = "Fix that field."
 ) -> T:
-    """The body as what it should be. Nothing over `most` bytes is kept, let alone parsed."""
+    """Return the body decoded as `shape`. A body over `most` bytes is rejected without being kept."""
     _check_media_type(request.headers.get("content-type"))
     body = await _read_body(request, most)
     try:
@@ -127,7 +127,7 @@ def _check_media_type(header: str | None) -> None:
 async def _read_body(request: Request, most: int) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > most:
-        raise _build_too_large_error(int(declared), most)  # the server passes over what is still sent
+        raise _build_too_large_error(int(declared), most)  # the server discards the rest
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
@@ -148,11 +148,11 @@ def _build_too_large_error(size: int, most: int) -> TooLarge:
     )
 
 
-# --- what stays open ---
+# --- streams and waits ---
 
 
 class StreamSlots:
-    """How many streams and waits are open. Whoever comes when all are taken is told so at once."""
+    """Limits the number of open streams and waits; requests beyond the limit are rejected immediately."""
 
     def __init__(self, most: int = MAX_OPEN_STREAMS) -> None:
         self.max_open = most
@@ -179,7 +179,7 @@ class StreamSlots:
 
 
 class EventStream(EventSourceResponse):
-    """Server-sent events. Made by `opened`, so that what fails before the first event is still an HTTP error."""
+    """Server-sent events. Create it with `open`: failures before the first event become HTTP errors."""
 
     def __init__(
         self,
@@ -210,8 +210,8 @@ class EventStream(EventSourceResponse):
         slots: StreamSlots,
         still_known: Callable[[], bool],
     ) -> EventStream:
-        """`still_known` is asked again and again whether the reader would be let in now; else the stream ends."""
-        slots.acquire()  # left when the reply has been given, or here if there is none
+        """Return a stream whose first event is ready. It ends once `still_known`, checked periodically, is False."""
+        slots.acquire()  # released after the response, or below if there is none
         try:
             return cls(await anext(events), events, closing, slots, still_known)
         except BaseException:
@@ -249,7 +249,7 @@ def build_sse_event(content: object, *, event: str | None = None, id: str | None
 
 
 async def iterate_until(items: AsyncGenerator[T], *stops: asyncio.Event) -> AsyncGenerator[T]:
-    """What `items` gives, until one of `stops` is set."""
+    """Yield from `items` until one of `stops` is set."""
     stopped = [asyncio.ensure_future(stop.wait()) for stop in stops]
     coming: asyncio.Future[T] | None = None
     try:
@@ -269,11 +269,11 @@ async def iterate_until(items: AsyncGenerator[T], *stops: asyncio.Event) -> Asyn
 
 
 async def wait_while_connected(request: Request, closing: asyncio.Event, work: Awaitable[T]) -> T:
-    """The outcome of a long wait, which ends early when nobody is there any more to tell.
+    """Return the result of `work`, unless the client disconnects or the gateway closes first.
 
     Raises:
-        ClientDisconnect: the client has gone.
-        GoesOn: the gateway closes.
+        ClientDisconnect: the client has disconnected.
+        RunContinues: the gateway is closing.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_wait_for_disconnect(request))
@@ -298,7 +298,7 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 
 async def cancel_and_wait(*tasks: asyncio.Future[Any] | None) -> None:
-    """Cancel these and see them end, also where whoever asks is being cancelled again and again."""
+    """Cancel these tasks and wait for their end, even if the caller is cancelled repeatedly."""
     running = [task for task in tasks if task is not None]
     for task in running:
         task.cancel()

@@ -1,7 +1,7 @@
-"""The HTTP surface, put together: which address leads where, who has to prove what, and what errors look like.
+"""The HTTP routes with their authentication and error handling.
 
-Every route is an `RouteHandler`. It knows its methods and its own template, which is what is counted; whatever goes
-wrong behind it becomes an answer. Who is asking is established per route, before its endpoint is called.
+Every route is a `RouteHandler`, which counts responses under its path template and turns errors into responses.
+Authentication is set per route and happens before the endpoint is called.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 Endpoint = Callable[[Request], Awaitable[Response]]
 CallerEndpoint = Callable[[Caller, Request], Awaitable[Response]]
 IdentityEndpoint = Callable[[ClientIdentity, Request], Awaitable[Response]]
-CLIENT_CLOSED_REQUEST_STATUS = 499  # what a request is counted as whose client left before the answer
+CLIENT_CLOSED_REQUEST_STATUS = 499  # counted if the client disconnects before the response
 
 
 class HttpRoutes:
-    """The routes of one gateway, and what has to run while they are open."""
+    """The routes of one gateway, and the background tasks they need while open."""
 
     def __init__(self, gateway: GatewayState) -> None:
         self._gateway = gateway
@@ -54,7 +54,7 @@ class HttpRoutes:
 
     @property
     def routes(self) -> list[BaseRoute]:
-        """The last takes whatever is left: put others before it."""
+        """All routes. The last one matches everything, so add others before it."""
         return [
             *self._build_public_routes(),
             *self._build_session_routes(),
@@ -105,7 +105,7 @@ class HttpRoutes:
         ]
 
     def _build_chat_endpoints(self) -> dict[str, Endpoint]:
-        from antiphon.gateway.openai.chat_completions import post_chat_completions  # noqa: PLC0415 - what is off is not loaded
+        from antiphon.gateway.openai.chat_completions import post_chat_completions  # noqa: PLC0415 - only if enabled
 
         return {"POST": self._require_identity(partial(post_chat_completions, self._gateway, self.slots))}
 
@@ -143,7 +143,7 @@ class HttpRoutes:
     def _build_route(self, path: str, **methods: Endpoint) -> BaseRoute:
         return Route(path, RouteHandler(path, methods, self.metrics))
 
-    # --- who is asking ---
+    # --- authentication ---
 
     def _require_caller(self, endpoint: CallerEndpoint) -> Endpoint:
         async def called(identity: ClientIdentity, request: Request) -> Response:
@@ -152,7 +152,7 @@ class HttpRoutes:
         return self._require_identity(called)
 
     def _require_identity(self, endpoint: IdentityEndpoint) -> Endpoint:
-        """What may stay open has to know whose it is: a token may be revoked in the meantime."""
+        """Wrap an endpoint that may stay open: it needs the identity to notice a revoked token."""
 
         async def checked(request: Request) -> Response:
             _check_query_has_no_token(request)
@@ -172,7 +172,7 @@ class HttpRoutes:
 
 
 class RouteHandler:
-    """What answers at one path. A path without methods is one where nothing is."""
+    """Handles the requests of one path. Without endpoints it answers 404."""
 
     def __init__(
         self,
@@ -227,7 +227,7 @@ def _build_disabled_endpoints(setting: str) -> dict[str, Endpoint]:
 
 
 def get_client_address(request: Request) -> str:
-    """The peer of the connection; what a proxy would say about it is not looked at."""
+    """Return the address of the connected peer; proxy headers are ignored."""
     return request.client.host if request.client else ""
 
 

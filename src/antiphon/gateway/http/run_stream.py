@@ -1,8 +1,8 @@
-"""Telling a run as it happens: submit, then its words as they come, then how it ended.
+"""Streams a run over HTTP: submits the message, yields text as it arrives, then the ended run.
 
-Words that were told cannot be taken back. What a listener has is therefore always compared with what a step says
-as a whole: the rest is told, and a step that began again and says something else is told after a blank line. So
-the pieces together are the answer, unless the model began again or said something before it called a tool.
+Text that was sent cannot be taken back. It is therefore compared with the full text of each step: only the rest is
+sent, and a step that restarted with different text follows after a blank line. The pieces together are the answer,
+unless the model restarted or produced text before a tool call.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ STEP_SEPARATOR = "\n\n"
 
 
 class StreamedText:
-    """What one listener has been told of a run."""
+    """The text of a run that one listener has been sent."""
 
     def __init__(self, client_tools: Set[str] = frozenset()) -> None:
         self._client_tools = client_tools
         self.sent_text = ""
-        """Everything, with the breaks."""
+        """All text, including the step separators."""
         self._step_text = ""
-        """Of the step that is being told."""
+        """Text sent of the current step."""
         self._received_step: str | None = ""
-        """The step as far as it has come; None when a piece of it was missed."""
+        """Text received of the current step; None if a piece was missed."""
         self._last_delta_number = 0
         self._has_answer = False
 
@@ -41,7 +41,7 @@ class StreamedText:
         return self._last_delta_number > 0
 
     def add_delta(self, delta: Delta) -> str:
-        """What is new in a piece."""
+        """Return the new text of a delta."""
         follows, self._last_delta_number = delta.number == self._last_delta_number + 1, delta.number
         if delta.restart:
             self._received_step = ""
@@ -53,7 +53,7 @@ class StreamedText:
         return self._extend_to(self._received_step)
 
     def add_committed_step(self, step: AssistantMessage) -> str:
-        """What is left of a step that is known as a whole; the next piece belongs to another one."""
+        """Return the unsent rest of a completed step; the next delta belongs to another step."""
         calls = step.tool_calls
         self._has_answer = not calls or any(call.name in self._client_tools for call in calls)
         rest = self._extend_to(step.text)
@@ -61,12 +61,12 @@ class StreamedText:
         return rest
 
     def finish(self, reply: str | None) -> str:
-        """What is left of the answer, if its step was not heard of as a whole."""
+        """Return the unsent rest of the answer, if its completed step was not received."""
         return "" if self._has_answer else self._extend_to(reply or "")
 
     def _extend_to(self, text: str) -> str:
         if self._step_text.startswith(text):
-            return ""  # the step began again, and has not yet come to where it was
+            return ""  # the step restarted and has not yet caught up
         goes_on = bool(self._step_text) and text.startswith(self._step_text)
         new = text[len(self._step_text) :] if goes_on else text
         if self.sent_text and not goes_on:
@@ -79,12 +79,11 @@ class StreamedText:
 async def stream_run(
     operations: Operations, caller: Caller, message: IncomingMessage, timeout: float
 ) -> AsyncGenerator[MessageReceipt | str | RunView]:
-    """First that the message is accepted, then pieces of text, and at last the run."""
+    """Submit a message; yield its receipt, then pieces of text, and finally the run."""
     await operations.open(caller, message.session)
     before = await operations.read_history(caller, message.session, HistoryFilter(limit=1))
     async with aclosing(operations.follow(caller, message.session, before.total)) as feed:
-        # Asked before anything can happen, so that it listens; what is missed all the same, `StreamedText` makes up
-        # for.
+        # Start following before the message is submitted; `StreamedText` makes up for events that are still missed.
         coming = asyncio.ensure_future(anext(feed))
         ended: asyncio.Future[RunView] | None = None
         try:
@@ -97,7 +96,7 @@ async def stream_run(
                     yield piece
                 coming = asyncio.ensure_future(anext(feed))
             view = await ended
-            # The end may be heard of before the last pieces are; it says the same.
+            # The end may arrive before the last pieces; its reply has the same text.
             if rest := words.finish(view.reply):
                 yield rest
             yield view
@@ -106,7 +105,7 @@ async def stream_run(
 
 
 async def _wait_for_event(coming: asyncio.Future[Event], ended: asyncio.Future[RunView]) -> bool:
-    """Wait for either; whether there is an event. What happened before the end is told before it."""
+    """Wait for an event or the end; return whether there is an event. Pending events precede the end."""
     await asyncio.wait({coming, ended}, return_when=asyncio.FIRST_COMPLETED)
     return coming.done() and not isinstance(coming.exception(), StopAsyncIteration)
 
@@ -114,8 +113,8 @@ async def _wait_for_event(coming: asyncio.Future[Event], ended: asyncio.Future[R
 def _get_new_text(words: StreamedText, run_id: str, event: Event) -> str:
     if isinstance(event, Delta) and event.run_id == run_id:
         return words.add_delta(event)
-    # An entry that was read again does not say whose it is. Runs of a session do not overlap, so it is this
-    # run's if something of this run came before it.
+    # An entry read from the store has no run id. Runs of a session do not overlap, so it belongs to this run
+    # if a delta of this run preceded it.
     if isinstance(event, MessageAppended) and (
         event.run_id == run_id or (event.run_id is None and words.has_begun)
     ):
@@ -129,5 +128,5 @@ def _get_step_text(words: StreamedText, body: str) -> str:
     except InvalidInput:
         return ""
     if not isinstance(message, AssistantMessage) or message.provider == CLIENT_PROVIDER:
-        return ""  # the client's own account of what was said before is not told to it
+        return ""  # an earlier message that the client itself sent
     return words.add_committed_step(message)

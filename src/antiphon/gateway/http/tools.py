@@ -1,4 +1,4 @@
-"""`POST /tools/invoke`: one tool, as one session (see `invocations`)."""
+"""`POST /tools/invoke`: invokes one tool on behalf of a session (see `tool_invocations`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def post_invoke(gateway: GatewayState, caller: Caller, request: Request) -
 
 
 def _format_details(result: ToolOutput) -> Any:
-    """The result as data; a refusal in plain text becomes the `status` and `error` that refusals of tools have."""
+    """Return the result as data; a plain-text refusal becomes the `status` and `error` that tool refusals have."""
     return (
         {"status": "error", "error": result.text}
         if result.is_error and result.details is None

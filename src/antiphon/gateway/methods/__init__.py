@@ -1,4 +1,4 @@
-"""Every method there is. A module registers its methods when it is imported here."""
+"""All methods of the protocol. A module registers its methods when it is imported here."""
 
 from antiphon.gateway.methods import (
     agent,

@@ -1,4 +1,4 @@
-"""Runs by themselves: starting one and hearing of its end, from this connection or any other."""
+"""Methods that start a run and wait for its end, from any connection."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ from antiphon.messages import Provenance
 from antiphon.operations import IncomingMessage
 from antiphon.views import RunView
 
-RUN_POLL_SECONDS = (
-    5.0  # seconds between looks for a run that is not there yet, if nothing is heard of its end
-)
-MAX_WAIT_MS = 24 * 3600 * 1000  # ms
+RUN_POLL_SECONDS = 5.0  # between checks for a run that does not exist yet, if no event arrives
+MAX_WAIT_MS = 24 * 3600 * 1000
 
 
 class AgentRunFailed(AntiphonError):
@@ -66,7 +64,7 @@ class AgentParams(Params, frozen=True):
     reply_channel: str | None = None
     to: str | None = None
     reply_to: str | None = None
-    # What clients say that has no effect here: there is one account of the page, and one lane per session.
+    # Accepted without effect: the web chat has one account, and a session has one lane.
     account_id: str | None = None
     reply_account_id: str | None = None
     thread_id: str | None = None
@@ -82,7 +80,7 @@ class AgentParams(Params, frozen=True):
 
 @rpc_method("agent", WRITE_SCOPE, AgentParams, waits=True)
 async def run_agent(call: MethodCall, params: AgentParams) -> dict[str, Any]:
-    """Answers twice: when the message is durable, and when its run has ended."""
+    """Submit a message. Responds twice: when it is durable, and when its run has ended."""
     _check_delivery(params)
     spoken = await slash_commands.submit_or_run_command(
         call.operations, call.caller, _build_message(call, params)
@@ -110,7 +108,7 @@ async def run_agent(call: MethodCall, params: AgentParams) -> dict[str, Any]:
 
 
 def _check_delivery(params: AgentParams) -> None:
-    """Refuse to deliver to where nothing can be delivered; who asks for the best effort gets what there is."""
+    """Reject a delivery target that this gateway does not have, unless the client asks for best effort."""
     if not params.deliver or params.best_effort_deliver:
         return
     slash_commands.check_channel("replyChannel", params.reply_channel)
@@ -186,7 +184,7 @@ class AgentWaitParams(Params, frozen=True):
 
 @rpc_method("agent.wait", READ_SCOPE, AgentWaitParams, waits=True)
 async def wait_for_run(call: MethodCall, params: AgentWaitParams) -> dict[str, Any]:
-    """Until the run has ended. One that is not known yet is waited for, too."""
+    """Wait until the run has ended; it may not exist yet."""
     loop = asyncio.get_running_loop()
     until = loop.time() + params.timeout_ms / 1000
     async with call.gateway.house.bus.listen(run_topic(params.run_id)) as ends:

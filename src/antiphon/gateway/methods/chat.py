@@ -18,8 +18,8 @@ from antiphon.gateway.ws.frames import IdempotencyKey, Params, SessionReference
 from antiphon.operations import HistoryFilter, IncomingMessage
 from antiphon.views import HistoryPage, MessageReceipt
 
-MAX_HISTORY_BYTES = 6 * 2**20  # of one history
-MAX_HISTORY_MESSAGE_BYTES = 128 * 1024  # bytes of one message, above which it is left out of a history
+MAX_HISTORY_BYTES = 6 * 2**20  # of one response
+MAX_HISTORY_MESSAGE_BYTES = 128 * 1024  # larger messages are replaced by a placeholder
 NonEmptyText = Annotated[str, Meta(min_length=1)]
 Milliseconds = Annotated[int, Meta(ge=0, le=2**53)]
 
@@ -41,9 +41,9 @@ class ChatHistoryParams(Params, frozen=True):
 
 @rpc_method("chat.history", READ_SCOPE, ChatHistoryParams)
 async def get_chat_history(call: MethodCall, params: ChatHistoryParams) -> dict[str, Any]:
-    """The newest messages of the conversation, oldest first. A session that is not there yet has none.
+    """Return the newest messages of the conversation, oldest first; none if the session does not exist yet.
 
-    Entries that are not for people are left out; `sessions.history` has all of them.
+    Internal entries are left out; `sessions.history` has all of them.
     """
     reference = params.session_id or qualify_session_key(params.session_key, params.agent_id)
     try:
@@ -75,7 +75,7 @@ rpc_method("chat.startup", READ_SCOPE, ChatHistoryParams)(get_chat_history)
 
 
 def _get_thinking_level(call: MethodCall, row: dict[str, Any]) -> str:
-    """How much a message is thought about that says nothing of it itself."""
+    """Return the thinking level for messages that do not set one."""
     agent_id = row.get("agentId", call.config.default_agent_id)
     default = call.config.get_agent(agent_id).thinking_default if agent_id in call.config.agent_ids else None
     return row.get("thinkingLevel") or default or "off"
@@ -101,7 +101,7 @@ async def _build_filter(call: MethodCall, reference: str, params: ChatHistoryPar
 def fit_history_bytes(
     messages: list[dict[str, Any]], most: int = MAX_HISTORY_BYTES
 ) -> tuple[list[msgspec.Raw], int]:
-    """The newest that fit, and how many older ones do not. One that is too large by itself is named, not shown."""
+    """Return the newest messages that fit, and how many do not. An oversized message becomes a placeholder."""
     kept: list[msgspec.Raw] = []
     size = 0
     for item in reversed(messages):
@@ -137,7 +137,7 @@ class ChatSendParams(Params, frozen=True):
     thinking: str | None = None
     attachments: list[ImageAttachment] = []
     timeout_ms: Milliseconds | None = None
-    # What clients say that has no effect here: an answer always goes back to the session.
+    # Accepted without effect: an answer always goes back to the session.
     deliver: bool | None = None
     fast_mode: bool | Literal["auto"] | None = None
     fast_auto_on_seconds: int | None = None
@@ -171,7 +171,7 @@ async def send_chat_message(call: MethodCall, params: ChatSendParams) -> dict[st
 
 
 async def submit_text(call: MethodCall, message: IncomingMessage, *, literal: bool = False) -> dict[str, Any]:
-    """Say it, and tell the client where it stands."""
+    """Submit a text or run its slash command, and return the receipt."""
     try:
         if literal:
             message = msgspec.structs.replace(message, literal=True)
@@ -256,5 +256,5 @@ class ChatMetadataParams(Params, frozen=True):
 
 @rpc_method("chat.metadata", READ_SCOPE, ChatMetadataParams)
 async def get_chat_metadata(call: MethodCall, params: ChatMetadataParams) -> dict[str, Any]:
-    """What a chat page needs beside the conversation."""
+    """Return what a chat page needs besides the conversation."""
     return {"commands": [], "models": system.describe_models(call)}

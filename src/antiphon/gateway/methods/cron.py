@@ -1,4 +1,4 @@
-"""Scheduled jobs over the wire; what they are is in `job_operations`."""
+"""Methods for scheduled jobs; the jobs themselves are in `job_operations`."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def add_job(call: MethodCall, params: CronAddParams) -> JobView:
 
 
 def _to_job_data(params: Params) -> dict[str, Any]:
-    """As plain data again, without what only this wire knows."""
+    """Return the parameters as plain data, without the fields that only this protocol has."""
     raw: dict[str, Any] = msgspec.to_builtins(params)
     unknown = {"wakeMode", "description", "idempotencyKey", "id", "jobId"}
     return _normalize_delivery(
@@ -101,7 +101,7 @@ def _to_job_data(params: Params) -> dict[str, Any]:
 
 
 def _normalize_delivery(raw: dict[str, Any]) -> dict[str, Any]:
-    """Clients say where nothing is to be delivered to; it is enough to know that nothing is."""
+    """Drop the delivery target that clients send along with mode `none`."""
     delivery = raw.get("delivery")
     if isinstance(delivery, dict) and cast("dict[str, Any]", delivery).get("mode") == "none":
         return {**raw, "delivery": {"mode": "none"}}

@@ -1,4 +1,4 @@
-"""What is on its way to people, for whoever looks after it."""
+"""Methods for operators to list and retry deliveries."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ class DeliveryRetryParams(Params, frozen=True):
 
 @rpc_method("deliveries.retry", ADMIN_SCOPE, DeliveryRetryParams)
 async def retry_delivery(call: MethodCall, params: DeliveryRetryParams) -> DeliveryView:
-    """Asked again it is refused, because it is on its way: nothing is sent more often than it was asked for."""
+    """Send a dead, blocked or doubtful delivery again. Rejected while it is pending, so one request sends it once."""
     return await call.operations.retry_delivery(call.caller, params.key)

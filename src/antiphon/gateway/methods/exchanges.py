@@ -1,4 +1,4 @@
-"""What goes on between sessions, for whoever looks after them."""
+"""Methods for operators to inspect exchanges between sessions."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ class ExchangeGetParams(Params, frozen=True):
 
 @rpc_method("exchanges.get", READ_SCOPE, ExchangeGetParams)
 async def get_exchange(call: MethodCall, params: ExchangeGetParams) -> ExchangeDetail:
-    """One exchange by its id or the beginning of it, with whole texts and every answer."""
+    """Return one exchange by its id or an id prefix, with full texts and all replies."""
     return await call.operations.get_exchange(call.caller, params.id)

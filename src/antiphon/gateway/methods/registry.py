@@ -1,4 +1,4 @@
-"""The methods of the protocol: a name, the scope it needs, its parameters and what answers it."""
+"""Registry of the protocol's methods: name, required scope, parameters and handler."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class Method(msgspec.Struct, frozen=True):
         try:
             return self.waits(self.decoder.decode(raw))
         except (msgspec.MsgspecError, RecursionError):
-            return False  # and refused in its turn
+            return False  # rejected later, in order
 
     def check_scope(self, caller: Caller) -> None:
-        """The wire's own look at the scope; `access` looks again at what is done."""
+        """Check the scope of the method; `access` checks each operation again."""
         if self.scope not in caller.scopes:
             raise Forbidden(
                 f"missing scope: {self.scope}.",
@@ -89,7 +89,7 @@ def rpc_method(
 
 
 def qualify_session_key(key: str, agent_id: str | None) -> str:
-    """A session key as a client names it: on its own, or beside the agent it belongs to."""
+    """Return a session key with its agent, which a client may pass separately."""
     if agent_id is None:
         return key
     if not key.lower().startswith("agent:"):

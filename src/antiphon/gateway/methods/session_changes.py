@@ -1,4 +1,4 @@
-"""Changing sessions: making, naming, renewing, compacting and deleting them."""
+"""Methods that change sessions: create, patch, reset, compact, delete and restore."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SessionCreateParams(Params, frozen=True):
 
 @rpc_method("sessions.create", WRITE_SCOPE, SessionCreateParams)
 async def create_session(call: MethodCall, params: SessionCreateParams) -> dict[str, Any]:
-    """With a message, its run begins at once; a message that is refused does not undo the session."""
+    """Create a session. A message starts a run right away; if it is rejected, the session remains."""
     view = await call.operations.create(
         call.caller,
         session=_derive_session_key(call, params),
@@ -70,7 +70,7 @@ async def create_session(call: MethodCall, params: SessionCreateParams) -> dict[
 
 
 def _derive_session_key(call: MethodCall, params: SessionCreateParams) -> str | None:
-    """Asked again with the same idempotency key, the same session is meant."""
+    """Return the requested key, or one derived from the idempotency key so that a retry gets the same session."""
     if params.key:
         return qualify_session_key(params.key, params.agent_id)
     if params.idempotency_key is None:
@@ -144,9 +144,9 @@ async def reset_session(call: MethodCall, params: SessionResetParams) -> dict[st
 
 
 async def _resolve_expected_session(call: MethodCall, session: str, session_id: str | None) -> str:
-    """What to name the session by: a client that looked at one conversation must not end the next one.
+    """Return the reference for an operation that must only affect the conversation that the client saw.
 
-    An id of a conversation that has ended since is refused by the operation itself, in its own transaction.
+    If that conversation ends in the meantime, the operation itself rejects the id, in its transaction.
     """
     if session_id is None:
         return session
@@ -171,9 +171,9 @@ class SessionDeleteParams(Params, frozen=True):
 
 @rpc_method("sessions.delete", ADMIN_SCOPE, SessionDeleteParams, waits=True)
 async def delete_session(call: MethodCall, params: SessionDeleteParams) -> dict[str, Any]:
-    """Without `deleteTranscript` the session is archived instead: a transcript without its session cannot be found.
+    """Delete a session, or archive it without `deleteTranscript`: a transcript without session cannot be found.
 
-    Archiving again changes nothing, so that a key adds nothing to it.
+    Archiving is idempotent, so it ignores the idempotency key.
     """
     session, expected = qualify_session_key(params.key, params.agent_id), params.expected_session_id
     if params.delete_transcript:

@@ -1,4 +1,4 @@
-"""Saying something to a session: sending to it, from another one or not, redirecting it, and stopping it."""
+"""Methods that send messages to sessions, steer them and stop them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _awaits_reply(params: SessionSendParams) -> bool:
 
 @rpc_method("sessions.send", WRITE_SCOPE, SessionSendParams, waits=_awaits_reply)
 async def send_to_session(call: MethodCall, params: SessionSendParams) -> dict[str, Any] | SendResult:
-    """As chat.send, to a session that exists; or an exchange between two of them."""
+    """Send a message to an existing session, like `chat.send`, or start an exchange between two sessions."""
     session = qualify_session_key(params.key, params.agent_id)
     if params.from_session_key is not None:
         return await call.operations.send(
@@ -92,7 +92,7 @@ def _get_wire_name(field: str) -> str:
 
 @rpc_method("sessions.steer", WRITE_SCOPE, SessionMessageParams, waits=True)
 async def steer_session(call: MethodCall, params: SessionMessageParams) -> dict[str, Any]:
-    """Stop what is being answered and say this instead; if it cannot be said, nothing is stopped."""
+    """Stop the active run and submit this message instead; a rejected message stops nothing."""
     message = _build_message(params, qualify_session_key(params.key, params.agent_id))
     accepted, stopped = await call.operations.steer(call.caller, message)
     return {**chat.build_receipt(call, accepted), "interruptedActiveRun": bool(stopped)}

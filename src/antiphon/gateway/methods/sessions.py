@@ -1,4 +1,4 @@
-"""Sessions: finding, describing and reading them, and hearing of them."""
+"""Methods that find, describe and read sessions, and subscribe to them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SessionListParams(Params, frozen=True):
     archived: bool | Literal["all"] = False
     include_derived_titles: bool = False
     include_last_message: bool = False
-    # What clients say that changes nothing: there are no such sessions, and one order.
+    # Accepted without effect: no such sessions exist, and the order is fixed.
     include_global: bool = True
     include_unknown: bool = False
     configured_agents_only: bool = False
@@ -46,7 +46,7 @@ class SessionListParams(Params, frozen=True):
     involving_me: bool = False
     include_people: bool = False
     include_activity_summary: bool = False
-    # What some clients do not want to see.
+    # Filters.
     active_only: bool = False
     exclude_cron: bool = False
     exclude_system: bool = False
@@ -55,7 +55,7 @@ class SessionListParams(Params, frozen=True):
 
 @rpc_method("sessions.list", READ_SCOPE, SessionListParams)
 async def list_sessions(call: MethodCall, params: SessionListParams) -> dict[str, Any]:
-    """Newest first. `offset` is for clients that count; `nextCursor` finds the next page without counting."""
+    """List sessions, newest first. `nextCursor` is cheaper than `offset`, which has to skip rows."""
     limit = min(params.limit or MAX_SESSIONS_PER_PAGE, MAX_SESSIONS_PER_PAGE)
     wanted = ListFilter(
         kinds=_choose_kinds(params),
@@ -103,14 +103,14 @@ def _choose_kinds(params: SessionListParams) -> list[str] | None:
 
 
 def _is_wanted(view: SessionView, params: SessionListParams) -> bool:
-    """What no index knows is left out of the page, which then has fewer rows."""
+    """Return whether a row passes the filters without an index; a page may have fewer rows than its limit."""
     if params.active_only and view.state != "running":
         return False
     return not (params.exclude_subagents and ":subagent:" in view.key)
 
 
 async def _skip_rows(call: MethodCall, wanted: ListFilter, offset: int) -> ListFilter:
-    """Past `offset` rows, a page at a time; at most a thousand, beyond which a cursor has to be used."""
+    """Return the filter moved past `offset` rows, page by page; at most 1000, beyond that clients use a cursor."""
     if offset > 1000:
         raise InvalidInput("'offset' is at most 1000.", "Use nextCursor to go on.", field="offset")
     while offset > 0:
@@ -118,7 +118,7 @@ async def _skip_rows(call: MethodCall, wanted: ListFilter, offset: int) -> ListF
             call.caller, msgspec.structs.replace(wanted, limit=min(offset, MAX_SESSIONS_PER_PAGE))
         )
         if page.next_cursor is None:
-            return msgspec.structs.replace(wanted, cursor="0|~")  # after everything there is
+            return msgspec.structs.replace(wanted, cursor="0|~")  # after the last row
         offset -= page.count
         wanted = msgspec.structs.replace(wanted, cursor=page.next_cursor)
     return wanted
@@ -178,7 +178,7 @@ async def _find_session(call: MethodCall, params: SessionResolveParams) -> Sessi
             qualify_session_key(params.key, params.agent_id) if params.key else params.session_id or ""
         )
         return await call.operations.describe(call.caller, reference)
-    # Not as a reference: a label may read like a key.
+    # Not used as a reference: a label may look like a key.
     page = await call.operations.list(
         call.caller, ListFilter(label=params.label, agent_id=params.agent_id, limit=10)
     )
@@ -283,7 +283,7 @@ class SessionHistoryParams(Params, frozen=True):
 
 @rpc_method("sessions.history", READ_SCOPE, SessionHistoryParams)
 async def get_session_history(call: MethodCall, params: SessionHistoryParams) -> HistoryPage:
-    """Raw entries by their numbers, as they are stored; `key` may be the id of an earlier conversation."""
+    """Return raw entries with their numbers; `key` may be the id of an earlier conversation."""
     wanted = HistoryFilter(
         limit=params.limit,
         include_tools=params.include_tools,
@@ -307,7 +307,7 @@ class SessionConversationsParams(Params, frozen=True):
 
 @rpc_method("sessions.conversations", READ_SCOPE, SessionConversationsParams)
 async def list_conversations(call: MethodCall, params: SessionConversationsParams) -> dict[str, Any]:
-    """What a session has had before, newest first; each can be read, and restored, by its id."""
+    """List the conversations of a session, newest first; each can be read and restored by its id."""
     found = await call.operations.list_conversations(
         call.caller, qualify_session_key(params.key, params.agent_id)
     )
@@ -365,7 +365,7 @@ async def subscribe_to_messages(call: MethodCall, params: MessagesSubscribeParam
     session = qualify_session_key(params.key, params.agent_id)
     try:
         await call.operations.describe(call.caller, session)
-    except NotFound:  # clients subscribe to the main session before anything was said in it
+    except NotFound:  # clients subscribe to the main session before it exists
         if WRITE_SCOPE not in call.caller.scopes or not call.operations.is_main(call.caller, session):
             raise
         await call.operations.open(call.caller, session)

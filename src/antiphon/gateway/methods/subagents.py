@@ -1,4 +1,4 @@
-"""Sub-agents: starting one for a session, and what became of those that were."""
+"""Methods that start sub-agents for a session and report on them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class SessionSpawnParams(SpawnArguments, Params, frozen=True):
     """What `sessions_spawn` takes, and for which session it is done."""
 
     requester_session_key: SessionReference = "main"
-    attachments: list[SpawnAttachment] = []  # how many there may be is for the configuration alone to say
+    attachments: list[SpawnAttachment] = []  # the configuration sets the maximum
     idempotency_key: IdempotencyKey | None = None
 
 
 @rpc_method("sessions.spawn", WRITE_SCOPE, SessionSpawnParams)
 async def spawn_subagent(call: MethodCall, params: SessionSpawnParams) -> SpawnResult:
-    """As the tool, for the session that is named. It reports there by itself."""
+    """Start a sub-agent for the named session, like the tool. It reports to that session when it is done."""
     return await call.operations.spawn(
         call.caller, params.spawn_request, requester=params.requester_session_key
     )
@@ -37,7 +37,7 @@ class SubagentListParams(Params, frozen=True):
 
 @rpc_method("subagents.list", READ_SCOPE, SubagentListParams)
 async def list_subagents(call: MethodCall, params: SubagentListParams) -> dict[str, Any]:
-    """Everything at work, and what has ended lately; the newest first."""
+    """List active and recently ended sub-agents, newest first."""
     found = await call.operations.list_subagents(call.caller, params.session_key, params.recent_minutes)
     return {"total": len(found), "subagents": found}
 
@@ -48,12 +48,12 @@ class SubagentReportParams(Params, frozen=True):
 
 @rpc_method("subagents.report", READ_SCOPE, SubagentReportParams)
 async def get_subagent_report(call: MethodCall, params: SubagentReportParams) -> dict[str, Any]:
-    """What was said of one of them, as a whole; null while there is nothing to say."""
+    """Return the full report of a sub-agent; null if it has none yet."""
     text = await call.operations.get_subagent_report(call.caller, params.run_id)
     return {"runId": params.run_id, "report": text}
 
 
 @rpc_method("agents.spawnable", READ_SCOPE)
 async def list_spawnable_agents(call: MethodCall, params: NoParams) -> dict[str, Any]:
-    """Every agent, and whom it may start."""
+    """List all agents, each with the agents that it may start."""
     return {"agents": await call.operations.list_agents(call.caller)}

@@ -1,4 +1,4 @@
-"""The gateway itself: health, status, presence, configuration, agents, models, commands and the log."""
+"""Methods about the gateway: health, status, presence, configuration, agents, models, commands and log."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def get_health(call: MethodCall, params: HealthParams) -> dict[str, Any]:
 
 @rpc_method("status", READ_SCOPE, HealthParams)
 async def get_status(call: MethodCall, params: HealthParams) -> dict[str, Any]:
-    """What an operator wants to see first."""
+    """Return the status overview for operators."""
     summary = await call.operations.get_summary(call.caller)
     return {
         "runtimeVersion": __version__,
@@ -60,7 +60,7 @@ async def get_presence(call: MethodCall, params: NoParams) -> list[dict[str, Any
 
 @rpc_method("config.get", READ_SCOPE)
 async def get_config(call: MethodCall, params: NoParams) -> dict[str, Any]:
-    """The configuration in use. Secrets are masked by their type, not by their name."""
+    """Return the configuration in use. Secrets are masked by their type, not by their name."""
     shown = call.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
     return {"exists": True, "valid": True, "config": shown, "issues": [], "legacyIssues": []}
 
@@ -155,7 +155,7 @@ def _describe_model(call: MethodCall, ref: str) -> dict[str, Any]:
 
 @rpc_method("question.list", READ_SCOPE)
 async def list_questions(call: MethodCall, params: NoParams) -> dict[str, Any]:
-    """Runs here do not stop to ask; clients look all the same, again and again if they are refused."""
+    """Return no questions: runs never stop to ask. Clients poll this and keep retrying if it fails."""
     return {"questions": []}
 
 
@@ -167,7 +167,7 @@ class ChannelStatusParams(Params, frozen=True):
 
 @rpc_method("channels.status", READ_SCOPE, ChannelStatusParams)
 async def get_channel_status(call: MethodCall, params: ChannelStatusParams) -> dict[str, Any]:
-    """The web chat is part of the gateway and needs no account."""
+    """Return no channels: the web chat is part of the gateway and needs no account."""
     return {
         "ts": call.now,
         "channelOrder": [],
@@ -238,7 +238,7 @@ class ChannelSendParams(Params, frozen=True):
 
 @rpc_method("send", "operator.write", ChannelSendParams)
 async def send_to_channel(call: MethodCall, params: ChannelSendParams) -> dict[str, Any]:
-    """To a chat outside; there are no such channels in this release."""
+    """Reject the request: this release has no external channels."""
     raise InvalidInput(
         f"unknown channel: {params.channel or 'none'}.",
         "No channel is configured; use chat.send to talk to a session.",

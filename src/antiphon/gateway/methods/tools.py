@@ -1,4 +1,4 @@
-"""The agents' tools: which there are, and invoking one as a session would."""
+"""Methods that list the agents' tools and invoke one on behalf of a session."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EffectiveToolsParams(Params, frozen=True):
 
 @rpc_method("tools.effective", READ_SCOPE, EffectiveToolsParams)
 async def get_effective_tools(call: MethodCall, params: EffectiveToolsParams) -> dict[str, Any]:
-    """What a run in this session would have, which for a spawned one is less than its agent has."""
+    """List the tools of a run in this session; a spawned session has fewer than its agent."""
     session, actor = await call.operations.describe_actor(call.caller, params.session_key)
     return {
         "agentId": session.agent_id,

@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`, at once or as a stream of chunks."""
+"""`POST /v1/chat/completions`, as one response or a stream of chunks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     refusal: str | None = None
     tool_calls: list[ChatToolCall] | None = None
     tool_call_id: str | None = None
-    # An answer of this API has these, and clients send it back as it is.
+    # Part of this API's answers, which clients send back unchanged.
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
@@ -121,7 +121,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tool_choice: str | ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    # Labels and hints for OpenAI's own service, which change no answer.
+    # Labels and hints for OpenAI's own service; they do not affect answers.
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -157,7 +157,7 @@ UNSUPPORTED_FIELDS: dict[str, list[object]] = {
     "functions": [[]],
     "function_call": [],
 }
-"""Fields that are taken only with a value that asks for nothing."""
+"""Unsupported fields, with the values that have no effect and are therefore accepted."""
 
 
 async def post_chat_completions(
@@ -180,7 +180,7 @@ async def post_chat_completions(
         events = _stream_chunks(gateway, caller, wanted, message)
         still_known = partial(gateway.guard.is_still_valid, identity)
         return await EventStream.open(events, gateway.closing, slots, still_known)
-    with slots.hold_slot():  # before the run is accepted: without a place it could not be waited for
+    with slots.hold_slot():  # before the run is accepted, which could not be waited for without a slot
         view = await openai.run_to_end(gateway, caller, request, message)
     if not openai.has_answer(view):
         return openai.build_run_error_response(view)

@@ -1,9 +1,9 @@
-"""What the OpenAI-compatible endpoints share: which agent, which session, what was said, and their errors.
+"""Shared parts of the OpenAI-compatible endpoints: agents, sessions, messages, run options and errors.
 
-A model of this API is an agent here. With a session key or a `user` its session has a memory of its own: of the earlier
-messages of a request, those that the session lacks are added to it. Without either every request is a conversation of
-its own that begins with them. What a request sets for its run (sampling, client-side tools) is kept with the run, and a
-field that cannot be honoured is refused by name: nothing is dropped silently.
+A model of this API is an agent here. With a session key or a `user`, the session is persistent: earlier messages of the
+request that it lacks are added to it. Without either, every request is a new conversation that starts with them.
+Run options (sampling, client-side tools) are stored with the run. Unsupported fields are rejected by name; nothing is
+dropped silently.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ _SESSION_NAMESPACE = uuid.UUID("5b0e6d43-6c8f-4f0a-9f0e-5f0d7c1f3a11")
 _HTTP_STATUS_BY_RUN_STATE = {
     "timeout": 504,
     "cancelled": 409,
-}  # of a run that gave no answer; any other is 502
+}  # for runs without an answer; other states are 502
 
 TOOL_NAME_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
-UNKNOWN_TOOL_NAME = "client_tool"  # a result whose call only the session knows
+UNKNOWN_TOOL_NAME = "client_tool"  # for a result whose call is not in the request
 MAX_TOOLS_PER_REQUEST = 128
 MAX_MESSAGES_PER_REQUEST = 500
-"""They enter a transcript in one commit, and others wait for it."""
+"""All of them are added in one commit, which delays other writers."""
 
 MessageContent = str | list[TextBlock | ImageBlock]
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=2)]
@@ -108,7 +108,7 @@ class RequestSession(msgspec.Struct, frozen=True):
 
 
 def resolve_agent_id(config: Config, model: str) -> str:
-    """The agent that a model's name means; `antiphon` and `…/default` are the default one."""
+    """Return the agent for a model name; `antiphon` and `…/default` are the default agent."""
     found = _MODEL_PATTERN.fullmatch(model.strip())
     name = next(filter(None, found.groups()), "default").lower() if found else ""
     if name == "default":
@@ -144,7 +144,7 @@ def choose_session(config: Config, request: Request, agent_id: str, user: str | 
         return RequestSession(_resolve_named_session(config, named, agent_id), fresh=False)
     if user:
         return RequestSession(str(keys.owned_key(agent_id, "openai-user", user)), fresh=False)
-    # Asked again with the same key, the same session is meant: a new one would be another request.
+    # A retry with the same idempotency key must use the same session, or it would be another request.
     again = headers.get("idempotency-key")
     unique = uuid.uuid5(_SESSION_NAMESPACE, again) if again else uuid.uuid4()
     return RequestSession(str(keys.owned_key(agent_id, "openai", str(unique))), fresh=True)
@@ -166,7 +166,7 @@ def _resolve_named_session(config: Config, reference: str, agent_id: str) -> str
     return str(key)
 
 
-# --- words ---
+# --- messages ---
 
 
 def check_message_count(messages: Sequence[object], field: str) -> None:
@@ -185,7 +185,7 @@ def build_message(
     instructions: str | None,
     options: RunOptions,
 ) -> IncomingMessage:
-    """The last message for the session, with everything that was sent beside it."""
+    """Return the last message for the session, along with the earlier messages, instructions and options."""
     *earlier, last = said.messages or [None]
     if last is None or isinstance(last, AssistantMessage):
         raise InvalidInput(
@@ -206,7 +206,7 @@ def build_message(
         idempotency_key=request.headers.get("idempotency-key"),
         origin="openai",
         instructions="\n\n".join(filter(None, [instructions, *said.rules])) or None,
-        # The result of a tool is no message of a user, so it is read by the options beside it.
+        # Without options, the input of a run is taken for a user message, which a tool result is not.
         options=chosen if isinstance(last, ToolResult) or chosen != RunOptions() else None,
     )
 
@@ -220,7 +220,7 @@ def join_text(content: MessageContent) -> str:
 
 
 def build_assistant_message(text: str, calls: Sequence[ToolCall]) -> AssistantMessage:
-    """An answer that the client says was given before."""
+    """Return an earlier answer as sent by the client."""
     return AssistantMessage(
         content=[*([TextBlock(text=text)] if text else []), *calls],
         timestamp=0,
@@ -237,7 +237,7 @@ def build_tool_call(call_id: str, name: str, arguments: str) -> ToolCall:
 
 
 def format_arguments(call: ToolCall) -> str:
-    """The arguments of a call as the model wrote them."""
+    """Return the arguments of a call as the model wrote them."""
     raw = (call.native or {}).get(INVALID_ARGUMENTS_KEY)
     return raw if isinstance(raw, str) else msgspec.json.encode(call.arguments).decode()
 
@@ -249,7 +249,7 @@ def build_tool_result(
     place: RequestSession,
     where: str,
 ) -> ToolResult:
-    """The result of a call: one among the messages before it, or one that the session made in an earlier run."""
+    """Return the result of a tool call from the earlier messages, or from an earlier run of the session."""
     calls = [
         call for message in messages if isinstance(message, AssistantMessage) for call in message.tool_calls
     ]
@@ -267,7 +267,7 @@ def build_tool_result(
 
 
 def parse_image_url(url: str, where: str) -> ImageBlock:
-    """An image that the request carries. None is fetched: an address may be anybody's."""
+    """Return the image of a data URL. Other URLs are rejected: fetching arbitrary addresses would be unsafe."""
     found = _DATA_URL_PATTERN.fullmatch(url)
     if not found:
         raise InvalidInput(
@@ -286,15 +286,15 @@ def check_image_detail(detail: str | None, where: str) -> None:
 
 
 def get_max_body_bytes(config: Config) -> int:
-    """A message may be as long as the store takes it, and JSON may need twice as many bytes for it."""
+    """Return the maximum body size: twice the longest message that the store accepts, since JSON escapes need room."""
     return max(MAX_BODY_BYTES, 2 * config.store.message_max_bytes)
 
 
-# --- what a request sets for its run ---
+# --- run options ---
 
 
 def refuse_unsupported(wanted: msgspec.Struct, allowed: Mapping[str, Sequence[object]]) -> None:
-    """Refuse unsupported fields by name, unless their value asks for nothing."""
+    """Reject unsupported fields by name, unless their value has no effect."""
     for field, values in allowed.items():
         value = getattr(wanted, field)
         if value is None or any(type(value) is type(one) and value == one for one in values):
@@ -342,7 +342,7 @@ def build_client_tools(gateway: GatewayState, wishes: Sequence[RequestedTool]) -
 
 
 def build_run_options(sampling: Sampling, tools: list[ToolSpec], choice: str | None) -> RunOptions:
-    """`choice` is `auto`, `none`, `required`, or `=` and the name of the one tool that has to be called."""
+    """Return the options of a run. `choice` is `auto`, `none`, `required`, or `=` plus the name of a required tool."""
     if choice in {"required"} or (choice or "").startswith("="):
         name = choice[1:] if choice and choice.startswith("=") else None
         if not tools or (name is not None and all(tool.name != name for tool in tools)):
@@ -392,13 +392,13 @@ def parse_thinking_level(effort: str | None, where: str) -> str | None:
     return level
 
 
-# --- endings ---
+# --- results ---
 
 
 async def load_client_calls(
     gateway: GatewayState, caller: Caller, message: IncomingMessage, view: RunView
 ) -> list[ToolCall]:
-    """The calls of client-side tools that the run ended with."""
+    """Return the calls of client-side tools that the run ended with."""
     if message.options is None or not message.options.tools or view.state != "ok":
         return []
     return await gateway.house.operations.list_client_calls(caller, view.run_id)
@@ -407,7 +407,7 @@ async def load_client_calls(
 async def run_to_end(
     gateway: GatewayState, caller: Caller, request: Request, message: IncomingMessage
 ) -> RunView:
-    """Submit and wait. The run goes on whether or not somebody still waits for it."""
+    """Submit a message and wait for its run. The run continues if the client disconnects."""
     operations, longest = gateway.house.operations, gateway.house.config.agents.defaults.timeout_seconds
     accepted = await operations.submit(caller, message)
     return await wait_while_connected(
@@ -416,7 +416,7 @@ async def run_to_end(
 
 
 def has_answer(view: RunView) -> bool:
-    """Whether there is an answer, be it one that reached the model's limit."""
+    """Return whether the run has an answer, possibly one cut off at the model's limit."""
     return view.state == "ok" or (view.state == "incomplete" and bool(view.reply))
 
 
@@ -430,7 +430,7 @@ def build_run_error(view: RunView) -> dict[str, Any]:
 
 
 def build_run_error_response(view: RunView) -> Response:
-    # It did happen: a client that asks again by itself would make it happen again.
+    # The run took place; a client that retries automatically would start another.
     status = _HTTP_STATUS_BY_RUN_STATE.get(view.state, 502) if view.has_ended else 504
     if view.error_code == InvalidInput.code:
         status = 400

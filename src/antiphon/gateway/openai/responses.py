@@ -1,4 +1,4 @@
-"""`POST /v1/responses`, at once or as a stream of events. A response is a run: `resp_<runId>`."""
+"""`POST /v1/responses`, as one response or a stream of events. A response is a run: `resp_<runId>`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ResponseContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     refusal: str | None = None
     image_url: str | None = None
     detail: str | None = None
-    # An answer of this API has these, and clients send it back as it is.
+    # Part of this API's answers, which clients send back unchanged.
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
@@ -107,7 +107,7 @@ class ResponseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     tool_choice: str | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
-    # Labels and hints for OpenAI's own service, which change no answer; a response is always kept here.
+    # Labels and hints for OpenAI's own service; they do not affect answers. Responses are always stored.
     metadata: dict[str, str] | None = None
     store: bool | None = None
     prompt_cache_key: str | None = None
@@ -136,7 +136,7 @@ UNSUPPORTED_FIELDS: dict[str, list[object]] = {
     "top_logprobs": [0],
     "truncation": ["auto", "disabled"],
 }
-"""Fields that are taken only with a value that asks for nothing."""
+"""Unsupported fields, with the values that have no effect and are therefore accepted."""
 
 
 async def post_responses(
@@ -167,7 +167,7 @@ async def post_responses(
         events = _stream_events(gateway, caller, wanted, message)
         still_known = partial(gateway.guard.is_still_valid, identity)
         return await EventStream.open(events, gateway.closing, slots, still_known)
-    with slots.hold_slot():  # before the run is accepted: without a place it could not be waited for
+    with slots.hold_slot():  # before the run is accepted, which could not be waited for without a slot
         view = await openai.run_to_end(gateway, caller, request, message)
     if not openai.has_answer(view):
         return openai.build_run_error_response(view)
@@ -217,7 +217,7 @@ def _build_options(gateway: GatewayState, wanted: ResponseRequest) -> RunOptions
 
 
 def _parse_response_format(wanted: dict[str, Any] | None) -> dict[str, Any] | None:
-    """As chat completions have it: there the schema is below its type, not beside it."""
+    """Return the format as chat completions have it, with the schema nested under its type."""
     if wanted is not None and wanted.get("type") == "json_schema":
         schema = {name: value for name, value in wanted.items() if name != "type"}
         wanted = {"type": "json_schema", "json_schema": schema}
@@ -232,7 +232,7 @@ def _parse_conversation(given: str | list[ResponseInputItem], place: RequestSess
     for at, item in enumerate(given):
         where = f"input[{at}]"
         if item.type == "reasoning":
-            continue  # what a model thought is its provider's, and the transcript has it
+            continue  # reasoning is provider-specific, and the transcript has it
         if item.type == "function_call":
             _add_call(messages, item, where)
         elif item.type == "function_call_output":
@@ -256,7 +256,7 @@ def _parse_conversation(given: str | list[ResponseInputItem], place: RequestSess
 
 
 def _add_call(messages: list[ConversationMessage], item: ResponseInputItem, where: str) -> None:
-    """Calls are items of their own here; in a transcript they belong to the answer that makes them."""
+    """Add a call to the preceding assistant message: calls are separate items here, but not in a transcript."""
     if not item.call_id or not item.name:
         raise InvalidInput(f"The call at {where} has no 'call_id' or no 'name'.", "Send both.", field=where)
     call = openai.build_tool_call(item.call_id, item.name, item.arguments or "{}")
@@ -287,7 +287,7 @@ def _parse_part(part: ResponseContentPart, where: str) -> TextBlock | ImageBlock
 
 
 class ResponseBuilder:
-    """The response object in each of its states, and its parts."""
+    """Builds the response object in each of its states, and its parts."""
 
     def __init__(self, wanted: ResponseRequest, run_id: str, created_at: int) -> None:
         self._request = wanted
@@ -371,7 +371,7 @@ class ResponseBuilder:
 
 
 class EventSequence:
-    """Events with their numbers."""
+    """Builds numbered events."""
 
     def __init__(self) -> None:
         self._next = 0

@@ -1,9 +1,9 @@
-"""One client: its outbox, and what it is told.
+"""One WebSocket connection and its send queue.
 
-Nobody waits for a client. Whatever is meant for it goes into its outbox, which one writer empties as fast as the
-client reads; an outbox that grows beyond its bound ends the connection, and the client resumes from the number it
-saw last. Where all outboxes of the process together grow beyond theirs, that ends whoever has more than a little
-waiting. Pieces of an answer in progress are the exception: they are left out while the client lags.
+Senders never wait for a client. Frames go into its send queue, which one writer empties as fast as the client reads.
+A queue above its limit closes the connection, and the client resumes from the last number it saw. If all queues
+together exceed their limit, connections with more than a small queue are closed. Pieces of an answer in progress are
+dropped instead while the client lags.
 """
 
 from __future__ import annotations
@@ -22,19 +22,15 @@ from antiphon.gateway.auth import ClientIdentity
 from antiphon.gateway.ws import frames
 from antiphon.gateway.ws.fast_send import SendNow, refuse_to_send
 
-LAGGING_SEND_QUEUE_BYTES = (
-    frames.MAX_BUFFERED_BYTES // 16
-)  # bytes waiting above which pieces of answers are left out
+LAGGING_SEND_QUEUE_BYTES = frames.MAX_BUFFERED_BYTES // 16  # above this, pieces of answers are dropped
 MAX_SEND_QUEUE_FRAMES = 20_000
-MAX_TOTAL_SEND_QUEUE_BYTES = 512 * 2**20  # bytes that may wait for all clients of the process
-SMALL_SEND_QUEUE_BYTES = (
-    2**20
-)  # bytes waiting up to which a connection is not to blame for what waits for all
-MAX_CLOSE_REASON_BYTES = 120  # bytes of why a connection is closed; a close frame holds 123
+MAX_TOTAL_SEND_QUEUE_BYTES = 512 * 2**20  # of all clients of the process
+SMALL_SEND_QUEUE_BYTES = 2**20  # up to this, a connection is not closed for the total
+MAX_CLOSE_REASON_BYTES = 120  # a close frame holds 123
 
 CHAT_DELTAS_CAPABILITY = "chat-deltas"
 """The capability of a client that assembles an answer from its increments."""
-UI_CLIENT_MODE = "ui"  # of terminals and apps that show the `message` of a delta and ignore its increment
+UI_CLIENT_MODE = "ui"  # terminals and apps that show the `message` of a delta, not its increment
 AGENT_TEXT_CLIENT_IDS = {
     "openclaw-android",
     "openclaw-ios",
@@ -48,7 +44,7 @@ AsgiSend = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class ConnectedClient(msgspec.Struct, frozen=True):
-    """Who connected, in their own words; nothing is decided by it."""
+    """A client as it describes itself, with its address and granted scopes. The description authorizes nothing."""
 
     id: str
     mode: str
@@ -64,7 +60,7 @@ class ConnectedClient(msgspec.Struct, frozen=True):
 
 
 class SendQueueTotal:
-    """What waits in all outboxes that share this, in bytes."""
+    """Bytes waiting in all send queues that share this object."""
 
     def __init__(self) -> None:
         self.waiting_bytes = 0
@@ -91,7 +87,7 @@ class WebSocketConnection:
         self.reads_increments = False
         """Whether a growing answer is sent as increments, or as the whole text each time."""
         self.is_subscribed_to_all_sessions = False
-        """Whether it hears of every session (`sessions.subscribe`)."""
+        """Whether it gets changes of all sessions (`sessions.subscribe`)."""
         self.tasks: set[asyncio.Task[None]] = set()
         self.closing: tuple[int, str] | None = None
         self.ended = asyncio.Event()
@@ -99,7 +95,7 @@ class WebSocketConnection:
         self._send_now = at_once
         self._seq = 0
         self._send_queue: deque[tuple[str, int]] = deque()
-        """Texts and what they take, which may be another size once they have been sent."""
+        """Texts with their size in memory, recorded because it may change once they are sent."""
         self._waiting_bytes = 0
         self._queue_total = together
         self._flushing = False
@@ -108,7 +104,7 @@ class WebSocketConnection:
         self._has_room.set()
 
     def mark_authenticated(self, client: ConnectedClient, identity: ClientIdentity, protocol: int) -> None:
-        """From here on it is known who this is; what it may do, it asked for and was granted."""
+        """Set the client and its granted scopes after authentication."""
         self.client, self.identity, self.protocol = client, identity, protocol
         self.caller = Caller.operator(client.scopes)
         self.reads_increments = protocol >= 4 and (self.has_delta_capability or client.mode != UI_CLIENT_MODE)
@@ -123,15 +119,15 @@ class WebSocketConnection:
         """Whether whole texts of a growing answer are sent as `agent` events instead of `chat` events."""
         return self.client is not None and self.client.id in AGENT_TEXT_CLIENT_IDS
 
-    # --- putting in ---
+    # --- queueing ---
 
     def enqueue(self, text: str) -> None:
-        """For the writer, who is woken."""
+        """Queue a text and wake the writer."""
         self._append_to_queue(text)
         self._wake.set()
 
     def send_event(self, text: str, *, droppable: bool = False) -> bool:
-        """Send an event with this connection's next number; False if it was left out because the client lags."""
+        """Send an event with this connection's next number; False if it was dropped because the client lags."""
         if droppable and self._waiting_bytes > LAGGING_SEND_QUEUE_BYTES:
             return False
         self._seq += 1
@@ -141,7 +137,7 @@ class WebSocketConnection:
         return True
 
     def _try_send_now(self, text: str) -> bool:
-        """Whether it has gone out already. It may not pass what waits, or is on its way."""
+        """Send a text without queueing; False if other texts are queued or being sent, which it must not overtake."""
         if self._send_queue or self._flushing or self.closing:
             return False
         return self._send_now(text)
@@ -151,9 +147,9 @@ class WebSocketConnection:
             return
         if self._is_slow():
             self.close(1008, "slow consumer")
-            self._clear_queue()  # at once, so that no others are closed for what nobody will be sent
+            self._clear_queue()  # now, so that unsendable texts do not count toward the total
             return
-        size = sys.getsizeof(text)  # in memory, which is known at once; encoding it would cost each listener
+        size = sys.getsizeof(text)  # size in memory; encoding would cost time per listener
         self._send_queue.append((text, size))
         self._add_waiting_bytes(size)
         if self._waiting_bytes > LAGGING_SEND_QUEUE_BYTES:
@@ -172,22 +168,22 @@ class WebSocketConnection:
         self._queue_total.waiting_bytes += size
 
     def _clear_queue(self) -> None:
-        """All but what is just being sent."""
+        """Drop all queued texts except the one being sent."""
         self._add_waiting_bytes(-sum(size for _, size in self._send_queue))
         self._send_queue.clear()
 
     async def send_response(self, text: str) -> None:
-        """A response of the reader, sent by itself if the writer is idle: waking it would cost as much again."""
+        """Send a response, directly if the writer is idle: waking it would double the cost."""
         self._append_to_queue(text)
         if not self._flushing:
             await self._flush()
 
     async def wait_for_room(self) -> None:
-        """Until the client has read most of what waits for it. For whoever has a lot to say."""
+        """Wait until the client has read most of its queue. For senders of large amounts."""
         await self._has_room.wait()
 
     def close(self, code: int, reason: str) -> None:
-        """End the connection once the writer gets to it; the first reason counts."""
+        """Close the connection once the writer gets to it; the first reason counts."""
         if self.closing is None:
             self.closing = (code, reason)
             self.ended.set()
@@ -197,12 +193,12 @@ class WebSocketConnection:
     # --- sending ---
 
     async def run_writer(self) -> None:
-        """Empty the outbox until the connection is to close."""
+        """Send queued texts until the connection is to close."""
         while True:
             await self._wake.wait()
             self._wake.clear()
             if self._flushing:
-                continue  # an answer is on its way, and whoever sends it empties the outbox
+                continue  # `send_response` is flushing the queue
             await self._flush()
             if self.closing:
                 return
@@ -233,13 +229,13 @@ class WebSocketConnection:
     # --- work that outlives a request ---
 
     def start_task(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Something that ends with the connection, at the latest."""
+        """Start a task that is cancelled when the connection ends."""
         task = asyncio.ensure_future(_run_work(work))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
     async def release_resources(self) -> None:
-        """When it is closed, and nothing is sent any more."""
+        """Drop the queue and cancel tasks, once the connection is closed."""
         self._clear_queue()
         for task in self.tasks:
             task.cancel()
@@ -247,7 +243,7 @@ class WebSocketConnection:
 
 
 def _truncate_close_reason(reason: str) -> str:
-    """What fits into a close frame, without half a character at its end."""
+    """Return the part of a reason that fits into a close frame, without splitting a character."""
     return reason.encode(errors="replace")[:MAX_CLOSE_REASON_BYTES].decode(errors="ignore")
 
 

@@ -1,7 +1,7 @@
 """Device identities: an Ed25519 key pair whose owner signs the challenge of a connection.
 
-A device says who connects, not what they may do: that is the secret's record. A signature that does not fit is
-refused even when the secret is right, because somebody is pretending.
+A device identifies a client but grants nothing; scopes come from the record of the secret. An invalid signature is
+rejected even if the secret is right, because the client is impersonating a device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 from antiphon.errors import Unauthorized
 from antiphon.gateway.ws.frames import Params
 
-MAX_CLOCK_SKEW_MS = 120_000  # ms between a device's clock and ours
+MAX_CLOCK_SKEW_MS = 120_000  # between a device's clock and ours
 DEVICE_IDENTITY_HINT = "Make a new device identity, or connect without one."
 
 
@@ -39,9 +39,9 @@ def verify_device(
     family: str,
     local: bool,
 ) -> None:
-    """Return if the device signed this very challenge with these very claims.
+    """Return if the device signed exactly this challenge and these claims; raise otherwise.
 
-    The oldest form signs no challenge and could be repeated by whoever saw it, so it is for this machine only.
+    The oldest form does not sign the challenge and could be replayed, so it is accepted from this machine only.
     """
     key = _decode_base64url(device.public_key, 32, "PUBLIC_KEY_INVALID", "public key")
     if hashlib.sha256(key).hexdigest() != device.id:

@@ -1,12 +1,12 @@
-"""A WebSocket as uvicorn serves it, with limits on what a peer may cost and a way to send a text at once.
+"""uvicorn's WebSocket protocol with resource limits per peer and synchronous sending.
 
-Limits: a message is bounded while it is being read, and tightly until the peer has authenticated (`raise_limits`); so
-are the fragments of a message, the control frames per second and the frames that one callback of the event loop
-handles. What a closed connection held is freed with its last reference: nothing is left to the garbage collector.
+Limits apply to message size (tighter until the peer has authenticated, see `raise_limits`), fragments per message,
+control frames per second and frames per event loop callback. A closed connection is freed with its last reference,
+without the garbage collector.
 
-Sending at once: ASGI sends with a coroutine, so an event for a thousand listeners would wake a thousand tasks for one
-write each. Here a text is framed and handed to the socket in one call. If the client lags or the connection is not
-open, the call is refused and the outbox takes over (`connection`).
+ASGI sends with a coroutine, so an event for a thousand listeners would wake a thousand tasks for one write each.
+`send_now` frames a text and hands it to the socket in one call. If the client lags or the connection is not open, it
+refuses, and the text goes into the send queue (`connection`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from antiphon.gateway.ws import frames
 
 SendNow = Callable[[str], bool]
 ASGI_EXTENSION_NAME = "antiphon.at_once"
-TEXT_FRAME_FIRST_BYTE = 0x81  # a whole text in one frame; frames of a server have no mask
+TEXT_FRAME_FIRST_BYTE = 0x81  # a complete text in one frame; servers do not mask frames
 
-MAX_FRAGMENTS_PER_UNAUTHENTICATED_MESSAGE = 64  # of a message, before the peer has authenticated
+MAX_FRAGMENTS_PER_UNAUTHENTICATED_MESSAGE = 64  # before the peer has authenticated
 MAX_FRAGMENTS_PER_MESSAGE = 4096  # some clients cut messages into pieces of 2 KiB
 CONTROL_FRAMES_PER_SECOND = 20
 CONTROL_FRAME_BURST = 100
@@ -39,7 +39,7 @@ UNAUTHENTICATED_CLOSE_TIMEOUT_SECONDS = 0.5  # for an unauthenticated peer to an
 
 
 class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
-    """Only without extensions of the protocol, such as compression, which would have to see every frame."""
+    """WebSocket protocol with limits. Does not support extensions such as compression, which must see every frame."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
 
     def handle_connect(self, event: Request) -> None:
         super().handle_connect(event)
-        if not self.close_sent:  # it was not refused
+        if not self.close_sent:  # accepted
             extensions = self.scope.setdefault("extensions", {})
             extensions[ASGI_EXTENSION_NAME] = {"send": self.send_now, "admit": self.raise_limits}
 
@@ -75,7 +75,7 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
         self.close_timeout = self._authenticated_close_timeout
 
     def send_now(self, text: str) -> bool:
-        """Whether it was taken."""
+        """Send a text synchronously; return False if it was not accepted."""
         if not self.writable.is_set() or self.disconnected or self.conn.state is not State.OPEN:
             return False
         payload = text.encode()
@@ -122,7 +122,7 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
         self._parse()
 
     def _parse(self) -> None:
-        """Parse what has arrived until it is used up, the application must act, or it is others' turn."""
+        """Parse received bytes until none are left, the application must act, or other connections get their turn."""
         handled = 0
         while self._unparsed and not self._must_hold():
             if self.disconnected or self.transport.is_closing():
@@ -161,7 +161,7 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
         return count
 
     def _find_excess(self, events: Sequence[Event]) -> str | None:
-        """The reason why these frames are too many; None if they are not."""
+        """Return why these frames exceed a limit; None if they do not."""
         control = 0
         for event in events:
             if not isinstance(event, Frame):
@@ -204,17 +204,17 @@ class LimitedWebSocketProtocol(WebSocketsSansIOProtocol):
             self.transport.write(self._owed_pong)
         self._owed_pong = b""
 
-    # --- the end ---
+    # --- closing ---
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._unparsed.clear()
         self.frames.clear()
         self.conn.reader.discard()
-        self.conn.parser.close()  # a generator of the object that holds it
-        self.conn.parser_exc = None  # and so is the traceback of an error
+        self.conn.parser.close()  # breaks a cycle: the generator refers to its owner
+        self.conn.parser_exc = None  # breaks a cycle through the traceback
         self.conn.events.clear()
-        if scope := getattr(self, "scope", None):  # which holds methods of this very object
+        if scope := getattr(self, "scope", None):  # breaks a cycle: it holds bound methods of this object
             scope.get("extensions", {}).pop(ASGI_EXTENSION_NAME, None)
 
 
@@ -227,7 +227,7 @@ def _encode_frame_head(size: int) -> bytes:
 
 
 def find_send_now(scope: MutableMapping[str, Any]) -> SendNow:
-    """How to send at once over this connection; a server that has no such thing always refuses."""
+    """Return `send_now` of this connection; under other servers, a function that always refuses."""
     return scope.get("extensions", {}).get(ASGI_EXTENSION_NAME, {}).get("send", refuse_to_send)
 
 

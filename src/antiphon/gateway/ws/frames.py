@@ -1,6 +1,6 @@
-"""Frames of the WebSocket protocol: JSON texts that are requests, responses or events. Nothing but their shape.
+"""Frames of the WebSocket protocol: requests, responses and events as JSON texts.
 
-An event is encoded once for everybody; a connection only adds its own number, so that a thousand listeners cost a
+An event is encoded once for all connections; each adds only its own sequence number, so a thousand listeners cost a
 thousand concatenations.
 """
 
@@ -25,14 +25,14 @@ from antiphon.errors import (
 from antiphon.validation_errors import ValidationIssue
 
 PROTOCOL_VERSIONS = (3, 4)
-MAX_UNAUTHENTICATED_FRAME_BYTES = 64 * 1024  # of a frame from somebody who has not said who they are
-MAX_FRAME_BYTES = 8 * 2**20  # of any frame
-MAX_BUFFERED_BYTES = 50 * 2**20  # that may wait for a client before it is dropped
-TICK_INTERVAL_MS = 30_000  # ms
+MAX_UNAUTHENTICATED_FRAME_BYTES = 64 * 1024  # received before authentication
+MAX_FRAME_BYTES = 8 * 2**20
+MAX_BUFFERED_BYTES = 50 * 2**20  # queued for a client before it is disconnected
+TICK_INTERVAL_MS = 30_000
 
 T = TypeVar("T", bound=msgspec.Struct)
 RETRYABLE_ERRORS = (StoreError, LaneFull, Unavailable, TooManyFailures)
-"""Errors after which nothing has happened and the same request may work later."""
+"""Errors that left no effect; the same request may succeed later."""
 
 
 class Params(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_unknown_fields=True):
@@ -40,12 +40,12 @@ class Params(msgspec.Struct, frozen=True, kw_only=True, rename="camel", forbid_u
 
 
 SessionReference: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-"""What a session is named by, before it is known whether it is a key."""
+"""A client's reference to a session: a key or an id, not yet parsed."""
 IdempotencyKey: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
 
 
 class RequestFrame(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["req"]  # not as a tag: a tag may be left out
+    type: Literal["req"]  # not a msgspec tag, which a client could omit
     id: str
     method: str
     params: msgspec.Raw = msgspec.Raw(b"{}")
@@ -78,7 +78,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def decode_request(text: str | bytes) -> RequestFrame:
-    """Raises msgspec.DecodeError for what is no JSON, ValidationError for JSON that is no request."""
+    """Decode a request. Raises msgspec.DecodeError for invalid JSON, ValidationError for other JSON."""
     return _request_decoder.decode(text)
 
 
@@ -91,7 +91,7 @@ def encode_error_response(request_id: str, error: WireError, payload: Any = None
 
 
 def encode_event(name: str, payload: Any, state_version: Mapping[str, int] | None = None) -> str:
-    """The event without its closing brace: `finish_numbered_event` or `finish_unnumbered_event` makes a frame of it."""
+    """Encode an event without its closing brace; `finish_numbered_event` or `finish_unnumbered_event` completes it."""
     text = f'{{"type":"event","event":"{name}","payload":{_encoder.encode(payload).decode()}'
     return f'{text},"stateVersion":{_encoder.encode(state_version).decode()}' if state_version else text
 
@@ -105,7 +105,7 @@ def finish_unnumbered_event(event_text: str) -> str:
 
 
 def to_wire_error(error: AntiphonError, protocol: int) -> WireError:
-    """How an error looks to a client; protocol 3 has no FORBIDDEN."""
+    """Return an error as sent to a client; protocol 3 has no FORBIDDEN."""
     code = error.ws
     details: dict[str, Any] = {"type": error.code, "hint": error.hint, **error.data}
     message = str(error)

@@ -1,4 +1,4 @@
-"""Entering: the `connect` request, checked in order, and the `hello-ok` that answers it."""
+"""The WebSocket handshake: checks the `connect` request and builds the `hello-ok` response."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ConnectParams(Params, frozen=True):
 
 
 class ProtocolMismatch(InvalidInput):
-    """No version of the protocol that both sides speak."""
+    """The client and the gateway have no protocol version in common."""
 
     code = "protocol_mismatch"
 
@@ -74,7 +74,7 @@ _connect_decoder = msgspec.json.Decoder(ConnectParams)
 async def authenticate_client(
     gateway: GatewayState, request: frames.RequestFrame, nonce: str, scope: MutableMapping[str, Any]
 ) -> tuple[ConnectedClient, ClientIdentity, int]:
-    """Whoever may come in: who it says it is, who it is, and the protocol to speak."""
+    """Authenticate a client; return its self-description, its identity and the protocol version."""
     if request.method != "connect":
         raise InvalidInput("The first request must be connect.", "Send it first.", field="method")
     params = frames.read_params("connect", request.params, _connect_decoder)
@@ -97,7 +97,7 @@ def get_client_address(scope: MutableMapping[str, Any]) -> str:
 
 
 def _negotiate_protocol(params: ConnectParams) -> int:
-    """The newest that both speak."""
+    """Return the newest protocol version that both sides support."""
     spoken = [p for p in frames.PROTOCOL_VERSIONS if params.min_protocol <= p <= params.max_protocol]
     if not spoken:
         raise ProtocolMismatch(
@@ -152,7 +152,7 @@ def _find_header(scope: MutableMapping[str, Any], name: bytes) -> str | None:
 
 
 async def _open_node_session(gateway: GatewayState, caller: Caller, client: ConnectedClient) -> None:
-    """A node has a session of its own, which exists from when it first connects."""
+    """Create the session of a node when it first connects."""
     name = client.device or client.instance or client.id
     key = keys.owned_key(gateway.house.config.default_agent_id, "node", name)
     await gateway.house.operations.open(caller, str(key))

@@ -1,7 +1,7 @@
-"""The WebSocket door: challenge, connect, then requests until somebody hangs up.
+"""The WebSocket server: challenge, `connect`, then requests until the connection closes.
 
-Written on bare ASGI: a request passes here in a few steps, and each of them is paid thousands of times a second.
-Requests of one connection are answered in their order, except those that wait for something (`Method.waits`).
+Written on bare ASGI, because each step of a request is executed thousands of times a second. Requests of one
+connection are answered in order, except those that wait for something (`Method.waits`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ from antiphon.tracing import start_span
 
 log = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_SECONDS = 15.0  # seconds a client may take to say who it is
-CLOSE_TIMEOUT_SECONDS = 0.5  # seconds in which a client has to take what was still meant for it
+CONNECT_TIMEOUT_SECONDS = 15.0  # for a client to authenticate
+CLOSE_TIMEOUT_SECONDS = 0.5  # for a client to read what is still queued
 MAX_CONNECTIONS = 4096
-MAX_UNAUTHENTICATED_CONNECTIONS = 64  # unauthenticated connections; a new one beyond these evicts another
-MAX_FOREIGN_ORIGIN_CONNECTIONS = (
-    8  # strangers among them that come from a page which may not, and only get to hear so
-)
-MAX_WAITING_REQUESTS_PER_CONNECTION = 256  # requests of one connection that wait for something
+MAX_UNAUTHENTICATED_CONNECTIONS = 64  # a new one beyond these evicts another
+MAX_FOREIGN_ORIGIN_CONNECTIONS = 8  # connections from origins that are not allowed; they only get the refusal
+MAX_WAITING_REQUESTS_PER_CONNECTION = 256  # see `Method.waits`
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -47,7 +45,7 @@ STOPPING_ERROR = frames.WireError(
 
 
 class CloseConnection(Exception):
-    """The connection ends here, with this code."""
+    """Ends the connection with this close code."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -99,7 +97,7 @@ class WebSocketServer:
                 connection.close(1011, "internal error")
         finally:
             connection.close(1000, "")
-            await asyncio.wait({writer}, timeout=CLOSE_TIMEOUT_SECONDS)  # what was said before is still heard
+            await asyncio.wait({writer}, timeout=CLOSE_TIMEOUT_SECONDS)  # deliver what is still queued
             for task in (reader, writer):
                 task.cancel()
             await asyncio.gather(reader, writer, return_exceptions=True)
@@ -108,7 +106,7 @@ class WebSocketServer:
             with suppress(TimeoutError):
                 async with asyncio.timeout(
                     CLOSE_TIMEOUT_SECONDS
-                ):  # a client that does not read does not get to hear why
+                ):  # a client that does not read gets no reason
                     await connection.send_close_frame()
 
     async def _read_requests(self, connection: WebSocketConnection, scope: Scope, receive: Receive) -> None:
@@ -118,10 +116,10 @@ class WebSocketServer:
                 await self._handle_request(connection, text)
         except CloseConnection as end:
             connection.close(end.code, end.reason)
-        except OSError:  # the client went away before its answer
+        except OSError:  # the client disconnected before its response
             connection.close(1000, "")
 
-    # --- before anything else ---
+    # --- handshake ---
 
     async def _run_handshake(self, connection: WebSocketConnection, scope: Scope, receive: Receive) -> None:
         nonce = str(uuid.uuid4())
@@ -155,7 +153,7 @@ class WebSocketServer:
             )
         except handshake.ProtocolMismatch as error:
             await self._refuse_connect(connection, request.id, error, 1002)
-        except Forbidden as error:  # a page of an origin that may not, a node whose token may not speak
+        except Forbidden as error:  # origin not allowed, or a node token without the write scope
             await self._refuse_connect(connection, request.id, error, 1008, "INVALID_REQUEST")
         except (Unauthorized, InvalidInput) as error:
             await self._refuse_connect(connection, request.id, error, 1008, error.data.pop("ws", None))
@@ -264,7 +262,7 @@ def _decode_request(text: str | bytes) -> frames.RequestFrame:
 
 
 async def _receive_text(receive: Receive) -> str | bytes | None:
-    """The next frame, or None when the client has hung up."""
+    """Return the next frame, or None if the client has disconnected."""
     message = await receive()
     if message["type"] == "websocket.disconnect":
         return None

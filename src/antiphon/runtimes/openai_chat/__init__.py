@@ -1,1 +1,1 @@
-"""Chat completions, read without a provider library."""
+"""Reads chat completions without a provider library."""

@@ -1,7 +1,7 @@
-"""The answer of a chat completion, put together from the chunks it is streamed in.
+"""Assembles the answer of a chat completion from its streamed chunks.
 
-The wire is read into typed structs, and what they do not name is skipped. Whether the whole is an answer at all is
-for the reader to judge, and what its tokens cost is not known here.
+Chunks are decoded into typed structs; unknown fields are ignored. The reader judges whether the result is a valid
+answer, and its cost is computed elsewhere.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from antiphon.runtimes.text import repair_surrogates
 from antiphon.runtimes.tool_calls import MAX_KEPT_TOOL_CALLS, build_tool_call, is_too_deep
 
 THINKING_FIELDS = ("reasoning", "reasoning_content")
-"""Where servers put thinking, in the order they are looked at."""
+"""Fields in which servers send thinking, in the order they are checked."""
 THINKING_TAGS = ("<think>", "</think>")
-"""What models write around their thinking where the server does not take it out."""
+"""Tags that models write around their thinking if the server does not remove it."""
 
 MAX_ANSWER_ID_CHARACTERS = 256
-"""Of what a provider calls its answer; its support asks for that."""
+"""Characters kept of the provider's id for its answer; its support asks for that id."""
 
 _Json = dict[str, Any]
 
@@ -74,7 +74,7 @@ def decode_chunk(data: bytes) -> CompletionChunk:
 
 
 def _decode_split_chunk(data: bytes) -> CompletionChunk:
-    """A character may be cut in two by the end of a chunk, which the decoder above does not take for text."""
+    """Decodes a chunk that ends in half a surrogate pair, which msgspec rejects."""
     try:
         return msgspec.convert(json.loads(data), CompletionChunk)
     except (ValueError, RecursionError):
@@ -87,7 +87,7 @@ class _AnswerPart(msgspec.Struct, eq=False):
     source: str
     pieces: list[str] = msgspec.field(default_factory=list[str])
     arguments: _Json | None = None
-    """Of a call whose server sends them as an object, and not as text."""
+    """Arguments of a call whose server sends them as an object rather than text."""
     names: list[str] = msgspec.field(default_factory=list[str])
     id: str = ""
     extra: Any = None
@@ -102,7 +102,7 @@ class _AnswerPart(msgspec.Struct, eq=False):
 
 
 class CompletionAnswer:
-    """What has been received, put together."""
+    """The answer received so far."""
 
     def __init__(self, deltas: Deltas, meter: AnswerMeter) -> None:
         self._deltas = deltas
@@ -131,7 +131,7 @@ class CompletionAnswer:
         self.id = str(chunk.id or self.id)[:MAX_ANSWER_ID_CHARACTERS]
         self.model = chunk.model or self.model
         self.tier = chunk.service_tier or self.tier
-        # The last report counts: some servers report what was used so far with every piece.
+        # The last report counts: some servers report cumulative usage with every chunk.
         self.usage = chunk.usage or self.usage
         if not chunk.choices:
             return
@@ -154,7 +154,7 @@ class CompletionAnswer:
         self._get_growing_part("content").pieces.append(self.refusal)
 
     def build_blocks(self, taken: set[str]) -> list[TextBlock | ThinkingBlock | ToolCall]:
-        """`taken` are the call ids that are no longer free. Of too many calls only the first are there."""
+        """The answer's blocks, with at most `MAX_KEPT_TOOL_CALLS` calls. `taken` are call ids already in use."""
         content: list[TextBlock | ThinkingBlock | ToolCall] = []
         calls = 0
         for part in self._parts:
@@ -170,7 +170,7 @@ class CompletionAnswer:
         return content
 
     def _get_growing_part(self, source: str) -> _AnswerPart:
-        """The block that a piece from there belongs to: the last one, or a new one if that came from elsewhere."""
+        """The block that a piece from `source` extends: the last one, or a new one if that has another source."""
         if not self._parts or self._parts[-1].source != source:
             return self._begin_part(source)
         return self._parts[-1]
@@ -227,7 +227,7 @@ class CompletionAnswer:
             part.arguments = function.arguments
 
     def _get_call_part(self, index: int | None, name: str | None) -> _AnswerPart:
-        """Some servers do not number calls: there a name begins the next one."""
+        """The part of a tool call. Some servers do not number calls; then a name starts the next one."""
         if index is None and not name and self._parts and self._parts[-1].source == "call":
             return self._parts[-1]
         if index is None or index not in self._calls:
@@ -239,7 +239,7 @@ class CompletionAnswer:
 
 
 def _join_text_parts(content: list[Any] | None) -> str:
-    """Some servers stream text as a list of parts."""
+    """Joins text that some servers stream as a list of parts."""
     parts = (
         cast(_Json, part) if isinstance(part, dict) else {"type": "text", "text": part}
         for part in content or ()

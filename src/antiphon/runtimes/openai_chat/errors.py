@@ -1,6 +1,6 @@
-"""What went wrong with a chat completion, as the `ProviderError` to raise.
+"""Builds the `ProviderError` for a failed chat completion.
 
-An answer that came whole but is none is the reader's to refuse.
+The reader itself rejects a complete response that contains no answer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Json = dict[str, Any]
 
 
 def build_connection_error(spec: ModelSpec, error: httpx2.HTTPError) -> ProviderError:
-    """What the library says is left out, because it may quote a header or an address."""
+    """The error for a failed connection. The library's text is left out: it may quote a header or an address."""
     if isinstance(error, httpx2.TimeoutException):
         unopened = isinstance(error, httpx2.ConnectTimeout)
         return build_provider_error(spec, "unreachable" if unopened else "silent", reason="timed out")
@@ -38,8 +38,8 @@ def build_connection_error(spec: ModelSpec, error: httpx2.HTTPError) -> Provider
 
 
 async def build_status_error(spec: ModelSpec, response: httpx2.Response) -> ProviderError:
-    """For a response whose status is an error."""
-    body = (await response.aread()).strip()  # as much of it as the client lets through
+    """The error for a response with an error status."""
+    body = (await response.aread()).strip()  # bounded by the client
     try:
         error: object = msgspec.json.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -52,7 +52,7 @@ async def build_status_error(spec: ModelSpec, response: httpx2.Response) -> Prov
 
 
 def build_stream_error(spec: ModelSpec, error: object) -> ProviderError:
-    """For an error that a chunk of the stream holds."""
+    """The error for an error object inside a stream."""
     return _build_reported_error(
         spec, _get_status(error), error, otherwise="an error in the middle of the stream"
     )
@@ -109,18 +109,18 @@ _STATUS_BY_CODE = {
     "overloaded": 503,
     "server_error": 500,
 }
-"""The status an error has before a stream begins, by its code or type."""
+"""The HTTP status that an error would have before the stream begins, by its code or type."""
 
 
 def _get_codes(error: object) -> tuple[str, str]:
-    """The code and the type of an error, where it has them."""
+    """The code and type of an error; empty where it has none."""
     fields = cast(_Json, error) if isinstance(error, dict) else {}
     code, kind = fields.get("code"), fields.get("type")
     return str(code) if isinstance(code, str | int) else "", kind if isinstance(kind, str) else ""
 
 
 def _get_status(error: object) -> int | None:
-    """The status of an error inside a stream; gateways send the number itself as the code."""
+    """The HTTP status of an error inside a stream; gateways send the number itself as the code."""
     code, kind = _get_codes(error)
     if re.fullmatch(r"[45]\d\d", code, re.ASCII):
         return int(code)
@@ -128,7 +128,7 @@ def _get_status(error: object) -> int | None:
 
 
 def _classify_error(status: int | None, codes: tuple[str, str], reason: str) -> FailureKind | None:
-    """What the provider says in as many words, which comes before what is read out of its sentence."""
+    """The failure kind by explicit codes, which take precedence over the error's message."""
     code, kind = codes
     if kind in _NO_CREDIT_CODES:
         return "quota"
@@ -138,7 +138,7 @@ def _classify_error(status: int | None, codes: tuple[str, str], reason: str) -> 
 
 
 def _parse_retry_after(headers: Mapping[str, str]) -> float | None:
-    """Seconds the provider asks for, in milliseconds, in seconds or as a date."""
+    """Seconds to wait, from a header in milliseconds, in seconds or as a date."""
     try:
         milliseconds = float(headers.get("retry-after-ms", ""))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Server-sent events out of bytes; what their data means, and how many there may be, is not known here."""
+"""Parses server-sent events from bytes; it neither interprets nor limits them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Generator
 
 
 class UnreadableStream(Exception):
-    """The stream is not what it should be; the text says why."""
+    """The stream is malformed; the text says why."""
 
 
 class EventStreamParser:
-    """The data of server-sent events, out of pieces that are cut anywhere."""
+    """Extracts the data of server-sent events from arbitrarily split pieces."""
 
     def __init__(self) -> None:
         self.has_events = False
@@ -18,14 +18,14 @@ class EventStreamParser:
         self._data: list[bytearray] = []
 
     def feed(self, piece: bytes) -> Generator[bytes]:
-        """The events that this piece completes."""
+        """Yields the events that this piece completes."""
         self._rest += piece
         if b"\n" in piece:
             *lines, self._rest = self._rest.split(b"\n")
             yield from filter(None, map(self._complete_event, lines))
 
     def _complete_event(self, line: bytearray) -> bytes | None:
-        """The event that ends with this line, if one does."""
+        """The event completed by this line, if any."""
         text = line.removesuffix(b"\r")
         if text.startswith(b"data:"):
             self._data.append(text[5:].removeprefix(b" "))

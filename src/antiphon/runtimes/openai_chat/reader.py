@@ -1,8 +1,8 @@
-"""The `Reader` for OpenAI chat completions, the API that nearly every provider speaks: one POST, one event stream.
+"""The `Reader` for OpenAI chat completions, which nearly every provider speaks: one POST, one event stream.
 
-It sends what `PydanticReader` sends for the same prompt and makes the same transcript of the same answer, without
-an SDK and without its objects for every piece. What is sent is `completions_request`, what is received
-`completions_answer`, and what failed `completions_errors`; here they meet the connection.
+It sends the same request as `PydanticReader` for a prompt and builds the same transcript from the answer, but
+without an SDK and its objects for every chunk. The `request` module builds the body, `answer` assembles the answer
+and `errors` translates failures; this module connects them over HTTP.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from antiphon.runtimes.openai_chat.usage import TokenCounters
 from antiphon.runtimes.prices import Prices
 
 STREAM_END_SECONDS = 0.5
-"""Seconds a server has to end its response after `[DONE]`; a connection read to its end is used again."""
+"""Seconds a server has to end its response after `[DONE]`; a connection read to its end is reused."""
 
 
 class CompletionsReader(HttpReader):
-    """Reads answers straight off one HTTP client."""
+    """Reads answers directly from one HTTP client."""
 
     def _prepare(self) -> None:
         spec = self._spec
@@ -64,7 +64,7 @@ class CompletionsReader(HttpReader):
                     raise await build_status_error(self._spec, response)
                 await self._read_stream(response, answer)
         except httpx2.HTTPError as error:
-            # The cause is left out: it would drag the request, with its headers, into tracebacks.
+            # The cause is left out: it would carry the request and its headers into tracebacks.
             raise build_connection_error(self._spec, error) from None
         self._check_answer(answer)
         model = self._choose_model_name(answer.model)
@@ -112,7 +112,7 @@ class CompletionsReader(HttpReader):
         answer.add_chunk(chunk)
 
     def _check_answer(self, answer: CompletionAnswer) -> None:
-        """Refuse what is not an answer: a stream that ended early, or nothing because of a filter."""
+        """Refuses what is not an answer: a stream that ended early, or an empty one caused by a filter."""
         if not answer.finish:
             raise build_provider_error(
                 self._spec, "brokenOff", reason="the stream ended before the answer did"
@@ -123,7 +123,7 @@ class CompletionsReader(HttpReader):
             answer.add_refusal_as_text()
 
     def _build_usage(self, answer: CompletionAnswer, model: str) -> TokenUsage | None:
-        """None when the provider reported none: nought tokens would be a claim."""
+        """The usage with its cost, or None if the provider reported none: zero tokens would be a claim."""
         counted = self._counters.count_tokens(answer.usage, model) if answer.usage else None
         if counted is None:
             return None

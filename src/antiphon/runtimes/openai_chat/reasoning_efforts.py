@@ -1,7 +1,7 @@
-"""The reasoning efforts that a chat completions model takes.
+"""The reasoning efforts that a chat completions model supports.
 
-pydantic-ai knows them too, but takes seconds to import while a request waits. So those of OpenAI's models are listed
-here, which a test compares with the library, and it is asked only about the vendors that it has rules of their own for.
+pydantic-ai knows them too, but takes seconds to import while a request waits. So those of OpenAI's models are
+listed here, and a test compares them with the library, which is consulted only for vendors with their own rules.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EFFORTS_BY_LEVEL = {
     "xhigh": "xhigh",
     "max": "xhigh",
 }
-"""The effort that stands for each level of thinking but `off`."""
+"""The effort for each thinking level except `off`."""
 
 LIBRARY_VENDORS = ("cohere", "google", "groq", "meta", "meta-llama", "mistral", "mistralai", "x-ai")
 
@@ -30,7 +30,7 @@ _EFFORTS_IN_ORDER = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 class _EffortSupport(msgspec.Struct, frozen=True):
-    """What a family of models takes, the least first."""
+    """The efforts that a family of models supports, lowest first."""
 
     efforts: tuple[str, ...]
     off: str | None
@@ -76,11 +76,11 @@ _SUPPORT_BY_PREFIX: dict[str, _EffortSupport | None] = {
     "o3": _UNTIL_HIGH,
     "o4": _UNTIL_HIGH,
 }
-"""The first prefix that fits counts, so the longer ones stand before the shorter; what fits none takes no effort."""
+"""Efforts by model prefix; the first match counts, so longer prefixes come first. Without a match none is sent."""
 
 
 async def load_reasoning_efforts(spec: ModelSpec) -> Mapping[str, str | None]:
-    """What to send for each level of thinking: the nearest effort the model takes, or nothing if it takes none."""
+    """What to send for each thinking level: the nearest supported effort, or nothing if the model supports none."""
     if spec.provider == "openai":
         return get_listed_efforts(spec.model)
     vendor, _, model = spec.model.partition("/")
@@ -90,14 +90,14 @@ async def load_reasoning_efforts(spec: ModelSpec) -> Mapping[str, str | None]:
 
 
 def get_listed_efforts(model: str) -> dict[str, str | None]:
-    """For a model of OpenAI, or one that nothing is known about."""
+    """The efforts of an OpenAI model, or of an unknown one."""
     fitting = (support for prefix, support in _SUPPORT_BY_PREFIX.items() if model.startswith(prefix))
     support = next(fitting, None)
     return _map_nearest_efforts(support) if support else {}
 
 
 def load_library_efforts(spec: ModelSpec) -> dict[str, str | None]:
-    """As pydantic-ai knows them. Importing it is slow: not for the event loop."""
+    """The efforts according to pydantic-ai. Importing it is slow, so call this off the event loop."""
     from pydantic_ai.profiles.openai import OpenAIModelProfile  # noqa: PLC0415
     from pydantic_ai.providers.openai import OpenAIProvider  # noqa: PLC0415
     from pydantic_ai.providers.openai_compatible import OpenAICompatibleProvider  # noqa: PLC0415
@@ -116,7 +116,7 @@ def load_library_efforts(spec: ModelSpec) -> dict[str, str | None]:
 
 
 def _map_nearest_efforts(support: _EffortSupport) -> dict[str, str | None]:
-    """For each level the least effort that is not below it, else the most there is."""
+    """For each level the lowest effort that is not below it, else the highest one."""
     active = [effort for effort in support.efforts if effort != "none"]
     nearest: dict[str, str | None] = {"off": support.off}
     for level, effort in EFFORTS_BY_LEVEL.items():

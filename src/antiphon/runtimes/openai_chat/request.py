@@ -1,7 +1,7 @@
-"""The body of a chat completions request: what is sent for a prompt.
+"""Builds the body of a chat completions request from a prompt.
 
-`native` is used as in `pydantic_transcript`: `id` is the field that thinking came in, `details` is opaque data to
-send back. Nothing is sent from here.
+`native` is used as in `pydantic_ai.transcript`: `id` is the field that thinking came in, `details` is opaque data
+to send back. Nothing is sent from here.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def build_request_body(spec: ModelSpec, prompt: Prompt, effort: str | None) -> b
     if prompt.sampling is not None:
         body |= _encode_sampling(prompt.sampling)
     if (most := get_max_answer_tokens(spec, prompt)) is not None:
-        # The older name is the one that every compatible server reads.
+        # Every compatible server reads the older name.
         body["max_completion_tokens" if spec.provider == "openai" else "max_tokens"] = most
     if effort is not None:
         body["reasoning_effort"] = effort
@@ -66,7 +66,7 @@ def build_request_body(spec: ModelSpec, prompt: Prompt, effort: str | None) -> b
 
 
 def _encode_sampling(chosen: Sampling) -> _Json:
-    """Everything has the same name in this API."""
+    """The sampling settings, whose names are the same in this API."""
     sent: _Json = {
         "temperature": chosen.temperature,
         "top_p": chosen.top_p,
@@ -85,7 +85,7 @@ def _encode_sampling(chosen: Sampling) -> _Json:
 
 
 def _encode_tool(tool: ToolSpec) -> _Json:
-    """Our schemas are sent as they are; strict mode would have the provider's dialect rewrite them."""
+    """A tool definition with its schema unchanged; strict mode would have the provider rewrite it."""
     described: _Json = {
         "name": tool.name,
         "description": tool.description,
@@ -96,7 +96,7 @@ def _encode_tool(tool: ToolSpec) -> _Json:
 
 
 def _encode_conversation(messages: Iterable[Message], provider: str) -> list[_Json]:
-    """What strict providers take: it begins and ends with the user, turns alternate and no text is blank."""
+    """Messages that strict providers accept: the user comes first and last, turns alternate, no text is blank."""
     told = (
         message for message in messages if not isinstance(message, AssistantMessage) or _has_spoken(message)
     )
@@ -116,7 +116,7 @@ def _encode_conversation(messages: Iterable[Message], provider: str) -> list[_Js
 
 
 def _has_spoken(message: AssistantMessage) -> bool:
-    """False for a message that failed or was stopped before it said anything."""
+    """False for a message that failed or was stopped before it had any content."""
     return any(
         isinstance(block, ToolCall) or (isinstance(block, TextBlock) and block.text.strip())
         for block in message.content
@@ -136,7 +136,7 @@ def _encode_answers(messages: Sequence[AssistantMessage], provider: str) -> _Jso
                 case ToolCall():
                     calls.append(_encode_call(block, own))
                 case ThinkingBlock():
-                    # To another provider it would be noise, and half a thought is none.
+                    # Useless to another provider, and incomplete after an error or abort.
                     if own and message.stop_reason not in ("error", "aborted"):
                         _replay_thinking(block, texts, thoughts)
     said: _Json = {"role": "assistant"} | {name: "\n\n".join(thought) for name, thought in thoughts.items()}
@@ -145,7 +145,7 @@ def _encode_answers(messages: Sequence[AssistantMessage], provider: str) -> _Jso
 
 
 def _replay_thinking(block: ThinkingBlock, texts: list[str], thoughts: dict[str, list[str]]) -> None:
-    """Thinking goes back the way it came: in its field, or between tags in the text."""
+    """Sends thinking back the way it came: in its field, or between tags in the text."""
     origin = (block.native or {}).get("id")
     if origin in THINKING_FIELDS:
         thoughts.setdefault(origin, []).append(block.thinking)
@@ -170,7 +170,7 @@ def _make_chat_call_id(call_id: str) -> str:
 
 
 def _encode_arguments(written: str | _Json) -> _Json:
-    """Always an object, which is all that strict providers take."""
+    """The arguments as an object, since strict providers accept nothing else."""
     if not isinstance(written, str):
         return written
     read = parse_arguments(written)
@@ -178,7 +178,7 @@ def _encode_arguments(written: str | _Json) -> _Json:
 
 
 def _encode_requests(messages: Iterable[Message]) -> list[_Json]:
-    """Results first, as providers demand, then one prompt: some chat templates refuse two in a row."""
+    """Tool results first, as providers demand, then a single prompt: some chat templates refuse two in a row."""
     sent: list[_Json] = []
     prompts: list[str | list[_Json]] = []
     shown: list[_Json] = []
@@ -190,7 +190,7 @@ def _encode_requests(messages: Iterable[Message]) -> list[_Json]:
                 prompts.append(SUMMARY_PREFIX + message.summary)
             case UserMessage():
                 prompts.append(_encode_user_content(message.content))
-            case AssistantMessage():  # not in this turn
+            case AssistantMessage():  # does not occur within a turn
                 pass
     if prompts:
         sent.append({"role": "user", "content": _join_prompts(prompts)})
@@ -241,7 +241,7 @@ def _decode_image(image: ImageBlock) -> bytes | None:
 
 
 def _encode_result(result: ToolResult, shown: list[_Json]) -> _Json:
-    """A result is text here; its images are named in it and `shown` in a message of the user after it."""
+    """A tool result as text; its images are named there and added to `shown` for a user message that follows."""
     parts: list[str] = [format_result(result)]
     names: list[str] = []
     for image in (block for block in result.content if isinstance(block, ImageBlock)):
@@ -264,7 +264,7 @@ def _encode_result(result: ToolResult, shown: list[_Json]) -> _Json:
 
 
 def _format_result_tag(result: ToolResult, name: str) -> str:
-    """Says that what follows came from a tool: it must not pass for something the user sent."""
+    """Marks the following content as a tool's output, so that it does not pass for the user's."""
     marks = {
         "tool_name": result.tool_name,
         "tool_call_id": _make_chat_call_id(result.tool_call_id),
@@ -275,7 +275,7 @@ def _format_result_tag(result: ToolResult, name: str) -> str:
 
 
 def _join_result_parts(parts: list[str], names: list[str], *, failed: bool) -> str:
-    """Plain text for plain text, JSON for more, and `{"error": …}` for a failure that is not a JSON object itself."""
+    """Plain text for plain text, JSON for mixed parts, and `{"error": …}` for a failure that is not a JSON object."""
     if not failed or (len(parts) == 1 and is_json_object(parts[0])):
         return parts[0] if len(parts) == 1 else _encode_json(parts)
     said = [part for part in parts if part not in names] if names else parts
@@ -288,7 +288,7 @@ def _encode_json(value: object) -> str:
 
 
 def _fill_thinking(sent: list[_Json]) -> None:
-    """A server that thinks in a field wants it, even empty, on every call since the user last spoke."""
+    """Adds an empty thinking field to calls since the last user message: servers that use one require it."""
     used = {name for message in sent for name in THINKING_FIELDS if name in message}
     if len(used) != 1:
         return

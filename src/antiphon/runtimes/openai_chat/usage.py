@@ -1,4 +1,4 @@
-"""The token counts of a chat completion under their common names; not what they cost."""
+"""The token counts of a chat completion under their common names, without their cost."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _Json = dict[str, Any]
 
 
 class TokenCounters:
-    """How the provider of one spec, whose API is at `url`, reports its tokens."""
+    """Reads the token usage reported by the provider of one spec, whose API is at `url`."""
 
     def __init__(self, spec: ModelSpec, url: str) -> None:
         self._counters = list(_find_counters(spec, url))
 
     def count_tokens(self, usage: _Json, model: str) -> Any:
-        """What was used, or None if nobody can read it: providers put what was cached in different places."""
+        """The usage, or None if it is not readable: providers report cached tokens in different places."""
         known = _drop_nulls(usage)
         for counter in self._counters:
             try:
@@ -38,7 +38,7 @@ class TokenCounters:
 
 
 def _find_counters(spec: ModelSpec, url: str) -> Generator[Provider]:
-    """Who may know how this provider reports its tokens, most likely first; most report them as OpenAI does."""
+    """Parsers that may understand this provider's usage, most likely first; most providers follow OpenAI."""
     snapshot = get_snapshot()
     for name, address in ((None, url), (spec.provider, None), ("openai", None)):
         try:

@@ -1,4 +1,4 @@
-"""The `Reader` that stands on pydantic-ai's model layer: transcript in, one streamed request, transcript out.
+"""The `Reader` on pydantic-ai's model layer: transcript in, one streamed request, transcript out.
 
 Only `Model.request_stream` is used, never the agent loop. pydantic-ai's exceptions do not leave this module:
 they become `ProviderError`. The provider SDKs' own retries are off, and an SDK is imported when the first
@@ -54,7 +54,7 @@ from antiphon.runtimes.pydantic_ai.transcript import (
 )
 
 _THINKING_SETTINGS = {"off": False, "adaptive": True}
-"""What the library has other words for; `adaptive` leaves it to the model how much."""
+"""Levels that pydantic-ai names differently; `adaptive` leaves the amount to the model."""
 
 
 class PydanticReader(HttpReader):
@@ -77,7 +77,7 @@ class PydanticReader(HttpReader):
                     _forward_event(event, deltas)
                 response = stream.get()
         except Exception as error:  # noqa: BLE001 - whatever a library makes of what it was sent
-            # The cause is left out: it would drag the provider's request, with its headers, into tracebacks.
+            # The cause is left out: it would carry the provider's request and its headers into tracebacks.
             raise _find_own_error(error) or self._translate_error(error) from None
         response = self._check_response(response, deltas)
         model = self._choose_model_name(response.model_name)
@@ -90,7 +90,7 @@ class PydanticReader(HttpReader):
         )
 
     def _build_settings(self, prompt: Prompt) -> ModelSettings:
-        """What a model does not support is left out by its profile, `thinking` included."""
+        """The settings of a request; its model's profile drops what the model does not support, `thinking` included."""
         settings: dict[str, Any] = {}
         if (most := get_max_answer_tokens(self._spec, prompt)) is not None:
             settings["max_tokens"] = most
@@ -99,12 +99,12 @@ class PydanticReader(HttpReader):
         if prompt.thinking is not None:
             settings["thinking"] = _THINKING_SETTINGS.get(prompt.thinking, prompt.thinking)
         if self._spec.api == "openai-responses":
-            # The transcript is ours to keep: nothing is stored there, and reasoning comes back encrypted.
+            # We keep the transcript: nothing is stored at the provider, and reasoning comes back encrypted.
             settings["openai_store"] = False
         return cast(ModelSettings, settings)
 
     def _check_response(self, response: ModelResponse, deltas: Deltas) -> ModelResponse:
-        """Refuse what is not an answer: a stream that ended early, or nothing because of a filter."""
+        """Refuses what is not an answer: a stream that ended early, or an empty one caused by a filter."""
         details = response.provider_details or {}
         if response.state == "incomplete" or not (response.finish_reason or details.get("finish_reason")):
             raise build_provider_error(
@@ -121,7 +121,7 @@ class PydanticReader(HttpReader):
         return response
 
     def _build_usage(self, response: ModelResponse, model: str) -> TokenUsage | None:
-        """None when the provider reported none: nought tokens would be a claim."""
+        """The usage with its cost, or None if the provider reported none: zero tokens would be a claim."""
         counted = response.usage
         if counted.unmeasured_requests:
             return None
@@ -161,7 +161,7 @@ _UNSUPPORTED_SETTINGS: dict[Api, set[str]] = {
     "anthropic-messages": {"seed", "presence_penalty", "frequency_penalty", "response_format"},
     "google-generative-ai": {"response_format", "parallel_tool_calls"},
 }
-"""What an API has no field for; the library would leave it out."""
+"""Settings that an API has no field for; the library would drop them silently."""
 
 
 def _build_sampling(spec: ModelSpec, chosen: Sampling) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def _build_sampling(spec: ModelSpec, chosen: Sampling) -> dict[str, Any]:
 
 
 def _build_response_format(spec: ModelSpec, wanted: dict[str, Any]) -> dict[str, Any]:
-    """The field of the API; the newer one has the schema beside its type instead of below it."""
+    """The response format field of the API; the Responses API has the schema beside its type, not below it."""
     if spec.api == "openai-completions":
         return {"response_format": wanted}
     return {"text": {"format": {"type": wanted["type"], **(wanted.get("json_schema") or {})}}}
@@ -211,7 +211,7 @@ def _join_codes(error: pai.ModelAPIError) -> str:
 
 
 def _find_own_error(error: BaseException | None) -> AntiphonError | None:
-    """The error that stopped the reading, which the libraries put into one of theirs."""
+    """Our own error that stopped the reading, unwrapped from the libraries' exceptions."""
     while error is not None and not isinstance(error, AntiphonError):
         error = error.__cause__ or error.__context__
     return error
@@ -267,7 +267,7 @@ def _forward_event(event: ModelResponseStreamEvent, deltas: Deltas) -> None:
 def _build_parameters(prompt: Prompt) -> ModelRequestParameters:
     return ModelRequestParameters(
         function_tools=[
-            # Our schemas are sent as they are; strict mode would have the provider's dialect rewrite them.
+            # Our schemas are sent unchanged; strict mode would have the provider rewrite them.
             ToolDefinition(
                 name=tool.name,
                 parameters_json_schema=dict(tool.parameters),
@@ -286,12 +286,12 @@ _UNCHANGED_SCHEMA_PROFILE = ModelProfile(json_schema_transformer=None)
 def _build_openai_completions(spec: ModelSpec, http: httpx2.AsyncClient) -> Model[Any]:
     from pydantic_ai.models.openai import OpenAIChatModel  # noqa: PLC0415
 
-    # Without a finish reason nobody can tell an answer from the first half of one.
+    # Without a finish reason, an answer looks the same as the first half of one.
     profile = OpenAIModelProfile(
         json_schema_transformer=None, openai_chat_streaming_requires_finish_reason=True
     )
     if spec.provider != "openai":
-        # The older name is the one that every compatible server reads.
+        # Every compatible server reads the older name.
         profile["openai_chat_supports_max_completion_tokens"] = False
     return OpenAIChatModel(spec.model, provider=_build_openai_provider(spec, http), profile=profile)
 
@@ -310,7 +310,7 @@ def _build_openai_provider(spec: ModelSpec, http: httpx2.AsyncClient) -> Any:
     from pydantic_ai.providers.openai_compatible import OpenAICompatibleProvider  # noqa: PLC0415
 
     client = AsyncOpenAI(
-        # Named even when it is the default, so that no environment variable redirects it.
+        # Set even if it is the default, so that no environment variable redirects it.
         base_url=spec.base_url or OPENAI_URL,
         api_key=spec.api_key or PLACEHOLDER_KEY,
         default_headers=dict(spec.headers),
@@ -343,7 +343,7 @@ def _build_anthropic_messages(spec: ModelSpec, http: httpx2.AsyncClient) -> Mode
 
 def _build_google_generative_ai(spec: ModelSpec, http: httpx2.AsyncClient) -> Model[Any]:
     try:
-        # By name, because the SDK is an extra and its types need not be here.
+        # Imported by name, because the SDK is an extra and its types may be missing.
         models = importlib.import_module("pydantic_ai.models.google")
         providers = importlib.import_module("pydantic_ai.providers.google")
     except ImportError:

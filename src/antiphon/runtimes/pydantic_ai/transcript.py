@@ -1,13 +1,12 @@
-"""The transcript as pydantic-ai's messages, and a response as transcript blocks.
+"""Converts transcripts to pydantic-ai's messages, and responses to transcript blocks.
 
-What only a provider understands is kept in a block's `native`: `id` (an item's id, or the field reasoning
-came in), `details` (opaque data to send back) and `provider` (who issued them, where that is not the name
-the provider is configured under). Thinking goes back only to the provider that wrote it; to another it
-would be noise at best and an error at worst.
+Provider-specific data is kept in a block's `native`: `id` (an item's id, or the field reasoning came in), `details`
+(opaque data to send back) and `provider` (the issuer, where that is not the configured name). Thinking goes back
+only to the provider that wrote it; another would ignore or reject it.
 
-The result is always a conversation that strict providers take: it begins and ends with a request, requests
+The result is always a conversation that strict providers accept: it begins and ends with a request, requests
 and responses alternate, tool results come first in the request after their calls, and no text is blank.
-That every call has its result is the prompt's promise.
+The prompt guarantees that every call has its result.
 """
 
 from __future__ import annotations
@@ -61,17 +60,17 @@ _RequestPart = UserPromptPart | ToolReturnPart
 
 
 class Dialect(msgspec.Struct, frozen=True):
-    """What has to be known of the model a conversation is meant for."""
+    """The model that a conversation is built for."""
 
     api: Api
     provider: str
     """The name it is configured under."""
     system: str
-    """The name pydantic-ai knows it by, which is what it compares to decide what may be sent back."""
+    """The name pydantic-ai knows it by; the library compares it to decide what may be sent back."""
 
 
 def build_conversation(messages: Iterable[Message], dialect: Dialect) -> list[ModelMessage]:
-    """The messages to send, coalesced so that requests and responses alternate."""
+    """The messages to send, merged so that requests and responses alternate."""
     turns = [(isinstance(message, AssistantMessage), _build_parts(message, dialect)) for message in messages]
     sent: list[ModelMessage] = []
     for answered, group in groupby((turn for turn in turns if turn[1]), key=lambda turn: turn[0]):
@@ -90,9 +89,9 @@ def build_conversation(messages: Iterable[Message], dialect: Dialect) -> list[Mo
 def build_blocks(
     parts: Sequence[ModelResponsePart], dialect: Dialect, taken: set[str]
 ) -> list[TextBlock | ThinkingBlock | ToolCall]:
-    """The transcript form of a response. `taken` are the call ids that are no longer free.
+    """The transcript blocks of a response, with at most `MAX_KEPT_TOOL_CALLS` calls.
 
-    Of too many calls only the first are there.
+    `taken` are the call ids already in use.
     """
     content: list[TextBlock | ThinkingBlock | ToolCall] = []
     calls = 0
@@ -113,7 +112,7 @@ def build_blocks(
 
 
 def extract_message_native(response: ModelResponse) -> dict[str, Any] | None:
-    """What a provider said of the whole message; the id is what its support asks for."""
+    """Provider data about the whole message; the provider's support asks for its id."""
     details = {
         key: value
         for key, value in (response.provider_details or {}).items()
@@ -135,7 +134,7 @@ def _build_parts(message: Message, dialect: Dialect) -> list[Any]:
 
 
 def _build_request_parts(parts: Sequence[_RequestPart]) -> list[_RequestPart]:
-    """Results first, as providers demand, then one prompt: some chat templates refuse two in a row."""
+    """Tool results first, as providers demand, then a single prompt: some chat templates refuse two in a row."""
     results = [part for part in parts if isinstance(part, ToolReturnPart)]
     prompts = [part.content for part in parts if isinstance(part, UserPromptPart)]
     if not prompts:
@@ -176,7 +175,7 @@ def _build_tool_return(result: ToolResult, dialect: Dialect) -> ToolReturnPart:
         content = msgspec.json.decode(text)
     failed = result.is_error and not (
         is_data and dialect.api != "anthropic-messages"
-    )  # that has a flag for it
+    )  # the only API with a flag for it
     return ToolReturnPart(
         tool_name=result.tool_name,
         content=content,
@@ -186,7 +185,7 @@ def _build_tool_return(result: ToolResult, dialect: Dialect) -> ToolReturnPart:
 
 
 def _build_response_parts(message: AssistantMessage, dialect: Dialect) -> list[ModelResponsePart]:
-    """Nothing for a message that failed or was stopped before it said anything."""
+    """The parts of a response; empty for a message that failed or was stopped before it had any content."""
     broken = message.stop_reason in ("error", "aborted")
     parts: list[ModelResponsePart] = []
     for block in message.content:

@@ -1,13 +1,13 @@
 """The PostgreSQL store: transaction scripts of any number of processes, as if they ran one after the other.
 
-A script sees one moment (repeatable read) and is run again when a row that it changes was changed since. The stricter
-level of PostgreSQL, which would find every other conflict as well, finds far more than there are: it goes by pages of
-an index, and those of a queue are few, so that hardly any run would end at the first attempt. What is decided by rows
-that are not changed says so instead (`Tx.alone`). A few workers with a connection each take what is waiting; under
-load one takes several scripts into one transaction, so that they share its round trips and its flush (group commit).
+A script sees one snapshot (repeatable read) and is run again if a row that it changes has changed since. The
+serializable level would detect every other conflict too, but with many false positives: it tracks index pages, and
+a queue has few of them, so hardly any run would succeed at the first attempt. Scripts that decide by rows they do
+not change take a `Tx.lock` instead. A few workers with a connection each take waiting scripts; under load one runs
+several in one transaction, which share its round trips and its flush (group commit).
 
-Whether a commit whose connection broke took place is found out (see `commits`); nobody is told that nothing happened
-unless it is known. No session state is used, so a PgBouncer in transaction mode may stand in between.
+If the connection breaks during a commit, `commit_markers` finds out whether it took place; a caller is told that
+nothing happened only if that is certain. No session state is used, so PgBouncer in transaction mode works.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-CLOCK_SYNC_INTERVAL_SECONDS = 10.0  # seconds between looks at the database's clock
+CLOCK_SYNC_INTERVAL_SECONDS = 10.0  # seconds between reads of the database's clock
 
 
 class PgStore:
-    """See the module. Open with `PgStore.open`, from a running event loop."""
+    """The store on PostgreSQL. Open it with `PgStore.open` from a running event loop."""
 
     shared = True
-    trouble = None  # It is the server that knows; whoever asks it anything hears of it.
+    trouble = None  # Unknown without a request to the server; requests raise what is wrong.
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class PgStore:
         migrate: bool = True,
         on_commit: Callable[[CommitPhase], None] | None = None,
     ) -> PgStore:
-        """Connect, migrate and read the clock. `on_commit` is called around each COMMIT; crash tests kill there."""
+        """Connects, migrates and reads the clock. `on_commit` is called around each COMMIT; crash tests kill there."""
         clock = SharedClock()
         try:
             link = await server.open_connection()
@@ -100,7 +100,7 @@ class PgStore:
         return await self._readers.submit(_bind_script(script, args, kwargs))
 
     async def close(self) -> None:
-        """Finish what was handed over, in bounded time, and let go of every connection."""
+        """Finishes accepted scripts, in bounded time, and closes every connection."""
         self._watching.cancel()
         await asyncio.gather(
             self._watching, self._readers.shut_down(), self._writers.shut_down(), return_exceptions=True
@@ -116,12 +116,12 @@ class PgStore:
 
 
 async def _load_identity(link: PgConnection) -> str:
-    """Of the database, not of what is in it: a copy of the rows elsewhere is another store."""
+    """Identifies the database itself, not its contents: a copy of the rows elsewhere is another store."""
     place: int = await link.fetchval("SELECT oid::bigint FROM pg_database WHERE datname = current_database()")
     try:
         cluster: int = await link.fetchval("SELECT system_identifier FROM pg_control_system()")
     except pg.InsufficientPrivilegeError:
-        return f"{place}"  # some hosts keep that to themselves; then `bus.namespace` has to tell houses apart
+        return f"{place}"  # some hosts hide the system identifier; then `bus.namespace` has to tell deployments apart
     return f"{cluster}-{place}"
 
 

@@ -1,4 +1,4 @@
-"""The time that everybody who shares a database agrees on."""
+"""The clock shared by all processes that use a database."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from antiphon.store import Tx
 from antiphon.store.queries import Query
 
 CLOCK_SAMPLES = 3
-MAX_ROUND_TRIP_SECONDS = (
-    0.5  # seconds that an answer may take: what the time was when it was given is half as uncertain
-)
+MAX_ROUND_TRIP_SECONDS = 0.5  # longest usable round trip in seconds; a sample is uncertain by half of it
 _NOW_QUERY = Query(
     "clock.now", "SELECT CAST(extract(epoch FROM clock_timestamp()) AS DOUBLE PRECISION) AS seconds"
 )
 
 
 class SharedClock:
-    """The database's clock, carried on by the machine's steady one; nobody's wall clock matters. It never goes back."""
+    """The database's clock, extrapolated with the local monotonic clock. It never goes back and ignores wall clocks."""
 
     def __init__(self) -> None:
         self._ahead: float | None = None
@@ -28,14 +26,14 @@ class SharedClock:
         return self._last
 
     async def synchronize(self, tx: Tx) -> None:
-        """Of several looks the quickest counts: one of them may meet with a network that stands still."""
+        """Reads the clock several times and uses the fastest answer, since the network may stall during one."""
         took, ahead = min([await _sample_clock(tx) for _ in range(CLOCK_SAMPLES)])
         if self._ahead is None or took < MAX_ROUND_TRIP_SECONDS:
             self._ahead = ahead
 
 
 async def _sample_clock(tx: Tx) -> tuple[float, float]:
-    """How long the answer took, and how far the database's clock is ahead of the steady one."""
+    """The round-trip time, and the offset of the database's clock to the local monotonic one."""
     began = monotonic()
     row = await tx.one(_NOW_QUERY)
     ended = monotonic()

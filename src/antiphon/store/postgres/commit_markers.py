@@ -1,10 +1,9 @@
-"""Whether a commit whose answer was lost took place.
+"""Finds out whether a commit whose answer was lost took place.
 
-Every connection has a row with the number of its last transaction that changed anything, written in that transaction.
-Asking for it writes the row as well, and so is final: a transaction that is still open, and comes with its mark later,
-finds the row changed since it began and fails (repeatable read). The transaction's own id would not do: after a crash,
-and on a standby that took over, ids of what was lost are given out again, and somebody else's commit would be taken
-for ours.
+Every connection has a row with the number of its last transaction that changed anything, written in that
+transaction. Checking it also writes the row, which makes the answer final: a transaction that is still open and
+writes its marker later finds the row changed since it began and fails (repeatable read). PostgreSQL's transaction
+ids would not do: after a crash, and on a promoted standby, lost ids are reused, and another commit would pass for ours.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from uuid import uuid4
 from antiphon.store.postgres.connection import PgConnection
 
 _NOW_SECONDS_SQL = "CAST(extract(epoch FROM clock_timestamp()) AS BIGINT)"
-# One round trip for both, written out: only what is prepared can have parameters, and that is one statement each.
+# Both statements in one round trip, hence with inlined values: only single, prepared statements take parameters.
 _COMMIT_WITH_MARKER_SQL = f"""
 INSERT INTO commits (connection, number, at)
 SELECT '{{connection}}', {{number}}, {_NOW_SECONDS_SQL} WHERE pg_current_xact_id_if_assigned() IS NOT NULL
@@ -32,19 +31,19 @@ DELETE FROM commits WHERE connection IN (
 
 
 class CommitMarkers:
-    """What the transactions of one connection leave behind."""
+    """The commit markers of one connection."""
 
     def __init__(self) -> None:
         self._connection = uuid4().hex
         self._number = 0
 
     def build_commit(self) -> tuple[str, int]:
-        """What commits the open transaction with its mark, if it has changed anything, and that mark."""
+        """SQL that commits the open transaction, with its marker if it changed anything, and the marker's number."""
         self._number += 1
         return _COMMIT_WITH_MARKER_SQL.format(connection=self._connection, number=self._number), self._number
 
     async def was_committed(self, other: PgConnection, number: int) -> bool:
-        """Whether that transaction took place, asked on another connection; afterwards it cannot any more.
+        """Whether that transaction took place, checked on another connection; afterwards it no longer can.
 
         Raises:
             LockNotAvailableError: it is still open.
@@ -56,5 +55,5 @@ class CommitMarkers:
 
 
 async def delete_old_markers(link: PgConnection) -> None:
-    """Remove what connections of long ago have left."""
+    """Deletes the markers of long-gone connections."""
     await link.execute(_DELETE_OLD_MARKERS_SQL)

@@ -1,4 +1,4 @@
-"""Reaching a PostgreSQL server, and what its errors mean to us."""
+"""Connects to a PostgreSQL server and translates its errors."""
 
 from __future__ import annotations
 
@@ -24,16 +24,14 @@ except ImportError as error:
 
 T = TypeVar("T")
 
-CONNECT_TIMEOUT_SECONDS = 10.0  # seconds that a connection, or the beginning of a transaction, may take
-STATEMENT_TIMEOUT_SECONDS = 30  # after which the server gives up a statement
-COMMAND_TIMEOUT_SECONDS = 35.0  # after which we do: the server has not said anything at all
-IDLE_TRANSACTION_TIMEOUT_SECONDS = (
-    15  # after which the server gives up a transaction whose process it hears nothing of
-)
+CONNECT_TIMEOUT_SECONDS = 10.0  # seconds to connect, or to begin a transaction
+STATEMENT_TIMEOUT_SECONDS = 30  # seconds until the server cancels a statement
+COMMAND_TIMEOUT_SECONDS = 35.0  # seconds until we give up on a server that does not answer at all
+IDLE_TRANSACTION_TIMEOUT_SECONDS = 15  # seconds until the server ends a transaction whose process is silent
 
 _HOST_PATTERN = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]*)(:\d+)?")
 
-CONFLICT_ERRORS = (  # Another transaction was in the way: run again, it will see what that one did.
+CONFLICT_ERRORS = (  # Another transaction interfered: run again, on top of its changes.
     pg.SerializationError,
     pg.DeadlockDetectedError,
     pg.UniqueViolationError,
@@ -41,7 +39,7 @@ CONFLICT_ERRORS = (  # Another transaction was in the way: run again, it will se
     pg.LockNotAvailableError,
     pg.InvalidCachedStatementError,  # another process has migrated
 )
-CONNECTION_ERRORS = (  # The connection is of no use any more.
+CONNECTION_ERRORS = (  # The connection is no longer usable.
     OSError,
     TimeoutError,
     pg.PostgresConnectionError,
@@ -56,11 +54,11 @@ CONNECTION_ERRORS = (  # The connection is of no use any more.
     pg.IdleSessionTimeoutError,
     pg.StatementCompletionUnknownError,
 )
-_MISUSE_ERRORS = (pg.ClientConfigurationError, pg.DataError)  # of asyncpg, by what was given to it
+_MISUSE_ERRORS = (pg.ClientConfigurationError, pg.DataError)  # raised by asyncpg for invalid arguments
 
 
 class PgConnectionLost(Exception):
-    """The connection is of no use any more; `cause` says why. What was asked on it may have happened."""
+    """The connection is no longer usable; `cause` says why. The last request on it may have taken effect."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(str(cause))
@@ -68,7 +66,7 @@ class PgConnectionLost(Exception):
 
 
 class AsyncpgConnection(Protocol):
-    """What is used of asyncpg's, which does not say its types."""
+    """The subset of asyncpg's connection that is used here; asyncpg itself is untyped."""
 
     async def execute(self, query: str, *args: object, timeout: float | None = None) -> str: ...
 
@@ -86,7 +84,7 @@ class AsyncpgConnection(Protocol):
 
 
 class PgConnection:
-    """A connection that raises `PgConnectionLost` for every loss of it, and never for what a script raises itself."""
+    """A connection that raises `PgConnectionLost` for every loss of it, and never for a script's own exceptions."""
 
     def __init__(self, connection: AsyncpgConnection) -> None:
         self._connection = connection
@@ -104,7 +102,7 @@ class PgConnection:
         return await _detect_loss(self._connection.fetchval(query, *args))
 
     async def close(self) -> None:
-        """Politely if that is quick."""
+        """Closes gracefully if that is quick, else at once."""
         with suppress(*CONNECTION_ERRORS):
             await self._connection.close(timeout=2.0)
 
@@ -125,13 +123,13 @@ async def _detect_loss(answer: Awaitable[T]) -> T:
 
 
 class PgServer(msgspec.Struct, frozen=True):
-    """Where the database is and how to get in; what the URL says is not repeated."""
+    """The address and credentials of the database, where the URL does not have them already."""
 
     url: str
     password: str | None = None
     tls: ssl.SSLContext | None = None
     prepared: bool = True
-    """False behind a PgBouncer that does not keep prepared statements apart."""
+    """False behind a PgBouncer that does not support prepared statements."""
 
     async def connect(self) -> AsyncpgConnection:
         connect = cast("Callable[..., Awaitable[AsyncpgConnection]]", asyncpg.connect)  # pyright: ignore[reportUnknownMemberType]
@@ -150,7 +148,7 @@ class PgServer(msgspec.Struct, frozen=True):
 
     @property
     def display_name(self) -> str:
-        """For people, without what may be a secret: where a password might have been cut in two, nothing is shown."""
+        """The server's name for messages, without secrets; empty of detail where a password may have been split."""
         try:
             parts = urlsplit(self.url)
         except ValueError:
@@ -166,7 +164,7 @@ _FALLBACK_DISPLAY_NAME = "of 'store.url'"
 
 
 def translate_postgres_error(error: BaseException, server: PgServer) -> AntiphonError:
-    """A database error, in one sentence with a next step."""
+    """Translates a database error to one sentence with a next step."""
     if isinstance(error, AntiphonError):
         return error
     cause = error.cause if isinstance(error, PgConnectionLost) else error
@@ -179,7 +177,7 @@ def translate_postgres_error(error: BaseException, server: PgServer) -> Antiphon
 
 
 _NOTHING_KEPT_TEXT = "nothing of this request was kept"
-_UNREADABLE_URL = (  # What these say may quote a part of the URL, and that may be a part of a password.
+_UNREADABLE_URL = (  # Their messages may quote a part of the URL, which may be a part of a password.
     StoreError,
     "'store.url' cannot be read as the address of a database.",
     "Write postgresql://user@host/database, and the password as store.password.",

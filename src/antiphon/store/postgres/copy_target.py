@@ -1,7 +1,7 @@
-"""A PostgreSQL database that another one is moved into, and how far that is.
+"""The PostgreSQL database that a store is moved into, with the progress of the move.
 
-While it goes on there is one table more, with the last key of each table that has been copied. It is written in the
-transaction that copies the rows, so a kill leaves no doubt. As long as it is there, nobody else uses the database.
+During a move it has one extra table with the last key copied of each table. It is written in the transaction that
+copies the rows, so a kill leaves no ambiguity. As long as that table exists, no gateway uses the database.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _UNSTORABLE_ERRORS = (
     pg.DataError,
     pg.IntegrityConstraintViolationError,
 )
-_DIGEST_PAGE_ROWS = 1_000  # rows whose digests are asked for at a time
+_DIGEST_PAGE_ROWS = 1_000  # rows whose digests are fetched at a time
 _LIST_TABLES_SQL = (
     "SELECT tablename AS name FROM pg_tables WHERE schemaname = current_schema() ORDER BY tablename"
 )
@@ -73,14 +73,14 @@ INSERT INTO session_names (rowid, names)
 SELECT id, CAST(words AS TSVECTOR) FROM unnest(CAST($1 AS BIGINT[]), CAST($2 AS TEXT[])) AS named (id, words)
 """
 _SECRETS_TABLE = "secrets"
-"""Made by every gateway that starts; while nothing else is in a database, nothing depends on them."""
+"""Created by every gateway on start; nothing depends on them while the database is otherwise empty."""
 _USE_EMPTY_DATABASE_HINT = (
     "Name an empty database, such as one that createdb has just made; nothing was changed."
 )
 
 
 class CopyConnection(AsyncpgConnection, Protocol):
-    """What is used here beside."""
+    """The additional methods of asyncpg's connection that are used here."""
 
     async def copy_records_to_table(
         self, table_name: str, *, records: Sequence[Sequence[ColumnValue]], columns: Sequence[str]
@@ -88,7 +88,7 @@ class CopyConnection(AsyncpgConnection, Protocol):
 
 
 class TableProgress(msgspec.Struct, frozen=True):
-    """How far a table is: the last key that was copied, and what the rows up to it amount to."""
+    """How far a table has been copied: the last key, and the digest sum of the rows up to it."""
 
     last: RowKey | None = None
     sum: DigestSum = msgspec.field(default_factory=DigestSum)
@@ -96,7 +96,7 @@ class TableProgress(msgspec.Struct, frozen=True):
 
 
 class CopyTarget:
-    """See the module. Open with `Target.reach`; what fails leaves the connection of no use."""
+    """A database to copy into. Open it with `CopyTarget.connect`; after a failure the connection is unusable."""
 
     def __init__(self, server: PgServer, connection: CopyConnection) -> None:
         self._server = server
@@ -118,7 +118,7 @@ class CopyTarget:
         return self._server.display_name
 
     def translate_error(self, error: Exception) -> AntiphonError:
-        """What went wrong on the way, with what to do then."""
+        """Translates an error during the move, with what to do next."""
         found = translate_postgres_error(error, self._server)
         if found is error:
             return found
@@ -126,10 +126,10 @@ class CopyTarget:
         return type(found)(found.what, again)
 
     async def begin_copy(self, tables: Sequence[Table]) -> dict[str, TableProgress] | None:
-        """How far each table is, those of which nothing is there left out; None if nothing is left to be moved.
+        """The progress of each table that was begun, or None if the move is already finished.
 
         Raises:
-            Conflict: it belongs to somebody else; nothing was changed.
+            Conflict: the database contains other data; nothing was changed.
         """
         names = await self._list_table_names()
         if COPY_PROGRESS_TABLE not in names:
@@ -156,7 +156,7 @@ class CopyTarget:
         return places
 
     async def copy_batch(self, table: Table, place: TableProgress, batch: RowBatch) -> TableProgress | None:
-        """Copy rows that follow those at `place`; None if somebody else has copied them meanwhile."""
+        """Copies rows that follow those at `place`; returns None if another process has copied them meanwhile."""
         added = DigestSum()
         for row in batch.rows:
             added.add(compute_digest(table, row))
@@ -180,7 +180,7 @@ class CopyTarget:
         return (await self._load_all_progress()).get(table.name, TableProgress())
 
     async def sum_digests(self, table: Table, tell: Callable[[int], None]) -> DigestSum:
-        """Of all rows. Their digests are made over there, so that no row has to come back."""
+        """The digest sum of all rows. Digests are computed by the server, so that no row is transferred."""
         own, digest = quote_names(*table.key), build_digest_expression(table)
         numbers = ", ".join(f"${number}" for number in range(1, len(table.key) + 1))
         head = f"SELECT {own}, {digest} AS digest FROM {quote_names(table.name)}"  # noqa: S608
@@ -196,7 +196,7 @@ class CopyTarget:
         return total
 
     async def finish(self, sequences: Mapping[str, int], tables: Sequence[Table]) -> None:
-        """Numbers go on behind those that were given out, and the database is anybody's to use."""
+        """Sets the sequences past the numbers already used, and releases the database for use."""
         await self._connection.execute("BEGIN")
         for table in tables:
             if sequences.get(table.name):
@@ -219,7 +219,7 @@ class CopyTarget:
         return [row["name"] for row in await self._connection.fetch(_LIST_TABLES_SQL)]
 
     async def _has_rows(self, tables: Sequence[Table], names: Sequence[str]) -> bool:
-        """Whether anything is in there that somebody would miss; `names` are the tables that it has."""
+        """Whether the database contains data that would be lost; `names` are the tables that it has."""
         for name in (table.name for table in tables if table.name in names and table.name != _SECRETS_TABLE):
             if await self._connection.fetchval(f"SELECT EXISTS (SELECT 1 FROM {quote_names(name)})"):  # noqa: S608
                 return True
@@ -235,7 +235,7 @@ class CopyTarget:
         )
 
     async def _start_progress(self, tables: Sequence[Table]) -> None:
-        """From now on it is nobody's but ours."""
+        """Creates the progress table; from now on the database is reserved for the move."""
         if await self._connection.fetchval(_LIVE_GATEWAY_SQL):
             raise Conflict(
                 f"A gateway is running on the database {self.display_name}.",
@@ -258,7 +258,7 @@ class CopyTarget:
         }
 
     async def _advance_progress(self, table: Table, before: TableProgress, after: TableProgress) -> bool:
-        """Waits for whoever is just doing the same, such as what a killed process left behind."""
+        """Records progress. Waits for a concurrent update, such as that of a killed process's open transaction."""
         last = msgspec.json.encode(after.last).decode()
         values = (table.name, last, after.sum.rows, f"{after.sum.digest:x}", after.replaced)
         if before.last is None:
@@ -274,6 +274,6 @@ class CopyTarget:
             await self._connection.execute(_INSERT_SESSION_NAMES_SQL, [number for number, _ in rows], words)
             return
         await self._connection.copy_records_to_table(table.name, records=rows, columns=columns)
-        if table.name == "messages":  # found by their words when the indexer has come to them
+        if table.name == "messages":  # searchable once the indexer has processed them
             numbers = [(row[columns.index("id")],) for row in rows]
             await self._connection.copy_records_to_table("unindexed", records=numbers, columns=["message"])

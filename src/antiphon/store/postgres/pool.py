@@ -1,4 +1,4 @@
-"""Workers that take jobs off one queue: each its share of what is waiting, so that it grows with the load."""
+"""Workers that take scripts off one queue, each an equal share, so that batches grow with the load."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_SCRIPTS_PER_TRANSACTION = 32  # scripts in one transaction at most
-MAX_WAITING_SCRIPTS = 20_000  # scripts that may wait before callers are told to come back
+MAX_SCRIPTS_PER_TRANSACTION = 32
+MAX_WAITING_SCRIPTS = 20_000  # scripts that may wait before new ones are refused
 
 
 class WorkerPool:
-    """Everything that was handed over gets an outcome, also when the crew is dismissed or cancelled."""
+    """A pool of workers. Every accepted script gets an outcome, even if the pool is shut down or cancelled."""
 
     def __init__(self, workers: Sequence[PgWorker]) -> None:
         self._workers = workers
@@ -44,7 +44,7 @@ class WorkerPool:
         return await job.future
 
     async def shut_down(self) -> None:
-        """Finish what is waiting, then let go of the connections."""
+        """Finishes the waiting scripts, then closes the connections."""
         self._dismissed = True
         while self._idle:
             self._wake_worker()
@@ -83,7 +83,7 @@ class WorkerPool:
             log.exception("A transaction of the database ended in an unexpected way")
 
     def _retire_worker(self) -> None:
-        """The last one to go tells those that nobody is going to work for."""
+        """Ends a worker; the last one fails the scripts that are still waiting."""
         self._left -= 1
         if self._left == 0:
             self._dismissed = True

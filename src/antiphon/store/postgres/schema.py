@@ -1,7 +1,7 @@
-"""Bringing a PostgreSQL database to the schema this version was written for, one process at a time.
+"""Brings a PostgreSQL database to the schema of this version, one process at a time.
 
-The schema says which is the oldest Antiphon that can work on it, so that replicas can be replaced one by one: the
-version before keeps working after the first new one has migrated, and one that is older than that refuses to start.
+The schema records the oldest Antiphon that can use it, so that replicas can be replaced one by one: the previous
+version keeps working after the first new one has migrated, and anything older refuses to start.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from antiphon.store.postgres.connection import AsyncpgConnection, PgConnection, 
 log = logging.getLogger(__name__)
 
 COPY_PROGRESS_TABLE = "moving"
-"""A table that is there while another database is moved into this one; see `target`."""
-MIGRATION_TIMEOUT_SECONDS = 3600.0  # for one statement of a migration, and for those of another process
-_MIGRATION_LOCK_ID = 0x414E5450  # "ANTP": the advisory lock under which one process at a time migrates
+"""A table that exists while another database is moved into this one; see `copy_target`."""
+MIGRATION_TIMEOUT_SECONDS = 3600.0  # for one statement of a migration, and for waiting on another process
+_MIGRATION_LOCK_ID = 0x414E5450  # "ANTP": the advisory lock that a migrating process holds
 _BEGIN_SQL = "BEGIN; SET LOCAL statement_timeout = 0; SET LOCAL lock_timeout = 0"
 
 
 async def prepare_schema(
     link: PgConnection | AsyncpgConnection, *, migrate: bool, moving: bool = False
 ) -> None:
-    """Bring the database up to date, one process at a time; one from the future is refused untouched.
+    """Migrates the database, one process at a time; one with a newer schema is refused unchanged.
 
-    So is one that another database is being moved into, but by whoever is `moving`.
+    A database that another is being moved into is refused as well, except with `moving`.
     """
     if not moving and await link.fetchval("SELECT to_regclass($1)::text", COPY_PROGRESS_TABLE) is not None:
         raise StoreError(
@@ -48,7 +48,7 @@ async def prepare_schema(
 
 
 async def begin_exclusive(link: PgConnection | AsyncpgConnection) -> None:
-    """Begin a transaction in which nobody migrates but whoever has it; waits for others."""
+    """Begins a transaction that excludes migrations by other processes; waits for theirs."""
     await link.execute(
         f"{_BEGIN_SQL}; SELECT pg_advisory_xact_lock({_MIGRATION_LOCK_ID})", timeout=MIGRATION_TIMEOUT_SECONDS
     )
@@ -64,7 +64,7 @@ async def _wait_for_others(until: float) -> None:
 
 
 async def _apply_next_migration(link: PgConnection | AsyncpgConnection) -> bool:
-    """Apply the next migration; False if somebody else is at it, or was in the way."""
+    """Applies the next migration; returns False if another process is migrating or interfered."""
     await link.execute(_BEGIN_SQL)
     try:
         mine = await link.fetchval(f"SELECT pg_try_advisory_xact_lock({_MIGRATION_LOCK_ID})")
@@ -72,7 +72,7 @@ async def _apply_next_migration(link: PgConnection | AsyncpgConnection) -> bool:
             log.info("Bringing the database to schema %d", left[0].version)
             await _apply_migration(link, left[0])
         await link.execute("COMMIT")
-    except pg.DeadlockDetectedError:  # with a process that works on the database meanwhile
+    except pg.DeadlockDetectedError:  # with a process that is using the database
         await link.execute("ROLLBACK")
         return False
     return mine
@@ -84,7 +84,7 @@ async def _list_missing_migrations(link: PgConnection | AsyncpgConnection) -> li
 
 
 async def _load_schema_versions(link: PgConnection | AsyncpgConnection) -> tuple[int, int]:
-    """The schema that is there, and the oldest that an Antiphon has to know to work on it."""
+    """The current schema version, and the oldest version an Antiphon must know to use it."""
     if await link.fetchval("SELECT to_regclass('schema_version')") is None:
         return 0, 0
     row = await link.fetchrow("SELECT version, oldest FROM schema_version")

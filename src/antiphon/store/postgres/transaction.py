@@ -1,4 +1,4 @@
-"""A transaction on PostgreSQL as a script sees it, and running a script that may await nothing else."""
+"""A PostgreSQL transaction for a script, and a guard against scripts that await anything else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from antiphon.store.queries import Query, translate_to_postgres
 
 T = TypeVar("T")
 
-LOCK_ROWS = 16_384  # rows; two names that share one only wait for each other in vain
+LOCK_ROWS = 16_384  # rows; names that share one merely wait for each other needlessly
 _LOCK_ROW_SQL = "UPDATE turnstiles SET passed = passed + 1 WHERE id = $1"
 
 
@@ -24,7 +24,7 @@ class PgTx:
         self._link = link
         self._writes = writes
         self.is_waiting = False
-        """Whether an answer of the database is being waited for."""
+        """Whether a statement is waiting for the database's answer."""
 
     async def one(self, query: Query, /, **params: Param) -> Row | None:
         text, values = _translate_query(query, params)
@@ -41,8 +41,8 @@ class PgTx:
         return int(changed) if changed.isdigit() else 0
 
     async def lock(self, name: str) -> None:
-        # Not an advisory lock: whoever waited for one would go on with what it saw before. Of two that change a row,
-        # the second is begun again.
+        # Not an advisory lock: after waiting for one, a script would continue on its old snapshot. Of two
+        # transactions that change a row, the second is run again.
         if self._writes:
             await self._await_answer(self._link.execute(_LOCK_ROW_SQL, crc32(name.encode()) % LOCK_ROWS))
 
@@ -55,7 +55,7 @@ class PgTx:
 
 
 class GuardedScript(Generic[T]):
-    """Awaits a script, as long as it awaits nothing but its transaction: anything else would keep rows from others."""
+    """Awaits a script that may await only its transaction; anything else would keep rows locked and is refused."""
 
     def __init__(self, script: Coroutine[Any, Any, T], tx: PgTx) -> None:
         self._script = script
@@ -89,7 +89,7 @@ def _translate_query(query: Query, params: dict[str, Param]) -> tuple[str, list[
 def _encode_param(param: Param) -> Any:
     match param:
         case str():
-            return param.replace("\0", "\ufffd")  # PostgreSQL has no text with that character
+            return param.replace("\0", "\ufffd")  # PostgreSQL cannot store NUL in a text
         case FulltextQuery():
             return param.to_tsquery()
         case FulltextVector():

@@ -1,4 +1,4 @@
-"""One connection and the transactions on it: run again when they met others, or when the connection broke."""
+"""One connection and its transactions, which are retried after conflicts and lost connections."""
 
 from __future__ import annotations
 
@@ -29,17 +29,15 @@ T = TypeVar("T")
 CommitPhase = Literal["before", "after"]
 BoundScript: TypeAlias = Callable[[Tx], Coroutine[Any, Any, T]]
 
-# Of one script against rows that are there; against others who change them, as many as there is time for
+# Attempts of a script that hits existing rows; concurrent changes are retried for as long as there is time
 MAX_ATTEMPTS_PER_SCRIPT = 10
-MAX_BATCH_ATTEMPTS = 4  # of a batch, before each of its scripts is run by itself
-RETRY_WINDOW_SECONDS = (
-    20.0  # seconds after it was handed over in which a script is begun again on a new connection
-)
+MAX_BATCH_ATTEMPTS = 4  # attempts at a batch before its scripts are run one by one
+RETRY_WINDOW_SECONDS = 20.0  # seconds after its submission in which a script is retried on a new connection
 COMMIT_RESOLVE_SECONDS = (
     2.0 * IDLE_TRANSACTION_TIMEOUT_SECONDS
 )  # seconds to find out whether a commit took place
 
-# One round trip each. Whoever waits long for a row may be waiting for each other: both begin again.
+# One round trip each. Transactions that wait long for a row may be deadlocked; both are retried.
 _TRANSACTION_SETTINGS_SQL = (
     f"SET LOCAL statement_timeout = '{STATEMENT_TIMEOUT_SECONDS}s'; "
     f"SET LOCAL idle_in_transaction_session_timeout = '{IDLE_TRANSACTION_TIMEOUT_SECONDS}s'; "
@@ -48,7 +46,7 @@ _TRANSACTION_SETTINGS_SQL = (
 )
 BEGIN_WRITE_SQL = f"BEGIN ISOLATION LEVEL REPEATABLE READ; {_TRANSACTION_SETTINGS_SQL}"
 _BATCH_SETTINGS_SQL = (
-    "; SET LOCAL lock_timeout = '100ms'"  # two batches often have the same rows in another order
+    "; SET LOCAL lock_timeout = '100ms'"  # two batches often lock the same rows in different order
 )
 BEGIN_READ_SQL = f"BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY; {_TRANSACTION_SETTINGS_SQL}"
 
@@ -75,7 +73,7 @@ class ScriptJob:
 
 
 class PgWorker:
-    """One connection, opened when there is something to do, and renewed when it breaks."""
+    """One connection, opened on demand and replaced when it breaks."""
 
     def __init__(
         self,
@@ -95,8 +93,8 @@ class PgWorker:
         self._running = 0
 
     async def run_jobs(self, jobs: Sequence[ScriptJob]) -> None:
-        """Every job has its outcome when this returns."""
-        wanted = [job for job in jobs if not job.future.done()]  # some may have been given up
+        """Runs the jobs; every one has its outcome on return."""
+        wanted = [job for job in jobs if not job.future.done()]  # some callers may have stopped waiting
         for job in await self._run_batch(wanted):
             try:
                 job.succeed(await self._run_alone(job))
@@ -111,13 +109,13 @@ class PgWorker:
             await link.close()
 
     def drop_connection(self) -> None:
-        """Without a word: nothing is known of what is open on it."""
+        """Closes the connection abruptly, since the state of its transaction is unknown."""
         if self._link is not None:
             self._link.terminate()
             self._link = None
 
     async def _run_batch(self, jobs: list[ScriptJob]) -> list[ScriptJob]:
-        """All in one transaction; those for which nothing has happened, to be run each by itself."""
+        """Runs the jobs in one transaction; returns those without an outcome, to be run one by one."""
         aside: list[ScriptJob] = []
         for attempt in range(MAX_BATCH_ATTEMPTS):
             if len(jobs) < 2:
@@ -141,7 +139,7 @@ class PgWorker:
         return [*jobs, *aside]
 
     async def _run_alone(self, job: ScriptJob) -> Any:
-        """Run again until it met nobody, within bounds."""
+        """Runs a job by itself, and again after each conflict, within limits."""
         for attempt in count():
             try:
                 return (await self._attempt(attempt, [job.run], job.until))[0]
@@ -158,7 +156,7 @@ class PgWorker:
         raise AssertionError("unreachable")
 
     async def _attempt(self, attempt: int, scripts: Sequence[BoundScript[Any]], until: float) -> list[Any]:
-        """After the first, one at a time in this process: of many that want one row, only one can have it anyway."""
+        """Makes one attempt. Retries run one at a time per process, since only one can have a contested row anyway."""
         if attempt == 0:
             return await self._transact(scripts, until)
         mine = await _try_acquire(self._again)
@@ -189,7 +187,7 @@ class PgWorker:
         return results
 
     async def _commit(self, link: PgConnection) -> None:
-        """Returns if it took place, or if there was nothing to keep."""
+        """Commits; returns if the commit took place or had nothing to write."""
         self._signal_commit("before")
         commit, mark = self._marks.build_commit() if self._writes else ("COMMIT", 0)
         try:
@@ -197,12 +195,12 @@ class PgWorker:
         except PgConnectionLost:
             self.drop_connection()
             if self._writes and not await self._was_committed(self._marks, mark):
-                raise  # known not to have happened: run again
+                raise  # certain not to have happened: run again
         except BaseException as error:
             await self._roll_back(link, error)
             raise
         else:
-            if status != "COMMIT":  # a script went on after a statement that failed
+            if status != "COMMIT":  # a script continued after a failed statement
                 raise StoreError(
                     f"The database {self._server.display_name} rolled a transaction back, "
                     "because a statement in it failed.",
@@ -211,10 +209,10 @@ class PgWorker:
         self._signal_commit("after")
 
     async def _was_committed(self, marks: CommitMarkers, mark: int) -> bool:
-        """Whether a transaction was committed, asked on another connection.
+        """Whether a transaction was committed, checked on another connection.
 
         Raises:
-            StoreUnsure: that could not be found out in time.
+            StoreUnsure: that could not be determined in time.
         """
         until = monotonic() + COMMIT_RESOLVE_SECONDS
         while monotonic() < until:
@@ -229,7 +227,7 @@ class PgWorker:
         )
 
     async def _roll_back(self, link: PgConnection, error: BaseException) -> None:
-        # One that turned read only may be a primary no more: a new connection may find the one that is.
+        # A server that turned read-only may no longer be the primary; a new connection may find the new one.
         if isinstance(error, (PgConnectionLost, pg.ReadOnlySQLTransactionError)) or not isinstance(
             error, Exception
         ):
@@ -244,9 +242,7 @@ class PgWorker:
         if self._link is not None and not self._link.is_closed():
             return self._link
         if self._refused is not None and monotonic() > until:
-            raise PgConnectionLost(
-                self._refused
-            )  # whoever has waited long enough does not wait for another attempt
+            raise PgConnectionLost(self._refused)  # a job past its deadline does not wait for another attempt
         try:
             link = await self._server.open_connection()
         except PgConnectionLost as error:
@@ -261,7 +257,7 @@ class PgWorker:
         try:
             await delete_old_markers(link)
         except pg.PostgresError:
-            return  # a database that is read only, say: whoever writes to it is told
+            return  # a read-only database, for example: writing scripts get the error themselves
 
     def _signal_commit(self, phase: CommitPhase) -> None:
         if self._writes and self._on_commit:
@@ -269,7 +265,7 @@ class PgWorker:
 
 
 async def _try_acquire(lock: asyncio.Lock) -> bool:
-    """Or not, when whoever has it takes long: it is only there to waste less."""
+    """Acquires the lock unless its holder takes too long: it only saves wasted attempts."""
     try:
         async with asyncio.timeout(1.0):
             return await lock.acquire()

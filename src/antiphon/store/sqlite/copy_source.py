@@ -1,7 +1,7 @@
-"""A SQLite database that is moved elsewhere: its tables, and their rows in the order of their keys. Never changed.
+"""The SQLite database that is moved elsewhere: its tables, and their rows in key order. It is never changed.
 
-Which tables and columns there are is read from the file itself, so that nothing can be forgotten. Three kinds of
-tables stay: those that belong to a process, those of the full-text indexes, and what SQLite keeps for itself.
+Tables and columns are read from the file itself, so that none can be forgotten. Three kinds of tables are not
+copied: those that belong to a process, those of the full-text indexes, and SQLite's own.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ from antiphon.store.table_digests import (
 )
 
 BATCH_ROWS = 5_000
-BATCH_BYTES = 8 * 2**20  # after which a batch is full, however few its rows
+BATCH_BYTES = 8 * 2**20  # bytes after which a batch is full, however few its rows
 UNCOPIED_TABLES = frozenset({"owners", "watch", "search_cursor", "tokens"})
-"""Leases of processes that are gone, how far an index is that is made anew, and tokens: with SQLite they
-are in a file, which `antiphon store migrate` takes over."""
+"""Leases of processes that are gone, the position of an index that is rebuilt, and tokens.
+
+With SQLite, tokens are in a file, which `antiphon store migrate` takes over.
+"""
 SESSION_NAMES_TABLE = Table(
     "session_names", (Column("rowid", "integer"), Column("names", "words")), ("rowid",)
 )
-"""An index over few words, whose texts SQLite keeps with it."""
+"""A small full-text index that SQLite stores together with its texts."""
 
 _KINDS_BY_SQL_TYPE: dict[str, ColumnKind] = {
     "INTEGER": "integer",
@@ -50,16 +52,16 @@ _KINDS_BY_SQL_TYPE: dict[str, ColumnKind] = {
 
 
 class RowBatch(msgspec.Struct, frozen=True):
-    """Rows as they can be stored anywhere; `last` is the key of the last of them as it is here."""
+    """Rows in a form that any database can store; `last` is the key of the last one in this database."""
 
     rows: Sequence[tuple[ColumnValue, ...]]
     last: RowKey
     replaced: int
-    """Texts in which a character had to be replaced that PostgreSQL cannot store."""
+    """Number of texts with a character that PostgreSQL cannot store and that was replaced."""
 
 
 class CopySource:
-    """See the module. One caller at a time; closing waits for it."""
+    """A database to copy from. One caller at a time; `close` waits for it."""
 
     def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
         self._path = path
@@ -68,10 +70,10 @@ class CopySource:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Looks through the whole file first.
+        """Opens the database after a full integrity check.
 
         Raises:
-            StoreError: it is not there, damaged, somebody else's, or of another version.
+            StoreError: the file is missing, damaged, not Antiphon's, or has another version.
         """
         check_file(path)
         connection = sqlite3.connect(
@@ -84,7 +86,7 @@ class CopySource:
             self._connection.close()
 
     def list_tables(self) -> list[Table]:
-        """Those that are moved, none before another that it refers to."""
+        """The tables to copy, each after those that it references."""
         with self._translate_read_errors() as connection:
             names = [
                 name
@@ -103,12 +105,12 @@ class CopySource:
             return connection.execute(f"SELECT count(*) FROM {quote_names(table.name)}").fetchone()[0]  # noqa: S608
 
     def load_sequences(self) -> dict[str, int]:
-        """The highest number each table has ever given out; none is used again, even if its row is gone."""
+        """The highest number each table has ever assigned; none is reused, even if its row is gone."""
         with self._translate_read_errors() as connection:
             return dict(connection.execute("SELECT name, seq FROM sqlite_sequence"))
 
     def load_batch_after(self, table: Table, last: RowKey | None) -> RowBatch | None:
-        """The next rows, or None if there are no more."""
+        """The next rows, or None if all have been read."""
         rows: list[tuple[ColumnValue, ...]] = []
         size = replaced = 0
         found: Sequence[ColumnValue] = ()
@@ -124,7 +126,7 @@ class CopySource:
         return RowBatch(rows, table.get_key(found), replaced) if rows else None
 
     def sum_digests(self, table: Table, upto: RowKey | None = None) -> DigestSum:
-        """Of all rows, or of those up to a key."""
+        """The digest sum of all rows, or of those up to a key."""
         total = DigestSum()
         with self._translate_read_errors() as connection:
             for row in connection.execute(_build_select(table, "<=", upto), upto or ()):

@@ -1,4 +1,4 @@
-"""What the errors of SQLite amount to: what is wrong, whether it lasts, and what to do about it."""
+"""Translates SQLite errors: what is wrong, whether it persists, and what to do about it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ log = logging.getLogger(STORE_TROUBLE_LOGGER)
 
 FileIdentity = tuple[int, int]  # device and inode
 
-RECOVERY_QUIET_SECONDS = 60.0  # seconds without a failure after which a trouble that had come back is over
-MIN_FREE_DISK_BYTES = 64 * 2**10  # bytes; the index of the log, without which nothing is read, has half of it
+RECOVERY_QUIET_SECONDS = 60.0  # seconds without a failure after which a recurring problem counts as over
+MIN_FREE_DISK_BYTES = 64 * 2**10  # bytes; half is for the index of the log, which reading needs
 _DISK_FULL_TEXT = "There is no room left for the database"
 _NOTHING_KEPT_TEXT = "nothing of this request was kept"
 _NOT_WRITABLE_CODES = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM}
@@ -28,12 +28,12 @@ _DAMAGED_CODES = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _UNREADABLE_VALUE_PREFIXES = (
     "Could not decode to UTF-8",
     "JSON cannot hold BLOB",
-)  # with a piece of what was read
+)  # these messages quote the value
 _LASTING_CODES = {sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, *_NOT_WRITABLE_CODES, *_DAMAGED_CODES}
 
 
 def build_damaged_error(path: Path, reason: str) -> StoreDamaged:
-    reason = reason.splitlines()[-1]  # SQLite's check has headings
+    reason = reason.splitlines()[-1]  # the output of SQLite's check starts with headings
     return StoreDamaged(
         f"The database {str(path)!r} is damaged ({reason}).",
         "Restore a backup, or move the file away to start afresh; nothing was changed.",
@@ -42,7 +42,7 @@ def build_damaged_error(path: Path, reason: str) -> StoreDamaged:
 
 
 def translate_sqlite_error(error: sqlite3.Error, path: Path, *, reading: bool = False) -> StoreError:
-    """A database error, in one sentence with a next step."""
+    """Translates a database error to one sentence with a next step."""
     primary = _get_primary_code(error)
     if primary == sqlite3.SQLITE_FULL or (primary == sqlite3.SQLITE_IOERR and is_disk_full(path)):
         return build_full_error()
@@ -89,10 +89,10 @@ def build_replaced_error(path: Path) -> StoreReplaced:
 
 
 class OpenedFiles:
-    """The database and its log as they were opened, to be compared with what is at their paths now.
+    """The database and its log as they were opened, for comparison with the files now at their paths.
 
-    An open file keeps its inode, so no other file can have the same number. What a path cannot be asked (no access, a
-    network that does not answer) proves nothing: then SQLite's own errors decide.
+    An open file keeps its inode, so no other file can have the same number. If a path cannot be examined (no access, or
+    a network that does not answer), that proves nothing: then SQLite's own errors decide.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,14 +102,14 @@ class OpenedFiles:
         self._opened_log: FileIdentity | None = None
 
     def note_log(self) -> None:
-        """Remember the log, which SQLite creates after the database is opened."""
+        """Records the log file, which SQLite creates after the database is opened."""
         self._opened_log = _identify(self._log)
 
     def are_replaced(self) -> bool:
         return not (_is_at(self._opened_database, self._database) and _is_at(self._opened_log, self._log))
 
     def has_foreign_log(self) -> bool:
-        """Whether closing would remove a log that belongs to another database: SQLite removes it by its path."""
+        """Whether closing would delete another database's log: SQLite deletes it by path."""
         found = _identify(self._log)
         return found is not None and found != self._opened_log
 
@@ -132,7 +132,7 @@ def _is_at(opened: FileIdentity | None, path: str) -> bool:
 
 
 def is_disk_full(path: Path) -> bool:
-    """Whether the disk is; a quota that is used up does not count as that."""
+    """Whether the disk itself is full; an exhausted quota is not detected."""
     try:
         return shutil.disk_usage(path.parent).free < MIN_FREE_DISK_BYTES
     except OSError:
@@ -152,7 +152,7 @@ def is_lasting_error(error: BaseException | None) -> bool:
 
 
 class StoreHealth:
-    """Whether anything can be kept; it says so when that changes."""
+    """Tracks whether the store can write, and logs when that changes."""
 
     def __init__(self, path: Path) -> None:
         self.trouble: StoreError | None = None
@@ -161,7 +161,7 @@ class StoreHealth:
         self._returned = False
 
     def record_commit(self, error: BaseException | None, *, kept: bool) -> None:
-        """By what came of a commit; one of nothing does not tell."""
+        """Updates the state by the outcome of a commit; an empty commit (`kept` False) proves nothing."""
         if isinstance(self.trouble, StoreReplaced):
             return  # until a restart
         if isinstance(error, StoreReplaced):
@@ -181,9 +181,9 @@ class StoreHealth:
         self.trouble, self._failed = trouble, now
 
     def _is_over(self, trouble: StoreError) -> bool:
-        """A small commit may find its place where there is none for a larger one, or beside the damage.
+        """Whether a successful commit ends the trouble; a small one may fit where a larger one does not.
 
-        Within a quota that cannot be seen: there it is over at once the first time, and not when it comes back.
+        An exhausted quota cannot be detected: it counts as over at once the first time, but not if it recurs.
         """
         if isinstance(trouble, StoreDamaged) or (isinstance(trouble, StoreFull) and is_disk_full(self._path)):
             return False
@@ -191,7 +191,7 @@ class StoreHealth:
 
 
 def _format_trouble(trouble: StoreError) -> str:
-    """The same for who has asked for nothing."""
+    """The text for the log, where no request has failed."""
     if isinstance(trouble, StoreFull):
         return f"{_DISK_FULL_TEXT}; what is under way goes on when there is."
     return f"{trouble.what} {trouble.hint}"

@@ -1,11 +1,11 @@
-"""The SQLite store: one writer thread with group commit, a pool of snapshot readers.
+"""The SQLite store: one writer thread with group commit, and a pool of snapshot readers.
 
-The writer takes every script that is waiting, runs them in one transaction and commits them together: a
-hundred concurrent callers share one fsync, and a script that raises takes only its own changes with it.
+The writer takes every waiting script, runs them in one transaction and commits them together: a
+hundred concurrent callers share one fsync, and a script that raises loses only its own changes.
 Callers are answered after the commit, never before. Readers have connections of their own in WAL mode, so
 they neither wait for the writer nor delay it.
 
-A script is driven by a single `send(None)`: its awaits are answered on the spot and never suspend.
+A script is driven by a single `send(None)`: its awaits return immediately and never suspend.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from antiphon.store.statedir import READ_ONLY_ERRNOS, StateDir, translate_os_err
 P = ParamSpec("P")
 T = TypeVar("T")
 
-APPLICATION_ID = 0x414E5450  # "ANTP": says that the file is ours before anything else is read
+APPLICATION_ID = 0x414E5450  # "ANTP": marks the file as Antiphon's
 MAX_SCRIPTS_PER_COMMIT = 256  # scripts per commit; bounds how long the first one waits for the last
-MAX_WAITING_SCRIPTS = 20_000  # scripts that may wait for the writer before callers are told to come back
-MAX_READS_PER_SNAPSHOT = 8  # reads that share a snapshot; a long one holds up no more than these
+MAX_WAITING_SCRIPTS = 20_000  # scripts that may wait for the writer before new ones are refused
+MAX_READS_PER_SNAPSHOT = 8  # reads that share a snapshot; a slow one delays no more than these
 MIN_SQLITE_VERSION = (3, 37, 0)  # RETURNING, pragma_table_list
 MAX_CHECKED_AT_OPEN_BYTES = (
     32 * 2**20
 )  # bytes; a larger file is checked by `antiphon doctor`, not at every start
-CHECKPOINT_WAIT_SECONDS = 1.0  # seconds to wait for readers, where the log could be made smaller without them
+CHECKPOINT_WAIT_SECONDS = 1.0  # seconds to wait for readers when truncating the log
 BUSY_TIMEOUT_SECONDS = 10  # seconds to wait for another process that holds the file
 CommitPhase = Literal["before", "after"]
 
@@ -74,7 +74,7 @@ class SqliteTx:
         return self._execute(query.text, params).rowcount
 
     async def lock(self, name: str) -> None:
-        """There is one writer."""
+        """Does nothing: the store has a single writer."""
 
 
 BoundScript: TypeAlias = Callable[[Tx], Coroutine[Any, Any, T]]
@@ -105,7 +105,7 @@ class _ScriptJob:
 
 
 def run_to_completion(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a script to its end without an event loop."""
+    """Runs a script to its end without an event loop."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
@@ -117,10 +117,10 @@ def run_to_completion(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class _ThreadPool:
-    """Threads that take jobs off one queue, several at a time, and answer them in the event loop.
+    """Threads that take jobs off one queue, several at a time, and resolve them in the event loop.
 
-    Each thread opens its own connection and is the only one to use it. Answering a whole batch with one
-    `call_soon_threadsafe` is most of the speed: waking the loop costs more than a statement.
+    Each thread opens its own connection and is the only one to use it. Resolving a whole batch with one
+    `call_soon_threadsafe` gives most of the speed: waking the loop costs more than a statement.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class _ThreadPool:
         return job.future
 
     async def shut_down(self) -> None:
-        """Finish what is waiting, then end the threads."""
+        """Finishes the waiting jobs, then ends the threads."""
         self._dismissed = True
         for _ in self._threads:
             self._jobs.put(None)
@@ -165,7 +165,7 @@ class _ThreadPool:
             await asyncio.to_thread(thread.join)
 
     def abandon(self) -> None:
-        """Take no more jobs and leave the connections open, to be dropped with the process."""
+        """Takes no more jobs and leaves the connections open until the process ends."""
         self._dismissed = True
 
     def _run(self) -> None:
@@ -175,12 +175,12 @@ class _ThreadPool:
             if connection:
                 self._work(connection, SqliteTx(connection), jobs)
             self._loop.call_soon_threadsafe(self._resolve_futures, jobs)
-            jobs = []  # an idle thread keeps no page in memory that was read long ago
+            jobs = []  # so that an idle thread does not keep old results in memory
         if connection:
             connection.close()
 
     def _open_connection(self, jobs: list[_ScriptJob]) -> sqlite3.Connection | None:
-        """Without a connection these jobs have the error; what is in the way may be gone when the next ones come."""
+        """Opens a connection, or fails these jobs; the cause may be gone when the next ones arrive."""
         try:
             return self._open()
         except AntiphonError as error:
@@ -189,14 +189,14 @@ class _ThreadPool:
             return None
 
     def _take_jobs(self) -> list[_ScriptJob]:
-        """At least one job, and whatever else is waiting; nothing when it is time to go."""
+        """At least one job, plus any others waiting; empty when the thread should end."""
         jobs: list[_ScriptJob] = []
         try:
             while len(jobs) < self._batch:
                 job = self._jobs.get(block=not jobs)
                 if job is None:
                     if jobs:
-                        self._jobs.put(None)  # meant for a thread that has nothing in its hands
+                        self._jobs.put(None)  # leave it to an idle thread
                     break
                 jobs.append(job)
         except queue.Empty:
@@ -207,7 +207,7 @@ class _ThreadPool:
         self._waiting -= len(jobs)
         for job in jobs:
             if job.future.done():
-                continue  # The caller stopped waiting; what it asked for has happened, or not, as a whole.
+                continue  # The caller stopped waiting; the script has taken effect as a whole, or not at all.
             if job.error is None:
                 job.future.set_result(job.result)
             else:
@@ -215,7 +215,7 @@ class _ThreadPool:
 
 
 class SqliteStore:
-    """See the module. Open with `SqliteStore.open`, from a running event loop."""
+    """The store on SQLite. Open it with `SqliteStore.open` from a running event loop."""
 
     shared = False
     identity = "file"
@@ -260,7 +260,7 @@ class SqliteStore:
         read_only: bool = False,
         on_commit: Callable[[CommitPhase], None] | None = None,
     ) -> SqliteStore:
-        """Open, check and migrate. `on_commit` is called around each COMMIT; crash tests kill there."""
+        """Opens, checks and migrates the file. `on_commit` is called around each COMMIT; crash tests kill there."""
         if read_only:
             writer = None
             await asyncio.to_thread(_check_readable, path)
@@ -281,7 +281,7 @@ class SqliteStore:
         return await self._readers.submit(_bind_script(script, args, kwargs))
 
     async def close(self) -> None:
-        """Finish what is waiting, then let go of the file."""
+        """Finishes the waiting scripts, then closes the file."""
         if self._files and await asyncio.to_thread(self._files.has_foreign_log):
             self._readers.abandon()
             if self._writer is not None:
@@ -293,21 +293,21 @@ class SqliteStore:
             await writer.shut_down()
 
     def _commit_batch(self, connection: sqlite3.Connection, tx: SqliteTx, jobs: list[_ScriptJob]) -> None:
-        """One transaction for the whole batch. Afterwards every job has its result or its error."""
+        """Commits the whole batch in one transaction. Every job then has its result or its error."""
         kept = False
         try:
             self._check_files()
             changed = _run_batch(connection, tx, jobs)
             self._signal_commit("before")
             connection.execute("COMMIT")
-            self._check_files()  # again, so that what went into a file that is gone is not answered as kept
+            self._check_files()  # again, so that writes to a deleted file are not reported as durable
             kept = changed
             self._signal_commit("after")
         except Exception as error:  # noqa: BLE001 - the writer thread must outlive any batch
             with suppress(sqlite3.Error):  # SQLite may have rolled back by itself
                 connection.execute("ROLLBACK")
             if len(jobs) > 1 and self._is_disk_full(error):
-                # What does not fit must not keep back what does.
+                # A script that does not fit must not hold back those that do.
                 for job in jobs:
                     self._commit_batch(connection, tx, [job])
                 return
@@ -327,9 +327,9 @@ class SqliteStore:
             raise build_replaced_error(self._path)
 
     def _shrink_log(self, connection: sqlite3.Connection) -> None:
-        """Give back what a commit that did not fit has taken up in the log.
+        """Truncates the log that a failed commit has filled.
 
-        The disk may be in the way, or readers: these are waited for only now and then, since everybody waits with it.
+        A full disk or readers may prevent it. It waits for readers only occasionally, since all callers wait meanwhile.
         """
         now = time.monotonic()
         patient = now - self._waited >= 10 * CHECKPOINT_WAIT_SECONDS
@@ -348,7 +348,7 @@ class SqliteStore:
         )
 
     def _read_batch(self, connection: sqlite3.Connection, tx: SqliteTx, jobs: list[_ScriptJob]) -> None:
-        """One snapshot for the whole batch."""
+        """Runs the whole batch on one snapshot."""
         try:
             connection.execute("BEGIN")
             for job in jobs:
@@ -370,10 +370,10 @@ class SqliteStore:
 
 
 def _run_batch(connection: sqlite3.Connection, tx: SqliteTx, jobs: list[_ScriptJob]) -> bool:
-    """Begin, and run every script; whether those that did not raise have changed anything.
+    """Begins a transaction and runs every script; returns whether the successful ones changed anything.
 
-    One that raises is rare, so they run bare first; only when one did are all of them undone and run again, each in a
-    savepoint of its own. What is undone counts as a change for SQLite.
+    Exceptions are rare, so scripts first run without savepoints; if one raises, all are rolled back and run again, each
+    in its own savepoint. SQLite counts rolled-back changes as changes.
     """
     connection.execute("BEGIN IMMEDIATE")
     before = connection.total_changes
@@ -401,7 +401,7 @@ def _run_job_in_savepoint(connection: sqlite3.Connection, tx: SqliteTx, job: _Sc
     done = _run_job(tx, job)
     if not done:
         if not connection.in_transaction:
-            # SQLite gives up a whole transaction when the disk is full: nothing is kept.
+            # SQLite rolls back the whole transaction when the disk is full: nothing was written.
             raise job.error if isinstance(job.error, sqlite3.Error) else build_full_error()
         connection.execute("ROLLBACK TO script")
     connection.execute("RELEASE script")
@@ -423,11 +423,11 @@ def _connect(path: Path, mode: str = "rw") -> sqlite3.Connection:
 
 
 def _connect_reader(path: Path) -> sqlite3.Connection:
-    """For reading, also on a full disk, and where this user may write nothing.
+    """Opens a connection for reading, even on a full disk or without write permission.
 
-    Readers share an index of the log with the writer, in a file that may have to be made. Whoever has the database to
-    itself keeps it in memory: that is how it can be read where there is no room for the file, unless somebody else is
-    there, who has made it. Where there is no log, nothing of it has to be known.
+    Readers share the index of the log with the writer, in a file that may have to be created. If there is no room for
+    it, an exclusive connection keeps the index in memory, unless another process has the database open. Without a log
+    and without permission to create one, the file is opened as immutable.
     """
     try:
         with _closed_on_failure(_connect(path, "ro")) as connection:
@@ -445,7 +445,7 @@ def _connect_reader(path: Path) -> sqlite3.Connection:
 
 
 def _has_no_writer(path: Path) -> bool:
-    """Whether this user can have nobody beside it who writes: there is no log, and none can be made."""
+    """Whether this user's file can have no writer: it has no log, and none can be created."""
     return not is_writable(path.parent) and not path.with_name(f"{path.name}-wal").exists()
 
 
@@ -460,7 +460,7 @@ def _connect_exclusive(path: Path) -> sqlite3.Connection:
 
 @contextmanager
 def _closed_on_failure(connection: sqlite3.Connection) -> Generator[sqlite3.Connection]:
-    """An error remembers where it came from, and would hold the file for as long as it is looked at."""
+    """Closes the connection on failure; otherwise the error's traceback would keep the file open."""
     try:
         yield connection
     except BaseException:
@@ -469,7 +469,7 @@ def _closed_on_failure(connection: sqlite3.Connection) -> Generator[sqlite3.Conn
 
 
 def _force_open(connection: sqlite3.Connection) -> None:
-    """Have SQLite open its files; it puts that off to the first question."""
+    """Makes SQLite open its files, which it otherwise defers to the first query."""
     connection.execute("SELECT 1 FROM sqlite_schema").fetchone()
 
 
@@ -478,10 +478,10 @@ def _quote_path(path: Path) -> str:
 
 
 def check_library() -> None:
-    """Whether the SQLite that Python was built with can do what is asked of it.
+    """Checks that Python's SQLite library has the required version and features.
 
     Raises:
-        StoreError: it cannot.
+        StoreError: it does not.
     """
     found = sqlite3.sqlite_version_info
     if found < MIN_SQLITE_VERSION:
@@ -537,7 +537,7 @@ def _open_reader(path: Path) -> sqlite3.Connection:
 
 
 def check_exists(path: Path) -> None:
-    """That there is something in the file; whoever opens it to write would make it."""
+    """Raises if the file is missing or empty; opening it for writing would create it."""
     StateDir.open_unlocked(path.parent).check_readable()
     if not path.exists() or path.stat().st_size == 0:
         raise _build_missing_error(path)
@@ -551,7 +551,7 @@ def _build_missing_error(path: Path) -> StoreError:
 
 
 def _check_readable(path: Path) -> None:
-    """That the file is ours and of this version; a reader cannot put either right."""
+    """Raises if the file is not Antiphon's or has another version, which a reader cannot fix."""
     check_exists(path)
     try:
         with closing(_connect_reader(path)) as connection:
@@ -567,7 +567,7 @@ def _check_readable(path: Path) -> None:
 
 
 def _is_ours(connection: sqlite3.Connection, path: Path) -> bool:
-    """Whether the file carries our mark; False for an empty one, an error for anybody else's."""
+    """Whether the file has Antiphon's application id; False if it is empty, an error if it is another program's."""
     owner: int = connection.execute("PRAGMA application_id").fetchone()[0]
     tables: int = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
     if owner != APPLICATION_ID and tables:
@@ -579,7 +579,7 @@ def _is_ours(connection: sqlite3.Connection, path: Path) -> bool:
 
 
 def check_integrity(connection: sqlite3.Connection, path: Path, *, quick: bool) -> None:
-    """Raise `StoreDamaged` with the first finding of SQLite's own check."""
+    """Raises `StoreDamaged` with the first finding of SQLite's own check."""
     pragma = "quick_check(1)" if quick else "integrity_check(1)"
     found: str = connection.execute(f"PRAGMA {pragma}").fetchone()[0]
     if found != "ok":
@@ -587,7 +587,7 @@ def check_integrity(connection: sqlite3.Connection, path: Path, *, quick: bool) 
 
 
 def check_file(path: Path) -> None:
-    """The full check of a database nobody has to be writing to; for `antiphon doctor`."""
+    """Fully checks a database that has no writer, for `antiphon doctor`."""
     _check_readable(path)
     with closing(_open_reader(path)) as connection:
         try:
