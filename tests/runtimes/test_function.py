@@ -140,7 +140,7 @@ async def test_a_function_that_cannot_be_called_is_told_what_one_is() -> None:
 
     with pytest.raises(ProviderError, match="failed with TypeError") as caught:
         await FunctionRuntime(cast("AgentFunction", agent)).step(PROMPT, Pieces())
-    assert caught.value.hint.startswith("Mend the function")
+    assert caught.value.hint.startswith("Fix the function")
 
 
 async def test_our_own_errors_pass() -> None:
@@ -158,7 +158,7 @@ async def test_answers_that_are_none() -> None:
     def synchronous(prompt: Prompt) -> Any:
         return "not awaited"
 
-    with pytest.raises(ProviderError, match=r"answered with 'int'.*Mend the function"):
+    with pytest.raises(ProviderError, match=r"answered with 'int'.*Fix the function"):
         await FunctionRuntime(number).step(PROMPT, Pieces())
     with pytest.raises(ProviderError, match="instead of something to await"):
         await FunctionRuntime(synchronous).step(PROMPT, Pieces())

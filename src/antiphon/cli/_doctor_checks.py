@@ -61,7 +61,7 @@ def check_gateways(state_dir: Path, config: Config | None) -> Iterator[Finding]:
     found = _find_gateways_or_none(state_dir)
     if found is None:
         yield report_warning(
-            "gateway", "cannot be looked for, as the state directory cannot.", "Mend that first."
+            "gateway", "was not checked, because the state directory could not be read.", "Fix that first."
         )
     elif found:
         yield from map(_check_gateway, found)
@@ -118,7 +118,7 @@ def _check_secrets(config: Config) -> Iterator[Finding]:
     }
     for path, secret in needed.items():
         if secret and (trouble := find_secret_error(secret)):
-            yield report_failure("secrets", f"{path!r} cannot be had: {trouble.what}", trouble.hint)
+            yield report_failure("secrets", f"{path!r} could not be read: {trouble.what}", trouble.hint)
 
 
 def _check_port(config: Config) -> Iterator[Finding]:

@@ -27,7 +27,7 @@ from antiphon.runtimes.text import sanitize_answer
 log = logging.getLogger(__name__)
 
 _CONTRACT_HINT = (
-    "Mend the function: it takes a prompt and answers with a text, an Assistant, or pieces of text."
+    "Fix the function: it takes a prompt and answers with a text, an Assistant, or pieces of text."
 )
 _LIBRARY_PATHS = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
@@ -169,7 +169,7 @@ def load_function(target: str) -> AgentFunction:
         ) from error
     except (Exception, *PROCESS_ENDING_ERRORS) as error:
         raise _build_unusable_error(
-            target, f"could not be imported ({type(error).__name__}: {error})", f"Mend {module!r} first."
+            target, f"could not be imported ({type(error).__name__}: {error})", f"Fix {module!r} first."
         ) from error
     if not callable(found):
         raise _build_unusable_error(

@@ -122,7 +122,7 @@ def _build_refusal(shape: type[ToolArguments], message: str) -> InvalidInput:
 def _describe_allowed_for(shape: type[ToolArguments], path: str) -> str:
     name = re.split(r"[.\[]", path, maxsplit=1)[0]
     known = build_schema(shape).get("properties", {})
-    return f"{name!r} takes {_describe_allowed(known[name])}." if name in known else "Mend that argument."
+    return f"{name!r} takes {_describe_allowed(known[name])}." if name in known else "Fix that argument."
 
 
 def _describe_allowed(node: Mapping[str, Any]) -> str:

@@ -322,18 +322,18 @@ def _read_json5(content: bytes, path: Path) -> object:
         return pyjson5.decode(content.decode("utf-8-sig"))
     except (pyjson5.Json5Exception, ValueError, RecursionError) as error:
         reason = str(error.args[0]) if error.args else type(error).__name__
-    raise InvalidInput(f"{str(path)!r} cannot be read ({reason}).", "Mend it, or restore a backup of it.")
+    raise InvalidInput(f"{str(path)!r} cannot be read ({reason}).", "Fix it, or restore a backup of it.")
 
 
 def _build_source_session(
     raw_key: str, entry: object, folder: SessionsFolder, config: Config
 ) -> SourceSession:
     if not isinstance(entry, dict):
-        raise InvalidInput("The entry is not an object.", f"Mend it in {INDEX_FILE_NAME!r}.")
+        raise InvalidInput("The entry is not an object.", f"Fix it in {INDEX_FILE_NAME!r}.")
     values = cast("dict[str, Any]", entry)
     session_id = values.get("sessionId")
     if not isinstance(session_id, str) or not SESSION_ID_PATTERN.fullmatch(session_id):
-        raise InvalidInput(f"The session id {session_id!r} is not one.", f"Mend it in {INDEX_FILE_NAME!r}.")
+        raise InvalidInput(f"{session_id!r} is not a valid session id.", f"Fix it in {INDEX_FILE_NAME!r}.")
     key = _canonicalise_key(raw_key, folder.agent_id, config)
     file = _find_transcript_file(folder.path, session_id, values, key)
     spawned_by = values.get("spawnedBy")

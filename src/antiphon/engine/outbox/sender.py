@@ -159,7 +159,7 @@ class Outbox(msgspec.Struct):
         session = await tx.one(SESSIONS_SQL.by_id, id=row["session"])
         channel = delivery_rows.decode_destination(row["destination"]).channel
         if session is None and channel == WEBCHAT_CHANNEL:
-            return _DeliveryOutcome("dead", "The session is gone. There is nobody to deliver to.")
+            return _DeliveryOutcome("dead", "The session is gone, so nothing can be delivered to it.")
         if not self.door.can_post(row["session_key"], channel, session):
             return _DeliveryOutcome(
                 "blocked", "send blocked by session policy. Change session.sendPolicy, then deliver again."

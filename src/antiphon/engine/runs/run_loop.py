@@ -525,4 +525,4 @@ async def _contain_process_exit(work: Awaitable[T]) -> T:
     try:
         return await work
     except PROCESS_ENDING_ERRORS as error:
-        raise ToolFailed(f"The tool tried to end the process ({error!r}).", "Mend the tool.") from error
+        raise ToolFailed(f"The tool tried to end the process ({error!r}).", "Fix the tool.") from error
