@@ -239,11 +239,11 @@ async def _stalled(running: Up) -> Wire:
     return client.wire
 
 
-async def turn(client: Client, session: str) -> None:
-    """chat.send until the final event, as a chat client lives it."""
+async def turn(client: Client, session: str, message: str = "say ok") -> None:
+    """One `chat.send` until its final event."""
     key = uuid.uuid4().hex
     final = client.finals[key] = asyncio.get_running_loop().create_future()
-    await client.ask("chat.send", sessionKey=session, message="say ok", idempotencyKey=key)
+    await client.ask("chat.send", sessionKey=session, message=message, idempotencyKey=key)
     await asyncio.wait_for(final, 60)
 
 
