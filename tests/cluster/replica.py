@@ -70,7 +70,7 @@ class RequestHandler:
 
     def __init__(self, served: ListeningGateway, stopping: asyncio.Event) -> None:
         self._stopping = stopping
-        self._house = served.gateway.house
+        self._house = served.gateway.app
         self._operations = self._house.operations
         self._asked: set[asyncio.Task[None]] = set()
 

@@ -231,7 +231,7 @@ async def street(path: Path, agents: Mapping[str, AgentFunction]) -> AsyncGenera
     async with serve_gateway(
         config, path, port=0, functions=functions, channels={"pigeon": pigeon}
     ) as served:
-        house = served.gateway.house
+        house = served.gateway.app
         for key in (MAIN, HELPER, ROOM, OWN):
             await house.operations.open(OPERATOR, key)
         async with connect(served.url, max_size=None, proxy=None, open_timeout=BOUND) as ws:

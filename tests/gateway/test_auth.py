@@ -1,4 +1,4 @@
-"""The guard by itself: who has to wait after too many failures, and who does not."""
+"""The authenticator by itself: who has to wait after too many failures, and who does not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from antiphon.clock import ManualClock
 from antiphon.errors import Forbidden, TooManyFailures, Unauthorized
-from antiphon.gateway.auth import MAX_FAILURES_PER_ADDRESS, AuthGuard, AuthMode
+from antiphon.gateway.auth import MAX_FAILURES_PER_ADDRESS, Authenticator, AuthMode
 from antiphon.gateway.tokens import TokenRegistry, build_owner_record
 
 pytestmark = pytest.mark.requirement("W7", "SEC9")
@@ -16,8 +16,8 @@ HERE = "127.0.0.1"
 LONG = "0123456789abcdef0123456789abcdef"
 
 
-def guarded(path: Path, mode: AuthMode = "token", secret: str = LONG) -> AuthGuard:
-    return AuthGuard(
+def guarded(path: Path, mode: AuthMode = "token", secret: str = LONG) -> Authenticator:
+    return Authenticator(
         mode=mode,
         tokens=TokenRegistry.open(path),
         owner=build_owner_record(secret),
@@ -27,40 +27,40 @@ def guarded(path: Path, mode: AuthMode = "token", secret: str = LONG) -> AuthGua
     )
 
 
-def fail(guard: AuthGuard) -> None:
+def fail(authenticator: Authenticator) -> None:
     for _ in range(MAX_FAILURES_PER_ADDRESS):
         with pytest.raises(Unauthorized):
-            guard.authenticate(HERE, None, token="wrong")
+            authenticator.authenticate(HERE, None, token="wrong")
 
 
 def test_only_a_long_token_is_let_in_after_too_many_failures(tmp_path: Path) -> None:
-    guard = guarded(tmp_path)
-    fail(guard)
-    assert guard.authenticate(HERE, None, token=LONG).name == "owner"
-    assert guard.authenticate(HERE, None, token="wrong", password=LONG).name == "owner"
+    authenticator = guarded(tmp_path)
+    fail(authenticator)
+    assert authenticator.authenticate(HERE, None, token=LONG).name == "owner"
+    assert authenticator.authenticate(HERE, None, token="wrong", password=LONG).name == "owner"
     with pytest.raises(Forbidden):
-        guard.authenticate(HERE, "http://evil.example", token=LONG)
+        authenticator.authenticate(HERE, "http://evil.example", token=LONG)
     for token, origin in ((LONG[:-1] + "x", None), ("wrong", "http://evil.example"), (None, None)):
         with pytest.raises(TooManyFailures):
-            guard.authenticate(HERE, origin, token=token)
-    assert guard.refused_count == MAX_FAILURES_PER_ADDRESS  # those were not even looked at
+            authenticator.authenticate(HERE, origin, token=token)
+    assert authenticator.refused_count == MAX_FAILURES_PER_ADDRESS  # those were not even looked at
 
 
 @pytest.mark.parametrize(("mode", "secret"), [("password", LONG), ("token", LONG[:-1])])
 def test_what_can_be_guessed_has_to_wait(tmp_path: Path, mode: AuthMode, secret: str) -> None:
-    guard = guarded(tmp_path, mode, secret)
-    fail(guard)
+    authenticator = guarded(tmp_path, mode, secret)
+    fail(authenticator)
     with pytest.raises(TooManyFailures):
-        guard.authenticate(HERE, None, token=secret)
+        authenticator.authenticate(HERE, None, token=secret)
 
 
 def test_the_secret_of_another_door_is_counted_apart(tmp_path: Path) -> None:
-    guard = guarded(tmp_path, "password")
+    authenticator = guarded(tmp_path, "password")
     for _ in range(MAX_FAILURES_PER_ADDRESS):
         with pytest.raises(Unauthorized):
-            guard.check_endpoint_secret(HERE, None, "wrong", "short", "hook token")
+            authenticator.check_endpoint_secret(HERE, None, "wrong", "short", "hook token")
     for given in ("wrong", "short"):
         with pytest.raises(TooManyFailures):
-            guard.check_endpoint_secret(HERE, None, given, "short", "hook token")
-    guard.check_endpoint_secret(HERE, None, LONG, LONG, "hook token")
-    assert guard.authenticate(HERE, None, password=LONG)
+            authenticator.check_endpoint_secret(HERE, None, given, "short", "hook token")
+    authenticator.check_endpoint_secret(HERE, None, LONG, LONG, "hook token")
+    assert authenticator.authenticate(HERE, None, password=LONG)

@@ -193,7 +193,7 @@ async def _stage(path: Path, mode: str) -> AsyncGenerator[GatewayFixture]:
         assert (await gate.operations.wait(OPERATOR, "first", BOUND)).has_ended
         await gate.operations.open(OPERATOR, SPARE)
         await _leave_something_undelivered(gate)
-        await gate.house.schedules.add(OPERATOR, parse_job_input(JobSpec, JOB))
+        await gate.app.schedules.add(OPERATOR, parse_job_input(JobSpec, JOB))
         await until(lambda: _is_quiet(gate))
         yield gate
 
@@ -247,7 +247,7 @@ async def _entered(gate: GatewayFixture, mode: str, scope: str | None) -> AsyncG
 async def _arguments(gate: GatewayFixture, name: str) -> dict[str, Any]:
     params = dict(TABLE[name][1])
     if params.get("id") == "job":
-        params["id"] = (await gate.house.schedules.list(OPERATOR, include_disabled=True))[0].id
+        params["id"] = (await gate.app.schedules.list(OPERATOR, include_disabled=True))[0].id
     return params
 
 

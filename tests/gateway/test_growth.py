@@ -35,8 +35,8 @@ def files() -> int:
 
 
 def listeners(gate: GatewayFixture) -> int:
-    assert isinstance(gate.house.bus, LocalBus)
-    return sum(gate.house.bus.count_listeners().values())
+    assert isinstance(gate.app.bus, LocalBus)
+    return sum(gate.app.bus.count_listeners().values())
 
 
 def held(gate: GatewayFixture) -> dict[str, int]:

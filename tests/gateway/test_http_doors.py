@@ -247,7 +247,7 @@ async def test_what_nobody_expected_is_logged_and_told_without_details(
         raise RuntimeError("a secret detail")
 
     for name in ("read_history", "submit"):
-        monkeypatch.setattr(site.house.operations, name, broken)
+        monkeypatch.setattr(site.app.operations, name, broken)
     reply = await site.http.get(HISTORY)
     assert (reply.status_code, reply.json()["error"]["type"]) == (500, "internal")
     assert "secret detail" not in reply.text
@@ -269,7 +269,7 @@ async def test_health_and_readiness_are_told_to_anybody(
     async def full(*_: object) -> None:
         raise StoreError("The disk is full.", "Make room.")
 
-    monkeypatch.setattr(site.house.operations, "list", full)
+    monkeypatch.setattr(site.app.operations, "list", full)
     site.gateway.closing.set()
     reply = await site.stranger.get("/readyz")
     assert reply.status_code == 503

@@ -157,7 +157,7 @@ async def test_a_live_stream_leaves_tool_results_out_unless_they_are_wanted(tmp_
         return calls("look") if len(prompt.messages) == 1 else text("seen")
 
     async with served(tmp_path, agent, tools=lambda _: [_look()]) as site:
-        await site.house.operations.open(OPERATOR, MAIN)
+        await site.app.operations.open(OPERATOR, MAIN)
         async with (
             streamed(site.http, f"{HISTORY}?follow=1") as plain,
             streamed(site.http, f"{HISTORY}?follow=1&includeTools=1") as full,
@@ -188,7 +188,7 @@ async def test_many_readers_that_are_cut_off_while_much_is_said_see_every_entry_
     site: HttpGatewayFixture,
 ) -> None:
     runs = 40
-    await site.house.operations.open(OPERATOR, MAIN)
+    await site.app.operations.open(OPERATOR, MAIN)
 
     async def read(patience: int) -> list[int]:
         """Hang up after every few events and come back."""
@@ -231,7 +231,7 @@ async def test_a_reset_is_told_and_the_new_conversation_followed(site: HttpGatew
     await site.ask("one")
     async with streamed(site.http, f"{HISTORY}?follow=1") as stream:
         old = (await stream.take(2))[1].json["sessionId"]
-        new = (await site.house.operations.renew(OPERATOR, MAIN)).session_id
+        new = (await site.app.operations.renew(OPERATOR, MAIN)).session_id
         gap = await stream.next()
         assert (gap.event, gap.json) == ("gap", {"sessionKey": MAIN, "sessionId": new, "reason": "reset"})
         await site.ask("two")
@@ -347,7 +347,7 @@ async def test_a_conversation_that_ends_while_it_is_opened_is_told_as_reset(
     site: HttpGatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await site.ask("one")
-    operations = site.house.operations
+    operations = site.app.operations
     follow = operations.follow
     renewed: list[str] = []
 

@@ -106,7 +106,7 @@ async def test_a_tool_that_is_not_there_looks_like_one_that_is_denied(tmp_path: 
             assert body["error"]["message"].startswith(f"Tool not available: {name}")
         status, body = await invoke(site, {"tool": "look", "agentId": "work"})
         assert (status, body["error"]["type"]) == (404, "not_found")
-        sessions = (await site.house.operations.list(OPERATOR, ListFilter())).sessions
+        sessions = (await site.app.operations.list(OPERATOR, ListFilter())).sessions
         assert [session.key for session in sessions] == ["agent:work:main"]
         assert not box.calls
 
@@ -200,7 +200,7 @@ async def test_a_tool_that_fails_says_how_if_it_knows(
 async def test_a_session_that_was_put_into_a_sandbox_stays_there(tmp_path: Path) -> None:
     box, group = Box(), "agent:work:telegram:group:7"
     async with opened(tmp_path, box) as site:
-        await site.house.operations.open(OPERATOR, group)
+        await site.app.operations.open(OPERATOR, group)
     free = {"agents": {"list": [{"id": "main"}, {"id": "work"}]}}
     async with served(tmp_path, settings=free, tools=box.tools) as site:
         await invoke(site, {"tool": "other", "sessionKey": group})
@@ -212,7 +212,7 @@ async def test_a_session_that_was_put_into_a_sandbox_stays_there(tmp_path: Path)
 async def test_an_agent_acts_as_nobody_else(tmp_path: Path) -> None:
     async with opened(tmp_path, Box()) as site:
         with pytest.raises(Forbidden):
-            await site.house.operations.act_as(Caller.agent("main", MAIN), MAIN)
+            await site.app.operations.act_as(Caller.agent("main", MAIN), MAIN)
 
 
 @pytest.mark.requirement("G4", "003-send-timeout")
@@ -225,7 +225,7 @@ async def test_a_tool_may_wait_as_long_as_it_is_told_to(
         "tools": {"sessions": {"visibility": "all"}},
     }
     async with served(tmp_path, _never, settings=settings) as site:
-        await site.house.operations.open(OPERATOR, "agent:main:dashboard:other")
+        await site.app.operations.open(OPERATOR, "agent:main:dashboard:other")
         args = {"sessionKey": "agent:main:dashboard:other", "message": "hello", "timeoutSeconds": 1.5}
         status, body = await invoke(site, {"tool": "sessions_send", "args": args})
         assert (status, body["result"]["details"]["status"]) == (200, "timeout")

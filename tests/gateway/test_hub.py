@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from antiphon.gateway import hub
-from antiphon.gateway.auth import AuthGuard, ClientIdentity
+from antiphon.gateway.auth import Authenticator, ClientIdentity
 from antiphon.gateway.ws import frames
 from support.gateway_ws import opened
 
@@ -20,7 +20,7 @@ async def test_what_fails_once_is_logged_and_begins_again(
 ) -> None:
     failing = [True]
 
-    def still_knows(self: AuthGuard, identity: ClientIdentity) -> bool:
+    def still_knows(self: Authenticator, identity: ClientIdentity) -> bool:
         if failing.pop() if failing else False:
             raise OSError("the disk is gone for a moment")
         return True
@@ -28,7 +28,7 @@ async def test_what_fails_once_is_logged_and_begins_again(
     monkeypatch.setattr(frames, "TICK_INTERVAL_MS", 20)
     monkeypatch.setattr(hub, "REVOCATION_CHECK_SECONDS", 0.02)
     monkeypatch.setattr(hub, "RESTART_DELAY_SECONDS", 0.0)
-    monkeypatch.setattr(AuthGuard, "is_still_valid", still_knows)
+    monkeypatch.setattr(Authenticator, "is_still_valid", still_knows)
     with caplog.at_level(logging.ERROR):
         async with opened(tmp_path) as gate, gate.client() as client:
             await client.take("tick", 3)

@@ -47,7 +47,7 @@ async def test_what_waits_and_what_runs_is_counted_in_the_rows(tmp_path: Path) -
 
     async with served(tmp_path, slow) as site:
         message = IncomingMessage(session=MAIN, content="go")
-        accepted = [await site.house.operations.submit(OPERATOR, message) for _ in range(3)]
+        accepted = [await site.app.operations.submit(OPERATOR, message) for _ in range(3)]
         async with asyncio.timeout(BOUND):
             await started.wait()
         told = await figures(site)
@@ -56,7 +56,7 @@ async def test_what_waits_and_what_runs_is_counted_in_the_rows(tmp_path: Path) -
         # They wait for their turn in the session, not for a replica.
         assert told["antiphon_store_idle_seconds"] == 0
         go_on.set()
-        await site.house.operations.wait(OPERATOR, accepted[-1].run_id, BOUND)
+        await site.app.operations.wait(OPERATOR, accepted[-1].run_id, BOUND)
         assert (await figures(site))["antiphon_run_start_seconds_count"] == 3
 
 
@@ -66,7 +66,7 @@ async def test_a_store_that_does_not_answer_is_told_and_nothing_is_invented(
     async def away(*_: object) -> SystemStatus:
         raise StoreError("The database cannot be reached.", "Start it.")
 
-    monkeypatch.setattr(site.house.operations, "get_system_status", away)
+    monkeypatch.setattr(site.app.operations, "get_system_status", away)
     told = await figures(site)
     assert told["antiphon_store_up"] == 0
     assert not [name for name in told if name.startswith(("antiphon_replicas", "antiphon_store_runs"))]
@@ -77,18 +77,18 @@ async def test_one_answer_serves_all_who_ask_in_the_same_moment(
     site: HttpGatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = 0
-    ask = site.house.operations.get_system_status
+    ask = site.app.operations.get_system_status
 
     async def counted(caller: Caller) -> SystemStatus:
         nonlocal asked
         asked += 1
         return await ask(caller)
 
-    monkeypatch.setattr(site.house.operations, "get_system_status", counted)
+    monkeypatch.setattr(site.app.operations, "get_system_status", counted)
     await asyncio.gather(*(figures(site) for _ in range(5)))
     assert asked == 1
 
 
 async def test_agents_do_not_see_the_whole(site: HttpGatewayFixture) -> None:
     with pytest.raises(Forbidden):
-        await site.house.operations.get_system_status(Caller.agent("main", MAIN))
+        await site.app.operations.get_system_status(Caller.agent("main", MAIN))

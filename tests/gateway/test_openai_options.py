@@ -429,9 +429,7 @@ async def test_what_a_request_set_survives_a_restart(tmp_path: Path) -> None:
             "/v1/chat/completions", json={**body, "temperature": 1}, headers=headers
         )
         assert changed.status_code == 409  # another request under the same key
-        page = await site.house.operations.read_history(
-            OPERATOR, "agent:main:openai-user:ada", HistoryFilter()
-        )
+        page = await site.app.operations.read_history(OPERATOR, "agent:main:openai-user:ada", HistoryFilter())
     [prompt] = seen
     assert prompt.sampling is not None
     assert prompt.sampling.temperature == 0.5

@@ -316,8 +316,8 @@ async def test_nobody_is_followed_for_nobody(gate: GatewayFixture) -> None:
 
 
 async def _followed(gate: GatewayFixture, number: int) -> bool:
-    assert isinstance(gate.house.bus, LocalBus)
-    heard = gate.house.bus.count_listeners()
+    assert isinstance(gate.app.bus, LocalBus)
+    heard = gate.app.bus.count_listeners()
     return sum(topic.startswith("session.") and topic != "session.*" for topic in heard) == number
 
 
@@ -544,7 +544,7 @@ def _is_anything(event: Event) -> bool:
 async def test_the_end_of_a_run_is_told_once_whatever_the_bus_loses(
     gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch, which: Callable[[Event], bool], after: bool
 ) -> None:
-    bus = gate.house.bus
+    bus = gate.app.bus
     async with gate.client() as client, gate.client() as other:
         await other.call("sessions.messages.subscribe", key=MAIN, afterSeq=0)
         monkeypatch.setattr(bus, "publish", _losing(bus, which, after=after))

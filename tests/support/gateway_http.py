@@ -1,4 +1,4 @@
-"""A gateway's HTTP doors on a real socket, for tests: a house on a directory, uvicorn in a task, a client."""
+"""A gateway's HTTP doors on a real socket, for tests: an application on a directory, uvicorn in a task, a client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from antiphon.bus.local import LocalBus
 from antiphon.clock import Clock
 from antiphon.config import Config
 from antiphon.engine.toolbox import Tool
-from antiphon.gateway.auth import AuthGuard, AuthMode, list_own_origins
+from antiphon.gateway.auth import Authenticator, AuthMode, list_own_origins
 from antiphon.gateway.http.routes import HttpRoutes
 from antiphon.gateway.state import GatewayState
 from antiphon.gateway.tokens import TokenRegistry
@@ -53,8 +53,8 @@ class HttpGatewayFixture:
     server: uvicorn.Server
 
     @property
-    def house(self) -> App:
-        return self.gateway.house
+    def app(self) -> App:
+        return self.gateway.app
 
     @property
     def owner(self) -> dict[str, str]:
@@ -66,17 +66,15 @@ class HttpGatewayFixture:
         return {"Authorization": f"Bearer {token}"}
 
     async def ask(self, text: str, session: str = MAIN) -> RunView:
-        accepted = await self.house.operations.submit(
-            OPERATOR, IncomingMessage(session=session, content=text)
-        )
-        view = await self.house.operations.wait(OPERATOR, accepted.run_id, BOUND)
+        accepted = await self.app.operations.submit(OPERATOR, IncomingMessage(session=session, content=text))
+        view = await self.app.operations.wait(OPERATOR, accepted.run_id, BOUND)
         assert view.has_ended
         return view
 
     def listeners(self) -> int:
         """Open listeners on single sessions and runs."""
-        assert isinstance(self.house.bus, LocalBus)
-        heard = self.house.bus.count_listeners()
+        assert isinstance(self.app.bus, LocalBus)
+        heard = self.app.bus.count_listeners()
         return sum(
             number for topic, number in heard.items() if topic.startswith(("session.", "run."))
         ) - heard.get("session.*", 0)
@@ -170,7 +168,7 @@ async def served(
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         tokens = TokenRegistry.open(path)
-        guard = AuthGuard(
+        authenticator = Authenticator(
             mode=mode,
             tokens=tokens,
             owner=None,
@@ -178,7 +176,9 @@ async def served(
             origins=list_own_origins("127.0.0.1", port),
             clock=opened.clock,
         )
-        gateway = GatewayState(house=opened, guard=guard, state_dir=path, started_at=opened.clock.now())
+        gateway = GatewayState(
+            app=opened, authenticator=authenticator, state_dir=path, started_at=opened.clock.now()
+        )
         async with _listening(gateway, tokens, listener) as site:
             yield site
 

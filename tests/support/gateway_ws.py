@@ -198,12 +198,12 @@ class GatewayFixture:
     tokens: TokenRegistry
 
     @property
-    def house(self) -> App:
-        return self.served.gateway.house
+    def app(self) -> App:
+        return self.served.gateway.app
 
     @property
     def operations(self) -> Operations:
-        return self.house.operations
+        return self.app.operations
 
     @property
     def database(self) -> Path:

@@ -59,7 +59,7 @@ class Wire:
         self, served: ListeningGateway, path: Path, link: GatewayConnection, commits: CommitWatcher
     ) -> None:
         self.link = link
-        self.troupe = AgentsFixture(served.gateway.house, path, commits)
+        self.troupe = AgentsFixture(served.gateway.app, path, commits)
         self._served, self._path = served, path
 
     async def call(self, method: str, **params: Any) -> Any:

@@ -91,7 +91,7 @@ class FailureLimiter:
             self._by_address.popitem(last=False)
 
 
-class AuthGuard:
+class Authenticator:
     def __init__(
         self,
         *,
@@ -102,7 +102,7 @@ class AuthGuard:
         origins: Iterable[str],
         clock: Clock,
     ) -> None:
-        """Create a guard. `owner` is the token set in the configuration; it replaces the owner's token in the file."""
+        """`owner` is the token set in the configuration; it replaces the owner's token in the file."""
         self.mode: AuthMode = mode
         self._tokens = tokens
         self._owner_record = owner

@@ -131,10 +131,10 @@ class _StreamedRun(msgspec.Struct, eq=False):
 class Hub:
     def __init__(self, gateway: GatewayState) -> None:
         self._gateway = gateway
-        self._clock = gateway.house.clock
-        self._operations = gateway.house.operations
+        self._clock = gateway.app.clock
+        self._operations = gateway.app.operations
         self.subscriptions = Subscriptions(self._operations, self._complete_step)
-        config = gateway.house.config
+        config = gateway.app.config
         self._agents, self._default_agent = config.agent_ids, config.default_agent_id
         self.session_counts = SessionCounts(
             self._operations, self._clock, self._agents, gateway.database_path
@@ -244,7 +244,7 @@ class Hub:
     # --- events of the bus ---
 
     async def _listen(self, topic: str) -> None:
-        async with self._gateway.house.bus.listen(topic) as events:
+        async with self._gateway.app.bus.listen(topic) as events:
             while True:
                 event = await events.get()
                 if event is None or not self.connections:
@@ -649,7 +649,7 @@ class Hub:
         while True:
             await asyncio.sleep(REVOCATION_CHECK_SECONDS)
             identities = {connection.identity for connection in self.connections if connection.identity}
-            revoked = {each for each in identities if not self._gateway.guard.is_still_valid(each)}
+            revoked = {each for each in identities if not self._gateway.authenticator.is_still_valid(each)}
             for connection in self.connections if revoked else ():
                 if connection.identity in revoked:
                     connection.close(1008, "the token was revoked")

@@ -24,7 +24,7 @@ from antiphon.config.validate import TAILNET_ERROR
 from antiphon.errors import ConfigError, Unavailable
 from antiphon.gateway import discovery
 from antiphon.gateway.asgi import AsgiApp
-from antiphon.gateway.auth import AuthGuard, list_own_origins
+from antiphon.gateway.auth import Authenticator, list_own_origins
 from antiphon.gateway.http.limits import create_http_protocol, determine_max_connections
 from antiphon.gateway.hub import Hub
 from antiphon.gateway.shared_tokens import SharedTokens
@@ -72,9 +72,11 @@ async def serve_gateway(
         number = listener.getsockname()[1]
         try:
             tokens = await asyncio.to_thread(TokenRegistry.open, tokens_dir or state_dir)
-            guard = await asyncio.to_thread(_build_guard, config, opened, tokens, host, number)
+            authenticator = await asyncio.to_thread(
+                _build_authenticator, config, opened, tokens, host, number
+            )
             gateway = GatewayState(
-                house=opened, guard=guard, state_dir=state_dir, started_at=opened.clock.now()
+                app=opened, authenticator=authenticator, state_dir=state_dir, started_at=opened.clock.now()
             )
             async with (
                 _refresh_shared_tokens(opened, tokens),
@@ -125,7 +127,7 @@ async def _run_server(
         await asyncio.to_thread(
             discovery.write, gateway.state_dir, discovery.DiscoveryRecord(url, os.getpid())
         )
-        await gateway.house.introduce(url)
+        await gateway.app.introduce(url)
         yield ListeningGateway(url, gateway, hub, task)
     finally:
         with suppress(OSError):
@@ -163,11 +165,13 @@ def _build_uvicorn_config(app: AsgiApp, most: int) -> uvicorn.Config:
     )
 
 
-def _build_guard(config: Config, opened: App, tokens: TokenRegistry, host: str, port: int) -> AuthGuard:
-    """Return the guard for this configuration. Blocks (files, commands for secrets): call it in a thread."""
+def _build_authenticator(
+    config: Config, opened: App, tokens: TokenRegistry, host: str, port: int
+) -> Authenticator:
+    """Return the authenticator for this configuration. Blocks (files, commands for secrets): call it in a thread."""
     auth = config.gateway.auth
     origins = [*list_own_origins(host, port), *config.gateway.control_ui.allowed_origins]
-    return AuthGuard(
+    return Authenticator(
         mode=auth.mode,
         tokens=tokens,
         owner=build_owner_record(auth.token.reveal()) if auth.token else None,

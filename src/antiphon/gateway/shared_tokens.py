@@ -1,8 +1,8 @@
 """Tokens that replicas share: digests in rows of their database, instead of one token file per replica.
 
-A replica reads them before it listens and then every `REFRESH_SECONDS`. From then on a revoked token is rejected; its
-open connections end with the next check of the guard. Tokens from a replica's file become rows when it starts, so that
-they can be revoked everywhere; the owner's token stays in the file.
+A replica reads them before it listens and then every `REFRESH_SECONDS`. From then on a revoked token is rejected; the
+hub closes its open connections. Tokens from a replica's file become rows when it starts, so that they can be revoked
+everywhere; the owner's token stays in the file.
 """
 
 from __future__ import annotations

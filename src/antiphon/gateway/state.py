@@ -1,4 +1,4 @@
-"""State shared by all transports: the application, the auth guard, and whether the gateway is closing."""
+"""State shared by all transports: the application, the authenticator, and whether the gateway is closing."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 
 from antiphon.app import App
-from antiphon.gateway.auth import AuthGuard
+from antiphon.gateway.auth import Authenticator
 from antiphon.paths import DATABASE_FILE_NAME
 
 
 class GatewayState(msgspec.Struct, frozen=True, kw_only=True):
-    house: App
-    guard: AuthGuard
+    app: App
+    authenticator: Authenticator
     state_dir: Path
     started_at: int
     """Milliseconds, by the application's clock."""

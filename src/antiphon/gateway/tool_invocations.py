@@ -64,10 +64,10 @@ async def invoke_tool(
     if not name:
         raise InvalidInput("No tool is named.", "Set 'tool'.", field="tool")
     _find_offered_tool(
-        gateway, name, gateway.house.toolbox.select_allowed((), ())
+        gateway, name, gateway.app.toolbox.select_allowed((), ())
     )  # before a session is created
     validation.validate_idempotency_key(key)
-    acting = await gateway.house.operations.act_as(caller, _choose_session(gateway.house.config, wanted))
+    acting = await gateway.app.operations.act_as(caller, _choose_session(gateway.app.config, wanted))
     _check_agent(acting, wanted.agent_id)
     tool = _find_offered_tool(gateway, name, acting.actor.tools)
     call = ToolRequest(
@@ -83,7 +83,7 @@ async def invoke_tool(
 
 
 def _find_offered_tool(gateway: GatewayState, name: str, tools: Mapping[str, Tool]) -> Tool:
-    over_http = gateway.house.config.gateway.tools
+    over_http = gateway.app.config.gateway.tools
     tool = tools.get(name)
     if tool is None or name in over_http.deny or (tool.acts and name not in over_http.allow):
         raise ToolMissing(

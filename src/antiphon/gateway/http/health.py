@@ -33,16 +33,16 @@ async def get_readiness(gateway: GatewayState, request: Request) -> Response:
         return build_json_response({"ready": False, "failing": failing}, 503)
     # Without the bus, requests are still accepted and stored, so the gateway stays ready.
     return build_json_response(
-        {"ready": True} if gateway.house.links.connected() else {"ready": True, "degraded": ["bus"]}
+        {"ready": True} if gateway.app.links.connected() else {"ready": True, "degraded": ["bus"]}
     )
 
 
 async def _can_reach_store(gateway: GatewayState) -> bool:
-    if gateway.house.trouble():
+    if gateway.app.trouble():
         return False  # the store has reported a failure: it can be read, but not written
     try:
         async with asyncio.timeout(STORE_PROBE_TIMEOUT_SECONDS):
-            await gateway.house.operations.list(_PROBE_CALLER, ListFilter(limit=1))
+            await gateway.app.operations.list(_PROBE_CALLER, ListFilter(limit=1))
     except (AntiphonError, TimeoutError) as error:
         log.warning("The store did not answer: %s", error or "it took too long")
         return False

@@ -48,7 +48,7 @@ async def get_history(
 ) -> Response:
     session = read_session_from_path(request, "/history")
     wanted = _parse_filter(request.query_params)
-    operations, caller = gateway.house.operations, identity.to_caller()
+    operations, caller = gateway.app.operations, identity.to_caller()
     _check_session_key(operations, caller, session)
     if not _is_stream(request):
         return build_json_response(
@@ -56,13 +56,13 @@ async def get_history(
         )
     story = HistoryStream(operations, caller, session, wanted)
     events = story.stream_events(request.headers.get("last-event-id"))
-    still_known = partial(gateway.guard.is_still_valid, identity)
+    still_known = partial(gateway.authenticator.is_still_valid, identity)
     return await EventStream.open(events, gateway.closing, slots, still_known)
 
 
 async def post_kill(gateway: GatewayState, caller: Caller, request: Request) -> Response:
     """Stop the running and queued runs of a session; nothing is deleted."""
-    stopped = await gateway.house.operations.stop(caller, read_session_from_path(request, "/kill"))
+    stopped = await gateway.app.operations.stop(caller, read_session_from_path(request, "/kill"))
     return build_json_response({"ok": True, "killed": bool(stopped.run_ids)})
 
 

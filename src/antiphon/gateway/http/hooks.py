@@ -58,7 +58,7 @@ class WakeHook(_HookBody, frozen=True):
 class HookEndpoints:
     def __init__(self, gateway: GatewayState) -> None:
         self._gateway = gateway
-        self._settings = gateway.house.config.hooks
+        self._settings = gateway.app.config.hooks
         self._token: str | None = None
 
     async def open(self) -> None:
@@ -73,7 +73,9 @@ class HookEndpoints:
         kind, _, bearer = request.headers.get("authorization", "").partition(" ")
         given = bearer.strip() if kind.lower() == "bearer" else request.headers.get("x-openclaw-token")
         origin = request.headers.get("origin")
-        self._gateway.guard.check_endpoint_secret(address, origin, given, self._token or "", "hook token")
+        self._gateway.authenticator.check_endpoint_secret(
+            address, origin, given, self._token or "", "hook token"
+        )
 
     async def post_agent(self, request: Request) -> Response:
         wanted = await read_json(request, AgentHook)
@@ -111,7 +113,7 @@ class HookEndpoints:
         return build_json_response({"ok": True, "runId": accepted.run_id})
 
     async def _submit(self, message: IncomingMessage) -> MessageReceipt:
-        return await self._gateway.house.operations.submit(HOOK_CALLER, message)
+        return await self._gateway.app.operations.submit(HOOK_CALLER, message)
 
     def _choose_session(self, wanted: AgentHook, again: str | None) -> str:
         if wanted.session_key is not None:
@@ -155,7 +157,7 @@ class HookEndpoints:
 
     def _canonicalize_key(self, reference: str, agent_id: str | None) -> keys.SessionKey:
         """Return the canonical key, so that prefixes are compared with the actual session, not with its spelling."""
-        config = self._gateway.house.config
+        config = self._gateway.app.config
         key = keys.canonicalise(
             reference,
             agent_id=agent_id or config.default_agent_id,
@@ -171,7 +173,7 @@ class HookEndpoints:
         return key
 
     def _check_agent(self, wanted: str | None) -> str:
-        config = self._gateway.house.config
+        config = self._gateway.app.config
         agent_id = config.get_agent(keys.validate_agent_id(wanted or config.default_agent_id)).id
         allowed = self._settings.allowed_agent_ids
         if allowed is not None and not any(fnmatchcase(agent_id, pattern.lower()) for pattern in allowed):

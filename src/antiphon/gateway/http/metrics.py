@@ -106,7 +106,7 @@ class Metrics:
                     task.cancel()
 
     async def _listen(self) -> None:
-        async with self._gateway.house.bus.listen(ALL_SESSIONS_TOPIC) as events:
+        async with self._gateway.app.bus.listen(ALL_SESSIONS_TOPIC) as events:
             while True:
                 if (event := await events.get()) is not None:
                     self.record_event(event)
@@ -159,7 +159,7 @@ class _StoreCollector(Collector):
                 return
             try:
                 async with asyncio.timeout(STORE_TIMEOUT_SECONDS):
-                    self._standing = await self._gateway.house.operations.get_system_status(READ_ONLY_CALLER)
+                    self._standing = await self._gateway.app.operations.get_system_status(READ_ONLY_CALLER)
             except (AntiphonError, TimeoutError) as error:
                 log.warning("The store did not answer: %s", error or "it took too long")
                 self._standing = None
@@ -168,7 +168,7 @@ class _StoreCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield _build_gauge("antiphon_build_info", "The version that runs.", {__version__: 1}, "version")
-        heard = self._gateway.house.links.connected()
+        heard = self._gateway.app.links.connected()
         yield _build_gauge("antiphon_bus_connected", "Whether other replicas can be heard.", heard)
         yield _build_gauge("antiphon_store_up", "Whether the store answered.", self._standing is not None)
         yield _build_gauge(
@@ -200,12 +200,12 @@ def _build_gauge(name: str, words: str, value: float | dict[str, int], label: st
 
 
 class _AuthFailureCollector(Collector):
-    """Failed authentications of all transports, as counted by the guard."""
+    """Failed authentications of all transports, as counted by the authenticator."""
 
     def __init__(self, gateway: GatewayState) -> None:
         self._gateway = gateway
 
     def collect(self) -> Iterable[Metric]:
         yield CounterMetricFamily(
-            "antiphon_auth_failures", "Wrong credentials.", value=self._gateway.guard.refused_count
+            "antiphon_auth_failures", "Wrong credentials.", value=self._gateway.authenticator.refused_count
         )

@@ -47,7 +47,7 @@ class HttpRoutes:
 
     @asynccontextmanager
     async def open(self) -> AsyncGenerator[None]:
-        if self._gateway.house.config.hooks.enabled:
+        if self._gateway.app.config.hooks.enabled:
             await self._hooks.open()
         async with self.metrics.run_watchers():
             yield
@@ -85,7 +85,7 @@ class HttpRoutes:
         ]
 
     def _build_openai_routes(self) -> list[BaseRoute]:
-        endpoints = self._gateway.house.config.gateway.http.endpoints
+        endpoints = self._gateway.app.config.gateway.http.endpoints
         chat, responses = endpoints.chat_completions.enabled, endpoints.responses.enabled
         models = self._require_caller(partial(common.get_models, self._gateway))
         switches = (
@@ -125,7 +125,7 @@ class HttpRoutes:
         return Route(path, address)
 
     def _build_hook_routes(self) -> list[BaseRoute]:
-        hooks, settings = self._hooks, self._gateway.house.config.hooks
+        hooks, settings = self._hooks, self._gateway.app.config.hooks
         base, on = settings.path.rstrip("/"), settings.enabled
         off = _build_disabled_endpoints("hooks.enabled")
         return [
@@ -157,7 +157,8 @@ class HttpRoutes:
         async def checked(request: Request) -> Response:
             _check_query_has_no_token(request)
             return await endpoint(
-                self._gateway.guard.authenticate_http(get_client_address(request), request.headers), request
+                self._gateway.authenticator.authenticate_http(get_client_address(request), request.headers),
+                request,
             )
 
         return checked

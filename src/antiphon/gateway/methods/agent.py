@@ -187,7 +187,7 @@ async def wait_for_run(call: MethodCall, params: AgentWaitParams) -> dict[str, A
     """Wait until the run has ended; it may not exist yet."""
     loop = asyncio.get_running_loop()
     until = loop.time() + params.timeout_ms / 1000
-    async with call.gateway.house.bus.listen(run_topic(params.run_id)) as ends:
+    async with call.gateway.app.bus.listen(run_topic(params.run_id)) as ends:
         while True:
             left = max(0.0, until - loop.time())
             try:

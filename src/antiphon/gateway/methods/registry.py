@@ -33,15 +33,15 @@ class MethodCall(msgspec.Struct, frozen=True):
 
     @property
     def operations(self) -> Operations:
-        return self.gateway.house.operations
+        return self.gateway.app.operations
 
     @property
     def config(self) -> Config:
-        return self.gateway.house.config
+        return self.gateway.app.config
 
     @property
     def now(self) -> int:
-        return self.gateway.house.clock.now()
+        return self.gateway.app.clock.now()
 
 
 class Method(msgspec.Struct, frozen=True):

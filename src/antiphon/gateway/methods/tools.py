@@ -23,7 +23,7 @@ class ToolCatalogParams(Params, frozen=True):
 @rpc_method("tools.catalog", READ_SCOPE, ToolCatalogParams)
 async def get_tool_catalog(call: MethodCall, params: ToolCatalogParams) -> dict[str, Any]:
     agent = call.config.get_agent(params.agent_id or call.config.default_agent_id)
-    tools = call.gateway.house.toolbox.select_allowed(agent.tools.allow, agent.tools.deny)
+    tools = call.gateway.app.toolbox.select_allowed(agent.tools.allow, agent.tools.deny)
     return {"agentId": agent.id, "profiles": [], "groups": _group_tools(tools, _format_catalog_fields)}
 
 

@@ -163,7 +163,7 @@ UNSUPPORTED_FIELDS: dict[str, list[object]] = {
 async def post_chat_completions(
     gateway: GatewayState, slots: StreamSlots, identity: ClientIdentity, request: Request
 ) -> Response:
-    config, caller = gateway.house.config, identity.to_caller()
+    config, caller = gateway.app.config, identity.to_caller()
     wanted = await read_json(
         request, ChatRequest, openai.get_max_body_bytes(config), hint=openai.format_fields_hint(ChatRequest)
     )
@@ -178,7 +178,7 @@ async def post_chat_completions(
     )
     if wanted.stream:
         events = _stream_chunks(gateway, caller, wanted, message)
-        still_known = partial(gateway.guard.is_still_valid, identity)
+        still_known = partial(gateway.authenticator.is_still_valid, identity)
         return await EventStream.open(events, gateway.closing, slots, still_known)
     with slots.hold_slot():  # before the run is accepted, which could not be waited for without a slot
         view = await openai.run_to_end(gateway, caller, request, message)
@@ -326,10 +326,10 @@ def _format_usage(view: RunView) -> dict[str, int]:
 async def _stream_chunks(
     gateway: GatewayState, caller: Caller, wanted: ChatRequest, message: IncomingMessage
 ) -> AsyncGenerator[ServerSentEvent]:
-    house = gateway.house
+    app = gateway.app
     usage = bool(wanted.stream_options and wanted.stream_options.include_usage)
-    base: dict[str, Any] = {"created": house.clock.now() // 1000, "model": wanted.model}
-    telling = stream_run(house.operations, caller, message, house.config.agents.defaults.timeout_seconds)
+    base: dict[str, Any] = {"created": app.clock.now() // 1000, "model": wanted.model}
+    telling = stream_run(app.operations, caller, message, app.config.agents.defaults.timeout_seconds)
     async with aclosing(telling):
         async for told in telling:
             if isinstance(told, MessageReceipt):

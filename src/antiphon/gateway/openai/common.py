@@ -125,7 +125,7 @@ def resolve_agent_id(config: Config, model: str) -> str:
 
 async def get_models(gateway: GatewayState, caller: Caller, request: Request) -> Response:
     access.require_scope(caller, "list")
-    config = gateway.house.config
+    config = gateway.app.config
     names = [DEFAULT_MODEL_NAME, *(f"{DEFAULT_MODEL_NAME}/{agent_id}" for agent_id in config.agent_ids)]
     created = gateway.started_at // 1000
     models = [
@@ -314,7 +314,7 @@ def format_fields_hint(shape: type[msgspec.Struct]) -> str:
 
 
 def build_client_tools(gateway: GatewayState, wishes: Sequence[RequestedTool]) -> list[ToolSpec]:
-    taken = set(gateway.house.toolbox.names)
+    taken = set(gateway.app.toolbox.names)
     tools: list[ToolSpec] = []
     for wish in wishes:
         if not TOOL_NAME_PATTERN.fullmatch(wish.name):
@@ -401,14 +401,14 @@ async def load_client_calls(
     """Return the calls of client-side tools that the run ended with."""
     if message.options is None or not message.options.tools or view.state != "ok":
         return []
-    return await gateway.house.operations.list_client_calls(caller, view.run_id)
+    return await gateway.app.operations.list_client_calls(caller, view.run_id)
 
 
 async def run_to_end(
     gateway: GatewayState, caller: Caller, request: Request, message: IncomingMessage
 ) -> RunView:
     """Submit a message and wait for its run. The run continues if the client disconnects."""
-    operations, longest = gateway.house.operations, gateway.house.config.agents.defaults.timeout_seconds
+    operations, longest = gateway.app.operations, gateway.app.config.agents.defaults.timeout_seconds
     accepted = await operations.submit(caller, message)
     return await wait_while_connected(
         request, gateway.closing, operations.wait(caller, accepted.run_id, longest)

@@ -142,7 +142,7 @@ UNSUPPORTED_FIELDS: dict[str, list[object]] = {
 async def post_responses(
     gateway: GatewayState, slots: StreamSlots, identity: ClientIdentity, request: Request
 ) -> Response:
-    config, caller = gateway.house.config, identity.to_caller()
+    config, caller = gateway.app.config, identity.to_caller()
     wanted = await read_json(
         request,
         ResponseRequest,
@@ -165,7 +165,7 @@ async def post_responses(
     )
     if wanted.stream:
         events = _stream_events(gateway, caller, wanted, message)
-        still_known = partial(gateway.guard.is_still_valid, identity)
+        still_known = partial(gateway.authenticator.is_still_valid, identity)
         return await EventStream.open(events, gateway.closing, slots, still_known)
     with slots.hold_slot():  # before the run is accepted, which could not be waited for without a slot
         view = await openai.run_to_end(gateway, caller, request, message)
@@ -187,7 +187,7 @@ async def _find_response_session(gateway: GatewayState, caller: Caller, response
     if not response_id.startswith(RESPONSE_ID_PREFIX):
         raise missing
     try:
-        run = await gateway.house.operations.get_run(caller, response_id.removeprefix(RESPONSE_ID_PREFIX))
+        run = await gateway.app.operations.get_run(caller, response_id.removeprefix(RESPONSE_ID_PREFIX))
     except NotFound:
         raise missing from None
     return RequestSession(run.session_key, fresh=False)
@@ -385,13 +385,13 @@ class EventSequence:
 async def _stream_events(
     gateway: GatewayState, caller: Caller, wanted: ResponseRequest, message: IncomingMessage
 ) -> AsyncGenerator[ServerSentEvent]:
-    house, event = gateway.house, EventSequence()
+    app, event = gateway.app, EventSequence()
     text = ""
-    telling = stream_run(house.operations, caller, message, house.config.agents.defaults.timeout_seconds)
+    telling = stream_run(app.operations, caller, message, app.config.agents.defaults.timeout_seconds)
     async with aclosing(telling):
         accepted = await anext(telling)
         assert isinstance(accepted, MessageReceipt)
-        answer = ResponseBuilder(wanted, accepted.run_id, house.clock.now())
+        answer = ResponseBuilder(wanted, accepted.run_id, app.clock.now())
         at: dict[str, Any] = {"item_id": answer.item_id, "output_index": 0, "content_index": 0}
         yield event("response.created", response=answer.build_in_progress())
         yield event("response.in_progress", response=answer.build_in_progress())

@@ -80,7 +80,7 @@ async def authenticate_client(
     params = frames.read_params("connect", request.params, _connect_decoder)
     protocol = _negotiate_protocol(params)
     address = get_client_address(scope)
-    identity = gateway.guard.authenticate(
+    identity = gateway.authenticator.authenticate(
         address, _find_header(scope, b"origin"), token=params.auth.token, password=params.auth.password
     )
     granted = [] if params.role == "node" else identity.grant_scopes(params.scopes)
@@ -118,7 +118,7 @@ def _check_device(
     devices.verify_device(
         device,
         nonce=nonce,
-        now=gateway.house.clock.now(),
+        now=gateway.app.clock.now(),
         client_id=client.id,
         client_mode=client.mode,
         role=params.role,
@@ -154,14 +154,14 @@ def _find_header(scope: MutableMapping[str, Any], name: bytes) -> str | None:
 async def _open_node_session(gateway: GatewayState, caller: Caller, client: ConnectedClient) -> None:
     """Create the session of a node when it first connects."""
     name = client.device or client.instance or client.id
-    key = keys.owned_key(gateway.house.config.default_agent_id, "node", name)
-    await gateway.house.operations.open(caller, str(key))
+    key = keys.owned_key(gateway.app.config.default_agent_id, "node", name)
+    await gateway.app.operations.open(caller, str(key))
 
 
 def build_hello(gateway: GatewayState, hub: Hub, connection: WebSocketConnection) -> dict[str, Any]:
     client = connection.client
     assert client is not None
-    config, now = gateway.house.config, gateway.house.clock.now()
+    config, now = gateway.app.config, gateway.app.clock.now()
     return {
         "type": "hello-ok",
         "protocol": connection.protocol,
@@ -173,7 +173,7 @@ def build_hello(gateway: GatewayState, hub: Hub, connection: WebSocketConnection
             "stateVersion": hub.state_version,
             "uptimeMs": now - gateway.started_at,
             "stateDir": str(gateway.state_dir),
-            "authMode": gateway.guard.mode,
+            "authMode": gateway.authenticator.mode,
             "sessionDefaults": {
                 "defaultAgentId": config.default_agent_id,
                 "modelConfigured": True,
@@ -196,6 +196,4 @@ def build_hello(gateway: GatewayState, hub: Hub, connection: WebSocketConnection
 
 
 def find_main_session_key(gateway: GatewayState, agent_id: str) -> str:
-    return keys.display_full_key(
-        str(keys.main_session_key(agent_id, scope=gateway.house.config.session.scope))
-    )
+    return keys.display_full_key(str(keys.main_session_key(agent_id, scope=gateway.app.config.session.scope)))

@@ -65,7 +65,7 @@ class WebSocketServer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await receive()  # websocket.connect
-        foreign = not self._gateway.guard.is_origin_allowed(auth.find_origin_header(scope["headers"]))
+        foreign = not self._gateway.authenticator.is_origin_allowed(auth.find_origin_header(scope["headers"]))
         if (
             self._gateway.closing.is_set()
             or self._open_count >= MAX_CONNECTIONS
@@ -84,7 +84,7 @@ class WebSocketServer:
 
     async def _serve_connection(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = WebSocketConnection(
-            uuid.uuid4().hex, send, self._gateway.house.clock.now(), at_once=fast_send.find_send_now(scope)
+            uuid.uuid4().hex, send, self._gateway.app.clock.now(), at_once=fast_send.find_send_now(scope)
         )
         writer = asyncio.create_task(connection.run_writer())
         reader = asyncio.create_task(self._read_requests(connection, scope, receive))
@@ -123,7 +123,7 @@ class WebSocketServer:
 
     async def _run_handshake(self, connection: WebSocketConnection, scope: Scope, receive: Receive) -> None:
         nonce = str(uuid.uuid4())
-        now = self._gateway.house.clock.now()
+        now = self._gateway.app.clock.now()
         connection.enqueue(
             frames.finish_unnumbered_event(
                 frames.encode_event("connect.challenge", {"nonce": nonce, "ts": now})
