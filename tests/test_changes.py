@@ -90,10 +90,10 @@ class Busy:
 
 
 async def heard(
-    stage: AppFixture, change: Callable[[], Awaitable[object]], topic: str = "sessions"
+    app: AppFixture, change: Callable[[], Awaitable[object]], topic: str = "sessions"
 ) -> list[Event]:
     """What a topic tells of a change."""
-    async with stage.bus.listen(topic) as events:
+    async with app.bus.listen(topic) as events:
         await change()
         told: list[Event] = []
         while event := await events.get(0):
@@ -105,8 +105,8 @@ def reasons(told: list[Event]) -> list[tuple[str, str]]:
     return [(event.session_key, event.reason) for event in told if isinstance(event, SessionChanged)]
 
 
-async def found(stage: AppFixture, search: str) -> list[str]:
-    page = await stage.operations.list(OPERATOR, ListFilter(search=search))
+async def found(app: AppFixture, search: str) -> list[str]:
+    page = await app.operations.list(OPERATOR, ListFilter(search=search))
     return [row.key for row in page.sessions]
 
 
@@ -131,57 +131,57 @@ NAMING: dict[str, Callable[[Operations, Caller], Awaitable[object]]] = {
 @pytest.mark.parametrize("name", MANAGING)
 @pytest.mark.parametrize("scope", [READ_SCOPE, WRITE_SCOPE])
 async def test_only_an_administrator_changes_sessions(tmp_path: Path, name: str, scope: str) -> None:
-    async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as stage:
-        await stage.ask("hello", SIDE)
-        before = dump(stage.path)
+    async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as app:
+        await app.ask("hello", SIDE)
+        before = dump(app.path)
         with pytest.raises(Forbidden, match=r"lacks 'operator\."):
-            await MANAGING[name](stage.operations, Caller.operator([scope]))
-        assert dump(stage.path) == before
-        await MANAGING[name](stage.operations, OPERATOR)
+            await MANAGING[name](app.operations, Caller.operator([scope]))
+        assert dump(app.path) == before
+        await MANAGING[name](app.operations, OPERATOR)
 
 
 @pytest.mark.requirement("V3", "G30")
 @pytest.mark.parametrize("name", NAMING)
 async def test_who_may_write_may_name(tmp_path: Path, name: str) -> None:
-    async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as stage:
-        await stage.ask("hello", SIDE)
-        before = dump(stage.path)
+    async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as app:
+        await app.ask("hello", SIDE)
+        before = dump(app.path)
         with pytest.raises(Forbidden, match=r"lacks 'operator\."):
-            await NAMING[name](stage.operations, Caller.operator([READ_SCOPE]))
-        assert dump(stage.path) == before
-        await NAMING[name](stage.operations, Caller.operator([WRITE_SCOPE]))
-        assert (await stage.operations.describe(OPERATOR, SIDE)).label == "mine"
+            await NAMING[name](app.operations, Caller.operator([READ_SCOPE]))
+        assert dump(app.path) == before
+        await NAMING[name](app.operations, Caller.operator([WRITE_SCOPE]))
+        assert (await app.operations.describe(OPERATOR, SIDE)).label == "mine"
 
 
 @pytest.mark.requirement("V3", "G30")
 @pytest.mark.parametrize("name", MANAGING)
 async def test_an_agent_changes_only_its_own_tree(tmp_path: Path, name: str) -> None:
-    async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as stage:
-        await stage.create(MAIN)
-        await stage.create("agent:main:direct:stranger")
-        await stage.create(SIDE, MAIN)
-        before = dump(stage.path)
+    async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as app:
+        await app.create(MAIN)
+        await app.create("agent:main:direct:stranger")
+        await app.create(SIDE, MAIN)
+        before = dump(app.path)
         stranger = Caller.agent("main", "agent:main:direct:stranger")
         if name == "delete":
-            assert not await stage.operations.delete(stranger, SIDE), "it looks as if it did not exist"
+            assert not await app.operations.delete(stranger, SIDE), "it looks as if it did not exist"
         else:
             with pytest.raises(NotFound):
-                await MANAGING[name](stage.operations, stranger)
-        assert dump(stage.path) == before
-        await MANAGING[name](stage.operations, Caller.agent("main", MAIN))
+                await MANAGING[name](app.operations, stranger)
+        assert dump(app.path) == before
+        await MANAGING[name](app.operations, Caller.agent("main", MAIN))
 
 
 async def test_stopping_needs_no_administrator(tmp_path: Path) -> None:
     agent = Busy()
-    async with open_app_fixture(tmp_path, agent) as stage:
-        run_id = await stage.say("go")
+    async with open_app_fixture(tmp_path, agent) as app:
+        run_id = await app.say("go")
         await soon(agent.begun)
         with pytest.raises(Forbidden):
-            await stage.operations.stop(Caller.operator([READ_SCOPE]), MAIN)
-        told = await heard(stage, lambda: stage.operations.stop(Caller.operator([WRITE_SCOPE]), MAIN))
+            await app.operations.stop(Caller.operator([READ_SCOPE]), MAIN)
+        told = await heard(app, lambda: app.operations.stop(Caller.operator([WRITE_SCOPE]), MAIN))
         assert reasons(told)[:1] == [(MAIN, "abort")]
-        assert (await stage.wait_for_end(run_id)).state == "cancelled"
-        assert await heard(stage, lambda: stage.operations.stop(OPERATOR, MAIN)) == []
+        assert (await app.wait_for_end(run_id)).state == "cancelled"
+        assert await heard(app, lambda: app.operations.stop(OPERATOR, MAIN)) == []
 
 
 # --- founding ---
@@ -189,38 +189,38 @@ async def test_stopping_needs_no_administrator(tmp_path: Path) -> None:
 
 async def test_a_session_is_founded_under_a_key_of_its_own(tmp_path: Path) -> None:
     writer = Caller.operator([WRITE_SCOPE])
-    async with open_app_fixture(tmp_path, echo, config=TWO) as stage:
-        plain = await stage.operations.create(writer)
-        named = await stage.operations.create(
+    async with open_app_fixture(tmp_path, echo, config=TWO) as app:
+        plain = await app.operations.create(writer)
+        named = await app.operations.create(
             writer, agent_id="Other", label=" plan ", display_name="The plan", model=MODEL, parent=plain.key
         )
     assert plain.key.startswith("agent:main:dashboard:")
     assert named.key.startswith("agent:other:dashboard:")
-    async with open_app_fixture(tmp_path, echo, config=TWO) as stage:
-        view = await stage.operations.describe(OPERATOR, named.key)
+    async with open_app_fixture(tmp_path, echo, config=TWO) as app:
+        view = await app.operations.describe(OPERATOR, named.key)
         assert (view.label, view.display_name, view.model_override) == ("plan", "The plan", MODEL)
         assert (view.parent_key, view.archived, view.chat_type) == (plain.key, False, None)
-        assert (await stage.operations.describe(OPERATOR, plain.key)).child_count == 1
-        assert await found(stage, "plan") == [named.key]
-        below = await stage.operations.list(OPERATOR, ListFilter(spawned_by=plain.key))
+        assert (await app.operations.describe(OPERATOR, plain.key)).child_count == 1
+        assert await found(app, "plan") == [named.key]
+        below = await app.operations.list(OPERATOR, ListFilter(spawned_by=plain.key))
         assert [row.key for row in below.sessions] == [named.key]
-        grown = stage.rows("SELECT depth, root_key FROM sessions WHERE key = ?", named.key)
+        grown = app.rows("SELECT depth, root_key FROM sessions WHERE key = ?", named.key)
         assert grown == [{"depth": 1, "root_key": plain.key}]
-        seen = await stage.operations.list(Caller.agent("main", plain.key), ListFilter())
+        seen = await app.operations.list(Caller.agent("main", plain.key), ListFilter())
         assert {row.key for row in seen.sessions} == {plain.key, named.key}
 
 
 async def test_creating_what_exists_changes_only_what_is_asked_for(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as stage:
-        first = await stage.operations.create(OPERATOR, session=SIDE, label="plan")
-        before = dump(stage.path)
+    async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as app:
+        first = await app.operations.create(OPERATOR, session=SIDE, label="plan")
+        before = dump(app.path)
         writer = Caller.operator([WRITE_SCOPE])
         for wanted in ({}, {"label": "plan"}, {"agent_id": "main", "parent": SIDE}):
-            assert await stage.operations.create(writer, session=SIDE, **wanted) == first
-        assert dump(stage.path) == before
-        told = await heard(stage, lambda: stage.operations.create(OPERATOR, session=SIDE, model=MODEL))
+            assert await app.operations.create(writer, session=SIDE, **wanted) == first
+        assert dump(app.path) == before
+        told = await heard(app, lambda: app.operations.create(OPERATOR, session=SIDE, model=MODEL))
         assert reasons(told) == [(SIDE, "patch")]
-        assert (await stage.operations.describe(OPERATOR, SIDE)).model_override == MODEL
+        assert (await app.operations.describe(OPERATOR, SIDE)).model_override == MODEL
 
 
 @pytest.mark.parametrize(
@@ -250,41 +250,41 @@ async def test_creating_what_exists_changes_only_what_is_asked_for(tmp_path: Pat
 async def test_what_cannot_be_founded_changes_nothing(
     tmp_path: Path, wanted: dict[str, Any], error: type[AntiphonError], words: str
 ) -> None:
-    async with open_app_fixture(tmp_path, echo, config=TWO, clock=ManualClock()) as stage:
-        await stage.operations.create(OPERATOR, session=SIDE, label="taken")
-        before = dump(stage.path)
+    async with open_app_fixture(tmp_path, echo, config=TWO, clock=ManualClock()) as app:
+        await app.operations.create(OPERATOR, session=SIDE, label="taken")
+        before = dump(app.path)
 
         async def refused() -> None:
             with pytest.raises(error, match=words):
-                await stage.operations.create(OPERATOR, **wanted)
+                await app.operations.create(OPERATOR, **wanted)
 
-        assert await heard(stage, refused) == []
-        assert dump(stage.path) == before
+        assert await heard(app, refused) == []
+        assert dump(app.path) == before
 
 
 async def test_agents_found_nothing(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo) as stage:
-        await stage.create(MAIN)
+    async with open_app_fixture(tmp_path, echo) as app:
+        await app.create(MAIN)
         with pytest.raises(NotFound):
-            await stage.operations.create(Caller.agent("main", MAIN))
-        assert len(stage.rows("SELECT 1 FROM sessions")) == 1
+            await app.operations.create(Caller.agent("main", MAIN))
+        assert len(app.rows("SELECT 1 FROM sessions")) == 1
 
 
 @pytest.mark.requirement("W3")
 async def test_founding_is_told_once_however_it_happens(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as app:
         asked = [
-            lambda: stage.ask("hello"),
-            lambda: stage.operations.open(OPERATOR, SIDE),
-            lambda: stage.operations.create(OPERATOR, session="agent:main:dashboard:2", label="a"),
-            lambda: stage.operations.patch(OPERATOR, "agent:main:dashboard:3", SessionPatch(label="b")),
+            lambda: app.ask("hello"),
+            lambda: app.operations.open(OPERATOR, SIDE),
+            lambda: app.operations.create(OPERATOR, session="agent:main:dashboard:2", label="a"),
+            lambda: app.operations.patch(OPERATOR, "agent:main:dashboard:3", SessionPatch(label="b")),
         ]
         keys = [MAIN, SIDE, "agent:main:dashboard:2", "agent:main:dashboard:3"]
         for key, ask in zip(keys, asked, strict=True):
-            told = reasons(await heard(stage, ask))
+            told = reasons(await heard(app, ask))
             assert told[0] == (key, "create")
             assert told.count((key, "create")) == 1
-            assert (key, "create") not in reasons(await heard(stage, ask))
+            assert (key, "create") not in reasons(await heard(app, ask))
 
 
 # --- settings ---
@@ -303,37 +303,37 @@ CLEARED = SessionPatch(
 
 
 async def test_settings_are_kept_and_can_be_cleared(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo) as stage:
-        await stage.operations.open(OPERATOR, SIDE)
-        told = await heard(stage, lambda: stage.operations.patch(OPERATOR, SIDE, SET))
+    async with open_app_fixture(tmp_path, echo) as app:
+        await app.operations.open(OPERATOR, SIDE)
+        told = await heard(app, lambda: app.operations.patch(OPERATOR, SIDE, SET))
         assert reasons(told) == [(SIDE, "patch")]
-    async with open_app_fixture(tmp_path, echo) as stage:
-        view = await stage.operations.describe(OPERATOR, "plan")
+    async with open_app_fixture(tmp_path, echo) as app:
+        view = await app.operations.describe(OPERATOR, "plan")
         assert (view.key, view.label, view.display_name) == (SIDE, "plan", "The plan")
         assert (view.model, view.thinking_level, view.verbose_level) == (MODEL, "high", "full")
         assert view.send_policy == "deny"
         with pytest.raises(Forbidden, match="send blocked by session policy"):
-            await stage.say("hello", SIDE)
-        assert await found(stage, "side") == await found(stage, "plan") == [SIDE]
-        after = await stage.operations.patch(OPERATOR, SIDE, SessionPatch(label="goal"))
+            await app.say("hello", SIDE)
+        assert await found(app, "side") == await found(app, "plan") == [SIDE]
+        after = await app.operations.patch(OPERATOR, SIDE, SessionPatch(label="goal"))
         assert (after.label, after.display_name, after.thinking_level) == ("goal", "The plan", "high")
-        assert await found(stage, "goal") == [SIDE]
-        await stage.operations.patch(OPERATOR, SIDE, CLEARED)
-    async with open_app_fixture(tmp_path, echo) as stage:
-        view = await stage.operations.describe(OPERATOR, SIDE)
+        assert await found(app, "goal") == [SIDE]
+        await app.operations.patch(OPERATOR, SIDE, CLEARED)
+    async with open_app_fixture(tmp_path, echo) as app:
+        view = await app.operations.describe(OPERATOR, SIDE)
         assert (view.label, view.display_name, view.model_override) == (None, None, None)
         assert (view.thinking_level, view.verbose_level, view.send_policy) == (None, None, None)
-        assert await found(stage, "plan") == await found(stage, "goal") == []
-        assert await found(stage, "side") == [SIDE]
-        assert (await stage.ask("hello", SIDE)).state == "ok"
+        assert await found(app, "plan") == await found(app, "goal") == []
+        assert await found(app, "side") == [SIDE]
+        assert (await app.ask("hello", SIDE)).state == "ok"
 
 
 async def test_a_patch_of_nothing_changes_and_tells_nothing(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo) as stage:
-        await stage.operations.open(OPERATOR, SIDE)
-        before = dump(stage.path)
-        assert await heard(stage, lambda: stage.operations.patch(OPERATOR, SIDE, SessionPatch())) == []
-        assert dump(stage.path) == before
+    async with open_app_fixture(tmp_path, echo) as app:
+        await app.operations.open(OPERATOR, SIDE)
+        before = dump(app.path)
+        assert await heard(app, lambda: app.operations.patch(OPERATOR, SIDE, SessionPatch())) == []
+        assert dump(app.path) == before
 
 
 @pytest.mark.parametrize(
@@ -357,63 +357,63 @@ async def test_a_patch_of_nothing_changes_and_tells_nothing(tmp_path: Path) -> N
 async def test_a_bad_patch_changes_nothing(
     tmp_path: Path, changes: SessionPatch, words: str, key: str
 ) -> None:
-    async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as stage:
-        await stage.operations.create(OPERATOR, label="taken")
-        await stage.operations.create(OPERATOR, session=SIDE, label="mine")
-        before = dump(stage.path)
+    async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as app:
+        await app.operations.create(OPERATOR, label="taken")
+        await app.operations.create(OPERATOR, session=SIDE, label="mine")
+        before = dump(app.path)
 
         async def refused() -> None:
             with pytest.raises(InvalidInput, match=words):
-                await stage.operations.patch(OPERATOR, key, changes)
+                await app.operations.patch(OPERATOR, key, changes)
 
-        assert await heard(stage, refused) == []
-        assert dump(stage.path) == before
+        assert await heard(app, refused) == []
+        assert dump(app.path) == before
 
 
 async def test_a_label_is_one_session_of_an_agent_that_is_not_archived(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo, config=TWO) as stage:
+    async with open_app_fixture(tmp_path, echo, config=TWO) as app:
         keys = [f"agent:main:dashboard:{number}" for number in range(2)]
-        await stage.operations.create(OPERATOR, session=keys[0], label="plan")
-        await stage.operations.patch(OPERATOR, keys[0], SessionPatch(label="plan"))  # its own
-        await stage.operations.create(OPERATOR, agent_id="other", label="plan")
-        await stage.operations.patch(OPERATOR, keys[0], SessionPatch(archived=True))
-        await stage.operations.create(OPERATOR, session=keys[1], label="plan")
+        await app.operations.create(OPERATOR, session=keys[0], label="plan")
+        await app.operations.patch(OPERATOR, keys[0], SessionPatch(label="plan"))  # its own
+        await app.operations.create(OPERATOR, agent_id="other", label="plan")
+        await app.operations.patch(OPERATOR, keys[0], SessionPatch(archived=True))
+        await app.operations.create(OPERATOR, session=keys[1], label="plan")
         with pytest.raises(Conflict, match="label already in use: plan"):
-            await stage.operations.patch(OPERATOR, keys[0], SessionPatch(archived=False))
-        back = await stage.operations.patch(OPERATOR, keys[0], SessionPatch(archived=False, label="old plan"))
+            await app.operations.patch(OPERATOR, keys[0], SessionPatch(archived=False))
+        back = await app.operations.patch(OPERATOR, keys[0], SessionPatch(archived=False, label="old plan"))
         assert (back.archived, back.label) == (False, "old plan")
 
 
 @pytest.mark.requirement("G27")
 async def test_archiving_hides_until_something_is_said(tmp_path: Path) -> None:
     agent = Busy()
-    async with open_app_fixture(tmp_path, agent) as stage:
-        run_id = await stage.say("hello", SIDE)
+    async with open_app_fixture(tmp_path, agent) as app:
+        run_id = await app.say("hello", SIDE)
         await soon(agent.begun)
         with pytest.raises(Conflict, match="or stop it"):
-            await stage.operations.patch(OPERATOR, SIDE, SessionPatch(archived=True))
+            await app.operations.patch(OPERATOR, SIDE, SessionPatch(archived=True))
         agent.release.set()
-        await stage.wait_for_end(run_id)
-        assert (await stage.operations.patch(OPERATOR, SIDE, SessionPatch(archived=True))).archived
-        assert (await stage.operations.list(OPERATOR, ListFilter())).count == 0
-        (row,) = (await stage.operations.list(OPERATOR, ListFilter(include_archived=True))).sessions
+        await app.wait_for_end(run_id)
+        assert (await app.operations.patch(OPERATOR, SIDE, SessionPatch(archived=True))).archived
+        assert (await app.operations.list(OPERATOR, ListFilter())).count == 0
+        (row,) = (await app.operations.list(OPERATOR, ListFilter(include_archived=True))).sessions
         assert (row.key, row.archived) == (SIDE, True)
-        await stage.ask("again", SIDE)
-        assert (await stage.operations.list(OPERATOR, ListFilter())).count == 1
-        assert stage.rows("SELECT archived_at FROM sessions") == [{"archived_at": None}]
+        await app.ask("again", SIDE)
+        assert (await app.operations.list(OPERATOR, ListFilter())).count == 1
+        assert app.rows("SELECT archived_at FROM sessions") == [{"archived_at": None}]
 
 
 async def test_only_a_description_names_the_run_that_plays(tmp_path: Path) -> None:
     agent = Busy()
-    async with open_app_fixture(tmp_path, agent) as stage:
-        run_id = await stage.say("hello")
+    async with open_app_fixture(tmp_path, agent) as app:
+        run_id = await app.say("hello")
         await soon(agent.begun)
-        assert (await stage.operations.describe(OPERATOR, MAIN)).active_run_id == run_id
-        (row,) = (await stage.operations.list(OPERATOR, ListFilter())).sessions
+        assert (await app.operations.describe(OPERATOR, MAIN)).active_run_id == run_id
+        (row,) = (await app.operations.list(OPERATOR, ListFilter())).sessions
         assert (row.active_run_id, row.state) == (None, "running")
         agent.release.set()
-        await stage.wait_for_end(run_id)
-        assert (await stage.operations.describe(OPERATOR, MAIN)).active_run_id is None
+        await app.wait_for_end(run_id)
+        assert (await app.operations.describe(OPERATOR, MAIN)).active_run_id is None
 
 
 # --- a new conversation ---
@@ -422,32 +422,32 @@ async def test_only_a_description_names_the_run_that_plays(tmp_path: Path) -> No
 @pytest.mark.requirement("G25", "G16")
 async def test_a_busy_session_is_reset_and_keeps_its_settings(tmp_path: Path) -> None:
     agent = Busy()
-    async with open_app_fixture(tmp_path, agent) as stage:
-        await stage.create(MAIN)
-        child = await stage.create("agent:main:subagent:11111111-1111-1111-1111-111111111111", MAIN)
+    async with open_app_fixture(tmp_path, agent) as app:
+        await app.create(MAIN)
+        child = await app.create("agent:main:subagent:11111111-1111-1111-1111-111111111111", MAIN)
         kept = SessionPatch(
             label="plan", model=MODEL, thinking_level="low", verbose_level="on", send_policy="allow"
         )
-        await stage.operations.patch(OPERATOR, MAIN, kept)
-        stage.rows("UPDATE sessions SET last_channel = 'telegram', last_to = '7' WHERE key = ?", MAIN)
-        old = await stage.operations.describe(OPERATOR, MAIN)
-        runs = [await stage.say("one"), await stage.say("two"), await stage.say("below", child["key"])]
+        await app.operations.patch(OPERATOR, MAIN, kept)
+        app.rows("UPDATE sessions SET last_channel = 'telegram', last_to = '7' WHERE key = ?", MAIN)
+        old = await app.operations.describe(OPERATOR, MAIN)
+        runs = [await app.say("one"), await app.say("two"), await app.say("below", child["key"])]
         await soon(agent.begun)
-        told = reasons(await heard(stage, lambda: stage.operations.reset(OPERATOR, MAIN)))
+        told = reasons(await heard(app, lambda: app.operations.reset(OPERATOR, MAIN)))
         assert [(key, reason) for key, reason in told if reason != "message"] == [(MAIN, "reset")]
-        assert [(await stage.wait_for_end(run_id)).state for run_id in runs] == ["cancelled"] * 3
-        new = await stage.operations.describe(OPERATOR, MAIN)
+        assert [(await app.wait_for_end(run_id)).state for run_id in runs] == ["cancelled"] * 3
+        new = await app.operations.describe(OPERATOR, MAIN)
         assert new.session_id != old.session_id
         for name in ("label", "model", "thinking_level", "verbose_level", "send_policy", "delivery_context"):
             assert getattr(new, name) == getattr(old, name), name
     agent = Busy()
     agent.release.set()
-    async with open_app_fixture(tmp_path, agent) as stage:
-        assert (await stage.operations.describe(OPERATOR, MAIN)).session_id == new.session_id
-        assert await stage.transcript() == []
-        assert [entry["role"] for entry in await stage.transcript(old.session_id)] == ["user", "assistant"]
-        assert (await stage.ask("three")).state == "ok"
-        conversations = await stage.operations.list_conversations(OPERATOR, MAIN)
+    async with open_app_fixture(tmp_path, agent) as app:
+        assert (await app.operations.describe(OPERATOR, MAIN)).session_id == new.session_id
+        assert await app.transcript() == []
+        assert [entry["role"] for entry in await app.transcript(old.session_id)] == ["user", "assistant"]
+        assert (await app.ask("three")).state == "ok"
+        conversations = await app.operations.list_conversations(OPERATOR, MAIN)
         assert [conversation.reason for conversation in conversations] == ["reset", "created"]
 
 
@@ -455,41 +455,41 @@ async def test_a_busy_session_is_reset_and_keeps_its_settings(tmp_path: Path) ->
 @pytest.mark.parametrize("change", ["reset", "delete"])
 async def test_what_does_not_stop_is_not_changed(tmp_path: Path, change: str) -> None:
     agent = Busy(stubborn=True)
-    async with open_app_fixture(tmp_path, agent, pace=STUCK) as stage:
-        run_id = await stage.say("hello", SIDE)
+    async with open_app_fixture(tmp_path, agent, pace=STUCK) as app:
+        run_id = await app.say("hello", SIDE)
         await soon(agent.begun)
-        before = (await stage.operations.describe(OPERATOR, SIDE)).session_id
+        before = (await app.operations.describe(OPERATOR, SIDE)).session_id
         with pytest.raises(Conflict) as caught:
-            await getattr(stage.operations, change)(OPERATOR, SIDE, timeout=0.01)
+            await getattr(app.operations, change)(OPERATOR, SIDE, timeout=0.01)
         assert str(caught.value) == f"Session {SIDE} is still active; try again in a moment."
-        assert (await stage.operations.describe(OPERATOR, SIDE)).session_id == before
-        later = asyncio.create_task(getattr(stage.operations, change)(OPERATOR, SIDE, timeout=BOUND))
+        assert (await app.operations.describe(OPERATOR, SIDE)).session_id == before
+        later = asyncio.create_task(getattr(app.operations, change)(OPERATOR, SIDE, timeout=BOUND))
         agent.release.set()
         await asyncio.wait_for(later, BOUND)
         if change == "reset":
-            assert (await stage.wait_for_end(run_id)).has_ended
-            assert (await stage.operations.describe(OPERATOR, SIDE)).session_id != before
+            assert (await app.wait_for_end(run_id)).has_ended
+            assert (await app.operations.describe(OPERATOR, SIDE)).session_id != before
         else:
             with pytest.raises(NotFound):
-                await stage.operations.describe(OPERATOR, SIDE)
+                await app.operations.describe(OPERATOR, SIDE)
 
 
 async def test_resets_tell_followers_and_lists_what_each_needs(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo) as stage:
-        await stage.ask("hello")
-        old = (await stage.operations.describe(OPERATOR, MAIN)).session_id
-        topic = session_topic(stage.rows("SELECT id FROM sessions")[0]["id"])
+    async with open_app_fixture(tmp_path, echo) as app:
+        await app.ask("hello")
+        old = (await app.operations.describe(OPERATOR, MAIN)).session_id
+        topic = session_topic(app.rows("SELECT id FROM sessions")[0]["id"])
         changes: dict[str, Callable[[], Awaitable[object]]] = {
-            "new": lambda: stage.operations.reset(OPERATOR, MAIN, "new"),
-            "reset": lambda: stage.operations.renew(OPERATOR, MAIN, "reset"),
-            "restore": lambda: stage.operations.restore(OPERATOR, old),
+            "new": lambda: app.operations.reset(OPERATOR, MAIN, "new"),
+            "reset": lambda: app.operations.renew(OPERATOR, MAIN, "reset"),
+            "restore": lambda: app.operations.restore(OPERATOR, old),
         }
         for reason, change in changes.items():
-            async with stage.bus.listen(topic) as events:
-                assert reasons(await heard(stage, change)) == [(MAIN, reason)]
+            async with app.bus.listen(topic) as events:
+                assert reasons(await heard(app, change)) == [(MAIN, reason)]
                 assert await events.get(0) == SessionChanged(session_key=MAIN, reason="renewed")
-        ended = (await stage.operations.list_conversations(OPERATOR, MAIN))[0].session_id
-        operations = stage.operations
+        ended = (await app.operations.list_conversations(OPERATOR, MAIN))[0].session_id
+        operations = app.operations
         for change in (operations.reset, operations.renew, operations.delete, operations.compact):
             with pytest.raises(Conflict, match="has ended"):
                 await change(OPERATOR, ended)
@@ -502,46 +502,46 @@ async def test_resets_tell_followers_and_lists_what_each_needs(tmp_path: Path) -
 async def test_a_deleted_session_is_gone_and_what_it_spawned_stays(tmp_path: Path) -> None:
     agent = Busy()
     child, grandchild = (f"agent:main:subagent:{digit * 8}-1111-1111-1111-111111111111" for digit in "12")
-    async with open_app_fixture(tmp_path, agent) as stage:
-        await stage.create(MAIN)
-        await stage.create(SIDE, MAIN)
-        await stage.create(child, SIDE)
-        await stage.create(grandchild, child)
+    async with open_app_fixture(tmp_path, agent) as app:
+        await app.create(MAIN)
+        await app.create(SIDE, MAIN)
+        await app.create(child, SIDE)
+        await app.create(grandchild, child)
         for words in ("one", "two"):
-            await stage.say(words, SIDE)
+            await app.say(words, SIDE)
         await soon(agent.begun)
-        told = reasons(await heard(stage, lambda: stage.operations.delete(OPERATOR, SIDE)))
+        told = reasons(await heard(app, lambda: app.operations.delete(OPERATOR, SIDE)))
         assert told[-1] == (SIDE, "delete")
-        assert not await stage.operations.delete(OPERATOR, SIDE)
-    async with open_app_fixture(tmp_path, agent) as stage:
-        for reading in (stage.operations.describe(OPERATOR, SIDE), stage.transcript(SIDE)):
+        assert not await app.operations.delete(OPERATOR, SIDE)
+    async with open_app_fixture(tmp_path, agent) as app:
+        for reading in (app.operations.describe(OPERATOR, SIDE), app.transcript(SIDE)):
             with pytest.raises(NotFound):
                 await reading
-        assert stage.rows("SELECT transcript FROM messages UNION ALL SELECT n FROM runs") == []
-        assert await found(stage, "side") == []
-        assert (await stage.operations.describe(OPERATOR, MAIN)).child_count == 0
-        assert (await stage.operations.describe(OPERATOR, child)).parent_key == SIDE
-        tree = await stage.operations.list(Caller.agent("main", MAIN), ListFilter())
+        assert app.rows("SELECT transcript FROM messages UNION ALL SELECT n FROM runs") == []
+        assert await found(app, "side") == []
+        assert (await app.operations.describe(OPERATOR, MAIN)).child_count == 0
+        assert (await app.operations.describe(OPERATOR, child)).parent_key == SIDE
+        tree = await app.operations.list(Caller.agent("main", MAIN), ListFilter())
         assert {row.key for row in tree.sessions} == {"main", child, grandchild}
         agent.release.set()
-        assert (await stage.ask("anew", SIDE)).state == "ok"
-        assert len(await stage.transcript(SIDE)) == 2
-        assert (await stage.operations.describe(OPERATOR, SIDE)).child_count == 0
+        assert (await app.ask("anew", SIDE)).state == "ok"
+        assert len(await app.transcript(SIDE)) == 2
+        assert (await app.operations.describe(OPERATOR, SIDE)).child_count == 0
 
 
 @pytest.mark.parametrize("config", [TWO, GLOBAL])
 async def test_the_main_session_is_not_deleted(tmp_path: Path, config: Any) -> None:
     agent = Busy()
-    async with open_app_fixture(tmp_path, agent, config=config) as stage:
-        run_id = await stage.say("hello", "main")
+    async with open_app_fixture(tmp_path, agent, config=config) as app:
+        run_id = await app.say("hello", "main")
         await soon(agent.begun)
-        (row,) = stage.rows("SELECT key FROM sessions")
+        (row,) = app.rows("SELECT key FROM sessions")
         with pytest.raises(Conflict) as caught:
-            await stage.operations.delete(OPERATOR, "main")
+            await app.operations.delete(OPERATOR, "main")
         assert str(caught.value).startswith(f"Cannot delete the main session ({row['key']}).")
         agent.release.set()
-        assert (await stage.wait_for_end(run_id)).state == "ok", "and it was not stopped either"
-        assert not await stage.operations.delete(OPERATOR, "agent:main:dashboard:nobody")
+        assert (await app.wait_for_end(run_id)).state == "ok", "and it was not stopped either"
+        assert not await app.operations.delete(OPERATOR, "agent:main:dashboard:nobody")
 
 
 class Deaf(LocalBus):
@@ -559,20 +559,20 @@ async def test_a_feed_ends_with_its_session(
     from antiphon.engine.sessions import feeds
 
     monkeypatch.setattr(feeds, "IDLE_REREAD_SECONDS", 3600 if bus is LocalBus else 0.01)
-    async with open_app_fixture(tmp_path, echo, bus=bus(), pace=EngineTimings(sweep=0.01)) as stage:
-        await stage.ask("hello", SIDE)
+    async with open_app_fixture(tmp_path, echo, bus=bus(), pace=EngineTimings(sweep=0.01)) as app:
+        await app.ask("hello", SIDE)
         seen: list[Event] = []
         ready = asyncio.Event()
 
         async def follow() -> None:
-            async for event in stage.operations.follow(OPERATOR, SIDE, after=0):
+            async for event in app.operations.follow(OPERATOR, SIDE, after=0):
                 seen.append(event)
                 if isinstance(event, MessageAppended) and event.seq == 2:
                     ready.set()
 
         following = asyncio.create_task(follow())
         await soon(ready)
-        assert await stage.operations.delete(OPERATOR, SIDE)
+        assert await app.operations.delete(OPERATOR, SIDE)
         await asyncio.wait_for(following, BOUND)
         assert [event for event in seen if not isinstance(event, Gap)][2:] == [
             SessionChanged(session_key=SIDE, reason="delete")
@@ -581,25 +581,25 @@ async def test_a_feed_ends_with_its_session(
 
 @pytest.mark.requirement("G13")
 async def test_deleting_and_speaking_at_once_leaves_nothing_behind(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as app:
 
         async def talk() -> None:
             for _ in range(20):
                 with suppress(NotFound):  # the run was deleted with its session while it was waited for
-                    await stage.ask("hello", SIDE)
+                    await app.ask("hello", SIDE)
 
         async def delete() -> None:
             for _ in range(20):
-                await stage.operations.delete(OPERATOR, SIDE)
-                await stage.operations.create(OPERATOR, session=SIDE)
-                await stage.operations.reset(OPERATOR, SIDE)
+                await app.operations.delete(OPERATOR, SIDE)
+                await app.operations.create(OPERATOR, session=SIDE)
+                await app.operations.reset(OPERATOR, SIDE)
 
         async with asyncio.timeout(3 * BOUND):
             await asyncio.gather(talk(), talk(), delete())
-        await stage.operations.delete(OPERATOR, SIDE)
-        left = dump(stage.path)
+        await app.operations.delete(OPERATOR, SIDE)
+        left = dump(app.path)
         assert [left[name] for name in ("sessions", "runs", "messages", "transcripts", "lineage")] == [[]] * 5
-        assert stage.rows("SELECT * FROM session_names") == []
+        assert app.rows("SELECT * FROM session_names") == []
 
 
 @pytest.mark.requirement("G1", "G13")
@@ -628,14 +628,14 @@ async def test_what_is_queued_because_something_was_stopped_is_stopped_too(
         return stopped
 
     monkeypatch.setattr(runs, "cancel_runs", cancel)
-    async with open_app_fixture(tmp_path, agent) as stage:
-        await stage.say("one", SIDE)
+    async with open_app_fixture(tmp_path, agent) as app:
+        await app.say("one", SIDE)
         await soon(agent.begun)
         agent.begun.clear()
-        changing = getattr(stage.operations, change)
-        told = await heard(stage, lambda: changing(OPERATOR, SIDE), session_topic(1))
+        changing = getattr(app.operations, change)
+        told = await heard(app, lambda: changing(OPERATOR, SIDE), session_topic(1))
         assert [e.run_id for e in told if isinstance(e, RunChanged) and e.state == "cancelled"][1:] == ended
-        left = stage.rows("SELECT id, state FROM runs WHERE origin = 'announce' ORDER BY n")
+        left = app.rows("SELECT id, state FROM runs WHERE origin = 'announce' ORDER BY n")
         assert left == ([] if change == "delete" else [{"id": id, "state": "cancelled"} for id in ended])
         assert not agent.begun.is_set(), "nobody was asked anything more"
 
@@ -648,21 +648,21 @@ async def test_the_words_of_a_deleted_session_are_nowhere(tmp_path: Path) -> Non
     async def agent(prompt: Prompt) -> str:
         return "the SECRET is 7" if prompt.session_key == SIDE else "nothing"
 
-    async with open_app_fixture(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as app:
         for key in (MAIN, SIDE, other):
-            await stage.create(key)
+            await app.create(key)
         for requester, target in ((MAIN, SIDE), (SIDE, other), (MAIN, other)):
             sending = SendRequest(session=target, message="tell me the PIN", reply_back=0)
-            await stage.operations.send(OPERATOR, sending, requester=requester)
+            await app.operations.send(OPERATOR, sending, requester=requester)
 
         async def over() -> bool:
-            states = stage.rows("SELECT state FROM deliveries")
+            states = app.rows("SELECT state FROM deliveries")
             return [row["state"] for row in states] == ["delivered"] * 3
 
         await until(over)
-        before = records(stage)
-        assert await stage.operations.delete(OPERATOR, SIDE)
-        after = records(stage)
+        before = records(app)
+        assert await app.operations.delete(OPERATOR, SIDE)
+        after = records(app)
         assert "SECRET" not in str(after) and "SECRET" in str(before)
         assert [row["message"] for row in after["exchanges"]] == ["", "", "tell me the PIN"]
         assert [row["first_reply"] for row in after["exchanges"]] == [None, None, "nothing"]
@@ -678,18 +678,18 @@ async def test_the_words_of_a_deleted_session_are_nowhere(tmp_path: Path) -> Non
 WORDS = {"message", "first_reply", "latest_reply", "body"}
 
 
-def records(stage: AppFixture) -> dict[str, list[dict[str, Any]]]:
-    return {name: stage.rows(f"SELECT * FROM {name} ORDER BY n") for name in ("exchanges", "deliveries")}  # noqa: S608
+def records(app: AppFixture) -> dict[str, list[dict[str, Any]]]:
+    return {name: app.rows(f"SELECT * FROM {name} ORDER BY n") for name in ("exchanges", "deliveries")}  # noqa: S608
 
 
 # --- leaving out ---
 
 
-async def fill(stage: AppFixture, key: str, *messages: Any) -> None:
+async def fill(app: AppFixture, key: str, *messages: Any) -> None:
     """A transcript with these entries, past everything."""
-    row = await stage.create(key)
+    row = await app.create(key)
     for seq, message in enumerate(messages, 1):
-        stage.rows(
+        app.rows(
             "INSERT INTO messages (transcript, seq, entry, role, body, created_at) VALUES (?, ?, ?, ?, ?, 1)",
             row["transcript"],
             seq,
@@ -697,7 +697,7 @@ async def fill(stage: AppFixture, key: str, *messages: Any) -> None:
             message.__struct_config__.tag,
             encode_message(message),
         )
-    stage.rows("UPDATE sessions SET last_seq = ?, context_tokens = 99 WHERE key = ?", len(messages), key)
+    app.rows("UPDATE sessions SET last_seq = ?, context_tokens = 99 WHERE key = ?", len(messages), key)
 
 
 class Listening:
@@ -714,35 +714,35 @@ class Listening:
 @pytest.mark.requirement("G26", "G23")
 async def test_compacting_leaves_out_of_prompts_and_not_out_of_the_transcript(tmp_path: Path) -> None:
     agent = Listening()
-    async with open_app_fixture(tmp_path, agent) as stage:
-        await fill(stage, SIDE, *(UserMessage(content=f"number {n}", timestamp=n) for n in range(1, 11)))
-        before = await stage.transcript(SIDE)
-        view = await stage.operations.compact(OPERATOR, SIDE, keep=10)
+    async with open_app_fixture(tmp_path, agent) as app:
+        await fill(app, SIDE, *(UserMessage(content=f"number {n}", timestamp=n) for n in range(1, 11)))
+        before = await app.transcript(SIDE)
+        view = await app.operations.compact(OPERATOR, SIDE, keep=10)
         assert (view.compacted, view.kept, view.reason) == (False, 10, "short enough")
-        assert await stage.transcript(SIDE) == before
-        told = await heard(stage, lambda: stage.operations.compact(OPERATOR, SIDE, keep=4))
+        assert await app.transcript(SIDE) == before
+        told = await heard(app, lambda: app.operations.compact(OPERATOR, SIDE, keep=4))
         assert reasons(told) == [(SIDE, "compact")]
-        entries = await stage.transcript(SIDE)
+        entries = await app.transcript(SIDE)
         assert entries[:-1] == before
         assert (entries[-1]["role"], entries[-1]["firstKeptSeq"], entries[-1]["seq"]) == ("compaction", 7, 11)
         assert "left out here: 6]" in entries[-1]["summary"]
-        assert stage.rows("SELECT context_tokens FROM sessions") == [{"context_tokens": None}]
-        again = await stage.operations.compact(OPERATOR, SIDE, keep=4)
+        assert app.rows("SELECT context_tokens FROM sessions") == [{"context_tokens": None}]
+        again = await app.operations.compact(OPERATOR, SIDE, keep=4)
         assert (again.compacted, again.kept) == (False, 4)
-    async with open_app_fixture(tmp_path, agent) as stage:
-        await stage.ask("next", SIDE)
+    async with open_app_fixture(tmp_path, agent) as app:
+        await app.ask("next", SIDE)
         assert isinstance(agent.shown[0], CompactionEntry)
         asked = [m.content for m in agent.shown if isinstance(m, UserMessage)]  # notes in between
         assert asked == [*(f"number {n}" for n in range(7, 11)), "next"]
-        view = await stage.operations.compact(OPERATOR, SIDE, keep=2)
+        view = await app.operations.compact(OPERATOR, SIDE, keep=2)
         assert (view.compacted, view.kept) == (True, 2)
-        summary = (await stage.transcript(SIDE))[-1]["summary"]
+        summary = (await app.transcript(SIDE))[-1]["summary"]
         assert summary == "[Earlier messages left out here: 10]"
-        await stage.operations.open(OPERATOR, "agent:main:dashboard:empty")
-        view = await stage.operations.compact(OPERATOR, "agent:main:dashboard:empty")
+        await app.operations.open(OPERATOR, "agent:main:dashboard:empty")
+        view = await app.operations.compact(OPERATOR, "agent:main:dashboard:empty")
         assert (view.compacted, view.kept, view.reason) == (False, 0, "no transcript")
         with pytest.raises(InvalidInput, match="'keep' is 0"):
-            await stage.operations.compact(OPERATOR, SIDE, keep=0)
+            await app.operations.compact(OPERATOR, SIDE, keep=0)
 
 
 @pytest.mark.requirement("G26")
@@ -761,13 +761,13 @@ async def test_compacting_separates_no_call_from_its_result_and_keeps_an_earlier
     )
     summary = CompactionEntry(summary="They met.", first_kept_seq=6, tokens_before=9, timestamp=1)
     expected = {1: (16, 1), 2: (13, 4), 3: (13, 4), 4: (13, 4), 5: (12, 5), 6: (10, 6), 9: (7, 9)}
-    async with open_app_fixture(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as app:
         for keep, (first, kept) in expected.items():
             key = f"agent:main:dashboard:{keep}"
             # 1–5 are summarised by 11, which does not count.
-            await fill(stage, key, *turn, *turn, summary, *turn)
-            view = await stage.operations.compact(OPERATOR, key, keep=keep)
-            entry = (await stage.transcript(key))[-1]
+            await fill(app, key, *turn, *turn, summary, *turn)
+            view = await app.operations.compact(OPERATOR, key, keep=keep)
+            entry = (await app.transcript(key))[-1]
             assert (view.compacted, view.kept, entry["firstKeptSeq"]) == (True, kept, first), keep
             assert entry["summary"] == f"They met.\n\n[Earlier messages left out here: {15 - kept}]"
 
@@ -775,18 +775,18 @@ async def test_compacting_separates_no_call_from_its_result_and_keeps_an_earlier
 @pytest.mark.requirement("G13")
 async def test_a_session_that_is_answering_is_not_compacted(tmp_path: Path) -> None:
     agent = Busy()
-    async with open_app_fixture(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as app:
         agent.release.set()
-        await stage.ask("one")
+        await app.ask("one")
         agent.begun.clear()
         agent.release.clear()
-        run_id = await stage.say("two")
+        run_id = await app.say("two")
         await soon(agent.begun)
         with pytest.raises(Conflict, match="still answering"):
-            await stage.operations.compact(OPERATOR, MAIN, keep=1)
+            await app.operations.compact(OPERATOR, MAIN, keep=1)
         agent.release.set()
-        await stage.wait_for_end(run_id)
-        assert (await stage.operations.compact(OPERATOR, MAIN, keep=1)).compacted
+        await app.wait_for_end(run_id)
+        assert (await app.operations.compact(OPERATOR, MAIN, keep=1)).compacted
 
 
 # --- adding ---
@@ -795,26 +795,26 @@ async def test_a_session_that_is_answering_is_not_compacted(tmp_path: Path) -> N
 @pytest.mark.requirement("G26", "W3")
 async def test_an_injected_entry_is_told_kept_and_shown_to_the_model(tmp_path: Path) -> None:
     agent = Listening()
-    async with open_app_fixture(tmp_path, agent) as stage:
-        await stage.ask("hello")
-        topic = session_topic(stage.rows("SELECT id FROM sessions")[0]["id"])
-        async with stage.bus.listen(topic) as events:
-            told = await heard(stage, lambda: stage.operations.inject(OPERATOR, MAIN, "By the way.", "cron"))
+    async with open_app_fixture(tmp_path, agent) as app:
+        await app.ask("hello")
+        topic = session_topic(app.rows("SELECT id FROM sessions")[0]["id"])
+        async with app.bus.listen(topic) as events:
+            told = await heard(app, lambda: app.operations.inject(OPERATOR, MAIN, "By the way.", "cron"))
             appended = await events.get(0)
             assert await events.get(0) is None
         assert reasons(told) == [(MAIN, "inject")]
         assert isinstance(appended, MessageAppended)
-        view = await stage.operations.describe(OPERATOR, MAIN)
+        view = await app.operations.describe(OPERATOR, MAIN)
         assert (appended.seq, appended.session_id) == (3, view.session_id)
-    async with open_app_fixture(tmp_path, agent) as stage:
-        (entry,) = (await stage.transcript())[2:]
+    async with open_app_fixture(tmp_path, agent) as app:
+        (entry,) = (await app.transcript())[2:]
         assert (entry["id"], entry["role"], entry["stopReason"]) == (appended.entry, "assistant", "stop")
         assert (entry["provider"], entry["model"]) == ("antiphon", "gateway-injected")
         assert entry["content"] == [{"type": "text", "text": "[cron]\n\nBy the way."}]
-        injected = await stage.operations.inject(OPERATOR, "main", "And again.")
+        injected = await app.operations.inject(OPERATOR, "main", "And again.")
         assert (injected.seq, injected.session_key, injected.session_id) == (4, MAIN, view.session_id)
-        assert (await stage.transcript())[-1]["id"] == injected.message_id
-        await stage.ask("what?")
+        assert (await app.transcript())[-1]["id"] == injected.message_id
+        await app.ask("what?")
         said = [m.text for m in agent.shown if isinstance(m, AssistantMessage)]
         assert said == ["ok", "[cron]\n\nBy the way.", "And again."]
 
@@ -834,12 +834,12 @@ async def test_an_injected_entry_is_told_kept_and_shown_to_the_model(tmp_path: P
 async def test_what_cannot_be_injected_changes_nothing(
     tmp_path: Path, session: str, words: str, label: str | None, error: type[AntiphonError]
 ) -> None:
-    async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as stage:
-        await stage.create(MAIN)
-        before = dump(stage.path)
+    async with open_app_fixture(tmp_path, echo, clock=ManualClock()) as app:
+        await app.create(MAIN)
+        before = dump(app.path)
         with pytest.raises(error):
-            await stage.operations.inject(OPERATOR, session, words, label)
-        assert dump(stage.path) == before
+            await app.operations.inject(OPERATOR, session, words, label)
+        assert dump(app.path) == before
 
 
 @pytest.mark.requirement("G26", "G13")
@@ -857,17 +857,17 @@ async def test_nothing_is_injected_between_a_call_and_its_result(tmp_path: Path)
             return calls("work")
         return text("finished")
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)]) as stage:
-        run_id = await stage.say("go")
+    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)]) as app:
+        run_id = await app.say("go")
         await soon(thinking.begun)
-        assert (await stage.operations.inject(OPERATOR, MAIN, "meanwhile")).seq == 2
+        assert (await app.operations.inject(OPERATOR, MAIN, "meanwhile")).seq == 2
         thinking.release.set()
         await soon(working.begun)
         with pytest.raises(Conflict, match="waiting for a tool"):
-            await stage.operations.inject(OPERATOR, MAIN, "no")
+            await app.operations.inject(OPERATOR, MAIN, "no")
         working.release.set()
-        assert (await stage.wait_for_end(run_id)).reply == "finished"
-        entries = await stage.transcript()
+        assert (await app.wait_for_end(run_id)).reply == "finished"
+        entries = await app.transcript()
         assert [(entry["seq"], entry["role"]) for entry in entries] == [
             (1, "user"),
             (2, "assistant"),
@@ -875,21 +875,21 @@ async def test_nothing_is_injected_between_a_call_and_its_result(tmp_path: Path)
             (4, "toolResult"),
             (5, "assistant"),
         ]
-        assert (await stage.operations.inject(OPERATOR, MAIN, "after")).seq == 6
+        assert (await app.operations.inject(OPERATOR, MAIN, "after")).seq == 6
 
 
 @pytest.mark.requirement("G26", "G2")
 async def test_a_run_with_an_injected_entry_in_it_is_taken_up(tmp_path: Path) -> None:
     first = Busy()
-    async with open_app_fixture(tmp_path, first) as stage:
-        run_id = await stage.say("go")
+    async with open_app_fixture(tmp_path, first) as app:
+        run_id = await app.say("go")
         await soon(first.begun)
-        await stage.operations.inject(OPERATOR, MAIN, "meanwhile")
+        await app.operations.inject(OPERATOR, MAIN, "meanwhile")
     second = Listening()
-    async with open_app_fixture(tmp_path, second) as stage:
-        assert (await stage.wait_for_end(run_id)).state == "ok"
+    async with open_app_fixture(tmp_path, second) as app:
+        assert (await app.wait_for_end(run_id)).state == "ok"
         assert [type(message) for message in second.shown] == [UserMessage, AssistantMessage]
-        assert [entry["seq"] for entry in await stage.transcript()] == [1, 2, 3]
+        assert [entry["seq"] for entry in await app.transcript()] == [1, 2, 3]
 
 
 # --- last words ---
@@ -897,9 +897,9 @@ async def test_a_run_with_an_injected_entry_in_it_is_taken_up(tmp_path: Path) ->
 
 @pytest.mark.requirement("V3")
 async def test_previews_are_the_last_words_of_what_may_be_read(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as app:
         await fill(
-            stage,
+            app,
             SIDE,
             UserMessage(content="first", timestamp=1),
             text("  many\n\n words "),
@@ -910,10 +910,10 @@ async def test_previews_are_the_last_words_of_what_may_be_read(tmp_path: Path) -
             UserMessage(content=[TextBlock(text="and"), TextBlock(text="so on")], timestamp=1),
             text("x" * 100),
         )
-        await stage.create(MAIN)
-        stage.rows("UPDATE messages SET body = '{torn' WHERE seq = 1")
+        await app.create(MAIN)
+        app.rows("UPDATE messages SET body = '{torn' WHERE seq = 1")
         gone = "agent:main:dashboard:nobody"
-        previews = await stage.operations.preview(OPERATOR, [SIDE, "main", gone, ""], max_chars=20)
+        previews = await app.operations.preview(OPERATOR, [SIDE, "main", gone, ""], max_chars=20)
         assert previews == [
             SessionPreview(
                 key=SIDE,
@@ -928,19 +928,19 @@ async def test_previews_are_the_last_words_of_what_may_be_read(tmp_path: Path) -
             SessionPreview(key=gone, status="missing", items=[]),
             SessionPreview(key="", status="missing", items=[]),
         ]
-        (short,) = await stage.operations.preview(OPERATOR, [SIDE], limit=1)
+        (short,) = await app.operations.preview(OPERATOR, [SIDE], limit=1)
         assert [item.text for item in short.items] == ["x" * 100]
-        assert len(await stage.operations.preview(OPERATOR, ["main"] * 100)) == 64
-        (hidden,) = await stage.operations.preview(Caller.agent("main", MAIN), [SIDE])
+        assert len(await app.operations.preview(OPERATOR, ["main"] * 100)) == 64
+        (hidden,) = await app.operations.preview(Caller.agent("main", MAIN), [SIDE])
         assert (hidden.status, hidden.items) == ("missing", [])
         with pytest.raises(Forbidden):
-            await stage.operations.preview(Caller.operator([]), [SIDE])
+            await app.operations.preview(Caller.operator([]), [SIDE])
 
 
 async def test_what_was_added_is_in_every_page_of_history(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo) as stage:
-        await stage.ask("hello")
-        await stage.operations.inject(OPERATOR, MAIN, "note")
-        await stage.operations.compact(OPERATOR, MAIN, keep=1)
-        page = await stage.operations.read_history(OPERATOR, MAIN, HistoryFilter())
+    async with open_app_fixture(tmp_path, echo) as app:
+        await app.ask("hello")
+        await app.operations.inject(OPERATOR, MAIN, "note")
+        await app.operations.compact(OPERATOR, MAIN, keep=1)
+        page = await app.operations.read_history(OPERATOR, MAIN, HistoryFilter())
         assert [item["role"] for item in page.messages] == ["user", "assistant", "assistant", "compaction"]

@@ -23,10 +23,10 @@ async def echo(prompt: Prompt) -> str:
     return "ok"
 
 
-def fill(stage: AppFixture, *states: str) -> None:
+def fill(app: AppFixture, *states: str) -> None:
     """Deliveries in these states, numbered from 1, past everything."""
     for number, state in enumerate(states, 1):
-        stage.rows(
+        app.rows(
             "INSERT INTO deliveries (key, kind, session, session_key, destination, place, body, state, next_at,"
             " created_at, settled_at) VALUES (?, 'task', 1, ?, ?, 'p', 'words', ?, 0, 1, 1)",
             f"{number}",
@@ -38,13 +38,13 @@ def fill(stage: AppFixture, *states: str) -> None:
 
 @pytest.mark.requirement("G22")
 async def test_pages_of_a_state_go_on_where_they_ended(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo) as stage:
-        fill(stage, "dead", "delivered", "dead", "blocked", "dead", "delivered")
-        first = await stage.operations.list_deliveries(OPERATOR, "dead", limit=2)
+    async with open_app_fixture(tmp_path, echo) as app:
+        fill(app, "dead", "delivered", "dead", "blocked", "dead", "delivered")
+        first = await app.operations.list_deliveries(OPERATOR, "dead", limit=2)
         assert [row.key for row in first.deliveries] == ["5", "3"]
-        rest = await stage.operations.list_deliveries(OPERATOR, "dead", limit=2, cursor=first.next_cursor)
+        rest = await app.operations.list_deliveries(OPERATOR, "dead", limit=2, cursor=first.next_cursor)
         assert ([row.key for row in rest.deliveries], rest.next_cursor) == (["1"], None)
-        every = await stage.operations.list_deliveries(OPERATOR, limit=10)
+        every = await app.operations.list_deliveries(OPERATOR, limit=10)
         assert [row.key for row in every.deliveries] == list("654321")
         assert every.standing == {"dead": 3, "delivered": 2, "blocked": 1}
         assert not every.capped
@@ -55,9 +55,9 @@ async def test_of_those_that_were_delivered_only_so_many_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deliveries, "MAX_DELIVERED_COUNTED", 3)
-    async with open_app_fixture(tmp_path, echo) as stage:
-        fill(stage, *["delivered"] * 5, *["dead"] * 4)
-        page = await stage.operations.list_deliveries(OPERATOR)
+    async with open_app_fixture(tmp_path, echo) as app:
+        fill(app, *["delivered"] * 5, *["dead"] * 4)
+        page = await app.operations.list_deliveries(OPERATOR)
         assert (page.standing, page.capped) == ({"dead": 4, "delivered": 3}, True)
 
 
@@ -71,8 +71,8 @@ async def test_of_those_that_were_delivered_only_so_many_are_counted(
 async def test_no_page_walks_through_all_that_was_ever_delivered(
     tmp_path: Path, query: Query, index: str
 ) -> None:
-    async with open_app_fixture(tmp_path, echo) as stage:
-        plan = plan_of(stage, query.text)
+    async with open_app_fixture(tmp_path, echo) as app:
+        plan = plan_of(app, query.text)
         assert any(index in step for step in plan), plan
         assert not [step for step in plan if re.match(r"SCAN deliveries(?!.*deliveries_elsewhere)", step)], (
             plan
@@ -80,6 +80,6 @@ async def test_no_page_walks_through_all_that_was_ever_delivered(
         assert not [step for step in plan if "TEMP B-TREE" in step], plan
 
 
-def plan_of(stage: AppFixture, sql: str) -> list[str]:
+def plan_of(app: AppFixture, sql: str) -> list[str]:
     given: Any = re.sub(r":\w+", "1", sql)
-    return [row["detail"] for row in stage.rows(f"EXPLAIN QUERY PLAN {given}")]
+    return [row["detail"] for row in app.rows(f"EXPLAIN QUERY PLAN {given}")]

@@ -698,11 +698,11 @@ def _fate(result: ToolOutput) -> Found:
 @pytest.mark.requirement("SEC10", "SEC5")
 @pytest.mark.anyio
 async def test_looking_for_hostile_names_finds_nothing_and_changes_nothing(tmp_path: Path) -> None:
-    async with troupe_house(make_agents_config("ann"), tmp_path) as troupe:
-        await troupe.open_sessions(MAIN, "agent:ann:main")
+    async with troupe_house(make_agents_config("ann"), tmp_path) as agents:
+        await agents.open_sessions(MAIN, "agent:ann:main")
         before = dump(tmp_path / DATABASE)
         for words, (tool, slot) in itertools.product(HOSTILE, LOOKS):
-            result = await troupe.invoke_tool(tool, MAIN, **{slot: words})
+            result = await agents.invoke_tool(tool, MAIN, **{slot: words})
             if _fate(result) == "done" and tool == "sessions_history":
                 assert words in ("current", "global"), "nothing else of it is the name of a session"
         assert dump(tmp_path / DATABASE) == before
@@ -711,12 +711,12 @@ async def test_looking_for_hostile_names_finds_nothing_and_changes_nothing(tmp_p
 @pytest.mark.requirement("SEC10", "SEC5")
 @pytest.mark.anyio
 async def test_acting_on_hostile_names_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    async with troupe_house(make_agents_config("ann"), tmp_path) as troupe:
-        await troupe.open_sessions(MAIN, "agent:ann:main")
+    async with troupe_house(make_agents_config("ann"), tmp_path) as agents:
+        await agents.open_sessions(MAIN, "agent:ann:main")
         before = dump(tmp_path / DATABASE)
         for words, asked in itertools.product(HOSTILE, NAMING):
             arguments = {name: value for name, value in asked.items() if name not in ("tool", "slot")}
-            result = await troupe.invoke_tool(asked["tool"], MAIN, **arguments, **{asked["slot"]: words})
+            result = await agents.invoke_tool(asked["tool"], MAIN, **arguments, **{asked["slot"]: words})
             assert _fate(result) == "refused", (asked, words, result.text)
         assert dump(tmp_path / DATABASE) == before
 
@@ -727,18 +727,18 @@ async def test_hostile_messages_arrive_byte_for_byte_inside_a_frame_they_cannot_
     ann = ScriptedAgent("ok")
     async with troupe_house(
         make_agents_config("ann"), tmp_path, functions={"ann": ann, "main": ScriptedAgent()}
-    ) as troupe:
-        await troupe.open_sessions(MAIN, "agent:ann:main")
+    ) as agents:
+        await agents.open_sessions(MAIN, "agent:ann:main")
         for words in HOSTILE:
             before = dump(tmp_path / DATABASE)
-            result = await troupe.invoke_tool(
+            result = await agents.invoke_tool(
                 "sessions_send", MAIN, agentId="ann", message=words, replyBack=0, announce="none"
             )
             if _fate(result) == "refused":
                 assert words == "\ud800", "only what is no text at all"
                 assert dump(tmp_path / DATABASE) == before
                 continue
-            stored = [entry for entry in await troupe.transcript("agent:ann:main") if entry["role"] == "user"]
+            stored = [entry for entry in await agents.transcript("agent:ann:main") if entry["role"] == "user"]
             assert stored[-1]["content"] == words
             shown = get_last_user_text(ann.prompts[-1])
             opening, _, closing = shown.partition(f"\n{words}\n")
@@ -746,7 +746,7 @@ async def test_hostile_messages_arrive_byte_for_byte_inside_a_frame_they_cannot_
             assert closing == f"<<<end {nonce}>>>"
             assert opening.endswith(f"<<<data {nonce}>>>")
             assert nonce not in words
-        await troupe.wait_until_idle()
+        await agents.wait_until_idle()
 
 
 @pytest.mark.requirement("SEC10", "P9")
@@ -754,19 +754,19 @@ async def test_hostile_messages_arrive_byte_for_byte_inside_a_frame_they_cannot_
 async def test_hostile_labels_and_tasks_are_shown_as_data_or_refused(tmp_path: Path) -> None:
     ann = ScriptedAgent("done")
     config = make_agents_config("ann", agents={"defaults": {"subagents": {"allowAgents": ["*"]}}})
-    async with troupe_house(config, tmp_path, functions={"ann": ann, "main": ScriptedAgent()}) as troupe:
-        await troupe.open_sessions(MAIN)
+    async with troupe_house(config, tmp_path, functions={"ann": ann, "main": ScriptedAgent()}) as agents:
+        await agents.open_sessions(MAIN)
         ordinary: list[str] = []
         for words in ("ordinary", *HOSTILE):
             before = dump(tmp_path / DATABASE)
             asked = {"agentId": "ann", "label": words, "task": "work", "announce": "none"}
-            result = await troupe.invoke_tool("sessions_spawn", MAIN, **asked)
+            result = await agents.invoke_tool("sessions_spawn", MAIN, **asked)
             if _fate(result) == "refused":
                 assert dump(tmp_path / DATABASE) == before
                 continue
-            await troupe.wait_until_idle()
+            await agents.wait_until_idle()
             key = result.details["childSessionKey"]
-            rows = (await troupe.use("sessions_list", MAIN, limit=200))["sessions"]
+            rows = (await agents.use("sessions_list", MAIN, limit=200))["sessions"]
             assert [row["label"] for row in rows if row["key"] == key] == [words.strip()]
             # The child is told of it in the line in which it is told of any label.
             lines = ann.prompts[-1].instructions.splitlines()
@@ -782,14 +782,14 @@ def _files(path: Path) -> set[Path]:
 @pytest.mark.anyio
 async def test_hostile_names_of_files_write_nothing_elsewhere(tmp_path: Path) -> None:
     home = tmp_path / "home"
-    async with troupe_house(make_agents_config(), home, functions={"main": ScriptedAgent()}) as troupe:
-        await troupe.open_sessions(MAIN)
+    async with troupe_house(make_agents_config(), home, functions={"main": ScriptedAgent()}) as agents:
+        await agents.open_sessions(MAIN)
         names = (*HOSTILE, ".", "", "con", "a/b", "a\\b", ".bashrc", "-rf", "x\u2215y", "file.txt ")
         for name in names:
             before, files = dump(home / DATABASE), _files(tmp_path)
             given = [{"name": name, "content": "secret"}]
             asked = {"task": "work", "announce": "none", "attachments": given}
-            result = await troupe.invoke_tool("sessions_spawn", MAIN, **asked)
+            result = await agents.invoke_tool("sessions_spawn", MAIN, **asked)
             new = {
                 file
                 for file in _files(tmp_path) - files
@@ -799,7 +799,7 @@ async def test_hostile_names_of_files_write_nothing_elsewhere(tmp_path: Path) ->
                 assert not new, name
                 assert dump(home / DATABASE) == before, name
                 continue
-            await troupe.wait_until_idle()
+            await agents.wait_until_idle()
             receipt = result.details["attachments"]
             assert [file["name"] for file in receipt["files"]] == [name.strip()]
             assert {file.parent for file in new} == {home / "workspaces" / "main" / receipt["relDir"]}

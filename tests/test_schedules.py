@@ -63,9 +63,9 @@ HOURLY = EverySchedule(every_ms=HOUR)
 
 @dataclass(frozen=True, slots=True)
 class Desk:
-    """A stage with jobs, and a clock that is moved by hand."""
+    """A app with jobs, and a clock that is moved by hand."""
 
-    stage: AppFixture
+    app: AppFixture
     schedules: JobOperations
     scheduler: Scheduler
     clock: ManualClock
@@ -86,10 +86,10 @@ class Desk:
     async def settle(self) -> None:
         """Until everything that was fired has ended."""
         for run in self.runs():
-            await self.stage.wait_for_end(run)
+            await self.app.wait_for_end(run)
 
     def runs(self) -> list[str]:
-        return [row["id"] for row in self.stage.rows("SELECT id FROM runs ORDER BY n")]
+        return [row["id"] for row in self.app.rows("SELECT id FROM runs ORDER BY n")]
 
 
 async def echo(prompt: Prompt) -> str:
@@ -105,16 +105,16 @@ async def desk(
     config = with_settings({"cron": {"maxConcurrentRuns": 100}, **settings})
     async with open_app_fixture(
         path, agent, clock=clock, pace=QUIET, config=config, on_commit=on_commit
-    ) as stage:
+    ) as app:
         scheduler = Scheduler(
             terms=FiringContext(config, SessionResolver(config)),
-            store=stage.store,
-            bus=stage.bus,
+            store=app.store,
+            bus=app.bus,
             clock=clock,
-            engine=stage.engine,
+            engine=app.engine,
         )
-        schedules = JobOperations(store=stage.store, clock=clock, scheduler=scheduler)
-        yield Desk(stage, schedules, scheduler, clock)
+        schedules = JobOperations(store=app.store, clock=clock, scheduler=scheduler)
+        yield Desk(app, schedules, scheduler, clock)
 
 
 # --- firing ---
@@ -125,18 +125,18 @@ async def test_an_answer_that_is_to_be_announced_reaches_the_chat_of_the_main_se
     tmp_path: Path,
 ) -> None:
     async with desk(tmp_path) as at:
-        await at.stage.ask("hello")
-        row = at.stage.rows("SELECT id FROM sessions WHERE key = 'agent:main:main'")[0]
+        await at.app.ask("hello")
+        row = at.app.rows("SELECT id FROM sessions WHERE key = 'agent:main:main'")[0]
         job = await at.add(delivery=AnnounceDelivery())
-        async with at.stage.bus.listen(session_topic(row["id"])) as events:
+        async with at.app.bus.listen(session_topic(row["id"])) as events:
             await at.pass_(3600)
             heard: list[object] = []
             await until(lambda: _delivered(events, heard))
         assert [event.text for event in heard if isinstance(event, Delivered)] == ["good morning"]
-        note = (await at.stage.transcript())[-1]
+        note = (await at.app.transcript())[-1]
         assert note["role"] == "assistant" and note["content"] == [{"type": "text", "text": "good morning"}]
         assert note["provenance"] == {"kind": "cron", "sourceSessionKey": f"agent:main:cron:{job.id}"}
-        deliveries = at.stage.rows("SELECT key, state, session_key FROM deliveries")
+        deliveries = at.app.rows("SELECT key, state, session_key FROM deliveries")
         run_id = f"cron:{job.id}:{START + HOUR}"
         assert deliveries == [
             {"key": f"run:{run_id}", "state": "delivered", "session_key": "agent:main:main"}
@@ -147,14 +147,14 @@ async def test_an_answer_that_is_to_be_announced_reaches_the_chat_of_the_main_se
 async def test_an_answer_for_a_channel_that_is_not_there_is_a_dead_letter(tmp_path: Path) -> None:
     async with desk(tmp_path) as at:
         await at.add(delivery=AnnounceDelivery(channel="webchat", to="the loft"))
-        at.stage.rows(
+        at.app.rows(
             "UPDATE jobs SET delivery = replace(delivery, 'webchat', 'pigeon')"
         )  # as it was stored once
         await at.pass_(3600)
         await at.settle()
 
         async def dead() -> bool:
-            rows = at.stage.rows("SELECT state, error FROM deliveries")
+            rows = at.app.rows("SELECT state, error FROM deliveries")
             return [row["state"] for row in rows] == ["dead"] and "'pigeon'" in rows[0]["error"]
 
         await until(dead)
@@ -166,7 +166,7 @@ async def _delivered(events: Listener, heard: list[object]) -> bool:
 
 
 async def test_a_job_fires_into_a_session_of_its_own_and_says_how_it_went(tmp_path: Path) -> None:
-    async with desk(tmp_path) as at, at.stage.bus.listen("sessions") as events:
+    async with desk(tmp_path) as at, at.app.bus.listen("sessions") as events:
         job = await at.add(name="The morning")
         assert job.schedule == EverySchedule(every_ms=HOUR, anchor_ms=START)
         assert (job.session_target, job.agent_id, job.state.next_run_at_ms) == (
@@ -182,9 +182,9 @@ async def test_a_job_fires_into_a_session_of_its_own_and_says_how_it_went(tmp_pa
         key = f"agent:main:cron:{job.id}"
         heard: list[object] = []
         await until(lambda: _heard(events, heard, SessionChanged(session_key=key, reason="cron")))
-        view = await at.stage.wait_for_end(run_id)
+        view = await at.app.wait_for_end(run_id)
         assert (view.state, view.session_key, view.reply) == ("ok", key, "good morning")
-        [said, answer] = await at.stage.transcript(key)
+        [said, answer] = await at.app.transcript(key)
         assert (said["content"], said["provenance"]) == ("say good morning", {"kind": "cron"})
         assert answer["role"] == "assistant"
         state = (await at.get(job)).state
@@ -192,10 +192,10 @@ async def test_a_job_fires_into_a_session_of_its_own_and_says_how_it_went(tmp_pa
         assert (state.next_run_at_ms, state.last_error) == (START + 2 * HOUR, None)
         await at.pass_(3600)
         await at.settle()
-        assert len(await at.stage.transcript(key)) == 4  # one session for all its firings
-        session = await at.stage.operations.describe(OPERATOR, key)
+        assert len(await at.app.transcript(key)) == 4  # one session for all its firings
+        session = await at.app.operations.describe(OPERATOR, key)
         assert (session.kind, session.display_name) == ("cron", "The morning")
-        assert at.stage.rows("SELECT firings, failures FROM jobs") == [{"firings": 2, "failures": 0}]
+        assert at.app.rows("SELECT firings, failures FROM jobs") == [{"firings": 2, "failures": 0}]
 
 
 async def _heard(events: Any, heard: list[object], wanted: object) -> bool:
@@ -280,9 +280,9 @@ async def test_once_is_once(tmp_path: Path) -> None:
 
 async def test_a_one_time_job_that_could_not_begin_is_not_swept_away(tmp_path: Path) -> None:
     async with desk(tmp_path) as at:
-        await at.stage.create(MAIN)
+        await at.app.create(MAIN)
         job = await at.add(AtSchedule(at_ms=START + 1), delete_after_run=True, session_target="session:main")
-        at.stage.rows("UPDATE sessions SET send_policy = 'deny'")
+        at.app.rows("UPDATE sessions SET send_policy = 'deny'")
         await at.pass_(1)
         [job] = await at.schedules.list(OPERATOR, include_disabled=True)
         assert (job.enabled, job.state.last_status) == (False, "error")
@@ -297,14 +297,14 @@ async def test_main_is_the_agents_main_session(tmp_path: Path, scope: str, key: 
         await at.add(session_target="main", agent_id="helper")
         named = None
         if scope == "global":
-            await at.stage.operations.open(OPERATOR, "main")
+            await at.app.operations.open(OPERATOR, "main")
             named = await at.add(session_target="session:agent:helper:main")
             assert named.session_target == "session:main"
         await at.pass_(3600)
         await at.settle()
-        assert at.stage.rows("SELECT key FROM sessions") == [{"key": key}]
+        assert at.app.rows("SELECT key FROM sessions") == [{"key": key}]
         assert len(at.runs()) == (2 if named is None else 3)
-        [first, *_] = await at.stage.transcript("main" if scope == "global" else key)
+        [first, *_] = await at.app.transcript("main" if scope == "global" else key)
         assert first["content"] == "tea time"
 
 
@@ -314,30 +314,30 @@ async def test_a_session_that_is_gone_or_closed_is_an_error_and_not_the_end(tmp_
         with pytest.raises(NotFound) as refused:
             await at.add(session_target=f"session:{chat}")
         assert refused.value.data["field"] == "sessionTarget"
-        await at.stage.create(chat)
+        await at.app.create(chat)
         job = await at.add(session_target="session:direct:bob")
         assert job.session_target == f"session:{chat}"
-        at.stage.rows("UPDATE sessions SET send_policy = 'deny'")
+        at.app.rows("UPDATE sessions SET send_policy = 'deny'")
         await at.pass_(3600)
         state = (await at.get(job)).state
         assert (state.last_status, state.last_run_id) == ("error", None)
         assert "send blocked by session policy" in (state.last_error or "")
         assert state.next_run_at_ms == START + 2 * HOUR
-        at.stage.rows("UPDATE sessions SET send_policy = NULL")
+        at.app.rows("UPDATE sessions SET send_policy = NULL")
         await at.pass_(3600)
         await at.settle()
         state = (await at.get(job)).state
         assert (state.last_status, state.last_error) == ("ok", None)
         at.clock.advance(days=10)
         keep = RetentionPolicy(archive_after_days=5, delete_archived_after_days=5)
-        await retention.apply_retention(at.stage.store, keep, at.clock.now())
+        await retention.apply_retention(at.app.store, keep, at.clock.now())
         at.clock.advance(days=10)
-        assert await retention.apply_retention(at.stage.store, keep, at.clock.now()) == [chat]
+        assert await retention.apply_retention(at.app.store, keep, at.clock.now()) == [chat]
         assert (await at.get(job)).state.last_status is None  # the run went with its session
         await at.scheduler.fire_due_jobs()
         state = (await at.get(job)).state
         assert state.last_status == "error" and "was not found" in (state.last_error or "")
-        assert at.stage.rows("SELECT firings, failures FROM jobs") == [{"firings": 3, "failures": 2}]
+        assert at.app.rows("SELECT firings, failures FROM jobs") == [{"firings": 3, "failures": 2}]
         fired = await at.schedules.run(OPERATOR, job.id)
         assert not fired.ran and "was not found" in (fired.reason or "")
 
@@ -355,7 +355,7 @@ async def test_an_agent_or_a_zone_that_is_no_more_is_an_error_of_the_job(tmp_pat
     async with desk(tmp_path, clock=clock, agents={"list": [{"id": "main"}, {"id": "helper"}]}) as at:
         orphan, homeless, fine = await at.add(agent_id="helper"), await at.add(), await at.add()
         lost = '{"kind":"cron","expr":"* * * * *","tz":"Atlantis/Capital"}'
-        at.stage.rows("UPDATE jobs SET schedule = ? WHERE id = ?", lost, homeless.id)
+        at.app.rows("UPDATE jobs SET schedule = ? WHERE id = ?", lost, homeless.id)
     async with desk(tmp_path, clock=clock) as at:
         await at.pass_(3600)
         await at.settle()
@@ -374,9 +374,9 @@ async def test_a_full_lane_keeps_the_slot_until_there_is_room(tmp_path: Path) ->
         return "ok"
 
     async with desk(tmp_path, agent, store={"laneMaxQueued": 1}) as at:
-        active = await at.stage.say("one")
+        active = await at.app.say("one")
         await until(lambda: _state(at, active, "running"))
-        await at.stage.say("two")
+        await at.app.say("two")
         job = await at.add(session_target="main")
         await at.pass_(3600)
         state = (await at.get(job)).state
@@ -399,22 +399,22 @@ async def test_a_full_lane_holds_up_no_other_job(tmp_path: Path) -> None:
         return "ok"
 
     async with desk(tmp_path, agent, store={"laneMaxQueued": 1}) as at:
-        await at.stage.create(group)
-        active = await at.stage.say("one", group)
+        await at.app.create(group)
+        active = await at.app.say("one", group)
         await until(lambda: _state(at, active, "running"))
-        waiting = await at.stage.say("two", group)
+        waiting = await at.app.say("two", group)
         stuck = await at.add(session_target=f"session:{group}")
         fine = await at.add()
         for hour in (1, 2):
             await at.pass_(3600)
-            await at.stage.wait_for_end(f"cron:{fine.id}:{START + hour * HOUR}")
+            await at.app.wait_for_end(f"cron:{fine.id}:{START + hour * HOUR}")
         assert (await at.schedules.run(OPERATOR, stuck.id, "due")).reason == "lane-full"
         assert (await at.get(stuck)).state.last_run_id is None
         # Nobody tells the scheduler when there is room: it looks again, and not at once.
         assert await at.scheduler._fire_and_compute_sleep() == UNFIRED_JOB_RETRY_SECONDS  # pyright: ignore[reportPrivateUsage]
         release.set()
         for run in (active, waiting):
-            await at.stage.wait_for_end(run)
+            await at.app.wait_for_end(run)
         for _ in range(2):
             await at.pass_(1)
         await at.settle()
@@ -422,11 +422,11 @@ async def test_a_full_lane_holds_up_no_other_job(tmp_path: Path) -> None:
 
 
 async def _state(at: Desk, run_id: str, state: str) -> bool:
-    return (await at.stage.operations.get_run(OPERATOR, run_id)).state == state
+    return (await at.app.operations.get_run(OPERATOR, run_id)).state == state
 
 
 async def _so_many_ended(at: Desk, many: int) -> bool:
-    return len(at.stage.rows("SELECT id FROM runs WHERE ended_at IS NOT NULL")) == many
+    return len(at.app.rows("SELECT id FROM runs WHERE ended_at IS NOT NULL")) == many
 
 
 async def test_no_more_runs_at_a_time_than_allowed_and_the_others_keep_their_slots(tmp_path: Path) -> None:
@@ -490,7 +490,7 @@ async def test_a_firing_is_there_with_its_next_slot_or_neither_is(tmp_path: Path
         await at.pass_(3600)  # does not raise: the scheduler outlives it
         broken = False
         committed = phase == "after"
-        assert at.stage.rows("SELECT next_at FROM jobs") == [
+        assert at.app.rows("SELECT next_at FROM jobs") == [
             {"next_at": START + (2 if committed else 1) * HOUR}
         ]
         assert len(at.runs()) == int(committed)
@@ -606,7 +606,7 @@ async def _fired(at: Desk) -> bool:
 async def test_one_job_that_cannot_be_read_does_not_hold_up_the_others(tmp_path: Path) -> None:
     async with desk(tmp_path) as at:
         broken, fine = await at.add(), await at.add()
-        at.stage.rows("UPDATE jobs SET payload = '{' WHERE id = ?", broken.id)
+        at.app.rows("UPDATE jobs SET payload = '{' WHERE id = ?", broken.id)
         await at.pass_(3600)
         assert at.runs() == [f"cron:{fine.id}:{START + HOUR}"]
         await at.settle()
@@ -648,7 +648,7 @@ async def test_what_the_run_is_given_is_what_the_payload_says(tmp_path: Path) ->
         turn = AgentTurn(message="think", model=model, thinking="high", timeout_seconds=90)
         await at.schedules.run(OPERATOR, (await at.add(payload=turn)).id)
         await at.settle()
-        [row] = at.stage.rows("SELECT origin, model, thinking, deadline_at FROM runs")
+        [row] = at.app.rows("SELECT origin, model, thinking, deadline_at FROM runs")
         assert row == {"origin": "cron", "model": model, "thinking": "high", "deadline_at": START + 90_000}
 
 
@@ -710,7 +710,7 @@ async def test_a_view_has_the_agreed_names(tmp_path: Path) -> None:
 async def test_who_may_do_what(tmp_path: Path) -> None:
     async with desk(tmp_path) as at:
         job = await at.add()
-        before = dump(at.stage.path)
+        before = dump(at.app.path)
         s, spec = at.schedules, JobSpec(name="x", schedule=HOURLY, payload=WORDS)
         reading: list[Callable[[Caller], Any]] = [
             s.list, s.get_status, lambda who: s.get(who, job.id), lambda who: s.list_runs(who, job.id),
@@ -731,7 +731,7 @@ async def test_who_may_do_what(tmp_path: Path) -> None:
                 await ask(who)
         for ask in reading:
             await ask(Caller.operator([READ_SCOPE]))
-        assert dump(at.stage.path) == before
+        assert dump(at.app.path) == before
 
 
 SPEC: dict[str, Any] = {
@@ -791,7 +791,7 @@ async def test_bad_input_names_its_field_and_changes_nothing(
 ) -> None:
     async with desk(tmp_path) as at:
         job = await at.add()
-        before = dump(at.stage.path)
+        before = dump(at.app.path)
         with pytest.raises(AntiphonError) as refused:
             await at.schedules.add(OPERATOR, parse_job_input(JobSpec, {**SPEC, **wrong}))
         with pytest.raises(AntiphonError) as changed:
@@ -799,7 +799,7 @@ async def test_bad_input_names_its_field_and_changes_nothing(
         for error in (refused.value, changed.value):
             assert (error.data["field"], error.who) == (field, "caller")
             assert error.hint
-        assert dump(at.stage.path) == before
+        assert dump(at.app.path) == before
 
 
 async def test_what_was_made_in_python_is_held_to_the_same_rules(tmp_path: Path) -> None:

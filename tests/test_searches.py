@@ -145,19 +145,19 @@ def test_a_hit_is_returned_if_and_only_if_its_session_may_be_read(
 
 
 async def _compared(path: Path, config: Config, places: list[Place], callers: list[Caller]) -> None:
-    async with open_app_fixture(path, echo, config=config, pace=QUIET) as stage:
-        conversations = await stage.store.tx(_build, places, 25)
+    async with open_app_fixture(path, echo, config=config, pace=QUIET) as app:
+        conversations = await app.store.tx(_build, places, 25)
         for caller in callers:
-            readable = await _readable(stage.operations, caller, conversations)
-            page = await stage.operations.search(caller, "word", limit=50)
+            readable = await _readable(app.operations, caller, conversations)
+            page = await app.operations.search(caller, "word", limit=50)
             assert not page.indexing and not page.truncated
             found = {hit.session_id for hit in page.results if not hit.snippet.endswith("hidden")}
             assert found == readable, caller
             if caller is not OPERATOR and len(found) < len(page.results):
                 # Agents that are not named anywhere are admitted by `*` alone, in lists and here.
-                assert (await stage.operations.describe(caller, "agent:hidden:direct:1")).agent_id == "hidden"
+                assert (await app.operations.describe(caller, "agent:hidden:direct:1")).agent_id == "hidden"
             for place in places:  # and each of them alone
-                await _alone(stage.operations, caller, place, conversations, readable)
+                await _alone(app.operations, caller, place, conversations, readable)
 
 
 async def _alone(
@@ -197,46 +197,46 @@ async def test_few_visible_hits_are_found_behind_many_newer_ones_that_are_not(
         for n in range(400):
             await note(tx, other["id"], f"word {n} of another")
 
-    async with open_app_fixture(tmp_path, echo) as stage:
-        await stage.store.tx(build)
-        await search.catch_up_index(stage.store)
-        page = await stage.operations.search(Caller.agent("main", MAIN), "word", limit=5)
+    async with open_app_fixture(tmp_path, echo) as app:
+        await app.store.tx(build)
+        await search.catch_up_index(app.store)
+        page = await app.operations.search(Caller.agent("main", MAIN), "word", limit=5)
         assert shown(page) == ["word of a child", "word of my own"]
         assert [hit.session_key for hit in page.results] == ["agent:helper:subagent:1", "main"]
         assert not page.truncated
-        everything = await stage.operations.search(OPERATOR, "word", limit=5)
+        everything = await app.operations.search(OPERATOR, "word", limit=5)
         assert shown(everything) == [f"word {n} of another" for n in range(399, 394, -1)]
         assert everything.truncated
         nobody = Caller.agent("main", "agent:main:direct:gone")
-        assert shown(await stage.operations.search(nobody, "word")) == []
+        assert shown(await app.operations.search(nobody, "word")) == []
 
 
 # --- what is found ---
 
 
-async def _hits(stage: AppFixture, query: str, **options: Any) -> list[SearchHit]:
-    return (await stage.operations.search(OPERATOR, query, **options)).results
+async def _hits(app: AppFixture, query: str, **options: Any) -> list[SearchHit]:
+    return (await app.operations.search(OPERATOR, query, **options)).results
 
 
 @pytest.mark.anyio
 @pytest.mark.requirement("W2")
 async def test_a_hit_says_where_it_is(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with open_app_fixture(tmp_path, echo, clock=clock, pace=QUIET) as stage:
-        await stage.ask("where is the needle?")
-        await stage.operations.renew(OPERATOR, MAIN)
-        await stage.ask("the needle is here")
+    async with open_app_fixture(tmp_path, echo, clock=clock, pace=QUIET) as app:
+        await app.ask("where is the needle?")
+        await app.operations.renew(OPERATOR, MAIN)
+        await app.ask("the needle is here")
         clock.advance(days=7)
-        new, old = await _hits(stage, "needle")
+        new, old = await _hits(app, "needle")
         assert (new.session_key, new.role, new.seq, new.snippet) == (MAIN, "user", 1, "the needle is here")
         assert old.session_id != new.session_id
         assert (new.score, old.timestamp) == (0.125, clock.now() - 7 * 86_400_000)
         for hit in (new, old):  # by its session id a past conversation is read, and the entry is in it
             (first, *_) = (
-                await stage.operations.read_history(OPERATOR, hit.session_id, HistoryFilter(after=0))
+                await app.operations.read_history(OPERATOR, hit.session_id, HistoryFilter(after=0))
             ).messages
             assert (first["id"], first["seq"]) == (hit.message_id, hit.seq)
-        assert [hit.role for hit in await _hits(stage, "echo")] == ["assistant", "assistant"]
+        assert [hit.role for hit in await _hits(app, "echo")] == ["assistant", "assistant"]
 
 
 @pytest.mark.anyio
@@ -244,12 +244,12 @@ async def test_results_of_tools_can_be_left_out(tmp_path: Path) -> None:
     result = ToolResult(
         tool_call_id="1", tool_name="t", content=[TextBlock(text="found by a tool")], timestamp=1
     )
-    async with open_app_fixture(tmp_path, echo) as stage:
-        row = await stage.create(MAIN)
-        await stage.store.tx(note, row["id"], "found by somebody")
-        await stage.store.tx(session_rows.append_note, row["id"], result, 2)
-        assert [hit.role for hit in await _hits(stage, "found")] == ["toolResult", "user"]
-        assert [hit.role for hit in await _hits(stage, "found", include_tools=False)] == ["user"]
+    async with open_app_fixture(tmp_path, echo) as app:
+        row = await app.create(MAIN)
+        await app.store.tx(note, row["id"], "found by somebody")
+        await app.store.tx(session_rows.append_note, row["id"], result, 2)
+        assert [hit.role for hit in await _hits(app, "found")] == ["toolResult", "user"]
+        assert [hit.role for hit in await _hits(app, "found", include_tools=False)] == ["user"]
 
 
 @pytest.mark.anyio
@@ -257,19 +257,19 @@ async def test_results_of_tools_can_be_left_out(tmp_path: Path) -> None:
 async def test_what_is_forgotten_is_not_found(tmp_path: Path, base: str) -> None:
     there = "message_words MATCH 'gone'" if base == "sqlite" else "vector @@ to_tsquery('simple', 'gone')"
     index = f"SELECT rowid FROM message_words WHERE {there}"  # noqa: S608
-    async with open_app_fixture(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as app:
         for peer in ("gone", "here"):
-            await stage.ask(f"secret of {peer}", f"agent:main:direct:{peer}")
-        assert len(await _hits(stage, "secret")) == 2
-        assert len(stage.rows(index)) == 1
-        await stage.ask("late secret of gone", "agent:main:direct:gone")  # not indexed when it is removed
-        await stage.operations.patch(OPERATOR, "agent:main:direct:here", SessionPatch(archived=True))
-        assert await stage.operations.delete(OPERATOR, "agent:main:direct:gone")
-        assert [hit.snippet for hit in await _hits(stage, "secret")] == ["secret of here"]
-        assert stage.rows(index) == []
+            await app.ask(f"secret of {peer}", f"agent:main:direct:{peer}")
+        assert len(await _hits(app, "secret")) == 2
+        assert len(app.rows(index)) == 1
+        await app.ask("late secret of gone", "agent:main:direct:gone")  # not indexed when it is removed
+        await app.operations.patch(OPERATOR, "agent:main:direct:here", SessionPatch(archived=True))
+        assert await app.operations.delete(OPERATOR, "agent:main:direct:gone")
+        assert [hit.snippet for hit in await _hits(app, "secret")] == ["secret of here"]
+        assert app.rows(index) == []
         # The key founded anew has nothing of the old words.
-        await stage.ask("hello", "agent:main:direct:gone")
-        assert await _hits(stage, "secret", session="agent:main:direct:gone") == []
+        await app.ask("hello", "agent:main:direct:gone")
+        assert await _hits(app, "secret", session="agent:main:direct:gone") == []
 
 
 @pytest.mark.anyio
@@ -278,24 +278,24 @@ async def test_a_search_indexes_a_little_and_says_when_there_is_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "INDEX_INTERVAL_SECONDS", 3600)
-    async with open_app_fixture(tmp_path, echo, pace=QUIET) as stage:
-        row = await stage.create(MAIN)
+    async with open_app_fixture(tmp_path, echo, pace=QUIET) as app:
+        row = await app.create(MAIN)
 
         async def fill(tx: Tx) -> None:
             for n in range(search.MAX_ENTRIES_INDEXED_BY_SEARCH):
                 await note(tx, row["id"], f"word {n}")
 
-        await stage.store.tx(fill)
-        page = await stage.operations.search(OPERATOR, "word", limit=1)
+        await app.store.tx(fill)
+        page = await app.operations.search(OPERATOR, "word", limit=1)
         assert (shown(page), page.indexing) == ([f"word {search.MAX_ENTRIES_INDEXED_BY_SEARCH - 1}"], False)
-        await stage.store.tx(fill)
-        await stage.store.tx(note, row["id"], "the last word")
-        page = await stage.operations.search(OPERATOR, "last")
+        await app.store.tx(fill)
+        await app.store.tx(note, row["id"], "the last word")
+        page = await app.operations.search(OPERATOR, "last")
         assert (shown(page), page.indexing) == ([], True)
-        await search.catch_up_index(stage.store)
-        page = await stage.operations.search(OPERATOR, "last")
+        await search.catch_up_index(app.store)
+        page = await app.operations.search(OPERATOR, "last")
         assert (shown(page), page.indexing) == (["the last word"], False)
-        await stage.store.tx(note, row["id"], "the very last word")
+        await app.store.tx(note, row["id"], "the very last word")
     async with open_operations_readonly(Config(), tmp_path) as operations:  # who only reads cannot index
         page = await operations.search(OPERATOR, "last")
         assert (shown(page), page.indexing) == (["the last word"], True)
@@ -304,9 +304,9 @@ async def test_a_search_indexes_a_little_and_says_when_there_is_more(
 @pytest.mark.anyio
 async def test_what_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "ENTRIES_PER_BLOCK", 2)
-    async with open_app_fixture(tmp_path, echo) as stage:
-        await stage.ask("hello")
-        ask = stage.operations.search
+    async with open_app_fixture(tmp_path, echo) as app:
+        await app.ask("hello")
+        ask = app.operations.search
         for query in ("", "  \n"):
             with pytest.raises(InvalidInput) as refused:
                 await ask(OPERATOR, query)
@@ -381,16 +381,16 @@ async def test_each_text_is_masked_once_and_not_in_the_event_loop(tmp_path: Path
         threads.add(threading.get_ident())
         return text.replace("hunter2", "***")
 
-    async with open_app_fixture(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as app:
         for text in ("the password is hunter2", "a passwordless word", "my password"):
-            await stage.ask(text)
-        page = await stage.operations.search(OPERATOR, "password", mask=mask)
+            await app.ask(text)
+        page = await app.operations.search(OPERATOR, "password", mask=mask)
         assert shown(page) == ["my password", "a passwordless word", "the password is ***"]
         assert sorted(masked) == sorted(set(masked)), (
             "by whole words, then by beginnings, then for the snippet"
         )
         assert threading.get_ident() not in threads
-        assert shown(await stage.operations.search(OPERATOR, "hunter2", mask=mask)) == []
+        assert shown(await app.operations.search(OPERATOR, "hunter2", mask=mask)) == []
 
 
 @pytest.mark.anyio
@@ -405,8 +405,8 @@ async def test_a_mask_that_takes_long_ends_the_search_in_time(
         return text
 
     monkeypatch.setattr(message_search, "monotonic", lambda: now)
-    async with open_app_fixture(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as app:
         for number in range(6):
-            await stage.ask(f"number {number}")
-        page = await stage.operations.search(OPERATOR, "number", mask=mask)
+            await app.ask(f"number {number}")
+        page = await app.operations.search(OPERATOR, "number", mask=mask)
         assert (shown(page), page.truncated) == (["number 5", "number 4"], True)

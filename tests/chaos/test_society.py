@@ -257,21 +257,21 @@ async def test_forty_agents_that_wait_for_one_hold_up_nobody(tmp_path: Path) -> 
         return "at last"
 
     last, waiters, others = AGENTS[-1], AGENTS[:40], AGENTS[40:49]
-    async with open_agents_fixture(CONFIG, tmp_path, functions={last: ScriptedAgent(thinking)}) as troupe:
-        await troupe.open_sessions(*map(main_of, AGENTS))
+    async with open_agents_fixture(CONFIG, tmp_path, functions={last: ScriptedAgent(thinking)}) as agents:
+        await agents.open_sessions(*map(main_of, AGENTS))
         runs = [
-            await troupe.say(_sending(last, "hello", wait=3 * BOUND), main_of(agent)) for agent in waiters
+            await agents.say(_sending(last, "hello", wait=3 * BOUND), main_of(agent)) for agent in waiters
         ]
-        await troupe.until(lambda: _waiting(troupe, len(waiters)))
+        await agents.until(lambda: _waiting(agents, len(waiters)))
         for agent, other in pairwise(others):
-            view = await troupe.ask(_sending(other, "say hi", wait=BOUND), main_of(agent))
+            view = await agents.ask(_sending(other, "say hi", wait=BOUND), main_of(agent))
             assert json.loads(view.reply or "")["reply"] == "hi"
-        spawned = await troupe.call_tool(
+        spawned = await agents.call_tool(
             "sessions_spawn", main_of(others[0]), task="say here", announce="none"
         )
-        assert (await troupe.wait_for_end(spawned["runId"])).reply == "here"
+        assert (await agents.wait_for_end(spawned["runId"])).reply == "here"
         # Who waits is still written to, and is next when its wait is over.
-        sent = await troupe.call_tool(
+        sent = await agents.call_tool(
             "sessions_send",
             main_of(others[0]),
             sessionKey=main_of(waiters[0]),
@@ -281,10 +281,10 @@ async def test_forty_agents_that_wait_for_one_hold_up_nobody(tmp_path: Path) -> 
         assert sent["status"] == "accepted"
         free.set()
         for run in runs:
-            reply = json.loads((await troupe.wait_for_end(run)).reply or "")
+            reply = json.loads((await agents.wait_for_end(run)).reply or "")
             assert (reply["status"], reply["reply"]) == ("ok", "at last")
-        assert (await troupe.wait_for_end(sent["runId"])).reply == "me"
-        await troupe.wait_until_idle()
+        assert (await agents.wait_for_end(sent["runId"])).reply == "me"
+        await agents.wait_until_idle()
 
 
 @pytest.mark.requirement("G1", "S6", "A2")
@@ -308,14 +308,14 @@ async def test_who_yields_when_its_sub_agent_has_woken_it_already_answers_all_th
 
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"helper": ScriptedAgent(speak)}
-    ) as troupe:
-        opened.append(troupe)
-        await troupe.open_sessions(MAIN, HELPER)
-        await troupe.use(
+    ) as agents:
+        opened.append(agents)
+        await agents.open_sessions(MAIN, HELPER)
+        await agents.use(
             "sessions_send", MAIN, sessionKey=HELPER, message="go", replyBack=0, timeoutSeconds=0
         )
-        await troupe.wait_until_idle()
-        (exchange,) = troupe.rows("SELECT * FROM exchanges")
+        await agents.wait_until_idle()
+        (exchange,) = agents.rows("SELECT * FROM exchanges")
         assert (exchange["announced"], exchange["latest_reply"]) == ("delivered", "in the end")
 
 
@@ -330,5 +330,5 @@ def _sending(agent: str, message: str, wait: float) -> str:
     return f"call sessions_send {json.dumps(arguments)}"
 
 
-async def _waiting(troupe: AgentsFixture, number: int) -> bool:
-    return troupe.rows("SELECT count(*) AS n FROM waits")[0]["n"] == number
+async def _waiting(agents: AgentsFixture, number: int) -> bool:
+    return agents.rows("SELECT count(*) AS n FROM waits")[0]["n"] == number

@@ -47,7 +47,7 @@ def plan(seed: int, messages: int) -> list[Planned]:
 class Watcher:
     """Follows a session on any replica, and goes on at another when that one is gone."""
 
-    choir: ReplicaSet
+    replica_set: ReplicaSet
     session: str
     at: ReplicaProcess | None = None
     """The only one to ask, if there is one."""
@@ -56,20 +56,20 @@ class Watcher:
 
     async def watch(self) -> None:
         while True:
-            if voice := self.at or self.choir.pick_replica():
+            if replica := self.at or self.replica_set.pick_replica():
                 with suppress(ReplicaGone, ReplicaRefused):
-                    await self._follow(voice)
+                    await self._follow(replica)
                 self.moves += 1
-            await self.choir.wait_for_news()
+            await self.replica_set.wait_for_news()
 
-    async def _follow(self, voice: ReplicaProcess) -> None:
-        feed = voice.follow(self.session, self.seen[-1]["seq"] if self.seen else 0)
+    async def _follow(self, replica: ReplicaProcess) -> None:
+        feed = replica.follow(self.session, self.seen[-1]["seq"] if self.seen else 0)
         async with aclosing(feed):
             async for fact in feed:
                 self.seen.append(fact)
 
     def up_to_date(self) -> bool:
-        (row,) = self.choir.rows("SELECT last_seq FROM sessions WHERE key = $1", self.session)
+        (row,) = self.replica_set.rows("SELECT last_seq FROM sessions WHERE key = $1", self.session)
         return row["last_seq"] == (self.seen[-1]["seq"] if self.seen else 0)
 
     def wrong(self, book: StoreSnapshot) -> list[str]:
@@ -83,7 +83,7 @@ class Watcher:
 
 @dataclass
 class Load:
-    choir: ReplicaSet
+    replica_set: ReplicaSet
     plan: Sequence[Planned]
     accepted: list[Planned] = field(default_factory=list[Planned])
     answered: list[str] = field(default_factory=list[str])
@@ -96,14 +96,16 @@ class Load:
     async def run(self) -> None:
         """Until everything that was accepted has ended and everybody has been told."""
         for place in sorted({*places(list(self.plan)), *(f"agent:main:direct:s{n}" for n in range(WATCHED))}):
-            await self.choir.ask_until_done("open", session=place)
-        self.watchers = [Watcher(self.choir, f"agent:main:direct:s{number}") for number in range(WATCHED)]
+            await self.replica_set.ask_until_done("open", session=place)
+        self.watchers = [
+            Watcher(self.replica_set, f"agent:main:direct:s{number}") for number in range(WATCHED)
+        ]
         watching = [asyncio.create_task(watcher.watch()) for watcher in self.watchers]
         try:
             async with asyncio.TaskGroup() as writing:
                 await self._write(writing)
-            await self.choir.until(self._worked_off, ENDING, what="everything has ended")
-            await self.choir.until(self._all_seen, what="everybody has seen everything")
+            await self.replica_set.until(self._worked_off, ENDING, what="everything has ended")
+            await self.replica_set.until(self._all_seen, what="everybody has seen everything")
         finally:
             for task in watching:
                 task.cancel()
@@ -129,16 +131,18 @@ class Load:
         if earlier is not None:
             await earlier.wait()
         began = monotonic()
-        await self.choir.ask_until_done("submit", session=planned.session, text=planned.text, key=planned.key)
+        await self.replica_set.ask_until_done(
+            "submit", session=planned.session, text=planned.text, key=planned.key
+        )
         self.longest = max(self.longest, monotonic() - began)
         self.accepted.append(planned)
         accepted.set()
-        view = await self.choir.wait_for_run_end(planned.key, 2 * ENDING)
+        view = await self.replica_set.wait_for_run_end(planned.key, 2 * ENDING)
         self.answered.append(view["runId"])
         room.release()
 
     def _worked_off(self) -> bool:
-        return not self.choir.rows(UNFINISHED)[0]["?column?"]
+        return not self.replica_set.rows(UNFINISHED)[0]["?column?"]
 
     def _all_seen(self) -> bool:
         return all(watcher.up_to_date() for watcher in self.watchers)
@@ -146,10 +150,10 @@ class Load:
     # --- what must hold when every replica has left ---
 
     def wrong(self) -> list[str]:
-        book = StoreSnapshot(self.choir.home)
+        book = StoreSnapshot(self.replica_set.home)
         places = {planned.key: place for place, planned in enumerate(self.plan)}
         accepted = sorted(self.accepted, key=lambda planned: places[planned.key])
-        wrong = finally_(self.choir.home, accepted)
+        wrong = finally_(self.replica_set.home, accepted)
         wrong += [f"nobody was told of the end of {p.key}" for p in accepted if p.key not in self.answered]
         wrong += [line for watcher in self.watchers for line in watcher.wrong(book)]
         return wrong + order(book, accepted) + misdated(book)

@@ -29,8 +29,8 @@ Record = Callable[[str, object], None]
 
 async def suffer(home: Path, postgres: Postgres, seed: int, faults: int) -> tuple[Load, FaultInjector]:
     """A load under a forecast; what came of it has been checked."""
-    async with open_replica_set(home, postgres, seed=seed) as singing:
-        load, wind = Load(singing, plan(seed, MESSAGES)), FaultInjector(singing)
+    async with open_replica_set(home, postgres, seed=seed) as replica_set:
+        load, wind = Load(replica_set, plan(seed, MESSAGES)), FaultInjector(replica_set)
         blowing = asyncio.create_task(wind.inject_faults(plan_faults(seed, faults)))
         working = asyncio.create_task(load.run())
         try:
@@ -43,29 +43,29 @@ async def suffer(home: Path, postgres: Postgres, seed: int, faults: int) -> tupl
             for task in (blowing, working):
                 task.cancel()
             await asyncio.gather(blowing, working, return_exceptions=True)
-        await _leave(singing)
-        singing.count()
+        await _leave(replica_set)
+        replica_set.count()
         wrong = load.wrong()
         assert not wrong, f"seed {seed}, {wind.report()}:\n" + "\n".join(wrong)
     return load, wind
 
 
-async def _leave(singing: ReplicaSet) -> None:
+async def _leave(replica_set: ReplicaSet) -> None:
     """When those that are gone have been forgotten, the others leave in good order."""
-    await singing.until(
-        lambda: len(singing.rows("SELECT id FROM owners")) == 3, what="the dead are forgotten"
+    await replica_set.until(
+        lambda: len(replica_set.rows("SELECT id FROM owners")) == 3, what="the dead are forgotten"
     )
-    assert [await voice.leave() for voice in singing.voices] == [0, 0, 0]
-    for voice in singing.voices:
-        assert "Traceback" not in voice.read_log(), voice.read_log()
+    assert [await replica.leave() for replica in replica_set.replicas] == [0, 0, 0]
+    for replica in replica_set.replicas:
+        assert "Traceback" not in replica.read_log(), replica.read_log()
 
 
 def report(load: Load, wind: FaultInjector, seed: int, seconds: float) -> str:
     """What was done and what came of it, in a line."""
-    runs, taken_up = (load.choir.tally[name] for name in ("runs", "taken up"))
+    runs, taken_up = (load.replica_set.tally[name] for name in ("runs", "taken up"))
     return (
         f"seed {seed}, {seconds:.0f} s: {len(load.accepted)} messages, {runs} runs, {taken_up} taken up by others, "
-        f"{load.choir.tally['fenced']} fenced, accepted in {load.longest:.1f} s at most; "
+        f"{load.replica_set.tally['fenced']} fenced, accepted in {load.longest:.1f} s at most; "
         f"watchers moved {sum(watcher.moves for watcher in load.watchers)} times; {wind.report()}"
     )
 
@@ -76,7 +76,7 @@ async def test_all_weathers(tmp_path: Path, postgres: Postgres, record_property:
     began = monotonic()
     load, wind = await suffer(tmp_path / "weather", postgres, 1, len(KINDS))
     assert {fault.kind for fault in wind.done} == set(KINDS)
-    assert load.choir.tally["taken up"], "nothing was under way when the weather was bad"
+    assert load.replica_set.tally["taken up"], "nothing was under way when the weather was bad"
     record_property("report", report(load, wind, 1, monotonic() - began))
 
 
@@ -102,15 +102,15 @@ async def test_what_is_checked_can_fail(tmp_path: Path, postgres: Postgres) -> N
     """A database in which one thing is wrong does not pass."""
     session = "agent:main:direct:s0"
     texts = [Planned(f"m{number}", session, f"say {number}", "ok", 1) for number in range(2)]
-    async with open_replica_set(tmp_path, postgres, size=1) as singing:
-        load = Load(singing, texts)
+    async with open_replica_set(tmp_path, postgres, size=1) as replica_set:
+        load = Load(replica_set, texts)
         await load.run()
-        await singing.voices[0].leave()
+        await replica_set.replicas[0].leave()
         assert load.wrong() == []
         for found, (sql, done, undone) in TAMPERED.items():
-            singing.rows(sql.format(done, done))
+            replica_set.rows(sql.format(done, done))
             assert any(found in line for line in load.wrong()), (found, load.wrong())
-            singing.rows(sql.format(undone, undone))
+            replica_set.rows(sql.format(undone, undone))
         assert load.wrong() == []
 
 

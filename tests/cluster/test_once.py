@@ -27,15 +27,17 @@ JOB: Facts = {
 async def test_a_job_fires_once_per_slot_and_goes_on_without_who_added_it(
     tmp_path: Path, postgres: Postgres
 ) -> None:
-    async with open_replica_set(tmp_path, postgres) as singing:
-        first = singing.voices[0]
+    async with open_replica_set(tmp_path, postgres) as replica_set:
+        first = replica_set.replicas[0]
         await first.ask("job", **JOB)
-        await singing.until(lambda: len(singing.rows(FIRINGS)) >= SLOTS // 2, what="it fires")
+        await replica_set.until(lambda: len(replica_set.rows(FIRINGS)) >= SLOTS // 2, what="it fires")
         await first.kill()
-        fired = len(singing.rows(FIRINGS))
-        await singing.until(lambda: len(singing.rows(FIRINGS)) >= fired + SLOTS // 2, what="it goes on")
-        await singing.until(lambda: all(run["state"] == "ok" for run in singing.rows(FIRINGS)[:-1]))
-        slots = [int(run["id"].rpartition(":")[2]) for run in singing.rows(FIRINGS)]
+        fired = len(replica_set.rows(FIRINGS))
+        await replica_set.until(
+            lambda: len(replica_set.rows(FIRINGS)) >= fired + SLOTS // 2, what="it goes on"
+        )
+        await replica_set.until(lambda: all(run["state"] == "ok" for run in replica_set.rows(FIRINGS)[:-1]))
+        slots = [int(run["id"].rpartition(":")[2]) for run in replica_set.rows(FIRINGS)]
         assert len(set(slots)) == len(slots)
         assert slots == sorted(slots)
         # Those that nobody was there for are one firing, for the latest of them.
@@ -47,21 +49,25 @@ async def test_retention_touches_each_session_once(tmp_path: Path, postgres: Pos
     retention = {"archiveAfterDays": 30}
     async with open_replica_set(
         tmp_path, postgres, session={"retention": retention}, patience={"retention": 0.2, "sweep": 0.2}
-    ) as singing:
-        for voice in singing.voices:
-            voice.begin("changes")
-            await singing.until(lambda voice=voice: {"changes": None} in voice.told, what="it listens")
+    ) as replica_set:
+        for replica in replica_set.replicas:
+            replica.begin("changes")
+            await replica_set.until(
+                lambda replica=replica: {"changes": None} in replica.told, what="it listens"
+            )
         for number in range(SESSIONS):
-            await singing.ask_until_done("open", session=f"agent:main:direct:old-{number}")
-        await singing.look("UPDATE sessions SET updated_at = updated_at - $1", OLD)
-        await singing.until(
-            lambda: len(singing.rows("SELECT 1 FROM sessions WHERE archived = 1")) == SESSIONS,
+            await replica_set.ask_until_done("open", session=f"agent:main:direct:old-{number}")
+        await replica_set.look("UPDATE sessions SET updated_at = updated_at - $1", OLD)
+        await replica_set.until(
+            lambda: len(replica_set.rows("SELECT 1 FROM sessions WHERE archived = 1")) == SESSIONS,
             what="all are archived",
         )
-        for voice in singing.voices:
-            await singing.until(lambda voice=voice: len(touched(voice)) == SESSIONS, what="it heard of all")
-            assert set(touched(voice).values()) == {1}
+        for replica in replica_set.replicas:
+            await replica_set.until(
+                lambda replica=replica: len(touched(replica)) == SESSIONS, what="it heard of all"
+            )
+            assert set(touched(replica).values()) == {1}
 
 
-def touched(voice: ReplicaProcess) -> Counter[str]:
-    return Counter(fact["changes"] for fact in voice.told if fact.get("changes"))
+def touched(replica: ReplicaProcess) -> Counter[str]:
+    return Counter(fact["changes"] for fact in replica.told if fact.get("changes"))

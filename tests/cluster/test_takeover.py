@@ -30,42 +30,44 @@ def script(seconds: float) -> str:
     return f"call {TELL} {json.dumps({'session': THERE, 'text': 'say heard'})}\nsay {WORDS}\nslow {seconds}"
 
 
-async def begin(singing: ReplicaSet, seconds: float, key: str = "run") -> ReplicaProcess:
+async def begin(replica_set: ReplicaSet, seconds: float, key: str = "run") -> ReplicaProcess:
     """A run in the middle of its words; who says them."""
     for session in (HERE, THERE):
-        await singing.ask_until_done("open", session=session)
-    await singing.ask_until_done("submit", session=HERE, text=script(seconds), key=key)
-    await singing.until_rows("SELECT 1 FROM runs WHERE origin = 'tell' AND state = 'ok'")
-    return await singing.owner_of(key)
+        await replica_set.ask_until_done("open", session=session)
+    await replica_set.ask_until_done("submit", session=HERE, text=script(seconds), key=key)
+    await replica_set.until_rows("SELECT 1 FROM runs WHERE origin = 'tell' AND state = 'ok'")
+    return await replica_set.owner_of(key)
 
 
-async def taken_from(singing: ReplicaSet, owner: ReplicaProcess, seconds: float, key: str = "run") -> None:
+async def taken_from(
+    replica_set: ReplicaSet, owner: ReplicaProcess, seconds: float, key: str = "run"
+) -> None:
     """Until another one has it."""
     sql = "SELECT 1 FROM runs r JOIN owners o ON o.id = r.owner WHERE r.id = $1 AND right(o.name, length($2)) <> $2"
-    await singing.until_rows(sql, key, f":{owner.pid}", seconds=seconds)
+    await replica_set.until_rows(sql, key, f":{owner.pid}", seconds=seconds)
 
 
-def told_once(singing: ReplicaSet, key: str = "run") -> None:
+def told_once(replica_set: ReplicaSet, key: str = "run") -> None:
     """The run has come to its end once, with everything it was to do, and nothing else has happened."""
-    book = StoreSnapshot(singing.home)
+    book = StoreSnapshot(replica_set.home)
     run = book.run(key)
     assert run is not None and (run["state"], run["reply"]) == ("ok", WORDS)
     assert [entry["role"] for entry in book.entries(run)] == ["user", "assistant", "toolResult", "assistant"]
     assert [run["state"] for run in book.runs if run["origin"] == "tell"] == ["ok"]
-    assert always(singing.home, [key]) == []
+    assert always(replica_set.home, [key]) == []
 
 
 @pytest.mark.requirement("G1", "G3", "G9", "S4")
 async def test_what_a_killed_replica_was_doing_is_carried_on_soon(tmp_path: Path, postgres: Postgres) -> None:
     """The lane is given to another one, which has not had to look for it."""
-    async with open_replica_set(tmp_path, postgres, patience={"sweep": 600.0}) as singing:
-        owner = await begin(singing, 3.0)
-        waiting = asyncio.create_task(_others(singing, owner)[0].ask("wait", run="run", seconds=BOUND))
+    async with open_replica_set(tmp_path, postgres, patience={"sweep": 600.0}) as replica_set:
+        owner = await begin(replica_set, 3.0)
+        waiting = asyncio.create_task(_others(replica_set, owner)[0].ask("wait", run="run", seconds=BOUND))
         await owner.kill()
-        await taken_from(singing, owner, BOUND)
+        await taken_from(replica_set, owner, BOUND)
         # Whoever waited for it elsewhere is told, and has not had to ask again.
         assert (await waiting)["reply"] == WORDS
-        told_once(singing)
+        told_once(replica_set)
 
 
 @pytest.mark.requirement("G1", "G3", "G13")
@@ -74,44 +76,44 @@ async def test_who_slept_longer_than_its_lease_changes_nothing(
     tmp_path: Path, postgres: Postgres, sweep: float
 ) -> None:
     """It looks at what it has and lets go of what it lost; if it never looks, its commit is refused."""
-    async with open_replica_set(tmp_path, postgres, patience={"sweep": sweep}) as singing:
-        owner = await begin(singing, 2.0)
+    async with open_replica_set(tmp_path, postgres, patience={"sweep": sweep}) as replica_set:
+        owner = await begin(replica_set, 2.0)
         owner.pause()
-        await taken_from(singing, owner, BOUND)
-        await _others(singing, owner)[0].ask("wait", run="run", seconds=BOUND)
-        before = await singing.look("SELECT * FROM messages ORDER BY transcript, seq")
+        await taken_from(replica_set, owner, BOUND)
+        await _others(replica_set, owner)[0].ask("wait", run="run", seconds=BOUND)
+        before = await replica_set.look("SELECT * FROM messages ORDER BY transcript, seq")
         owner.resume()
-        await singing.until(lambda: "'run' was taken over" in owner.read_log(), what="it finds out")
-        assert await singing.look("SELECT * FROM messages ORDER BY transcript, seq") == before
+        await replica_set.until(lambda: "'run' was taken over" in owner.read_log(), what="it finds out")
+        assert await replica_set.look("SELECT * FROM messages ORDER BY transcript, seq") == before
         # It is as good as any other again.
         await owner.ask("submit", session=HERE, text="say again", key="again")
         assert (await owner.ask("wait", run="again", seconds=BOUND))["reply"] == "again"
-        told_once(singing)
+        told_once(replica_set)
 
 
 @pytest.mark.requirement("G1", "G9")
 async def test_who_leaves_hands_over_at_once_what_it_cannot_end(tmp_path: Path, postgres: Postgres) -> None:
     """A lease so long that nobody can have waited for it."""
-    async with open_replica_set(tmp_path, postgres, bus={"ackWaitSeconds": 60}) as singing:
-        owner = await begin(singing, 4.0)
+    async with open_replica_set(tmp_path, postgres, bus={"ackWaitSeconds": 60}) as replica_set:
+        owner = await begin(replica_set, 4.0)
         leaving = asyncio.create_task(owner.leave())
-        await taken_from(singing, owner, DRAIN + 5 + HANDOVER)
+        await taken_from(replica_set, owner, DRAIN + 5 + HANDOVER)
         assert await leaving == 0
-        assert (await singing.wait_for_run_end("run"))["reply"] == WORDS
+        assert (await replica_set.wait_for_run_end("run"))["reply"] == WORDS
         # To leave is nobody's failure: it does not count as an attempt.
-        assert (await singing.look("SELECT attempts FROM runs WHERE id = 'run'"))[0]["attempts"] == 1
-        told_once(singing)
+        assert (await replica_set.look("SELECT attempts FROM runs WHERE id = 'run'"))[0]["attempts"] == 1
+        told_once(replica_set)
 
 
 @pytest.mark.requirement("G1")
 async def test_who_leaves_ends_what_is_nearly_done(tmp_path: Path, postgres: Postgres) -> None:
-    async with open_replica_set(tmp_path, postgres, bus={"drainSeconds": BOUND}) as singing:
-        owner = await begin(singing, 3.0)
+    async with open_replica_set(tmp_path, postgres, bus={"drainSeconds": BOUND}) as replica_set:
+        owner = await begin(replica_set, 3.0)
         assert await owner.leave() == 0
-        (run,) = await singing.look("SELECT state FROM runs WHERE id = 'run'")
+        (run,) = await replica_set.look("SELECT state FROM runs WHERE id = 'run'")
         assert run["state"] == "ok"
-        assert not any("is carried on" in voice.read_log() for voice in singing.voices)
-        told_once(singing)
+        assert not any("is carried on" in replica.read_log() for replica in replica_set.replicas)
+        told_once(replica_set)
 
 
 @pytest.mark.requirement("G1", "G9", "S9")
@@ -119,15 +121,15 @@ async def test_who_leaves_ends_what_is_nearly_done(tmp_path: Path, postgres: Pos
 async def test_all_are_replaced_one_after_the_other_and_no_request_fails(
     tmp_path: Path, postgres: Postgres
 ) -> None:
-    async with open_replica_set(tmp_path, postgres) as singing:
-        load, wind = Load(singing, plan(7, 1000)), FaultInjector(singing)
+    async with open_replica_set(tmp_path, postgres) as replica_set:
+        load, wind = Load(replica_set, plan(7, 1000)), FaultInjector(replica_set)
         working = asyncio.create_task(load.run())
         for number in range(3):
             await wind.inject_faults([Fault(0.5, "leave", number, 0.0)])
         load.stop.set()
         await working
-        assert set(singing.refused) <= {"unavailable"}
-        assert [await voice.leave() for voice in singing.voices] == [0, 0, 0]
+        assert set(replica_set.refused) <= {"unavailable"}
+        assert [await replica.leave() for replica in replica_set.replicas] == [0, 0, 0]
         assert load.wrong() == []
 
 
@@ -136,35 +138,35 @@ async def test_all_are_replaced_one_after_the_other_and_no_request_fails(
 async def test_one_subscription_sees_everything_while_others_are_killed(
     tmp_path: Path, postgres: Postgres
 ) -> None:
-    async with open_replica_set(tmp_path, postgres) as singing:
-        load, wind = Load(singing, plan(8, 1000)), FaultInjector(singing)
+    async with open_replica_set(tmp_path, postgres) as replica_set:
+        load, wind = Load(replica_set, plan(8, 1000)), FaultInjector(replica_set)
         working = asyncio.create_task(load.run())
-        steady, moody = singing.voices[0], singing.voices[1:]
-        await singing.until_rows("SELECT 1 FROM sessions WHERE key = 'agent:helper:main'")
-        watcher = Watcher(singing, "agent:helper:main", at=steady)
+        steady, moody = replica_set.replicas[0], replica_set.replicas[1:]
+        await replica_set.until_rows("SELECT 1 FROM sessions WHERE key = 'agent:helper:main'")
+        watcher = Watcher(replica_set, "agent:helper:main", at=steady)
         watching = asyncio.create_task(watcher.watch())
         for number in (1, 2, 1):
             await wind.inject_faults([Fault(0.5, "kill", number, 0.0)])
         load.stop.set()
         await working
-        await singing.until(watcher.up_to_date, what="it has seen everything")
+        await replica_set.until(watcher.up_to_date, what="it has seen everything")
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         assert (watcher.moves, len(watcher.seen) > 0) == (0, True)
-        assert len(moody) == 2 and watcher.wrong(StoreSnapshot(singing.home)) == []
+        assert len(moody) == 2 and watcher.wrong(StoreSnapshot(replica_set.home)) == []
 
 
 @pytest.mark.requirement("S4", "G16")
 async def test_waits_and_stops_work_wherever_they_are_asked_for(tmp_path: Path, postgres: Postgres) -> None:
     """Nobody looks for stops here: who plays the run is told."""
-    async with open_replica_set(tmp_path, postgres, patience={"sweep": 600.0}) as singing:
-        owner = await begin(singing, BOUND)
-        one, other = _others(singing, owner)
+    async with open_replica_set(tmp_path, postgres, patience={"sweep": 600.0}) as replica_set:
+        owner = await begin(replica_set, BOUND)
+        one, other = _others(replica_set, owner)
         waiting = asyncio.create_task(one.ask("wait", run="run", seconds=BOUND))
         assert await other.ask("stop", session=HERE) == {"run_ids": ["run"]}
         view: dict[str, Any] = await waiting
         assert view["state"] == "cancelled"
 
 
-def _others(singing: ReplicaSet, owner: ReplicaProcess) -> list[ReplicaProcess]:
-    return [voice for voice in singing.voices if voice is not owner]
+def _others(replica_set: ReplicaSet, owner: ReplicaProcess) -> list[ReplicaProcess]:
+    return [replica for replica in replica_set.replicas if replica is not owner]

@@ -45,10 +45,10 @@ def selectors(expression: Any) -> Iterator[Any]:
 @pytest.fixture
 async def known(tmp_path: Path) -> AsyncGenerator[dict[str, dict[str, set[str]]]]:
     """Every sample of a gateway that has done something, with the values of its labels."""
-    async with served(tmp_path) as site:
-        await site.ask("something")
-        await site.http.get("/readyz")
-        text = (await site.http.get("/metrics")).text
+    async with served(tmp_path) as http_gateway:
+        await http_gateway.ask("something")
+        await http_gateway.http.get("/readyz")
+        text = (await http_gateway.http.get("/metrics")).text
         found: dict[str, dict[str, set[str]]] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:

@@ -41,31 +41,31 @@ FILE = {"name": "a.txt", "content": "x"}
 YEAR = RetentionPolicy(delete_archived_after_days=365)
 
 
-def store_of(troupe: AgentsFixture) -> Store:
-    return troupe.operations._store  # pyright: ignore[reportPrivateUsage]
+def store_of(agents: AgentsFixture) -> Store:
+    return agents.operations._store  # pyright: ignore[reportPrivateUsage]
 
 
-async def spawned(troupe: AgentsFixture, **options: Any) -> dict[str, Any]:
+async def spawned(agents: AgentsFixture, **options: Any) -> dict[str, Any]:
     """A child that has done its task, and whose report has been delivered."""
-    said = await troupe.use("sessions_spawn", **{"task": "dig", **options})
-    await troupe.wait_until_idle()
+    said = await agents.use("sessions_spawn", **{"task": "dig", **options})
+    await agents.wait_until_idle()
     return said
 
 
-async def sweep(troupe: AgentsFixture) -> list[str]:
-    return await subagent_archive.archive_finished_subagents(store_of(troupe), troupe.house.clock.now())
+async def sweep(agents: AgentsFixture) -> list[str]:
+    return await subagent_archive.archive_finished_subagents(store_of(agents), agents.app.clock.now())
 
 
-async def queue(troupe: AgentsFixture, key: str, run_id: str, origin: str = "chat") -> None:
+async def queue(agents: AgentsFixture, key: str, run_id: str, origin: str = "chat") -> None:
     """Accepted, and not taken up by anybody yet."""
-    (row,) = troupe.rows("SELECT id FROM sessions WHERE key = ?", key)
+    (row,) = agents.rows("SELECT id FROM sessions WHERE key = ?", key)
     message = UserMessage(content="one more thing", timestamp=1)
     waiting = Submission(run_id=run_id, session=row["id"], session_key=key, origin=origin, message=message)
-    await store_of(troupe).tx(run_queue.submit, waiting, troupe.house.clock.now())
+    await store_of(agents).tx(run_queue.submit, waiting, agents.app.clock.now())
 
 
-def sessions_like(troupe: AgentsFixture, key: str) -> list[dict[str, Any]]:
-    return troupe.rows("SELECT archived FROM sessions WHERE key = ?", key)
+def sessions_like(agents: AgentsFixture, key: str) -> list[dict[str, Any]]:
+    return agents.rows("SELECT archived FROM sessions WHERE key = ?", key)
 
 
 # --- children ---
@@ -80,31 +80,31 @@ async def test_a_child_with_an_accepted_message_is_put_away_after_it_has_answere
     main = ScriptedAgent("found")
     async with open_agents_fixture(
         make_agents_config(), tmp_path, functions={"main": main}, clock=clock, pace=SLOW
-    ) as troupe:
-        await troupe.open_sessions(MAIN)
-        child = (await spawned(troupe, cleanup=cleanup))["childSessionKey"]
+    ) as agents:
+        await agents.open_sessions(MAIN)
+        child = (await spawned(agents, cleanup=cleanup))["childSessionKey"]
         clock.advance(seconds=3600)
-        await queue(troupe, child, "accepted")
-        assert await sweep(troupe) == []
-        assert sessions_like(troupe, child) == [{"archived": 0}]
-        await troupe.ask("and this", child)
-        assert (await troupe.wait_for_end("accepted")).reply == "found"
-        assert await sweep(troupe) == [], "it is looked at again later, not at once"
+        await queue(agents, child, "accepted")
+        assert await sweep(agents) == []
+        assert sessions_like(agents, child) == [{"archived": 0}]
+        await agents.ask("and this", child)
+        assert (await agents.wait_for_end("accepted")).reply == "found"
+        assert await sweep(agents) == [], "it is looked at again later, not at once"
         clock.advance(seconds=60)
-        assert await sweep(troupe) == [child]
-        assert sessions_like(troupe, child) == ([{"archived": 1}] if cleanup == "keep" else [])
+        assert await sweep(agents) == [child]
+        assert sessions_like(agents, child) == ([{"archived": 1}] if cleanup == "keep" else [])
 
 
 @pytest.mark.requirement("P7")
 async def test_a_note_keeps_no_child(tmp_path: Path) -> None:
     async with open_agents_fixture(
         make_agents_config(), tmp_path, functions={"main": ScriptedAgent()}, pace=SLOW
-    ) as troupe:
-        await troupe.open_sessions(MAIN)
-        child = (await spawned(troupe, cleanup="delete"))["childSessionKey"]
-        await queue(troupe, child, "said", NOTE_ORIGIN)
-        assert await sweep(troupe) == [child]
-        assert troupe.rows("SELECT id FROM runs WHERE id = 'said'") == []
+    ) as agents:
+        await agents.open_sessions(MAIN)
+        child = (await spawned(agents, cleanup="delete"))["childSessionKey"]
+        await queue(agents, child, "said", NOTE_ORIGIN)
+        assert await sweep(agents) == [child]
+        assert agents.rows("SELECT id FROM runs WHERE id = 'said'") == []
 
 
 @pytest.mark.requirement("G1", "G13")
@@ -112,15 +112,15 @@ async def test_a_session_with_an_accepted_message_cannot_be_forgotten(tmp_path: 
     """Whoever asks for it without having looked is refused by the store, and nothing has happened."""
     async with open_agents_fixture(
         make_agents_config(), tmp_path, functions={"main": ScriptedAgent()}, pace=SLOW
-    ) as troupe:
-        await troupe.open_sessions(MAIN)
-        child = (await spawned(troupe))["childSessionKey"]
-        await queue(troupe, child, "accepted")
-        (row,) = troupe.rows("SELECT id FROM sessions WHERE key = ?", child)
-        before = troupe.rows("SELECT * FROM messages") + troupe.rows("SELECT * FROM runs")
+    ) as agents:
+        await agents.open_sessions(MAIN)
+        child = (await spawned(agents))["childSessionKey"]
+        await queue(agents, child, "accepted")
+        (row,) = agents.rows("SELECT id FROM sessions WHERE key = ?", child)
+        before = agents.rows("SELECT * FROM messages") + agents.rows("SELECT * FROM runs")
         with pytest.raises(AntiphonError):
-            await store_of(troupe).tx(session_rows.delete_session, row["id"], child, 1)
-        assert troupe.rows("SELECT * FROM messages") + troupe.rows("SELECT * FROM runs") == before
+            await store_of(agents).tx(session_rows.delete_session, row["id"], child, 1)
+        assert agents.rows("SELECT * FROM messages") + agents.rows("SELECT * FROM runs") == before
 
 
 @pytest.mark.requirement("G21")
@@ -128,11 +128,11 @@ async def test_a_sweep_puts_a_bounded_number_away(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(subagent_archive, "MAX_TASKS_PER_SWEEP", 2)
     async with open_agents_fixture(
         make_agents_config(), tmp_path, functions={"main": ScriptedAgent()}, pace=SLOW
-    ) as troupe:
-        await troupe.open_sessions(MAIN)
+    ) as agents:
+        await agents.open_sessions(MAIN)
         for _ in range(3):
-            await spawned(troupe, cleanup="delete")
-        assert [len(await sweep(troupe)) for _ in range(3)] == [2, 1, 0]
+            await spawned(agents, cleanup="delete")
+        assert [len(await sweep(agents)) for _ in range(3)] == [2, 1, 0]
 
 
 # --- their files ---
@@ -151,19 +151,19 @@ async def test_files_stay_while_their_child_is_at_work(tmp_path: Path) -> None:
 
     async with open_agents_fixture(
         make_agents_config(), tmp_path, functions={"main": ScriptedAgent(agent)}, clock=clock, pace=SLOW
-    ) as troupe:
-        await troupe.open_sessions(MAIN)
-        said = await spawned(troupe, attachments=[FILE])
+    ) as agents:
+        await agents.open_sessions(MAIN)
+        said = await spawned(agents, attachments=[FILE])
         file = tmp_path / "workspaces" / "main" / said["attachments"]["relDir"] / "a.txt"
-        run_id = await troupe.say("more", said["childSessionKey"])
+        run_id = await agents.say("more", said["childSessionKey"])
         await soon(begun)
         clock.advance(seconds=3600)
-        assert await sweep(troupe) == []
+        assert await sweep(agents) == []
         assert file.read_text() == "x"
         release.set()
-        await troupe.wait_for_end(run_id)
+        await agents.wait_for_end(run_id)
         clock.advance(seconds=60)
-        assert await sweep(troupe) == [said["childSessionKey"]]
+        assert await sweep(agents) == [said["childSessionKey"]]
         assert not file.exists()
 
 
@@ -179,21 +179,21 @@ async def test_files_that_a_crash_left_behind_go_with_the_next_sweep(
 
     async with open_agents_fixture(
         make_agents_config(), tmp_path, functions={"main": ScriptedAgent()}, clock=clock, pace=SLOW
-    ) as troupe:
-        await troupe.open_sessions(MAIN)
-        said = await spawned(troupe, attachments=[FILE], cleanup=cleanup)
+    ) as agents:
+        await agents.open_sessions(MAIN)
+        said = await spawned(agents, attachments=[FILE], cleanup=cleanup)
         file = tmp_path / "workspaces" / "main" / said["attachments"]["relDir"] / "a.txt"
         clock.advance(seconds=3600)
         with monkeypatch.context() as crash:
             crash.setattr(attachments, "remove", die)
             with pytest.raises(SystemError):
-                await sweep(troupe)
+                await sweep(agents)
         assert file.exists()
-        assert troupe.rows("SELECT archived_at FROM tasks") == [{"archived_at": None}]
-        await sweep(troupe)
+        assert agents.rows("SELECT archived_at FROM tasks") == [{"archived_at": None}]
+        await sweep(agents)
         assert not file.exists()
-        assert troupe.rows("SELECT archived_at FROM tasks") == [{"archived_at": clock.now()}]
-        assert sessions_like(troupe, said["childSessionKey"]) == (
+        assert agents.rows("SELECT archived_at FROM tasks") == [{"archived_at": clock.now()}]
+        assert sessions_like(agents, said["childSessionKey"]) == (
             [{"archived": 1}] if cleanup == "keep" else []
         )
 
@@ -210,23 +210,23 @@ async def test_of_a_child_that_a_person_deletes_not_even_the_result_is_kept(
 ) -> None:
     async with open_agents_fixture(
         make_agents_config(), tmp_path, functions={"main": ScriptedAgent("found")}, pace=SLOW
-    ) as troupe:
-        await troupe.open_sessions(MAIN)
-        other = await spawned(troupe, task="another")
-        said = await spawned(troupe)
-        before = dict(task_of(troupe, said))
-        assert await troupe.operations.delete(caller, said["childSessionKey"])
-        after = task_of(troupe, said)
+    ) as agents:
+        await agents.open_sessions(MAIN)
+        other = await spawned(agents, task="another")
+        said = await spawned(agents)
+        before = dict(task_of(agents, said))
+        assert await agents.operations.delete(caller, said["childSessionKey"])
+        after = task_of(agents, said)
         words = ("task", "result", "report")
         assert tuple(after[name] for name in words)[: len(kept)] == kept
         assert {n: v for n, v in after.items() if n not in words} == {
             n: v for n, v in before.items() if n not in words
         }
-        assert (task_of(troupe, other)["task"], task_of(troupe, other)["result"]) == ("another", "found")
+        assert (task_of(agents, other)["task"], task_of(agents, other)["result"]) == ("another", "found")
 
 
-def task_of(troupe: AgentsFixture, said: dict[str, Any]) -> dict[str, Any]:
-    (row,) = troupe.rows("SELECT * FROM tasks WHERE id = ?", said["runId"])
+def task_of(agents: AgentsFixture, said: dict[str, Any]) -> dict[str, Any]:
+    (row,) = agents.rows("SELECT * FROM tasks WHERE id = ?", said["runId"])
     return row
 
 
@@ -235,21 +235,21 @@ def task_of(troupe: AgentsFixture, said: dict[str, Any]) -> dict[str, Any]:
 RECORDS = ("exchanges", "tasks", "deliveries", "chains", "commands")
 
 
-def counts(troupe: AgentsFixture) -> dict[str, int]:
-    return {name: len(troupe.rows(f"SELECT 1 FROM {name}")) for name in RECORDS}  # noqa: S608
+def counts(agents: AgentsFixture) -> dict[str, int]:
+    return {name: len(agents.rows(f"SELECT 1 FROM {name}")) for name in RECORDS}  # noqa: S608
 
 
-async def busy_day(troupe: AgentsFixture) -> str:
+async def busy_day(agents: AgentsFixture) -> str:
     """One record of each kind that will be over, and some that will not; the child that stays."""
-    await troupe.open_sessions(MAIN, HELPER)
-    await troupe.operations.send(
+    await agents.open_sessions(MAIN, HELPER)
+    await agents.operations.send(
         OPERATOR, SendRequest(session=HELPER, message="hello", reply_back=0), requester=MAIN
     )
-    gone = await spawned(troupe, cleanup="delete")
-    kept = await spawned(troupe)
-    assert await sweep(troupe) == [gone["childSessionKey"]]
-    await troupe.operations.create(OPERATOR, session="agent:main:dashboard:side")
-    await troupe.operations.delete(OPERATOR, "agent:main:dashboard:side", key="once")
+    gone = await spawned(agents, cleanup="delete")
+    kept = await spawned(agents)
+    assert await sweep(agents) == [gone["childSessionKey"]]
+    await agents.operations.create(OPERATOR, session="agent:main:dashboard:side")
+    await agents.operations.delete(OPERATOR, "agent:main:dashboard:side", key="once")
     return kept["childSessionKey"]
 
 
@@ -258,18 +258,18 @@ async def test_records_that_are_over_go_by_the_same_time_as_archived_sessions(tm
     clock = ManualClock()
     cast = make_agents_config("helper", agents={"defaults": {"subagents": {"archiveAfterMinutes": 0}}})
     players = {"main": ScriptedAgent("found"), "helper": ScriptedAgent("hi")}
-    async with open_agents_fixture(cast, tmp_path, functions=players, clock=clock, pace=SLOW) as troupe:
-        kept = await busy_day(troupe)
-        before = counts(troupe)
+    async with open_agents_fixture(cast, tmp_path, functions=players, clock=clock, pace=SLOW) as agents:
+        kept = await busy_day(agents)
+        before = counts(agents)
         assert before["tasks"] == 2 and all(before.values())
         clock.advance(days=365, seconds=-1)
         for keep in (RetentionPolicy(), RetentionPolicy(archive_after_days=10**5), YEAR):
-            await retention.apply_retention(store_of(troupe), keep, clock.now())
-            assert counts(troupe) == before
+            await retention.apply_retention(store_of(agents), keep, clock.now())
+            assert counts(agents) == before
         clock.advance(seconds=2)
-        await retention.apply_retention(store_of(troupe), YEAR, clock.now())
-        assert counts(troupe) == {**dict.fromkeys(RECORDS, 0), "tasks": 1}
-        assert troupe.rows("SELECT child_key FROM tasks") == [{"child_key": kept}], "its child is still there"
+        await retention.apply_retention(store_of(agents), YEAR, clock.now())
+        assert counts(agents) == {**dict.fromkeys(RECORDS, 0), "tasks": 1}
+        assert agents.rows("SELECT child_key FROM tasks") == [{"child_key": kept}], "its child is still there"
 
 
 @pytest.mark.requirement("G21", "G14", "G7")
@@ -293,31 +293,31 @@ async def test_records_that_somebody_still_needs_stay(tmp_path: Path) -> None:
         channels={"discord": doubtful},
         clock=clock,
         pace=SLOW,
-    ) as troupe:
-        await troupe.open_sessions(MAIN, group)
-        said = await troupe.use("sessions_spawn", group, task="dig", attachments=[FILE])
-        await troupe.wait_until_idle()
-        await troupe.operations.delete(OPERATOR, said["childSessionKey"])
-        await troupe.use("sessions_spawn", task="long")
+    ) as agents:
+        await agents.open_sessions(MAIN, group)
+        said = await agents.use("sessions_spawn", group, task="dig", attachments=[FILE])
+        await agents.wait_until_idle()
+        await agents.operations.delete(OPERATOR, said["childSessionKey"])
+        await agents.use("sessions_spawn", task="long")
         await soon(begun)
-        await queue(troupe, group, "waiting")
+        await queue(agents, group, "waiting")
         for id in ("running", "queued", "task", "over"):
-            troupe.rows("INSERT INTO chains (id, runs, created_at) VALUES (?, 1, 1)", id)
-        troupe.rows("UPDATE runs SET chain = state WHERE state IN ('running', 'queued')")
-        troupe.rows("UPDATE tasks SET chain = 'task' WHERE phase = 'running'")
+            agents.rows("INSERT INTO chains (id, runs, created_at) VALUES (?, 1, 1)", id)
+        agents.rows("UPDATE runs SET chain = state WHERE state IN ('running', 'queued')")
+        agents.rows("UPDATE tasks SET chain = 'task' WHERE phase = 'running'")
         clock.advance(days=1)  # the run's own time is two
         at_once = RetentionPolicy(delete_archived_after_days=0.5)
-        await retention.apply_retention(store_of(troupe), at_once, clock.now())
-        assert troupe.rows("SELECT state FROM deliveries") == [{"state": "ambiguous"}]
-        phases = [row["phase"] for row in troupe.rows("SELECT phase FROM tasks ORDER BY n")]
+        await retention.apply_retention(store_of(agents), at_once, clock.now())
+        assert agents.rows("SELECT state FROM deliveries") == [{"state": "ambiguous"}]
+        phases = [row["phase"] for row in agents.rows("SELECT phase FROM tasks ORDER BY n")]
         assert phases == ["settled", "running"], "the files of the first one have not been removed yet"
-        assert {row["id"] for row in troupe.rows("SELECT id FROM chains")} == {"running", "queued", "task"}
-        assert len(await sweep(troupe)) == 1
-        await retention.apply_retention(store_of(troupe), at_once, clock.now())
-        assert [row["phase"] for row in troupe.rows("SELECT phase FROM tasks")] == ["running"]
+        assert {row["id"] for row in agents.rows("SELECT id FROM chains")} == {"running", "queued", "task"}
+        assert len(await sweep(agents)) == 1
+        await retention.apply_retention(store_of(agents), at_once, clock.now())
+        assert [row["phase"] for row in agents.rows("SELECT phase FROM tasks")] == ["running"]
         release.set()
-        await troupe.ask("go on", group)
-        await troupe.wait_until_idle()
+        await agents.ask("go on", group)
+        await agents.wait_until_idle()
 
 
 @pytest.mark.requirement("G21")
@@ -330,14 +330,14 @@ async def test_a_sweep_takes_a_bounded_number_of_records(
     clock = ManualClock()
     async with open_agents_fixture(
         make_agents_config(), tmp_path, functions={"main": ScriptedAgent()}, clock=clock, pace=SLOW
-    ) as troupe:
+    ) as agents:
         for number in range(3):
-            await troupe.operations.create(OPERATOR, session="agent:main:dashboard:side")
-            await troupe.operations.delete(OPERATOR, "agent:main:dashboard:side", key=f"{number}")
+            await agents.operations.create(OPERATOR, session="agent:main:dashboard:side")
+            await agents.operations.delete(OPERATOR, "agent:main:dashboard:side", key=f"{number}")
             clock.advance(seconds=1)
         clock.advance(days=366)
-        await retention.apply_retention(store_of(troupe), YEAR, clock.now())
-        left = troupe.rows("SELECT id FROM commands WHERE digest <> ''")
+        await retention.apply_retention(store_of(agents), YEAR, clock.now())
+        left = agents.rows("SELECT id FROM commands WHERE digest <> ''")
         assert left == [{"id": "2"}], "the oldest go first"
-        await retention.apply_retention(store_of(troupe), YEAR, clock.now())
-        assert troupe.rows("SELECT id FROM commands") == []
+        await retention.apply_retention(store_of(agents), YEAR, clock.now())
+        assert agents.rows("SELECT id FROM commands") == []

@@ -77,10 +77,10 @@ def bills(width: int = 1) -> list[str]:
     return [f"{step}.{place}" for step in range(1, STEPS + 1) for place in range(width)]
 
 
-async def check(stage: AppFixture, till: Till, width: int = 1) -> None:
+async def check(app: AppFixture, till: Till, width: int = 1) -> None:
     """Every bill was paid, by a call that says so, with an id of its own."""
     assert sorted(till.paid.values()) == bills(width)
-    entries = await stage.transcript()
+    entries = await app.transcript()
     made = [b for e in entries if e["role"] == "assistant" for b in e["content"] if b["type"] == "toolCall"]
     told = {e["toolCallId"]: e["content"][0]["text"] for e in entries if e["role"] == "toolResult"}
     assert len(made) == len(told) == len(bills(width))
@@ -92,10 +92,10 @@ async def check(stage: AppFixture, till: Till, width: int = 1) -> None:
 async def test_a_call_has_an_id_of_its_own_after_a_compaction(tmp_path: Path, width: int) -> None:
     runtime, till = Counting(width=width), Till()
     runtime.context_window *= width
-    async with open_app_fixture(tmp_path, runtime, tools=till.tools) as stage:
-        assert (await stage.ask("go")).reply == "paid"
+    async with open_app_fixture(tmp_path, runtime, tools=till.tools) as app:
+        assert (await app.ask("go")).reply == "paid"
         assert runtime.shortened
-        await check(stage, till, width)
+        await check(app, till, width)
 
 
 @pytest.mark.requirement("G2", "G3", "G26")
@@ -106,14 +106,14 @@ async def test_a_resumed_run_knows_the_ids_it_has_given(tmp_path: Path, *, histo
     for stop in ("5.0", "7.0"):
         till.held_at = stop
         till.begun.clear()
-        async with open_app_fixture(tmp_path, runtime, tools=till.tools) as stage:
+        async with open_app_fixture(tmp_path, runtime, tools=till.tools) as app:
             if stop == "5.0":
-                await stage.say("go", idempotency_key="run")
+                await app.say("go", idempotency_key="run")
             await soon(till.begun)
     till.held_at = ""
-    async with open_app_fixture(tmp_path, runtime, tools=till.tools) as stage:
-        assert (await stage.wait_for_end("run")).reply == "paid"
-        await check(stage, till)
+    async with open_app_fixture(tmp_path, runtime, tools=till.tools) as app:
+        assert (await app.wait_for_end("run")).reply == "paid"
+        await check(app, till)
     again = [asked for asked in till.asked if till.asked.count(asked) > 1]
     assert sorted({bill for _, bill in again}) == ["5.0", "7.0"]
     assert runtime.shortened

@@ -58,15 +58,15 @@ def asks(
 
 @pytest.mark.requirement("S7", "G15")
 async def test_a_session_cannot_send_to_itself_by_whatever_name(tmp_path: Path) -> None:
-    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as troupe:
-        await troupe.open_sessions(MAIN)
-        (row,) = troupe.rows("SELECT session_id FROM sessions")
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as agents:
+        await agents.open_sessions(MAIN)
+        (row,) = agents.rows("SELECT session_id FROM sessions")
         for name in ("main", "current", MAIN, row["session_id"]):
             before = dump(tmp_path / DATABASE)
-            said = await troupe.use("sessions_send", sessionKey=name, message="hello me")
+            said = await agents.use("sessions_send", sessionKey=name, message="hello me")
             assert (said["status"], said["code"]) == ("error", "self_send")
             assert dump(tmp_path / DATABASE) == before
-        said = await troupe.use("sessions_send", agentId="main", message="hello me")
+        said = await agents.use("sessions_send", agentId="main", message="hello me")
         assert said["code"] == "self_send"
 
 
@@ -78,20 +78,20 @@ async def test_a_wait_that_would_close_a_circle_is_refused_with_the_path(tmp_pat
     functions = {"a": ScriptedAgent(asks("b")), "b": ScriptedAgent(asks("c")), "c": ScriptedAgent(asks("a"))}
     async with open_agents_fixture(
         make_agents_config("a", "b", "c"), tmp_path, functions=functions
-    ) as troupe:
-        await troupe.open_sessions(*map(main_of, "abc"))
-        reply = (await troupe.ask("go", main_of("a"))).reply or ""
+    ) as agents:
+        await agents.open_sessions(*map(main_of, "abc"))
+        reply = (await agents.ask("go", main_of("a"))).reply or ""
         assert "'code': 'wait_cycle'" not in reply and "'status': 'ok'" in reply, (
             "only the last one is refused"
         )
         assert "wait_cycle" in reply
-        (refused,) = [row for row in await troupe.transcript(main_of("c")) if row["role"] == "toolResult"]
+        (refused,) = [row for row in await agents.transcript(main_of("c")) if row["role"] == "toolResult"]
         assert refused["isError"] is True
         assert refused["details"]["code"] == "wait_cycle"
         path = refused["details"]["path"]
         assert path == [main_of("a"), main_of("b"), main_of("c")]
         assert f"{' waits for '.join(map(repr, path))}." in refused["details"]["error"]
-        assert len(troupe.rows("SELECT * FROM exchanges")) == 2, "what was refused has not begun"
+        assert len(agents.rows("SELECT * FROM exchanges")) == 2, "what was refused has not begun"
 
 
 @pytest.mark.requirement("S7", "G12", "V3")
@@ -112,10 +112,10 @@ async def test_the_path_names_no_session_that_the_caller_may_not_see(tmp_path: P
         return calls("sessions_send", sessionKey=hidden, message="pass it on", **CALM)
 
     functions = {"a": ScriptedAgent(ask), "b": ScriptedAgent(boardroom), "c": ScriptedAgent(asks("a"))}
-    async with open_agents_fixture(config, tmp_path, functions=functions) as troupe:
-        await troupe.open_sessions(main_of("a"), hidden, main_of("c"))
-        await troupe.ask("go", main_of("a"))
-        (refused,) = [row for row in await troupe.transcript(main_of("c")) if row["role"] == "toolResult"]
+    async with open_agents_fixture(config, tmp_path, functions=functions) as agents:
+        await agents.open_sessions(main_of("a"), hidden, main_of("c"))
+        await agents.ask("go", main_of("a"))
+        (refused,) = [row for row in await agents.transcript(main_of("c")) if row["role"] == "toolResult"]
         assert refused["details"]["path"] == [main_of("a"), "(hidden session)", main_of("c")]
         assert "boardroom" not in str(refused)
 
@@ -130,12 +130,12 @@ async def test_who_asks_decides_what_is_shown_of_the_sessions_between(tmp_path: 
         return "somebody"
 
     async def last(prompt: Prompt) -> str:
-        ids = {row["key"]: row["id"] for row in troupe.rows("SELECT key, id FROM sessions")}
-        (run,) = troupe.rows("SELECT n FROM runs WHERE id = ?", prompt.run_id)
-        store = troupe.operations._store  # pyright: ignore[reportPrivateUsage]
+        ids = {row["key"]: row["id"] for row in agents.rows("SELECT key, id FROM sessions")}
+        (run,) = agents.rows("SELECT n FROM runs WHERE id = ?", prompt.run_id)
+        store = agents.operations._store  # pyright: ignore[reportPrivateUsage]
         own, first = ids[main_of("c")], ids[main_of("a")]
         with pytest.raises(WaitCycle) as caught:
-            now = troupe.house.clock.now()
+            now = agents.app.clock.now()
             await store.tx(chains.record_wait, run["n"], own, "run", first, now + 1000, now, show)
         paths.append(caught.value.data["path"])
         return "done"
@@ -143,21 +143,21 @@ async def test_who_asks_decides_what_is_shown_of_the_sessions_between(tmp_path: 
     functions = {"a": ScriptedAgent(asks("b")), "b": ScriptedAgent(asks("c")), "c": ScriptedAgent(last)}
     async with open_agents_fixture(
         make_agents_config("a", "b", "c"), tmp_path, functions=functions
-    ) as troupe:
-        await troupe.open_sessions(*map(main_of, "abc"))
-        await troupe.ask("go", main_of("a"))
+    ) as agents:
+        await agents.open_sessions(*map(main_of, "abc"))
+        await agents.ask("go", main_of("a"))
         assert paths == [[main_of("a"), "somebody", main_of("c")]]
         assert shown == {(main_of("b"), "b", False)}
-        assert troupe.rows("SELECT 1 FROM waits WHERE awaited = 'run'") == []
+        assert agents.rows("SELECT 1 FROM waits WHERE awaited = 'run'") == []
 
 
 @pytest.mark.requirement("S7", "G12")
 async def test_two_who_wait_for_each_other(tmp_path: Path) -> None:
     functions = {"a": ScriptedAgent(asks("b")), "b": ScriptedAgent(asks("a"))}
-    async with open_agents_fixture(make_agents_config("a", "b"), tmp_path, functions=functions) as troupe:
-        await troupe.open_sessions(*map(main_of, "ab"))
-        await troupe.ask("go", main_of("a"))
-        (refused,) = [row for row in await troupe.transcript(main_of("b")) if row["role"] == "toolResult"]
+    async with open_agents_fixture(make_agents_config("a", "b"), tmp_path, functions=functions) as agents:
+        await agents.open_sessions(*map(main_of, "ab"))
+        await agents.ask("go", main_of("a"))
+        (refused,) = [row for row in await agents.transcript(main_of("b")) if row["role"] == "toolResult"]
         assert (refused["details"]["status"], refused["details"]["path"]) == (
             "error",
             [main_of("a"), main_of("b")],
@@ -172,11 +172,11 @@ async def test_who_does_not_wait_closes_no_circle(tmp_path: Path) -> None:
         "b": ScriptedAgent(asks("a", only="pass it on", timeoutSeconds=0)),
     }
     config = make_agents_config("a", "b", session={"agentToAgent": {"maxHops": 2}})
-    async with open_agents_fixture(config, tmp_path, functions=functions) as troupe:
-        await troupe.open_sessions(*map(main_of, "ab"))
-        reply = (await troupe.ask("go", main_of("a"))).reply or ""
+    async with open_agents_fixture(config, tmp_path, functions=functions) as agents:
+        await agents.open_sessions(*map(main_of, "ab"))
+        reply = (await agents.ask("go", main_of("a"))).reply or ""
         assert "accepted" in reply
-        await troupe.wait_until_idle()
+        await agents.wait_until_idle()
 
 
 @pytest.mark.requirement("S7", "G12")
@@ -195,7 +195,7 @@ async def test_a_wait_that_is_over_closes_no_circle(tmp_path: Path) -> None:
             return calls("sessions_send", sessionKey=main_of("b"), message="x", timeoutSeconds=0.02, **CALM)
         clock.advance(seconds=1)
         gave_up.set()
-        await troupe.until(asked)
+        await agents.until(asked)
         return "I gave up"
 
     async def b(prompt: Prompt) -> AssistantMessage | str:
@@ -208,11 +208,11 @@ async def test_a_wait_that_is_over_closes_no_circle(tmp_path: Path) -> None:
     slow = EngineTimings(sweep=60)  # the sweeper would take the wait away
     async with open_agents_fixture(
         make_agents_config("a", "b"), tmp_path, functions=functions, clock=clock, pace=slow
-    ) as troupe:
-        await troupe.open_sessions(*map(main_of, "ab"))
-        await troupe.ask("go", main_of("a"))
-        await troupe.wait_until_idle()
-        (result,) = [row for row in await troupe.transcript(main_of("b")) if row["role"] == "toolResult"]
+    ) as agents:
+        await agents.open_sessions(*map(main_of, "ab"))
+        await agents.ask("go", main_of("a"))
+        await agents.wait_until_idle()
+        (result,) = [row for row in await agents.transcript(main_of("b")) if row["role"] == "toolResult"]
         assert (result["details"]["status"], result["details"]["reply"]) == ("ok", "yes?")
 
 
@@ -240,19 +240,19 @@ async def test_waiting_again_for_what_was_sent_before_is_a_wait_too(tmp_path: Pa
 
     async with open_agents_fixture(
         make_agents_config("a", "b"), tmp_path, functions={"a": ScriptedAgent(a), "b": ScriptedAgent(b)}
-    ) as troupe:
-        await troupe.open_sessions(*map(main_of, "ab"))
-        run = await troupe.say("go", main_of("a"))
+    ) as agents:
+        await agents.open_sessions(*map(main_of, "ab"))
+        run = await agents.say("go", main_of("a"))
 
         async def waited_for() -> bool:
-            return bool(troupe.rows("SELECT * FROM waits"))
+            return bool(agents.rows("SELECT * FROM waits"))
 
-        await troupe.until(waited_for)
+        await agents.until(waited_for)
         waiting.set()
-        await troupe.wait_for_end(run)
+        await agents.wait_for_end(run)
         assert [result["status"] for result in said] == ["accepted", "error"]
         assert (said[1]["code"], said[1]["path"]) == ("wait_cycle", [main_of("b"), main_of("a")])
-        await troupe.wait_until_idle()
+        await agents.wait_until_idle()
 
 
 @pytest.mark.requirement("G12")
@@ -269,16 +269,16 @@ async def test_who_waits_holds_no_slot(tmp_path: Path) -> None:
         await soon(free)
         return "done"
 
-    async with open_agents_fixture(config, tmp_path, functions={"helper": ScriptedAgent(helper)}) as troupe:
-        await troupe.open_sessions(HELPER)
+    async with open_agents_fixture(config, tmp_path, functions={"helper": ScriptedAgent(helper)}) as agents:
+        await agents.open_sessions(HELPER)
         waits = f'call sessions_send {{"sessionKey": "{HELPER}", "message": "?", "replyBack": 0, "announce": "none"}}'
         for _ in range(3):
-            await troupe.call_tool("sessions_spawn", task=waits)
-        quick = await troupe.call_tool("sessions_spawn", task="say quick")
-        assert (await troupe.wait_for_end(quick["runId"])).reply == "quick", "though three others wait"
+            await agents.call_tool("sessions_spawn", task=waits)
+        quick = await agents.call_tool("sessions_spawn", task="say quick")
+        assert (await agents.wait_for_end(quick["runId"])).reply == "quick", "though three others wait"
         free.set()
-        await troupe.wait_until_idle()
-        assert {row["outcome"] for row in troupe.rows("SELECT outcome FROM tasks")} == {"ok"}
+        await agents.wait_until_idle()
+        assert {row["outcome"] for row in agents.rows("SELECT outcome FROM tasks")} == {"ok"}
 
 
 @pytest.mark.requirement("G12")
@@ -289,39 +289,39 @@ async def test_sub_agents_of_a_stuck_provider_delay_those_of_no_other(tmp_path: 
         providers = {name: {"baseUrl": f"{url}/v1", "models": [{"id": "m"}]} for name, url in servers.items()}
         defaults = {"model": "rehearsal/rehearsal", "subagents": {"maxConcurrent": 1}}
         config = make_agents_config(agents={"defaults": defaults}, models={"providers": providers})
-        async with open_agents_fixture(config, tmp_path) as troupe:
-            late = [await troupe.call_tool("sessions_spawn", task="wait", model="stuck/m") for _ in range(2)]
+        async with open_agents_fixture(config, tmp_path) as agents:
+            late = [await agents.call_tool("sessions_spawn", task="wait", model="stuck/m") for _ in range(2)]
             await soon(stuck.arrived)
-            prompt = await troupe.call_tool("sessions_spawn", task="go", model="quick/m")
-            assert (await troupe.wait_for_end(prompt["runId"])).reply == "Hello there."
+            prompt = await agents.call_tool("sessions_spawn", task="go", model="quick/m")
+            assert (await agents.wait_for_end(prompt["runId"])).reply == "Hello there."
             assert len(stuck.received) == 1, "one of two may ask"
             stuck.release()
-            assert [(await troupe.wait_for_end(run["runId"])).reply for run in late] == ["late", "late"]
-            await troupe.wait_until_idle()
+            assert [(await agents.wait_for_end(run["runId"])).reply for run in late] == ["late", "late"]
+            await agents.wait_until_idle()
 
 
 # --- chains that would not end ---
 
 
 @pytest.mark.requirement("S7", "G14")
-@pytest.mark.parametrize("agents", range(2, 11))
-async def test_a_ring_that_forwards_for_ever_stops_at_the_limit_by_name(tmp_path: Path, agents: int) -> None:
-    names = [f"a{number}" for number in range(agents)]
+@pytest.mark.parametrize("count", range(2, 11))
+async def test_a_ring_that_forwards_for_ever_stops_at_the_limit_by_name(tmp_path: Path, count: int) -> None:
+    names = [f"a{number}" for number in range(count)]
     functions = {
-        name: ScriptedAgent(asks(names[(number + 1) % agents], timeoutSeconds=0))
+        name: ScriptedAgent(asks(names[(number + 1) % count], timeoutSeconds=0))
         for number, name in enumerate(names)
     }
-    async with open_agents_fixture(make_agents_config(*names), tmp_path, functions=functions) as troupe:
-        await troupe.open_sessions(*map(main_of, names))
-        warned = await warnings_of(troupe, "chain_limit", lambda: troupe.ask("go", main_of("a0")))
-        last = names[12 % agents]
+    async with open_agents_fixture(make_agents_config(*names), tmp_path, functions=functions) as agents:
+        await agents.open_sessions(*map(main_of, names))
+        warned = await warnings_of(agents, "chain_limit", lambda: agents.ask("go", main_of("a0")))
+        last = names[12 % count]
         assert warned == [main_of(last)]
-        hops = troupe.rows("SELECT hop, chain FROM exchanges ORDER BY n")
+        hops = agents.rows("SELECT hop, chain FROM exchanges ORDER BY n")
         assert [row["hop"] for row in hops] == list(range(1, 13))
         assert len({row["chain"] for row in hops}) == 1
         errors = [
             row["details"]
-            for row in await troupe.transcript(main_of(last))
+            for row in await agents.transcript(main_of(last))
             if row["role"] == "toolResult" and row.get("isError")
         ]
         assert [(error["status"], error["code"], error["max"]) for error in errors] == [
@@ -349,11 +349,11 @@ async def test_a_chain_ends_at_its_number_of_runs_whatever_its_shape(tmp_path: P
 
     config = make_agents_config(*names, session={"agentToAgent": {"maxRuns": 10, "maxHops": 1000}})
     functions = {name: ScriptedAgent(everybody) for name in names}
-    async with open_agents_fixture(config, tmp_path, functions=functions) as troupe:
-        await troupe.open_sessions(*map(main_of, names))
-        warned = await warnings_of(troupe, "chain_limit", lambda: troupe.ask("go", main_of("a")))
+    async with open_agents_fixture(config, tmp_path, functions=functions) as agents:
+        await agents.open_sessions(*map(main_of, names))
+        warned = await warnings_of(agents, "chain_limit", lambda: agents.ask("go", main_of("a")))
         assert warned
-        counted = troupe.rows("SELECT chain, count(*) AS n FROM runs WHERE chain IS NOT NULL GROUP BY chain")
+        counted = agents.rows("SELECT chain, count(*) AS n FROM runs WHERE chain IS NOT NULL GROUP BY chain")
         assert all(row["n"] <= 10 for row in counted)
 
 
@@ -370,19 +370,19 @@ async def test_a_chain_goes_through_spawns_too(tmp_path: Path) -> None:
             "." if prompt.run_id.startswith(("announce", "wake")) else calls("sessions_spawn", task="deeper")
         )
 
-    async with open_agents_fixture(config, tmp_path, functions={"main": ScriptedAgent(deeper)}) as troupe:
-        warned = await warnings_of(troupe, "chain_limit", lambda: troupe.ask("go"))
+    async with open_agents_fixture(config, tmp_path, functions={"main": ScriptedAgent(deeper)}) as agents:
+        warned = await warnings_of(agents, "chain_limit", lambda: agents.ask("go"))
         assert len(warned) == 1 and warned[0].startswith("agent:main:subagent:")
-        rows = troupe.rows("SELECT hop, chain FROM tasks ORDER BY n")
+        rows = agents.rows("SELECT hop, chain FROM tasks ORDER BY n")
         assert [row["hop"] for row in rows] == [1, 2]
         assert len({row["chain"] for row in rows}) == 1
 
 
 @pytest.mark.requirement("G14", "S3")
 async def test_what_a_person_says_begins_a_chain_of_its_own(tmp_path: Path) -> None:
-    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as troupe:
-        await troupe.open_sessions(HELPER)
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as agents:
+        await agents.open_sessions(HELPER)
         for _ in range(2):
-            await troupe.call_tool("sessions_send", sessionKey=HELPER, message="say yes", **CALM)
-        rows = troupe.rows("SELECT chain, hop FROM exchanges")
+            await agents.call_tool("sessions_send", sessionKey=HELPER, message="say yes", **CALM)
+        rows = agents.rows("SELECT chain, hop FROM exchanges")
         assert [row["hop"] for row in rows] == [1, 1] and len({row["chain"] for row in rows}) == 2

@@ -233,14 +233,14 @@ async def test_a_session_that_begins_with_what_was_sent_in_its_name_is_shown_it(
         prompts.append(prompt)
         return "fine"
 
-    async with open_app_fixture(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as app:
         for key in (MAIN, OTHER):
-            await stage.operations.open(OPERATOR, key)
+            await app.operations.open(OPERATOR, key)
         wanted = SendRequest(
             session=OTHER, message="What is new?", reply_back=0, announce="none", timeout_seconds=BOUND
         )
-        await stage.operations.send(OPERATOR, wanted, requester=MAIN)
-        await stage.ask("Well?")
+        await app.operations.send(OPERATOR, wanted, requester=MAIN)
+        await app.ask("Well?")
     first, second = next(prompt for prompt in prompts if prompt.session_key == MAIN).messages
     assert isinstance(first, UserMessage)
     assert isinstance(first.content, str)
@@ -360,11 +360,11 @@ async def test_a_session_with_a_damaged_entry_is_answered_and_shown(tmp_path: Pa
     async def agent(prompt: Prompt) -> str:
         return f"{sum(isinstance(message, UserMessage) for message in prompt.messages)} questions"
 
-    async with open_app_fixture(tmp_path, agent) as stage:
-        await stage.ask("one")
-        raw(stage.path, "UPDATE messages SET body = '{torn' WHERE seq = 2")
-        assert (await stage.ask("two")).reply == "2 questions"
-        entries = await stage.transcript()
+    async with open_app_fixture(tmp_path, agent) as app:
+        await app.ask("one")
+        raw(app.path, "UPDATE messages SET body = '{torn' WHERE seq = 2")
+        assert (await app.ask("two")).reply == "2 questions"
+        entries = await app.transcript()
         assert [entry["seq"] for entry in entries] == [1, 2, 3, 4]
         assert "damaged" in entries[1]["errorMessage"]
 
@@ -566,14 +566,14 @@ def shown(prompt: Prompt) -> list[str]:
 @pytest.mark.anyio
 async def test_a_long_conversation_is_summarised_and_stays_whole(tmp_path: Path) -> None:
     runtime = Windowed(window=400)
-    async with open_app_fixture(tmp_path, runtime) as stage:
+    async with open_app_fixture(tmp_path, runtime) as app:
         bodies: dict[int, str] = {}
         for number in range(12):
-            assert (await stage.ask(f"{number:<4}{'x' * 200}")).state == "ok"
-            now = {row["seq"]: row["body"] for row in stage.rows("SELECT seq, body FROM messages")}
+            assert (await app.ask(f"{number:<4}{'x' * 200}")).state == "ok"
+            now = {row["seq"]: row["body"] for row in app.rows("SELECT seq, body FROM messages")}
             assert {seq: now[seq] for seq in bodies} == bodies  # nothing already written ever changes
             bodies = now
-        entries = await stage.transcript()
+        entries = await app.transcript()
         assert [entry["seq"] for entry in entries] == list(range(1, len(entries) + 1))
         said = [entry["content"] for entry in entries if entry["role"] == "user"]
         assert said == [f"{number:<4}{'x' * 200}" for number in range(12)]
@@ -585,12 +585,12 @@ async def test_a_long_conversation_is_summarised_and_stays_whole(tmp_path: Path)
         assert final[0] == newest and final[-1].startswith("11")
         assert sum(context.estimate_tokens(message) for message in runtime.prompts[-1].messages) <= 400
         # The call that wrote a summary is paid for like every other.
-        ledger = stage.rows("SELECT input FROM usage ORDER BY id")
+        ledger = app.rows("SELECT input FROM usage ORDER BY id")
         assert sorted(line["input"] for line in ledger) == [10] * 12 + [1000] * len(runtime.summaries)
     # Another process shows the model the same: what came before the summary stays out of it.
     again = Windowed(window=4000)
-    async with open_app_fixture(tmp_path, again) as stage:
-        await stage.ask("12")
+    async with open_app_fixture(tmp_path, again) as app:
+        await app.ask("12")
         assert shown(again.prompts[-1]) == [*final, "12"]
 
 
@@ -598,9 +598,9 @@ async def test_a_long_conversation_is_summarised_and_stays_whole(tmp_path: Path)
 @pytest.mark.anyio
 async def test_an_overflow_told_by_the_provider_makes_room_too(tmp_path: Path) -> None:
     runtime = Windowed(None, overflow=lambda prompt: len(prompt.messages) > 5)
-    async with open_app_fixture(tmp_path, runtime) as stage:
+    async with open_app_fixture(tmp_path, runtime) as app:
         for number in range(6):
-            assert (await stage.ask(f"{number}{'x' * 100}")).state == "ok"
+            assert (await app.ask(f"{number}{'x' * 100}")).state == "ok"
         assert runtime.summaries
         assert shown(runtime.prompts[-1])[0].startswith("# They")
 
@@ -610,11 +610,11 @@ async def test_an_overflow_told_by_the_provider_makes_room_too(tmp_path: Path) -
 @pytest.mark.timeout(30)
 async def test_what_cannot_be_made_to_fit_ends_with_an_error(tmp_path: Path) -> None:
     runtime = Windowed(None, overflow=lambda _: True)
-    async with open_app_fixture(tmp_path, runtime) as stage:
-        alone = await stage.ask("nothing to cut off")
+    async with open_app_fixture(tmp_path, runtime) as app:
+        alone = await app.ask("nothing to cut off")
         assert (alone.state, alone.error_code) == ("error", "context_overflow")
         assert len(runtime.summaries) == 0
-        view = await stage.ask("again")
+        view = await app.ask("again")
         assert (view.state, view.error_code) == ("error", "context_overflow")
         assert len(runtime.summaries) <= 3
 
@@ -625,12 +625,10 @@ async def test_an_empty_summary_replaces_nothing(tmp_path: Path) -> None:
     """A conversation must not be exchanged for nothing because a model had nothing to say."""
     runtime = Windowed(window=200)
     runtime.summary = " "
-    async with open_app_fixture(tmp_path, runtime) as stage:
+    async with open_app_fixture(tmp_path, runtime) as app:
         for number in range(6):
-            await stage.ask(f"{number:<4}{'x' * 200}")
-        page = await stage.operations.read_history(
-            OPERATOR, MAIN, HistoryFilter(limit=100, include_tools=True)
-        )
+            await app.ask(f"{number:<4}{'x' * 200}")
+        page = await app.operations.read_history(OPERATOR, MAIN, HistoryFilter(limit=100, include_tools=True))
         blank = [
             entry for entry in page.messages if entry["role"] == "compaction" and not entry["summary"].strip()
         ]
@@ -676,9 +674,9 @@ async def test_a_small_window_is_enough_for_any_number_of_turns(
 ) -> None:
     """With the settings that nobody has changed; the summary may be as long as it likes."""
     runtime = Small(limit, known=known, summary=summary)
-    async with open_app_fixture(tmp_path, runtime, **DEFAULTS) as stage:
+    async with open_app_fixture(tmp_path, runtime, **DEFAULTS) as app:
         for _ in range(40):
-            assert (await stage.ask("q" * 4000)).state == "ok"
+            assert (await app.ask("q" * 4000)).state == "ok"
     said = 40 * 2 * 1008
     full = limit // 2 if known else limit
     # A summary is written when about half of that has been said anew.
@@ -690,12 +688,12 @@ async def test_a_small_window_is_enough_for_any_number_of_turns(
 @pytest.mark.parametrize("known", [True, False])
 async def test_a_message_that_no_window_holds_is_refused_and_forgiven(tmp_path: Path, *, known: bool) -> None:
     runtime = Small(4_000, known=known)
-    async with open_app_fixture(tmp_path, runtime, **DEFAULTS) as stage:
-        assert (await stage.ask("q" * 4000)).state == "ok"
-        view = await stage.ask("huge " * 100_000)
+    async with open_app_fixture(tmp_path, runtime, **DEFAULTS) as app:
+        assert (await app.ask("q" * 4000)).state == "ok"
+        view = await app.ask("huge " * 100_000)
         assert (view.state, view.error_code) == ("error", "context_overflow")
         for _ in range(3):
-            assert (await stage.ask("q" * 4000)).state == "ok"
+            assert (await app.ask("q" * 4000)).state == "ok"
 
 
 @pytest.mark.requirement("G26")
@@ -721,11 +719,11 @@ async def test_a_long_run_may_be_summarised_as_often_as_it_takes(tmp_path: Path)
 
     async with open_app_fixture(
         tmp_path, Working(1000, full), tools=[tool("work", work)], max_steps=30
-    ) as stage:
-        assert (await stage.ask("go")).state == "ok"
+    ) as app:
+        assert (await app.ask("go")).state == "ok"
         assert steps == 20
     mute = Working(600, lambda _: False)
     mute.summary, steps = " ", 0
-    async with open_app_fixture(tmp_path, mute, tools=[tool("work", work)], max_steps=30) as stage:
-        assert (await stage.ask("go", "agent:main:direct:other")).state == "ok"
+    async with open_app_fixture(tmp_path, mute, tools=[tool("work", work)], max_steps=30) as app:
+        assert (await app.ask("go", "agent:main:direct:other")).state == "ok"
         assert (steps, len(mute.summaries)) == (20, 3)

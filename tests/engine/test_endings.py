@@ -58,10 +58,10 @@ class Peculiar:
     async def close(self) -> None: ...
 
 
-def queue(stage: AppFixture, run_id: str, origin: str, input: str) -> None:
+def queue(app: AppFixture, run_id: str, origin: str, input: str) -> None:
     """Behind whatever is played, and without a hint that it is there."""
     sql = "INSERT INTO runs (id, session, origin, digest, input, created_at) SELECT ?, id, ?, '', ?, ? FROM sessions"
-    stage.rows(sql, run_id, origin, input, stage.clock.now())
+    app.rows(sql, run_id, origin, input, app.clock.now())
 
 
 @pytest.mark.requirement("G2", "G21")
@@ -74,10 +74,10 @@ async def test_half_a_character_in_an_answer_costs_nothing_else(tmp_path: Path) 
         for piece in (HIGH, LOW, " and ", HIGH):
             yield piece
 
-    async with open_app_fixture(tmp_path, agent, pace=BRISK) as stage:
-        view = await stage.ask("go")
+    async with open_app_fixture(tmp_path, agent, pace=BRISK) as app:
+        view = await app.ask("go")
         assert (view.state, view.reply, asked) == ("ok", f"{FACE} and \ufffd", 1)
-        assert (await stage.transcript())[-1]["content"] == [{"type": "text", "text": view.reply}]
+        assert (await app.transcript())[-1]["content"] == [{"type": "text", "text": view.reply}]
 
 
 @pytest.mark.requirement("G2", "G21")
@@ -87,13 +87,13 @@ async def test_counts_that_no_call_can_have_are_bounded(tmp_path: Path) -> None:
     async def agent(prompt: Prompt) -> AssistantMessage:
         return text("done", usage=usage)
 
-    async with open_app_fixture(tmp_path, agent, pace=BRISK) as stage:
-        assert [(await stage.ask("go")).state for _ in range(3)] == ["ok"] * 3
+    async with open_app_fixture(tmp_path, agent, pace=BRISK) as app:
+        assert [(await app.ask("go")).state for _ in range(3)] == ["ok"] * 3
         used = [
-            [*row.values()] for row in stage.rows("SELECT input, output, cache_read, cache_write FROM usage")
+            [*row.values()] for row in app.rows("SELECT input, output, cache_read, cache_write FROM usage")
         ]
         assert used == [[MAX_TOKENS_PER_CALL, 0, MAX_TOKENS_PER_CALL, 7]] * 3
-        assert stage.rows("SELECT input_tokens FROM sessions") == [{"input_tokens": 3 * MAX_TOKENS_PER_CALL}]
+        assert app.rows("SELECT input_tokens FROM sessions") == [{"input_tokens": 3 * MAX_TOKENS_PER_CALL}]
 
 
 @pytest.mark.requirement("G1", "G2", "G21")
@@ -102,20 +102,18 @@ async def test_an_answer_that_cannot_be_kept_fails_its_run_once_and_the_session_
 ) -> None:
     usage = TokenUsage(input=3, output=4, total_tokens=7)
     runtime = Peculiar(text(f"half {HIGH}", stop_reason="stop", usage=usage))
-    async with open_app_fixture(tmp_path, runtime, pace=SLOW) as stage:
-        first = await stage.say("one")
+    async with open_app_fixture(tmp_path, runtime, pace=SLOW) as app:
+        first = await app.say("one")
         await soon(runtime.begun)
-        queue(
-            stage, "second", "chat", encode_message(UserMessage(content="two", timestamp=stage.clock.now()))
-        )
+        queue(app, "second", "chat", encode_message(UserMessage(content="two", timestamp=app.clock.now())))
         runtime.free.set()
-        view = await stage.wait_for_end(first)
+        view = await app.wait_for_end(first)
         assert (view.state, view.error_code, view.reply) == ("error", "run_failed", None)
         assert view.error and view.error.startswith("What the run came to could not be kept. ")
         assert view.usage and (view.usage.input, view.usage.output) == (3, 4), "it was paid for"
-        assert (await stage.wait_for_end("second")).reply == "fine"
+        assert (await app.wait_for_end("second")).reply == "fine"
         assert runtime.asked == 2
-        assert [entry.get("errorMessage") for entry in await stage.transcript()] == [
+        assert [entry.get("errorMessage") for entry in await app.transcript()] == [
             None,
             view.error,
             None,
@@ -137,27 +135,25 @@ async def test_a_store_that_is_away_when_a_run_ends_has_it_taken_up_again(
         return await finish(*args, **options)
 
     monkeypatch.setattr(lifecycle, "finish_run", away_at_first)
-    async with open_app_fixture(tmp_path, runtime, pace=BRISK) as stage:
-        view = await stage.ask("go")
+    async with open_app_fixture(tmp_path, runtime, pace=BRISK) as app:
+        view = await app.ask("go")
         assert (view.state, view.reply, runtime.asked) == ("ok", "fine", 2)
 
 
 @pytest.mark.requirement("G1", "G2", "G21")
 async def test_behind_damage_in_its_lane_an_answer_is_kept_and_the_lane_goes_on(tmp_path: Path) -> None:
     runtime = Peculiar(text("precious", stop_reason="stop"))
-    async with open_app_fixture(tmp_path, runtime, pace=SLOW) as stage:
-        first = await stage.say("one")
+    async with open_app_fixture(tmp_path, runtime, pace=SLOW) as app:
+        first = await app.say("one")
         await soon(runtime.begun)
-        queue(stage, "note:torn", "note", "{torn")
-        queue(
-            stage, "second", "chat", encode_message(UserMessage(content="two", timestamp=stage.clock.now()))
-        )
+        queue(app, "note:torn", "note", "{torn")
+        queue(app, "second", "chat", encode_message(UserMessage(content="two", timestamp=app.clock.now())))
         runtime.free.set()
-        assert (await stage.wait_for_end(first)).reply == "precious"
-        assert (await stage.wait_for_end("second")).reply == "fine"
-        torn = await stage.wait_for_end("note:torn")
+        assert (await app.wait_for_end(first)).reply == "precious"
+        assert (await app.wait_for_end("second")).reply == "fine"
+        torn = await app.wait_for_end("note:torn")
         assert (torn.state, torn.error_code) == ("error", "invalid_input")
-        assert [entry["role"] for entry in await stage.transcript()] == ["user", "assistant"] * 2
+        assert [entry["role"] for entry in await app.transcript()] == ["user", "assistant"] * 2
 
 
 @pytest.mark.requirement("G1", "G2", "G21")
@@ -173,15 +169,13 @@ async def test_when_the_next_run_cannot_be_claimed_the_end_of_this_one_is_kept_a
         return await finish(*args, going_on=going_on)
 
     monkeypatch.setattr(lifecycle, "finish_run", not_going_on)
-    async with open_app_fixture(tmp_path, runtime, pace=SLOW) as stage:
-        first = await stage.say("one")
+    async with open_app_fixture(tmp_path, runtime, pace=SLOW) as app:
+        first = await app.say("one")
         await soon(runtime.begun)
-        queue(
-            stage, "second", "chat", encode_message(UserMessage(content="two", timestamp=stage.clock.now()))
-        )
+        queue(app, "second", "chat", encode_message(UserMessage(content="two", timestamp=app.clock.now())))
         runtime.free.set()
-        assert (await stage.wait_for_end(first)).reply == "precious"
-        assert (await stage.wait_for_end("second")).reply == "fine"
+        assert (await app.wait_for_end(first)).reply == "precious"
+        assert (await app.wait_for_end("second")).reply == "fine"
 
 
 @pytest.mark.requirement("G2", "G21")
@@ -191,8 +185,8 @@ async def test_a_provider_whose_reason_has_half_a_character_is_quoted_with_the_r
     async def agent(prompt: Prompt) -> str:
         raise ProviderError(f"It said {HIGH}.", "Wait.")
 
-    async with open_app_fixture(tmp_path, agent, pace=BRISK) as stage:
-        view = await stage.ask("go")
+    async with open_app_fixture(tmp_path, agent, pace=BRISK) as app:
+        view = await app.ask("go")
         assert (view.error_code, view.error) == ("provider_error", "It said \ufffd. Wait.")
 
 
@@ -235,11 +229,11 @@ async def test_on_a_full_disk_what_a_run_came_to_waits_for_room_and_is_not_asked
     monkeypatch.setattr(lifecycle, "finish_run", full(lifecycle.finish_run))
     monkeypatch.setattr(lifecycle, "commit_messages", full(lifecycle.commit_messages))
     tools = [tool("work", work, settle=sort == "own tool")]
-    async with open_app_fixture(tmp_path, agent, pace=BRISK, tools=tools) as stage:
-        view = await stage.ask("go")
+    async with open_app_fixture(tmp_path, agent, pace=BRISK, tools=tools) as app:
+        view = await app.ask("go")
         assert (view.state, view.reply, tries) == ("ok", "done", 8)
         assert asked == (1 if sort == "answer" else 2)
-        assert stage.rows("SELECT attempts FROM runs") == [{"attempts": 1}]
+        assert app.rows("SELECT attempts FROM runs") == [{"attempts": 1}]
 
 
 @pytest.mark.requirement("G17", "G21")
@@ -269,13 +263,13 @@ async def test_an_answer_that_came_in_time_is_kept_when_there_is_room_later(
 
     monkeypatch.setattr(lifecycle, "finish_run", full)
     monkeypatch.setattr(retry, "STORE_FULL_RETRY_SECONDS", 0.05)
-    async with open_app_fixture(tmp_path, agent, pace=BRISK, clock=clock) as stage:
-        run_id = await stage.say("go", timeout_seconds=30)
+    async with open_app_fixture(tmp_path, agent, pace=BRISK, clock=clock) as app:
+        run_id = await app.say("go", timeout_seconds=30)
         await until(tried)
         clock.advance(seconds=3600)
         await until(late)
         room.set()
-        assert (await stage.wait_for_end(run_id)).reply == "precious"
+        assert (await app.wait_for_end(run_id)).reply == "precious"
 
 
 @pytest.mark.requirement("G16", "G21")
@@ -292,11 +286,11 @@ async def test_a_run_that_waits_for_room_can_be_stopped(
         return calls("work")
 
     monkeypatch.setattr(lifecycle, "commit_messages", full)
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
-        run_id = await stage.say("go")
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+        run_id = await app.say("go")
         await soon(tried)
-        await stage.operations.stop(OPERATOR, MAIN)
-        assert (await stage.wait_for_end(run_id)).state == "cancelled"
+        await app.operations.stop(OPERATOR, MAIN)
+        assert (await app.wait_for_end(run_id)).state == "cancelled"
 
 
 class Halting:
@@ -323,16 +317,16 @@ class Halting:
 @pytest.mark.requirement("G16", "G17")
 async def test_a_run_that_is_stopped_keeps_the_characters_that_came_in_halves(tmp_path: Path) -> None:
     runtime = Halting("so ", HIGH, LOW, " far", HIGH)
-    async with open_app_fixture(tmp_path, runtime, pace=BRISK) as stage:
-        run_id = await stage.say("go")
+    async with open_app_fixture(tmp_path, runtime, pace=BRISK) as app:
+        run_id = await app.say("go")
         await soon(runtime.said)
-        await stage.operations.stop(OPERATOR, MAIN)
-        view = await stage.wait_for_end(run_id)
+        await app.operations.stop(OPERATOR, MAIN)
+        view = await app.wait_for_end(run_id)
         assert (view.state, view.reply) == ("cancelled", f"so {FACE} far")
 
 
-async def streamed(stage: AppFixture, events: Listener, run_id: str) -> list[Delta]:
-    await stage.wait_for_end(run_id)
+async def streamed(app: AppFixture, events: Listener, run_id: str) -> list[Delta]:
+    await app.wait_for_end(run_id)
     heard: list[Delta] = []
     while (event := await events.get(0)) is not None:
         if isinstance(event, Delta):
@@ -343,12 +337,12 @@ async def streamed(stage: AppFixture, events: Listener, run_id: str) -> list[Del
 @pytest.mark.requirement("G16")
 async def test_what_is_streamed_is_whole_characters(tmp_path: Path) -> None:
     runtime = Halting("a", HIGH, LOW, HIGH, "b", LOW, HIGH)
-    async with open_app_fixture(tmp_path, runtime, pace=BRISK) as stage:
-        row = await stage.create(MAIN)
-        async with stage.bus.listen(session_topic(row["id"])) as events:
-            run_id = await stage.say("go")
+    async with open_app_fixture(tmp_path, runtime, pace=BRISK) as app:
+        row = await app.create(MAIN)
+        async with app.bus.listen(session_topic(row["id"])) as events:
+            run_id = await app.say("go")
             await soon(runtime.said)
-            await stage.operations.stop(OPERATOR, MAIN)
-            deltas = await asyncio.wait_for(streamed(stage, events, run_id), BOUND)
+            await app.operations.stop(OPERATOR, MAIN)
+            deltas = await asyncio.wait_for(streamed(app, events, run_id), BOUND)
         assert "".join(delta.text for delta in deltas) == f"a{FACE}\ufffdb\ufffd"
         assert "".join(delta.thinking for delta in deltas) == f"a{FACE}\ufffdb\ufffd"

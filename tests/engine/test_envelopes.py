@@ -85,8 +85,8 @@ def tools(operations: Operations) -> list[Tool]:
     return [tool(name, look) for name in ("read", "write", "shell")]
 
 
-def envelope_of(troupe: AgentsFixture, key: str) -> SubagentPermissions:
-    (row,) = troupe.rows("SELECT envelope FROM sessions WHERE key = ?", key)
+def envelope_of(agents: AgentsFixture, key: str) -> SubagentPermissions:
+    (row,) = agents.rows("SELECT envelope FROM sessions WHERE key = ?", key)
     stored = permissions.decode_permissions(row["envelope"])
     assert stored is not None
     return stored
@@ -105,11 +105,11 @@ async def test_a_tool_that_the_parent_does_not_have_the_child_has_not_either(tmp
         },
         {"id": "helper", "tools": {"deny": ["write"]}},
     )
-    async with open_agents_fixture(config, tmp_path, functions={"helper": helper}, tools=tools) as troupe:
-        await troupe.ask("hello", HELPER)
+    async with open_agents_fixture(config, tmp_path, functions={"helper": helper}, tools=tools) as agents:
+        await agents.ask("hello", HELPER)
         assert "shell" in [spec.name for spec in helper.prompts[0].tools]
-        said = await troupe.call_tool("sessions_spawn", task="work", agentId="helper")
-        await troupe.wait_until_idle()
+        said = await agents.call_tool("sessions_spawn", task="work", agentId="helper")
+        await agents.wait_until_idle()
         (prompt,) = [prompt for prompt in helper.prompts if prompt.run_id == said["runId"]]
         assert [spec.name for spec in prompt.tools] == ["read"]
 
@@ -146,16 +146,16 @@ async def test_a_child_reaches_no_more_than_its_parent_whatever_its_agent_may(
             return calls("sessions_send", sessionKey="agent:other:main", message="say .", replyBack=0)
         return "done"
 
-    async with open_agents_fixture(config, tmp_path, functions={"helper": ScriptedAgent(helper)}) as troupe:
-        await troupe.open_sessions(HELPER, "agent:other:main", "agent:main:cron:job")
-        said = await troupe.call_tool("sessions_spawn", task="look", agentId="helper")
-        await troupe.wait_until_idle()
+    async with open_agents_fixture(config, tmp_path, functions={"helper": ScriptedAgent(helper)}) as agents:
+        await agents.open_sessions(HELPER, "agent:other:main", "agent:main:cron:job")
+        said = await agents.call_tool("sessions_spawn", task="look", agentId="helper")
+        await agents.wait_until_idle()
         keys = {row["key"] for row in seen[0]["sessions"]}
         assert said["childSessionKey"] in keys
         assert ("agent:other:main" in keys) == (mine == "all")
         assert ("main" in keys) == (mine == "all"), "its agent's other sessions are not its parent's"
         assert seen[1]["status"] == ("ok" if mine == "all" else "error")
-        envelope = envelope_of(troupe, said["childSessionKey"])
+        envelope = envelope_of(agents, said["childSessionKey"])
         assert pick_narrower_visibility(envelope.read, mine) == envelope.read  # pyright: ignore[reportArgumentType]
 
 
@@ -185,12 +185,12 @@ async def test_down_a_tree_of_agents_an_envelope_only_shrinks(tmp_path: Path) ->
         return calls("sessions_spawn", task="deeper", agentId=following) if may else "the end"
 
     functions = {name: ScriptedAgent(deeper) for name in ("main", "helper", "other")}
-    async with open_agents_fixture(config, tmp_path, functions=functions, tools=tools) as troupe:
-        await troupe.ask("go")
-        await troupe.wait_until_idle()
-        rows = troupe.rows("SELECT key, agent_id FROM sessions WHERE depth > 0 ORDER BY depth")
+    async with open_agents_fixture(config, tmp_path, functions=functions, tools=tools) as agents:
+        await agents.ask("go")
+        await agents.wait_until_idle()
+        rows = agents.rows("SELECT key, agent_id FROM sessions WHERE depth > 0 ORDER BY depth")
         assert [row["agent_id"] for row in rows] == ["helper", "other", "other"]
-        chain = [envelope_of(troupe, row["key"]) for row in rows]
+        chain = [envelope_of(agents, row["key"]) for row in rows]
         assert [envelope.depth for envelope in chain] == [2, 1, 0]
         assert all(no_more(below, above) for above, below in pairwise(chain))
         assert not {"shell", "write", "sessions_spawn"} & set(chain[-1].tools)
@@ -202,20 +202,20 @@ async def test_down_a_tree_of_agents_an_envelope_only_shrinks(tmp_path: Path) ->
 async def test_what_is_granted_later_does_not_widen_a_child_that_is_there(tmp_path: Path) -> None:
     main = ScriptedAgent(".")
     narrow = make_agents_config(tools={"deny": ["write"], "sessions": {"visibility": "tree"}})
-    async with open_agents_fixture(narrow, tmp_path, functions={"main": main}, tools=tools) as troupe:
-        await troupe.open_sessions(MAIN)
-        child = (await troupe.use("sessions_spawn", task="work"))["childSessionKey"]
-        await troupe.wait_until_idle()
-        before = envelope_of(troupe, child)
+    async with open_agents_fixture(narrow, tmp_path, functions={"main": main}, tools=tools) as agents:
+        await agents.open_sessions(MAIN)
+        child = (await agents.use("sessions_spawn", task="work"))["childSessionKey"]
+        await agents.wait_until_idle()
+        before = envelope_of(agents, child)
     wide = make_agents_config(tools={"subagents": {"tools": {"alsoAllow": ["*"]}}})
-    async with open_agents_fixture(wide, tmp_path, functions={"main": main}, tools=tools) as troupe:
-        await troupe.ask("still you?", child)
+    async with open_agents_fixture(wide, tmp_path, functions={"main": main}, tools=tools) as agents:
+        await agents.ask("still you?", child)
         assert get_last_user_text(main.prompts[-1]) == "still you?"
         assert [spec.name for spec in main.prompts[-1].tools] == ["read", "shell"]
-        assert envelope_of(troupe, child) == before
+        assert envelope_of(agents, child) == before
     nothing = make_agents_config(tools={"deny": ["read"]})
-    async with open_agents_fixture(nothing, tmp_path, functions={"main": main}, tools=tools) as troupe:
-        await troupe.ask("and now?", child)
+    async with open_agents_fixture(nothing, tmp_path, functions={"main": main}, tools=tools) as agents:
+        await agents.ask("and now?", child)
         assert [spec.name for spec in main.prompts[-1].tools] == ["shell"], (
             "what is taken away is gone at once"
         )
@@ -225,10 +225,10 @@ async def test_what_is_granted_later_does_not_widen_a_child_that_is_there(tmp_pa
 @pytest.mark.requirement("SEC6", "P2")
 async def test_an_operators_child_is_within_its_requesters_envelope_too(tmp_path: Path) -> None:
     config = make_agents_config({"id": "main", "default": True, "tools": {"deny": ["shell"]}}, "helper")
-    async with open_agents_fixture(config, tmp_path, tools=tools) as troupe:
-        spawned = await troupe.operations.spawn(OPERATOR, SpawnRequest(task="say .", agent_id="main"))
-        await troupe.wait_until_idle()
-        envelope = envelope_of(troupe, spawned.child_session_key)
+    async with open_agents_fixture(config, tmp_path, tools=tools) as agents:
+        spawned = await agents.operations.spawn(OPERATOR, SpawnRequest(task="say .", agent_id="main"))
+        await agents.wait_until_idle()
+        envelope = envelope_of(agents, spawned.child_session_key)
         assert envelope.tools == ("read", "write") and envelope.depth == 0
 
 
@@ -260,12 +260,12 @@ async def test_a_sub_agent_that_nobody_spawned_here_has_what_a_leaf_has(
     )
     if imported:
         await _imported(tmp_path, config)
-    async with open_agents_fixture(config, tmp_path, functions={"main": main}, tools=tools) as troupe:
-        await troupe.ask("hello", ORPHAN)
+    async with open_agents_fixture(config, tmp_path, functions={"main": main}, tools=tools) as agents:
+        await agents.ask("hello", ORPHAN)
         has = {"read", "shell", *also} - {"sessions_spawn"}
         assert {spec.name for spec in main.prompts[0].tools} == has
-        assert set((await troupe.operations.describe_actor(OPERATOR, ORPHAN)).actor.tools) == has
-        assert (await troupe.use("agents_list", ORPHAN))["agents"] == []
-        assert (await troupe.use("sessions_spawn", ORPHAN, task="more"))["reason"] == "depth"
-        (row,) = troupe.rows("SELECT depth, role FROM sessions WHERE key = ?", ORPHAN)
+        assert set((await agents.operations.describe_actor(OPERATOR, ORPHAN)).actor.tools) == has
+        assert (await agents.use("agents_list", ORPHAN))["agents"] == []
+        assert (await agents.use("sessions_spawn", ORPHAN, task="more"))["reason"] == "depth"
+        (row,) = agents.rows("SELECT depth, role FROM sessions WHERE key = ?", ORPHAN)
         assert (row["depth"], row["role"]) == (1, "orchestrator" if imported else "leaf")

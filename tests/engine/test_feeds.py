@@ -57,21 +57,21 @@ async def test_every_entry_once_and_in_order_whatever_is_dropped(
     )  # looking again by itself would hide a missed hint
     dice = random.Random(seed)
     turns, last = 25, 50
-    async with open_app_fixture(tmp_path, echo, bus=LocalBus(buffer=dice.choice([1, 2, 3]))) as stage:
-        await stage.create(MAIN)
+    async with open_app_fixture(tmp_path, echo, bus=LocalBus(buffer=dice.choice([1, 2, 3]))) as app:
+        await app.create(MAIN)
 
         async def follower(own: random.Random) -> list[int]:
             seen: list[int] = []
             while len(seen) < last:
                 # Up to some entry, then away, then again from there.
                 upto = min(last, len(seen) + own.randint(1, 30))
-                async with aclosing(stage.operations.follow(OPERATOR, MAIN, after=len(seen))) as events:
+                async with aclosing(app.operations.follow(OPERATOR, MAIN, after=len(seen))) as events:
                     seen += [seq for _, seq in await take(events, upto, own)]
             return seen
 
         async def speak() -> None:
             for number in range(turns):
-                await stage.say(f"{number}")
+                await app.say(f"{number}")
                 for _ in range(dice.randrange(10)):
                     await asyncio.sleep(0)
 
@@ -92,11 +92,11 @@ async def test_a_hole_shows_in_the_next_number(tmp_path: Path, monkeypatch: pyte
             if not (isinstance(event, MessageAppended) and event.seq % 2):
                 super().publish(topic, event)
 
-    async with open_app_fixture(tmp_path, echo, bus=Leaky()) as stage:
-        await stage.create(MAIN)
-        following = asyncio.create_task(take(stage.operations.follow(OPERATOR, MAIN, after=0), 6))
+    async with open_app_fixture(tmp_path, echo, bus=Leaky()) as app:
+        await app.create(MAIN)
+        following = asyncio.create_task(take(app.operations.follow(OPERATOR, MAIN, after=0), 6))
         for words in ("one", "two", "three"):
-            await stage.ask(words)
+            await app.ask(words)
         assert [seq for _, seq in await following] == [1, 2, 3, 4, 5, 6]
 
 
@@ -111,24 +111,24 @@ async def test_a_lost_hint_costs_time_and_nothing_else(
 
         def publish(self, topic: str, event: Event) -> None: ...
 
-    async with open_app_fixture(tmp_path, echo, bus=Deaf()) as stage:
-        await stage.create(MAIN)
-        following = asyncio.create_task(take(stage.operations.follow(OPERATOR, MAIN, after=0), 4))
+    async with open_app_fixture(tmp_path, echo, bus=Deaf()) as app:
+        await app.create(MAIN)
+        following = asyncio.create_task(take(app.operations.follow(OPERATOR, MAIN, after=0), 4))
         for words in ("one", "two"):
-            await stage.ask(words)
+            await app.ask(words)
         assert [seq for _, seq in await following] == [1, 2, 3, 4]
 
 
 @pytest.mark.requirement("G38", "G25")
 async def test_a_renewed_session_is_followed_into_its_new_transcript(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo) as stage:
-        await stage.ask("one")
-        before = await stage.operations.describe(OPERATOR, MAIN)
+    async with open_app_fixture(tmp_path, echo) as app:
+        await app.ask("one")
+        before = await app.operations.describe(OPERATOR, MAIN)
         seen: list[Event] = []
         ready = asyncio.Event()
 
         async def follow() -> None:
-            async for event in stage.operations.follow(OPERATOR, MAIN, after=0):
+            async for event in app.operations.follow(OPERATOR, MAIN, after=0):
                 if isinstance(event, MessageAppended | SessionChanged):
                     seen.append(event)
                 if isinstance(event, MessageAppended) and event.seq == 2:
@@ -138,8 +138,8 @@ async def test_a_renewed_session_is_followed_into_its_new_transcript(tmp_path: P
 
         following = asyncio.create_task(follow())
         await asyncio.wait_for(ready.wait(), BOUND)
-        after = await stage.operations.renew(OPERATOR, MAIN)
-        await stage.ask("two")
+        after = await app.operations.renew(OPERATOR, MAIN)
+        await app.ask("two")
         await asyncio.wait_for(following, BOUND)
         entries = [(event.session_id, event.seq) for event in seen if isinstance(event, MessageAppended)]
         assert entries == [
@@ -167,13 +167,13 @@ def in_short(event: Event) -> list[str]:
 
 
 async def test_who_stops_following_is_not_listened_for(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo) as stage:
-        await stage.ask("one")
-        topic = session_topic(stage.rows("SELECT id FROM sessions")[0]["id"])
-        async with aclosing(stage.operations.follow(OPERATOR, MAIN, after=0)) as events:
+    async with open_app_fixture(tmp_path, echo) as app:
+        await app.ask("one")
+        topic = session_topic(app.rows("SELECT id FROM sessions")[0]["id"])
+        async with aclosing(app.operations.follow(OPERATOR, MAIN, after=0)) as events:
             await anext(events)
-            assert stage.bus.has_listeners(topic)
-        assert not stage.bus.has_listeners(topic)
+            assert app.bus.has_listeners(topic)
+        assert not app.bus.has_listeners(topic)
 
 
 @pytest.mark.parametrize("outcome", ["ok", "error", "timeout"])
@@ -189,10 +189,10 @@ async def test_nothing_is_streamed_after_the_end(tmp_path: Path, outcome: str) -
         if outcome == "timeout":
             await asyncio.Event().wait()
 
-    async with open_app_fixture(tmp_path, agent) as stage:
-        row = await stage.create(MAIN)
-        async with stage.bus.listen(session_topic(row["id"])) as events:
-            await stage.ask("go", timeout_seconds=0.5 if outcome == "timeout" else 60)
+    async with open_app_fixture(tmp_path, agent) as app:
+        row = await app.create(MAIN)
+        async with app.bus.listen(session_topic(row["id"])) as events:
+            await app.ask("go", timeout_seconds=0.5 if outcome == "timeout" else 60)
             seen: list[str] = []
             while event := await events.get(0.1):  # twice as long as pieces are gathered for
                 seen += in_short(event)
@@ -207,12 +207,12 @@ async def test_live_events_come_in_the_order_of_a_turn(tmp_path: Path) -> None:
         done = any(isinstance(message, ToolResult) for message in prompt.messages)
         return text("finished") if done else calls("work")
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)]) as stage:
-        await stage.create(MAIN)
+    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)]) as app:
+        await app.create(MAIN)
         seen: list[str] = []
 
         async def follow() -> None:
-            async for event in stage.operations.follow(OPERATOR, MAIN, after=0):
+            async for event in app.operations.follow(OPERATOR, MAIN, after=0):
                 seen.extend(in_short(event))
                 if seen[-1:] == ["ok"]:
                     return
@@ -220,11 +220,11 @@ async def test_live_events_come_in_the_order_of_a_turn(tmp_path: Path) -> None:
         following = asyncio.create_task(follow())
 
         async def listening() -> bool:
-            row = stage.rows("SELECT id FROM sessions")[0]
-            return stage.bus.has_listeners(session_topic(row["id"]))
+            row = app.rows("SELECT id FROM sessions")[0]
+            return app.bus.has_listeners(session_topic(row["id"]))
 
         await until(listening)
-        await stage.ask("go")
+        await app.ask("go")
         await asyncio.wait_for(following, BOUND)
         assert seen == [
             "queued",
@@ -244,37 +244,37 @@ async def test_live_events_come_in_the_order_of_a_turn(tmp_path: Path) -> None:
 async def test_what_may_not_be_read_may_not_be_followed(tmp_path: Path) -> None:
     from antiphon.access import Caller
 
-    async with open_app_fixture(tmp_path, echo) as stage:
-        await stage.ask("secret", "agent:main:direct:a")
+    async with open_app_fixture(tmp_path, echo) as app:
+        await app.ask("secret", "agent:main:direct:a")
         stranger = Caller.agent("main", "agent:main:direct:b")
         with pytest.raises(NotFound):
-            await anext(aiter(stage.operations.follow(stranger, "agent:main:direct:a", after=0)))
+            await anext(aiter(app.operations.follow(stranger, "agent:main:direct:a", after=0)))
 
 
 # --- reading back ---
 
 
-async def pages(stage: AppFixture, limit: int, *, backwards: bool, tools: bool) -> list[dict[str, Any]]:
+async def pages(app: AppFixture, limit: int, *, backwards: bool, tools: bool) -> list[dict[str, Any]]:
     """The whole transcript along the cursors, while somebody is still talking."""
     found: list[dict[str, Any]] = []
     at: int | None = None if backwards else 0
     while True:
         before, after = (at, None) if backwards else (None, at)
         wanted = HistoryFilter(limit=limit, include_tools=tools, before=before, after=after)
-        page = await stage.operations.read_history(OPERATOR, MAIN, wanted)
+        page = await app.operations.read_history(OPERATOR, MAIN, wanted)
         found = [*page.messages, *found] if backwards else [*found, *page.messages]
         assert len(page.messages) <= limit
-        assert len(page.messages) == 1 or await size(stage, page.messages) <= transcripts.MAX_PAGE_BYTES
+        assert len(page.messages) == 1 or await size(app, page.messages) <= transcripts.MAX_PAGE_BYTES
         assert page.has_more == (page.next_cursor is not None)
         if page.next_cursor is None:
             return found
         at = int(page.next_cursor)
 
 
-async def size(stage: AppFixture, items: list[dict[str, Any]]) -> int:
+async def size(app: AppFixture, items: list[dict[str, Any]]) -> int:
     """Of the bodies of these entries, in bytes."""
     wanted = {item["seq"] for item in items}
-    rows = stage.rows("SELECT seq, body FROM messages")
+    rows = app.rows("SELECT seq, body FROM messages")
     return sum(len(row["body"].encode()) for row in rows if row["seq"] in wanted)
 
 
@@ -295,16 +295,16 @@ async def test_following_the_cursors_gives_the_transcript_exactly(
     async def agent(prompt: Prompt) -> AssistantMessage:
         return text("ok") if isinstance(prompt.messages[-1], ToolResult) else calls("work")
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)]) as stage:
+    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)]) as app:
         for number in range(4):
-            await stage.ask(f"{number} " + "é" * dice.choice([0, 50, 500]))
-        talking = asyncio.create_task(asyncio.wait_for(_talk(stage), BOUND))
+            await app.ask(f"{number} " + "é" * dice.choice([0, 50, 500]))
+        talking = asyncio.create_task(asyncio.wait_for(_talk(app), BOUND))
         for limit in (1, 3, 7, 1000):
             for tools in (True, False):
-                found = await pages(stage, limit, backwards=backwards, tools=tools)
+                found = await pages(app, limit, backwards=backwards, tools=tools)
                 seqs = [item["seq"] for item in found]
                 roles = [item["role"] for item in found]
-                whole = [row["seq"] for row in stage.rows("SELECT seq, role FROM messages ORDER BY seq")
+                whole = [row["seq"] for row in app.rows("SELECT seq, role FROM messages ORDER BY seq")
                          if tools or row["role"] != "toolResult"]  # fmt: skip
                 assert seqs == whole[: len(seqs)] and len(seqs) >= 12
                 assert ("toolResult" in roles) == tools
@@ -334,11 +334,11 @@ async def test_large_entries_are_not_all_fetched_for_a_page_of_few(tmp_path: Pat
         )
         return page, counting.rows
 
-    async with open_app_fixture(tmp_path, echo) as stage:
-        row = await stage.create(MAIN)
+    async with open_app_fixture(tmp_path, echo) as app:
+        row = await app.create(MAIN)
         for _ in range(3 * transcripts.ROWS_PER_FETCH):
-            await stage.operations.inject(OPERATOR, MAIN, "x" * 100_000)
-        page, rows = await stage.store.read(read, row["transcript"])
+            await app.operations.inject(OPERATOR, MAIN, "x" * 100_000)
+        page, rows = await app.store.read(read, row["transcript"])
     assert (page.has_more, rows) == (True, transcripts.ROWS_PER_FETCH)
     seqs = [entry.seq for entry in page.entries]
     first = 3 * transcripts.ROWS_PER_FETCH - len(seqs) + 1 if backwards else 1
@@ -352,16 +352,16 @@ async def test_a_feed_gives_every_entry_however_few_fit_a_page(
 ) -> None:
     monkeypatch.setattr(feeds, "IDLE_REREAD_SECONDS", 3600)
     monkeypatch.setattr(transcripts, "MAX_PAGE_BYTES", 1)
-    async with open_app_fixture(tmp_path, echo) as stage:
+    async with open_app_fixture(tmp_path, echo) as app:
         for number in range(3):
-            await stage.ask(f"{number}")
-        async with aclosing(stage.operations.follow(OPERATOR, MAIN, after=0)) as events:
+            await app.ask(f"{number}")
+        async with aclosing(app.operations.follow(OPERATOR, MAIN, after=0)) as events:
             assert [seq for _, seq in await take(events, 6)] == [1, 2, 3, 4, 5, 6]
 
 
-async def _talk(stage: AppFixture) -> None:
+async def _talk(app: AppFixture) -> None:
     for number in range(10):
-        await stage.ask(f"later {number}")
+        await app.ask(f"later {number}")
 
 
 # --- a new conversation ---
@@ -372,30 +372,30 @@ async def test_renewing_keeps_the_old_conversation_readable(tmp_path: Path) -> N
     async def agent(prompt: Prompt) -> str:
         return f"{len(prompt.messages)} shown"
 
-    async with open_app_fixture(tmp_path, agent) as stage:
-        await stage.ask("old")
-        old = await stage.operations.describe(OPERATOR, MAIN)
-        new = await stage.operations.renew(OPERATOR, MAIN, "reset")
+    async with open_app_fixture(tmp_path, agent) as app:
+        await app.ask("old")
+        old = await app.operations.describe(OPERATOR, MAIN)
+        new = await app.operations.renew(OPERATOR, MAIN, "reset")
         assert (new.key, new.session_id == old.session_id) == (old.key, False)
-        assert await stage.transcript() == []
-        assert (await stage.ask("fresh")).reply == "1 shown"
-        kept = await stage.transcript(old.session_id)
+        assert await app.transcript() == []
+        assert (await app.ask("fresh")).reply == "1 shown"
+        kept = await app.transcript(old.session_id)
         assert [entry["content"] for entry in kept if entry["role"] == "user"] == ["old"]
-        reasons = stage.rows("SELECT session_id, reason, ended_at FROM transcripts ORDER BY id")
+        reasons = app.rows("SELECT session_id, reason, ended_at FROM transcripts ORDER BY id")
         assert [(row["session_id"], row["reason"]) for row in reasons] == [
             (old.session_id, "created"),
             (new.session_id, "reset"),
         ]
         assert reasons[0]["ended_at"] is not None
-    async with open_app_fixture(tmp_path, agent) as stage:
-        assert (await stage.operations.describe(OPERATOR, MAIN)).session_id == new.session_id
+    async with open_app_fixture(tmp_path, agent) as app:
+        assert (await app.operations.describe(OPERATOR, MAIN)).session_id == new.session_id
 
 
 class _Between:
     """A store in which something happens right after a restored conversation was found."""
 
-    def __init__(self, stage: AppFixture, session_id: str) -> None:
-        self._stage = stage
+    def __init__(self, app: AppFixture, session_id: str) -> None:
+        self._stage = app
         self._session_id = session_id
 
     async def read(self, script: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -412,17 +412,17 @@ async def test_nothing_is_skipped_that_was_said_while_a_conversation_came_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feeds, "IDLE_REREAD_SECONDS", 3600)
-    async with open_app_fixture(tmp_path, echo) as stage:
-        await stage.ask("one")
-        old = (await stage.operations.describe(OPERATOR, MAIN)).session_id
-        await stage.operations.renew(OPERATOR, MAIN)
-        row = stage.rows("SELECT * FROM sessions")[0]
-        await stage.operations.restore(OPERATOR, old)
-        store: Any = _Between(stage, old)
+    async with open_app_fixture(tmp_path, echo) as app:
+        await app.ask("one")
+        old = (await app.operations.describe(OPERATOR, MAIN)).session_id
+        await app.operations.renew(OPERATOR, MAIN)
+        row = app.rows("SELECT * FROM sessions")[0]
+        await app.operations.restore(OPERATOR, old)
+        store: Any = _Between(app, old)
         seen: list[Event] = []
         async with (
             asyncio.timeout(BOUND),
-            aclosing(feeds.follow_session(store, stage.bus, session_topic(row["id"]), row, 0)) as events,
+            aclosing(feeds.follow_session(store, app.bus, session_topic(row["id"]), row, 0)) as events,
         ):
             while not (seen and isinstance(seen[-1], MessageAppended)):
                 seen.append(await anext(events))
@@ -441,20 +441,20 @@ async def test_a_busy_session_is_not_renewed(tmp_path: Path) -> None:
         await release.wait()
         return "ok"
 
-    async with open_app_fixture(tmp_path, agent) as stage:
-        run_id = await stage.say("go")
+    async with open_app_fixture(tmp_path, agent) as app:
+        run_id = await app.say("go")
         await asyncio.wait_for(begun.wait(), BOUND)
         with pytest.raises(Conflict):
-            await stage.operations.renew(OPERATOR, MAIN)
+            await app.operations.renew(OPERATOR, MAIN)
         release.set()
-        assert (await stage.wait_for_end(run_id)).state == "ok"
+        assert (await app.wait_for_end(run_id)).state == "ok"
 
 
 async def test_a_conversation_that_has_ended_is_not_followed(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo) as stage:
-        await stage.ask("one")
-        old = (await stage.operations.describe(OPERATOR, MAIN)).session_id
-        await stage.operations.renew(OPERATOR, MAIN)
-        async with aclosing(stage.operations.follow(OPERATOR, old)) as events:
+    async with open_app_fixture(tmp_path, echo) as app:
+        await app.ask("one")
+        old = (await app.operations.describe(OPERATOR, MAIN)).session_id
+        await app.operations.renew(OPERATOR, MAIN)
+        async with aclosing(app.operations.follow(OPERATOR, old)) as events:
             with pytest.raises(Conflict, match="by the key"):
                 await anext(events)

@@ -145,7 +145,7 @@ def id_of(params: Mapping[str, Any]) -> int:
 class Street:
     """The house, and everything that left it."""
 
-    house: App
+    app: App
     path: Path
     page: Page
     pigeon: RecordingChannel
@@ -231,16 +231,16 @@ async def street(path: Path, agents: Mapping[str, AgentFunction]) -> AsyncGenera
     async with serve_gateway(
         config, path, port=0, functions=functions, channels={"pigeon": pigeon}
     ) as served:
-        house = served.gateway.app
+        app = served.gateway.app
         for key in (MAIN, HELPER, ROOM, OWN):
-            await house.operations.open(OPERATOR, key)
+            await app.operations.open(OPERATOR, key)
         async with connect(served.url, max_size=None, proxy=None, open_timeout=BOUND) as ws:
             page = Page(ws)
-            place = Street(house, path, page, pigeon)
+            place = Street(app, path, page, pigeon)
             ready = asyncio.Event()
             tasks = [
                 asyncio.create_task(page.read()),
-                asyncio.create_task(place.listen(house.bus, ready)),
+                asyncio.create_task(place.listen(app.bus, ready)),
             ]
             await asyncio.wait_for(ready.wait(), BOUND)
             token = TokenRegistry.open(path).owner_token
@@ -269,7 +269,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def converse(place: Street) -> None:
     """Every way in which agents make words that nobody in a chat has asked for."""
-    operations = place.house.operations
+    operations = place.app.operations
     for sender, target in ((MAIN, HELPER), (OWN, ROOM)):
         caller = Caller.agent("main", sender)
         await operations.send(
@@ -345,7 +345,7 @@ async def test_what_is_said_between_agents_or_to_the_gate_is_shown_in_no_chat(tm
 @pytest.mark.parametrize("words", NASTY)
 async def test_what_a_person_asked_for_is_shown_as_it_is(tmp_path: Path, words: str) -> None:
     async with street(tmp_path, {"main": streaming({"chat": words})}) as place:
-        asked = await place.house.operations.submit(
+        asked = await place.app.operations.submit(
             OPERATOR, IncomingMessage(session=MAIN, content="chat with me")
         )
         await place.quiet()
@@ -360,7 +360,7 @@ async def test_what_a_person_asked_for_is_shown_as_it_is(tmp_path: Path, words: 
 async def test_what_a_clock_or_a_machine_asked_for_passes_the_gate(tmp_path: Path, origin: str) -> None:
     nasty = f"NO_REPLY {PEER} {SECRET} said"
     async with street(tmp_path, {"main": streaming({"request": nasty})}) as place:
-        await place.house.operations.submit(
+        await place.app.operations.submit(
             OPERATOR, IncomingMessage(session=MAIN, content="go", origin=origin)
         )
         await place.quiet()
@@ -379,7 +379,7 @@ async def test_the_policy_stops_what_goes_out_and_nothing_that_comes_in(tmp_path
         return lines[_step(prompt)]
 
     async with street(tmp_path, {"main": streaming(lines), "helper": slow}) as place:
-        operations = place.house.operations
+        operations = place.app.operations
         for key in (HELPER, ROOM):
             send = SendRequest(message="go", session=key, timeout_seconds=0, reply_back=0)
             await operations.send(Caller.agent("main", MAIN), send)
@@ -402,7 +402,7 @@ async def test_an_end_that_the_hub_has_missed_passes_the_gate_too(
     nasty = f"well NO_REPLY {PEER}"
     speak = streaming({step: nasty})
     async with street(tmp_path, {"main": speak, "helper": speak}) as place:
-        bus = place.house.bus
+        bus = place.app.bus
         publish = bus.publish
 
         def flooding(topic: str, event: Event) -> None:
@@ -413,8 +413,6 @@ async def test_an_end_that_the_hub_has_missed_passes_the_gate_too(
 
         monkeypatch.setattr(bus, "publish", flooding)
         caller = Caller.agent("main", MAIN)
-        await place.house.operations.send(
-            caller, SendRequest(message="go", session=HELPER, timeout_seconds=0)
-        )
+        await place.app.operations.send(caller, SendRequest(message="go", session=HELPER, timeout_seconds=0))
         await place.quiet()
         place.check()

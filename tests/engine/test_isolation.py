@@ -70,13 +70,13 @@ async def test_two_hundred_interleaved_sessions_never_see_each_other(tmp_path: P
         return ToolOutput(text=call.caller.session_key or "")
 
     keys = [f"agent:main:direct:{number}" for number in range(SESSIONS)]
-    async with open_app_fixture(tmp_path, Echo(), tools=[tool("who", who)]) as stage:
-        rows = {key: (await stage.create(key))["id"] for key in keys}
+    async with open_app_fixture(tmp_path, Echo(), tools=[tool("who", who)]) as app:
+        rows = {key: (await app.create(key))["id"] for key in keys}
 
         async def listen(key: str) -> tuple[str, set[str]]:
             """What a follower of one session hears of two turns: pieces, and whose entries."""
             pieces, owners = "", set[str]()
-            async with asyncio.timeout(BOUND * 9), stage.bus.listen(session_topic(rows[key])) as events:
+            async with asyncio.timeout(BOUND * 9), app.bus.listen(session_topic(rows[key])) as events:
                 listening.release()
                 while len(owners) < 1 or entries[key] < 8:
                     event = await events.get(BOUND * 3)
@@ -93,15 +93,15 @@ async def test_two_hundred_interleaved_sessions_never_see_each_other(tmp_path: P
         for _ in keys:
             await listening.acquire()
         for _ in range(2):
-            ids = await asyncio.gather(*(stage.say(key, key) for key in keys))
+            ids = await asyncio.gather(*(app.say(key, key) for key in keys))
             for key, run_id in zip(keys, ids, strict=True):
-                view = await stage.operations.wait(OPERATOR, run_id, BOUND * 3)
+                view = await app.operations.wait(OPERATOR, run_id, BOUND * 3)
                 assert (view.state, view.reply, view.session_key) == ("ok", key, key), view.error
         for key in keys:
             pieces, owners = await listeners[key]
             assert pieces == key * 2
-            assert owners == {(await stage.operations.describe(OPERATOR, key)).session_id}
-        said = stage.rows(
+            assert owners == {(await app.operations.describe(OPERATOR, key)).session_id}
+        said = app.rows(
             "SELECT s.key, s.id, r.session, m.body FROM messages m JOIN sessions s ON s.transcript = m.transcript "
             "JOIN runs r ON r.n = m.run"
         )
@@ -121,8 +121,8 @@ async def test_a_run_inherits_nothing_from_the_run_that_caused_it(tmp_path: Path
 
     async def tell(call: ToolRequest) -> ToolOutput:
         whoami.set("the teller")
-        run_id = await stage.say("told", "agent:main:direct:told")
-        return ToolOutput(text=(await stage.wait_for_end(run_id)).reply or "")
+        run_id = await app.say("told", "agent:main:direct:told")
+        return ToolOutput(text=(await app.wait_for_end(run_id)).reply or "")
 
     async def agent(prompt: Prompt) -> AssistantMessage:
         if prompt.session_key == "agent:main:direct:told":
@@ -132,8 +132,8 @@ async def test_a_run_inherits_nothing_from_the_run_that_caused_it(tmp_path: Path
         return text("told") if isinstance(prompt.messages[-1], ToolResult) else calls("tell")
 
     whoami.set("the test")
-    async with open_app_fixture(tmp_path, agent, tools=[tool("tell", tell)]) as stage:
-        assert (await stage.ask("go")).reply == "told"
+    async with open_app_fixture(tmp_path, agent, tools=[tool("tell", tell)]) as app:
+        assert (await app.ask("go")).reply == "told"
     assert seen == ["nobody"]
 
 

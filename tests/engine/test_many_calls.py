@@ -49,8 +49,8 @@ async def test_of_too_many_calls_the_first_are_run_and_the_model_is_told(
         return await commit(tx, claim, messages, now)
 
     monkeypatch.setattr(lifecycle, "commit_messages", counted)
-    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)]) as stage:
-        assert (await stage.ask("go")).reply == "fine"
+    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)]) as app:
+        assert (await app.ask("go")).reply == "fine"
     assert len(ran) == MAX_TOOL_CALLS_PER_ANSWER
     assert most == MAX_CONCURRENT_CALLS_PER_ANSWER
     assert len(results) == MAX_KEPT_TOOL_CALLS
@@ -74,15 +74,15 @@ async def test_a_result_is_committed_while_others_are_still_at_work(tmp_path: Pa
         asked = any(isinstance(message, ToolResult) for message in prompt.messages)
         return text("fine") if asked else calls("wait", "quick", "quick")
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("quick", quick), tool("wait", wait)]) as stage:
-        run = await stage.say("go")
+    async with open_app_fixture(tmp_path, agent, tools=[tool("quick", quick), tool("wait", wait)]) as app:
+        run = await app.say("go")
 
         async def two_are_there() -> bool:
-            return [entry["role"] for entry in await stage.transcript()].count("toolResult") == 2
+            return [entry["role"] for entry in await app.transcript()].count("toolResult") == 2
 
         await until(two_are_there)
         slow.set()
-        assert (await stage.wait_for_end(run)).reply == "fine"
+        assert (await app.wait_for_end(run)).reply == "fine"
 
 
 async def test_what_is_done_when_a_run_is_stopped_stays_done(tmp_path: Path) -> None:
@@ -99,10 +99,10 @@ async def test_what_is_done_when_a_run_is_stopped_stays_done(tmp_path: Path) -> 
     async def agent(prompt: Prompt) -> AssistantMessage:
         return calls("wait", "quick", "quick")
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("quick", quick), tool("wait", wait)]) as stage:
-        run = await stage.say("go")
+    async with open_app_fixture(tmp_path, agent, tools=[tool("quick", quick), tool("wait", wait)]) as app:
+        run = await app.say("go")
         await soon(begun)
-        await stage.operations.stop(OPERATOR, MAIN)
-        assert (await stage.wait_for_end(run)).state == "cancelled"
-        results = [entry for entry in await stage.transcript() if entry["role"] == "toolResult"]
+        await app.operations.stop(OPERATOR, MAIN)
+        assert (await app.wait_for_end(run)).state == "cancelled"
+        results = [entry for entry in await app.transcript() if entry["role"] == "toolResult"]
         assert sorted(entry.get("interrupted", False) for entry in results) == [False, False, True]

@@ -44,7 +44,7 @@ async def work(call: ToolRequest) -> ToolOutput:
     return ToolOutput(text=f"done {PADDING}")
 
 
-async def play(stage: AppFixture, session: str, kind: str, number: int) -> None:
+async def play(app: AppFixture, session: str, kind: str, number: int) -> None:
     """One run of a kind, watched by somebody who then goes away."""
     run_id = f"{session}-{number}-{kind}-{PADDING}"
     words = IncomingMessage(
@@ -53,46 +53,46 @@ async def play(stage: AppFixture, session: str, kind: str, number: int) -> None:
         idempotency_key=run_id,
         timeout_seconds=0.05 if kind == "late" else 60,
     )
-    await stage.operations.submit(OPERATOR, words)
-    async with aclosing(stage.operations.follow(OPERATOR, session, 0)) as feed:
+    await app.operations.submit(OPERATOR, words)
+    async with aclosing(app.operations.follow(OPERATOR, session, 0)) as feed:
         await anext(feed)
     if kind == "stop":
-        await stage.operations.stop(OPERATOR, session)
-    await stage.wait_for_end(run_id)
+        await app.operations.stop(OPERATOR, session)
+    await app.wait_for_end(run_id)
 
 
-async def play_round(stage: AppFixture, number: int) -> None:
+async def play_round(app: AppFixture, number: int) -> None:
     async def turns(session: str) -> None:
         for kind in KINDS:
-            await play(stage, session, kind, number)
-        await stage.operations.renew(OPERATOR, session)  # a conversation that grows is held while it is read
+            await play(app, session, kind, number)
+        await app.operations.renew(OPERATOR, session)  # a conversation that grows is held while it is read
 
     await asyncio.gather(*map(turns, SESSIONS))
 
 
-def held(stage: AppFixture) -> dict[str, int]:
+def held(app: AppFixture) -> dict[str, int]:
     """What lives as long as something plays, or somebody listens."""
-    lanes = stage.engine._lanes  # pyright: ignore[reportPrivateUsage]
+    lanes = app.engine._lanes  # pyright: ignore[reportPrivateUsage]
     parts: dict[str, Iterable[object]] = {
-        "playing": stage.engine._active_runs,  # pyright: ignore[reportPrivateUsage]
+        "playing": app.engine._active_runs,  # pyright: ignore[reportPrivateUsage]
         **{name: part for name, part in vars(lanes).items() if isinstance(part, dict | set)},
-        "topics": stage.bus.count_listeners(),
+        "topics": app.bus.count_listeners(),
     }
     return {name: len([*part]) for name, part in parts.items()}
 
 
-async def is_idle(stage: AppFixture) -> bool:
+async def is_idle(app: AppFixture) -> bool:
     """But for the engine itself, which listens for stops."""
-    return sum(held(stage).values()) == 1
+    return sum(held(app).values()) == 1
 
 
 async def nothing(tx: Tx) -> None: ...
 
 
-async def weight(stage: AppFixture) -> int:
+async def weight(app: AppFixture) -> int:
     """Bytes that our own code has taken and not given back."""
     for _ in range(8):  # a thread of the store holds what it did last until there is something else to do
-        await asyncio.gather(stage.store.tx(nothing), *(stage.store.read(nothing) for _ in range(32)))
+        await asyncio.gather(app.store.tx(nothing), *(app.store.read(nothing) for _ in range(32)))
     gc.collect()
     ours = tracemalloc.Filter(inclusive=True, filename_pattern=f"{Path(antiphon.__file__).parent}/*")
     return sum(
@@ -102,18 +102,18 @@ async def weight(stage: AppFixture) -> int:
 
 @pytest.mark.requirement("G24")
 async def test_nothing_is_left_of_runs_that_have_ended(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)]) as stage:
-        await play_round(stage, 0)  # whatever is made once is made now
-        await until(partial(is_idle, stage))
-        idle = held(stage)
+    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)]) as app:
+        await play_round(app, 0)  # whatever is made once is made now
+        await until(partial(is_idle, app))
+        idle = held(app)
         tracemalloc.start()
         try:
-            await play_round(stage, 1)
-            before = await weight(stage)
+            await play_round(app, 1)
+            before = await weight(app)
             for number in range(2, ROUNDS + 2):
-                await play_round(stage, number)
-            await until(partial(is_idle, stage))
-            assert await weight(stage) - before < LEAST
+                await play_round(app, number)
+            await until(partial(is_idle, app))
+            assert await weight(app) - before < LEAST
         finally:
             tracemalloc.stop()
-        assert held(stage) == idle
+        assert held(app) == idle

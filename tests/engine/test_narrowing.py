@@ -81,14 +81,14 @@ def is_wanted(wanted: HistoryFilter, said: Said) -> bool:
 
 
 async def walk(
-    stage: AppFixture, wanted: HistoryFilter, between: Callable[[], Any], *, backwards: bool
+    app: AppFixture, wanted: HistoryFilter, between: Callable[[], Any], *, backwards: bool
 ) -> list[int]:
     """The numbers along the cursors, with something happening after each page."""
     found: list[int] = []
     at: int | None = None if backwards else 0
     while True:
         step = msgspec.structs.replace(wanted, **{"before" if backwards else "after": at})
-        page = await stage.operations.read_history(OPERATOR, MAIN, step)
+        page = await app.operations.read_history(OPERATOR, MAIN, step)
         seqs = [item["seq"] for item in page.messages]
         assert len(seqs) <= wanted.limit
         assert page.has_more == (page.next_cursor is not None)
@@ -121,17 +121,17 @@ def test_following_the_cursors_gives_exactly_what_was_asked_for_while_more_is_sa
     room: int,
 ) -> None:
     async def check(path: Path) -> None:
-        async with open_app_fixture(path, silent) as stage:
-            session = (await stage.create(MAIN))["id"]
-            await stage.store.tx(add, session, before)
+        async with open_app_fixture(path, silent) as app:
+            session = (await app.create(MAIN))["id"]
+            await app.store.tx(add, session, before)
             said, waiting = [*before], [*later]
 
             async def grow() -> None:
                 if waiting:
                     said.append(waiting.pop())
-                    await stage.store.tx(add, session, said[-1:])
+                    await app.store.tx(add, session, said[-1:])
 
-            found = await walk(stage, wanted, grow, backwards=backwards)
+            found = await walk(app, wanted, grow, backwards=backwards)
             there = before if backwards else said
             assert found == [seq for seq, one in enumerate(there, 1) if is_wanted(wanted, one)]
 
@@ -149,11 +149,11 @@ async def test_a_page_looks_through_so_many_entries_and_says_where_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backwards: bool
 ) -> None:
     monkeypatch.setattr(transcripts, "MAX_ENTRIES_SCANNED", 10)
-    async with open_app_fixture(tmp_path, silent) as stage:
-        session = (await stage.create(MAIN))["id"]
-        await stage.store.tx(add, session, [(0, BODIES[1])] * 25)
+    async with open_app_fixture(tmp_path, silent) as app:
+        session = (await app.create(MAIN))["id"]
+        await app.store.tx(add, session, [(0, BODIES[1])] * 25)
         wanted = HistoryFilter(roles=("user",), after=None if backwards else 0)
-        page = await stage.operations.read_history(OPERATOR, MAIN, wanted)
+        page = await app.operations.read_history(OPERATOR, MAIN, wanted)
         assert (page.messages, page.has_more, page.total) == ([], True, 25)
         assert page.next_cursor == ("16" if backwards else "10")
 

@@ -401,48 +401,48 @@ async def test_a_channel_that_is_not_there_is_said_and_set_up_later_it_can_be_de
 ) -> None:
     config = make_agents_config("helper")
     group = "agent:helper:discord:group:g1"
-    async with open_agents_fixture(config, tmp_path) as troupe:
-        await troupe.open_sessions(group)
-        await troupe.call_tool(
+    async with open_agents_fixture(config, tmp_path) as agents:
+        await agents.open_sessions(group)
+        await agents.call_tool(
             "sessions_send", sessionKey=group, message="say yes\nannounce It is done.", replyBack=0
         )
-        await troupe.wait_until_idle()
-        page = await troupe.operations.list_deliveries(OPERATOR, "dead")
+        await agents.wait_until_idle()
+        page = await agents.operations.list_deliveries(OPERATOR, "dead")
         (dead,) = page.deliveries
         assert "There is no channel 'discord' here." in (dead.error or "")
         assert page.standing == {"dead": 1}
     discord = RecordingChannel()
-    async with open_agents_fixture(config, tmp_path, channels={"discord": discord}) as troupe:
-        again = await troupe.operations.retry_delivery(OPERATOR, dead.key)
+    async with open_agents_fixture(config, tmp_path, channels={"discord": discord}) as agents:
+        again = await agents.operations.retry_delivery(OPERATOR, dead.key)
         assert (again.state, again.attempts, again.error) == ("pending", 0, None)
-        await troupe.wait_until_idle()
+        await agents.wait_until_idle()
         assert discord.texts == ["It is done."]
-        (row,) = troupe.rows("SELECT announced FROM exchanges")
+        (row,) = agents.rows("SELECT announced FROM exchanges")
         assert row["announced"] == "delivered"
         with pytest.raises(Conflict):
-            await troupe.operations.retry_delivery(OPERATOR, dead.key)
+            await agents.operations.retry_delivery(OPERATOR, dead.key)
         with pytest.raises(NotFound):
-            await troupe.operations.retry_delivery(OPERATOR, "no such key")
+            await agents.operations.retry_delivery(OPERATOR, "no such key")
 
 
 @pytest.mark.requirement("SEC5", "V3")
 async def test_only_operators_see_the_outbox_and_only_admins_send_again(tmp_path: Path) -> None:
-    async with open_agents_fixture(make_agents_config(), tmp_path) as troupe:
-        await troupe.open_sessions(MAIN)
+    async with open_agents_fixture(make_agents_config(), tmp_path) as agents:
+        await agents.open_sessions(MAIN)
         for number in range(3):
-            await troupe.use("sessions_spawn", task=f"say {number}")
-            await troupe.wait_until_idle()
+            await agents.use("sessions_spawn", task=f"say {number}")
+            await agents.wait_until_idle()
         agent = Caller.agent("main", MAIN)
         with pytest.raises(Forbidden):
-            await troupe.operations.list_deliveries(agent)
+            await agents.operations.list_deliveries(agent)
         with pytest.raises(Forbidden):
-            await troupe.operations.retry_delivery(agent, "x")
+            await agents.operations.retry_delivery(agent, "x")
         with pytest.raises(Forbidden):
-            await troupe.operations.retry_delivery(Caller.operator([READ_SCOPE]), "x")
+            await agents.operations.retry_delivery(Caller.operator([READ_SCOPE]), "x")
         seen: list[str] = []
         cursor: str | None = None
         while True:
-            page = await troupe.operations.list_deliveries(
+            page = await agents.operations.list_deliveries(
                 Caller.operator([READ_SCOPE]), limit=2, cursor=cursor
             )
             seen += [delivery.text.partition("\n\n")[0] for delivery in page.deliveries]
@@ -450,6 +450,6 @@ async def test_only_operators_see_the_outbox_and_only_admins_send_again(tmp_path
                 break
         assert seen == [f"Status: ok\nResult: {number}" for number in (2, 1, 0)]
         with pytest.raises(InvalidInput):
-            await troupe.operations.list_deliveries(OPERATOR, "lost")
+            await agents.operations.list_deliveries(OPERATOR, "lost")
         with pytest.raises(InvalidInput):
-            await troupe.operations.list_deliveries(OPERATOR, cursor="x")
+            await agents.operations.list_deliveries(OPERATOR, cursor="x")

@@ -168,9 +168,9 @@ def test_only_chats_begin_anew(rest: str) -> None:
 # --- what a message does ---
 
 
-async def reasons(stage: AppFixture, session: str = MAIN) -> list[str]:
+async def reasons(app: AppFixture, session: str = MAIN) -> list[str]:
     return [
-        conversation.reason for conversation in await stage.operations.list_conversations(OPERATOR, session)
+        conversation.reason for conversation in await app.operations.list_conversations(OPERATOR, session)
     ]
 
 
@@ -186,64 +186,62 @@ async def test_a_message_after_the_time_begins_another_conversation(
     tmp_path: Path, session: dict[str, Any], pause: timedelta, reason: str
 ) -> None:
     clock = ManualClock()
-    async with open_app_fixture(tmp_path, echo, config=configured(**session), clock=clock) as stage:
-        await stage.ask("first")
-        await stage.ask("second")
-        old = (await stage.operations.describe(OPERATOR, MAIN)).session_id
-        topic = session_topic(stage.rows("SELECT id FROM sessions")[0]["id"])
+    async with open_app_fixture(tmp_path, echo, config=configured(**session), clock=clock) as app:
+        await app.ask("first")
+        await app.ask("second")
+        old = (await app.operations.describe(OPERATOR, MAIN)).session_id
+        topic = session_topic(app.rows("SELECT id FROM sessions")[0]["id"])
         clock.advance(seconds=pause.total_seconds())
-        async with stage.bus.listen("sessions") as lists, stage.bus.listen(topic) as follower:
-            accepted = await stage.operations.submit(
-                OPERATOR, IncomingMessage(session="main", content="third")
-            )
+        async with app.bus.listen("sessions") as lists, app.bus.listen(topic) as follower:
+            accepted = await app.operations.submit(OPERATOR, IncomingMessage(session="main", content="third"))
             assert await lists.get(0) == SessionChanged(session_key=MAIN, reason=reason)
             assert await follower.get(0) == SessionChanged(session_key=MAIN, reason="renewed")
-        assert (await stage.wait_for_end(accepted.run_id)).state == "ok"
-        await stage.ask("fourth")
-        assert await reasons(stage) == [reason, "created"]
-        assert accepted.session_id == (await stage.operations.describe(OPERATOR, MAIN)).session_id != old
-        said = [entry["content"] for entry in await stage.transcript() if entry["role"] == "user"]
+        assert (await app.wait_for_end(accepted.run_id)).state == "ok"
+        await app.ask("fourth")
+        assert await reasons(app) == [reason, "created"]
+        assert accepted.session_id == (await app.operations.describe(OPERATOR, MAIN)).session_id != old
+        said = [entry["content"] for entry in await app.transcript() if entry["role"] == "user"]
         assert said == ["third", "fourth"]
-        await stage.operations.restore(OPERATOR, old)
-        await stage.ask("fifth")
-        assert [entry["role"] for entry in await stage.transcript()] == ["user", "assistant"] * 3
+        await app.operations.restore(OPERATOR, old)
+        await app.ask("fifth")
+        assert [entry["role"] for entry in await app.transcript()] == ["user", "assistant"] * 3
 
 
 async def test_nothing_begins_anew_unless_it_is_configured(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with open_app_fixture(tmp_path, echo, clock=clock) as stage:
-        await stage.ask("first")
+    async with open_app_fixture(tmp_path, echo, clock=clock) as app:
+        await app.ask("first")
         clock.advance(days=400)
-        await stage.ask("second")
-        assert await reasons(stage) == ["created"]
+        await app.ask("second")
+        assert await reasons(app) == ["created"]
 
 
 async def test_only_a_persons_new_words_to_the_key_begin_another_conversation(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with open_app_fixture(tmp_path, echo, config=configured(reset={}), clock=clock) as stage:
-        await stage.ask("first", idempotency_key="known")
-        session_id = (await stage.operations.describe(OPERATOR, MAIN)).session_id
+    async with open_app_fixture(tmp_path, echo, config=configured(reset={}), clock=clock) as app:
+        await app.ask("first", idempotency_key="known")
+        session_id = (await app.operations.describe(OPERATOR, MAIN)).session_id
         clock.advance(days=2)
-        again = await stage.operations.submit(
+        again = await app.operations.submit(
             OPERATOR, IncomingMessage(session=MAIN, content="first", idempotency_key="known")
         )
         assert (again.new, again.session_id) == (False, session_id)
-        await stage.ask("from a program", provenance=Provenance(kind="hook", source_tool="wake"))
+        await app.ask("from a program", provenance=Provenance(kind="hook", source_tool="wake"))
         clock.advance(days=2)
-        await stage.ask("to this very conversation", session_id)
+        await app.ask("to this very conversation", session_id)
         clock.advance(days=2)
-        steered, _ = await stage.operations.steer(OPERATOR, IncomingMessage(session=MAIN, content="steered"))
-        await stage.wait_for_end(steered.run_id)
-        assert await reasons(stage) == ["created"]
+        steered, _ = await app.operations.steer(OPERATOR, IncomingMessage(session=MAIN, content="steered"))
+        await app.wait_for_end(steered.run_id)
+        assert await reasons(app) == ["created"]
 
 
 async def test_a_session_in_which_nothing_was_said_does_not_begin_anew(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with open_app_fixture(tmp_path, echo, config=configured(reset={}), clock=clock) as stage:
-        await stage.create(GROUP)
+    async with open_app_fixture(tmp_path, echo, config=configured(reset={}), clock=clock) as app:
+        await app.create(GROUP)
         clock.advance(days=2)
-        await stage.ask("first", GROUP)
-        assert await reasons(stage, GROUP) == ["created"]
+        await app.ask("first", GROUP)
+        assert await reasons(app, GROUP) == ["created"]
 
 
 async def test_a_session_at_work_does_not_begin_anew(tmp_path: Path) -> None:
@@ -254,38 +252,38 @@ async def test_a_session_at_work_does_not_begin_anew(tmp_path: Path) -> None:
         await release.wait()
         return "done"
 
-    async with open_app_fixture(tmp_path, slow, config=configured(idleMinutes=1), clock=clock) as stage:
-        first = await stage.say("first")
+    async with open_app_fixture(tmp_path, slow, config=configured(idleMinutes=1), clock=clock) as app:
+        first = await app.say("first")
         await asyncio.wait_for(begun.wait(), BOUND)
         clock.advance(seconds=120)
-        second = await stage.say("second")
+        second = await app.say("second")
         release.set()
         for run_id in (first, second):
-            assert (await stage.wait_for_end(run_id)).state == "ok"
-        assert await reasons(stage) == ["created"]
+            assert (await app.wait_for_end(run_id)).state == "ok"
+        assert await reasons(app) == ["created"]
         clock.advance(seconds=120)
-        await stage.ask("third")
-        assert await reasons(stage) == ["idle", "created"]
+        await app.ask("third")
+        assert await reasons(app) == ["idle", "created"]
 
 
 async def test_of_two_at_once_one_begins_the_conversation_that_both_are_in(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with open_app_fixture(tmp_path, echo, config=configured(reset={}), clock=clock) as stage:
-        await stage.ask("first")
+    async with open_app_fixture(tmp_path, echo, config=configured(reset={}), clock=clock) as app:
+        await app.ask("first")
         clock.advance(days=2)
-        for run_id in await asyncio.gather(stage.say("second"), stage.say("third")):
-            await stage.wait_for_end(run_id)
-        assert await reasons(stage) == ["daily", "created"]
-        assert len(await stage.transcript()) == 4
+        for run_id in await asyncio.gather(app.say("second"), app.say("third")):
+            await app.wait_for_end(run_id)
+        assert await reasons(app) == ["daily", "created"]
+        assert len(await app.transcript()) == 4
 
 
 async def test_who_listens_for_an_answer_hears_it_in_the_conversation_that_it_begins(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with open_app_fixture(tmp_path, echo, config=configured(reset={}), clock=clock) as stage:
-        await stage.ask("first")
+    async with open_app_fixture(tmp_path, echo, config=configured(reset={}), clock=clock) as app:
+        await app.ask("first")
         clock.advance(days=2)
-        told = stream_run(stage.operations, OPERATOR, IncomingMessage(session=MAIN, content="second"), BOUND)
+        told = stream_run(app.operations, OPERATOR, IncomingMessage(session=MAIN, content="second"), BOUND)
         accepted, *words, view = [piece async for piece in told]
         assert isinstance(accepted, MessageReceipt) and isinstance(view, RunView)
         assert (words, view.reply) == (["said 1"], "said 1")
-        assert await reasons(stage) == ["daily", "created"]
+        assert await reasons(app) == ["daily", "created"]

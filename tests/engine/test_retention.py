@@ -33,65 +33,65 @@ async def echo(prompt: Prompt) -> str:
 @pytest.mark.requirement("G21", "G27")
 async def test_archiving_hides_and_keeps(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with open_app_fixture(tmp_path, echo, clock=clock, pace=QUIET) as stage:
+    async with open_app_fixture(tmp_path, echo, clock=clock, pace=QUIET) as app:
         for peer in ("old", "young"):
-            await stage.ask("hello", f"agent:main:direct:{peer}")
+            await app.ask("hello", f"agent:main:direct:{peer}")
         clock.advance(days=20)
-        await stage.ask("hello again", "agent:main:direct:young")
+        await app.ask("hello again", "agent:main:direct:young")
         clock.advance(days=10, seconds=-1)
-        assert await retention.apply_retention(stage.store, KEEP, clock.now()) == []  # one second short of it
+        assert await retention.apply_retention(app.store, KEEP, clock.now()) == []  # one second short of it
         clock.advance(seconds=2)
-        assert await retention.apply_retention(stage.store, KEEP, clock.now()) == ["agent:main:direct:old"]
-        assert await retention.apply_retention(stage.store, KEEP, clock.now()) == []
+        assert await retention.apply_retention(app.store, KEEP, clock.now()) == ["agent:main:direct:old"]
+        assert await retention.apply_retention(app.store, KEEP, clock.now()) == []
 
         async def listed(archived: bool) -> set[str]:
-            page = await stage.operations.list(OPERATOR, ListFilter(include_archived=archived))
+            page = await app.operations.list(OPERATOR, ListFilter(include_archived=archived))
             return {row.key for row in page.sessions}
 
         assert await listed(archived=False) == {"agent:main:direct:young"}
         assert await listed(archived=True) == {"agent:main:direct:young", "agent:main:direct:old"}
-        assert len(await stage.transcript("agent:main:direct:old")) == 2
+        assert len(await app.transcript("agent:main:direct:old")) == 2
         # Speaking to it brings it back.
-        await stage.ask("are you there", "agent:main:direct:old")
+        await app.ask("are you there", "agent:main:direct:old")
         assert len(await listed(archived=False)) == 2
 
 
 @pytest.mark.requirement("G21", "G27", "G28")
 async def test_deleting_takes_the_words_and_leaves_the_ledger(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with open_app_fixture(tmp_path, echo, clock=clock, pace=QUIET) as stage:
-        await stage.create(MAIN)
-        await stage.create("agent:main:direct:gone", MAIN)
-        run_id = (await stage.ask("a secret", "agent:main:direct:gone")).run_id
-        first = await stage.operations.describe(OPERATOR, "agent:main:direct:gone")
-        await stage.operations.renew(OPERATOR, "agent:main:direct:gone")
-        await stage.ask("another secret", "agent:main:direct:gone")
+    async with open_app_fixture(tmp_path, echo, clock=clock, pace=QUIET) as app:
+        await app.create(MAIN)
+        await app.create("agent:main:direct:gone", MAIN)
+        run_id = (await app.ask("a secret", "agent:main:direct:gone")).run_id
+        first = await app.operations.describe(OPERATOR, "agent:main:direct:gone")
+        await app.operations.renew(OPERATOR, "agent:main:direct:gone")
+        await app.ask("another secret", "agent:main:direct:gone")
         clock.advance(days=31)
-        await stage.ask("alive")
-        await retention.apply_retention(stage.store, KEEP, clock.now())
+        await app.ask("alive")
+        await retention.apply_retention(app.store, KEEP, clock.now())
         clock.advance(days=365, seconds=-1)
         await retention.apply_retention(
-            stage.store, RetentionPolicy(delete_archived_after_days=365), clock.now()
+            app.store, RetentionPolicy(delete_archived_after_days=365), clock.now()
         )
-        assert stage.rows("SELECT 1 FROM sessions WHERE key = 'agent:main:direct:gone'")
+        assert app.rows("SELECT 1 FROM sessions WHERE key = 'agent:main:direct:gone'")
         clock.advance(seconds=2)
         gone = await retention.apply_retention(
-            stage.store, RetentionPolicy(delete_archived_after_days=365), clock.now()
+            app.store, RetentionPolicy(delete_archived_after_days=365), clock.now()
         )
         assert gone == ["agent:main:direct:gone"]
         for reference in ("agent:main:direct:gone", first.session_id):
             with pytest.raises(NotFound):
-                await stage.operations.describe(OPERATOR, reference)
+                await app.operations.describe(OPERATOR, reference)
         with pytest.raises(NotFound):
-            await stage.operations.get_run(OPERATOR, run_id)
+            await app.operations.get_run(OPERATOR, run_id)
         for table in ("messages", "runs", "transcripts", "session_names"):
-            assert "secret" not in str(stage.rows(f"SELECT * FROM {table}"))  # noqa: S608
-            assert "gone" not in str(stage.rows(f"SELECT * FROM {table}"))  # noqa: S608
-        assert stage.rows("SELECT * FROM lineage") == []
-        assert len(await stage.transcript()) == 2
+            assert "secret" not in str(app.rows(f"SELECT * FROM {table}"))  # noqa: S608
+            assert "gone" not in str(app.rows(f"SELECT * FROM {table}"))  # noqa: S608
+        assert app.rows("SELECT * FROM lineage") == []
+        assert len(await app.transcript()) == 2
         # The key is free, and what comes under it is a new conversation.
-        assert (await stage.ask("hello", "agent:main:direct:gone")).state == "ok"
-        assert len(await stage.transcript("agent:main:direct:gone")) == 2
+        assert (await app.ask("hello", "agent:main:direct:gone")).state == "ok"
+        assert len(await app.transcript("agent:main:direct:gone")) == 2
 
 
 @pytest.mark.requirement("G27")
@@ -104,53 +104,53 @@ async def test_only_the_idle_are_touched(tmp_path: Path) -> None:
         await release.wait()
         return "ok"
 
-    async with open_app_fixture(tmp_path, agent, clock=clock, pace=QUIET) as stage:
-        run_id = await stage.say("one", timeout_seconds=360 * 86_400)
+    async with open_app_fixture(tmp_path, agent, clock=clock, pace=QUIET) as app:
+        run_id = await app.say("one", timeout_seconds=360 * 86_400)
         await asyncio.wait_for(begun.wait(), 10)
         clock.advance(days=100)
-        assert await retention.apply_retention(stage.store, KEEP, clock.now()) == []
+        assert await retention.apply_retention(app.store, KEEP, clock.now()) == []
         release.set()
-        assert (await stage.wait_for_end(run_id)).state == "ok"
+        assert (await app.wait_for_end(run_id)).state == "ok"
         # A message that waits, and that no process has taken up yet, keeps its session too.
         message = UserMessage(content="two", timestamp=clock.now())
-        session = stage.rows("SELECT id FROM sessions")[0]["id"]
+        session = app.rows("SELECT id FROM sessions")[0]["id"]
         waiting = Submission(run_id="two", session=session, session_key=MAIN, origin="chat", message=message)
-        await stage.store.tx(run_queue.submit, waiting, clock.now())
+        await app.store.tx(run_queue.submit, waiting, clock.now())
         clock.advance(days=31)
-        assert await retention.apply_retention(stage.store, KEEP, clock.now()) == []
-    async with open_app_fixture(tmp_path, agent, clock=clock, pace=QUIET) as stage:
-        await stage.wait_for_end("two")
+        assert await retention.apply_retention(app.store, KEEP, clock.now()) == []
+    async with open_app_fixture(tmp_path, agent, clock=clock, pace=QUIET) as app:
+        await app.wait_for_end("two")
         clock.advance(days=31)
-        assert await retention.apply_retention(stage.store, KEEP, clock.now()) == [MAIN]
+        assert await retention.apply_retention(app.store, KEEP, clock.now()) == [MAIN]
 
 
 @pytest.mark.requirement("G21")
 async def test_many_are_swept_in_bounded_transactions(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with open_app_fixture(tmp_path, echo, clock=clock, pace=QUIET) as stage:
+    async with open_app_fixture(tmp_path, echo, clock=clock, pace=QUIET) as app:
         keys = [
             f"agent:main:direct:{number:04}"
             for number in range(2 * retention.MAX_SESSIONS_PER_TRANSACTION + 3)
         ]
-        await asyncio.gather(*(stage.create(key) for key in keys))
+        await asyncio.gather(*(app.create(key) for key in keys))
         clock.advance(days=31)
-        assert sorted(await retention.apply_retention(stage.store, KEEP, clock.now())) == keys
+        assert sorted(await retention.apply_retention(app.store, KEEP, clock.now())) == keys
         clock.advance(days=366)
-        assert sorted(await retention.apply_retention(stage.store, KEEP, clock.now())) == keys
-        assert stage.rows("SELECT 1 FROM sessions") == []
+        assert sorted(await retention.apply_retention(app.store, KEEP, clock.now())) == keys
+        assert app.rows("SELECT 1 FROM sessions") == []
 
 
 @pytest.mark.requirement("G21")
 async def test_by_default_nothing_is_ever_touched_and_the_chore_runs(tmp_path: Path) -> None:
     clock = ManualClock()
     brisk = EngineTimings(lease=10**7, sweep=3600, retention=0.005)
-    async with open_app_fixture(tmp_path, echo, clock=clock, pace=brisk) as stage:
-        await stage.ask("hello")
+    async with open_app_fixture(tmp_path, echo, clock=clock, pace=brisk) as app:
+        await app.ask("hello")
         clock.advance(days=10_000)
-        assert await retention.apply_retention(stage.store, RetentionPolicy(), clock.now()) == []
+        assert await retention.apply_retention(app.store, RetentionPolicy(), clock.now()) == []
     async with (
-        open_app_fixture(tmp_path, echo, clock=clock, pace=brisk, keep=KEEP) as stage,
-        stage.bus.listen("sessions") as events,
+        open_app_fixture(tmp_path, echo, clock=clock, pace=brisk, keep=KEEP) as app,
+        app.bus.listen("sessions") as events,
     ):
         assert await events.get(10) == SessionChanged(session_key=MAIN, reason="retention")
-        assert stage.rows("SELECT key FROM sessions WHERE archived = 1") == [{"key": MAIN}]
+        assert app.rows("SELECT key FROM sessions WHERE archived = 1") == [{"key": MAIN}]

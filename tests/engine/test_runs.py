@@ -123,11 +123,11 @@ async def test_accepted_means_committed(tmp_path: Path) -> None:
             there = raw(tmp_path / DATABASE, "SELECT 1 FROM runs WHERE id = 'k'") != []
             seen.append((submitting[0].done(), there))
 
-    async with open_app_fixture(tmp_path, echo, on_commit=look) as stage:
-        submitting.append(asyncio.create_task(stage.say("hello", idempotency_key="k")))
+    async with open_app_fixture(tmp_path, echo, on_commit=look) as app:
+        submitting.append(asyncio.create_task(app.say("hello", idempotency_key="k")))
         assert await submitting[0] == "k"
-        assert len(stage.rows("SELECT 1 FROM runs WHERE id = 'k'")) == 1
-        assert (await stage.wait_for_end("k")).reply == "heard hello"
+        assert len(app.rows("SELECT 1 FROM runs WHERE id = 'k'")) == 1
+        assert (await app.wait_for_end("k")).reply == "heard hello"
     assert seen[0] == (False, False)
     assert (True, False) not in seen
 
@@ -147,14 +147,14 @@ async def test_a_session_answers_one_after_the_other_in_order(tmp_path: Path) ->
         active -= 1
         return "ok"
 
-    async with open_app_fixture(tmp_path, agent) as stage:
-        ids = await asyncio.gather(*(stage.say(f"{number}") for number in range(30)))
-        assert {(await stage.wait_for_end(run_id)).state for run_id in ids} == {"ok"}
+    async with open_app_fixture(tmp_path, agent) as app:
+        ids = await asyncio.gather(*(app.say(f"{number}") for number in range(30)))
+        assert {(await app.wait_for_end(run_id)).state for run_id in ids} == {"ok"}
         accepted = [
-            json.loads(row["input"])["content"] for row in stage.rows("SELECT input FROM runs ORDER BY n")
+            json.loads(row["input"])["content"] for row in app.rows("SELECT input FROM runs ORDER BY n")
         ]
         assert order == accepted
-        said = [entry["content"] for entry in await stage.transcript() if entry["role"] == "user"]
+        said = [entry["content"] for entry in await app.transcript() if entry["role"] == "user"]
         assert said == accepted
 
 
@@ -165,20 +165,20 @@ async def test_sessions_do_not_wait_for_each_other(tmp_path: Path) -> None:
     async def some(prompt: Prompt) -> str:
         return await agent(prompt) if last(prompt) == "wait" else "at once"
 
-    async with open_app_fixture(tmp_path, some) as stage:
-        slow = await stage.say("wait", "agent:main:direct:a")
+    async with open_app_fixture(tmp_path, some) as app:
+        slow = await app.say("wait", "agent:main:direct:a")
         await soon(agent.begun)
-        assert (await stage.ask("go", "agent:main:direct:b")).reply == "at once"
-        assert (await stage.operations.get_run(OPERATOR, slow)).state == "running"
+        assert (await app.ask("go", "agent:main:direct:b")).reply == "at once"
+        assert (await app.operations.get_run(OPERATOR, slow)).state == "running"
         agent.released.set()
-        assert (await stage.wait_for_end(slow)).reply == "heard wait"
+        assert (await app.wait_for_end(slow)).reply == "heard wait"
 
 
 @pytest.mark.requirement("G5", "G13")
 async def test_a_hundred_at_once_are_all_accepted_and_answered(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo) as stage:
-        ids = await asyncio.gather(*(stage.say(f"{n}", f"agent:main:direct:{n}") for n in range(100)))
-        replies = [(await stage.wait_for_end(run_id)).reply for run_id in ids]
+    async with open_app_fixture(tmp_path, echo) as app:
+        ids = await asyncio.gather(*(app.say(f"{n}", f"agent:main:direct:{n}") for n in range(100)))
+        replies = [(await app.wait_for_end(run_id)).reply for run_id in ids]
         assert replies == [f"heard {n}" for n in range(100)]
 
 
@@ -187,44 +187,44 @@ async def test_a_hundred_at_once_are_all_accepted_and_answered(tmp_path: Path) -
 
 @pytest.mark.requirement("G5", "S9")
 async def test_the_same_key_is_the_same_run(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo) as stage:
-        ids = await asyncio.gather(*(stage.say("hello", idempotency_key="k") for _ in range(20)))
+    async with open_app_fixture(tmp_path, echo) as app:
+        ids = await asyncio.gather(*(app.say("hello", idempotency_key="k") for _ in range(20)))
         assert set(ids) == {"k"}
-        await stage.wait_for_end("k")
-        again = await stage.operations.submit(
+        await app.wait_for_end("k")
+        again = await app.operations.submit(
             OPERATOR, IncomingMessage(session=MAIN, content="hello", idempotency_key="k")
         )
         assert again.state == "ok"
-        assert [entry["role"] for entry in await stage.transcript()] == ["user", "assistant"]
+        assert [entry["role"] for entry in await app.transcript()] == ["user", "assistant"]
 
 
 @pytest.mark.requirement("G5")
 async def test_a_key_used_for_other_words_or_another_session_is_a_conflict(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo) as stage:
-        await stage.ask("the secret is 42", idempotency_key="k")
-        await stage.create("agent:main:direct:other")
-        before = dump(stage.path, besides=["owners"])
+    async with open_app_fixture(tmp_path, echo) as app:
+        await app.ask("the secret is 42", idempotency_key="k")
+        await app.create("agent:main:direct:other")
+        before = dump(app.path, besides=["owners"])
         for session, words in [(MAIN, "other words"), ("agent:main:direct:other", "the secret is 42")]:
             with pytest.raises(Conflict) as refused:
-                await stage.say(words, session, idempotency_key="k")
+                await app.say(words, session, idempotency_key="k")
             shown = f"{refused.value} {refused.value.data}"
             assert "42" not in shown and MAIN not in shown
-        assert dump(stage.path, besides=["owners"]) == before
+        assert dump(app.path, besides=["owners"]) == before
 
 
 @pytest.mark.requirement("G2", "G13")
 async def test_the_database_itself_allows_one_active_run_per_session(tmp_path: Path) -> None:
     agent = Held()
-    async with open_app_fixture(tmp_path, agent) as stage:
-        await stage.say("one", idempotency_key="one")
+    async with open_app_fixture(tmp_path, agent) as app:
+        await app.say("one", idempotency_key="one")
         await soon(agent.begun)
-        await stage.say("two", idempotency_key="two")
+        await app.say("two", idempotency_key="two")
         with pytest.raises(REFUSED):
-            stage.rows("UPDATE runs SET state = 'running' WHERE id = 'two'")
+            app.rows("UPDATE runs SET state = 'running' WHERE id = 'two'")
         with pytest.raises(REFUSED):
-            stage.rows("UPDATE runs SET state = 'finished' WHERE id = 'two'")
+            app.rows("UPDATE runs SET state = 'finished' WHERE id = 'two'")
         agent.released.set()
-        assert (await stage.wait_for_end("two")).state == "ok"
+        assert (await app.wait_for_end("two")).state == "ok"
 
 
 # --- fencing ---
@@ -299,31 +299,31 @@ def overrun(view: RunView, seconds: float) -> float:
 async def test_a_deadline_outlives_the_process(tmp_path: Path) -> None:
     clock = ManualClock()
     agent = Held()
-    async with open_app_fixture(tmp_path, agent, clock=clock, pace=SLOW) as stage:
-        await stage.say("long", idempotency_key="long", timeout_seconds=60)
-        await stage.say("next", idempotency_key="next")
+    async with open_app_fixture(tmp_path, agent, clock=clock, pace=SLOW) as app:
+        await app.say("long", idempotency_key="long", timeout_seconds=60)
+        await app.say("next", idempotency_key="next")
         await soon(agent.begun)
     clock.advance(seconds=59)
-    async with open_app_fixture(tmp_path, agent, clock=clock, pace=SLOW) as stage:
-        assert (await stage.operations.get_run(OPERATOR, "long")).state == "running"
+    async with open_app_fixture(tmp_path, agent, clock=clock, pace=SLOW) as app:
+        assert (await app.operations.get_run(OPERATOR, "long")).state == "running"
     clock.advance(seconds=2)
     agent.order.clear()
     agent.released.set()
-    async with open_app_fixture(tmp_path, agent, clock=clock, pace=SLOW) as stage:
-        view = await stage.wait_for_end("long")
+    async with open_app_fixture(tmp_path, agent, clock=clock, pace=SLOW) as app:
+        view = await app.wait_for_end("long")
         assert (view.state, view.error_code) == ("timeout", "timeout")
-        assert (await stage.wait_for_end("next")).state == "ok"
+        assert (await app.wait_for_end("next")).state == "ok"
         assert agent.order == ["next"]
 
 
 @pytest.mark.requirement("G17", "P6")
 async def test_a_deadline_is_kept_to_the_second_by_whoever_plays_the_run(tmp_path: Path) -> None:
     agent = Held()
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
-        await stage.say("long", idempotency_key="long", timeout_seconds=1.5)
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+        await app.say("long", idempotency_key="long", timeout_seconds=1.5)
         await soon(agent.begun)
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
-        view = await stage.wait_for_end("long")
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+        view = await app.wait_for_end("long")
         assert view.state == "timeout"
         assert overrun(view, 1.5) < 1
 
@@ -331,10 +331,10 @@ async def test_a_deadline_is_kept_to_the_second_by_whoever_plays_the_run(tmp_pat
 @pytest.mark.requirement("G17")
 async def test_a_deadline_is_kept_to_the_second_while_a_run_waits(tmp_path: Path) -> None:
     agent = Held()
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
-        await stage.say("busy")
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+        await app.say("busy")
         await soon(agent.begun)
-        view = await stage.ask("waits", timeout_seconds=0.1)
+        view = await app.ask("waits", timeout_seconds=0.1)
         assert (view.state, view.started_at) == ("timeout", None)
         assert overrun(view, 0.1) < 1
         agent.released.set()
@@ -344,17 +344,17 @@ async def test_a_deadline_is_kept_to_the_second_while_a_run_waits(tmp_path: Path
 async def test_a_queued_run_expires_where_it_stands(tmp_path: Path) -> None:
     clock = ManualClock()
     agent = Held()
-    async with open_app_fixture(tmp_path, agent, clock=clock, pace=BRISK) as stage:
-        await stage.say("busy", idempotency_key="busy", timeout_seconds=86_400)
+    async with open_app_fixture(tmp_path, agent, clock=clock, pace=BRISK) as app:
+        await app.say("busy", idempotency_key="busy", timeout_seconds=86_400)
         await soon(agent.begun)
-        await stage.say("waits", idempotency_key="waits", timeout_seconds=30)
+        await app.say("waits", idempotency_key="waits", timeout_seconds=30)
         clock.advance(seconds=31)
-        view = await stage.wait_for_end("waits")
+        view = await app.wait_for_end("waits")
         assert (view.state, view.started_at) == ("timeout", None)
         agent.released.set()
-        assert (await stage.wait_for_end("busy")).state == "ok"
+        assert (await app.wait_for_end("busy")).state == "ok"
         assert agent.order == ["busy"]
-        assert [entry["role"] for entry in await stage.transcript()] == ["user", "assistant"]
+        assert [entry["role"] for entry in await app.transcript()] == ["user", "assistant"]
 
 
 @pytest.mark.requirement("G17", "P6")
@@ -364,11 +364,11 @@ async def test_a_timeout_keeps_what_was_said(tmp_path: Path) -> None:
         yield "far"
         await asyncio.Event().wait()
 
-    async with open_app_fixture(tmp_path, agent) as stage:
-        view = await stage.ask("go", timeout_seconds=0.5)
+    async with open_app_fixture(tmp_path, agent) as app:
+        view = await app.ask("go", timeout_seconds=0.5)
         assert (view.state, view.reply) == ("timeout", "so far")
         assert overrun(view, 0.5) < 1
-        end = (await stage.transcript())[-1]
+        end = (await app.transcript())[-1]
         assert (end["stopReason"], end["content"][0]["text"]) == ("aborted", "so far")
 
 
@@ -376,8 +376,8 @@ async def test_a_timeout_of_the_agent_itself_is_its_failure(tmp_path: Path) -> N
     async def agent(prompt: Prompt) -> str:
         raise TimeoutError
 
-    async with open_app_fixture(tmp_path, agent) as stage:
-        assert (await stage.ask("go")).state == "error"
+    async with open_app_fixture(tmp_path, agent) as app:
+        assert (await app.ask("go")).state == "error"
 
 
 # --- stopping ---
@@ -393,21 +393,21 @@ async def test_stopping_a_stream_takes_less_than_50_ms(tmp_path: Path, base: str
         await asyncio.Event().wait()
 
     took: list[float] = []
-    async with open_app_fixture(tmp_path, agent) as stage:
+    async with open_app_fixture(tmp_path, agent) as app:
         loop = asyncio.get_running_loop()
         for _ in range(5):
             begun.clear()
-            run_id = await stage.say("go")
+            run_id = await app.say("go")
             await soon(begun)
             start = loop.time()
-            stopped = await stage.operations.stop(OPERATOR, MAIN)
-            view = await stage.wait_for_end(run_id)
+            stopped = await app.operations.stop(OPERATOR, MAIN)
+            view = await app.wait_for_end(run_id)
             took.append(loop.time() - start)
             assert stopped.run_ids == [run_id]
             assert (view.state, view.reply) == ("cancelled", "partial")
         # The best of five: the machine may be busy, the engine may not. Another process has its own time.
         assert min(took) < (0.05 if base == "sqlite" else 0.5), took
-        assert (await stage.operations.describe(OPERATOR, MAIN)).aborted_last_run
+        assert (await app.operations.describe(OPERATOR, MAIN)).aborted_last_run
 
 
 @pytest.mark.requirement("G16", "G26")
@@ -422,12 +422,12 @@ async def test_a_call_that_is_stopped_is_reported_as_interrupted(tmp_path: Path)
     async def agent(prompt: Prompt) -> AssistantMessage:
         return calls("wait", "wait")
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("wait", wait)], pace=SLOW) as stage:
-        run_id = await stage.say("go")
+    async with open_app_fixture(tmp_path, agent, tools=[tool("wait", wait)], pace=SLOW) as app:
+        run_id = await app.say("go")
         await soon(begun)
-        await stage.operations.stop(OPERATOR, MAIN)
-        assert (await stage.wait_for_end(run_id)).state == "cancelled"
-        entries = await stage.transcript()
+        await app.operations.stop(OPERATOR, MAIN)
+        assert (await app.wait_for_end(run_id)).state == "cancelled"
+        entries = await app.transcript()
         assert [e["role"] for e in entries] == ["user", "assistant", "toolResult", "toolResult", "assistant"]
         assert [e["interrupted"] for e in entries if e["role"] == "toolResult"] == [True, True]
 
@@ -435,15 +435,15 @@ async def test_a_call_that_is_stopped_is_reported_as_interrupted(tmp_path: Path)
 @pytest.mark.requirement("G16")
 async def test_a_queued_run_is_stopped_at_once_and_alone(tmp_path: Path) -> None:
     agent = Held()
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
         for key in ("one", "two", "three"):
-            await stage.say(key, idempotency_key=key)
+            await app.say(key, idempotency_key=key)
         await soon(agent.begun)
-        assert (await stage.operations.stop(OPERATOR, MAIN, "two")).run_ids == ["two"]
-        view = await stage.operations.get_run(OPERATOR, "two")
+        assert (await app.operations.stop(OPERATOR, MAIN, "two")).run_ids == ["two"]
+        view = await app.operations.get_run(OPERATOR, "two")
         assert (view.state, view.started_at) == ("cancelled", None)
         agent.released.set()
-        assert (await stage.wait_for_end("three")).state == "ok"
+        assert (await app.wait_for_end("three")).state == "ok"
         assert agent.order == ["one", "three"]
 
 
@@ -452,27 +452,27 @@ async def test_stopping_reaches_everything_below_and_nothing_beside(tmp_path: Pa
     agent = Held()
     child, grandchild = "agent:main:direct:child", "agent:main:direct:grandchild"
     sibling = "agent:main:direct:sibling"
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
-        await stage.create(MAIN)
-        await stage.create(child, MAIN)
-        await stage.create(grandchild, child)
-        await stage.create(sibling)
-        ids = {key: await stage.say(key, key) for key in (MAIN, child, grandchild, sibling)}
-        queued = await stage.say("queued", grandchild)
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+        await app.create(MAIN)
+        await app.create(child, MAIN)
+        await app.create(grandchild, child)
+        await app.create(sibling)
+        ids = {key: await app.say(key, key) for key in (MAIN, child, grandchild, sibling)}
+        queued = await app.say("queued", grandchild)
 
         async def all_running() -> bool:
             return len(agent.order) == 4
 
         await until(all_running)
-        stopped = await stage.operations.stop(OPERATOR, child)
+        stopped = await app.operations.stop(OPERATOR, child)
         assert set(stopped.run_ids) == {ids[child], ids[grandchild], queued}
         for run_id in (ids[child], ids[grandchild], queued):
-            assert (await stage.wait_for_end(run_id)).state == "cancelled"
+            assert (await app.wait_for_end(run_id)).state == "cancelled"
         for key in (MAIN, sibling):
-            assert (await stage.operations.get_run(OPERATOR, ids[key])).state == "running"
+            assert (await app.operations.get_run(OPERATOR, ids[key])).state == "running"
         agent.released.set()
         for key in (MAIN, sibling):
-            assert (await stage.wait_for_end(ids[key])).state == "ok"
+            assert (await app.wait_for_end(ids[key])).state == "ok"
 
 
 class Stubborn:
@@ -510,29 +510,29 @@ class Stubborn:
 async def test_what_ignores_being_stopped_is_left_behind(tmp_path: Path, outcome: str, where: str) -> None:
     stubborn = Stubborn(where)
     tools = [tool("stubborn", stubborn.work)]
-    async with open_app_fixture(tmp_path, stubborn.agent, tools=tools, pace=BRISK) as stage:
+    async with open_app_fixture(tmp_path, stubborn.agent, tools=tools, pace=BRISK) as app:
         try:
-            run_id = await stage.say("go", timeout_seconds=1 if outcome == "timeout" else 60)
+            run_id = await app.say("go", timeout_seconds=1 if outcome == "timeout" else 60)
             await soon(stubborn.begun)
             if outcome == "cancelled":
-                await stage.operations.stop(OPERATOR, MAIN)
-            assert (await stage.wait_for_end(run_id)).state == outcome
-            entries = await stage.transcript()
+                await app.operations.stop(OPERATOR, MAIN)
+            assert (await app.wait_for_end(run_id)).state == outcome
+            entries = await app.transcript()
             calling = ["assistant", "toolResult"] if where == "tool" else []
             assert [entry["role"] for entry in entries] == ["user", *calling, "assistant"]
             assert all(entry["interrupted"] for entry in entries if entry["role"] == "toolResult")
             # The lane is free although something still holds on to its thread of control.
-            assert (await stage.ask("next")).reply == "fresh"
+            assert (await app.ask("next")).reply == "fresh"
             assert not stubborn.left.is_set()
-            before = dump(stage.path, besides=["owners"])
+            before = dump(app.path, besides=["owners"])
         finally:
             stubborn.release.set()
         await soon(stubborn.left)
         for _ in range(20):
             await asyncio.sleep(0)
         # What it came back with has no place any more.
-        assert (await stage.ask("next")).reply == "fresh"
-        after = dump(stage.path, besides=["owners"])
+        assert (await app.ask("next")).reply == "fresh"
+        after = dump(app.path, besides=["owners"])
         assert after["messages"][: len(before["messages"])] == before["messages"]
         assert "too late" not in str(after)
 
@@ -543,10 +543,10 @@ async def test_what_ignores_being_stopped_does_not_keep_the_process(
 ) -> None:
     monkeypatch.setattr(local, "CANCEL_WAIT_SECONDS", 0.05)
     stubborn = Stubborn("step")
-    async with open_app_fixture(tmp_path, stubborn.agent, pace=SLOW) as stage:
-        await stage.say("go")
+    async with open_app_fixture(tmp_path, stubborn.agent, pace=SLOW) as app:
+        await app.say("go")
         await soon(stubborn.begun)
-        await asyncio.wait_for(stage.engine.stop(), BOUND)
+        await asyncio.wait_for(app.engine.stop(), BOUND)
         assert not stubborn.left.is_set()
         stubborn.release.set()
         await soon(stubborn.left)
@@ -555,13 +555,13 @@ async def test_what_ignores_being_stopped_does_not_keep_the_process(
 @pytest.mark.requirement("G16")
 async def test_a_request_to_stop_outlives_the_process(tmp_path: Path) -> None:
     agent = Held()
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
-        run_id = await stage.say("go")
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+        run_id = await app.say("go")
         await soon(agent.begun)
     raw(tmp_path / "antiphon.db", "UPDATE runs SET cancel_at = 1 WHERE id = ?", run_id)
     agent.released.set()
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
-        assert (await stage.wait_for_end(run_id)).state == "cancelled"
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+        assert (await app.wait_for_end(run_id)).state == "cancelled"
 
 
 # --- crashes ---
@@ -587,13 +587,13 @@ async def test_stopping_the_engine_leaves_a_run_that_the_next_one_resumes(tmp_pa
         return f"{results(prompt)[0].text} and resumed"
 
     tools = [tool("work", slow)]
-    async with open_app_fixture(tmp_path, before, tools=tools, pace=SLOW) as stage:
-        run_id = await stage.say("go")
+    async with open_app_fixture(tmp_path, before, tools=tools, pace=SLOW) as app:
+        run_id = await app.say("go")
         await soon(first.begun)
     assert raw(tmp_path / "antiphon.db", "SELECT state FROM runs") == [{"state": "running"}]
     assert raw(tmp_path / "antiphon.db", "SELECT * FROM owners") == []
-    async with open_app_fixture(tmp_path, after, tools=tools, pace=SLOW) as stage:
-        view = await stage.wait_for_end(run_id)
+    async with open_app_fixture(tmp_path, after, tools=tools, pace=SLOW) as app:
+        view = await app.wait_for_end(run_id)
         assert (view.state, view.reply) == ("ok", "done and resumed")
         assert len(done) == 1
 
@@ -605,10 +605,10 @@ async def test_a_run_that_never_gets_on_is_put_aside(tmp_path: Path) -> None:
     tries = 0
     for _ in range(10):
         agent.begun.clear()
-        async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
+        async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
             if not tries:
-                await stage.say("poison", idempotency_key="poison")
-                await stage.say("after", idempotency_key="after")
+                await app.say("poison", idempotency_key="poison")
+                await app.say("after", idempotency_key="after")
             await soon(agent.begun)
             if agent.order[-1] == "after":
                 break
@@ -617,11 +617,11 @@ async def test_a_run_that_never_gets_on_is_put_aside(tmp_path: Path) -> None:
         raw(tmp_path / "antiphon.db", "UPDATE runs SET attempts = ? WHERE id = 'poison'", tries)
     assert tries == EngineTimings().max_attempts
     agent.released.set()
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
-        view = await stage.operations.get_run(OPERATOR, "poison")
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+        view = await app.operations.get_run(OPERATOR, "poison")
         assert (view.state, view.error_code) == ("interrupted", "quarantined")
         assert view.error and "Send the message once more" in view.error
-        assert (await stage.wait_for_end("after")).state == "ok"
+        assert (await app.wait_for_end("after")).state == "ok"
 
 
 @pytest.mark.requirement("G2", "G24")
@@ -644,21 +644,21 @@ async def test_a_run_that_kills_its_process_takes_no_other_with_it(tmp_path: Pat
     for life in range(EngineTimings().max_attempts):
         died.clear()
         begun.clear()
-        async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
+        async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
             if life == 0:
                 for name in sorted(tries, key=lambda name: name != first):
-                    await stage.say(name, f"agent:main:dashboard:{name}", idempotency_key=name)
+                    await app.say(name, f"agent:main:dashboard:{name}", idempotency_key=name)
             if life < 3:
                 await soon(begun)
             else:
                 released.set()  # it ends when it has its turn
             await soon(died)
-            counted = stage.rows("SELECT id, attempts FROM runs WHERE state = 'running'")
+            counted = app.rows("SELECT id, attempts FROM runs WHERE state = 'running'")
         for row in counted:  # as a crash leaves it: a stop in good order is not counted
             raw(tmp_path / DATABASE, "UPDATE runs SET attempts = ? WHERE id = ?", row["attempts"], row["id"])
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
-        assert (await stage.wait_for_end("innocent")).reply == "done"
-        assert (await stage.wait_for_end("poison")).error_code == "quarantined"
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+        assert (await app.wait_for_end("innocent")).reply == "done"
+        assert (await app.wait_for_end("poison")).error_code == "quarantined"
     assert tries == {"poison": EngineTimings().max_attempts, "innocent": 4}
 
 
@@ -694,14 +694,14 @@ async def test_a_run_that_gets_on_is_never_put_aside(tmp_path: Path) -> None:
     tools = [tool("work", work)]
     for life in range(lives - 1):
         begun.clear()
-        async with open_app_fixture(tmp_path, agent, tools=tools, pace=SLOW) as stage:
+        async with open_app_fixture(tmp_path, agent, tools=tools, pace=SLOW) as app:
             if life == 0:
-                await stage.say("long", idempotency_key="long")
+                await app.say("long", idempotency_key="long")
             await soon(begun)
         # As a crash leaves it: a stop in good order is not counted.
         raw(tmp_path / "antiphon.db", "UPDATE runs SET attempts = attempts + 1 WHERE id = 'long'")
-    async with open_app_fixture(tmp_path, agent, tools=tools, pace=SLOW) as stage:
-        assert (await stage.wait_for_end("long")).reply == "at last"
+    async with open_app_fixture(tmp_path, agent, tools=tools, pace=SLOW) as app:
+        assert (await app.wait_for_end("long")).reply == "at last"
 
 
 @pytest.mark.sqlite_only  # a file that may not grow
@@ -715,19 +715,19 @@ async def test_a_full_disk_in_the_middle_of_a_run_costs_time_and_nothing_else(
     async def agent(prompt: Prompt) -> str:
         nonlocal tries
         tries += 1
-        await stage.store.tx(_ask, NOT_A_PAGE_MORE)
+        await app.store.tx(_ask, NOT_A_PAGE_MORE)
         return "x" * 200_000
 
     async def full() -> bool:
-        return isinstance(stage.store.trouble, StoreFull)
+        return isinstance(app.store.trouble, StoreFull)
 
-    async with open_app_fixture(tmp_path, agent, pace=BRISK) as stage:
-        run_id = await stage.say("go")
+    async with open_app_fixture(tmp_path, agent, pace=BRISK) as app:
+        run_id = await app.say("go")
         await until(full)
-        await stage.store.tx(_ask, ROOM_AGAIN)
-        view = await stage.wait_for_end(run_id)
+        await app.store.tx(_ask, ROOM_AGAIN)
+        view = await app.wait_for_end(run_id)
         assert (view.state, tries) == ("ok", 1)
-        assert [entry["role"] for entry in await stage.transcript()] == ["user", "assistant"]
+        assert [entry["role"] for entry in await app.transcript()] == ["user", "assistant"]
 
 
 NOT_A_PAGE_MORE = Query("test.limit", "PRAGMA max_page_count = 1")  # SQLite takes the present size
@@ -745,20 +745,20 @@ async def _ask(tx: Tx, query: Query) -> None:
 async def test_a_lane_holds_so_many_and_no_more(tmp_path: Path) -> None:
     agent = Held()
     config = with_settings({"store": {"laneMaxQueued": 2}})
-    async with open_app_fixture(tmp_path, agent, config=config) as stage:
-        await stage.say("running", idempotency_key="running")
+    async with open_app_fixture(tmp_path, agent, config=config) as app:
+        await app.say("running", idempotency_key="running")
         await soon(agent.begun)
         for key in ("one", "two"):
-            await stage.say(key, idempotency_key=key)
-        before = dump(stage.path, besides=["owners"])
+            await app.say(key, idempotency_key=key)
+        before = dump(app.path, besides=["owners"])
         with pytest.raises(LaneFull):
-            await stage.say("three", idempotency_key="three")
-        assert await stage.say("two", idempotency_key="two") == "two"  # not a new message
-        assert dump(stage.path, besides=["owners"]) == before
-        assert (await stage.operations.get_run(OPERATOR, "two")).position == 2
+            await app.say("three", idempotency_key="three")
+        assert await app.say("two", idempotency_key="two") == "two"  # not a new message
+        assert dump(app.path, besides=["owners"]) == before
+        assert (await app.operations.get_run(OPERATOR, "two")).position == 2
         agent.released.set()
-        await stage.wait_for_end("two")
-        assert (await stage.ask("three", idempotency_key="three")).state == "ok"
+        await app.wait_for_end("two")
+        assert (await app.ask("three", idempotency_key="three")).state == "ok"
 
 
 @pytest.mark.requirement("G21")
@@ -783,18 +783,18 @@ async def test_what_cannot_be_accepted_changes_nothing(
     tmp_path: Path, options: dict[str, object], error: type[AntiphonError]
 ) -> None:
     config = with_settings({"store": {"messageMaxBytes": 1024}})
-    async with open_app_fixture(tmp_path, echo, config=config) as stage:
-        before = dump(stage.path, besides=["owners"])
+    async with open_app_fixture(tmp_path, echo, config=config) as app:
+        before = dump(app.path, besides=["owners"])
         with pytest.raises(error) as refused:
-            await stage.say(**options)  # pyright: ignore[reportArgumentType]
+            await app.say(**options)  # pyright: ignore[reportArgumentType]
         assert refused.value.hint
-        assert dump(stage.path, besides=["owners"]) == before
+        assert dump(app.path, besides=["owners"]) == before
 
 
 async def test_a_message_of_exactly_the_cap_is_taken(tmp_path: Path) -> None:
     config = with_settings({"store": {"messageMaxBytes": 1024}})
-    async with open_app_fixture(tmp_path, echo, config=config) as stage:
-        assert (await stage.ask("ü" * 512)).state == "ok"
+    async with open_app_fixture(tmp_path, echo, config=config) as app:
+        assert (await app.ask("ü" * 512)).state == "ok"
 
 
 # --- waiting ---
@@ -803,18 +803,18 @@ async def test_a_message_of_exactly_the_cap_is_taken(tmp_path: Path) -> None:
 @pytest.mark.requirement("S4")
 async def test_a_wait_can_be_dropped_repeated_and_made_from_elsewhere(tmp_path: Path) -> None:
     agent = Held()
-    async with open_app_fixture(tmp_path, agent) as stage:
-        run_id = await stage.say("go")
+    async with open_app_fixture(tmp_path, agent) as app:
+        run_id = await app.say("go")
         await soon(agent.begun)
-        dropped = asyncio.create_task(stage.operations.wait(OPERATOR, run_id, BOUND))
+        dropped = asyncio.create_task(app.operations.wait(OPERATOR, run_id, BOUND))
         await asyncio.sleep(0)
         dropped.cancel()
-        early = await stage.operations.wait(OPERATOR, run_id, 0.01)
+        early = await app.operations.wait(OPERATOR, run_id, 0.01)
         assert (early.state, early.has_ended) == ("running", False)
-        waiting = asyncio.create_task(stage.operations.wait(OPERATOR, run_id, BOUND))
+        waiting = asyncio.create_task(app.operations.wait(OPERATOR, run_id, BOUND))
         agent.released.set()
         assert (await waiting).reply == "heard go"
-        assert (await stage.operations.wait(OPERATOR, run_id, 0)).reply == "heard go"
+        assert (await app.operations.wait(OPERATOR, run_id, 0)).reply == "heard go"
         with pytest.raises(asyncio.CancelledError):
             await dropped
     async with open_app_fixture(tmp_path, agent) as later:
@@ -826,10 +826,10 @@ async def test_a_wait_beside_the_engine_sees_the_end_without_its_events(tmp_path
     """As another replica would: the row is the truth, the event only saves time."""
     agent = Held()
     async with (
-        open_app_fixture(tmp_path, agent) as stage,
-        open_app_fixture(tmp_path, echo, store=stage.store, alone=False) as other,
+        open_app_fixture(tmp_path, agent) as app,
+        open_app_fixture(tmp_path, echo, store=app.store, alone=False) as other,
     ):
-        run_id = await stage.say("go")
+        run_id = await app.say("go")
         await soon(agent.begun)
         waiting = asyncio.create_task(other.operations.wait(OPERATOR, run_id, BOUND))
         await asyncio.sleep(0)
@@ -839,13 +839,13 @@ async def test_a_wait_beside_the_engine_sees_the_end_without_its_events(tmp_path
 
 @pytest.mark.requirement("V3")
 async def test_a_run_one_may_not_read_is_not_found(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo) as stage:
-        run_id = (await stage.ask("secret", "agent:main:direct:a")).run_id
+    async with open_app_fixture(tmp_path, echo) as app:
+        run_id = (await app.ask("secret", "agent:main:direct:a")).run_id
         stranger = Caller.agent("main", "agent:main:direct:b")
         errors: list[str] = []
         for asked in (run_id, "nothing"):
             with pytest.raises(NotFound) as refused:
-                await stage.operations.wait(stranger, asked, 0)
+                await app.operations.wait(stranger, asked, 0)
             errors.append(str(refused.value).replace(asked, "…"))
         assert errors[0] == errors[1]
 
@@ -856,11 +856,11 @@ async def test_waiting_for_another_session_holds_no_slot(tmp_path: Path) -> None
     stages: list[asyncio.Future[str]] = [asyncio.get_running_loop().create_future()]
 
     async def relay(call: ToolRequest) -> ToolOutput:
-        accepted = await stage.operations.submit(
+        accepted = await app.operations.submit(
             OPERATOR,
             IncomingMessage(session="agent:main:direct:other", content="inner", idempotency_key=call.key),
         )
-        view = await stage.operations.wait(OPERATOR, accepted.run_id, BOUND)
+        view = await app.operations.wait(OPERATOR, accepted.run_id, BOUND)
         stages[0].set_result(view.reply or "")
         return ToolOutput(text=view.reply or "nothing")
 
@@ -869,8 +869,8 @@ async def test_waiting_for_another_session_holds_no_slot(tmp_path: Path) -> None
             return text("from inside")
         return text(f"got {results(prompt)[0].text}") if results(prompt) else calls("relay")
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("relay", relay)]) as stage:
-        assert (await stage.ask("outer")).reply == "got from inside"
+    async with open_app_fixture(tmp_path, agent, tools=[tool("relay", relay)]) as app:
+        assert (await app.ask("outer")).reply == "got from inside"
 
 
 # --- steps and tools ---
@@ -888,9 +888,9 @@ async def test_tools_of_one_step_run_at_the_same_time(tmp_path: Path) -> None:
     async def agent(prompt: Prompt) -> AssistantMessage:
         return text("met") if results(prompt) else calls("meet", "meet", "meet")
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("meet", meet)]) as stage:
-        assert (await stage.ask("go")).reply == "met"
-        entries = await stage.transcript()
+    async with open_app_fixture(tmp_path, agent, tools=[tool("meet", meet)]) as app:
+        assert (await app.ask("go")).reply == "met"
+        entries = await app.transcript()
         assert {e["toolCallId"] for e in entries if e["role"] == "toolResult"} == {
             "meet_0",
             "meet_1",
@@ -911,10 +911,8 @@ async def test_what_a_tool_raises_is_told_to_the_model(tmp_path: Path) -> None:
         seen.extend((result.is_error, result.text) for result in results(prompt))
         return text("fine") if results(prompt) else calls("refuse", "crash", "missing")
 
-    async with open_app_fixture(
-        tmp_path, agent, tools=[tool("refuse", refuse), tool("crash", crash)]
-    ) as stage:
-        assert (await stage.ask("go")).reply == "fine"
+    async with open_app_fixture(tmp_path, agent, tools=[tool("refuse", refuse), tool("crash", crash)]) as app:
+        assert (await app.ask("go")).reply == "fine"
         told = "\n".join(words for failed, words in seen if failed)
         assert len(seen) == 3
         assert "The door is shut. Knock." in told and "a bug" in told and "There is no tool 'missing'" in told
@@ -936,15 +934,15 @@ async def test_a_run_without_an_answer_is_incomplete(tmp_path: Path) -> None:
             case _:
                 return AssistantMessage(content=[], timestamp=1)
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)], max_steps=3) as stage:
-        steps = await stage.ask("steps")
+    async with open_app_fixture(tmp_path, agent, tools=[tool("work", work)], max_steps=3) as app:
+        steps = await app.ask("steps")
         assert (steps.state, steps.error_code) == ("incomplete", "max_steps")
-        roles = [entry["role"] for entry in await stage.transcript()]
+        roles = [entry["role"] for entry in await app.transcript()]
         assert roles.count("assistant") == 4 and roles.count("toolResult") == 3  # its end is one more
-        length = await stage.ask("length")
+        length = await app.ask("length")
         assert (length.state, length.reply) == ("incomplete", "once upon")
         for words in ("blank", "empty"):
-            view = await stage.ask(words)
+            view = await app.ask(words)
             assert (view.state, view.error) == ("incomplete", "The model ended its turn without an answer.")
 
 
@@ -959,8 +957,8 @@ async def test_a_failure_is_one_sentence_and_the_session_goes_on(tmp_path: Path)
         ]
         return "fine"
 
-    async with open_app_fixture(tmp_path, agent) as stage:
-        view = await stage.ask("fail")
+    async with open_app_fixture(tmp_path, agent) as app:
+        view = await app.ask("fail")
         assert (view.state, view.error_code) == ("error", "provider_error")
         assert (
             view.error
@@ -968,9 +966,9 @@ async def test_a_failure_is_one_sentence_and_the_session_goes_on(tmp_path: Path)
             and "Traceback" not in view.error
             and "\n" not in view.error
         )
-        end = (await stage.transcript())[-1]
+        end = (await app.transcript())[-1]
         assert (end["stopReason"], end["errorMessage"]) == ("error", view.error)
-        assert (await stage.ask("again")).reply == "fine"
+        assert (await app.ask("again")).reply == "fine"
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str | None, str | None, str]]:
@@ -995,8 +993,8 @@ def told(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str | None, str | 
 async def test_a_run_that_a_provider_fails_is_one_line_of_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, failure: Failure, words: str
 ) -> None:
-    async with failing(failure) as runtime, open_app_fixture(tmp_path, runtime) as stage:
-        view = await stage.ask("my diary")
+    async with failing(failure) as runtime, open_app_fixture(tmp_path, runtime) as app:
+        view = await app.ask("my diary")
     assert view.state == "error"
     [(level, run_id, session_key, line)] = told(caplog)
     assert (level, run_id, session_key) == ("WARNING", view.run_id, MAIN)
@@ -1011,8 +1009,8 @@ async def test_every_attempt_of_a_run_is_in_the_log_as_that_runs(
     monkeypatch.setattr(logging.getLogger("antiphon"), "parent", logging.root)
     configure_logging(tmp_path, debug=False)
     failure = Failure(status=500, body={"error": {"message": f"oh no, {API_KEY}"}})
-    async with failing(failure) as runtime, open_app_fixture(tmp_path, runtime) as stage:
-        view = await stage.ask("my diary")
+    async with failing(failure) as runtime, open_app_fixture(tmp_path, runtime) as app:
+        view = await app.ask("my diary")
     for handler in logging.root.handlers:
         handler.close()
     written = (tmp_path / "antiphon.log").read_text()
@@ -1028,8 +1026,8 @@ async def test_every_attempt_of_a_run_is_in_the_log_as_that_runs(
 async def test_what_a_rehearsal_is_told_to_say_is_not_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with open_app_fixture(tmp_path, RehearsalRuntime()) as stage:
-        view = await stage.ask("fail my diary")
+    async with open_app_fixture(tmp_path, RehearsalRuntime()) as app:
+        view = await app.ask("fail my diary")
     assert view.error and "my diary" in view.error
     [(level, run_id, session_key, line)] = told(caplog)
     assert (level, run_id, session_key) == ("WARNING", view.run_id, MAIN)
@@ -1048,25 +1046,25 @@ async def test_a_run_that_is_stopped_late_or_somebody_elses_fault_is_not_in_the_
         await asyncio.Event().wait()
         return ""
 
-    async with open_app_fixture(tmp_path, agent) as stage:
-        assert (await stage.ask("refuse")).error_code == "invalid_input"
-        assert (await stage.ask("late", timeout_seconds=0.05)).state == "timeout"
+    async with open_app_fixture(tmp_path, agent) as app:
+        assert (await app.ask("refuse")).error_code == "invalid_input"
+        assert (await app.ask("late", timeout_seconds=0.05)).state == "timeout"
         begun.clear()
-        run_id = await stage.say("stop")
+        run_id = await app.say("stop")
         await soon(begun)
-        await stage.operations.stop(OPERATOR, MAIN)
-        assert (await stage.wait_for_end(run_id)).state == "cancelled"
+        await app.operations.stop(OPERATOR, MAIN)
+        assert (await app.wait_for_end(run_id)).state == "cancelled"
     assert told(caplog) == []
 
 
 @pytest.mark.requirement("G10")
 async def test_no_edge_leads_out_of_the_end(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo, pace=SLOW) as stage:
-        run_id = (await stage.ask("go")).run_id
-        before = dump(stage.path)
-        assert (await stage.operations.stop(OPERATOR, MAIN)).run_ids == []
-        assert (await stage.operations.stop(OPERATOR, MAIN, run_id)).run_ids == []
-        assert dump(stage.path) == before
+    async with open_app_fixture(tmp_path, echo, pace=SLOW) as app:
+        run_id = (await app.ask("go")).run_id
+        before = dump(app.path)
+        assert (await app.operations.stop(OPERATOR, MAIN)).run_ids == []
+        assert (await app.operations.stop(OPERATOR, MAIN, run_id)).run_ids == []
+        assert dump(app.path) == before
 
 
 @pytest.mark.requirement("G9")
@@ -1083,14 +1081,14 @@ async def test_messages_to_a_busy_session_are_answered_when_it_is_free(tmp_path:
 
     async with open_app_fixture(
         tmp_path, agent, pace=SLOW
-    ) as stage:  # the sweeper, who would find it late, is asleep
+    ) as app:  # the sweeper, who would find it late, is asleep
         ids: list[str] = []
         for number in range(60):
-            ids.append(await stage.say(f"{number}"))
+            ids.append(await app.say(f"{number}"))
             for _ in range(number % 7):
                 await asyncio.sleep(0)
         for run_id in ids:
-            assert (await stage.wait_for_end(run_id)).state == "ok"
+            assert (await app.wait_for_end(run_id)).state == "ok"
         assert turns == 60
 
 
@@ -1099,13 +1097,13 @@ async def test_stops_in_good_order_are_not_held_against_a_run(tmp_path: Path) ->
     agent = Held()
     for life in range(2 * EngineTimings().max_attempts):
         agent.begun.clear()
-        async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
+        async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
             if life == 0:
-                await stage.say("patient", idempotency_key="patient")
+                await app.say("patient", idempotency_key="patient")
             await soon(agent.begun)
     agent.released.set()
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
-        assert (await stage.wait_for_end("patient")).state == "ok"
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
+        assert (await app.wait_for_end("patient")).state == "ok"
 
 
 @pytest.mark.requirement("G26")
@@ -1132,11 +1130,11 @@ async def test_a_long_run_that_is_taken_up_still_knows_its_question(
         return f"answering {asked.content}"
 
     tools = [tool("work", work)]
-    async with open_app_fixture(tmp_path, before, tools=tools, pace=SLOW, max_steps=2 * steps) as stage:
-        run_id = await stage.say("the question")
+    async with open_app_fixture(tmp_path, before, tools=tools, pace=SLOW, max_steps=2 * steps) as app:
+        run_id = await app.say("the question")
         await soon(held)
-    async with open_app_fixture(tmp_path, after, tools=tools, pace=SLOW) as stage:
-        assert (await stage.wait_for_end(run_id)).reply == "answering the question"
+    async with open_app_fixture(tmp_path, after, tools=tools, pace=SLOW) as app:
+        assert (await app.wait_for_end(run_id)).reply == "answering the question"
 
 
 @pytest.mark.requirement("G2", "G21")
@@ -1160,17 +1158,17 @@ async def test_a_run_without_history_is_taken_up_past_a_damaged_entry(tmp_path: 
         return f"{len(results(prompt))} results, {sum(isinstance(m, UserMessage) for m in prompt.messages)} question"
 
     tools = [tool("work", work)]
-    async with open_app_fixture(tmp_path, echo) as stage:
-        await stage.ask("earlier")
+    async with open_app_fixture(tmp_path, echo) as app:
+        await app.ask("earlier")
     async with open_app_fixture(
         tmp_path, FunctionRuntime(before, history=False), tools=tools, pace=SLOW
-    ) as stage:
-        run_id = await stage.say("go")
+    ) as app:
+        run_id = await app.say("go")
         await soon(begun)
     raw(tmp_path / "antiphon.db", "UPDATE messages SET body = '{torn' WHERE seq = 5")
     async with open_app_fixture(
         tmp_path, FunctionRuntime(after, history=False), tools=tools, pace=SLOW
-    ) as stage:
-        assert (await stage.wait_for_end(run_id)).reply == "2 results, 1 question"
-        last_result = [entry for entry in await stage.transcript() if entry["role"] == "toolResult"][-1]
+    ) as app:
+        assert (await app.wait_for_end(run_id)).reply == "2 results, 1 question"
+        last_result = [entry for entry in await app.transcript() if entry["role"] == "toolResult"][-1]
         assert last_result["interrupted"] is True

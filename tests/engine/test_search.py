@@ -230,16 +230,16 @@ async def test_the_engine_keeps_the_index_up_and_goes_on_after_a_restart(
     monkeypatch.setattr(search, "INDEX_INTERVAL_SECONDS", 0.001)
     monkeypatch.setattr(search, "INDEX_BATCH_ENTRIES", 3)
     for round_ in range(1, 3):
-        async with open_app_fixture(tmp_path, echo) as stage:
+        async with open_app_fixture(tmp_path, echo) as app:
             for n in range(5):
-                await stage.ask(f"hello {n} in round {round_}")
+                await app.ask(f"hello {n} in round {round_}")
 
             async def current() -> bool:
-                last, head = await stage.store.read(search.load_index_position)
+                last, head = await app.store.read(search.load_index_position)
                 return last == head == 10 * round_  # noqa: B023 - awaited in this round
 
             await until(current)
-            assert len(await stage.store.read(found, "hello")) == 5 * round_
+            assert len(await app.store.read(found, "hello")) == 5 * round_
 
 
 # --- what a query means ---

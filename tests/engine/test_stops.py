@@ -63,40 +63,38 @@ class Waiting:
 @pytest.mark.requirement("G16", "G13")
 async def test_what_somebody_plays_in_a_shared_store_is_not_taken_for_abandoned(tmp_path: Path) -> None:
     agent = Waiting()
-    async with open_app_fixture(tmp_path, agent) as stage:
-        run_id = await stage.say("one")
+    async with open_app_fixture(tmp_path, agent) as app:
+        run_id = await app.say("one")
         await soon(agent.started(MAIN))
-        [row] = stage.rows("SELECT session FROM runs")
-        now = stage.clock.now()
+        [row] = app.rows("SELECT session FROM runs")
+        now = app.clock.now()
         assert (
-            await stage.store.tx(lifecycle.end_abandoned_run, row["session"], now, shared=True)
+            await app.store.tx(lifecycle.end_abandoned_run, row["session"], now, shared=True)
             == lifecycle.NO_EFFECTS
         )
         later = now + 86_400_000  # when the lease would be over
-        stopped = await stage.store.tx(lifecycle.end_abandoned_run, row["session"], later, shared=True)
+        stopped = await app.store.tx(lifecycle.end_abandoned_run, row["session"], later, shared=True)
         assert [ended.run_id for ended in stopped.ended] == [run_id]
-        assert (await stage.operations.get_run(OPERATOR, run_id)).state == "cancelled"
+        assert (await app.operations.get_run(OPERATOR, run_id)).state == "cancelled"
 
 
 @pytest.mark.requirement("G16")
 async def test_stopping_one_run_stops_that_one(tmp_path: Path) -> None:
     agent = Waiting()
-    async with open_app_fixture(tmp_path, agent) as stage:
-        first, second = await stage.say("one"), await stage.say("two")
-        await stage.create(CHILD, MAIN)
-        child = await stage.say("below", CHILD)
+    async with open_app_fixture(tmp_path, agent) as app:
+        first, second = await app.say("one"), await app.say("two")
+        await app.create(CHILD, MAIN)
+        child = await app.say("below", CHILD)
         await soon(agent.started(CHILD))
-        assert (await stage.operations.stop(OPERATOR, MAIN, "no-such-run")).run_ids == []
-        assert (await stage.operations.stop(OPERATOR, MAIN, second)).run_ids == [second]
-        states = {
-            run: (await stage.operations.get_run(OPERATOR, run)).state for run in (first, second, child)
-        }
+        assert (await app.operations.stop(OPERATOR, MAIN, "no-such-run")).run_ids == []
+        assert (await app.operations.stop(OPERATOR, MAIN, second)).run_ids == [second]
+        states = {run: (await app.operations.get_run(OPERATOR, run)).state for run in (first, second, child)}
         assert states == {first: "running", second: "cancelled", child: "running"}
-        third = await stage.say("three")
-        stopped = await stage.operations.stop(OPERATOR, MAIN, first)
+        third = await app.say("three")
+        stopped = await app.operations.stop(OPERATOR, MAIN, first)
         assert sorted(stopped.run_ids) == sorted([first, child])
-        assert (await stage.wait_for_end(child)).state == "cancelled"
-        assert (await stage.operations.get_run(OPERATOR, third)).state in {"queued", "running"}
+        assert (await app.wait_for_end(child)).state == "cancelled"
+        assert (await app.operations.get_run(OPERATOR, third)).state in {"queued", "running"}
 
 
 @pytest.mark.requirement("G16")
@@ -109,11 +107,11 @@ async def test_a_stop_is_obeyed_though_its_hint_was_lost(tmp_path: Path) -> None
     agent = Waiting()
     async with open_app_fixture(
         tmp_path, agent, bus=Deaf(), pace=EngineTimings(sweep=0.05, stop_grace=60)
-    ) as stage:
-        run_id = await stage.say("one")
+    ) as app:
+        run_id = await app.say("one")
         await soon(agent.started(MAIN))
-        await stage.operations.stop(OPERATOR, MAIN)
-        assert (await stage.wait_for_end(run_id)).state == "cancelled"
+        await app.operations.stop(OPERATOR, MAIN)
+        assert (await app.wait_for_end(run_id)).state == "cancelled"
         assert agent.cancelled == 1
 
 
@@ -121,21 +119,19 @@ async def test_a_stop_is_obeyed_though_its_hint_was_lost(tmp_path: Path) -> None
 async def test_a_thousand_stops_at_once_all_arrive(tmp_path: Path) -> None:
     """More than a listener holds: it is told of the gap and reads the rows."""
     agent = Waiting()
-    async with open_app_fixture(
-        tmp_path, agent, bus=LocalBus(buffer=4), pace=EngineTimings(sweep=60)
-    ) as stage:
-        stage.bus.publish(STOP_TOPIC, StopRequested(run_id="nobody"))
+    async with open_app_fixture(tmp_path, agent, bus=LocalBus(buffer=4), pace=EngineTimings(sweep=60)) as app:
+        app.bus.publish(STOP_TOPIC, StopRequested(run_id="nobody"))
         keys = [f"agent:main:dashboard:{number}" for number in range(20)]
-        ids = [await stage.say("go", key) for key in keys]
+        ids = [await app.say("go", key) for key in keys]
         for key in keys:
             await soon(agent.started(key))
         for key in keys:
-            row = raw(stage.path, "SELECT id FROM sessions WHERE key = ?", key)[0]
-            await stage.store.tx(lifecycle.cancel_runs, row["id"], None, stage.clock.now())
+            row = raw(app.path, "SELECT id FROM sessions WHERE key = ?", key)[0]
+            await app.store.tx(lifecycle.cancel_runs, row["id"], None, app.clock.now())
         for run_id in ids:
-            stage.bus.publish(STOP_TOPIC, StopRequested(run_id=run_id))
+            app.bus.publish(STOP_TOPIC, StopRequested(run_id=run_id))
         for run_id in ids:
-            assert (await stage.wait_for_end(run_id)).state == "cancelled"
+            assert (await app.wait_for_end(run_id)).state == "cancelled"
 
 
 class Counting:
@@ -170,24 +166,24 @@ async def _stop_counted(tx: Tx, session: int, now: int) -> tuple[lifecycle.Effec
 @pytest.mark.requirement("G16", "G22")
 async def test_a_stop_costs_the_same_however_many_have_finished_below(tmp_path: Path) -> None:
     agent = Waiting()
-    async with open_app_fixture(tmp_path, agent) as stage:
-        main = await stage.create(MAIN)
-        await stage.create(CHILD, MAIN)
-        below = await stage.create(GRANDCHILD, CHILD)
+    async with open_app_fixture(tmp_path, agent) as app:
+        main = await app.create(MAIN)
+        await app.create(CHILD, MAIN)
+        below = await app.create(GRANDCHILD, CHILD)
         costs: list[int] = []
         for finished in (0, 40):
             for number in range(finished):
-                await stage.create(f"agent:main:subagent:{number:08d}-1111-1111-1111-111111111111", CHILD)
-            run_id = await stage.say("below", GRANDCHILD)
+                await app.create(f"agent:main:subagent:{number:08d}-1111-1111-1111-111111111111", CHILD)
+            run_id = await app.say("below", GRANDCHILD)
             await soon(agent.started(GRANDCHILD))
             agent.begun.clear()
-            stopped, statements = await stage.store.tx(_stop_counted, main["id"], stage.clock.now())
+            stopped, statements = await app.store.tx(_stop_counted, main["id"], app.clock.now())
             assert stopped.asked == [run_id]
             costs.append(statements)
-            await stage.engine.apply_effects(stopped)
-            assert (await stage.wait_for_end(run_id)).state == "cancelled"
+            await app.engine.apply_effects(stopped)
+            assert (await app.wait_for_end(run_id)).state == "cancelled"
         assert costs[0] == costs[1]
-        assert stage.rows("SELECT yielded FROM sessions WHERE id = ?", below["id"]) == [{"yielded": None}]
+        assert app.rows("SELECT yielded FROM sessions WHERE id = ?", below["id"]) == [{"yielded": None}]
 
 
 UNDER_WAY = {
@@ -203,16 +199,16 @@ UNDER_WAY = {
 @pytest.mark.requirement("G16")
 @pytest.mark.parametrize("how", UNDER_WAY)
 async def test_a_stop_reaches_what_is_under_way_in_any_sense(tmp_path: Path, how: str) -> None:
-    async with open_app_fixture(tmp_path, Waiting(), pace=EngineTimings(lease=3600, sweep=3600)) as stage:
-        main = await stage.create(MAIN)
-        await stage.create(CHILD, MAIN)
-        below = await stage.create(GRANDCHILD, CHILD)
-        raw(stage.path, UNDER_WAY[how], below["id"])
-        stopped = await stage.store.tx(lifecycle.cancel_runs, main["id"], None, stage.clock.now())
+    async with open_app_fixture(tmp_path, Waiting(), pace=EngineTimings(lease=3600, sweep=3600)) as app:
+        main = await app.create(MAIN)
+        await app.create(CHILD, MAIN)
+        below = await app.create(GRANDCHILD, CHILD)
+        raw(app.path, UNDER_WAY[how], below["id"])
+        stopped = await app.store.tx(lifecycle.cancel_runs, main["id"], None, app.clock.now())
         assert [ended.run_id for ended in stopped.ended] == (["q"] if how == "queued" else [])
         left = "SELECT yielded, yield_run FROM sessions WHERE yielded IS NOT NULL OR yield_run IS NOT NULL"
-        assert stage.rows(left) == []
-        assert stage.rows("SELECT id FROM tasks WHERE wakes = 1") == []
+        assert app.rows(left) == []
+        assert app.rows("SELECT id FROM tasks WHERE wakes = 1") == []
 
 
 @pytest.mark.requirement("G21")
@@ -229,32 +225,32 @@ async def test_a_damaged_entry_keeps_no_run_from_ending(tmp_path: Path) -> None:
         blocks = [ToolCall(id=name, name="stuck", arguments={}) for name in ("first", "second")]
         return AssistantMessage(content=[*blocks], timestamp=1)
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("stuck", stuck)], pace=QUICK) as stage:
-        run_id = await stage.say("go")
+    async with open_app_fixture(tmp_path, agent, tools=[tool("stuck", stuck)], pace=QUICK) as app:
+        run_id = await app.say("go")
         await soon(begun)
 
         async def stored() -> bool:
-            return bool(raw(stage.path, "SELECT 1 FROM messages WHERE role = 'toolResult'"))
+            return bool(raw(app.path, "SELECT 1 FROM messages WHERE role = 'toolResult'"))
 
         await until(stored)
-        raw(stage.path, "UPDATE messages SET body = '{torn' WHERE role = 'toolResult'")
-        await stage.operations.stop(OPERATOR, MAIN)
-        assert (await stage.wait_for_end(run_id)).state == "cancelled"
+        raw(app.path, "UPDATE messages SET body = '{torn' WHERE role = 'toolResult'")
+        await app.operations.stop(OPERATOR, MAIN)
+        assert (await app.wait_for_end(run_id)).state == "cancelled"
 
 
 @pytest.mark.requirement("G2")
 async def test_many_expired_runs_brick_no_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle, "MAX_RUNS_SKIPPED_PER_CLAIM", 3)
     agent = Waiting()
-    async with open_app_fixture(tmp_path, agent) as stage:
-        first = await stage.say("one")
+    async with open_app_fixture(tmp_path, agent) as app:
+        first = await app.say("one")
         await soon(agent.started(MAIN))
-        late = [await stage.say(f"late {number}") for number in range(8)]
-        raw(stage.path, "UPDATE runs SET created_at = 1 WHERE state = 'queued'")
-        await stage.operations.stop(OPERATOR, MAIN, first)
-        assert (await stage.wait_for_end(first)).state == "cancelled"
-    async with open_app_fixture(tmp_path, agent, pace=QUICK) as stage:
-        assert {(await stage.wait_for_end(run_id)).state for run_id in late} == {"timeout"}
+        late = [await app.say(f"late {number}") for number in range(8)]
+        raw(app.path, "UPDATE runs SET created_at = 1 WHERE state = 'queued'")
+        await app.operations.stop(OPERATOR, MAIN, first)
+        assert (await app.wait_for_end(first)).state == "cancelled"
+    async with open_app_fixture(tmp_path, agent, pace=QUICK) as app:
+        assert {(await app.wait_for_end(run_id)).state for run_id in late} == {"timeout"}
 
 
 @pytest.mark.requirement("G17")
@@ -280,12 +276,12 @@ async def test_a_stop_during_a_commit_stores_nothing_twice(tmp_path: Path) -> No
         await asyncio.Event().wait()
         return ToolOutput(text="never")
 
-    async with open_app_fixture(tmp_path, Agent(), tools=[tool("look", look)]) as stage:
-        run_id = await stage.say("go")
+    async with open_app_fixture(tmp_path, Agent(), tools=[tool("look", look)]) as app:
+        run_id = await app.say("go")
         await soon(deciding)
-        await stage.operations.stop(OPERATOR, MAIN)
-        assert (await stage.wait_for_end(run_id)).state == "cancelled"
-        said = [str(entry) for entry in await stage.transcript() if "Let me look." in str(entry)]
+        await app.operations.stop(OPERATOR, MAIN)
+        assert (await app.wait_for_end(run_id)).state == "cancelled"
+        said = [str(entry) for entry in await app.transcript() if "Let me look." in str(entry)]
         assert len(said) == 1
 
 
@@ -304,10 +300,10 @@ async def test_calls_of_a_run_never_share_a_key(tmp_path: Path) -> None:
         block = ToolCall(id="same", name="act", arguments={})
         return AssistantMessage(content=[block, block] if done == 0 else [block], timestamp=done)
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("act", act)]) as stage:
-        assert (await stage.ask("go")).state == "ok"
+    async with open_app_fixture(tmp_path, agent, tools=[tool("act", act)]) as app:
+        assert (await app.ask("go")).state == "ok"
         assert len(set(keys)) == 3
-        results = [entry for entry in await stage.transcript() if entry["role"] == "toolResult"]
+        results = [entry for entry in await app.transcript() if entry["role"] == "toolResult"]
         assert all("details" not in entry for entry in results)  # too much to keep
 
 
@@ -319,9 +315,9 @@ async def test_a_tool_that_would_end_the_process_fails_and_no_more(tmp_path: Pat
     async def agent(prompt: Prompt) -> AssistantMessage:
         return calls("leaving") if len(prompt.messages) == 1 else text("fine")
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("leaving", leaving)]) as stage:
-        assert (await stage.ask("go")).reply == "fine"
-        assert "tried to end the process" in (await stage.transcript())[2]["content"][0]["text"]
+    async with open_app_fixture(tmp_path, agent, tools=[tool("leaving", leaving)]) as app:
+        assert (await app.ask("go")).reply == "fine"
+        assert "tried to end the process" in (await app.transcript())[2]["content"][0]["text"]
 
 
 async def test_a_tool_that_returns_half_a_character_is_understood(tmp_path: Path) -> None:
@@ -331,9 +327,9 @@ async def test_a_tool_that_returns_half_a_character_is_understood(tmp_path: Path
     async def agent(prompt: Prompt) -> AssistantMessage:
         return calls("odd") if len(prompt.messages) == 1 else text("fine")
 
-    async with open_app_fixture(tmp_path, agent, tools=[tool("odd", odd)]) as stage:
-        assert (await stage.ask("go")).reply == "fine"
-        result = (await stage.transcript())[2]
+    async with open_app_fixture(tmp_path, agent, tools=[tool("odd", odd)]) as app:
+        assert (await app.ask("go")).reply == "fine"
+        result = (await app.transcript())[2]
         assert result["content"] == [{"type": "text", "text": "half \ufffd and \N{GRINNING FACE}"}]
 
 

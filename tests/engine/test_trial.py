@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import support.app_fixture as stages
 from antiphon.engine.engine import EngineTimings
 from antiphon.engine.runs import crash_quarantine
 from antiphon.engine.toolbox import ToolOutput, ToolRequest
@@ -16,6 +15,7 @@ from antiphon.lanes.nats import NatsLanes
 from antiphon.messages import AssistantMessage
 from antiphon.runtimes import Prompt
 from cluster.servers import nats_server
+from support import app_fixture
 from support.app_fixture import DATABASE, calls, open_app_fixture, raw, soon, text, tool
 
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("G12", "G24")]
@@ -43,9 +43,9 @@ async def suspects(path: Path, names: Sequence[str], asking: str | None = None) 
         return calls("ask") if prompt.run_id == asking else text((await hang(prompt.run_id)).text)
 
     ask = tool("ask", lambda call: hang(call.run_id), settle=True)
-    async with open_app_fixture(path, agent, pace=SLOW, tools=[ask]) as stage:
+    async with open_app_fixture(path, agent, pace=SLOW, tools=[ask]) as app:
         for name in names:
-            await stage.say(name, session(name), idempotency_key=name)
+            await app.say(name, session(name), idempotency_key=name)
         await soon(begun)
     raw(path / DATABASE, "UPDATE runs SET attempts = ?", crash_quarantine.MIN_SUSPECT_INTERRUPTIONS)
 
@@ -67,11 +67,11 @@ async def test_one_that_gets_on_makes_room_for_the_next(tmp_path: Path) -> None:
         first = prompt.run_id == seen[0] and not working.is_set()
         return calls("work") if first else text("done", stop_reason="stop")
 
-    async with open_app_fixture(tmp_path, agent, pace=SLOW, tools=[tool("work", work)]) as stage:
+    async with open_app_fixture(tmp_path, agent, pace=SLOW, tools=[tool("work", work)]) as app:
         await soon(working)
         await soon(other)
         free.set()
-        assert {(await stage.wait_for_end(name)).state for name in ("a", "b")} == {"ok"}
+        assert {(await app.wait_for_end(name)).state for name in ("a", "b")} == {"ok"}
 
 
 async def test_one_that_waits_for_another_makes_room_for_it(tmp_path: Path) -> None:
@@ -79,15 +79,15 @@ async def test_one_that_waits_for_another_makes_room_for_it(tmp_path: Path) -> N
     await suspects(tmp_path, ["a", "b"], asking="a")
 
     async def ask(call: ToolRequest) -> ToolOutput:
-        with stage.engine.release_lane_slot(call.run_id):
-            return ToolOutput(text=(await stage.wait_for_end("b")).reply or "")
+        with app.engine.release_lane_slot(call.run_id):
+            return ToolOutput(text=(await app.wait_for_end("b")).reply or "")
 
     async def agent(prompt: Prompt) -> str:
         return "b's answer" if prompt.run_id == "b" else "done"
 
-    async with open_app_fixture(tmp_path, agent, pace=SLOW, tools=[tool("ask", ask, settle=True)]) as stage:
-        assert (await stage.wait_for_end("a")).reply == "done"
-        result = (await stage.transcript(session("a")))[2]
+    async with open_app_fixture(tmp_path, agent, pace=SLOW, tools=[tool("ask", ask, settle=True)]) as app:
+        assert (await app.wait_for_end("a")).reply == "done"
+        result = (await app.transcript(session("a")))[2]
         assert (result["role"], result["content"][0]["text"]) == ("toolResult", "b's answer")
 
 
@@ -120,10 +120,10 @@ async def test_none_begins_while_the_process_stops(tmp_path: Path) -> None:
         await soon(free)
         return "ok"
 
-    async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
+    async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
         await soon(first)
         async with asyncio.TaskGroup() as group:
-            group.create_task(stage.engine.stop(stages.BOUND))
+            group.create_task(app.engine.stop(app_fixture.BOUND))
             group.create_task(_soon_after(free))
     assert len(seen) == 1
 
@@ -150,11 +150,11 @@ async def test_those_that_wait_take_no_place_from_others(
         return "ok"
 
     with nats_server() as server:
-        monkeypatch.setattr(stages, "LocalLanes", lambda: NatsLanes(server.servers(), slots=len(names)))
-        async with open_app_fixture(tmp_path, agent, pace=SLOW) as stage:
+        monkeypatch.setattr(app_fixture, "LocalLanes", lambda: NatsLanes(server.servers(), slots=len(names)))
+        async with open_app_fixture(tmp_path, agent, pace=SLOW) as app:
             await soon(first)
-            await stage.say("hi", session("fresh"), idempotency_key="fresh")
-            assert (await stage.wait_for_end("fresh")).reply == "hello"
+            await app.say("hi", session("fresh"), idempotency_key="fresh")
+            assert (await app.wait_for_end("fresh")).reply == "hello"
             free.set()
             for name in names:
-                assert (await stage.wait_for_end(name)).state == "ok"
+                assert (await app.wait_for_end(name)).state == "ok"

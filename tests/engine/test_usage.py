@@ -77,27 +77,27 @@ def totals(lines: list[UsageLine]) -> tuple[int, int, int, int, int]:
 @pytest.mark.requirement("G28")
 async def test_the_ledger_adds_up_by_run_session_and_tree(tmp_path: Path) -> None:
     spender = Spender(costs=[0.25, 0.5])
-    async with open_app_fixture(tmp_path, spender, tools=[tool("work", work)]) as stage:
-        await stage.create(MAIN)
-        await stage.create(CHILD, MAIN)
-        await stage.create(GRANDCHILD, CHILD)
+    async with open_app_fixture(tmp_path, spender, tools=[tool("work", work)]) as app:
+        await app.create(MAIN)
+        await app.create(CHILD, MAIN)
+        await app.create(GRANDCHILD, CHILD)
         for key in (MAIN, CHILD, GRANDCHILD, STRANGER, MAIN):
-            view = await stage.ask("go", key)
+            view = await app.ask("go", key)
             mine = spender.spent[key][-2:]
             assert view.usage is not None
             assert (view.usage.input, view.usage.output) == sums(mine)[1:3]
             assert view.usage.cost == pytest.approx(0.75)
             # The same from the row as from the event that told of the end.
-            assert (await stage.operations.get_run(OPERATOR, view.run_id)).usage == view.usage
+            assert (await app.operations.get_run(OPERATOR, view.run_id)).usage == view.usage
         for key, usages in spender.spent.items():
-            assert totals(await stage.operations.get_usage(OPERATOR, key)) == sums(usages)
-            row = await stage.operations.describe(OPERATOR, key)
+            assert totals(await app.operations.get_usage(OPERATOR, key)) == sums(usages)
+            row = await app.operations.describe(OPERATOR, key)
             # What was used in all, and what the last call looked at, are different numbers.
             assert row.total_tokens == sum(usage.total_tokens for usage in usages)
             last = usages[-1]
             assert row.used_tokens == last.input + last.cache_read + last.cache_write + last.output
         tree = [usage for key in (MAIN, CHILD, GRANDCHILD) for usage in spender.spent[key]]
-        lines = await stage.operations.get_usage(OPERATOR, MAIN, tree=True)
+        lines = await app.operations.get_usage(OPERATOR, MAIN, tree=True)
         assert totals(lines) == sums(tree)
         assert {line.model for line in lines} == {"m0", "m1"}
         assert sum(line.cost or 0 for line in lines) == pytest.approx(0.375 * len(tree))
@@ -107,19 +107,19 @@ async def test_the_ledger_adds_up_by_run_session_and_tree(tmp_path: Path) -> Non
 @pytest.mark.requirement("G28")
 async def test_an_unknown_price_makes_the_sum_unknown_not_smaller(tmp_path: Path) -> None:
     spender = Spender(costs=[0.25, None])  # every run has one call of each kind
-    async with open_app_fixture(tmp_path, spender, tools=[tool("work", work)]) as stage:
-        view = await stage.ask("go")
+    async with open_app_fixture(tmp_path, spender, tools=[tool("work", work)]) as app:
+        view = await app.ask("go")
         assert view.usage is not None and view.usage.cost is None
-        lines = {line.model: line.cost for line in await stage.operations.get_usage(OPERATOR, MAIN)}
+        lines = {line.model: line.cost for line in await app.operations.get_usage(OPERATOR, MAIN)}
         assert sorted(lines.values(), key=str) == [0.25, None]
-        assert stage.rows("SELECT count(*) n FROM usage WHERE cost = 0") == [{"n": 0}]
+        assert app.rows("SELECT count(*) n FROM usage WHERE cost = 0") == [{"n": 0}]
 
 
 @pytest.mark.anyio
 @pytest.mark.requirement("G28")
 async def test_what_costs_nothing_is_nothing_and_not_unknown(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, Spender(costs=[0.0]), tools=[tool("work", work)]) as stage:
-        view = await stage.ask("go")
+    async with open_app_fixture(tmp_path, Spender(costs=[0.0]), tools=[tool("work", work)]) as app:
+        view = await app.ask("go")
         assert view.usage is not None and view.usage.cost == 0.0
 
 
@@ -129,24 +129,22 @@ async def test_the_ledger_outlives_its_session(tmp_path: Path) -> None:
     clock = ManualClock()
     spender = Spender()
     pace = EngineTimings(lease=10**7, sweep=3600, retention=3600)
-    async with open_app_fixture(
-        tmp_path, spender, tools=[tool("work", work)], clock=clock, pace=pace
-    ) as stage:
-        await stage.create(MAIN)
-        await stage.create(CHILD, MAIN)
-        await stage.ask("go", CHILD)
-        await stage.operations.renew(OPERATOR, CHILD)
-        await stage.ask("go", CHILD)
-        before = stage.rows("SELECT * FROM usage")
+    async with open_app_fixture(tmp_path, spender, tools=[tool("work", work)], clock=clock, pace=pace) as app:
+        await app.create(MAIN)
+        await app.create(CHILD, MAIN)
+        await app.ask("go", CHILD)
+        await app.operations.renew(OPERATOR, CHILD)
+        await app.ask("go", CHILD)
+        before = app.rows("SELECT * FROM usage")
         assert len(before) == 4
         for _ in range(2):
             clock.advance(days=10)
-            await stage.ask("alive")
+            await app.ask("alive")
             keep = RetentionPolicy(archive_after_days=5, delete_archived_after_days=5)
-            await retention.apply_retention(stage.store, keep, clock.now())
-        assert stage.rows("SELECT 1 FROM sessions WHERE key = ?", CHILD) == []
-        assert stage.rows("SELECT * FROM usage WHERE session_key = ? ORDER BY id", CHILD) == before
-        tree = await stage.operations.get_usage(OPERATOR, MAIN, tree=True)
+            await retention.apply_retention(app.store, keep, clock.now())
+        assert app.rows("SELECT 1 FROM sessions WHERE key = ?", CHILD) == []
+        assert app.rows("SELECT * FROM usage WHERE session_key = ? ORDER BY id", CHILD) == before
+        tree = await app.operations.get_usage(OPERATOR, MAIN, tree=True)
         assert totals(tree) == sums([usage for usages in spender.spent.values() for usage in usages])
 
 
@@ -160,10 +158,10 @@ def test_the_sum_of_the_ledger_is_the_sum_of_the_calls(
 
     async def run(path: Path) -> None:
         spender = Spender(costs)
-        async with open_app_fixture(path, spender, tools=[tool("work", work)]) as stage:
+        async with open_app_fixture(path, spender, tools=[tool("work", work)]) as app:
             for _ in range(turns):
-                await stage.ask("go")
-            lines = await stage.operations.get_usage(OPERATOR, MAIN)
+                await app.ask("go")
+            lines = await app.operations.get_usage(OPERATOR, MAIN)
             assert totals(lines) == sums(spender.spent[MAIN])
             for line in lines:
                 mine = [u for at, u in enumerate(spender.spent[MAIN], 1) if f"m{at % 2}" == line.model]

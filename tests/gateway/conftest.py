@@ -12,14 +12,14 @@ from support.gateway_ws import GatewayFixture, opened
 
 
 @pytest.fixture
-async def site(tmp_path: Path, anyio_backend: str) -> AsyncGenerator[HttpGatewayFixture]:
+async def http_gateway(tmp_path: Path, anyio_backend: str) -> AsyncGenerator[HttpGatewayFixture]:
     """Every HTTP door open, and one agent that says what it heard."""
     async with served(tmp_path) as opened:
         yield opened
 
 
 @pytest.fixture
-async def gate(tmp_path: Path, anyio_backend: str) -> AsyncGenerator[GatewayFixture]:
+async def gateway(tmp_path: Path, anyio_backend: str) -> AsyncGenerator[GatewayFixture]:
     """A whole gateway, WebSocket and HTTP, with one agent that says what it heard."""
-    async with opened(tmp_path) as gate:
-        yield gate
+    async with opened(tmp_path) as gateway:
+        yield gateway

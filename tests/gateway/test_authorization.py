@@ -147,9 +147,9 @@ def test_every_parameter_set_of_the_table_would_be_accepted() -> None:
         METHODS_BY_NAME[name].decoder.decode(msgspec.json.encode(params))
 
 
-async def test_every_route_is_in_the_table(gate: GatewayFixture) -> None:
+async def test_every_route_is_in_the_table(gateway: GatewayFixture) -> None:
     found: set[tuple[str, str]] = set()
-    for route in HttpRoutes(gate.served.gateway).routes:
+    for route in HttpRoutes(gateway.served.gateway).routes:
         assert isinstance(route, Route)
         methods: dict[str, Any] = route.endpoint._endpoints  # pyright: ignore
         found |= {(method, route.path) for method in methods if method != "HEAD"}
@@ -185,23 +185,23 @@ async def _stage(path: Path, mode: str) -> AsyncGenerator[GatewayFixture]:
         path,
         settings=settings,
         tools=lambda operations: [tool("peek", lambda call: _peek(operations, call), acts=False)],
-    ) as gate:
+    ) as gateway:
         from antiphon.operations import IncomingMessage
 
         message = IncomingMessage(session=MAIN, content="before", idempotency_key="first")
-        await gate.operations.submit(OPERATOR, message)
-        assert (await gate.operations.wait(OPERATOR, "first", BOUND)).has_ended
-        await gate.operations.open(OPERATOR, SPARE)
-        await _leave_something_undelivered(gate)
-        await gate.app.schedules.add(OPERATOR, parse_job_input(JobSpec, JOB))
-        await until(lambda: _is_quiet(gate))
-        yield gate
+        await gateway.operations.submit(OPERATOR, message)
+        assert (await gateway.operations.wait(OPERATOR, "first", BOUND)).has_ended
+        await gateway.operations.open(OPERATOR, SPARE)
+        await _leave_something_undelivered(gateway)
+        await gateway.app.schedules.add(OPERATOR, parse_job_input(JobSpec, JOB))
+        await until(lambda: _is_quiet(gateway))
+        yield gateway
 
 
-async def _is_quiet(gate: GatewayFixture) -> bool:
+async def _is_quiet(gateway: GatewayFixture) -> bool:
     """Whether everything that was begun has come to its end, so that only requests change rows from here on."""
     (left,) = raw(
-        gate.database,
+        gateway.database,
         "SELECT (SELECT count(*) FROM runs WHERE ended_at IS NULL)"
         " + (SELECT count(*) FROM tasks WHERE phase <> 'settled' OR announced = 'pending')"
         " + (SELECT count(*) FROM deliveries WHERE settled_at IS NULL)"
@@ -210,20 +210,20 @@ async def _is_quiet(gate: GatewayFixture) -> bool:
     return left["n"] == 0
 
 
-async def _leave_something_undelivered(gate: GatewayFixture) -> None:
+async def _leave_something_undelivered(gateway: GatewayFixture) -> None:
     """A report for a chat of a channel that is not there."""
     wanted = SpawnRequest(task="x", idempotency_key="dead")
-    await gate.operations.spawn(OPERATOR, wanted, requester="agent:main:telegram:group:7")
+    await gateway.operations.spawn(OPERATOR, wanted, requester="agent:main:telegram:group:7")
 
     async def given_up() -> bool:
-        return "dead" in (await gate.operations.list_deliveries(OPERATOR)).standing
+        return "dead" in (await gateway.operations.list_deliveries(OPERATOR)).standing
 
     await until(given_up)
 
 
-def _changed(gate: GatewayFixture, before: dict[str, list[tuple[Any, ...]]]) -> list[str]:
+def _changed(gateway: GatewayFixture, before: dict[str, list[tuple[Any, ...]]]) -> list[str]:
     """The tables that are not as they were; the index of words is brought up to date whenever there is time."""
-    now = dump(gate.database)
+    now = dump(gateway.database)
     return [name for name in now if now[name] != before.get(name) and not name.startswith(INDEX)]
 
 
@@ -232,22 +232,22 @@ def _lacks(answer: Answer, scope: str) -> bool:
 
 
 @asynccontextmanager
-async def _entered(gate: GatewayFixture, mode: str, scope: str | None) -> AsyncGenerator[Client]:
+async def _entered(gateway: GatewayFixture, mode: str, scope: str | None) -> AsyncGenerator[Client]:
     """A client with that scope: from its token's record where there are tokens, else from what it asks for."""
-    async with gate.connect_unauthenticated() as client:
+    async with gateway.connect_unauthenticated() as client:
         asked = [] if scope is None else [scope]
-        auth = {"token": gate.owner} if mode == "token" else {"password": "open sesame"}
+        auth = {"token": gateway.owner} if mode == "token" else {"password": "open sesame"}
         params = connect_params(auth=auth if mode != "none" else {}, scopes=asked)
         if mode == "token" and scope is not None:
-            params |= {"auth": {"token": gate.issue(scope)}, "scopes": [ADMIN, "operator.everything"]}
+            params |= {"auth": {"token": gateway.issue(scope)}, "scopes": [ADMIN, "operator.everything"]}
         await client.call("connect", **params)
         yield client
 
 
-async def _arguments(gate: GatewayFixture, name: str) -> dict[str, Any]:
+async def _arguments(gateway: GatewayFixture, name: str) -> dict[str, Any]:
     params = dict(TABLE[name][1])
     if params.get("id") == "job":
-        params["id"] = (await gate.app.schedules.list(OPERATOR, include_disabled=True))[0].id
+        params["id"] = (await gateway.app.schedules.list(OPERATOR, include_disabled=True))[0].id
     return params
 
 
@@ -256,29 +256,29 @@ async def _arguments(gate: GatewayFixture, name: str) -> dict[str, Any]:
 async def test_every_method_does_what_the_table_says_and_nothing_when_refused(
     tmp_path: Path, mode: str, scope: str | None
 ) -> None:
-    async with _stage(tmp_path, mode) as gate, _entered(gate, mode, scope) as client:
-        before = dump(gate.database)
+    async with _stage(tmp_path, mode) as gateway, _entered(gateway, mode, scope) as client:
+        before = dump(gateway.database)
         refused = [name for name, (needed, _) in TABLE.items() if needed not in CLOSURE[scope]]
         for name in refused:
-            answer = await client.ask(name, await _arguments(gate, name))
+            answer = await client.ask(name, await _arguments(gateway, name))
             assert _lacks(answer, TABLE[name][0]), (name, answer)
-            assert _changed(gate, before) == [], f"{name} was refused and changed something"
+            assert _changed(gateway, before) == [], f"{name} was refused and changed something"
         for name in (name for name in TABLE if name not in refused):
             needed, _ = TABLE[name]
-            answer = await client.ask(name, await _arguments(gate, name))
+            answer = await client.ask(name, await _arguments(gateway, name))
             assert answer.ok or name in NOTHING_THERE, (name, answer)
             if needed == READ:
-                assert _changed(gate, before) == [], f"{name} only reads and changed something"
+                assert _changed(gateway, before) == [], f"{name} only reads and changed something"
         if scope in (WRITE, ADMIN):  # what is not refused does do something, or this would prove nothing
-            assert _changed(gate, before)
+            assert _changed(gateway, before)
 
 
 @pytest.mark.parametrize("scope", [READ, WRITE, None])
 async def test_commands_in_texts_and_other_side_doors_need_what_the_front_door_needs(
     tmp_path: Path, scope: str | None
 ) -> None:
-    async with _stage(tmp_path, "token") as gate, _entered(gate, "token", scope) as client:
-        before = dump(gate.database)
+    async with _stage(tmp_path, "token") as gateway, _entered(gateway, "token", scope) as client:
+        before = dump(gateway.database)
         words = ("/new", "/reset", " /RESET ", *(("/stop", "/send off") if scope != WRITE else ()))
         for word in words:
             for name, key in (
@@ -292,11 +292,11 @@ async def test_commands_in_texts_and_other_side_doors_need_what_the_front_door_n
         for policy in ("allow", "deny", None):  # who may write may name a session, not open or shut it
             answer = await client.ask("sessions.patch", {"key": MAIN, "label": "x", "sendPolicy": policy})
             assert _lacks(answer, ADMIN if scope == WRITE else WRITE), (policy, answer)
-        assert _changed(gate, before) == []
+        assert _changed(gateway, before) == []
 
 
 async def test_without_a_scope_what_exists_and_what_does_not_look_alike(tmp_path: Path) -> None:
-    async with _stage(tmp_path, "token") as gate, _entered(gate, "token", None) as client:
+    async with _stage(tmp_path, "token") as gateway, _entered(gateway, "token", None) as client:
         for name, (_, params) in TABLE.items():
             swapped = {
                 key: "agent:main:dashboard:never" if value in (MAIN, SPARE) else value
@@ -309,10 +309,10 @@ async def test_without_a_scope_what_exists_and_what_does_not_look_alike(tmp_path
 # --- HTTP ---
 
 
-def _headers(gate: GatewayFixture, mode: str, scope: str | None) -> dict[str, str]:
+def _headers(gateway: GatewayFixture, mode: str, scope: str | None) -> dict[str, str]:
     if mode == "none":
         return {}
-    secret = "open sesame" if mode == "password" else gate.issue(scope) if scope else "wrong"
+    secret = "open sesame" if mode == "password" else gateway.issue(scope) if scope else "wrong"
     return {"Authorization": f"Bearer {secret}"}
 
 
@@ -340,31 +340,31 @@ async def _request(
 async def test_every_route_does_what_the_table_says_and_nothing_when_refused(
     tmp_path: Path, mode: str, scope: str | None
 ) -> None:
-    async with _stage(tmp_path, mode) as gate, gate.http() as http:
+    async with _stage(tmp_path, mode) as gateway, gateway.http() as http:
         http.headers.clear()
-        headers = _headers(gate, mode, scope)
-        before = dump(gate.database)
+        headers = _headers(gateway, mode, scope)
+        before = dump(gateway.database)
         for route, (needed, _) in ROUTES.items():
             if needed not in (*CLOSURE[scope], "nobody"):
                 response = await _request(http, route, headers)
                 known = scope is not None and needed != "hook"
                 assert response.status_code == (403 if known else 401), (route, response.text)
                 assert needed in response.text or not known
-                assert _changed(gate, before) == [], f"{route} was refused and changed something"
+                assert _changed(gateway, before) == [], f"{route} was refused and changed something"
         for route, (needed, _) in ROUTES.items():
             if needed in (*CLOSURE[scope], "nobody"):
                 response = await _request(http, route, headers)
                 assert response.status_code == 200, (route, response.text)
                 if needed in (READ, "nobody"):
-                    assert _changed(gate, before) == [], f"{route} only reads and changed something"
+                    assert _changed(gateway, before) == [], f"{route} only reads and changed something"
 
 
 @pytest.mark.requirement("SEC2")
 @pytest.mark.parametrize("mode", ["token", "password"])
 async def test_nothing_but_what_is_public_is_answered_without_credentials(tmp_path: Path, mode: str) -> None:
-    async with _stage(tmp_path, mode) as gate, gate.http() as http:
+    async with _stage(tmp_path, mode) as gateway, gateway.http() as http:
         http.headers.clear()
-        before = dump(gate.database)
+        before = dump(gateway.database)
         for headers in (
             {},
             {"Authorization": "Basic eDp5"},
@@ -374,15 +374,15 @@ async def test_nothing_but_what_is_public_is_answered_without_credentials(tmp_pa
             for route, (needed, _) in ROUTES.items():
                 status = (await _request(http, route, headers)).status_code
                 assert status == (200 if needed == "nobody" else 401), (route, headers)
-        assert _changed(gate, before) == []
+        assert _changed(gateway, before) == []
 
 
 async def test_the_token_of_hooks_opens_hooks_and_nothing_else(tmp_path: Path) -> None:
-    async with _stage(tmp_path, "token") as gate, gate.http(HOOK_TOKEN) as http:
+    async with _stage(tmp_path, "token") as gateway, gateway.http(HOOK_TOKEN) as http:
         for route, (needed, _) in list(ROUTES.items())[::-1]:  # hooks first: wrong tokens are counted
             status = (await _request(http, route, {})).status_code
             assert status == (200 if needed in ("hook", "nobody") else 401), route
-        async with gate.connect_unauthenticated() as client:
+        async with gateway.connect_unauthenticated() as client:
             answer = await client.ask("connect", connect_params(auth={"token": HOOK_TOKEN}))
             assert not answer.ok
 
@@ -396,9 +396,9 @@ async def test_what_an_agent_may_not_see_looks_to_it_like_what_is_not_there(
     tmp_path: Path, door: str
 ) -> None:
     """Through either door a tool acts as its session, and reaches what that session reaches."""
-    async with _stage(tmp_path, "token") as gate, gate.client() as client, gate.http() as http:
-        await gate.operations.open(OPERATOR, SPARE)
-        await _leave_something_undelivered(gate)
+    async with _stage(tmp_path, "token") as gateway, gateway.client() as client, gateway.http() as http:
+        await gateway.operations.open(OPERATOR, SPARE)
+        await _leave_something_undelivered(gateway)
 
         async def peek(key: str) -> tuple[bool, str, list[str]]:
             args = {"key": key}

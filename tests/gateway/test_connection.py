@@ -77,13 +77,15 @@ async def test_what_was_sent_or_given_up_does_not_wait_any_more() -> None:
         assert together.waiting_bytes == 0
 
 
-async def test_a_client_that_is_gone_leaves_nothing_behind(gate: GatewayFixture) -> None:
+async def test_a_client_that_is_gone_leaves_nothing_behind(gateway: GatewayFixture) -> None:
     before = connection.PROCESS_SEND_QUEUE_TOTAL.waiting_bytes
 
     async def gone() -> bool:
-        return not gate.served.hub.connections and connection.PROCESS_SEND_QUEUE_TOTAL.waiting_bytes == before
+        return (
+            not gateway.served.hub.connections and connection.PROCESS_SEND_QUEUE_TOTAL.waiting_bytes == before
+        )
 
-    async with gate.client() as client:
+    async with gateway.client() as client:
         await client.call("sessions.subscribe")
         await client.settled()
     await until(gone)
@@ -93,10 +95,10 @@ async def test_a_client_that_is_gone_leaves_nothing_behind(gate: GatewayFixture)
     ("reason", "heard"), [("é" * 150, "é" * 60), ("x" + "é" * 150, "x" + "é" * 59), ("x" * 130, "x" * 120)]
 )
 async def test_a_long_reason_is_cut_to_what_a_close_frame_holds(
-    gate: GatewayFixture, reason: str, heard: str
+    gateway: GatewayFixture, reason: str, heard: str
 ) -> None:
-    async with gate.client() as client:
-        (one,) = gate.served.hub.connections
+    async with gateway.client() as client:
+        (one,) = gateway.served.hub.connections
         one.close(1008, reason)
         assert await client.closed() == (1008, heard)
 
@@ -135,10 +137,10 @@ async def test_an_event_goes_out_at_once_and_passes_nothing_that_waits() -> None
     assert len(told) == 4
 
 
-async def test_events_of_any_size_come_whole_and_in_order(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_events_of_any_size_come_whole_and_in_order(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         await client.settled()
-        (one,) = gate.served.hub.connections
+        (one,) = gateway.served.hub.connections
         around = len(frames.finish_numbered_event(frames.encode_event("sized", {"x": ""}), 1))
         sizes = [edge - around + more for edge in (126, 2**16) for more in range(-4, 4)]
         for size in sizes:
@@ -151,10 +153,10 @@ async def test_events_of_any_size_come_whole_and_in_order(gate: GatewayFixture) 
         assert numbers == list(range(1, len(numbers) + 1))
 
 
-async def test_a_client_that_lags_gets_everything_later_and_in_order(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_a_client_that_lags_gets_everything_later_and_in_order(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         await client.settled()
-        (one,) = gate.served.hub.connections
+        (one,) = gateway.served.hub.connections
         text = frames.encode_event("sized", {"x": "x" * 100_000})
         for _ in range(200):  # more than sockets hold: the rest waits in the outbox
             one.send_event(text)

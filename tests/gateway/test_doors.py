@@ -154,9 +154,9 @@ class Http(Door):
 class Hooks(Http):
     """Hooks only speak; what they said is read over HTTP."""
 
-    def __init__(self, http: httpx2.AsyncClient, gate: GatewayFixture) -> None:
+    def __init__(self, http: httpx2.AsyncClient, gateway: GatewayFixture) -> None:
         super().__init__(http)
-        self._gate = gate
+        self._gate = gateway
 
     async def say(self, session: str, text: str, key: str) -> str:
         headers = {"Authorization": f"Bearer {HOOK_TOKEN}", "Idempotency-Key": key}
@@ -169,26 +169,26 @@ Enter = Callable[[GatewayFixture, str], AbstractAsyncContextManager[Door]]
 
 
 @asynccontextmanager
-async def _in_process(gate: GatewayFixture, scope: str) -> AsyncGenerator[Door]:
-    yield InProcess(gate.operations, Caller.operator([scope]))
+async def _in_process(gateway: GatewayFixture, scope: str) -> AsyncGenerator[Door]:
+    yield InProcess(gateway.operations, Caller.operator([scope]))
 
 
 @asynccontextmanager
-async def _websocket(gate: GatewayFixture, scope: str) -> AsyncGenerator[Door]:
-    async with gate.client(gate.issue(scope)) as client:
+async def _websocket(gateway: GatewayFixture, scope: str) -> AsyncGenerator[Door]:
+    async with gateway.client(gateway.issue(scope)) as client:
         yield WebSocket(client)
 
 
 @asynccontextmanager
-async def _http(gate: GatewayFixture, scope: str) -> AsyncGenerator[Door]:
-    async with gate.http(gate.issue(scope)) as http:
+async def _http(gateway: GatewayFixture, scope: str) -> AsyncGenerator[Door]:
+    async with gateway.http(gateway.issue(scope)) as http:
         yield Http(http)
 
 
 @asynccontextmanager
-async def _hooks(gate: GatewayFixture, scope: str) -> AsyncGenerator[Door]:
-    async with gate.http(gate.issue(scope)) as http:
-        yield Hooks(http, gate)
+async def _hooks(gateway: GatewayFixture, scope: str) -> AsyncGenerator[Door]:
+    async with gateway.http(gateway.issue(scope)) as http:
+        yield Hooks(http, gateway)
 
 
 ENTRANCES: dict[str, Enter] = {
@@ -201,8 +201,8 @@ ENTRANCES: dict[str, Enter] = {
 
 @pytest.fixture
 async def house(tmp_path: Path, anyio_backend: str) -> AsyncGenerator[GatewayFixture]:
-    async with opened(tmp_path, settings=SETTINGS) as gate:
-        yield gate
+    async with opened(tmp_path, settings=SETTINGS) as gateway:
+        yield gateway
 
 
 @pytest.fixture(params=ENTRANCES)
@@ -325,12 +325,12 @@ async def test_stopping_stops_what_runs_and_says_whether_anything_did(tmp_path: 
         await asyncio.Event().wait()
         return await echo(prompt)
 
-    async with opened(tmp_path, agent, settings=SETTINGS) as gate, connect(gate, WRITE) as door:
-        await gate.operations.submit(
+    async with opened(tmp_path, agent, settings=SETTINGS) as gateway, connect(gateway, WRITE) as door:
+        await gateway.operations.submit(
             OPERATOR, IncomingMessage(session=OTHER, content="x", idempotency_key="r1")
         )
         await soon(going)
         assert await door.stop(OTHER) is True
-        view = await gate.operations.wait(OPERATOR, "r1", BOUND)
+        view = await gateway.operations.wait(OPERATOR, "r1", BOUND)
         assert (view.has_ended, view.state) == (True, "cancelled")
         assert await door.stop(OTHER) is False

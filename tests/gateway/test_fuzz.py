@@ -110,11 +110,11 @@ def faults(caplog: pytest.LogCaptureFixture) -> Generator[list[str]]:
 
 @pytest.mark.anyio
 async def test_parameters_of_any_kind_are_taken_or_refused_in_words(
-    gate: GatewayFixture, faults: list[str]
+    gateway: GatewayFixture, faults: list[str]
 ) -> None:
     chance = random.Random(SEED)
     taken = 0
-    async with gate.client() as client:
+    async with gateway.client() as client:
         for number in range(PER_METHOD * len(METHODS_BY_NAME)):
             name = sorted(METHODS_BY_NAME)[number % len(METHODS_BY_NAME)]
             params = json.dumps(filled(METHODS_BY_NAME[name].params, chance))
@@ -131,10 +131,10 @@ async def test_parameters_of_any_kind_are_taken_or_refused_in_words(
 
 @pytest.mark.anyio
 async def test_numbers_beyond_all_bounds_are_taken_or_refused_in_words(
-    gate: GatewayFixture, faults: list[str]
+    gateway: GatewayFixture, faults: list[str]
 ) -> None:
     tried = 0
-    async with gate.client() as client:
+    async with gateway.client() as client:
         await client.call("sessions.create", key=MAIN)
         await client.call("sessions.create", key=SPARE)
         for name, (_, params) in TABLE.items():
@@ -156,16 +156,16 @@ def _kinds(kind: Any) -> list[Any]:
 
 @pytest.mark.anyio
 async def test_frames_of_any_kind_are_answered_or_end_the_connection(
-    gate: GatewayFixture, faults: list[str]
+    gateway: GatewayFixture, faults: list[str]
 ) -> None:
     chance = random.Random(SEED)
     codes: set[int] = set()
     for _ in range(RAW):
-        async with gate.client() as client:
+        async with gateway.client() as client:
             await client.send(raw(chance))
             codes.add(await _survives(client))
     assert codes == {0, 1000, 1008}
-    async with gate.client() as client:
+    async with gateway.client() as client:
         assert (await client.call("health"))["ok"]
 
 
@@ -183,16 +183,16 @@ async def _survives(client: Client) -> int:
 async def test_strangers_of_any_kind_are_let_in_or_turned_away(tmp_path: Path, faults: list[str]) -> None:
     chance = random.Random(SEED)
     codes: set[int] = set()
-    async with opened(tmp_path, settings={"gateway": {"auth": {"mode": "none"}}}) as gate:
+    async with opened(tmp_path, settings={"gateway": {"auth": {"mode": "none"}}}) as gateway:
         for number in range(RAW):
-            async with gate.connect_unauthenticated() as client:
+            async with gateway.connect_unauthenticated() as client:
                 if number % 2:
                     spoken = connect_params() if number % 10 == 1 else {}
                     await client.start("connect", {**filled(ConnectParams, chance), **spoken})
                 else:
                     await client.send(raw(chance))
                 codes.add(await _survives(client))
-        async with gate.client() as client:
+        async with gateway.client() as client:
             assert (await client.call("health"))["ok"]
     assert codes <= {0, 1000, 1002, 1008}
     assert {0, 1000, 1008} <= codes
@@ -200,11 +200,11 @@ async def test_strangers_of_any_kind_are_let_in_or_turned_away(tmp_path: Path, f
 
 @pytest.mark.anyio
 async def test_frames_of_many_megabytes_are_refused_and_not_kept(
-    gate: GatewayFixture, faults: list[str]
+    gateway: GatewayFixture, faults: list[str]
 ) -> None:
     process = psutil.Process()
     large = "x" * (7 * MIB)
-    async with gate.client() as client:
+    async with gateway.client() as client:
         error = await client.refused("chat.send", sessionKey="main", message=large, idempotencyKey="k")
         assert error["details"]["type"] == "too_large"
         before = process.memory_info().rss
@@ -217,11 +217,11 @@ async def test_frames_of_many_megabytes_are_refused_and_not_kept(
         assert process.memory_info().rss - before < 120 * MIB
         await client.send(large)
         assert (await client.closed())[0] == 1000
-    async with gate.client() as client:
+    async with gateway.client() as client:
         with suppress(ConnectionClosed):
             await client.send(" " * (frames.MAX_FRAME_BYTES + 1))
         assert (await client.closed())[0] == 1009
-    async with gate.client() as client:
+    async with gateway.client() as client:
         assert (await client.call("health"))["ok"]
 
 
@@ -235,8 +235,8 @@ def elsewhere(path: Path) -> Generator[GatewayFixture]:
     found: list[GatewayFixture] = []
 
     async def host() -> None:
-        async with opened(path, settings=EVERYTHING) as gate:
-            found.append(gate)
+        async with opened(path, settings=EVERYTHING) as gateway:
+            found.append(gateway)
             ready.set()
             await asyncio.to_thread(over.wait)
 
@@ -257,11 +257,11 @@ def test_requests_of_any_kind_are_answered_as_the_document_says(tmp_path: Path, 
     document = openapi.build_document()
     schema: Any = schemathesis.openapi.from_dict(document)
     tried = Counter[str]()
-    with elsewhere(tmp_path) as gate:
+    with elsewhere(tmp_path) as gateway:
         for result in schema.get_all_operations():
             operation = result.ok()
-            token = HOOK_TOKEN if operation.path.startswith("/hooks") else gate.owner
-            _attempt(operation, gate.served.url.replace("ws://", "http://"), token, tried)
+            token = HOOK_TOKEN if operation.path.startswith("/hooks") else gateway.owner
+            _attempt(operation, gateway.served.url.replace("ws://", "http://"), token, tried)
     assert set(tried) == set(document["paths"])
     assert sum(tried.values()) > 50
 

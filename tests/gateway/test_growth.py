@@ -34,14 +34,14 @@ def files() -> int:
     return len(list(folder.iterdir())) if folder.is_dir() else 0
 
 
-def listeners(gate: GatewayFixture) -> int:
-    assert isinstance(gate.app.bus, LocalBus)
-    return sum(gate.app.bus.count_listeners().values())
+def listeners(gateway: GatewayFixture) -> int:
+    assert isinstance(gateway.app.bus, LocalBus)
+    return sum(gateway.app.bus.count_listeners().values())
 
 
-def held(gate: GatewayFixture) -> dict[str, int]:
+def held(gateway: GatewayFixture) -> dict[str, int]:
     """What lives as long as somebody is connected, or something runs."""
-    hub = gate.served.hub
+    hub = gateway.served.hub
     parts: dict[str, Iterable[object]] = {
         "connections": hub.connections,
         "runs": hub._runs,  # pyright: ignore[reportPrivateUsage]
@@ -51,7 +51,7 @@ def held(gate: GatewayFixture) -> dict[str, int]:
         "joined": hub.subscriptions._sessions_by_connection,  # pyright: ignore[reportPrivateUsage]
     }
     counts = {name: len(list(part)) for name, part in parts.items()}
-    return {**counts, "listeners": listeners(gate), "tasks": len(asyncio.all_tasks()), "files": files()}
+    return {**counts, "listeners": listeners(gateway), "tasks": len(asyncio.all_tasks()), "files": files()}
 
 
 def objects() -> Counter[str]:
@@ -64,10 +64,10 @@ def kind_of(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-async def visit(gate: GatewayFixture, session: str, number: str, *, cut: bool) -> None:
+async def visit(gateway: GatewayFixture, session: str, number: str, *, cut: bool) -> None:
     """One client: it subscribes, says some things, waits for the answers, asks for what never comes, and goes."""
-    await gate.operations.open(OPERATOR, session)
-    async with gate.client() as client:
+    await gateway.operations.open(OPERATOR, session)
+    async with gateway.client() as client:
         await client.call("sessions.subscribe")
         await client.call("sessions.messages.subscribe", key=session, afterSeq=0)
         for turn in range(TURNS):
@@ -85,9 +85,9 @@ async def say(client: Client, session: str, key: str) -> None:
     await client.event("chat", runId=key, state="final")
 
 
-async def serve_round(gate: GatewayFixture, number: int) -> None:
+async def serve_round(gateway: GatewayFixture, number: int) -> None:
     visits = (
-        visit(gate, session, f"{number}-{place}", cut=bool((number + place) % 2))
+        visit(gateway, session, f"{number}-{place}", cut=bool((number + place) % 2))
         for place, session in enumerate(SESSIONS)
     )
     await asyncio.gather(*visits)
@@ -104,26 +104,26 @@ async def emptied(left: Callable[[], dict[str, int]]) -> None:
     assert left() == {}
 
 
-async def test_nothing_is_left_of_clients_that_are_gone(gate: GatewayFixture) -> None:
-    idle = held(gate)
+async def test_nothing_is_left_of_clients_that_are_gone(gateway: GatewayFixture) -> None:
+    idle = held(gateway)
     # A reader opens the database and its log when it is first needed, which may be any time.
     idle["files"] += 8
 
     def left() -> dict[str, int]:
-        return {name: count for name, count in held(gate).items() if count > idle[name]}
+        return {name: count for name, count in held(gateway).items() if count > idle[name]}
 
-    await serve_round(gate, 0)  # whatever is made once is made now
+    await serve_round(gateway, 0)  # whatever is made once is made now
     await emptied(left)
     before = objects()
     for number in range(1, ROUNDS + 1):
-        await serve_round(gate, number)
+        await serve_round(gateway, number)
     await emptied(left)
     await emptied(lambda: {kind: more for kind, more in (objects() - before).items() if more > SLACK})
-    assert (await gate.operations.get_summary(OPERATOR)).sessions == CLIENTS
+    assert (await gateway.operations.get_summary(OPERATOR)).sessions == CLIENTS
 
 
 @pytest.mark.requirement("W1", "SEC14")
-async def test_what_a_connection_held_is_freed_without_the_collector(gate: GatewayFixture) -> None:
+async def test_what_a_connection_held_is_freed_without_the_collector(gateway: GatewayFixture) -> None:
     """However it ended: the collector looks so seldom that what it would find could be gigabytes."""
 
     def left() -> dict[str, int]:
@@ -138,14 +138,14 @@ async def test_what_a_connection_held_is_freed_without_the_collector(gate: Gatew
     try:
         for cut in (True, False):
             for first in (None, '{"type":"req"', " " * 70_000, "not JSON"):
-                async with gate.connect_unauthenticated() as peer:
+                async with gateway.connect_unauthenticated() as peer:
                     if first:
                         await peer.send(first)
                     if cut:
                         peer.abort()
                     if cut or first:
                         await peer.closed()
-            async with gate.client() as client:
+            async with gateway.client() as client:
                 await client.call("health")
                 if cut:
                     client.abort()

@@ -37,9 +37,9 @@ BODIES = {
 
 
 @pytest.mark.requirement("W7")
-async def test_nobody_gets_in_without_a_secret(site: HttpGatewayFixture) -> None:
+async def test_nobody_gets_in_without_a_secret(http_gateway: HttpGatewayFixture) -> None:
     for method, path in PROTECTED:
-        reply = await site.stranger.request(method, path)
+        reply = await http_gateway.stranger.request(method, path)
         assert reply.status_code == 401, path
         error = reply.json()["error"]
         assert reply.headers["www-authenticate"] == "Bearer"
@@ -54,39 +54,43 @@ async def test_nobody_gets_in_without_a_secret(site: HttpGatewayFixture) -> None
 
 
 @pytest.mark.requirement("W7")
-async def test_the_token_of_hooks_opens_nothing_else(site: HttpGatewayFixture) -> None:
+async def test_the_token_of_hooks_opens_nothing_else(http_gateway: HttpGatewayFixture) -> None:
     for method, path in PROTECTED[:8]:
-        reply = await site.stranger.request(method, path, headers={"Authorization": "Bearer a-hook-token"})
+        reply = await http_gateway.stranger.request(
+            method, path, headers={"Authorization": "Bearer a-hook-token"}
+        )
         assert reply.status_code == 401, path
 
 
 @pytest.mark.requirement("W7")
 async def test_a_token_that_may_only_read_changes_nothing_and_one_without_scopes_reads_nothing(
-    site: HttpGatewayFixture,
+    http_gateway: HttpGatewayFixture,
 ) -> None:
-    await site.ask("one")
-    reader = site.limited("operator.read")
-    assert (await site.stranger.get(HISTORY, headers=reader)).status_code == 200
-    assert (await site.stranger.get("/metrics", headers=reader)).status_code == 200
+    await http_gateway.ask("one")
+    reader = http_gateway.limited("operator.read")
+    assert (await http_gateway.stranger.get(HISTORY, headers=reader)).status_code == 200
+    assert (await http_gateway.stranger.get("/metrics", headers=reader)).status_code == 200
     for path in WRITING:
-        reply = await site.stranger.post(path, headers=reader, json=BODIES[path])
+        reply = await http_gateway.stranger.post(path, headers=reader, json=BODIES[path])
         assert reply.status_code == 403, path
-    writer = site.limited("operator.write")
-    assert (await site.stranger.get(HISTORY, headers=writer)).status_code == 200
-    reply = await site.stranger.post(
+    writer = http_gateway.limited("operator.write")
+    assert (await http_gateway.stranger.get(HISTORY, headers=writer)).status_code == 200
+    reply = await http_gateway.stranger.post(
         "/v1/chat/completions", headers=writer, json=BODIES["/v1/chat/completions"]
     )
     assert reply.status_code == 200
 
 
 @pytest.mark.requirement("W7")
-async def test_pages_of_other_origins_are_refused_even_with_the_token(site: HttpGatewayFixture) -> None:
-    await site.ask("one")
-    for origin in ("https://evil.example", "null", site.url.replace("127.0.0.1", "127.evil.com")):
+async def test_pages_of_other_origins_are_refused_even_with_the_token(
+    http_gateway: HttpGatewayFixture,
+) -> None:
+    await http_gateway.ask("one")
+    for origin in ("https://evil.example", "null", http_gateway.url.replace("127.0.0.1", "127.evil.com")):
         for method, path in PROTECTED:
-            reply = await site.http.request(method, path, headers={"Origin": origin})
+            reply = await http_gateway.http.request(method, path, headers={"Origin": origin})
             assert reply.status_code == 403, (origin, path)
-    assert (await site.http.get(HISTORY, headers={"Origin": site.url})).status_code == 200
+    assert (await http_gateway.http.get(HISTORY, headers={"Origin": http_gateway.url})).status_code == 200
 
 
 @pytest.mark.requirement("W7")
@@ -94,77 +98,87 @@ async def test_wrong_secrets_are_counted_over_all_doors_and_then_refused_before_
     tmp_path: Path,
 ) -> None:
     clock = ManualClock()
-    async with served(tmp_path, clock=clock) as site:
+    async with served(tmp_path, clock=clock) as http_gateway:
         wrong = {"Authorization": "Bearer wrong"}
         for number in range(10):
             path = "/metrics" if number % 2 else HISTORY
-            assert (await site.stranger.get(path, headers=wrong)).status_code == 401
-        reply = await site.stranger.get("/metrics", headers={**wrong, "Origin": "http://evil.example"})
+            assert (await http_gateway.stranger.get(path, headers=wrong)).status_code == 401
+        reply = await http_gateway.stranger.get(
+            "/metrics", headers={**wrong, "Origin": "http://evil.example"}
+        )
         assert (reply.status_code, reply.json()["error"]["type"]) == (429, "rate_limited")
         assert 0 < int(reply.headers["retry-after"]) <= 60
-        assert (await site.stranger.get("/metrics")).status_code == 429
-        assert (await site.http.get("/metrics")).status_code == 200  # the owner is not locked out
-        assert (await site.http.get("/metrics", headers={"Origin": "http://evil.example"})).status_code == 403
+        assert (await http_gateway.stranger.get("/metrics")).status_code == 429
+        assert (await http_gateway.http.get("/metrics")).status_code == 200  # the owner is not locked out
+        assert (
+            await http_gateway.http.get("/metrics", headers={"Origin": "http://evil.example"})
+        ).status_code == 403
         clock.advance(seconds=61)
-        assert (await site.stranger.get("/metrics", headers=wrong)).status_code == 401
-        assert "antiphon_auth_failures_total 11.0" in (await site.http.get("/metrics")).text
+        assert (await http_gateway.stranger.get("/metrics", headers=wrong)).status_code == 401
+        assert "antiphon_auth_failures_total 11.0" in (await http_gateway.http.get("/metrics")).text
 
 
 @pytest.mark.requirement("W7")
 async def test_wrong_secrets_of_hooks_are_counted_apart(tmp_path: Path) -> None:
-    async with served(tmp_path, mode="password", clock=ManualClock()) as site:
+    async with served(tmp_path, mode="password", clock=ManualClock()) as http_gateway:
         hook, password = ({"Authorization": f"Bearer {secret}"} for secret in ("a-hook-token", "a password"))
         for _ in range(10):
-            assert (await site.stranger.post("/hooks/wake", headers=password)).status_code == 401
-        assert (await site.stranger.post("/hooks/wake", headers=hook)).status_code == 429  # short: guessable
-        assert (await site.stranger.get("/metrics", headers=password)).status_code == 200
+            assert (await http_gateway.stranger.post("/hooks/wake", headers=password)).status_code == 401
+        assert (
+            await http_gateway.stranger.post("/hooks/wake", headers=hook)
+        ).status_code == 429  # short: guessable
+        assert (await http_gateway.stranger.get("/metrics", headers=password)).status_code == 200
 
 
 @pytest.mark.requirement("W7")
-async def test_a_secret_in_an_address_is_refused(site: HttpGatewayFixture) -> None:
+async def test_a_secret_in_an_address_is_refused(http_gateway: HttpGatewayFixture) -> None:
     for method, path in PROTECTED:
-        reply = await site.http.request(method, f"{path}?token=x")
+        reply = await http_gateway.http.request(method, f"{path}?token=x")
         assert reply.status_code == 400, path
         assert "Authorization" in reply.json()["error"]["message"]
 
 
 @pytest.mark.requirement("W7")
 async def test_without_credentials_only_this_machines_names_are_answered(tmp_path: Path) -> None:
-    async with served(tmp_path, mode="none") as site:
-        assert (await site.stranger.get("/metrics")).status_code == 200
+    async with served(tmp_path, mode="none") as http_gateway:
+        assert (await http_gateway.stranger.get("/metrics")).status_code == 200
         for host in ("evil.example", "127.0.0.1.evil.example:80", ""):
-            assert (await site.stranger.get("/metrics", headers={"Host": host})).status_code == 403
-        assert (await site.stranger.get("/metrics", headers={"Host": "localhost:1"})).status_code == 200
+            assert (await http_gateway.stranger.get("/metrics", headers={"Host": host})).status_code == 403
         assert (
-            await site.stranger.get("/metrics", headers={"Origin": "http://evil.example"})
+            await http_gateway.stranger.get("/metrics", headers={"Host": "localhost:1"})
+        ).status_code == 200
+        assert (
+            await http_gateway.stranger.get("/metrics", headers={"Origin": "http://evil.example"})
         ).status_code == 403
 
 
 @pytest.mark.requirement("W7")
-async def test_what_a_proxy_would_say_is_not_believed(site: HttpGatewayFixture) -> None:
+async def test_what_a_proxy_would_say_is_not_believed(http_gateway: HttpGatewayFixture) -> None:
     headers = {"X-Forwarded-For": "127.0.0.1", "X-Forwarded-User": "owner", "Forwarded": "for=127.0.0.1"}
-    assert (await site.stranger.get("/metrics", headers=headers)).status_code == 401
+    assert (await http_gateway.stranger.get("/metrics", headers=headers)).status_code == 401
 
 
 @pytest.mark.requirement("W5")
-async def test_a_method_that_is_not_taken_is_answered_with_those_that_are(site: HttpGatewayFixture) -> None:
+async def test_a_method_that_is_not_taken_is_answered_with_those_that_are(
+    http_gateway: HttpGatewayFixture,
+) -> None:
     for method, path in [
         ("DELETE", HISTORY),
         ("GET", "/tools/invoke"),
         ("POST", "/healthz"),
         ("PUT", "/v1/models"),
     ]:
-        reply = await site.http.request(method, path)
+        reply = await http_gateway.http.request(method, path)
         assert reply.status_code == 405, path
         assert reply.json()["error"]["type"] == "method_not_allowed"
         assert method not in reply.headers["allow"].split(", ")
-    assert (await site.http.options(HISTORY)).status_code == 405
+    assert (await http_gateway.http.options(HISTORY)).status_code == 405
 
 
 @pytest.mark.requirement("W5")
-async def test_an_address_where_nothing_is_says_so_to_anybody(site: HttpGatewayFixture) -> None:
+async def test_an_address_where_nothing_is_says_so_to_anybody(http_gateway: HttpGatewayFixture) -> None:
     for path in ("/nothing", "/sessions", "/sessions/x", "/v1/embeddings", "/hooks", "/hooks/other", "/../x"):
-        reply = await site.stranger.get(path)
+        reply = await http_gateway.stranger.get(path)
         assert reply.status_code == 404, path
         assert "unauthorized" not in reply.text.lower()
         assert reply.headers["x-content-type-options"] == "nosniff"
@@ -172,11 +186,11 @@ async def test_an_address_where_nothing_is_says_so_to_anybody(site: HttpGatewayF
 
 @pytest.mark.requirement("W5")
 async def test_a_body_is_refused_before_it_is_read_when_it_says_that_it_is_too_large(
-    site: HttpGatewayFixture,
+    http_gateway: HttpGatewayFixture,
 ) -> None:
-    host, _, port = site.url.removeprefix("http://").partition(":")
+    host, _, port = http_gateway.url.removeprefix("http://").partition(":")
     for path in ("/tools/invoke", "/hooks/wake", "/v1/responses"):
-        secret = "Bearer a-hook-token" if path == "/hooks/wake" else site.owner["Authorization"]
+        secret = "Bearer a-hook-token" if path == "/hooks/wake" else http_gateway.owner["Authorization"]
         reader, writer = await asyncio.open_connection(host, int(port))
         head = (
             f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: {secret}\r\nContent-Length: 99999999\r\n\r\n"
@@ -188,23 +202,23 @@ async def test_a_body_is_refused_before_it_is_read_when_it_says_that_it_is_too_l
 
 
 @pytest.mark.requirement("W5")
-async def test_a_body_that_does_not_say_how_large_it_is_is_cut_off(site: HttpGatewayFixture) -> None:
+async def test_a_body_that_does_not_say_how_large_it_is_is_cut_off(http_gateway: HttpGatewayFixture) -> None:
     async def endless() -> AsyncGenerator[bytes]:
         for _ in range(100):
             yield b" " * 100_000
 
-    reply = await site.http.post("/tools/invoke", content=endless())
+    reply = await http_gateway.http.post("/tools/invoke", content=endless())
     assert (reply.status_code, reply.json()["error"]["type"]) == (413, "too_large")
 
 
 @pytest.mark.requirement("W5")
 async def test_a_body_that_does_not_come_is_not_waited_for_for_ever(
-    site: HttpGatewayFixture, monkeypatch: pytest.MonkeyPatch
+    http_gateway: HttpGatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(responses, "BODY_TIMEOUT_SECONDS", 0.05)
-    host, _, port = site.url.removeprefix("http://").partition(":")
+    host, _, port = http_gateway.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    secret = site.owner["Authorization"]
+    secret = http_gateway.owner["Authorization"]
     head = f"POST /tools/invoke HTTP/1.1\r\nHost: x\r\nAuthorization: {secret}\r\nContent-Length: 9\r\n\r\n"
     writer.write(head.encode())
     assert b" 400 " in await asyncio.wait_for(reader.readline(), BOUND)
@@ -212,7 +226,7 @@ async def test_a_body_that_does_not_come_is_not_waited_for_for_ever(
 
 
 @pytest.mark.requirement("W5")
-async def test_a_body_that_is_not_what_it_should_be_is_refused(site: HttpGatewayFixture) -> None:
+async def test_a_body_that_is_not_what_it_should_be_is_refused(http_gateway: HttpGatewayFixture) -> None:
     texts = [
         b"",
         b"{",
@@ -224,74 +238,76 @@ async def test_a_body_that_is_not_what_it_should_be_is_refused(site: HttpGateway
         b'{"tool":"x","y":1}',
     ]
     for body in texts:
-        reply = await site.http.post("/tools/invoke", content=body)
+        reply = await http_gateway.http.post("/tools/invoke", content=body)
         assert (reply.status_code, reply.json()["error"]["type"]) == (400, "invalid_request"), body[:20]
 
 
 @pytest.mark.requirement("W5")
-async def test_a_body_of_another_type_is_refused(site: HttpGatewayFixture) -> None:
+async def test_a_body_of_another_type_is_refused(http_gateway: HttpGatewayFixture) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
-        reply = await site.http.post("/tools/invoke", content=b"{}", headers={"Content-Type": kind})
+        reply = await http_gateway.http.post("/tools/invoke", content=b"{}", headers={"Content-Type": kind})
         assert reply.status_code == 400
         assert kind in reply.json()["error"]["message"]
     for kind in ("application/json; charset=utf-8", "application/vnd.x+json"):
-        reply = await site.http.post("/tools/invoke", content=b'{"tool":"x"}', headers={"Content-Type": kind})
+        reply = await http_gateway.http.post(
+            "/tools/invoke", content=b'{"tool":"x"}', headers={"Content-Type": kind}
+        )
         assert reply.status_code == 404
 
 
 @pytest.mark.requirement("W5")
 async def test_what_nobody_expected_is_logged_and_told_without_details(
-    site: HttpGatewayFixture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    http_gateway: HttpGatewayFixture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def broken(*_: object) -> None:
         raise RuntimeError("a secret detail")
 
     for name in ("read_history", "submit"):
-        monkeypatch.setattr(site.app.operations, name, broken)
-    reply = await site.http.get(HISTORY)
+        monkeypatch.setattr(http_gateway.app.operations, name, broken)
+    reply = await http_gateway.http.get(HISTORY)
     assert (reply.status_code, reply.json()["error"]["type"]) == (500, "internal")
     assert "secret detail" not in reply.text
     assert "a secret detail" in caplog.text
-    reply = await site.http.post("/v1/responses", json=BODIES["/v1/responses"])
+    reply = await http_gateway.http.post("/v1/responses", json=BODIES["/v1/responses"])
     assert (reply.status_code, reply.json()["error"]["code"]) == (500, "internal")
 
 
 @pytest.mark.requirement("W5")
 async def test_health_and_readiness_are_told_to_anybody(
-    site: HttpGatewayFixture, monkeypatch: pytest.MonkeyPatch
+    http_gateway: HttpGatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for path in ("/healthz", "/health"):
-        assert (await site.stranger.get(path)).json() == {"ok": True, "status": "live"}
+        assert (await http_gateway.stranger.get(path)).json() == {"ok": True, "status": "live"}
     for path in ("/readyz", "/ready"):
-        assert (await site.stranger.get(path)).json() == {"ready": True}
-    assert (await site.stranger.head("/healthz")).status_code == 200
+        assert (await http_gateway.stranger.get(path)).json() == {"ready": True}
+    assert (await http_gateway.stranger.head("/healthz")).status_code == 200
 
     async def full(*_: object) -> None:
         raise StoreError("The disk is full.", "Make room.")
 
-    monkeypatch.setattr(site.app.operations, "list", full)
-    site.gateway.closing.set()
-    reply = await site.stranger.get("/readyz")
+    monkeypatch.setattr(http_gateway.app.operations, "list", full)
+    http_gateway.state.closing.set()
+    reply = await http_gateway.stranger.get("/readyz")
     assert reply.status_code == 503
     assert reply.json() == {"ready": False, "failing": ["closing", "store"]}
-    assert (await site.stranger.get("/healthz")).status_code == 200
+    assert (await http_gateway.stranger.get("/healthz")).status_code == 200
 
 
 @pytest.mark.requirement("W5")
-async def test_the_root_says_what_this_is(site: HttpGatewayFixture) -> None:
-    assert (await site.stranger.get("/")).json()["name"] == "antiphon"
+async def test_the_root_says_what_this_is(http_gateway: HttpGatewayFixture) -> None:
+    assert (await http_gateway.stranger.get("/")).json()["name"] == "antiphon"
 
 
 @pytest.mark.requirement("W5")
 async def test_figures_count_what_happened_and_name_nothing_that_a_client_wrote(
-    site: HttpGatewayFixture,
+    http_gateway: HttpGatewayFixture,
 ) -> None:
-    await site.ask("one")
-    await site.ask("two", "agent:main:telegram:group:private")
-    await site.http.get("/sessions/agent:main:telegram:group:private/history")
-    await site.http.get("/private-path")
-    await site.http.request("PURGE", "/healthz")
-    text = (await site.http.get("/metrics")).text
+    await http_gateway.ask("one")
+    await http_gateway.ask("two", "agent:main:telegram:group:private")
+    await http_gateway.http.get("/sessions/agent:main:telegram:group:private/history")
+    await http_gateway.http.get("/private-path")
+    await http_gateway.http.request("PURGE", "/healthz")
+    text = (await http_gateway.http.get("/metrics")).text
     for line in (
         'antiphon_runs_total{outcome="ok"} 2.0',
         "antiphon_messages_appended_total 4.0",
@@ -322,9 +338,9 @@ async def test_each_gateway_has_its_own_figures(tmp_path: Path) -> None:
 
 @pytest.mark.requirement("W5")
 async def test_what_is_switched_off_is_not_there(tmp_path: Path) -> None:
-    async with served(tmp_path, settings={}) as site:
+    async with served(tmp_path, settings={}) as http_gateway:
         for path in ("/v1/chat/completions", "/v1/responses", "/v1/models", "/hooks/agent", "/hooks/wake"):
-            reply = await site.http.post(path, json={})
+            reply = await http_gateway.http.post(path, json={})
             assert reply.status_code == 404, path
             error = reply.json()["error"]["message"]
             assert ("hooks.enabled" if "hooks" in path else "gateway.http.endpoints.") in error
@@ -333,10 +349,10 @@ async def test_what_is_switched_off_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.requirement("W5")
-async def test_the_document_describes_every_route(site: HttpGatewayFixture) -> None:
-    described = (await site.http.get("/openapi.json")).json()
+async def test_the_document_describes_every_route(http_gateway: HttpGatewayFixture) -> None:
+    described = (await http_gateway.http.get("/openapi.json")).json()
     assert described["openapi"] == "3.1.0"
-    routed = {route.path.replace("{key:path}", "{key}") for route in site.web.routes}  # pyright: ignore
+    routed = {route.path.replace("{key:path}", "{key}") for route in http_gateway.web.routes}  # pyright: ignore
     aliases = {"/health", "/ready", "/v1/{path:path}", "/{path:path}"}
     assert set(described["paths"]) == routed - aliases
     assert msgspec.json.encode(described)
@@ -345,14 +361,14 @@ async def test_the_document_describes_every_route(site: HttpGatewayFixture) -> N
 # --- before a request is one ---
 
 
-async def _connected(gate: GatewayFixture) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    host, _, port = gate.served.url.removeprefix("ws://").partition(":")
+async def _connected(gateway: GatewayFixture) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = gateway.served.url.removeprefix("ws://").partition(":")
     return await asyncio.open_connection(host, int(port))
 
 
-async def _answer_to(gate: GatewayFixture, *pieces: bytes) -> bytes:
+async def _answer_to(gateway: GatewayFixture, *pieces: bytes) -> bytes:
     """What is said until the gateway hangs up."""
-    reader, writer = await _connected(gate)
+    reader, writer = await _connected(gateway)
     try:
         for piece in pieces:
             writer.write(piece)
@@ -365,7 +381,7 @@ async def _answer_to(gate: GatewayFixture, *pieces: bytes) -> bytes:
 
 
 @pytest.mark.requirement("W5")
-async def test_a_head_has_a_size(gate: GatewayFixture) -> None:
+async def test_a_head_has_a_size(gateway: GatewayFixture) -> None:
     begin = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
     chunked = b"POST /healthz HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
     line = b"X-Y: " + b"y" * 8000 + b"\r\n"
@@ -377,19 +393,19 @@ async def test_a_head_has_a_size(gate: GatewayFixture) -> None:
         [b"\r\n" * 8000] * 5,
         [chunked, *[line] * 10],
     ):
-        assert b" 200 " not in await _answer_to(gate, *pieces), pieces[0][:30]
-    fits = await _answer_to(gate, begin, *[line] * 7, b"Connection: close\r\n\r\n")
+        assert b" 200 " not in await _answer_to(gateway, *pieces), pieces[0][:30]
+    fits = await _answer_to(gateway, begin, *[line] * 7, b"Connection: close\r\n\r\n")
     assert fits.startswith(b"HTTP/1.1 200 ")
 
 
 @pytest.mark.requirement("W5")
-async def test_a_head_has_a_time(gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_head_has_a_time(gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "HEAD_TIMEOUT_SECONDS", 0.05)
     begin = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
-    assert await _answer_to(gate) == b""
-    assert await _answer_to(gate, begin) == b""
+    assert await _answer_to(gateway) == b""
+    assert await _answer_to(gateway, begin) == b""
     endless = b"POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 99999\r\n\r\n"
-    reader, writer = await _connected(gate)
+    reader, writer = await _connected(gateway)
     writer.write(endless)
     assert b" 405 " in await asyncio.wait_for(reader.readline(), BOUND)
     writer.write(b"what nobody waits for")
@@ -408,9 +424,9 @@ async def test_who_came_in_time_may_be_answered_later(
         await go.wait()
         return "late"
 
-    async with opened(tmp_path, agent) as gate, gate.client() as client, gate.http() as http:
+    async with opened(tmp_path, agent) as gateway, gateway.client() as client, gateway.http() as http:
         asking = asyncio.create_task(http.post("/v1/responses", json=BODIES["/v1/responses"]))
-        assert await _answer_to(gate) == b""  # which comes when that time has passed
+        assert await _answer_to(gateway) == b""  # which comes when that time has passed
         go.set()
         assert (await asking).status_code == 200
         await client.settled()
@@ -419,10 +435,10 @@ async def test_who_came_in_time_may_be_answered_later(
 @pytest.mark.requirement("W5")
 async def test_there_are_only_so_many_connections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "MAX_CONNECTIONS", 3)
-    async with opened(tmp_path) as gate, gate.client() as client:
-        held = [await _connected(gate) for _ in range(3)]
+    async with opened(tmp_path) as gateway, gateway.client() as client:
+        held = [await _connected(gateway) for _ in range(3)]
         assert await asyncio.wait_for(held[0][0].read(), BOUND) == b"", "the oldest makes room"
-        async with gate.http() as http:
+        async with gateway.http() as http:
             assert (await http.get("/healthz")).status_code == 200
         for _, each in held:
             each.close()
@@ -434,8 +450,8 @@ async def test_there_are_only_so_many_connections(tmp_path: Path, monkeypatch: p
 @pytest.mark.requirement("W5")
 async def test_no_more_than_that_are_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heads, "MAX_CONNECTIONS", 1)
-    async with opened(tmp_path) as gate, gate.client() as client:
-        reader, writer = await _connected(gate)
+    async with opened(tmp_path) as gateway, gateway.client() as client:
+        reader, writer = await _connected(gateway)
         assert await asyncio.wait_for(reader.read(), BOUND) == b"", "who has authenticated is not hung up on"
         writer.close()
         await client.settled()

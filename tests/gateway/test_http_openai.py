@@ -26,10 +26,10 @@ PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgG
 
 
 @asynccontextmanager
-async def client_of(site: HttpGatewayFixture) -> AsyncGenerator[openai.AsyncOpenAI]:
-    token = site.tokens.owner_token
+async def client_of(http_gateway: HttpGatewayFixture) -> AsyncGenerator[openai.AsyncOpenAI]:
+    token = http_gateway.tokens.owner_token
     async with openai.AsyncOpenAI(
-        base_url=f"{site.url}/v1", api_key=token, max_retries=0, timeout=BOUND
+        base_url=f"{http_gateway.url}/v1", api_key=token, max_retries=0, timeout=BOUND
     ) as client:
         yield client
 
@@ -45,7 +45,7 @@ async def words(prompt: Prompt) -> AsyncGenerator[str, None]:
 
 
 async def test_a_completion_is_the_reply_of_a_run(tmp_path: Path) -> None:
-    async with served(tmp_path, None) as site, client_of(site) as client:
+    async with served(tmp_path, None) as http_gateway, client_of(http_gateway) as client:
         answer = await client.chat.completions.create(model="antiphon", messages=[user("say hello there")])
         assert answer.choices[0].message.content == "hello there"
         assert (answer.choices[0].finish_reason, answer.object, answer.model) == (
@@ -53,7 +53,7 @@ async def test_a_completion_is_the_reply_of_a_run(tmp_path: Path) -> None:
             "chat.completion",
             "antiphon",
         )
-        run = await site.app.operations.get_run(OPERATOR, answer.id.removeprefix("chatcmpl-"))
+        run = await http_gateway.app.operations.get_run(OPERATOR, answer.id.removeprefix("chatcmpl-"))
         assert answer.usage is not None
         assert run.usage is not None
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (
@@ -65,7 +65,7 @@ async def test_a_completion_is_the_reply_of_a_run(tmp_path: Path) -> None:
 
 
 async def test_a_streamed_completion_is_the_same_in_pieces(tmp_path: Path) -> None:
-    async with served(tmp_path, None) as site, client_of(site) as client:
+    async with served(tmp_path, None) as http_gateway, client_of(http_gateway) as client:
         stream = await client.chat.completions.create(
             model="antiphon/default",
             messages=[user("slow 0.3 a fairly long answer in many words, with ünïcode")],
@@ -86,7 +86,7 @@ async def test_a_streamed_completion_is_the_same_in_pieces(tmp_path: Path) -> No
 
 
 async def test_pieces_add_up_to_the_reply_however_they_come(tmp_path: Path) -> None:
-    async with served(tmp_path, words) as site, client_of(site) as client:
+    async with served(tmp_path, words) as http_gateway, client_of(http_gateway) as client:
 
         async def one(number: int) -> str:
             stream = await client.chat.completions.create(
@@ -95,19 +95,19 @@ async def test_pieces_add_up_to_the_reply_however_they_come(tmp_path: Path) -> N
             return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
         assert await asyncio.gather(*(one(number) for number in range(20))) == ["one two three"] * 20
-        await until(_quiet(site))
+        await until(_quiet(http_gateway))
 
 
-def _quiet(site: HttpGatewayFixture) -> Any:
+def _quiet(http_gateway: HttpGatewayFixture) -> Any:
     async def quiet() -> bool:
-        return site.listeners() == 0 and site.web.slots.open_count == 0
+        return http_gateway.listeners() == 0 and http_gateway.web.slots.open_count == 0
 
     return quiet
 
 
-async def test_the_stream_ends_with_done(site: HttpGatewayFixture) -> None:
+async def test_the_stream_ends_with_done(http_gateway: HttpGatewayFixture) -> None:
     body = {"model": "antiphon", "messages": [user("x")], "stream": True}
-    async with streamed(site.http, "/v1/chat/completions", method="POST", json=body) as stream:
+    async with streamed(http_gateway.http, "/v1/chat/completions", method="POST", json=body) as stream:
         events = await stream.rest()
         assert events[-1].data == "[DONE]"
         assert "usage" not in events[0].json
@@ -115,20 +115,20 @@ async def test_the_stream_ends_with_done(site: HttpGatewayFixture) -> None:
 
 async def test_a_model_is_an_agent(tmp_path: Path) -> None:
     settings = {**EVERYTHING, "agents": {"list": [{"id": "main"}, {"id": "work"}]}}
-    async with served(tmp_path, None, settings=settings) as site, client_of(site) as client:
+    async with served(tmp_path, None, settings=settings) as http_gateway, client_of(http_gateway) as client:
         for model, agent in (
             ("antiphon", "main"), ("antiphon/default", "main"), ("antiphon/work", "work"), ("antiphon:work", "work"),
             ("agent:work", "work"), ("openclaw", "main"), ("openclaw/work", "work"), ("openclaw:default", "main"),
             ("work", "work"), ("WORK", "work"),
         ):  # fmt: skip
             answer = await client.chat.completions.create(model=model, messages=[user("say x")])
-            run = await site.app.operations.get_run(OPERATOR, answer.id.removeprefix("chatcmpl-"))
+            run = await http_gateway.app.operations.get_run(OPERATOR, answer.id.removeprefix("chatcmpl-"))
             assert run.session_key.startswith(f"agent:{agent}:openai:"), model
 
 
 async def test_models_are_listed_and_others_are_not_found(tmp_path: Path) -> None:
     settings = {**EVERYTHING, "agents": {"list": [{"id": "main"}, {"id": "work"}]}}
-    async with served(tmp_path, None, settings=settings) as site, client_of(site) as client:
+    async with served(tmp_path, None, settings=settings) as http_gateway, client_of(http_gateway) as client:
         models = [model.id async for model in client.models.list()]
         assert models == ["antiphon", "antiphon/main", "antiphon/work"]
         for model in ("gpt-5", "antiphon/nobody", "agent:", ""):
@@ -145,31 +145,31 @@ async def test_a_user_has_a_session_that_remembers(tmp_path: Path) -> None:
         seen.append(len(prompt.messages))
         return "yes"
 
-    async with served(tmp_path, agent) as site, client_of(site) as client:
+    async with served(tmp_path, agent) as http_gateway, client_of(http_gateway) as client:
         before: list[Any] = [user("old"), {"role": "assistant", "content": "answer"}]
         for earlier in (before[:0], before, before):
             answer = await client.chat.completions.create(
                 model="antiphon", messages=[*earlier, user("new")], user="ada:1"
             )
-            run = await site.app.operations.get_run(OPERATOR, answer.id.removeprefix("chatcmpl-"))
+            run = await http_gateway.app.operations.get_run(OPERATOR, answer.id.removeprefix("chatcmpl-"))
             assert run.session_key == "agent:main:openai-user:ada:1"
             before += [user("new"), {"role": "assistant", "content": "yes"}]
         # What the session lacks is added in the client's order, and then it lacks nothing.
         assert seen == [1, 7, 9]
-        page = await site.app.operations.read_history(
+        page = await http_gateway.app.operations.read_history(
             OPERATOR, "agent:main:openai-user:ada:1", HistoryFilter()
         )
         asked = [message["content"] for message in page.messages if message["role"] == "user"]
         assert asked == ["new", "old", "new", "new", "new"]
 
 
-async def test_a_header_names_the_session(site: HttpGatewayFixture) -> None:
-    async with client_of(site) as client:
+async def test_a_header_names_the_session(http_gateway: HttpGatewayFixture) -> None:
+    async with client_of(http_gateway) as client:
         for header in ("x-openclaw-session-key", "x-antiphon-session-key"):
             answer = await client.chat.completions.create(
                 model="antiphon", messages=[user("x")], extra_headers={header: "main"}
             )
-            assert (await site.app.operations.get_run(OPERATOR, answer.id[9:])).session_key == MAIN
+            assert (await http_gateway.app.operations.get_run(OPERATOR, answer.id[9:])).session_key == MAIN
         with pytest.raises(openai.BadRequestError, match="does not belong"):
             await client.chat.completions.create(
                 model="antiphon",
@@ -185,7 +185,7 @@ async def test_a_fresh_session_is_told_what_was_said_before_and_the_rules(tmp_pa
         prompts.append(prompt)
         return "yes"
 
-    async with served(tmp_path, agent) as site, client_of(site) as client:
+    async with served(tmp_path, agent) as http_gateway, client_of(http_gateway) as client:
         await client.chat.completions.create(
             model="antiphon",
             messages=[
@@ -216,7 +216,7 @@ async def test_images_are_taken_as_they_are_and_never_fetched(tmp_path: Path) ->
     def part(url: str) -> Any:
         return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
 
-    async with served(tmp_path, agent) as site, client_of(site) as client:
+    async with served(tmp_path, agent) as http_gateway, client_of(http_gateway) as client:
         url = f"data:image/png;base64,{PIXEL}"
         await client.chat.completions.create(model="antiphon", messages=[part(url)])
         content: Any = [
@@ -237,7 +237,7 @@ async def test_images_are_taken_as_they_are_and_never_fetched(tmp_path: Path) ->
             assert refused.value.param == "messages[0].content[0]"
 
 
-async def test_requests_that_say_nothing_are_refused(site: HttpGatewayFixture) -> None:
+async def test_requests_that_say_nothing_are_refused(http_gateway: HttpGatewayFixture) -> None:
     requests: list[tuple[str, dict[str, Any]]] = [
         ("/v1/chat/completions", {"model": "antiphon", "messages": []}),
         ("/v1/chat/completions", {"model": "antiphon", "messages": [{"role": "assistant", "content": "x"}]}),
@@ -250,14 +250,14 @@ async def test_requests_that_say_nothing_are_refused(site: HttpGatewayFixture) -
     ]
     for path, body in requests:
         for stream in (False, True):
-            reply = await site.http.post(path, json={**body, "stream": stream})
+            reply = await http_gateway.http.post(path, json={**body, "stream": stream})
             assert reply.status_code == 400, body
             assert reply.json()["error"]["type"] == "invalid_request_error"
-    assert (await site.app.operations.list(OPERATOR, ListFilter())).count <= 1
+    assert (await http_gateway.app.operations.list(OPERATOR, ListFilter())).count <= 1
 
 
-async def test_asking_again_with_the_same_key_is_the_same_run(site: HttpGatewayFixture) -> None:
-    async with client_of(site) as client:
+async def test_asking_again_with_the_same_key_is_the_same_run(http_gateway: HttpGatewayFixture) -> None:
+    async with client_of(http_gateway) as client:
         ids: set[str] = set()
         for stream in (False, False):
             answer = await client.chat.completions.create(
@@ -279,9 +279,11 @@ async def test_asking_again_with_the_same_key_is_the_same_run(site: HttpGatewayF
 
 
 async def test_a_run_that_fails_is_an_error_that_is_not_tried_again(tmp_path: Path) -> None:
-    async with served(tmp_path, None) as site:
-        token = site.tokens.owner_token
-        async with openai.AsyncOpenAI(base_url=f"{site.url}/v1", api_key=token, timeout=BOUND) as client:
+    async with served(tmp_path, None) as http_gateway:
+        token = http_gateway.tokens.owner_token
+        async with openai.AsyncOpenAI(
+            base_url=f"{http_gateway.url}/v1", api_key=token, timeout=BOUND
+        ) as client:
             for ask in (
                 client.chat.completions.create(model="antiphon", messages=[user("fail today")]),
                 client.responses.create(model="antiphon", input="fail today"),
@@ -295,14 +297,14 @@ async def test_a_run_that_fails_is_an_error_that_is_not_tried_again(tmp_path: Pa
             )
             with pytest.raises(openai.APIError, match="failed as it was told to"):
                 _ = [chunk async for chunk in stream]
-        assert (await site.app.operations.list(OPERATOR, ListFilter())).count == 3
+        assert (await http_gateway.app.operations.list(OPERATOR, ListFilter())).count == 3
 
 
 async def test_an_answer_that_reached_the_limit_says_so(tmp_path: Path) -> None:
     async def agent(prompt: Prompt) -> AssistantMessage:
         return text("half an ans", stop_reason="length")
 
-    async with served(tmp_path, agent) as site, client_of(site) as client:
+    async with served(tmp_path, agent) as http_gateway, client_of(http_gateway) as client:
         answer = await client.chat.completions.create(model="antiphon", messages=[user("x")])
         assert (answer.choices[0].finish_reason, answer.choices[0].message.content) == (
             "length",
@@ -324,18 +326,18 @@ async def test_a_client_that_leaves_stops_nothing_and_is_not_waited_for(tmp_path
         await go.wait()
         return "done"
 
-    async with served(tmp_path, agent) as site:
+    async with served(tmp_path, agent) as http_gateway:
         for stream in (False, True):
             began.clear()
             go.clear()
             body = {"model": "antiphon", "messages": [user("x")], "stream": stream}
-            asking = asyncio.create_task(site.http.post("/v1/chat/completions", json=body))
+            asking = asyncio.create_task(http_gateway.http.post("/v1/chat/completions", json=body))
             await soon(began)
             asking.cancel()
             await asyncio.wait([asking])
-            await until(_quiet(site))
+            await until(_quiet(http_gateway))
             go.set()
-            view = await site.app.operations.wait(OPERATOR, runs[-1], BOUND)
+            view = await http_gateway.app.operations.wait(OPERATOR, runs[-1], BOUND)
             assert (view.state, view.reply) == ("ok", "done")
 
 
@@ -352,27 +354,27 @@ async def test_whoever_waits_is_told_when_the_gateway_closes(
         await asyncio.Event().wait()
         return ""
 
-    async with served(tmp_path, agent) as site:
-        asking = asyncio.create_task(site.http.post(path, json={"model": "antiphon", **more}))
+    async with served(tmp_path, agent) as http_gateway:
+        asking = asyncio.create_task(http_gateway.http.post(path, json={"model": "antiphon", **more}))
         await soon(began)
-        site.gateway.closing.set()
+        http_gateway.state.closing.set()
         reply = await asking
         assert reply.status_code == 503
         assert reply.headers["x-should-retry"] == "false"  # OpenAI's clients would start a second run
         assert reply.json()["error"]["code"] == "unavailable"
 
 
-async def test_nothing_is_accepted_that_could_not_be_waited_for(site: HttpGatewayFixture) -> None:
-    site.web.slots.max_open = 0
+async def test_nothing_is_accepted_that_could_not_be_waited_for(http_gateway: HttpGatewayFixture) -> None:
+    http_gateway.web.slots.max_open = 0
     for path, body in (
         ("/v1/chat/completions", {"messages": [user("x")]}),
         ("/v1/responses", {"input": "x"}),
     ):
         for stream in (False, True):
-            reply = await site.http.post(path, json={"model": "antiphon", "stream": stream, **body})
+            reply = await http_gateway.http.post(path, json={"model": "antiphon", "stream": stream, **body})
             assert reply.status_code == 503
             assert "x-should-retry" not in reply.headers
-    assert (await site.app.operations.list(OPERATOR, ListFilter())).count == 0
+    assert (await http_gateway.app.operations.list(OPERATOR, ListFilter())).count == 0
 
 
 async def test_a_run_that_was_stopped_is_no_answer(tmp_path: Path) -> None:
@@ -383,11 +385,11 @@ async def test_a_run_that_was_stopped_is_no_answer(tmp_path: Path) -> None:
         await asyncio.Event().wait()
         return ""
 
-    async with served(tmp_path, agent) as site:
+    async with served(tmp_path, agent) as http_gateway:
         body = {"model": "antiphon", "messages": [user("x")], "user": "u"}
-        asking = asyncio.create_task(site.http.post("/v1/chat/completions", json=body))
+        asking = asyncio.create_task(http_gateway.http.post("/v1/chat/completions", json=body))
         await soon(began)
-        await site.app.operations.stop(OPERATOR, "agent:main:openai-user:u")
+        await http_gateway.app.operations.stop(OPERATOR, "agent:main:openai-user:u")
         reply = await asking
         assert (reply.status_code, reply.json()["error"]["code"]) == (409, "cancelled")
         assert reply.headers["x-should-retry"] == "false"
@@ -400,7 +402,7 @@ async def test_a_response_is_a_run_and_the_next_one_goes_on_from_it(tmp_path: Pa
         seen.append(len(prompt.messages))
         return f"answer {len(seen)}"
 
-    async with served(tmp_path, agent) as site, client_of(site) as client:
+    async with served(tmp_path, agent) as http_gateway, client_of(http_gateway) as client:
         first = await client.responses.create(model="antiphon", input="one", instructions="Be brief.")
         assert (first.status, first.output_text) == ("completed", "answer 1")
         assert first.usage is not None
@@ -409,7 +411,8 @@ async def test_a_response_is_a_run_and_the_next_one_goes_on_from_it(tmp_path: Pa
         assert second.previous_response_id == first.id
         assert seen == [1, 3]
         one, two = [
-            await site.app.operations.get_run(OPERATOR, r.id.removeprefix("resp_")) for r in (first, second)
+            await http_gateway.app.operations.get_run(OPERATOR, r.id.removeprefix("resp_"))
+            for r in (first, second)
         ]
         assert one.session_key == two.session_key
         for missing in ("resp_nothing", "nothing", "resp_"):
@@ -419,7 +422,7 @@ async def test_a_response_is_a_run_and_the_next_one_goes_on_from_it(tmp_path: Pa
 
 
 async def test_a_streamed_response_tells_every_part_in_order(tmp_path: Path) -> None:
-    async with served(tmp_path, None) as site, client_of(site) as client:
+    async with served(tmp_path, None) as http_gateway, client_of(http_gateway) as client:
         stream = await client.responses.create(
             model="antiphon", input=[{"role": "user", "content": "slow 0.2 one two three four"}], stream=True
         )
@@ -448,7 +451,7 @@ async def test_a_streamed_response_tells_every_part_in_order(tmp_path: Path) -> 
 
 
 async def test_the_clients_own_stream_helper_understands_it(tmp_path: Path) -> None:
-    async with served(tmp_path, words) as site, client_of(site) as client:
+    async with served(tmp_path, words) as http_gateway, client_of(http_gateway) as client:
         async with client.responses.stream(model="antiphon", input="x") as stream:
             async for _ in stream:
                 pass
@@ -460,7 +463,7 @@ async def test_the_clients_own_stream_helper_understands_it(tmp_path: Path) -> N
 
 
 async def test_a_streamed_response_that_fails_says_so(tmp_path: Path) -> None:
-    async with served(tmp_path, None) as site, client_of(site) as client:
+    async with served(tmp_path, None) as http_gateway, client_of(http_gateway) as client:
         stream = await client.responses.create(model="antiphon", input="fail today", stream=True)
         events = [event async for event in stream]
         last = events[-1]
@@ -490,8 +493,8 @@ async def test_what_is_said_before_a_tool_is_told_and_set_apart(tmp_path: Path) 
         async def close(self) -> None: ...
 
     async with (
-        served(tmp_path, Talker(), tools=lambda _: [tool("look", look)]) as site,
-        client_of(site) as client,
+        served(tmp_path, Talker(), tools=lambda _: [tool("look", look)]) as http_gateway,
+        client_of(http_gateway) as client,
     ):
         stream = await client.chat.completions.create(model="antiphon", messages=[user("x")], stream=True)
         said = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])

@@ -67,23 +67,23 @@ def opened(path: Path, box: Box, **gateway: Any) -> AbstractAsyncContextManager[
 
 
 async def invoke(
-    site: HttpGatewayFixture, body: dict[str, Any], **headers: str
+    http_gateway: HttpGatewayFixture, body: dict[str, Any], **headers: str
 ) -> tuple[int, dict[str, Any]]:
-    reply = await site.http.post("/tools/invoke", json=body, headers=headers)
+    reply = await http_gateway.http.post("/tools/invoke", json=body, headers=headers)
     return reply.status_code, reply.json()
 
 
 async def test_a_tool_acts_as_the_main_session_unless_another_is_named(tmp_path: Path) -> None:
     box = Box()
-    async with opened(tmp_path, box) as site:
-        status, body = await invoke(site, {"tool": "look", "args": {"a": 1}})
+    async with opened(tmp_path, box) as http_gateway:
+        status, body = await invoke(http_gateway, {"tool": "look", "args": {"a": 1}})
         assert status == 200
         assert body == {
             "ok": True,
             "result": {"content": [{"type": "text", "text": "seen"}], "details": {"n": 1}},
         }
-        await invoke(site, {"name": "other", "sessionKey": "agent:work:telegram:group:7"})
-        await invoke(site, {"tool": "other", "agentId": "work"})
+        await invoke(http_gateway, {"name": "other", "sessionKey": "agent:work:telegram:group:7"})
+        await invoke(http_gateway, {"tool": "other", "agentId": "work"})
         callers = [
             (call.caller.agent_id, call.caller.session_key, call.caller.sandboxed) for call in box.calls
         ]
@@ -98,15 +98,17 @@ async def test_a_tool_acts_as_the_main_session_unless_another_is_named(tmp_path:
 
 async def test_a_tool_that_is_not_there_looks_like_one_that_is_denied(tmp_path: Path) -> None:
     box = Box()
-    async with opened(tmp_path, box, tools={"deny": ["other"]}) as site:
+    async with opened(tmp_path, box, tools={"deny": ["other"]}) as http_gateway:
         for name in ("nothing", "sessions_send", "exec", "other"):
-            status, body = await invoke(site, {"tool": name, "sessionKey": "agent:main:telegram:group:new"})
+            status, body = await invoke(
+                http_gateway, {"tool": name, "sessionKey": "agent:main:telegram:group:new"}
+            )
             assert status == 404
             assert body["error"]["type"] == "not_found"
             assert body["error"]["message"].startswith(f"Tool not available: {name}")
-        status, body = await invoke(site, {"tool": "look", "agentId": "work"})
+        status, body = await invoke(http_gateway, {"tool": "look", "agentId": "work"})
         assert (status, body["error"]["type"]) == (404, "not_found")
-        sessions = (await site.app.operations.list(OPERATOR, ListFilter())).sessions
+        sessions = (await http_gateway.app.operations.list(OPERATOR, ListFilter())).sessions
         assert [session.key for session in sessions] == ["agent:work:main"]
         assert not box.calls
 
@@ -114,16 +116,16 @@ async def test_a_tool_that_is_not_there_looks_like_one_that_is_denied(tmp_path: 
 @pytest.mark.requirement("SEC12")
 async def test_a_tool_that_acts_is_lifted_by_its_name_alone(tmp_path: Path) -> None:
     box = Box()
-    async with opened(tmp_path, box, tools={"allow": ["sessions_send", "*"]}) as site:
-        assert (await invoke(site, {"tool": "sessions_send"}))[0] == 200
-        assert (await invoke(site, {"tool": "exec"}))[0] == 404
-    async with opened(tmp_path, box, tools={"allow": ["exec"], "deny": ["exec"]}) as site:
-        assert (await invoke(site, {"tool": "exec"}))[0] == 404
+    async with opened(tmp_path, box, tools={"allow": ["sessions_send", "*"]}) as http_gateway:
+        assert (await invoke(http_gateway, {"tool": "sessions_send"}))[0] == 200
+        assert (await invoke(http_gateway, {"tool": "exec"}))[0] == 404
+    async with opened(tmp_path, box, tools={"allow": ["exec"], "deny": ["exec"]}) as http_gateway:
+        assert (await invoke(http_gateway, {"tool": "exec"}))[0] == 404
 
 
 async def test_a_field_that_is_not_known_is_named_shortly(tmp_path: Path) -> None:
-    async with opened(tmp_path, Box()) as site:
-        status, body = await invoke(site, {"tool": "look", "x" * 1_000_000: 1})
+    async with opened(tmp_path, Box()) as http_gateway:
+        status, body = await invoke(http_gateway, {"tool": "look", "x" * 1_000_000: 1})
         assert (status, body["error"]["type"]) == (400, "invalid_request")
         assert "unknown field `xxx" in body["error"]["message"]
         assert len(body["error"]["message"]) < 1000
@@ -131,36 +133,36 @@ async def test_a_field_that_is_not_known_is_named_shortly(tmp_path: Path) -> Non
 
 async def test_an_idempotency_key_becomes_the_key_of_the_call(tmp_path: Path) -> None:
     box = Box()
-    async with opened(tmp_path, box) as site:
-        await invoke(site, {"tool": "look"}, **{"Idempotency-Key": "again"})
-        await invoke(site, {"tool": "look"})
+    async with opened(tmp_path, box) as http_gateway:
+        await invoke(http_gateway, {"tool": "look"}, **{"Idempotency-Key": "again"})
+        await invoke(http_gateway, {"tool": "look"})
         assert [box.calls[0].key, box.calls[1].key != "http:agent:main:main:again"] == [
             "http:agent:main:main:again",
             True,
         ]
-        status, _ = await invoke(site, {"tool": "look"}, **{"Idempotency-Key": "x" * 201})
+        status, _ = await invoke(http_gateway, {"tool": "look"}, **{"Idempotency-Key": "x" * 201})
         assert status == 400
 
 
 async def test_an_action_is_an_argument_where_the_tool_knows_one(tmp_path: Path) -> None:
     box = Box()
-    async with opened(tmp_path, box) as site:
-        await invoke(site, {"tool": "look", "action": "up"})
-        await invoke(site, {"tool": "look", "action": "up", "args": {"action": "down"}})
-        await invoke(site, {"tool": "other", "action": "up"})
+    async with opened(tmp_path, box) as http_gateway:
+        await invoke(http_gateway, {"tool": "look", "action": "up"})
+        await invoke(http_gateway, {"tool": "look", "action": "up", "args": {"action": "down"}})
+        await invoke(http_gateway, {"tool": "other", "action": "up"})
         assert [call.arguments for call in box.calls] == [{"action": "up"}, {"action": "down"}, {}]
 
 
 async def test_a_dry_run_calls_nothing(tmp_path: Path) -> None:
     box = Box()
-    async with opened(tmp_path, box) as site:
-        status, body = await invoke(site, {"tool": "look", "dryRun": True})
+    async with opened(tmp_path, box) as http_gateway:
+        status, body = await invoke(http_gateway, {"tool": "look", "dryRun": True})
         assert (status, body["result"]["details"]) == (200, {"dryRun": True})
         assert not box.calls
 
 
 async def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
-    async with opened(tmp_path, Box()) as site:
+    async with opened(tmp_path, Box()) as http_gateway:
         bodies: list[dict[str, Any]] = [
             {},
             {"tool": ""},
@@ -170,49 +172,49 @@ async def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
             {"tool": "look", "args": []},
         ]
         for body in bodies:
-            status, answer = await invoke(site, body)
+            status, answer = await invoke(http_gateway, body)
             assert (status, answer["error"]["type"]) == (400, "invalid_request"), body
-        assert (await invoke(site, {"tool": "look", "agentId": "nobody"}))[0] == 404
-        assert (await invoke(site, {"tool": "look", "sessionKey": "agent:nobody:main"}))[0] == 404
+        assert (await invoke(http_gateway, {"tool": "look", "agentId": "nobody"}))[0] == 404
+        assert (await invoke(http_gateway, {"tool": "look", "sessionKey": "agent:nobody:main"}))[0] == 404
 
 
 async def test_a_tool_that_fails_says_how_if_it_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tool_invocations, "TOOL_TIMEOUT_SECONDS", 0.05)
-    async with opened(tmp_path, Box()) as site:
-        status, body = await invoke(site, {"tool": "refuses"})
+    async with opened(tmp_path, Box()) as http_gateway:
+        status, body = await invoke(http_gateway, {"tool": "refuses"})
         assert (status, body["ok"]) == (200, True)
         assert body["result"] == {
             "content": [{"type": "text", "text": "I would rather not."}],
             "details": {"status": "error", "error": "I would rather not."},
         }
-        status, body = await invoke(site, {"tool": "misses"})
+        status, body = await invoke(http_gateway, {"tool": "misses"})
         assert (status, body["result"]["details"]["status"]) == (200, "error")
-        status, body = await invoke(site, {"tool": "breaks"})
+        status, body = await invoke(http_gateway, {"tool": "breaks"})
         assert (status, body["error"]["type"]) == (500, "tool_error")
         assert "secret" not in body["error"]["message"]
-        assert (await invoke(site, {"tool": "hangs"}))[0] == 504
-        assert (await invoke(site, {"tool": "full"}))[0] == 503
+        assert (await invoke(http_gateway, {"tool": "hangs"}))[0] == 504
+        assert (await invoke(http_gateway, {"tool": "full"}))[0] == 503
 
 
 @pytest.mark.requirement("V2", "SEC6")
 async def test_a_session_that_was_put_into_a_sandbox_stays_there(tmp_path: Path) -> None:
     box, group = Box(), "agent:work:telegram:group:7"
-    async with opened(tmp_path, box) as site:
-        await site.app.operations.open(OPERATOR, group)
+    async with opened(tmp_path, box) as http_gateway:
+        await http_gateway.app.operations.open(OPERATOR, group)
     free = {"agents": {"list": [{"id": "main"}, {"id": "work"}]}}
-    async with served(tmp_path, settings=free, tools=box.tools) as site:
-        await invoke(site, {"tool": "other", "sessionKey": group})
-        await invoke(site, {"tool": "other", "agentId": "work"})
+    async with served(tmp_path, settings=free, tools=box.tools) as http_gateway:
+        await invoke(http_gateway, {"tool": "other", "sessionKey": group})
+        await invoke(http_gateway, {"tool": "other", "agentId": "work"})
         assert [call.caller.sandboxed for call in box.calls] == [True, False]
 
 
 @pytest.mark.requirement("SEC4")
 async def test_an_agent_acts_as_nobody_else(tmp_path: Path) -> None:
-    async with opened(tmp_path, Box()) as site:
+    async with opened(tmp_path, Box()) as http_gateway:
         with pytest.raises(Forbidden):
-            await site.app.operations.act_as(Caller.agent("main", MAIN), MAIN)
+            await http_gateway.app.operations.act_as(Caller.agent("main", MAIN), MAIN)
 
 
 @pytest.mark.requirement("G4", "003-send-timeout")
@@ -224,10 +226,10 @@ async def test_a_tool_may_wait_as_long_as_it_is_told_to(
         "gateway": {"tools": {"allow": ["sessions_send"]}},
         "tools": {"sessions": {"visibility": "all"}},
     }
-    async with served(tmp_path, _never, settings=settings) as site:
-        await site.app.operations.open(OPERATOR, "agent:main:dashboard:other")
+    async with served(tmp_path, _never, settings=settings) as http_gateway:
+        await http_gateway.app.operations.open(OPERATOR, "agent:main:dashboard:other")
         args = {"sessionKey": "agent:main:dashboard:other", "message": "hello", "timeoutSeconds": 1.5}
-        status, body = await invoke(site, {"tool": "sessions_send", "args": args})
+        status, body = await invoke(http_gateway, {"tool": "sessions_send", "args": args})
         assert (status, body["result"]["details"]["status"]) == (200, "timeout")
         assert body["result"]["details"]["delivery"]["status"] == "started"
 

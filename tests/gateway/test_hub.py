@@ -30,7 +30,7 @@ async def test_what_fails_once_is_logged_and_begins_again(
     monkeypatch.setattr(hub, "RESTART_DELAY_SECONDS", 0.0)
     monkeypatch.setattr(Authenticator, "is_still_valid", still_knows)
     with caplog.at_level(logging.ERROR):
-        async with opened(tmp_path) as gate, gate.client() as client:
+        async with opened(tmp_path) as gateway, gateway.client() as client:
             await client.take("tick", 3)
             await client.call("chat.send", sessionKey="main", message="x", idempotencyKey="k1")
             assert (await client.event("chat", state="final"))["runId"] == "k1"

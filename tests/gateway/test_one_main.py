@@ -72,9 +72,9 @@ async def test_every_door_takes_every_name_of_the_one_session_and_calls_it_main(
 ) -> None:
     agents = {"helper": helper}
     async with (
-        opened(tmp_path, main, settings=SETTINGS, agents=agents) as gate,
-        gate.client() as client,
-        gate.http() as http,
+        opened(tmp_path, main, settings=SETTINGS, agents=agents) as gateway,
+        gateway.client() as client,
+        gateway.http() as http,
     ):
         walk = Walk(client, http)
         await walk.call("sessions.subscribe")
@@ -130,9 +130,9 @@ async def test_every_door_takes_every_name_of_the_one_session_and_calls_it_main(
 async def test_whoever_is_spoken_to_answers_in_the_one_session(tmp_path: Path) -> None:
     agents = {"helper": helper}
     async with (
-        opened(tmp_path, main, settings=SETTINGS, agents=agents) as gate,
-        gate.client() as client,
-        gate.http() as http,
+        opened(tmp_path, main, settings=SETTINGS, agents=agents) as gateway,
+        gateway.client() as client,
+        gateway.http() as http,
     ):
         walk = Walk(client, http)
         assert await walk.says("main") == "main was here"
@@ -152,7 +152,7 @@ async def test_whoever_is_spoken_to_answers_in_the_one_session(tmp_path: Path) -
         hook = {"Authorization": f"Bearer {HOOK_TOKEN}"}
         body = {"message": "who?", "agentId": "helper", "sessionKey": "main"}
         hooked = await walk.get("POST", "/hooks/agent", json=body, headers=hook)
-        assert (await gate.operations.wait(OPERATOR, hooked["runId"], BOUND)).reply == "helper was here"
+        assert (await gateway.operations.wait(OPERATOR, hooked["runId"], BOUND)).reply == "helper was here"
         body = {"model": "antiphon/helper", "messages": [{"role": "user", "content": "who?"}]}
         named = {"x-antiphon-session-key": "main"}
         answer = await walk.get("POST", "/v1/chat/completions", json=body, headers=named)
@@ -164,9 +164,9 @@ async def test_whoever_is_spoken_to_answers_in_the_one_session(tmp_path: Path) -
 async def test_every_step_of_an_exchange_is_answered_by_whom_it_was_addressed_to(tmp_path: Path) -> None:
     agents = {"helper": helper}
     async with (
-        opened(tmp_path, main, settings=SETTINGS, agents=agents) as gate,
-        gate.client() as client,
-        gate.http() as http,
+        opened(tmp_path, main, settings=SETTINGS, agents=agents) as gateway,
+        gateway.client() as client,
+        gateway.http() as http,
     ):
         walk = Walk(client, http)
         await walk.says(SIDE)

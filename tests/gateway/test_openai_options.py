@@ -46,12 +46,15 @@ async def gateway(
         "agents": {"defaults": {"model": "local/m"}},
     }
     async with (
-        served(path, None, settings=settings) as site,
+        served(path, None, settings=settings) as http_gateway,
         openai.AsyncOpenAI(
-            base_url=f"{site.url}/v1", api_key=site.tokens.owner_token, max_retries=0, timeout=REQUEST_SECONDS
+            base_url=f"{http_gateway.url}/v1",
+            api_key=http_gateway.tokens.owner_token,
+            max_retries=0,
+            timeout=REQUEST_SECONDS,
         ) as client,
     ):
-        yield site, client
+        yield http_gateway, client
 
 
 @pytest.fixture
@@ -275,20 +278,22 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("field", "sent"), REFUSED, ids=[f"{field}-{i}" for i, (field, _) in enumerate(REFUSED)]
 )
 async def test_a_field_that_is_not_honoured_is_refused_by_name(
-    site: HttpGatewayFixture, field: str, sent: dict[str, Any]
+    http_gateway: HttpGatewayFixture, field: str, sent: dict[str, Any]
 ) -> None:
     body = {"model": "antiphon", "messages": [user("x")], **sent}
-    reply = await site.http.post("/v1/chat/completions", json=body)
+    reply = await http_gateway.http.post("/v1/chat/completions", json=body)
     error = reply.json()["error"]
     assert (reply.status_code, error["type"], error["param"]) == (400, "invalid_request_error", field), error
 
 
-async def test_values_that_ask_for_nothing_are_taken(site: HttpGatewayFixture) -> None:
+async def test_values_that_ask_for_nothing_are_taken(http_gateway: HttpGatewayFixture) -> None:
     neutral = {"n": 1, "logprobs": False, "store": False, "service_tier": "auto", "metadata": {"a": "b"}}
     body = {"model": "antiphon", "messages": [user("x")], **neutral, "functions": None}
-    assert (await site.http.post("/v1/chat/completions", json=body)).status_code == 200
+    assert (await http_gateway.http.post("/v1/chat/completions", json=body)).status_code == 200
     for field, value in {"background": True, "truncation": "never", "verbosity": "high"}.items():
-        reply = await site.http.post("/v1/responses", json={"model": "antiphon", "input": "x", field: value})
+        reply = await http_gateway.http.post(
+            "/v1/responses", json={"model": "antiphon", "input": "x", field: value}
+        )
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
 
 
@@ -416,20 +421,24 @@ async def test_what_a_request_set_survives_a_restart(tmp_path: Path) -> None:
         "tools": [WEATHER],
     }
     headers = {"idempotency-key": "k1"}
-    async with served(tmp_path, hang) as site:
-        asking = asyncio.create_task(site.http.post("/v1/chat/completions", json=body, headers=headers))
+    async with served(tmp_path, hang) as http_gateway:
+        asking = asyncio.create_task(
+            http_gateway.http.post("/v1/chat/completions", json=body, headers=headers)
+        )
         async with asyncio.timeout(BOUND):
             await begun.wait()
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-    async with served(tmp_path, answer) as site:
-        reply = await site.http.post("/v1/chat/completions", json=body, headers=headers)
+    async with served(tmp_path, answer) as http_gateway:
+        reply = await http_gateway.http.post("/v1/chat/completions", json=body, headers=headers)
         assert reply.json()["choices"][0]["message"]["content"] == "yes"
-        changed = await site.http.post(
+        changed = await http_gateway.http.post(
             "/v1/chat/completions", json={**body, "temperature": 1}, headers=headers
         )
         assert changed.status_code == 409  # another request under the same key
-        page = await site.app.operations.read_history(OPERATOR, "agent:main:openai-user:ada", HistoryFilter())
+        page = await http_gateway.app.operations.read_history(
+            OPERATOR, "agent:main:openai-user:ada", HistoryFilter()
+        )
     [prompt] = seen
     assert prompt.sampling is not None
     assert prompt.sampling.temperature == 0.5

@@ -42,17 +42,17 @@ async def test_it_is_not_ready_while_nothing_can_be_kept(
         return stores[-1]
 
     monkeypatch.setattr(app, "open_store", opened)
-    async with served(tmp_path) as site:
-        await site.ask("hello")
-        assert (await site.stranger.get("/readyz")).json() == {"ready": True}
+    async with served(tmp_path) as http_gateway:
+        await http_gateway.ask("hello")
+        assert (await http_gateway.stranger.get("/readyz")).json() == {"ready": True}
         monkeypatch.setattr("antiphon.store.sqlite.errors.MIN_FREE_DISK_BYTES", 2**62)  # no disk has that
         await stores[0].tx(ask, LIMIT)
         with pytest.raises(StoreFull):
             await stores[0].tx(put, "x" * 500_000)
-        reply = await site.stranger.get("/readyz")
+        reply = await http_gateway.stranger.get("/readyz")
         assert (reply.status_code, reply.json()) == (503, {"ready": False, "failing": ["store"]})
-        assert (await site.http.get(HISTORY)).status_code == 200  # what is there can be read
+        assert (await http_gateway.http.get(HISTORY)).status_code == 200  # what is there can be read
         monkeypatch.undo()
         await stores[0].tx(ask, UNLIMIT)
         await stores[0].tx(put, "x" * 500_000)
-        assert (await site.stranger.get("/readyz")).json() == {"ready": True}
+        assert (await http_gateway.stranger.get("/readyz")).json() == {"ready": True}

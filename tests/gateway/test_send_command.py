@@ -34,30 +34,30 @@ class Model:
 Say = Callable[[GatewayFixture, Client, str], Awaitable[str]]
 
 
-async def by_chat(gate: GatewayFixture, client: Client, text: str) -> str:
+async def by_chat(gateway: GatewayFixture, client: Client, text: str) -> str:
     key = uuid.uuid4().hex
     await client.call("chat.send", sessionKey="main", message=text, idempotencyKey=key)
     final = await client.event("chat", runId=key, state="final")
     return final["message"]["content"][0]["text"] if "message" in final else ""
 
 
-async def by_session(gate: GatewayFixture, client: Client, text: str) -> str:
+async def by_session(gateway: GatewayFixture, client: Client, text: str) -> str:
     key = uuid.uuid4().hex
     await client.call("sessions.send", key=MAIN, message=text, idempotencyKey=key)
     final = await client.event("chat", runId=key, state="final")
     return final["message"]["content"][0]["text"] if "message" in final else ""
 
 
-async def by_agent(gate: GatewayFixture, client: Client, text: str) -> str:
+async def by_agent(gateway: GatewayFixture, client: Client, text: str) -> str:
     key = uuid.uuid4().hex
     await client.call("agent", message=text, idempotencyKey=key)
     assert (await client.event("chat", runId=key, state="final"))["sessionKey"] == MAIN
     return (await client.call("agent.wait", runId=key))["reply"] or ""
 
 
-async def by_http(gate: GatewayFixture, client: Client, text: str) -> str:
+async def by_http(gateway: GatewayFixture, client: Client, text: str) -> str:
     body = {"model": "antiphon/default", "messages": [{"role": "user", "content": text}]}
-    async with gate.http() as http:
+    async with gateway.http() as http:
         answer = await http.post(
             "/v1/chat/completions", json=body, headers={"x-antiphon-session-key": "main"}
         )
@@ -65,9 +65,9 @@ async def by_http(gate: GatewayFixture, client: Client, text: str) -> str:
     return answer.json()["choices"][0]["message"]["content"]
 
 
-async def in_process(gate: GatewayFixture, client: Client, text: str) -> str:
-    accepted = await gate.operations.submit(OPERATOR, IncomingMessage(session="main", content=text))
-    return (await gate.operations.wait(OPERATOR, accepted.run_id, BOUND)).reply or ""
+async def in_process(gateway: GatewayFixture, client: Client, text: str) -> str:
+    accepted = await gateway.operations.submit(OPERATOR, IncomingMessage(session="main", content=text))
+    return (await gateway.operations.wait(OPERATOR, accepted.run_id, BOUND)).reply or ""
 
 
 async def policy_of(client: Client) -> str | None:
@@ -77,7 +77,7 @@ async def policy_of(client: Client) -> str | None:
 @pytest.mark.parametrize("say", [by_chat, by_session, by_agent, by_http, in_process])
 async def test_the_owner_switches_a_session_at_every_door_and_is_told(tmp_path: Path, say: Say) -> None:
     model = Model()
-    async with opened(tmp_path, model, settings=DENYING) as gate, gate.client() as client:
+    async with opened(tmp_path, model, settings=DENYING) as gateway, gateway.client() as client:
         await client.call("sessions.create", key=MAIN)
         for text, told, policy in (
             ("/send on", "Send policy set to on.", "allow"),
@@ -85,19 +85,19 @@ async def test_the_owner_switches_a_session_at_every_door_and_is_told(tmp_path: 
             (" /SEND  inherit ", "Send policy set to inherit.", None),
             ("/send on", "Send policy set to on.", "allow"),
         ):
-            assert await say(gate, client, text) == told
+            assert await say(gateway, client, text) == told
             assert await policy_of(client) == policy
         assert model.asked == []
-        history = await gate.operations.read_history(OPERATOR, "main", HistoryFilter(include_tools=True))
+        history = await gateway.operations.read_history(OPERATOR, "main", HistoryFilter(include_tools=True))
         assert history.messages == []
-        assert await say(gate, client, "please /send off") == "the model answered"
+        assert await say(gateway, client, "please /send off") == "the model answered"
         assert await policy_of(client) == "allow"
         [asked] = model.asked
         assert getattr(asked, "content", None) == "please /send off"
 
 
 async def test_it_is_done_once_under_its_key(tmp_path: Path) -> None:
-    async with opened(tmp_path, Model()) as gate, gate.client() as client:
+    async with opened(tmp_path, Model()) as gateway, gateway.client() as client:
         given: dict[str, Any] = {"sessionKey": "main", "message": "/send off", "idempotencyKey": "k"}
         first = await client.call("chat.send", **given)
         await client.call("sessions.patch", key=MAIN, sendPolicy=None)
@@ -111,20 +111,20 @@ async def test_it_is_done_once_under_its_key(tmp_path: Path) -> None:
 async def test_anybody_elses_is_ignored(tmp_path: Path) -> None:
     model = Model()
     async with (
-        opened(tmp_path, model) as gate,
-        gate.client() as owner,
-        gate.client(gate.issue(WRITE)) as writer,
+        opened(tmp_path, model) as gateway,
+        gateway.client() as owner,
+        gateway.client(gateway.issue(WRITE)) as writer,
     ):
         await owner.call("sessions.create", key=MAIN)
         for say in (by_chat, by_agent):
-            assert await say(gate, writer, "/send off") == ""
+            assert await say(gateway, writer, "/send off") == ""
         assert await policy_of(owner) is None
         assert model.asked == []
 
 
 async def test_who_wants_the_words_themselves_said_has_them_said(tmp_path: Path) -> None:
     model = Model()
-    async with opened(tmp_path, model) as gate, gate.client() as client:
+    async with opened(tmp_path, model) as gateway, gateway.client() as client:
         given = {"sessionKey": "main", "message": "/send off", "idempotencyKey": "k"}
         await client.call("chat.send", **given, suppressCommandInterpretation=True)
         assert (await client.call("agent.wait", runId="k"))["reply"] == "the model answered"

@@ -30,13 +30,13 @@ class Place:
     """Where the gateway is now; it moves when it restarts."""
 
     def __init__(self) -> None:
-        self.gate: GatewayFixture | None = None
+        self.gateway: GatewayFixture | None = None
         self.there = asyncio.Event()
 
     async def found(self) -> GatewayFixture:
         await self.there.wait()
-        assert self.gate is not None
-        return self.gate
+        assert self.gateway is not None
+        return self.gateway
 
 
 class Subscriber:
@@ -56,9 +56,9 @@ class Subscriber:
                 await self._visit(await self._place.found())
             await asyncio.sleep(0)
 
-    async def _visit(self, gate: GatewayFixture) -> None:
+    async def _visit(self, gateway: GatewayFixture) -> None:
         async with connect(
-            gate.served.url,
+            gateway.served.url,
             compression=None,
             ping_interval=None,
             proxy=None,
@@ -69,7 +69,7 @@ class Subscriber:
             after = {"key": self.session, "afterSeq": len(self.seen)}
             for number, (method, params) in enumerate(
                 (
-                    ("connect", connect_params(auth={"token": gate.owner})),
+                    ("connect", connect_params(auth={"token": gateway.owner})),
                     ("sessions.messages.subscribe", after),
                 )
             ):
@@ -94,10 +94,10 @@ class Subscriber:
             self.seen.append((payload["messageSeq"], payload["message"]["content"][0]["text"]))
 
 
-async def _flow(gate: GatewayFixture, numbers: range, chance: random.Random) -> None:
+async def _flow(gateway: GatewayFixture, numbers: range, chance: random.Random) -> None:
     for number in numbers:
         for session in chance.sample(SESSIONS, len(SESSIONS)):
-            await gate.operations.inject(OPERATOR, session, f"{session} {number}")
+            await gateway.operations.inject(OPERATOR, session, f"{session} {number}")
 
 
 async def test_every_subscriber_has_every_message_once_and_in_order(
@@ -112,18 +112,18 @@ async def test_every_subscriber_has_every_message_once_and_in_order(
     tasks: list[asyncio.Task[None]] = []
     try:
         async with asyncio.timeout(LONGEST):
-            async with opened(tmp_path) as gate:
+            async with opened(tmp_path) as gateway:
                 for session in SESSIONS:
-                    await gate.operations.open(OPERATOR, session)
-                place.gate = gate
+                    await gateway.operations.open(OPERATOR, session)
+                place.gateway = gateway
                 place.there.set()
                 tasks = [asyncio.create_task(subscriber.run()) for subscriber in subscribers]
-                await _flow(gate, range(1, MESSAGES // 2 + 1), chance)
+                await _flow(gateway, range(1, MESSAGES // 2 + 1), chance)
                 place.there.clear()
-            async with opened(tmp_path) as gate:  # nobody has everything yet: half of it was not said
-                place.gate = gate
+            async with opened(tmp_path) as gateway:  # nobody has everything yet: half of it was not said
+                place.gateway = gateway
                 place.there.set()
-                await _flow(gate, range(MESSAGES // 2 + 1, MESSAGES + 1), chance)
+                await _flow(gateway, range(MESSAGES // 2 + 1, MESSAGES + 1), chance)
                 await asyncio.gather(*tasks)
     finally:
         for task in tasks:

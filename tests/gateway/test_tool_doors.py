@@ -47,8 +47,8 @@ class Door(ABC):
 class Model(Door):
     """A run in which the model calls the tool."""
 
-    def __init__(self, gate: GatewayFixture, provider: Provider | None = None) -> None:
-        self._sanitizer, self._provider = gate, provider
+    def __init__(self, gateway: GatewayFixture, provider: Provider | None = None) -> None:
+        self._sanitizer, self._provider = gateway, provider
 
     async def use(self, tool: str, **arguments: Any) -> Json:
         words = json.dumps(arguments)
@@ -91,8 +91,8 @@ class WebSocket(Door):
 
 @asynccontextmanager
 async def _rehearsal(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Door]]:
-    async with opened(path, None, settings=settings()) as gate:
-        yield gate, Model(gate)
+    async with opened(path, None, settings=settings()) as gateway:
+        yield gateway, Model(gateway)
 
 
 @asynccontextmanager
@@ -100,20 +100,23 @@ async def _provider(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Door]]:
     async with Provider().running() as provider:
         served = {"baseUrl": f"{provider.url}/v1", "apiKey": "x", "models": [{"id": "m1"}]}
         models = {"providers": {"local": {**served, "api": "openai-completions"}}}
-        async with opened(path, None, settings=settings(models=models)) as gate:
-            yield gate, Model(gate, provider)
+        async with opened(path, None, settings=settings(models=models)) as gateway:
+            yield gateway, Model(gateway, provider)
 
 
 @asynccontextmanager
 async def _http(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Door]]:
-    async with opened(path, None, settings=settings()) as gate, gate.http(gate.issue(WRITE)) as http:
-        yield gate, Http(http)
+    async with opened(path, None, settings=settings()) as gateway, gateway.http(gateway.issue(WRITE)) as http:
+        yield gateway, Http(http)
 
 
 @asynccontextmanager
 async def _websocket(path: Path) -> AsyncGenerator[tuple[GatewayFixture, Door]]:
-    async with opened(path, None, settings=settings()) as gate, gate.client(gate.issue(WRITE)) as client:
-        yield gate, WebSocket(client)
+    async with (
+        opened(path, None, settings=settings()) as gateway,
+        gateway.client(gateway.issue(WRITE)) as client,
+    ):
+        yield gateway, WebSocket(client)
 
 
 Enter = Callable[[Path], AbstractAsyncContextManager[tuple[GatewayFixture, Door]]]
@@ -132,18 +135,18 @@ def connect(request: pytest.FixtureRequest) -> Enter:
 
 @pytest.mark.requirement("S1", "S2", "003-send-reply", "003-send-timeout-zero")
 async def test_a_message_to_another_session(connect: Enter, tmp_path: Path) -> None:
-    async with connect(tmp_path) as (gate, door):
-        await gate.operations.open(OPERATOR, HELPER)
+    async with connect(tmp_path) as (gateway, door):
+        await gateway.operations.open(OPERATOR, HELPER)
         quiet = {"sessionKey": HELPER, "replyBack": 0, "announce": "none"}
         sent = await door.use("sessions_send", message="say pong", timeoutSeconds=BOUND, **quiet)
         delivery = sent.pop("delivery")
         assert delivery["status"] == "ended"
-        assert (await gate.operations.get_run(OPERATOR, sent.pop("runId"))).reply == "pong"
+        assert (await gateway.operations.get_run(OPERATOR, sent.pop("runId"))).reply == "pong"
         assert sent == {"status": "ok", "reply": "pong", "sessionKey": HELPER}
         left = await door.use("sessions_send", message="say later", timeoutSeconds=0, **quiet)
         assert left["status"] == "accepted"
-        assert (await gate.operations.wait(OPERATOR, left["runId"], BOUND)).reply == "later"
-        page = await gate.operations.read_history(OPERATOR, HELPER, HistoryFilter())
+        assert (await gateway.operations.wait(OPERATOR, left["runId"], BOUND)).reply == "later"
+        page = await gateway.operations.read_history(OPERATOR, HELPER, HistoryFilter())
         said = [item for item in page.messages if item["role"] == "user"]
         assert [item["content"] for item in said] == ["say pong", "say later"]
         assert [item["provenance"]["sourceSessionKey"] for item in said] == [MAIN, MAIN]
@@ -151,15 +154,15 @@ async def test_a_message_to_another_session(connect: Enter, tmp_path: Path) -> N
 
 @pytest.mark.requirement("P2", "P3", "003-spawn-at-once", "003-spawn-child")
 async def test_a_sub_agent(connect: Enter, tmp_path: Path) -> None:
-    async with connect(tmp_path) as (gate, door):
+    async with connect(tmp_path) as (gateway, door):
         spawned = await door.use(
             "sessions_spawn", task="say 42", agentId="helper", announce="none", label="calc"
         )
         assert spawned.keys() == {"status", "runId", "childSessionKey", "mode", "note"}
         assert (spawned["status"], spawned["mode"]) == ("accepted", "run")
         assert spawned["childSessionKey"].startswith("agent:helper:subagent:")
-        assert (await gate.operations.wait(OPERATOR, spawned["runId"], BOUND)).reply == "42"
-        [task] = await gate.operations.list_subagents(OPERATOR, MAIN)
+        assert (await gateway.operations.wait(OPERATOR, spawned["runId"], BOUND)).reply == "42"
+        [task] = await gateway.operations.list_subagents(OPERATOR, MAIN)
         assert (task.run_id, task.label, task.result) == (spawned["runId"], "calc", "42")
         listed = await door.use("subagents", action="list")
         assert [found["runId"] for found in [*listed["active"], *listed["recent"]]] == [spawned["runId"]]
@@ -167,9 +170,9 @@ async def test_a_sub_agent(connect: Enter, tmp_path: Path) -> None:
 
 @pytest.mark.requirement("L1", "L5", "K2")
 async def test_the_sessions_there_are(connect: Enter, tmp_path: Path) -> None:
-    async with connect(tmp_path) as (gate, door):
+    async with connect(tmp_path) as (gateway, door):
         for key in (HELPER, MAIN):
-            await gate.operations.open(OPERATOR, key)
+            await gateway.operations.open(OPERATOR, key)
         page = await door.use("sessions_list", kinds=["main"])
         assert {(row["key"], row["agentId"]) for row in page["sessions"]} == {
             ("main", "main"),
@@ -180,8 +183,8 @@ async def test_the_sessions_there_are(connect: Enter, tmp_path: Path) -> None:
 
 @pytest.mark.requirement("H5", "S2", "S7", "P2", "W5")
 async def test_refusals(connect: Enter, tmp_path: Path) -> None:
-    async with connect(tmp_path) as (gate, door):
-        await gate.operations.open(OPERATOR, MAIN)
+    async with connect(tmp_path) as (gateway, door):
+        await gateway.operations.open(OPERATOR, MAIN)
         refused = [
             await door.use("sessions_send", sessionKey="nobody", message="x"),
             await door.use("sessions_send", sessionKey="main", message="x"),
@@ -199,18 +202,18 @@ async def test_refusals(connect: Enter, tmp_path: Path) -> None:
             ("error", "conflict"),
         ]
         assert all(said["error"] for said in refused)
-        assert await gate.operations.list_subagents(OPERATOR, MAIN) == []
+        assert await gateway.operations.list_subagents(OPERATOR, MAIN) == []
 
 
 # --- whose tools they are ---
 
 
 async def _offered(
-    gate: GatewayFixture, http: httpx2.AsyncClient, client: Client, key: str
+    gateway: GatewayFixture, http: httpx2.AsyncClient, client: Client, key: str
 ) -> list[set[str]]:
     """What a session has: by its run, by what can be looked up, and by what can be invoked over either wire."""
     known = [tool["id"] for tool in (await client.call("tools.catalog"))["groups"][0]["tools"]]
-    actor = (await gate.operations.act_as(OPERATOR, key)).actor
+    actor = (await gateway.operations.act_as(OPERATOR, key)).actor
     groups = (await client.call("tools.effective", sessionKey=key))["groups"]
     over_http, over_ws = set[str](), set[str]()
     for name in known:
@@ -231,14 +234,14 @@ async def test_a_sub_agent_has_its_own_tools_at_every_door(tmp_path: Path) -> No
     config["tools"]["agentToAgent"] = {"enabled": True}
     config["agents"]["list"][1]["tools"] = {"sessions": {"visibility": "all"}}
     async with (
-        opened(tmp_path, None, settings=config) as gate,
-        gate.http() as http,
-        gate.client() as client,
+        opened(tmp_path, None, settings=config) as gateway,
+        gateway.http() as http,
+        gateway.client() as client,
     ):
         wanted = SpawnRequest(task="say hello", agent_id="helper", announce="none")
-        spawned = await gate.operations.spawn(OPERATOR, wanted)
+        spawned = await gateway.operations.spawn(OPERATOR, wanted)
         child = spawned.child_session_key
-        assert (await gate.operations.wait(OPERATOR, spawned.run_id, BOUND)).has_ended
+        assert (await gateway.operations.wait(OPERATOR, spawned.run_id, BOUND)).has_ended
         every = {
             "sessions_list",
             "sessions_history",
@@ -247,8 +250,8 @@ async def test_a_sub_agent_has_its_own_tools_at_every_door(tmp_path: Path) -> No
             "agents_list",
             *ACTING,
         }
-        assert await _offered(gate, http, client, MAIN) == [every] * 4
-        assert await _offered(gate, http, client, child) == [{"sessions_list"}] * 4
+        assert await _offered(gateway, http, client, MAIN) == [every] * 4
+        assert await _offered(gateway, http, client, child) == [{"sessions_list"}] * 4
         body: Json = {"tool": "sessions_list", "sessionKey": child}
         listed = (await http.post("/tools/invoke", json=body)).json()["result"]["details"]
         assert [row["key"] for row in listed["sessions"]] == [child]  # its own tree, and not its parent
@@ -257,9 +260,9 @@ async def test_a_sub_agent_has_its_own_tools_at_every_door(tmp_path: Path) -> No
 @pytest.mark.requirement("SEC12")
 async def test_what_acts_is_on_offer_only_when_it_is_named(tmp_path: Path) -> None:
     async with (
-        opened(tmp_path, None, settings=settings(gateway={})) as gate,
-        gate.http() as http,
-        gate.client() as client,
+        opened(tmp_path, None, settings=settings(gateway={})) as gateway,
+        gateway.http() as http,
+        gateway.client() as client,
     ):
         for name in ACTING:
             reply = await http.post("/tools/invoke", json={"tool": name})

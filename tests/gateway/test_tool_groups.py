@@ -45,8 +45,8 @@ async def test_an_agent_has_what_the_group_stands_for(
 ) -> None:
     main = {"id": "main", "tools": lists if own else {}}
     settings = {"agents": {"list": [main]}, "tools": {} if own else lists}
-    async with opened(tmp_path, settings=settings, tools=tools) as gate:
-        assert set((await gate.operations.act_as(OPERATOR, MAIN)).actor.tools) == left
+    async with opened(tmp_path, settings=settings, tools=tools) as gateway:
+        assert set((await gateway.operations.act_as(OPERATOR, MAIN)).actor.tools) == left
 
 
 @pytest.mark.parametrize(
@@ -62,10 +62,10 @@ async def test_a_sub_agent_has_what_the_group_stands_for(
     lists: dict[str, list[str]], left: set[str], tmp_path: Path
 ) -> None:
     settings = {"tools": {"subagents": {"tools": lists}}}
-    async with opened(tmp_path, settings=settings, tools=tools) as gate:
-        spawned = await gate.operations.spawn(OPERATOR, SpawnRequest(task="look", announce="none"))
-        assert (await gate.operations.wait(OPERATOR, spawned.run_id, BOUND)).has_ended
-        acting = await gate.operations.act_as(OPERATOR, spawned.child_session_key)
+    async with opened(tmp_path, settings=settings, tools=tools) as gateway:
+        spawned = await gateway.operations.spawn(OPERATOR, SpawnRequest(task="look", announce="none"))
+        assert (await gateway.operations.wait(OPERATOR, spawned.run_id, BOUND)).has_ended
+        acting = await gateway.operations.act_as(OPERATOR, spawned.child_session_key)
         assert set(acting.actor.tools) == left
 
 
@@ -82,7 +82,7 @@ async def test_over_http_there_is_what_the_group_stands_for(
     lists: dict[str, list[str]], left: set[str], tmp_path: Path
 ) -> None:
     settings: dict[str, Any] = {"gateway": {"tools": lists}}
-    async with opened(tmp_path, settings=settings, tools=tools) as gate, gate.http() as http:
+    async with opened(tmp_path, settings=settings, tools=tools) as gateway, gateway.http() as http:
         replies = {
             name: await http.post("/tools/invoke", json={"tool": name, "dryRun": True}) for name in EVERY
         }

@@ -30,9 +30,9 @@ async def row(client: Client, session: str) -> dict[str, Any]:
     return (await client.call("sessions.describe", key=session))["session"]
 
 
-async def complete(gate: GatewayFixture, session: str) -> None:
+async def complete(gateway: GatewayFixture, session: str) -> None:
     body = {"model": "antiphon/default", "messages": [{"role": "user", "content": "hi"}]}
-    async with gate.http() as http:
+    async with gateway.http() as http:
         answer = await http.post(
             "/v1/chat/completions", json=body, headers={"x-antiphon-session-key": session}
         )
@@ -41,11 +41,11 @@ async def complete(gate: GatewayFixture, session: str) -> None:
 
 @pytest.mark.requirement("K6", "L3")
 async def test_where_a_person_was_heard_from_is_on_record(tmp_path: Path) -> None:
-    async with opened(tmp_path) as gate, gate.client() as client:
+    async with opened(tmp_path) as gateway, gateway.client() as client:
         await say(client, "main")
         await client.call("sessions.create", key=SIDE)
         assert (await row(client, SIDE))["channel"] == "unknown"
-        await complete(gate, SIDE)
+        await complete(gateway, SIDE)
         key = uuid.uuid4().hex
         await client.call("agent", message="hi", sessionKey="agent:main:dashboard:third", idempotencyKey=key)
         for session in (MAIN, SIDE, "agent:main:dashboard:third"):
@@ -62,13 +62,17 @@ async def test_where_a_person_was_heard_from_is_on_record(tmp_path: Path) -> Non
 
 @pytest.mark.requirement("K6", "G6")
 async def test_webchat_replaces_no_channel_and_only_people_are_on_it(tmp_path: Path) -> None:
-    async with opened(tmp_path, settings=EVERYTHING) as gate, gate.client() as client, gate.http() as http:
+    async with (
+        opened(tmp_path, settings=EVERYTHING) as gateway,
+        gateway.client() as client,
+        gateway.http() as http,
+    ):
         await say(client, GROUP)
         found = await row(client, GROUP)
         assert (found["channel"], found.get("lastChannel"), found.get("lastTo")) == ("telegram", None, None)
         headers = {"Authorization": f"Bearer {HOOK_TOKEN}"}
         hooked = (await http.post("/hooks/wake", json={"text": "hi"}, headers=headers)).json()
-        await gate.operations.wait(OPERATOR, hooked["runId"], BOUND)
+        await gateway.operations.wait(OPERATOR, hooked["runId"], BOUND)
         assert "lastChannel" not in await row(client, MAIN)
 
 
@@ -86,8 +90,8 @@ async def test_rules_about_webchat_and_direct_chats_hold_for_a_main_session(
     tmp_path: Path, match: dict[str, str]
 ) -> None:
     policy = {"rules": [{"action": "deny", "match": match}]}
-    async with opened(tmp_path, settings={**TWO, "session": {"sendPolicy": policy}}) as gate:
-        async with gate.client() as client:
+    async with opened(tmp_path, settings={**TWO, "session": {"sendPolicy": policy}}) as gateway:
+        async with gateway.client() as client:
             for method, params in (
                 ("chat.send", {"sessionKey": "main"}),
                 ("agent", {"agentId": "helper"}),
@@ -97,11 +101,11 @@ async def test_rules_about_webchat_and_direct_chats_hold_for_a_main_session(
                 refused = await client.refused(method, **given)
                 assert refused["message"].startswith("send blocked by session policy"), method
         if "chatType" not in match:
-            async with gate.client() as client:
+            async with gateway.client() as client:
                 given = {"sessionKey": SIDE, "message": "hi", "idempotencyKey": "k"}
                 refused = await client.refused("chat.send", **given)
                 assert refused["message"].startswith("send blocked by session policy")
-        async with gate.client() as client:  # a group is neither
+        async with gateway.client() as client:  # a group is neither
             await say(client, GROUP)
 
 
@@ -109,8 +113,8 @@ async def test_rules_about_webchat_and_direct_chats_hold_for_a_main_session(
 async def test_an_allow_for_webchat_lets_people_write_where_all_else_is_denied(tmp_path: Path) -> None:
     policy = {"rules": [{"action": "allow", "match": {"channel": "webchat"}}], "default": "deny"}
     async with (
-        opened(tmp_path, settings={"session": {"sendPolicy": policy}}) as gate,
-        gate.client() as client,
+        opened(tmp_path, settings={"session": {"sendPolicy": policy}}) as gateway,
+        gateway.client() as client,
     ):
         await say(client, "main")
         await say(client, SIDE)
@@ -131,7 +135,7 @@ async def test_an_allow_for_webchat_lets_people_write_where_all_else_is_denied(t
 async def test_what_cannot_be_delivered_is_refused_by_name(
     tmp_path: Path, asked: dict[str, str], field: str
 ) -> None:
-    async with opened(tmp_path) as gate, gate.client() as client:
+    async with opened(tmp_path) as gateway, gateway.client() as client:
         given = {"message": "hi", "idempotencyKey": "k", **asked}
         refused = await client.refused("agent", **given, deliver=True)
         assert (refused["code"], refused["details"]["field"]) == ("INVALID_REQUEST", field)

@@ -61,7 +61,7 @@ def every_piece(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_long_answer_costs_a_reader_of_protocol_4_what_it_says(
     tmp_path: Path, caps: list[str]
 ) -> None:
-    async with opened(tmp_path, says_a_lot) as gate, gate.client(caps=caps) as client:
+    async with opened(tmp_path, says_a_lot) as gateway, gateway.client(caps=caps) as client:
         await client.call("chat.send", sessionKey="main", message="go on", idempotencyKey="r1")
         final = await client.event("chat", state="final")
         streams = {event["stream"] for event in client.told("agent")}
@@ -81,7 +81,7 @@ async def test_who_needs_the_whole_is_sent_it_in_one_form_and_seldom_while_it_gr
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(hub, "WHOLE_INTERVAL_SECONDS", 0.0)
-    async with opened(tmp_path, says_a_lot) as gate, gate.client(**change) as client:
+    async with opened(tmp_path, says_a_lot) as gateway, gateway.client(**change) as client:
         await client.call("chat.send", sessionKey="main", message="go on", idempotencyKey="r1")
         final = await client.event("chat", state="final")
         assert wire_bytes(client) < 150_000
@@ -106,11 +106,11 @@ async def test_who_comes_later_is_sent_what_was_said_before(tmp_path: Path) -> N
         await go_on.wait()
         yield "two"
 
-    async with opened(tmp_path, agent) as gate, gate.client(caps=["chat-deltas"]) as early:
+    async with opened(tmp_path, agent) as gateway, gateway.client(caps=["chat-deltas"]) as early:
         await early.call("chat.send", sessionKey="main", message="count", idempotencyKey="r1")
         await soon(begun)
         await early.event("chat", state="delta")
-        async with gate.client(caps=["chat-deltas"]) as late:
+        async with gateway.client(caps=["chat-deltas"]) as late:
             go_on.set()
             await late.event("chat", state="final")
             await early.event("chat", state="final")
@@ -130,16 +130,16 @@ async def test_who_lags_is_sent_no_text_with_a_hole_in_it(
             yield f"{number} "
 
     async with (
-        opened(tmp_path, agent) as gate,
-        gate.client(caps=["chat-deltas"]) as client,
-        gate.client(caps=["chat-deltas"]) as other,
+        opened(tmp_path, agent) as gateway,
+        gateway.client(caps=["chat-deltas"]) as client,
+        gateway.client(caps=["chat-deltas"]) as other,
     ):
         await client.call("chat.send", sessionKey="main", message="count", idempotencyKey="r1")
         await soon(begun)
         for each in (client, other):
             await each.event("chat", state="delta")
         [lagging] = [
-            each for each in gate.served.hub.connections if each.id == client.hello["server"]["connId"]
+            each for each in gateway.served.hub.connections if each.id == client.hello["server"]["connId"]
         ]
         with monkeypatch.context() as patches:
             patches.setattr(lagging, "_waiting_bytes", connection.LAGGING_SEND_QUEUE_BYTES + 1)
@@ -176,7 +176,7 @@ async def test_no_increment_comes_after_the_entry_that_completes_it(
             hear(hub, event)
 
     monkeypatch.setattr(hub, "MIN_DELTA_SECONDS", BOUND)
-    async with opened(tmp_path, agent) as gate, gate.client(caps=["chat-deltas"]) as client:
+    async with opened(tmp_path, agent) as gateway, gateway.client(caps=["chat-deltas"]) as client:
         await client.call("sessions.messages.subscribe", key="main", afterSeq=0)
         await client.call("chat.send", sessionKey="main", message="x", idempotencyKey="r1")
         await soon(begun)
@@ -186,7 +186,7 @@ async def test_no_increment_comes_after_the_entry_that_completes_it(
             go_on.set()
             await client.event("session.message", messageSeq=2)
         for event in held:
-            hear(gate.served.hub, event)
+            hear(gateway.served.hub, event)
         await client.event("chat", state="final")
         names = [frame["event"] for frame in client.events if frame["payload"].get("state") != "final"]
         assert texts(client) == streamed
@@ -194,7 +194,7 @@ async def test_no_increment_comes_after_the_entry_that_completes_it(
 
 
 async def test_changes_of_a_session_are_gathered_with_one_row(tmp_path: Path) -> None:
-    async with opened(tmp_path) as gate, gate.client() as client:
+    async with opened(tmp_path) as gateway, gateway.client() as client:
         await client.call("sessions.subscribe")
         await client.call("chat.send", sessionKey="main", message="say x", idempotencyKey="r1")
         end = await client.event("sessions.changed", phase="end")
@@ -215,12 +215,12 @@ async def test_one_exchange_and_one_spawn_cost_a_subscriber_little(tmp_path: Pat
         }
     }
     async with (
-        opened(tmp_path, None, settings=settings) as gate,
-        gate.client() as client,
-        gate.client() as subscriber,
+        opened(tmp_path, None, settings=settings) as gateway,
+        gateway.client() as client,
+        gateway.client() as subscriber,
     ):
         for key in (MAIN, HELPER):
-            await gate.operations.open(OPERATOR, key)
+            await gateway.operations.open(OPERATOR, key)
         await subscriber.call("sessions.subscribe")
         asked = {"key": HELPER, "message": "say say pong", "fromSessionKey": "main", "idempotencyKey": "k1"}
         sent = await client.call("sessions.send", **asked, timeoutSeconds=BOUND)
@@ -229,7 +229,9 @@ async def test_one_exchange_and_one_spawn_cost_a_subscriber_little(tmp_path: Pat
 
         async def settled() -> bool:
             [task] = (await client.call("subagents.list", sessionKey="main"))["subagents"]
-            unfinished = [await gate.operations.list_unfinished_runs(OPERATOR, key) for key in (MAIN, HELPER)]
+            unfinished = [
+                await gateway.operations.list_unfinished_runs(OPERATOR, key) for key in (MAIN, HELPER)
+            ]
             return task["phase"] == "settled" and not any(unfinished)
 
         await until(settled)

@@ -25,10 +25,10 @@ pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W3")]
 OTHER = "agent:main:dashboard:other"
 
 
-async def fill(gate: GatewayFixture, number: int, session: str = MAIN) -> None:
-    await gate.operations.open(OPERATOR, session)
+async def fill(gateway: GatewayFixture, number: int, session: str = MAIN) -> None:
+    await gateway.operations.open(OPERATOR, session)
     for n in range(number):
-        await gate.operations.inject(OPERATOR, session, f"{session} {n}")
+        await gateway.operations.inject(OPERATOR, session, f"{session} {n}")
 
 
 async def seqs(client: Client, number: int, session: str = MAIN) -> list[int]:
@@ -47,8 +47,8 @@ async def ask(client: Client, message: str = "hello", session: str = MAIN) -> An
 
 
 @pytest.mark.requirement("G38")
-async def test_messages_come_once_in_order_and_say_who_they_are(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_messages_come_once_in_order_and_say_who_they_are(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         answer = await client.call("sessions.messages.subscribe", key="main")
         assert (answer["subscribed"], answer["key"], answer["lastSeq"]) == (True, MAIN, 0)
         await ask(client, "one")
@@ -67,13 +67,13 @@ async def test_messages_come_once_in_order_and_say_who_they_are(gate: GatewayFix
 @pytest.mark.requirement("G38")
 @pytest.mark.parametrize(("after", "expected"), [(0, [1, 2, 3, 4, 5]), (2, [3, 4, 5]), (4, [5])])
 async def test_a_subscriber_gets_what_came_after_its_number_and_then_what_is_new(
-    gate: GatewayFixture, after: int, expected: list[int]
+    gateway: GatewayFixture, after: int, expected: list[int]
 ) -> None:
-    await fill(gate, 4)
-    async with gate.client() as client:
+    await fill(gateway, 4)
+    async with gateway.client() as client:
         answer = await client.call("sessions.messages.subscribe", key=MAIN, afterSeq=after)
         assert answer["lastSeq"] == 4
-        await fill(gate, 1)
+        await fill(gateway, 1)
         assert await seqs(client, len(expected)) == expected
         await client.settled()
         assert client.told("session.gap") == []
@@ -82,24 +82,24 @@ async def test_a_subscriber_gets_what_came_after_its_number_and_then_what_is_new
 
 @pytest.mark.requirement("G38")
 async def test_a_number_that_was_never_given_out_is_a_gap_and_the_whole_conversation_follows(
-    gate: GatewayFixture,
+    gateway: GatewayFixture,
 ) -> None:
-    await fill(gate, 2)
-    async with gate.client() as client:
+    await fill(gateway, 2)
+    async with gateway.client() as client:
         answer = await client.call("sessions.messages.subscribe", key=MAIN, afterSeq=7)
         gap = await client.event("session.gap")
         assert gap == {"sessionKey": MAIN, "sessionId": answer["sessionId"], "reason": "reset"}
-        await fill(gate, 1)
+        await fill(gateway, 1)
         assert await seqs(client, 3) == [1, 2, 3]
 
 
 @pytest.mark.requirement("G38", "G25")
-async def test_a_number_of_a_past_conversation_is_a_gap_even_if_it_would_fit(gate: GatewayFixture) -> None:
-    await fill(gate, 3)
-    async with gate.client() as client:
+async def test_a_number_of_a_past_conversation_is_a_gap_even_if_it_would_fit(gateway: GatewayFixture) -> None:
+    await fill(gateway, 3)
+    async with gateway.client() as client:
         past = (await client.call("sessions.describe", key=MAIN))["session"]["sessionId"]
         await client.call("sessions.reset", key=MAIN)
-        await fill(gate, 3)
+        await fill(gateway, 3)
         answer = await client.call("sessions.messages.subscribe", key=MAIN, afterSeq=2, sessionId=past)
         gap = await client.event("session.gap")
         assert (gap["sessionId"], gap["reason"]) == (answer["sessionId"], "reset")
@@ -119,13 +119,13 @@ async def test_a_number_of_a_past_conversation_is_a_gap_even_if_it_would_fit(gat
 
 @pytest.mark.requirement("G38")
 async def test_a_long_history_arrives_whole_while_it_grows(
-    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subscriptions, "HISTORY_PAGE_ENTRIES", 7)
-    await fill(gate, 60)
-    async with gate.client() as client:
+    await fill(gateway, 60)
+    async with gateway.client() as client:
         await client.call("sessions.messages.subscribe", key=MAIN, afterSeq=0)
-        await fill(gate, 30)
+        await fill(gateway, 30)
         assert await seqs(client, 90) == list(range(1, 91))
         await client.settled()
         assert len(client.told("session.message")) == 90
@@ -133,22 +133,22 @@ async def test_a_long_history_arrives_whole_while_it_grows(
 
 @pytest.mark.requirement("G38")
 async def test_a_history_larger_than_the_outbox_is_told_at_the_pace_of_who_reads(
-    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One page is more than may wait for a client; it is not dropped for what it never had a chance to read."""
     monkeypatch.setattr(frames, "MAX_BUFFERED_BYTES", 1_000_000)
     monkeypatch.setattr(connection, "LAGGING_SEND_QUEUE_BYTES", 100_000)
-    await gate.operations.open(OPERATOR, MAIN)
+    await gateway.operations.open(OPERATOR, MAIN)
     for _ in range(40):
-        await gate.operations.inject(OPERATOR, MAIN, "x" * 100_000)
-    async with gate.client() as client:
+        await gateway.operations.inject(OPERATOR, MAIN, "x" * 100_000)
+    async with gateway.client() as client:
         await client.call("sessions.messages.subscribe", key=MAIN, afterSeq=0)
-        await gate.operations.inject(OPERATOR, MAIN, "new")
+        await gateway.operations.inject(OPERATOR, MAIN, "new")
         assert await seqs(client, 41) == list(range(1, 42))
 
 
-async def test_a_reset_is_a_gap_and_counts_from_one_again(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_a_reset_is_a_gap_and_counts_from_one_again(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         before = await client.call("sessions.messages.subscribe", key=MAIN)
         await ask(client, "one")
         await client.take("session.message", 2)
@@ -163,17 +163,17 @@ async def test_a_reset_is_a_gap_and_counts_from_one_again(gate: GatewayFixture) 
         ]
 
 
-async def test_a_deleted_session_ends_its_subscriptions(gate: GatewayFixture) -> None:
-    await fill(gate, 1, OTHER)
-    async with gate.client() as client:
+async def test_a_deleted_session_ends_its_subscriptions(gateway: GatewayFixture) -> None:
+    await fill(gateway, 1, OTHER)
+    async with gateway.client() as client:
         for session in (OTHER, MAIN):
             await client.call("sessions.messages.subscribe", key=session)
         assert (await client.call("sessions.delete", key=OTHER))["deleted"]
         assert (await client.event("session.gap"))["reason"] == "ended"
-        await fill(gate, 1, OTHER)  # the key can be used again, by whoever asks for it again
+        await fill(gateway, 1, OTHER)  # the key can be used again, by whoever asks for it again
         await client.call("sessions.messages.subscribe", key=OTHER, afterSeq=0)
         assert await seqs(client, 1, OTHER) == [1]
-        await fill(gate, 1)
+        await fill(gateway, 1)
         assert await seqs(client, 1) == [1]
 
 
@@ -191,16 +191,16 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 
 async def test_a_session_that_is_deleted_while_somebody_catches_up_ends_that_too(
-    gate: GatewayFixture, patience: Callable[[], None]
+    gateway: GatewayFixture, patience: Callable[[], None]
 ) -> None:
-    await fill(gate, 5, OTHER)
-    async with gate.client() as client:
+    await fill(gateway, 5, OTHER)
+    async with gateway.client() as client:
         await client.call("sessions.messages.subscribe", key=OTHER, afterSeq=0)
         assert (await client.call("sessions.delete", key=OTHER))["deleted"]
-        await fill(gate, 1, OTHER)
+        await fill(gateway, 1, OTHER)
         patience()
         assert (await client.event("session.gap"))["reason"] == "ended"
-        await until(lambda: _followed(gate, 0))
+        await until(lambda: _followed(gateway, 0))
         assert client.told("session.message") == []
         await client.call("sessions.messages.subscribe", key=OTHER, afterSeq=0)
         again = await client.event("session.message")
@@ -213,8 +213,8 @@ async def _id(client: Client, key: str) -> str:
 
 
 @pytest.mark.requirement("003-subscribe-messages")
-async def test_sessions_do_not_leak_into_each_other(gate: GatewayFixture) -> None:
-    async with gate.client() as one, gate.client() as both:
+async def test_sessions_do_not_leak_into_each_other(gateway: GatewayFixture) -> None:
+    async with gateway.client() as one, gateway.client() as both:
         await one.call("sessions.messages.subscribe", key=MAIN)
         for session in (MAIN, OTHER):
             await both.call("sessions.create", key=session)
@@ -232,9 +232,9 @@ async def test_sessions_do_not_leak_into_each_other(gate: GatewayFixture) -> Non
 
 
 async def test_a_subscription_founds_the_session_for_who_may_write_and_only_for_them(
-    gate: GatewayFixture,
+    gateway: GatewayFixture,
 ) -> None:
-    async with gate.client(gate.issue(READ)) as reader, gate.client() as writer:
+    async with gateway.client(gateway.issue(READ)) as reader, gateway.client() as writer:
         error = await reader.refused("sessions.messages.subscribe", key=MAIN)
         assert "was not found" in error["message"]
         assert (await writer.call("sessions.messages.subscribe", key=MAIN))["subscribed"]
@@ -246,30 +246,30 @@ async def test_a_subscription_founds_the_session_for_who_may_write_and_only_for_
         assert len((await writer.call("sessions.list", activeMinutes=0))["sessions"]) == 1
 
 
-async def test_who_unsubscribes_hears_nothing_more(gate: GatewayFixture) -> None:
-    async with gate.client() as client, gate.client() as other:
+async def test_who_unsubscribes_hears_nothing_more(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client, gateway.client() as other:
         for one in (client, other):
             await one.call("sessions.messages.subscribe", key=MAIN)
-        await fill(gate, 1)
+        await fill(gateway, 1)
         assert await seqs(client, 1) == [1]
         answer = await client.call("sessions.messages.unsubscribe", key="main")
         assert answer == {"subscribed": False, "key": MAIN}
-        await fill(gate, 2)
+        await fill(gateway, 2)
         assert await seqs(other, 3) == [1, 2, 3]
         await client.settled()
         assert len(client.told("session.message")) == 1
 
 
 async def test_who_unsubscribes_while_catching_up_hears_nothing_more(
-    gate: GatewayFixture, patience: Callable[[], None]
+    gateway: GatewayFixture, patience: Callable[[], None]
 ) -> None:
-    await fill(gate, 5)
-    async with gate.client() as client, gate.client() as other:
+    await fill(gateway, 5)
+    async with gateway.client() as client, gateway.client() as other:
         await other.call("sessions.messages.subscribe", key=MAIN)
         await client.call("sessions.messages.subscribe", key=MAIN, afterSeq=0)
         await client.call("sessions.messages.unsubscribe", key=MAIN)
         patience()
-        await fill(gate, 1)
+        await fill(gateway, 1)
         assert await seqs(other, 1) == [6]
         for _ in range(20):
             await client.settled()
@@ -277,26 +277,26 @@ async def test_who_unsubscribes_while_catching_up_hears_nothing_more(
 
 
 async def test_subscribing_again_begins_again_and_only_once(
-    gate: GatewayFixture, patience: Callable[[], None]
+    gateway: GatewayFixture, patience: Callable[[], None]
 ) -> None:
-    await fill(gate, 5)
-    async with gate.client() as client:
+    await fill(gateway, 5)
+    async with gateway.client() as client:
         await client.call("sessions.messages.subscribe", key=MAIN, afterSeq=0)
         await client.call("sessions.messages.subscribe", key=MAIN, afterSeq=0)
         patience()
         await client.settled()
         assert await seqs(client, 5) == [1, 2, 3, 4, 5]
-        await fill(gate, 1)
+        await fill(gateway, 1)
         assert await seqs(client, 1) == [6]
         await client.settled()
         assert len(client.told("session.message")) == 6
 
 
 async def test_a_connection_subscribes_to_so_many_sessions_and_no_more(
-    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subscriptions, "MAX_SUBSCRIPTIONS_PER_CONNECTION", 2)
-    async with gate.client() as client:
+    async with gateway.client() as client:
         for n in range(2):
             await client.call("sessions.create", key=f"{OTHER}{n}")
             await client.call("sessions.messages.subscribe", key=f"{OTHER}{n}")
@@ -307,17 +307,17 @@ async def test_a_connection_subscribes_to_so_many_sessions_and_no_more(
         await client.call("sessions.messages.subscribe", key=MAIN)
 
 
-async def test_nobody_is_followed_for_nobody(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_nobody_is_followed_for_nobody(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         await client.call("sessions.messages.subscribe", key=MAIN)
-        await until(lambda: _followed(gate, 1))
+        await until(lambda: _followed(gateway, 1))
         client.abort()
-        await until(lambda: _followed(gate, 0))
+        await until(lambda: _followed(gateway, 0))
 
 
-async def _followed(gate: GatewayFixture, number: int) -> bool:
-    assert isinstance(gate.app.bus, LocalBus)
-    heard = gate.app.bus.count_listeners()
+async def _followed(gateway: GatewayFixture, number: int) -> bool:
+    assert isinstance(gateway.app.bus, LocalBus)
+    heard = gateway.app.bus.count_listeners()
     return sum(topic.startswith("session.") and topic != "session.*" for topic in heard) == number
 
 
@@ -326,9 +326,9 @@ async def _followed(gate: GatewayFixture, number: int) -> bool:
 
 @pytest.mark.requirement("003-subscribe-sessions")
 async def test_who_hears_of_every_session_gets_each_message_once_even_if_subscribed_too(
-    gate: GatewayFixture,
+    gateway: GatewayFixture,
 ) -> None:
-    async with gate.client() as client:
+    async with gateway.client() as client:
         await client.call("sessions.subscribe")
         await client.call("sessions.messages.subscribe", key=MAIN)
         await ask(client, "one")
@@ -346,8 +346,8 @@ async def test_who_hears_of_every_session_gets_each_message_once_even_if_subscri
 
 
 @pytest.mark.requirement("003-subscribe-sessions", "003-event-sessions-changed")
-async def test_what_happens_to_sessions_is_told_with_their_row(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_what_happens_to_sessions_is_told_with_their_row(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         await client.call("sessions.subscribe")
         await client.call("sessions.create", key=OTHER, label="first")
         created = await client.event("sessions.changed", reason="create")
@@ -382,7 +382,7 @@ async def test_a_run_under_way_shows_in_the_row(tmp_path: Path) -> None:
         await go.wait()
         return "done"
 
-    async with opened(tmp_path, agent) as gate, gate.client() as client:
+    async with opened(tmp_path, agent) as gateway, gateway.client() as client:
         await client.call("sessions.subscribe")
         await client.call("chat.send", sessionKey=MAIN, message="x", idempotencyKey="r1")
         await soon(going)
@@ -408,7 +408,7 @@ async def test_an_answer_is_told_as_it_grows_and_then_as_a_whole(tmp_path: Path)
         yield "two "
         yield "three"
 
-    async with opened(tmp_path, agent) as gate, gate.client() as client:
+    async with opened(tmp_path, agent) as gateway, gateway.client() as client:
         await client.call("chat.send", sessionKey="main", message="count", idempotencyKey="r1")
         await soon(told_of)
         first = await client.event("chat", state="delta")
@@ -431,7 +431,7 @@ async def test_an_answer_is_told_as_it_grows_and_then_as_a_whole(tmp_path: Path)
 
 
 async def test_a_failure_is_told_as_an_error(tmp_path: Path) -> None:
-    async with opened(tmp_path, None) as gate, gate.client() as client:
+    async with opened(tmp_path, None) as gateway, gateway.client() as client:
         await client.call("chat.send", sessionKey="main", message="fail no luck", idempotencyKey="r1")
         error = await client.event("chat", state="error")
         assert (error["runId"], error["sessionKey"]) == ("r1", MAIN)
@@ -450,7 +450,7 @@ async def test_stopping_is_told_as_aborted(tmp_path: Path) -> None:
         await asyncio.Event().wait()
         return ""
 
-    async with opened(tmp_path, agent) as gate, gate.client() as client:
+    async with opened(tmp_path, agent) as gateway, gateway.client() as client:
         await client.call("chat.send", sessionKey="main", message="x", idempotencyKey="r1")
         await soon(going)
         queued = await client.call("chat.send", sessionKey="main", message="y", idempotencyKey="r2")
@@ -464,9 +464,9 @@ async def test_stopping_is_told_as_aborted(tmp_path: Path) -> None:
 
 async def test_tools_are_told_of_to_who_wants_to_hear_of_them(tmp_path: Path) -> None:
     async with (
-        opened(tmp_path, _looks, tools=lambda _: [tool("look", _look)]) as gate,
-        gate.client(caps=["tool-events"]) as keen,
-        gate.client() as plain,
+        opened(tmp_path, _looks, tools=lambda _: [tool("look", _look)]) as gateway,
+        gateway.client(caps=["tool-events"]) as keen,
+        gateway.client() as plain,
     ):
         await ask(keen)
         start, result = await keen.take("agent", 2, stream="tool")
@@ -489,9 +489,9 @@ async def _look(call: ToolRequest) -> ToolOutput:
 @pytest.mark.requirement("W7", "SEC11", "003-subscribe-sessions")
 async def test_who_may_not_read_is_told_nothing(tmp_path: Path) -> None:
     async with (
-        opened(tmp_path, _looks, tools=lambda _: [tool("look", _look)]) as gate,
-        gate.client() as owner,
-        gate.client(scopes=[], caps=["tool-events"]) as blind,
+        opened(tmp_path, _looks, tools=lambda _: [tool("look", _look)]) as gateway,
+        gateway.client() as owner,
+        gateway.client(scopes=[], caps=["tool-events"]) as blind,
     ):
         for method in ("sessions.subscribe", "sessions.messages.subscribe"):
             params = {"key": MAIN} if "messages" in method else {}
@@ -542,10 +542,10 @@ def _is_anything(event: Event) -> bool:
 @pytest.mark.parametrize("which", [_is_end, _is_anything])
 @pytest.mark.parametrize("after", [True, False], ids=["lost", "late"])
 async def test_the_end_of_a_run_is_told_once_whatever_the_bus_loses(
-    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch, which: Callable[[Event], bool], after: bool
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch, which: Callable[[Event], bool], after: bool
 ) -> None:
-    bus = gate.app.bus
-    async with gate.client() as client, gate.client() as other:
+    bus = gateway.app.bus
+    async with gateway.client() as client, gateway.client() as other:
         await other.call("sessions.messages.subscribe", key=MAIN, afterSeq=0)
         monkeypatch.setattr(bus, "publish", _losing(bus, which, after=after))
         for n in range(3):
@@ -564,9 +564,9 @@ async def test_the_end_of_a_run_is_told_once_whatever_the_bus_loses(
         assert len(other.told("session.message")) == 6
 
 
-async def test_only_admins_hear_nothing_special(gate: GatewayFixture) -> None:
+async def test_only_admins_hear_nothing_special(gateway: GatewayFixture) -> None:
     """What is told depends on `operator.read`, which the other scopes imply."""
-    async with gate.client(scopes=[ADMIN]) as admin, gate.client(gate.issue(READ)) as reader:
+    async with gateway.client(scopes=[ADMIN]) as admin, gateway.client(gateway.issue(READ)) as reader:
         await ask(admin)
         assert (await reader.event("chat", state="final"))["runId"] == f"{MAIN} hello"
 
@@ -575,9 +575,9 @@ async def test_only_admins_hear_nothing_special(gate: GatewayFixture) -> None:
 
 
 @pytest.mark.requirement("G38", "G25")
-async def test_a_restored_conversation_goes_on_after_its_last_number(gate: GatewayFixture) -> None:
-    await fill(gate, 6)
-    async with gate.client() as early, gate.client() as late:
+async def test_a_restored_conversation_goes_on_after_its_last_number(gateway: GatewayFixture) -> None:
+    await fill(gateway, 6)
+    async with gateway.client() as early, gateway.client() as late:
         past = await _id(early, MAIN)
         await early.call("sessions.reset", key=MAIN)
         await early.call("sessions.messages.subscribe", key=MAIN)
@@ -585,7 +585,7 @@ async def test_a_restored_conversation_goes_on_after_its_last_number(gate: Gatew
         assert (await early.event("session.gap"))["sessionId"] == past
         answer = await late.call("sessions.messages.subscribe", key=MAIN)
         assert (answer["sessionId"], answer["lastSeq"]) == (past, 6)
-        await fill(gate, 1)
+        await fill(gateway, 1)
         for client in (early, late):
             assert await seqs(client, 1) == [7]
             await client.settled()
@@ -594,13 +594,13 @@ async def test_a_restored_conversation_goes_on_after_its_last_number(gate: Gatew
 
 @pytest.mark.requirement("G38")
 async def test_who_catches_up_gets_everything_however_few_fit_a_page(
-    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transcripts, "MAX_PAGE_BYTES", 1)
-    await fill(gate, 5)
-    async with gate.client() as client:
+    await fill(gateway, 5)
+    async with gateway.client() as client:
         await client.call("sessions.messages.subscribe", key=MAIN, afterSeq=0)
-        await fill(gate, 1)
+        await fill(gateway, 1)
         assert await seqs(client, 6) == [1, 2, 3, 4, 5, 6]
 
 
@@ -615,19 +615,19 @@ class _Unwalked(dict[str, Any]):
 
 
 async def test_who_comes_and_goes_is_not_looked_for_in_every_session(
-    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held: Any = gate.served.hub.subscriptions
+    held: Any = gateway.served.hub.subscriptions
     monkeypatch.setattr(held, "_followed_sessions", _Unwalked())
-    async with gate.client() as stays:
+    async with gateway.client() as stays:
         await stays.call("sessions.create", key=OTHER)
         await stays.call("sessions.messages.subscribe", key=MAIN)
-        async with gate.client() as goes:
+        async with gateway.client() as goes:
             for session in (MAIN, OTHER):
                 await goes.call("sessions.messages.subscribe", key=session)
             await goes.call("sessions.messages.subscribe", key=OTHER, afterSeq=0)
             await goes.call("sessions.messages.unsubscribe", key=MAIN)
-        await until(lambda: _followed(gate, 1))
+        await until(lambda: _followed(gateway, 1))
         assert len(held._sessions_by_connection) == 1
         await stays.call("sessions.messages.unsubscribe", key=MAIN)
         assert (len(held._sessions_by_connection), len(held._followed_sessions)) == (0, 0)

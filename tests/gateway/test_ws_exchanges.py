@@ -28,9 +28,9 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.mark.requirement("S1", "S2", "S3", "G4")
 async def test_one_session_sends_to_another_for_an_operator(tmp_path: Path) -> None:
-    async with opened(tmp_path, None, settings=SETTINGS) as gate, gate.client() as client:
+    async with opened(tmp_path, None, settings=SETTINGS) as gateway, gateway.client() as client:
         for key in (MAIN, HELPER):
-            await gate.operations.open(OPERATOR, key)
+            await gateway.operations.open(OPERATOR, key)
         asked = {"key": HELPER, "message": "say say pong", "fromSessionKey": "main", "idempotencyKey": "k1"}
         sent = await client.call("sessions.send", **asked, timeoutSeconds=BOUND, replyBack=1, announce="none")
         assert (sent["runId"], sent["status"], sent["reply"]) == ("k1", "ok", "say pong")
@@ -52,7 +52,7 @@ async def test_what_is_sent_in_a_sessions_name_is_in_its_transcript_before_the_r
         "gateway": {"tools": {"allow": ["sessions_send"]}},
         "tools": {"sessions": {"visibility": "all"}, "agentToAgent": {"enabled": True}},
     }
-    async with opened(tmp_path, None, settings=settings) as gate, gate.client() as client:
+    async with opened(tmp_path, None, settings=settings) as gateway, gateway.client() as client:
         asked = {"key": HELPER, "message": "say say pong", "fromSessionKey": "main", "idempotencyKey": "k1"}
         for _ in range(2):  # asked again, it is not said again
             sent = await client.call("sessions.send", **asked, timeoutSeconds=BOUND, replyBack=1)
@@ -81,28 +81,28 @@ async def test_what_is_sent_in_a_sessions_name_is_in_its_transcript_before_the_r
 
 @pytest.mark.requirement("S2", "003-send-timeout", "003-send-timeout-goes-on")
 async def test_a_wait_for_a_reply_holds_up_nothing_else(tmp_path: Path) -> None:
-    async with opened(tmp_path, None, settings=SETTINGS) as gate, gate.client() as client:
+    async with opened(tmp_path, None, settings=SETTINGS) as gateway, gateway.client() as client:
         for key in (MAIN, HELPER):
-            await gate.operations.open(OPERATOR, key)
+            await gateway.operations.open(OPERATOR, key)
         asked = {"key": HELPER, "message": "slow 60 a b c d", "fromSessionKey": MAIN, "announce": "none"}
         waiting = await client.start("sessions.send", {**asked, "timeoutSeconds": 600})
 
         async def accepted() -> bool:
-            return len(await gate.operations.list_unfinished_runs(OPERATOR, HELPER)) == 1
+            return len(await gateway.operations.list_unfinished_runs(OPERATOR, HELPER)) == 1
 
         await until(accepted)
         late = await client.call("sessions.send", **asked, timeoutSeconds=0.2, replyBack=0)
         assert (late["status"], late["delivery"]["status"]) == ("timeout", "queued")
         assert late["delivery"]["position"] == 1
-        for run in await gate.operations.list_unfinished_runs(OPERATOR, HELPER):
+        for run in await gateway.operations.list_unfinished_runs(OPERATOR, HELPER):
             await client.call("sessions.abort", key=HELPER, runId=run)
         over = await client.answer(waiting)
         assert (over.ok, over.payload["status"]) == (True, "error")
 
 
 async def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> None:
-    async with opened(tmp_path, None, settings=SETTINGS) as gate, gate.client() as client:
-        await gate.operations.open(OPERATOR, HELPER)
+    async with opened(tmp_path, None, settings=SETTINGS) as gateway, gateway.client() as client:
+        await gateway.operations.open(OPERATOR, HELPER)
         for field, value in {"timeoutSeconds": 1, "replyBack": 0, "announce": "none"}.items():
             error = await client.refused("sessions.send", key=HELPER, message="x", **{field: value})
             assert (error["details"]["field"], "fromSessionKey" in error["message"]) == (field, True)
@@ -112,16 +112,16 @@ async def test_what_does_not_go_together_is_refused_by_name(tmp_path: Path) -> N
             assert (await client.refused("sessions.send", **asked))["details"]["field"] == field
         more = {"key": HELPER, "message": "x", "fromSessionKey": "main", "timeoutSeconds": 3601}
         assert (await client.refused("sessions.send", **more))["code"] == "INVALID_REQUEST"
-        page = await gate.operations.read_history(OPERATOR, HELPER, HistoryFilter())
+        page = await gateway.operations.read_history(OPERATOR, HELPER, HistoryFilter())
         assert page.messages == []
 
 
 @pytest.mark.requirement("P1", "P2", "P4", "P9", "A1")
 async def test_a_sub_agent_for_a_session(tmp_path: Path) -> None:
     async with (
-        opened(tmp_path, None, settings=SETTINGS) as gate,
-        gate.client() as client,
-        gate.client(gate.issue(READ)) as reader,
+        opened(tmp_path, None, settings=SETTINGS) as gateway,
+        gateway.client() as client,
+        gateway.client(gateway.issue(READ)) as reader,
     ):
         file = {"name": "notes.txt", "content": "hello"}
         asked = {"task": "say 42", "label": "calc", "attachments": [file], "idempotencyKey": "k1"}
@@ -158,7 +158,7 @@ async def test_a_sub_agent_for_a_session(tmp_path: Path) -> None:
 @pytest.mark.requirement("G3")
 async def test_what_did_not_get_there_is_seen_and_sent_again(tmp_path: Path) -> None:
     group = "agent:main:telegram:group:7"
-    async with opened(tmp_path, None, settings=SETTINGS) as gate, gate.client() as client:
+    async with opened(tmp_path, None, settings=SETTINGS) as gateway, gateway.client() as client:
         await client.call("sessions.spawn", task="say 42", requesterSessionKey=group, idempotencyKey="k1")
 
         async def dead() -> bool:
@@ -182,12 +182,12 @@ async def test_what_did_not_get_there_is_seen_and_sent_again(tmp_path: Path) -> 
 @pytest.mark.requirement("G43")
 async def test_what_was_said_to_whom_is_listed(tmp_path: Path) -> None:
     async with (
-        opened(tmp_path, None, settings=SETTINGS) as gate,
-        gate.client() as client,
-        gate.client(gate.issue(READ)) as reader,
+        opened(tmp_path, None, settings=SETTINGS) as gateway,
+        gateway.client() as client,
+        gateway.client(gateway.issue(READ)) as reader,
     ):
         for key in (MAIN, HELPER):
-            await gate.operations.open(OPERATOR, key)
+            await gateway.operations.open(OPERATOR, key)
         assert await reader.call("exchanges.list") == {"exchanges": []}
         for number in (1, 2):
             asked = {"key": HELPER, "message": f"say {number}", "fromSessionKey": "main", "announce": "none"}
@@ -224,8 +224,8 @@ async def test_what_was_said_to_whom_is_listed(tmp_path: Path) -> None:
 @pytest.mark.requirement("SEC4")
 async def test_the_operations_look_at_the_scope_again(tmp_path: Path) -> None:
     reader, agent = Caller.operator([READ]), Caller.agent("main", MAIN)
-    async with opened(tmp_path, None, settings=SETTINGS) as gate:
-        house = gate.operations
+    async with opened(tmp_path, None, settings=SETTINGS) as gateway:
+        house = gateway.operations
         for refused in (
             house.retry_delivery(reader, "task:k1"),
             house.retry_delivery(agent, "task:k1"),

@@ -22,10 +22,10 @@ JOB: dict[str, Any] = {
 FILLED = 6  # entries that are in a session before a test begins
 
 
-async def fill(gate: GatewayFixture, session: str = SIDE) -> None:
-    await gate.operations.open(OPERATOR, session)
+async def fill(gateway: GatewayFixture, session: str = SIDE) -> None:
+    await gateway.operations.open(OPERATOR, session)
     for number in range(FILLED):
-        await gate.operations.inject(OPERATOR, session, f"{number}")
+        await gateway.operations.inject(OPERATOR, session, f"{number}")
 
 
 async def entries(client: Client, session: str = SIDE) -> int:
@@ -41,9 +41,9 @@ async def refused(client: Client, method: str, **params: Any) -> None:
     assert (error["details"]["type"], error["details"]["field"]) == ("conflict", "idempotencyKey")
 
 
-async def test_words_are_injected_once(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
-        await fill(gate)
+async def test_words_are_injected_once(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
+        await fill(gateway)
         asked = {"sessionKey": SIDE, "message": "By the way.", "label": "note", "idempotencyKey": "k"}
         first = await client.call("chat.inject", **asked)
         assert first["messageSeq"] == FILLED + 1
@@ -51,63 +51,63 @@ async def test_words_are_injected_once(gate: GatewayFixture) -> None:
         assert await client.call("chat.inject", **asked) == first
         assert await entries(client) == FILLED + 2
         await refused(client, "chat.inject", **{**asked, "message": "Other words."})
-        await gate.operations.open(OPERATOR, OTHER)
+        await gateway.operations.open(OPERATOR, OTHER)
         await refused(client, "chat.inject", **{**asked, "sessionKey": OTHER})
 
 
-async def test_a_conversation_is_shortened_once(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
-        await fill(gate)
+async def test_a_conversation_is_shortened_once(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
+        await fill(gateway)
         asked = {"key": SIDE, "maxLines": 2, "idempotencyKey": "k"}
         first = await client.call("sessions.compact", **asked)
         assert (first["compacted"], first["kept"]) == (True, 2)
-        await fill(gate)
+        await fill(gateway)
         before = await entries(client)
         assert await client.call("sessions.compact", **asked) == first
         assert await entries(client) == before
         await refused(client, "sessions.compact", **{**asked, "maxLines": 3})
 
 
-async def test_a_session_is_reset_once(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
-        await fill(gate)
+async def test_a_session_is_reset_once(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
+        await fill(gateway)
         seen = await session_id(client)
         asked = {"key": SIDE, "idempotencyKey": "k", "expectedSessionId": seen}
         first = await client.call("sessions.reset", **asked)
         assert first["entry"]["sessionId"] != seen
-        await fill(gate)
+        await fill(gateway)
         again = await client.call("sessions.reset", **asked)
         assert again["entry"]["sessionId"] == first["entry"]["sessionId"] == await session_id(client)
         assert await entries(client) == FILLED
         await refused(client, "sessions.reset", key=SIDE, reason="new", idempotencyKey="k")
-        await gate.operations.open(OPERATOR, OTHER)
+        await gateway.operations.open(OPERATOR, OTHER)
         await refused(client, "sessions.reset", key=OTHER, idempotencyKey="k")
 
 
-async def test_a_session_is_deleted_once_whatever_has_its_name_later(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
-        await fill(gate)
-        await fill(gate, OTHER)
+async def test_a_session_is_deleted_once_whatever_has_its_name_later(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
+        await fill(gateway)
+        await fill(gateway, OTHER)
         asked = {"key": SIDE, "idempotencyKey": "k", "expectedSessionId": await session_id(client)}
         first = await client.call("sessions.delete", **asked)
         assert first["deleted"] is True
         assert await client.call("sessions.delete", **asked) == first
-        await fill(gate)
+        await fill(gateway)
         assert await client.call("sessions.delete", **asked) == first
         assert await entries(client) == FILLED
         await refused(client, "sessions.delete", key=OTHER, idempotencyKey="k")
         assert await entries(client, OTHER) == FILLED
 
 
-async def test_what_was_not_there_can_be_deleted_later_under_the_same_key(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_what_was_not_there_can_be_deleted_later_under_the_same_key(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         assert (await client.call("sessions.delete", key=SIDE, idempotencyKey="k"))["deleted"] is False
-        await fill(gate)
+        await fill(gateway)
         assert (await client.call("sessions.delete", key=SIDE, idempotencyKey="k"))["deleted"] is True
 
 
-async def test_a_job_is_added_once_even_if_it_is_gone(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_a_job_is_added_once_even_if_it_is_gone(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         first = await client.call("cron.add", **JOB, idempotencyKey="k")
         assert await client.call("cron.add", **JOB, idempotencyKey="k") == first
         assert (await client.call("cron.list"))["total"] == 1
@@ -119,8 +119,8 @@ async def test_a_job_is_added_once_even_if_it_is_gone(gate: GatewayFixture) -> N
 
 
 @pytest.mark.requirement("W5")
-async def test_a_job_is_run_once(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_a_job_is_run_once(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         job = await client.call("cron.add", **JOB)
         asked = {"id": job["id"], "idempotencyKey": "k"}
         first = await client.call("cron.run", **asked)
@@ -134,17 +134,17 @@ async def test_a_job_is_run_once(gate: GatewayFixture) -> None:
         await refused(client, "cron.run", id=(await client.call("cron.add", **JOB))["id"], idempotencyKey="k")
 
 
-async def test_what_did_not_run_may_run_later_under_the_same_key(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_what_did_not_run_may_run_later_under_the_same_key(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         job = await client.call("cron.add", **JOB)
         not_due = await client.call("cron.run", id=job["id"], mode="due", idempotencyKey="k")
         assert (not_due["ran"], not_due["reason"]) == (False, "not-due")
         assert (await client.call("cron.run", id=job["id"], idempotencyKey="k"))["ran"] is True
 
 
-async def test_messages_and_commands_share_their_keys(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
-        await fill(gate)
+async def test_messages_and_commands_share_their_keys(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
+        await fill(gateway)
         said = {"sessionKey": SIDE, "message": "hello"}
         await client.call("chat.send", **said, idempotencyKey="said")
         await client.call("agent.wait", runId="said")
@@ -161,23 +161,23 @@ async def test_messages_and_commands_share_their_keys(gate: GatewayFixture) -> N
 
 async def test_keys_outlive_the_process(tmp_path: Path) -> None:
     asked = {"sessionKey": SIDE, "message": "By the way.", "idempotencyKey": "injected"}
-    async with opened(tmp_path) as gate, gate.client() as client:
-        await fill(gate)
+    async with opened(tmp_path) as gateway, gateway.client() as client:
+        await fill(gateway)
         injected = await client.call("chat.inject", **asked)
-        await fill(gate, OTHER)
+        await fill(gateway, OTHER)
         await client.call("sessions.delete", key=OTHER, idempotencyKey="deleted")
-    async with opened(tmp_path) as gate, gate.client() as client:
+    async with opened(tmp_path) as gateway, gateway.client() as client:
         assert await client.call("chat.inject", **asked) == injected
         assert await entries(client) == FILLED + 1
-        await fill(gate, OTHER)
+        await fill(gateway, OTHER)
         assert (await client.call("sessions.delete", key=OTHER, idempotencyKey="deleted"))["deleted"] is True
         assert await entries(client, OTHER) == FILLED
 
 
 @pytest.mark.parametrize("key", ["cron:mine", "http:mine", "two\nlines"])
-async def test_keys_that_are_none_are_refused(gate: GatewayFixture, key: str) -> None:
-    async with gate.client() as client:
-        await fill(gate)
+async def test_keys_that_are_none_are_refused(gateway: GatewayFixture, key: str) -> None:
+    async with gateway.client() as client:
+        await fill(gateway)
         for method, params in (
             ("chat.inject", {"sessionKey": SIDE, "message": "hello"}),
             ("sessions.compact", {"key": SIDE}),

@@ -86,8 +86,8 @@ class Held:
 # --- the gateway itself ---
 
 
-async def test_health_status_and_presence(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_health_status_and_presence(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         health = await client.call("health", probe=True)
         assert health["ok"] is True
         assert [agent["agentId"] for agent in health["agents"]] == ["main"]
@@ -113,17 +113,17 @@ async def test_the_configuration_is_shown_without_its_secrets(tmp_path: Path) ->
         "hooks": {"enabled": True, "token": secrets[1]},
         "models": {"providers": {"local": provider}},
     }
-    async with opened(tmp_path, settings=settings) as gate, gate.client(secrets[0]) as client:
+    async with opened(tmp_path, settings=settings) as gateway, gateway.client(secrets[0]) as client:
         shown = await client.call("config.get")
         assert shown["valid"] is True
         assert shown["config"]["models"]["providers"]["local"]["baseUrl"] == "http://127.0.0.1:9/v1"
         assert not [secret for secret in secrets if secret in str(shown)]
-        assert gate.owner not in str(shown)
+        assert gateway.owner not in str(shown)
 
 
 async def test_agents_models_commands_and_channels(tmp_path: Path) -> None:
     settings = {"agents": {"list": [{"id": "main", "default": True, "name": "Ann"}, {"id": "helper"}]}}
-    async with opened(tmp_path, settings=settings) as gate, gate.client() as client:
+    async with opened(tmp_path, settings=settings) as gateway, gateway.client() as client:
         agents = await client.call("agents.list")
         assert (agents["defaultId"], agents["mainKey"], agents["scope"]) == ("main", "main", "per-sender")
         assert [(agent["id"], agent["name"]) for agent in agents["agents"]] == [
@@ -154,7 +154,7 @@ async def test_agents_models_commands_and_channels(tmp_path: Path) -> None:
 async def test_an_agent_looks_as_its_identity_says(tmp_path: Path) -> None:
     identity = {"name": "Owl", "emoji": "🦉", "theme": "night"}
     settings = {"agents": {"list": [{"id": "main", "identity": identity}, {"id": "plain"}]}}
-    async with opened(tmp_path, settings=settings) as gate, gate.client() as client:
+    async with opened(tmp_path, settings=settings) as gateway, gateway.client() as client:
         owl, plain = (await client.call("agents.list"))["agents"]
         assert (owl["name"], owl["identity"]) == ("Owl", identity)
         assert (plain["name"], plain["identity"]) == ("plain", {"name": "plain"})
@@ -163,8 +163,8 @@ async def test_an_agent_looks_as_its_identity_says(tmp_path: Path) -> None:
         assert "emoji" not in await client.call("agent.identity.get", agentId="plain")
 
 
-async def test_there_is_no_channel_to_send_to(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_there_is_no_channel_to_send_to(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         error = await client.refused("send", to="+1", message="x", channel="pigeon", idempotencyKey="k")
         assert error["message"].startswith("unknown channel: pigeon")
 
@@ -174,8 +174,8 @@ async def test_the_tools_of_an_agent_are_listed(tmp_path: Path) -> None:
         raise AssertionError
 
     async with (
-        opened(tmp_path, tools=lambda _: [tool("look", look, acts=False)]) as gate,
-        gate.client() as client,
+        opened(tmp_path, tools=lambda _: [tool("look", look, acts=False)]) as gateway,
+        gateway.client() as client,
     ):
         (group,) = (await client.call("tools.catalog"))["groups"]
         listed = [entry["id"] for entry in group["tools"]]
@@ -198,8 +198,8 @@ async def test_a_tool_is_invoked_as_a_session_would(tmp_path: Path) -> None:
         return ToolOutput(text=f"{call.caller.session_key} sees {call.arguments['what']}")
 
     async with (
-        opened(tmp_path, tools=lambda _: [tool("look", look, acts=False)]) as gate,
-        gate.client() as client,
+        opened(tmp_path, tools=lambda _: [tool("look", look, acts=False)]) as gateway,
+        gateway.client() as client,
     ):
         done = await client.call("tools.invoke", name="look", args={"what": "a bird"}, sessionKey=OTHER)
         assert (done["ok"], done["toolName"]) == (True, "look")
@@ -231,11 +231,15 @@ def logged(tmp_path: Path) -> Generator[Path]:
 
 @pytest.mark.requirement("W7")
 async def test_the_log_can_be_followed_and_has_no_token_in_it(tmp_path: Path, logged: Path) -> None:
-    async with opened(tmp_path) as gate:
-        token = gate.issue(READ)
-        async with gate.client() as client, gate.client(token), gate.connect_unauthenticated() as guesser:
+    async with opened(tmp_path) as gateway:
+        token = gateway.issue(READ)
+        async with (
+            gateway.client() as client,
+            gateway.client(token),
+            gateway.connect_unauthenticated() as guesser,
+        ):
             await guesser.ask("connect", {"auth": {"token": "a wrong guess"}, "minProtocol": 3})
-            async with gate.http() as http, gate.http("another wrong guess") as stranger:
+            async with gateway.http() as http, gateway.http("another wrong guess") as stranger:
                 await http.get("/v1/models")
                 await stranger.get("/v1/models")
             logging.getLogger("test").warning("a line to find")
@@ -243,7 +247,7 @@ async def test_the_log_can_be_followed_and_has_no_token_in_it(tmp_path: Path, lo
             assert "a line to find" in tail["lines"]
             assert tail["cursor"] == tail["size"] > 0
             everything = await asyncio.to_thread(logged.read_text)
-            assert [secret for secret in (gate.owner, token, "wrong guess") if secret in everything] == []
+            assert [secret for secret in (gateway.owner, token, "wrong guess") if secret in everything] == []
             logging.getLogger("test").warning("one more")
             more = await client.call("logs.tail", cursor=tail["cursor"])
             assert "one more" in more["lines"]
@@ -259,7 +263,7 @@ async def test_the_log_can_be_followed_and_has_no_token_in_it(tmp_path: Path, lo
 async def test_the_same_key_is_the_same_run_and_other_words_under_it_are_a_conflict(tmp_path: Path) -> None:
     held = Held()
     said = {"sessionKey": "main", "message": "once", "idempotencyKey": "k1"}
-    async with opened(tmp_path, held) as gate, gate.client() as client:
+    async with opened(tmp_path, held) as gateway, gateway.client() as client:
         sent = await client.call("chat.send", **said)
         assert (sent["runId"], sent["status"], sent["sessionKey"]) == ("k1", "started", MAIN)
         await soon(held.going)
@@ -271,7 +275,7 @@ async def test_the_same_key_is_the_same_run_and_other_words_under_it_are_a_confl
             error = await client.refused("chat.send", **{**said, **change})
             assert (error["code"], error["details"]["reason"]) == ("INVALID_REQUEST", "chat-request-conflict")
         assert await contents(client) == ["once", "at last"]
-    async with opened(tmp_path) as gate, gate.client() as client:  # and after a restart
+    async with opened(tmp_path) as gateway, gateway.client() as client:  # and after a restart
         assert stands(await client.call("chat.send", **said)) == {"runId": "k1", "status": "ok"}
         error = await client.refused("chat.send", **{**said, "message": "twice"})
         assert error["details"]["reason"] == "chat-request-conflict"
@@ -279,7 +283,7 @@ async def test_the_same_key_is_the_same_run_and_other_words_under_it_are_a_confl
 
 
 async def test_a_run_that_failed_is_remembered_as_such(tmp_path: Path) -> None:
-    async with opened(tmp_path, None) as gate, gate.client() as client:
+    async with opened(tmp_path, None) as gateway, gateway.client() as client:
         said = {"sessionKey": "main", "message": "fail no luck", "idempotencyKey": "k1"}
         await client.call("chat.send", **said)
         waited = await client.call("agent.wait", runId="k1")
@@ -292,7 +296,7 @@ async def test_an_answer_that_was_cut_short_is_an_answer(tmp_path: Path) -> None
     async def agent(prompt: Prompt) -> AssistantMessage:
         return text("as far as it", stop_reason="length")
 
-    async with opened(tmp_path, agent) as gate, gate.client() as client:
+    async with opened(tmp_path, agent) as gateway, gateway.client() as client:
         said = {"sessionKey": "main", "message": "go", "idempotencyKey": "k1"}
         await client.call("chat.send", **said)
         assert (await client.event("chat", state="final"))["stopReason"] == "length"
@@ -317,17 +321,17 @@ async def test_what_cannot_be_sent_is_refused_in_words(
     tmp_path: Path, changes: dict[str, Any], says: str
 ) -> None:
     settings = {"store": {"messageMaxBytes": 2000}, "agents": {"list": [{"id": "main"}, {"id": "helper"}]}}
-    async with opened(tmp_path, settings=settings) as gate, gate.client() as client:
+    async with opened(tmp_path, settings=settings) as gateway, gateway.client() as client:
         said = {"sessionKey": "main", "message": "x", "idempotencyKey": "k", **changes}
         error = await client.refused("chat.send", **said)
         assert error["code"] == "INVALID_REQUEST"
         assert says in error["message"]
 
 
-async def test_images_come_along_and_nothing_else_does(gate: GatewayFixture) -> None:
+async def test_images_come_along_and_nothing_else_does(gateway: GatewayFixture) -> None:
     data = base64.b64encode(b"\x89PNG not really").decode()
     image = {"type": "image", "mimeType": "image/png", "fileName": "a.png", "content": data}
-    async with gate.client() as client:
+    async with gateway.client() as client:
         said = {"sessionKey": "main", "message": "look", "idempotencyKey": "k1", "attachments": [image]}
         await client.call("chat.send", **said)
         first = (await _messages(client, 2))[0]
@@ -368,7 +372,7 @@ async def _messages(client: Client, number: int) -> list[Any]:
 
 async def test_stop_words_stop_and_are_not_said(tmp_path: Path) -> None:
     held = Held()
-    async with opened(tmp_path, held) as gate, gate.client() as client:
+    async with opened(tmp_path, held) as gateway, gateway.client() as client:
         for number, word in enumerate(("/stop", "stop", "ABORT")):
             held.going.clear()
             await client.call("chat.send", sessionKey="main", message="x", idempotencyKey=f"k{number}")
@@ -384,8 +388,8 @@ async def test_stop_words_stop_and_are_not_said(tmp_path: Path) -> None:
         assert await contents(client) == ["x"] * 3
 
 
-async def test_a_stop_word_that_is_meant_literally_is_said(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_a_stop_word_that_is_meant_literally_is_said(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         said = {
             "sessionKey": "main",
             "message": "/new",
@@ -398,8 +402,8 @@ async def test_a_stop_word_that_is_meant_literally_is_said(gate: GatewayFixture)
 
 
 @pytest.mark.requirement("W7", "G25")
-async def test_a_command_in_a_text_needs_what_its_method_needs(gate: GatewayFixture) -> None:
-    async with gate.client() as admin, gate.client(gate.issue(WRITE)) as writer:
+async def test_a_command_in_a_text_needs_what_its_method_needs(gateway: GatewayFixture) -> None:
+    async with gateway.client() as admin, gateway.client(gateway.issue(WRITE)) as writer:
         await say(writer, "before")
         first = (await admin.call("sessions.describe", key=MAIN))["session"]
         for word in ("/new", "/RESET"):
@@ -423,8 +427,8 @@ async def test_a_command_in_a_text_needs_what_its_method_needs(gate: GatewayFixt
 
 
 @pytest.mark.requirement("D2", "S8")
-async def test_the_send_policy_is_switched_by_a_text_and_holds_for_everybody(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_the_send_policy_is_switched_by_a_text_and_holds_for_everybody(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         await say(client)
         await client.call("chat.send", sessionKey="main", message="/send off", idempotencyKey="p1")
         for method, key in (("chat.send", "sessionKey"), ("sessions.send", "key"), ("agent", "sessionKey")):
@@ -444,7 +448,7 @@ async def test_words_of_another_program_are_never_commands(tmp_path: Path) -> No
         assert isinstance(last, UserMessage) and isinstance(last.content, str)
         return last.content
 
-    async with opened(tmp_path, repeat) as gate, gate.client() as client:
+    async with opened(tmp_path, repeat) as gateway, gateway.client() as client:
         await say(client)
         before = (await client.call("sessions.describe", key=MAIN))["session"]["sessionId"]
         provenance = {"kind": "inter_session", "sourceSessionKey": OTHER}
@@ -462,7 +466,7 @@ async def test_words_of_another_program_are_never_commands(tmp_path: Path) -> No
 
 async def test_chat_abort_stops_the_run_it_names_in_its_session(tmp_path: Path) -> None:
     held = Held()
-    async with opened(tmp_path, held) as gate, gate.client() as client:
+    async with opened(tmp_path, held) as gateway, gateway.client() as client:
         await client.call("sessions.create", key=OTHER)
         await client.call("chat.send", sessionKey="main", message="x", idempotencyKey="k1")
         await soon(held.going)
@@ -476,8 +480,8 @@ async def test_chat_abort_stops_the_run_it_names_in_its_session(tmp_path: Path) 
         assert (await client.call("chat.abort", sessionKey="main"))["aborted"] is False
 
 
-async def test_injected_words_are_the_agents_and_are_told_as_its_answer(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_injected_words_are_the_agents_and_are_told_as_its_answer(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         error = await client.refused("chat.inject", sessionKey=OTHER, message="x")
         assert error["details"]["type"] == "not_found"
         await say(client)
@@ -504,8 +508,8 @@ async def test_injected_words_are_the_agents_and_are_told_as_its_answer(gate: Ga
 
 
 @pytest.mark.requirement("H1")
-async def test_the_history_of_a_session_that_is_not_there_is_empty(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_the_history_of_a_session_that_is_not_there_is_empty(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         for session in ("main", OTHER, "never-heard-of"):
             empty = await client.call("chat.history", sessionKey=session)
             assert (empty["sessionKey"], empty["messages"], empty["hasMore"]) == (session, [], False)
@@ -516,8 +520,8 @@ async def test_the_history_of_a_session_that_is_not_there_is_empty(gate: Gateway
 @pytest.mark.requirement("C")
 async def test_the_history_tells_how_much_is_thought_unless_a_message_says_otherwise(tmp_path: Path) -> None:
     settings = {"agents": {"list": [{"id": "main", "thinkingDefault": "high"}]}}
-    async with opened(tmp_path, settings=settings) as gate, gate.client() as client:
-        await gate.operations.open(OPERATOR, MAIN)
+    async with opened(tmp_path, settings=settings) as gateway, gateway.client() as client:
+        await gateway.operations.open(OPERATOR, MAIN)
         assert (await client.call("chat.history", sessionKey=MAIN))["thinkingLevel"] == "high"
         await client.call("sessions.patch", key=MAIN, thinkingLevel="off")
         assert (await client.call("chat.history", sessionKey=MAIN))["thinkingLevel"] == "off"
@@ -525,11 +529,11 @@ async def test_the_history_tells_how_much_is_thought_unless_a_message_says_other
 
 @pytest.mark.requirement("H4", "G23")
 @pytest.mark.parametrize("way", ["cursor", "offset"])
-async def test_walking_back_gives_every_message_once(gate: GatewayFixture, way: str) -> None:
-    await gate.operations.open(OPERATOR, MAIN)
+async def test_walking_back_gives_every_message_once(gateway: GatewayFixture, way: str) -> None:
+    await gateway.operations.open(OPERATOR, MAIN)
     for n in range(23):
-        await gate.operations.inject(OPERATOR, MAIN, f"{n}")
-    async with gate.client() as client:
+        await gateway.operations.inject(OPERATOR, MAIN, f"{n}")
+    async with gateway.client() as client:
         seen: list[int] = []
         step: dict[str, Any] = {}
         while True:
@@ -550,13 +554,13 @@ async def test_walking_back_gives_every_message_once(gate: GatewayFixture, way: 
 
 async def test_a_history_is_bounded_in_bytes_and_says_what_it_left_out(tmp_path: Path) -> None:
     async with (
-        opened(tmp_path, settings={"store": {"messageMaxBytes": 300_000}}) as gate,
-        gate.client() as client,
+        opened(tmp_path, settings={"store": {"messageMaxBytes": 300_000}}) as gateway,
+        gateway.client() as client,
     ):
-        await gate.operations.open(OPERATOR, MAIN)
-        await gate.operations.inject(OPERATOR, MAIN, "x" * 200_000)
+        await gateway.operations.open(OPERATOR, MAIN)
+        await gateway.operations.inject(OPERATOR, MAIN, "x" * 200_000)
         for n in range(70):
-            await gate.operations.inject(OPERATOR, MAIN, f"{n}" + "x" * 100_000)
+            await gateway.operations.inject(OPERATOR, MAIN, f"{n}" + "x" * 100_000)
         page = await client.call("chat.history", sessionKey=MAIN, limit=1000)
         assert page["hasMore"] is True
         assert 40 < len(page["messages"]) < 70
@@ -568,8 +572,8 @@ async def test_a_history_is_bounded_in_bytes_and_says_what_it_left_out(tmp_path:
         assert len(str(first)) < 2000
 
 
-async def test_startup_is_history_with_what_a_page_needs(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_startup_is_history_with_what_a_page_needs(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         await say(client)
         startup = await client.call("chat.startup", sessionKey="main")
         assert startup == await client.call("chat.history", sessionKey="main")
@@ -583,8 +587,8 @@ async def test_startup_is_history_with_what_a_page_needs(gate: GatewayFixture) -
 
 
 @pytest.mark.requirement("H1", "G23")
-async def test_a_history_is_narrowed_by_role_time_tool_and_failure(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_a_history_is_narrowed_by_role_time_tool_and_failure(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         for words in ("one", "two"):
             await say(client, words)
 
@@ -607,8 +611,8 @@ async def test_a_history_is_narrowed_by_role_time_tool_and_failure(gate: Gateway
 
 
 @pytest.mark.requirement("G25")
-async def test_a_past_conversation_is_read_by_its_id(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_a_past_conversation_is_read_by_its_id(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         await say(client, "one")
         past = (await client.call("sessions.describe", key=MAIN))["session"]["sessionId"]
         await client.call("sessions.reset", key=MAIN)
@@ -633,8 +637,8 @@ async def test_a_past_conversation_is_read_by_its_id(gate: GatewayFixture) -> No
 # --- runs ---
 
 
-async def test_agent_answers_twice_with_the_same_id(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_agent_answers_twice_with_the_same_id(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         request = await client.start("agent", {"message": "hello", "idempotencyKey": "a1"})
         receipt = (await client.answer(request)).payload
         assert (receipt["runId"], receipt["status"], receipt["sessionKey"]) == ("a1", "accepted", MAIN)
@@ -654,7 +658,7 @@ async def test_agent_answers_twice_with_the_same_id(gate: GatewayFixture) -> Non
 
 async def test_agent_says_what_went_wrong(tmp_path: Path) -> None:
     settings = {"agents": {"list": [{"id": "main"}, {"id": "helper"}]}}
-    async with opened(tmp_path, None, settings=settings) as gate, gate.client() as client:
+    async with opened(tmp_path, None, settings=settings) as gateway, gateway.client() as client:
         request = await client.start("agent", {"message": "fail no luck", "idempotencyKey": "a1"})
         assert (await client.answer(request)).payload["status"] == "accepted"
         end = await client.answer(request)
@@ -679,8 +683,8 @@ async def test_agent_says_what_went_wrong(tmp_path: Path) -> None:
 @pytest.mark.requirement("S4", "G12")
 async def test_a_run_can_be_waited_for_from_anywhere_and_anytime(tmp_path: Path) -> None:
     held = Held()
-    async with opened(tmp_path, held) as gate, gate.client() as client:
-        async with gate.client(gate.issue(READ)) as other:
+    async with opened(tmp_path, held) as gateway, gateway.client() as client:
+        async with gateway.client(gateway.issue(READ)) as other:
             early = await other.start("agent.wait", {"runId": "r1"})  # before there is such a run
             unknown = await client.call("agent.wait", runId="never", timeoutMs=0)
             assert unknown == {"runId": "never", "status": "timeout"}
@@ -700,21 +704,21 @@ async def test_a_run_can_be_waited_for_from_anywhere_and_anytime(tmp_path: Path)
 @pytest.mark.requirement("S4", "G2")
 async def test_a_run_is_waited_for_across_a_restart(tmp_path: Path) -> None:
     held = Held()
-    async with opened(tmp_path, held) as gate, gate.client() as client:
+    async with opened(tmp_path, held) as gateway, gateway.client() as client:
         await client.call("chat.send", sessionKey="main", message="x", idempotencyKey="r1")
         await soon(held.going)
-    async with opened(tmp_path) as gate, gate.client() as client:
+    async with opened(tmp_path) as gateway, gateway.client() as client:
         waited = await client.call("agent.wait", runId="r1")
         assert (waited["status"], waited["reply"]) == ("ok", "heard x")
         assert await contents(client) == ["x", "heard x"]
-    async with opened(tmp_path) as gate, gate.client() as client:
+    async with opened(tmp_path) as gateway, gateway.client() as client:
         assert (await client.call("agent.wait", runId="r1", timeoutMs=0))["reply"] == "heard x"
 
 
 @pytest.mark.requirement("G17")
 async def test_a_run_that_takes_too_long_is_reported_as_that(tmp_path: Path) -> None:
     held = Held()
-    async with opened(tmp_path, held) as gate, gate.client() as client:
+    async with opened(tmp_path, held) as gateway, gateway.client() as client:
         await client.call("chat.send", sessionKey="main", message="x", idempotencyKey="r1", timeoutMs=50)
         waited = await client.call("agent.wait", runId="r1")
         assert waited["status"] == "timeout"
@@ -726,8 +730,8 @@ async def test_a_run_that_takes_too_long_is_reported_as_that(tmp_path: Path) -> 
 
 
 @pytest.mark.requirement("L1", "L2")
-async def test_sessions_are_listed_newest_first_filtered_and_in_pages(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_sessions_are_listed_newest_first_filtered_and_in_pages(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         for n in range(7):
             await client.call("sessions.create", key=f"{OTHER}{n}", label=f"label {n}")
         await say(client)
@@ -769,8 +773,8 @@ async def test_sessions_are_listed_newest_first_filtered_and_in_pages(gate: Gate
             assert (await client.refused("sessions.list", **params))["details"]["field"] == field
 
 
-async def test_a_session_is_resolved_by_key_id_or_label(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_a_session_is_resolved_by_key_id_or_label(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         made = await client.call("sessions.create", key=OTHER, label="dup")
         for reference in ({"key": OTHER}, {"sessionId": made["sessionId"]}, {"label": "dup"}):
             found = await client.call("sessions.resolve", **reference)
@@ -790,11 +794,11 @@ async def test_a_session_is_resolved_by_key_id_or_label(gate: GatewayFixture) ->
         )
 
 
-async def test_leaving_out_rows_leaves_the_pages_complete(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_leaving_out_rows_leaves_the_pages_complete(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         for n in range(4):
             await client.call("sessions.create", key=f"{OTHER}{n}")
-            await gate.operations.open(OPERATOR, f"agent:main:subagent:{n}")
+            await gateway.operations.open(OPERATOR, f"agent:main:subagent:{n}")
         seen: list[str] = []
         offset = 0
         while offset is not None:
@@ -805,8 +809,8 @@ async def test_leaving_out_rows_leaves_the_pages_complete(gate: GatewayFixture) 
         assert (await client.call("sessions.list", activeOnly=True))["sessions"] == []
 
 
-async def test_what_was_said_is_found_with_its_place(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_what_was_said_is_found_with_its_place(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         await say(client, "a needle in the hay")
         await say(client, "only hay", OTHER)
         found = await client.call("sessions.search", query="needle")
@@ -816,8 +820,8 @@ async def test_what_was_said_is_found_with_its_place(gate: GatewayFixture) -> No
         assert (await client.refused("sessions.search", query=""))["code"] == "INVALID_REQUEST"
 
 
-async def test_previews_are_the_last_words_and_missing_looks_missing(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_previews_are_the_last_words_and_missing_looks_missing(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         await say(client, "a long text " * 10)
         await client.call("sessions.create", key=OTHER)
         result = await client.call(
@@ -829,16 +833,16 @@ async def test_previews_are_the_last_words_and_missing_looks_missing(gate: Gatew
         assert len(item["text"]) <= 20
 
 
-async def test_describing_what_is_not_there_is_null(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_describing_what_is_not_there_is_null(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         assert await client.call("sessions.describe", key=OTHER) == {"session": None}
         await client.call("sessions.create", key=OTHER, displayName="Shown")
         row = (await client.call("sessions.describe", key=OTHER, includeDerivedTitles=True))["session"]
         assert (row["key"], row["displayName"], row["derivedTitle"]) == (OTHER, "Shown", "Shown")
 
 
-async def test_creating_a_session_with_and_without_words(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_creating_a_session_with_and_without_words(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         bare = await client.call("sessions.create")
         assert bare["key"].startswith("agent:main:dashboard:")
         assert (bare["runStarted"], bare["entry"]["key"]) == (False, bare["key"])
@@ -860,8 +864,8 @@ async def test_creating_a_session_with_and_without_words(gate: GatewayFixture) -
         assert (await client.call("sessions.list"))["count"] == 4
 
 
-async def test_patching_sets_clears_and_refuses(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_patching_sets_clears_and_refuses(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         patched = await client.call(
             "sessions.patch", key=OTHER, label="one", thinkingLevel="low", sendPolicy="deny"
         )
@@ -888,7 +892,7 @@ async def test_patching_sets_clears_and_refuses(gate: GatewayFixture) -> None:
 @pytest.mark.requirement("G25", "G16")
 async def test_resetting_stops_what_runs_and_begins_anew(tmp_path: Path) -> None:
     held = Held()
-    async with opened(tmp_path, held) as gate, gate.client() as client:
+    async with opened(tmp_path, held) as gateway, gateway.client() as client:
         await client.call("chat.send", sessionKey=OTHER, message="x", idempotencyKey="k1")
         await soon(held.going)
         before = (await client.call("sessions.describe", key=OTHER))["session"]["sessionId"]
@@ -906,7 +910,7 @@ async def test_resetting_stops_what_runs_and_begins_anew(tmp_path: Path) -> None
 @pytest.mark.requirement("G16")
 async def test_what_is_reset_only_if_idle_stops_nothing(tmp_path: Path) -> None:
     held = Held()
-    async with opened(tmp_path, held) as gate, gate.client() as client:
+    async with opened(tmp_path, held) as gateway, gateway.client() as client:
         for key in ("k1", "k2"):
             await client.call("chat.send", sessionKey=OTHER, message="x", idempotencyKey=key)
         await soon(held.going)
@@ -929,7 +933,7 @@ async def test_what_is_reset_only_if_idle_stops_nothing(tmp_path: Path) -> None:
 
 async def test_deleting_is_final_and_the_main_session_stays(tmp_path: Path) -> None:
     held = Held()
-    async with opened(tmp_path, held) as gate, gate.client() as client:
+    async with opened(tmp_path, held) as gateway, gateway.client() as client:
         await client.call("chat.send", sessionKey=OTHER, message="x", idempotencyKey="k1")
         await soon(held.going)
         deleted = await client.call("sessions.delete", key=OTHER)
@@ -947,8 +951,8 @@ async def test_deleting_is_final_and_the_main_session_stays(tmp_path: Path) -> N
         assert OTHER in [row["key"] for row in archived]
 
 
-async def test_compacting_shortens_prompts_and_keeps_the_transcript(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_compacting_shortens_prompts_and_keeps_the_transcript(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         await client.call("sessions.create", key=OTHER)
         nothing = await client.call("sessions.compact", key=OTHER)
         assert (nothing["compacted"], nothing["reason"]) == (False, "no transcript")
@@ -965,7 +969,7 @@ async def test_compacting_shortens_prompts_and_keeps_the_transcript(gate: Gatewa
 
 async def test_sending_steering_and_aborting_by_key(tmp_path: Path) -> None:
     held = Held()
-    async with opened(tmp_path, held) as gate, gate.client() as client:
+    async with opened(tmp_path, held) as gateway, gateway.client() as client:
         for method in ("sessions.send", "sessions.steer"):
             error = await client.refused(method, key=OTHER, message="x")
             assert error["details"]["type"] == "not_found"
@@ -994,7 +998,7 @@ async def test_sending_steering_and_aborting_by_key(tmp_path: Path) -> None:
 
 @pytest.mark.requirement("G28")
 async def test_usage_adds_up_and_an_unknown_price_is_null(tmp_path: Path) -> None:
-    async with opened(tmp_path, None) as gate, gate.client() as client:
+    async with opened(tmp_path, None) as gateway, gateway.client() as client:
         await say(client, "say one two three")
         usage = await client.call("sessions.usage", key="main")
         (line,) = usage["models"]
@@ -1003,8 +1007,8 @@ async def test_usage_adds_up_and_an_unknown_price_is_null(tmp_path: Path) -> Non
         assert (await client.refused("sessions.usage", key=OTHER))["details"]["type"] == "not_found"
 
 
-async def test_subscribing_answers_with_what_is_so(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_subscribing_answers_with_what_is_so(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         assert await client.call("sessions.subscribe") == {"subscribed": True}
         assert await client.call("sessions.unsubscribe") == {"subscribed": False}
         subscribed = await client.call("sessions.messages.subscribe", key="main")
@@ -1023,8 +1027,8 @@ JOB: dict[str, Any] = {
 }
 
 
-async def test_jobs_are_added_changed_run_and_removed(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_jobs_are_added_changed_run_and_removed(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         job = await client.call("cron.add", **JOB, wakeMode="now", description="of the night")
         assert (job["name"], job["enabled"], job["sessionTarget"]) == ("nightly", True, "isolated")
         assert job["state"]["nextRunAtMs"] > 0
@@ -1071,17 +1075,17 @@ async def test_jobs_are_added_changed_run_and_removed(gate: GatewayFixture) -> N
     ],
 )
 async def test_a_job_that_means_nothing_is_refused_by_its_field(
-    gate: GatewayFixture, changes: dict[str, Any], field: str
+    gateway: GatewayFixture, changes: dict[str, Any], field: str
 ) -> None:
-    async with gate.client() as client:
+    async with gateway.client() as client:
         error = await client.refused("cron.add", **{**JOB, **changes})
         assert error["code"] == "INVALID_REQUEST"
         assert error["details"]["field"].startswith(field)
         assert (await client.call("cron.list", includeDisabled=True))["total"] == 0
 
 
-async def test_a_job_that_is_not_there_is_said_to_be_missing(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_a_job_that_is_not_there_is_said_to_be_missing(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         for method, more in (
             ("cron.update", {"patch": {"enabled": False}}),
             ("cron.run", {}),
@@ -1102,8 +1106,8 @@ async def test_tool_results_are_part_of_a_history(tmp_path: Path) -> None:
         return ToolOutput(text="a view")
 
     async with (
-        opened(tmp_path, agent, tools=lambda _: [tool("look", look, acts=False)]) as gate,
-        gate.client() as client,
+        opened(tmp_path, agent, tools=lambda _: [tool("look", look, acts=False)]) as gateway,
+        gateway.client() as client,
     ):
         await say(client)
         messages = (await client.call("chat.history", sessionKey=MAIN))["messages"]
@@ -1111,7 +1115,7 @@ async def test_tool_results_are_part_of_a_history(tmp_path: Path) -> None:
 
 
 async def test_earlier_conversations_are_read_by_number_and_come_back(tmp_path: Path) -> None:
-    async with opened(tmp_path) as gate, gate.client() as client:
+    async with opened(tmp_path) as gateway, gateway.client() as client:
         await say(client, "say one")
         await client.call("sessions.reset", key="main", reason="new")
         now, before = (await client.call("sessions.conversations", key="main"))["conversations"]
@@ -1132,7 +1136,7 @@ async def test_steering_again_with_the_same_key_stops_nothing_and_a_refused_one_
     tmp_path: Path,
 ) -> None:
     held = Held()
-    async with opened(tmp_path, held) as gate, gate.client() as client:
+    async with opened(tmp_path, held) as gateway, gateway.client() as client:
         await client.call("sessions.create", key=OTHER)
         said = {"key": OTHER, "message": "instead", "idempotencyKey": "k1"}
         first = await client.call("sessions.steer", **said)
@@ -1146,8 +1150,8 @@ async def test_steering_again_with_the_same_key_stops_nothing_and_a_refused_one_
 
 
 @pytest.mark.requirement("S9")
-async def test_a_command_said_again_with_the_same_key_is_not_done_again(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_a_command_said_again_with_the_same_key_is_not_done_again(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         await say(client)
         command = {"sessionKey": MAIN, "message": "/new", "idempotencyKey": "k1"}
         assert (await client.call("chat.send", **command))["status"] == "ok"
@@ -1159,15 +1163,15 @@ async def test_a_command_said_again_with_the_same_key_is_not_done_again(gate: Ga
         assert error["details"]["reason"] == "chat-request-conflict"
 
 
-async def test_keys_of_runs_that_only_the_engine_starts_are_refused(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_keys_of_runs_that_only_the_engine_starts_are_refused(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         for key in ("cron:job:1700000000000", "http:x"):
             error = await client.refused("chat.send", sessionKey=MAIN, message="x", idempotencyKey=key)
             assert (error["code"], error["details"]["field"]) == ("INVALID_REQUEST", "idempotencyKey")
 
 
-async def test_a_reset_of_a_conversation_that_has_ended_is_refused(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_a_reset_of_a_conversation_that_has_ended_is_refused(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         await say(client)
         seen = (await client.call("sessions.describe", key=MAIN))["session"]["sessionId"]
         await client.call("sessions.reset", key=MAIN, expectedSessionId=seen)

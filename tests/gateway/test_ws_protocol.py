@@ -31,25 +31,25 @@ from support.gateway_ws import ADMIN, READ, WRITE, Answer, Client, GatewayFixtur
 pytestmark = [pytest.mark.anyio, pytest.mark.requirement("W1")]
 
 
-async def turned_away(gate: GatewayFixture, params: dict[str, Any], **options: Any) -> tuple[Answer, int]:
+async def turned_away(gateway: GatewayFixture, params: dict[str, Any], **options: Any) -> tuple[Answer, int]:
     """What a refused `connect` hears, and the code the connection is closed with."""
-    async with gate.connect_unauthenticated(**options) as client:
+    async with gateway.connect_unauthenticated(**options) as client:
         answer = await client.ask("connect", params)
         assert not answer.ok
         return answer, (await client.closed())[0]
 
 
-def with_token(gate: GatewayFixture, **changes: Any) -> dict[str, Any]:
-    return connect_params(auth={"token": gate.owner}, **changes)
+def with_token(gateway: GatewayFixture, **changes: Any) -> dict[str, Any]:
+    return connect_params(auth={"token": gateway.owner}, **changes)
 
 
 # --- the first words ---
 
 
-async def test_the_gateway_speaks_first_with_a_challenge(gate: GatewayFixture) -> None:
+async def test_the_gateway_speaks_first_with_a_challenge(gateway: GatewayFixture) -> None:
     async with (
-        gate.connect_unauthenticated() as one,
-        gate.connect_unauthenticated(path="/any/path?x=1") as other,
+        gateway.connect_unauthenticated() as one,
+        gateway.connect_unauthenticated(path="/any/path?x=1") as other,
     ):
         first, second = await one.event("connect.challenge"), await other.event("connect.challenge")
     assert isinstance(first["ts"], int)
@@ -63,17 +63,17 @@ async def test_the_gateway_speaks_first_with_a_challenge(gate: GatewayFixture) -
     ("least", "most", "spoken"), [(3, 3, 3), (4, 4, 4), (3, 4, 4), (1, 3, 3), (4, 99, 4)]
 )
 async def test_the_newest_protocol_that_both_speak_is_spoken(
-    gate: GatewayFixture, least: int, most: int, spoken: int
+    gateway: GatewayFixture, least: int, most: int, spoken: int
 ) -> None:
-    async with gate.client(minProtocol=least, maxProtocol=most) as client:
+    async with gateway.client(minProtocol=least, maxProtocol=most) as client:
         assert client.hello["protocol"] == spoken
 
 
 @pytest.mark.parametrize(("least", "most"), [(1, 2), (5, 9), (4, 3)])
 async def test_no_common_protocol_is_said_with_what_is_spoken_here(
-    gate: GatewayFixture, least: int, most: int
+    gateway: GatewayFixture, least: int, most: int
 ) -> None:
-    answer, code = await turned_away(gate, with_token(gate, minProtocol=least, maxProtocol=most))
+    answer, code = await turned_away(gateway, with_token(gateway, minProtocol=least, maxProtocol=most))
     assert code == 1002
     assert answer.error["code"] == "INVALID_REQUEST"
     assert answer.error["message"].startswith("protocol mismatch")
@@ -82,9 +82,9 @@ async def test_no_common_protocol_is_said_with_what_is_spoken_here(
     assert (details["clientMinProtocol"], details["clientMaxProtocol"]) == (least, most)
 
 
-async def test_protocol_3_knows_no_forbidden(gate: GatewayFixture) -> None:
-    token = gate.issue(READ)
-    async with gate.client(token, minProtocol=3, maxProtocol=3) as old, gate.client(token) as new:
+async def test_protocol_3_knows_no_forbidden(gateway: GatewayFixture) -> None:
+    token = gateway.issue(READ)
+    async with gateway.client(token, minProtocol=3, maxProtocol=3) as old, gateway.client(token) as new:
         errors = [await client.refused("chat.send", **SEND) for client in (old, new)]
     assert [error["code"] for error in errors] == ["INVALID_REQUEST", "FORBIDDEN"]
     assert {error["message"] for error in errors} == {"missing scope: operator.write"}
@@ -94,8 +94,8 @@ async def test_protocol_3_knows_no_forbidden(gate: GatewayFixture) -> None:
 SEND = {"sessionKey": "main", "message": "hello", "idempotencyKey": "k"}
 
 
-async def test_hello_says_what_there_is_and_what_is_allowed(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_hello_says_what_there_is_and_what_is_allowed(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         hello = client.hello
     assert hello["type"] == "hello-ok"
     assert hello["server"]["version"] == __version__
@@ -121,7 +121,7 @@ async def test_hello_says_what_there_is_and_what_is_allowed(gate: GatewayFixture
     assert snapshot["health"]["ok"] is True
     assert set(snapshot["stateVersion"]) == {"presence", "health"}
     assert snapshot["uptimeMs"] >= 0
-    assert gate.owner not in str(hello)
+    assert gateway.owner not in str(hello)
 
 
 # --- turned away: every row of the table ---
@@ -139,9 +139,9 @@ async def test_hello_says_what_there_is_and_what_is_allowed(gate: GatewayFixture
     ],
 )
 async def test_a_wrong_first_request_is_answered_and_ends_the_connection(
-    gate: GatewayFixture, method: str, params: dict[str, Any], says: str
+    gateway: GatewayFixture, method: str, params: dict[str, Any], says: str
 ) -> None:
-    async with gate.connect_unauthenticated() as client:
+    async with gateway.connect_unauthenticated() as client:
         answer = await client.ask(method, params)
         assert answer.error["code"] == "INVALID_REQUEST"
         assert says in answer.error["message"]
@@ -158,18 +158,18 @@ FRAMES = [
 
 @pytest.mark.parametrize("known", [False, True], ids=["before connect", "after connect"])
 async def test_what_is_no_json_ends_with_1000_and_json_that_is_no_request_with_1008(
-    gate: GatewayFixture, known: bool
+    gateway: GatewayFixture, known: bool
 ) -> None:
     for frame, code in FRAMES:
-        async with gate.client() if known else gate.connect_unauthenticated() as client:
+        async with gateway.client() if known else gateway.connect_unauthenticated() as client:
             await client.send(frame)
             assert (await client.closed())[0] == code, frame[:60]
-    async with gate.client() as client:
+    async with gateway.client() as client:
         assert (await client.call("health"))["ok"]
 
 
-async def test_what_is_nested_too_deeply_is_refused(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_what_is_nested_too_deeply_is_refused(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         nested = "[" * 900 + "]" * 900
         for name, params in (("health", nested), ("cron.add", f'{{"name":"n","schedule":{nested}}}')):
             await client.send(f'{{"type":"req","id":"{name}","method":"{name}","params":{params}}}')
@@ -182,27 +182,27 @@ async def test_what_is_nested_too_deeply_is_refused(gate: GatewayFixture) -> Non
 
 
 @pytest.mark.requirement("SEC14")
-async def test_a_stranger_may_not_say_much(gate: GatewayFixture) -> None:
+async def test_a_stranger_may_not_say_much(gateway: GatewayFixture) -> None:
     for padding in ("x" * 70_000, "é" * 40_000):  # the second is not that many characters, but as many bytes
-        async with gate.connect_unauthenticated() as client:
-            await client.start("connect", with_token(gate, userAgent=padding))
+        async with gateway.connect_unauthenticated() as client:
+            await client.start("connect", with_token(gateway, userAgent=padding))
             assert (await client.closed())[0] == 1009
-    async with gate.client(userAgent="x" * 60_000) as client:
+    async with gateway.client(userAgent="x" * 60_000) as client:
         big = await client.refused("sessions.resolve", key="k" * 70_000)
         assert big["code"] == "INVALID_REQUEST"
 
 
 async def test_whoever_says_nothing_is_hung_up_on(
-    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "CONNECT_TIMEOUT_SECONDS", 0.02)
-    async with gate.connect_unauthenticated() as client:
+    async with gateway.connect_unauthenticated() as client:
         assert await client.closed() == (1008, "handshake timeout")
 
 
-async def test_a_second_connect_is_refused_and_changes_nothing(gate: GatewayFixture) -> None:
-    async with gate.client(gate.issue(READ)) as client:
-        error = await client.refused("connect", **with_token(gate))
+async def test_a_second_connect_is_refused_and_changes_nothing(gateway: GatewayFixture) -> None:
+    async with gateway.client(gateway.issue(READ)) as client:
+        error = await client.refused("connect", **with_token(gateway))
         assert error["message"].startswith("connect is only valid as the first request")
         assert (await client.refused("chat.send", **SEND))["message"] == "missing scope: operator.write"
 
@@ -223,9 +223,9 @@ async def test_a_second_connect_is_refused_and_changes_nothing(gate: GatewayFixt
     ],
 )
 async def test_without_the_token_nobody_gets_in(
-    gate: GatewayFixture, auth: dict[str, str], code: str
+    gateway: GatewayFixture, auth: dict[str, str], code: str
 ) -> None:
-    answer, closed = await turned_away(gate, connect_params(auth=auth))
+    answer, closed = await turned_away(gateway, connect_params(auth=auth))
     assert (answer.error["code"], closed) == ("INVALID_REQUEST", 1008)
     assert answer.error["message"].startswith("unauthorized: gateway token")
     assert answer.error["details"]["code"] == code
@@ -234,40 +234,40 @@ async def test_without_the_token_nobody_gets_in(
 @pytest.mark.requirement("W7")
 async def test_the_password_mode_takes_the_password_and_no_token(tmp_path: Path) -> None:
     settings = {"gateway": {"auth": {"mode": "password", "password": "open sesame"}}}
-    async with opened(tmp_path, settings=settings) as gate:
+    async with opened(tmp_path, settings=settings) as gateway:
         for auth, code in (
             ({}, "AUTH_PASSWORD_MISSING"),
             ({"password": "wrong"}, "AUTH_PASSWORD_MISMATCH"),
-            ({"token": gate.owner}, "AUTH_PASSWORD_MISMATCH"),
+            ({"token": gateway.owner}, "AUTH_PASSWORD_MISMATCH"),
         ):
-            answer, closed = await turned_away(gate, connect_params(auth=auth))
+            answer, closed = await turned_away(gateway, connect_params(auth=auth))
             assert (answer.error["details"]["code"], closed) == (code, 1008)
         for field in ("password", "token"):  # clients put the secret into either
-            async with gate.connect_unauthenticated() as client:
+            async with gateway.connect_unauthenticated() as client:
                 hello = await client.call("connect", **connect_params(auth={field: "open sesame"}))
                 assert hello["auth"]["scopes"] == [ADMIN]
 
 
 @pytest.mark.requirement("W7", "SEC2")
 async def test_without_credentials_this_machine_gets_in_and_pages_of_others_do_not(tmp_path: Path) -> None:
-    async with opened(tmp_path, settings={"gateway": {"auth": {"mode": "none"}}}) as gate:
-        async with gate.connect_unauthenticated() as client:
+    async with opened(tmp_path, settings={"gateway": {"auth": {"mode": "none"}}}) as gateway:
+        async with gateway.connect_unauthenticated() as client:
             hello = await client.call("connect", **connect_params())
             assert hello["auth"]["scopes"] == [ADMIN]
             assert hello["snapshot"]["authMode"] == "none"
-        async with gate.connect_unauthenticated() as client:
+        async with gateway.connect_unauthenticated() as client:
             hello = await client.call("connect", **connect_params(scopes=[READ]))
             assert await _may(client) == {READ}
-        answer, closed = await turned_away(gate, connect_params(), origin="http://rebound.example:18789")
+        answer, closed = await turned_away(gateway, connect_params(), origin="http://rebound.example:18789")
         assert (answer.error["details"]["code"], closed) == ("CONTROL_UI_ORIGIN_NOT_ALLOWED", 1008)
 
 
 @pytest.mark.requirement("W7")
 async def test_a_token_of_the_configuration_replaces_the_one_of_the_file(tmp_path: Path) -> None:
-    async with opened(tmp_path, settings={"gateway": {"auth": {"token": "from the config"}}}) as gate:
-        answer, _ = await turned_away(gate, with_token(gate))
+    async with opened(tmp_path, settings={"gateway": {"auth": {"token": "from the config"}}}) as gateway:
+        answer, _ = await turned_away(gateway, with_token(gateway))
         assert answer.error["details"]["code"] == "AUTH_TOKEN_MISMATCH"
-        async with gate.client("from the config") as client:
+        async with gateway.client("from the config") as client:
             assert client.hello["auth"]["scopes"] == [ADMIN]
 
 
@@ -280,51 +280,51 @@ async def test_guessing_is_stopped_for_a_minute_even_for_who_then_guesses_right(
 ) -> None:
     clock = ManualClock()
     right = connect_params(auth={"token": "open sesame"})
-    async with opened(tmp_path, clock=clock, settings={"gateway": {"auth": auth}}) as gate:
+    async with opened(tmp_path, clock=clock, settings={"gateway": {"auth": auth}}) as gateway:
         for n in range(10):
             answer, _ = await turned_away(
-                gate, connect_params(auth={"token": f"guess {n}", "deviceToken": "x"})
+                gateway, connect_params(auth={"token": f"guess {n}", "deviceToken": "x"})
             )
             assert answer.error["details"]["code"] == f"AUTH_{auth['mode'].upper()}_MISMATCH"
-        answer, closed = await turned_away(gate, right)
+        answer, closed = await turned_away(gateway, right)
         assert (answer.error["details"]["code"], closed) == ("AUTH_RATE_LIMITED", 1008)
         assert 0 < answer.error["retryAfterMs"] <= 60_000
         clock.advance(seconds=59)
-        assert (await turned_away(gate, right))[0].error["details"]["code"] == "AUTH_RATE_LIMITED"
+        assert (await turned_away(gateway, right))[0].error["details"]["code"] == "AUTH_RATE_LIMITED"
         clock.advance(seconds=2)
-        async with gate.client("open sesame") as client:
+        async with gateway.client("open sesame") as client:
             assert client.hello["type"] == "hello-ok"
 
 
 @pytest.mark.requirement("W7")
-async def test_forgetting_the_token_does_not_lock_the_owner_out(gate: GatewayFixture) -> None:
+async def test_forgetting_the_token_does_not_lock_the_owner_out(gateway: GatewayFixture) -> None:
     for _ in range(12):
-        await turned_away(gate, connect_params())
-    async with gate.client() as client:
+        await turned_away(gateway, connect_params())
+    async with gateway.client() as client:
         assert client.hello["type"] == "hello-ok"
 
 
 @pytest.mark.requirement("W7")
-async def test_a_revoked_token_is_not_let_in_any_more(gate: GatewayFixture) -> None:
-    token = gate.issue(READ)
-    async with gate.client(token) as client:
+async def test_a_revoked_token_is_not_let_in_any_more(gateway: GatewayFixture) -> None:
+    token = gateway.issue(READ)
+    async with gateway.client(token) as client:
         assert client.hello["auth"]["scopes"] == [READ]
-    gate.tokens.revoke_token(gate.tokens.records[-1].name)
-    answer, _ = await turned_away(gate, connect_params(auth={"token": token}))
+    gateway.tokens.revoke_token(gateway.tokens.records[-1].name)
+    answer, _ = await turned_away(gateway, connect_params(auth={"token": token}))
     assert answer.error["details"]["code"] == "AUTH_TOKEN_MISMATCH"
 
 
 @pytest.mark.requirement("W7", "SEC1")
 async def test_pages_of_other_origins_are_turned_away_even_with_the_token(tmp_path: Path) -> None:
     settings = {"gateway": {"controlUi": {"allowedOrigins": ["https://mine.example"]}}}
-    async with opened(tmp_path, settings=settings) as gate:
-        own = gate.served.url.replace("ws://", "http://")
+    async with opened(tmp_path, settings=settings) as gateway:
+        own = gateway.served.url.replace("ws://", "http://")
         for origin in ("https://evil.example", own.replace("127.0.0.1", "127.0.0.1.evil.example"), "null"):
-            answer, closed = await turned_away(gate, with_token(gate), origin=origin)
+            answer, closed = await turned_away(gateway, with_token(gateway), origin=origin)
             assert answer.error["code"] == "INVALID_REQUEST"
             assert (answer.error["details"]["code"], closed) == ("CONTROL_UI_ORIGIN_NOT_ALLOWED", 1008)
         for origin in (own, own.replace("127.0.0.1", "localhost"), "https://mine.example"):
-            async with gate.client(origin=origin) as client:
+            async with gateway.client(origin=origin) as client:
                 assert client.hello["type"] == "hello-ok"
 
 
@@ -335,15 +335,15 @@ CLOSURE = {READ: {READ}, WRITE: {READ, WRITE}, ADMIN: {READ, WRITE, ADMIN}}
 
 @pytest.mark.requirement("W7", "SEC3")
 @pytest.mark.parametrize("record", [READ, WRITE, ADMIN])
-async def test_scopes_are_what_was_asked_for_and_the_record_has(gate: GatewayFixture, record: str) -> None:
-    token = gate.issue(record)
+async def test_scopes_are_what_was_asked_for_and_the_record_has(gateway: GatewayFixture, record: str) -> None:
+    token = gateway.issue(record)
     wishes: list[list[str]] = [[], [READ], [WRITE], [ADMIN], [READ, ADMIN], ["operator.pairing", READ], ["*"]]
     for wanted in wishes:
-        async with gate.client(token, scopes=wanted) as client:
+        async with gateway.client(token, scopes=wanted) as client:
             asked = set[str]().union(*(CLOSURE.get(scope, set()) for scope in wanted))
             assert _effective(client.hello["auth"]["scopes"]) == asked & CLOSURE[record]
             assert await _may(client) == asked & CLOSURE[record]
-    async with gate.client(token) as client:  # who does not ask gets what the record has
+    async with gateway.client(token) as client:  # who does not ask gets what the record has
         assert await _may(client) == CLOSURE[record]
 
 
@@ -367,32 +367,32 @@ def _lacks_scope(answer: Answer) -> bool:
 
 
 @pytest.mark.requirement("W7")
-async def test_a_node_has_a_session_of_its_own_and_no_scopes(gate: GatewayFixture) -> None:
-    async with gate.client(), gate.client(role="node") as client:
+async def test_a_node_has_a_session_of_its_own_and_no_scopes(gateway: GatewayFixture) -> None:
+    async with gateway.client(), gateway.client(role="node") as client:
         assert client.hello["auth"] == {"role": "node", "scopes": []}
         assert await _may(client) == set()
         assert client.hello["snapshot"]["presence"] == []
-    async with gate.client() as owner:
+    async with gateway.client() as owner:
         listed = await owner.call("sessions.list", kinds=["node"])
         assert [row["sessionKind"] for row in listed["sessions"]] == ["node"]
 
 
 @pytest.mark.requirement("W7")
 async def test_a_token_that_may_only_read_founds_no_session_by_calling_itself_a_node(
-    gate: GatewayFixture,
+    gateway: GatewayFixture,
 ) -> None:
-    params = connect_params(role="node", auth={"token": gate.issue(READ)})
-    answer, closed = await turned_away(gate, params)
+    params = connect_params(role="node", auth={"token": gateway.issue(READ)})
+    answer, closed = await turned_away(gateway, params)
     assert (answer.error["message"], closed) == ("missing scope: operator.write", 1008)
-    async with gate.client() as owner:
+    async with gateway.client() as owner:
         assert (await owner.call("sessions.list"))["count"] == 0
 
 
-async def test_a_node_with_an_impossible_name_is_turned_away(gate: GatewayFixture) -> None:
+async def test_a_node_with_an_impossible_name_is_turned_away(gateway: GatewayFixture) -> None:
     for name in ("\u0000", " ", "a:b|c\n"):
         client = {"id": name, "version": "1", "platform": "x", "mode": "node"}
-        async with gate.connect_unauthenticated() as stranger:
-            answer = await stranger.ask("connect", with_token(gate, role="node", client=client))
+        async with gateway.connect_unauthenticated() as stranger:
+            answer = await stranger.ask("connect", with_token(gateway, role="node", client=client))
             if not answer.ok:
                 assert answer.error["code"] == "INVALID_REQUEST"
                 assert (await stranger.closed())[0] == 1008
@@ -442,10 +442,12 @@ PAIR = Pair(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
 
 
 @pytest.mark.parametrize("form", ["v1", "v2", "v3"])
-async def test_a_device_that_signed_the_challenge_is_known_by_its_id(gate: GatewayFixture, form: str) -> None:
-    async with gate.connect_unauthenticated() as client:
+async def test_a_device_that_signed_the_challenge_is_known_by_its_id(
+    gateway: GatewayFixture, form: str
+) -> None:
+    async with gateway.connect_unauthenticated() as client:
         challenge = await client.event("connect.challenge")
-        hello = await client.call("connect", **PAIR.signs(form, gate.owner, challenge))
+        hello = await client.call("connect", **PAIR.signs(form, gateway.owner, challenge))
         assert hello["auth"]["scopes"] == [READ, WRITE]
         assert [entry["deviceId"] for entry in await client.call("system-presence")] == [PAIR.id]
 
@@ -464,19 +466,19 @@ async def test_a_device_that_signed_the_challenge_is_known_by_its_id(gate: Gatew
     ],
 )
 async def test_a_device_that_pretends_is_turned_away_although_the_token_is_right(
-    gate: GatewayFixture, changes: dict[str, Any], code: str
+    gateway: GatewayFixture, changes: dict[str, Any], code: str
 ) -> None:
-    async with gate.connect_unauthenticated() as client:
+    async with gateway.connect_unauthenticated() as client:
         challenge = await client.event("connect.challenge")
-        answer = await client.ask("connect", PAIR.signs("v2", gate.owner, challenge, **changes))
+        answer = await client.ask("connect", PAIR.signs("v2", gateway.owner, challenge, **changes))
         assert answer.error["details"]["code"] == f"DEVICE_AUTH_{code}"
         assert (await client.closed())[0] == 1008
 
 
-async def test_a_signature_for_other_claims_does_not_fit(gate: GatewayFixture) -> None:
-    async with gate.connect_unauthenticated() as client:
+async def test_a_signature_for_other_claims_does_not_fit(gateway: GatewayFixture) -> None:
+    async with gateway.connect_unauthenticated() as client:
         challenge = await client.event("connect.challenge")
-        params = PAIR.signs("v3", gate.owner, challenge)
+        params = PAIR.signs("v3", gateway.owner, challenge)
         answer = await client.ask("connect", {**params, "scopes": [ADMIN]})
         assert answer.error["details"]["code"] == "DEVICE_AUTH_SIGNATURE_INVALID"
 
@@ -484,20 +486,20 @@ async def test_a_signature_for_other_claims_does_not_fit(gate: GatewayFixture) -
 @pytest.mark.parametrize("seconds", [-121, 121])
 async def test_a_signature_of_another_time_is_not_taken(tmp_path: Path, seconds: int) -> None:
     clock = ManualClock()
-    async with opened(tmp_path, clock=clock) as gate, gate.connect_unauthenticated() as client:
+    async with opened(tmp_path, clock=clock) as gateway, gateway.connect_unauthenticated() as client:
         challenge = await client.event("connect.challenge")
         clock.advance(seconds=seconds)
-        answer = await client.ask("connect", PAIR.signs("v2", gate.owner, challenge))
+        answer = await client.ask("connect", PAIR.signs("v2", gateway.owner, challenge))
         assert answer.error["details"]["code"] == "DEVICE_AUTH_SIGNATURE_EXPIRED"
 
 
 async def test_only_this_machine_may_leave_the_challenge_unsigned(
-    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "is_loopback", lambda _: False)  # pyright: ignore
-    async with gate.connect_unauthenticated() as client:
+    async with gateway.connect_unauthenticated() as client:
         challenge = await client.event("connect.challenge")
-        answer = await client.ask("connect", PAIR.signs("v1", gate.owner, challenge))
+        answer = await client.ask("connect", PAIR.signs("v1", gateway.owner, challenge))
         assert answer.error["details"]["code"] == "DEVICE_AUTH_NONCE_REQUIRED"
     assert devices.MAX_CLOCK_SKEW_MS == 120_000
 
@@ -513,8 +515,8 @@ def test_what_is_local_is_an_address_and_not_a_prefix(address: str, local: bool)
 # --- requests ---
 
 
-async def test_an_unknown_parameter_is_named_whatever_the_method(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_an_unknown_parameter_is_named_whatever_the_method(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         for name in METHODS_BY_NAME:
             error = await client.refused(name, x=1)
             assert error["code"] == "INVALID_REQUEST"
@@ -523,17 +525,19 @@ async def test_an_unknown_parameter_is_named_whatever_the_method(gate: GatewayFi
             )
 
 
-async def test_a_misspelt_parameter_is_answered_with_the_one_that_was_meant(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_a_misspelt_parameter_is_answered_with_the_one_that_was_meant(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         wrong = await client.refused("chat.send", sessionKey="main", mesage="x")
         assert "Did you mean 'message'?" in wrong["message"]
         lacking = await client.refused("chat.send", sessionKey="main")
         assert "Valid parameters: 'sessionKey', 'message'" in lacking["message"]
 
 
-async def test_half_a_character_spoils_neither_its_message_nor_the_connection(gate: GatewayFixture) -> None:
+async def test_half_a_character_spoils_neither_its_message_nor_the_connection(
+    gateway: GatewayFixture,
+) -> None:
     """As a client that cuts texts in UTF-16 sends it."""
-    async with gate.client() as client:
+    async with gateway.client() as client:
         await client.call("sessions.create", key="main")
         params = r'{"sessionKey": "main", "message": "cut \ud83d off"}'
         await client.send(f'{{"type": "req", "id": "1", "method": "chat.inject", "params": {params}}}')
@@ -543,10 +547,10 @@ async def test_half_a_character_spoils_neither_its_message_nor_the_connection(ga
 
 
 async def test_a_value_of_the_wrong_type_is_named_by_its_path_whatever_the_method(
-    gate: GatewayFixture,
+    gateway: GatewayFixture,
 ) -> None:
     tried = 0
-    async with gate.client() as client:
+    async with gateway.client() as client:
         for name, method in METHODS_BY_NAME.items():
             for field in msgspec.structs.fields(method.params):
                 if field.type is Any:
@@ -572,23 +576,23 @@ async def test_a_value_of_the_wrong_type_is_named_by_its_path_whatever_the_metho
     ],
 )  # fmt: skip
 async def test_errors_say_where_and_what_would_be_right(
-    gate: GatewayFixture, method: str, params: dict[str, Any], says: str
+    gateway: GatewayFixture, method: str, params: dict[str, Any], says: str
 ) -> None:
-    async with gate.client() as client:
+    async with gateway.client() as client:
         error = await client.refused(method, **params)
         assert error["message"].startswith(f"invalid {method} params: {says}")
 
 
 @pytest.mark.parametrize("params", [[], 1, "x", True])
-async def test_parameters_are_an_object(gate: GatewayFixture, params: object) -> None:
-    async with gate.client() as client:
+async def test_parameters_are_an_object(gateway: GatewayFixture, params: object) -> None:
+    async with gateway.client() as client:
         await client.send({"type": "req", "id": "1", "method": "health", "params": params})
         answer = await client.answer("1")
         assert answer.error["message"].startswith("invalid health params: at root: must be object")
 
 
-async def test_parameters_may_be_left_out_or_null(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_parameters_may_be_left_out_or_null(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         await client.send({"type": "req", "id": "1", "method": "health"})
         await client.send(
             {"type": "req", "id": "2", "method": "health", "params": None, "traceparent": "00-x"}
@@ -596,24 +600,24 @@ async def test_parameters_may_be_left_out_or_null(gate: GatewayFixture) -> None:
         assert [(await client.answer(request)).ok for request in ("1", "2")] == [True, True]
 
 
-async def test_an_unknown_method_is_named(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_an_unknown_method_is_named(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         error = await client.refused("sessions.dance")
         assert error["code"] == "INVALID_REQUEST"
         assert error["message"].startswith("unknown method: sessions.dance")
 
 
-async def test_binary_frames_are_read_like_texts(gate: GatewayFixture) -> None:
-    async with gate.client() as client:
+async def test_binary_frames_are_read_like_texts(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client:
         await client.send(b'{"type":"req","id":"b","method":"health"}')
         assert (await client.answer("b")).ok
 
 
 async def test_waiting_requests_delay_no_other_and_are_bounded(
-    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MAX_WAITING_REQUESTS_PER_CONNECTION", 3)
-    async with gate.client() as client:
+    async with gateway.client() as client:
         waits = [await client.start("agent.wait", {"runId": f"r{n}", "timeoutMs": 60_000}) for n in range(4)]
         refused = await client.answer(waits[3])
         assert (refused.error["code"], refused.error["retryable"]) == ("UNAVAILABLE", True)
@@ -621,26 +625,26 @@ async def test_waiting_requests_delay_no_other_and_are_bounded(
 
 
 async def test_too_many_connections_are_told_to_come_back(
-    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 1)
-    async with gate.client():
+    async with gateway.client():
         with pytest.raises(InvalidStatus):
-            async with gate.connect_unauthenticated():
+            async with gateway.connect_unauthenticated():
                 pass
 
 
 async def test_the_oldest_stranger_makes_room_for_another(
-    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MAX_UNAUTHENTICATED_CONNECTIONS", 2)
-    async with gate.connect_unauthenticated() as first, gate.connect_unauthenticated() as second:
+    async with gateway.connect_unauthenticated() as first, gateway.connect_unauthenticated() as second:
         await first.event("connect.challenge")
         await second.event("connect.challenge")
-        async with gate.connect_unauthenticated() as third:
+        async with gateway.connect_unauthenticated() as third:
             await third.event("connect.challenge")
             assert await first.closed() == (1013, "try again later")
-            async with gate.client() as client:
+            async with gateway.client() as client:
                 assert client.hello["type"] == "hello-ok"
                 assert await second.closed() == (1013, "try again later")
                 assert not third.over
@@ -682,7 +686,7 @@ def test_a_peer_with_many_addresses_of_one_network_loses_its_own() -> None:
 
 async def test_ticks_come_as_often_as_hello_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "TICK_INTERVAL_MS", 20)
-    async with opened(tmp_path) as gate, gate.client() as client:
+    async with opened(tmp_path) as gateway, gateway.client() as client:
         assert client.hello["policy"]["tickIntervalMs"] == 20
         ticks = await client.take("tick", 3)
         assert [tick["ts"] for tick in ticks] == sorted(tick["ts"] for tick in ticks)
@@ -690,10 +694,10 @@ async def test_ticks_come_as_often_as_hello_says(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.requirement("W7")
 async def test_who_is_connected_by_a_token_that_is_revoked_is_hung_up_on_at_once(
-    gate: GatewayFixture,
+    gateway: GatewayFixture,
 ) -> None:
-    async with gate.client(gate.issue(READ)) as client, gate.client() as owner:
-        gate.tokens.revoke_token(gate.tokens.records[-1].name)
+    async with gateway.client(gateway.issue(READ)) as client, gateway.client() as owner:
+        gateway.tokens.revoke_token(gateway.tokens.records[-1].name)
         assert await client.closed() == (1008, "the token was revoked")
         assert client.told("tick") == [], "it took as long as from one tick to the next"
         await owner.settled()
@@ -701,8 +705,8 @@ async def test_who_is_connected_by_a_token_that_is_revoked_is_hung_up_on_at_once
 
 async def test_presence_says_who_comes_and_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "PRESENCE_INTERVAL_SECONDS", 0.0)
-    async with opened(tmp_path) as gate, gate.client() as client:
-        async with gate.client(client={"id": "guest", "version": "9", "platform": "x", "mode": "ui"}):
+    async with opened(tmp_path) as gateway, gateway.client() as client:
+        async with gateway.client(client={"id": "guest", "version": "9", "platform": "x", "mode": "ui"}):
             while "guest" not in [entry["host"] for entry in (await client.event("presence"))["presence"]]:
                 pass
             entries = {entry["host"]: entry for entry in await client.call("system-presence")}
@@ -715,15 +719,15 @@ async def test_presence_says_who_comes_and_goes(tmp_path: Path, monkeypatch: pyt
 
 async def test_stopping_says_goodbye_and_to_come_back(tmp_path: Path) -> None:
     async with AsyncExitStack() as clients:
-        async with opened(tmp_path) as gate:
-            client = await clients.enter_async_context(gate.client())
+        async with opened(tmp_path) as gateway:
+            client = await clients.enter_async_context(gateway.client())
         goodbye = await client.event("shutdown")
         assert goodbye["reason"]
         assert goodbye["restartExpectedMs"] > 0
         assert await client.closed() == (1012, "service restart")
 
 
-async def test_goodbye_is_said_after_what_was_still_to_be_said(gate: GatewayFixture) -> None:
+async def test_goodbye_is_said_after_what_was_still_to_be_said(gateway: GatewayFixture) -> None:
     """Also when it is the reader that is sending."""
     sent: list[str] = []
     sending, may_go = asyncio.Event(), asyncio.Event()
@@ -748,22 +752,22 @@ async def test_goodbye_is_said_after_what_was_still_to_be_said(gate: GatewayFixt
 
 
 async def test_who_goes_away_before_the_answer_is_no_fault(
-    gate: GatewayFixture, caplog: pytest.LogCaptureFixture
+    gateway: GatewayFixture, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(30):
-        async with gate.client() as client:
+        async with gateway.client() as client:
             for _ in range(20):
                 await client.start("sessions.list")
             client.abort()
-    async with gate.client() as client:
+    async with gateway.client() as client:
         assert (await client.call("health"))["ok"]
-        await until(lambda: _count(gate, 1))
+        await until(lambda: _count(gateway, 1))
     ours = [record for record in caplog.records if record.name.startswith("antiphon")]
     assert [record.getMessage() for record in ours if record.levelno >= logging.WARNING] == []
 
 
-async def test_the_events_of_a_connection_are_numbered_without_holes(gate: GatewayFixture) -> None:
-    async with gate.client() as client, gate.client() as late:
+async def test_the_events_of_a_connection_are_numbered_without_holes(gateway: GatewayFixture) -> None:
+    async with gateway.client() as client, gateway.client() as late:
         await client.call("sessions.subscribe")
         for word in ("one", "two"):
             sent = await client.call("chat.send", sessionKey="main", message=word, idempotencyKey=word)
@@ -788,15 +792,15 @@ async def test_who_does_not_read_is_dropped_and_delays_nobody(
     monkeypatch.setattr(frames, "MAX_BUFFERED_BYTES", 2_000_000)
     monkeypatch.setattr(connection, "LAGGING_SEND_QUEUE_BYTES", 100_000)
     settings = {"store": {"messageMaxBytes": 2 * LARGE}}
-    async with opened(tmp_path, settings=settings) as gate, gate.client() as quick:
+    async with opened(tmp_path, settings=settings) as gateway, gateway.client() as quick:
         await quick.call("sessions.subscribe")
-        await gate.operations.open(OPERATOR, MAIN)
-        async with gate.connect_unauthenticated(reading=False) as slow:
-            await _enter_without_reading(gate, slow)
+        await gateway.operations.open(OPERATOR, MAIN)
+        async with gateway.connect_unauthenticated(reading=False) as slow:
+            await _enter_without_reading(gateway, slow)
             for n in range(MANY):
-                await gate.operations.inject(OPERATOR, MAIN, f"{n} " + "x" * LARGE)
+                await gateway.operations.inject(OPERATOR, MAIN, f"{n} " + "x" * LARGE)
                 await quick.event("session.message", messageSeq=n + 1)  # nobody waits for the slow one
-            await until(lambda: _count(gate, 1))
+            await until(lambda: _count(gateway, 1))
             assert (await quick.call("health"))["ok"]
             slow.read()
             code, _ = await slow.closed()
@@ -808,19 +812,19 @@ async def test_who_does_not_read_is_dropped_and_delays_nobody(
         assert quick.numbers == list(range(1, len(quick.numbers) + 1))
 
 
-async def _enter_without_reading(gate: GatewayFixture, slow: Client) -> None:
-    await slow.start("connect", with_token(gate))
+async def _enter_without_reading(gateway: GatewayFixture, slow: Client) -> None:
+    await slow.start("connect", with_token(gateway))
     await slow.start("sessions.subscribe")
-    await until(lambda: _count(gate, 2))
-    await until(lambda: _subscribed(gate, 2))
+    await until(lambda: _count(gateway, 2))
+    await until(lambda: _subscribed(gateway, 2))
 
 
-async def _count(gate: GatewayFixture, number: int) -> bool:
-    return len(gate.served.hub.connections) == number
+async def _count(gateway: GatewayFixture, number: int) -> bool:
+    return len(gateway.served.hub.connections) == number
 
 
-async def _subscribed(gate: GatewayFixture, number: int) -> bool:
-    return sum(one.is_subscribed_to_all_sessions for one in gate.served.hub.connections) == number
+async def _subscribed(gateway: GatewayFixture, number: int) -> bool:
+    return sum(one.is_subscribed_to_all_sessions for one in gateway.served.hub.connections) == number
 
 
 async def test_pieces_of_answers_are_left_out_for_who_lags_but_never_messages() -> None:
@@ -847,27 +851,30 @@ async def test_pieces_of_answers_are_left_out_for_who_lags_but_never_messages() 
 
 @pytest.mark.requirement("W7", "SEC9")
 async def test_a_client_with_an_old_token_does_not_lock_the_owner_out(tmp_path: Path) -> None:
-    async with opened(tmp_path, clock=ManualClock()) as gate:
+    async with opened(tmp_path, clock=ManualClock()) as gateway:
         old = connect_params(auth={"token": "an old token that was long enough to be random"})
-        codes = [(await turned_away(gate, old))[0].error["details"]["code"] for _ in range(12)]
+        codes = [(await turned_away(gateway, old))[0].error["details"]["code"] for _ in range(12)]
         assert codes == ["AUTH_TOKEN_MISMATCH"] * 10 + ["AUTH_RATE_LIMITED"] * 2
-        async with gate.client() as client, gate.client(gate.issue(READ)) as reader:
+        async with gateway.client() as client, gateway.client(gateway.issue(READ)) as reader:
             assert (client.hello["type"], reader.hello["type"]) == ("hello-ok", "hello-ok")
 
 
 @pytest.mark.requirement("W7", "SEC1")
 async def test_pages_of_other_origins_cannot_use_up_the_places_of_others(
-    gate: GatewayFixture, monkeypatch: pytest.MonkeyPatch
+    gateway: GatewayFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MAX_FOREIGN_ORIGIN_CONNECTIONS", 2)
     evil = "http://evil.example"
-    async with gate.connect_unauthenticated(origin=evil), gate.connect_unauthenticated(origin=evil) as last:
+    async with (
+        gateway.connect_unauthenticated(origin=evil),
+        gateway.connect_unauthenticated(origin=evil) as last,
+    ):
         with pytest.raises(InvalidStatus, match="403"):
-            async with gate.connect_unauthenticated(origin=evil):
+            async with gateway.connect_unauthenticated(origin=evil):
                 pass
-        async with gate.client() as client:
+        async with gateway.client() as client:
             assert client.hello["type"] == "hello-ok"
-        assert not (await last.ask("connect", with_token(gate))).ok
+        assert not (await last.ask("connect", with_token(gateway))).ok
         await last.closed()
-        answer, _ = await turned_away(gate, with_token(gate), origin=evil)
+        answer, _ = await turned_away(gateway, with_token(gateway), origin=evil)
         assert answer.error["details"]["code"] == "CONTROL_UI_ORIGIN_NOT_ALLOWED"

@@ -60,17 +60,17 @@ class Lag:
         return self.longest
 
 
-async def lag_of_a_page(stage: AppFixture) -> float:
+async def lag_of_a_page(app: AppFixture) -> float:
     lag = Lag()
-    page = await stage.operations.list(OPERATOR, PAGE)
+    page = await app.operations.list(OPERATOR, PAGE)
     assert (page.count, page.next_cursor is None) == (200, False)
     return lag.stop()
 
 
 async def test_a_full_page_of_ten_thousand_sessions_holds_nobody_up(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as stage:
-        stage.rows(SESSIONS, MANY)
-        assert min([await lag_of_a_page(stage) for _ in range(TRIES)]) < LONGEST
+    async with open_app_fixture(tmp_path, silent) as app:
+        app.rows(SESSIONS, MANY)
+        assert min([await lag_of_a_page(app) for _ in range(TRIES)]) < LONGEST
 
 
 async def test_no_transcript_is_read_for_a_page_without_messages(

@@ -332,13 +332,13 @@ async def _compared(
         return passed
 
     outcome: list[tuple[Caller, set[str], set[str]]] = []
-    async with open_app_fixture(path, silent, config=config) as stage:
-        await stage.store.tx(_build, facts)
+    async with open_app_fixture(path, silent, config=config) as app:
+        await app.store.tx(_build, facts)
         for caller in callers:
             listed: list[str] = []
             cursor: str | None = None
             while True:
-                page = await stage.operations.list(
+                page = await app.operations.list(
                     caller, ListFilter(limit=limit, include_archived=True, cursor=cursor)
                 )
                 # Short names are the caller's own; the row behind one is found by asking for it.
@@ -347,7 +347,7 @@ async def _compared(
                     break
                 cursor = page.next_cursor
             assert len(listed) == len(set(listed))
-            outcome.append((caller, set(listed), await stage.store.read(readable, caller)))
+            outcome.append((caller, set(listed), await app.store.read(readable, caller)))
     return outcome
 
 
@@ -365,13 +365,13 @@ async def test_agents_beyond_those_that_are_told_apart_are_not_shown(
             }
         }
     )
-    async with open_app_fixture(tmp_path, silent, config=config) as stage:
+    async with open_app_fixture(tmp_path, silent, config=config) as app:
         for agent in ("a1", "a2", "main", "secret"):
-            await stage.create(f"agent:{agent}:main")
+            await app.create(f"agent:{agent}:main")
         caller = Caller.agent("main", "agent:main:main")
         for most in (2, 3, 4, 5):
             monkeypatch.setattr(listing, "MAX_LISTED_AGENTS", most)
-            page = await stage.operations.list(caller, ListFilter(limit=9))
+            page = await app.operations.list(caller, ListFilter(limit=9))
             assert {row.agent_id for row in page.sessions} == {"a1", "a2", "main"}, most
 
 
@@ -387,10 +387,10 @@ async def test_the_statement_does_not_grow_with_the_agents(tmp_path: Path) -> No
         for search in (None, "word")
     ]
     assert texts[:2] == texts[2:]
-    async with open_app_fixture(tmp_path, silent) as stage:
+    async with open_app_fixture(tmp_path, silent) as app:
         for agent in ("a9", "a9999", "secret"):
-            await stage.create(f"agent:{agent}:main")
-        rows = await stage.store.read(
+            await app.create(f"agent:{agent}:main")
+        rows = await app.store.read(
             listing.load_session_page, listing.SessionListQuery(limit=5, agents=agents)
         )
         assert {row.agent_id for row in rows} == {"a9", "a9999"}
@@ -399,13 +399,13 @@ async def test_the_statement_does_not_grow_with_the_agents(tmp_path: Path) -> No
 @pytest.mark.anyio
 @pytest.mark.requirement("L1", "L3", "G32")
 async def test_filters_an_operator_can_give(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as stage:
-        await stage.create("agent:main:main")
-        await stage.create("agent:main:direct:Ångström", "agent:main:main")
-        await stage.create("agent:main:cron:nightly")
+    async with open_app_fixture(tmp_path, silent) as app:
+        await app.create("agent:main:main")
+        await app.create("agent:main:direct:Ångström", "agent:main:main")
+        await app.create("agent:main:cron:nightly")
 
         async def found(**filters: Any) -> list[str]:
-            page = await stage.operations.list(OPERATOR, ListFilter(**filters))
+            page = await app.operations.list(OPERATOR, ListFilter(**filters))
             assert page.count == len(page.sessions)
             return sorted(row.key for row in page.sessions)
 

@@ -96,11 +96,11 @@ class Gate:
 @pytest.mark.anyio
 @pytest.mark.requirement("G13", "G21")
 async def test_a_batch_is_one_commit_and_a_failure_in_it_is_alone(tmp_path: Path) -> None:
-    gate = Gate()
-    store = await SqliteStore.open(tmp_path / NAME, on_commit=gate)
-    with gate.shut():
+    gateway = Gate()
+    store = await SqliteStore.open(tmp_path / NAME, on_commit=gateway)
+    with gateway.shut():
         first = asyncio.create_task(store.tx(put, "first"))
-        await gate.holding()
+        await gateway.holding()
         batch = [
             asyncio.create_task(store.tx(put_and_raise if n in {3, 17} else put, f"{n:02}"))
             for n in range(30)
@@ -110,7 +110,7 @@ async def test_a_batch_is_one_commit_and_a_failure_in_it_is_alone(tmp_path: Path
     outcomes = await asyncio.gather(first, *batch, return_exceptions=True)
     assert [str(o) for o in outcomes if isinstance(o, ValueError)] == ["03", "17"]
     assert sum(o is None for o in outcomes) == 29
-    assert gate.commits == 2
+    assert gateway.commits == 2
     assert await store.read(owners) == sorted(["first", *(f"{n:02}" for n in range(30) if n not in {3, 17})])
     await store.close()
 
@@ -118,12 +118,12 @@ async def test_a_batch_is_one_commit_and_a_failure_in_it_is_alone(tmp_path: Path
 @pytest.mark.anyio
 @pytest.mark.requirement("G13")
 async def test_readers_and_the_writer_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    gate = Gate()
-    store = await SqliteStore.open(tmp_path / NAME, on_commit=gate)
+    gateway = Gate()
+    store = await SqliteStore.open(tmp_path / NAME, on_commit=gateway)
     await store.tx(put, "old")
-    with gate.shut():
+    with gateway.shut():
         writing = asyncio.create_task(store.tx(put, "new"))
-        await gate.holding()
+        await gateway.holding()
         # The writer stands in the middle of its transaction, and reads go on, on what was committed.
         assert await asyncio.wait_for(store.read(owners), BOUND) == ["old"]
         assert not writing.done()

@@ -16,8 +16,7 @@ from typing import Any
 
 from antiphon import keys
 from antiphon.access import Caller
-from antiphon.app import App
-from antiphon.app import open_app as opened_house
+from antiphon.app import App, open_app
 from antiphon.bus import Event, Listener, SessionChanged
 from antiphon.clock import Clock, SystemClock
 from antiphon.config import Config
@@ -141,13 +140,13 @@ def _unsent(error: Exception | None) -> bool:
 class AgentsFixture:
     """The house and what is needed to play in it."""
 
-    house: App
+    app: App
     path: Path
     commits: CommitWatcher
 
     @property
     def operations(self) -> Operations:
-        return self.house.operations
+        return self.app.operations
 
     # --- as a person ---
 
@@ -179,7 +178,7 @@ class AgentsFixture:
         """What a tool answers to the agent of that session outside of any run."""
         caller = Caller.agent(keys.parse(session).agent_id, session)
         call = ToolRequest(caller=caller, run_id="no run", call_id=f"{next(_numbers)}", arguments=arguments)
-        return await self.house.toolbox.select_allowed((), ())[tool].invoke(call)
+        return await self.app.toolbox.select_allowed((), ())[tool].invoke(call)
 
     async def use(self, tool: str, session: str = MAIN, /, **arguments: Any) -> dict[str, Any]:
         return (await self.invoke_tool(tool, session, **arguments)).details
@@ -245,7 +244,7 @@ async def open_agents_fixture(
     clock = clock or SystemClock()
     runtimes = {agent: FunctionRuntime(fn, clock=clock) for agent, fn in (functions or {}).items()}
     commits = CommitWatcher()
-    async with opened_house(
+    async with open_app(
         config,
         path,
         functions=runtimes,
@@ -259,13 +258,13 @@ async def open_agents_fixture(
 
 
 async def warnings_of(
-    troupe: AgentsFixture, reason: str, cause: Callable[[], Awaitable[object]]
+    agents: AgentsFixture, reason: str, cause: Callable[[], Awaitable[object]]
 ) -> list[str]:
     """The keys of the sessions of which everybody was told that, while that was done and until it is quiet."""
     told: list[str] = []
-    async with troupe.house.bus.listen("sessions") as events:
+    async with agents.app.bus.listen("sessions") as events:
         await cause()
-        for event in await troupe.collect_events(events):
+        for event in await agents.collect_events(events):
             if isinstance(event, SessionChanged) and event.reason == reason:
                 told.append(event.session_key)
     return told

@@ -72,7 +72,7 @@ def _fault(dice: random.Random, kind: Kind) -> Fault:
 class FaultInjector:
     """Makes a forecast come true until it is told that the day is over."""
 
-    choir: ReplicaSet
+    replica_set: ReplicaSet
     over: asyncio.Event = field(default_factory=asyncio.Event)
     done: list[Fault] = field(default_factory=list[Fault])
     _returning: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
@@ -99,7 +99,7 @@ class FaultInjector:
         async with self._busy.setdefault(PLACES.get(fault.kind, "replicas"), asyncio.Lock()):
             began = time()
             await self._inject_fault(fault)
-            append(self.choir.home / "weather.txt", f"{began:.3f} {time():.3f} {fault}")
+            append(self.replica_set.home / "weather.txt", f"{began:.3f} {time():.3f} {fault}")
         self.done.append(fault)
 
     async def _over_in(self, seconds: float) -> bool:
@@ -110,51 +110,55 @@ class FaultInjector:
 
     async def _inject_fault(self, fault: Fault) -> None:
         # One that is still on its way back has its fault already.
-        voices = [*self.choir.voices[fault.who :], *self.choir.voices[: fault.who]]
-        voice = next((voice for voice in voices if voice.alive), voices[0])
+        replicas = [*self.replica_set.replicas[fault.who :], *self.replica_set.replicas[: fault.who]]
+        replica = next((replica for replica in replicas if replica.alive), replicas[0])
         match fault.kind:
             case "kill" | "leave" | "skew" | "pause":
-                await self._to_replica(fault, voice)
+                await self._to_replica(fault, replica)
             case "kill all":
-                await asyncio.gather(*(self._to_replica(fault, voice) for voice in voices))
+                await asyncio.gather(*(self._to_replica(fault, replica) for replica in replicas))
             case "bus gone" | "bus empty" | "bus frozen" | "store gone":
                 await self._to_server(fault)
             case "purge" | "drop stream":
                 await self._to_stream(fault.kind)
             case "cut store":
-                self.choir.store_proxy.cut()
+                self.replica_set.store_proxy.cut()
             case "cut bus":
-                self.choir.bus_proxy.cut()
+                self.replica_set.bus_proxy.cut()
             case "stall store" | "stall bus":
-                proxy = self.choir.store_proxy if fault.kind == "stall store" else self.choir.bus_proxy
+                proxy = (
+                    self.replica_set.store_proxy
+                    if fault.kind == "stall store"
+                    else self.replica_set.bus_proxy
+                )
                 proxy.stall()
                 await self._over_in(fault.lasting)
                 proxy.flow()
 
-    async def _to_replica(self, fault: Fault, voice: ReplicaProcess) -> None:
-        if not voice.alive:
+    async def _to_replica(self, fault: Fault, replica: ReplicaProcess) -> None:
+        if not replica.alive:
             return  # still on its way back
         if fault.kind == "pause":
-            voice.pause()
+            replica.pause()
             await self._over_in(fault.lasting)
-            voice.resume()
+            replica.resume()
             return
         if fault.kind == "leave":
-            assert await voice.leave() == 0, voice.read_log()[-3000:]
+            assert await replica.leave() == 0, replica.read_log()[-3000:]
         else:
-            await voice.kill()
+            await replica.kill()
         skew = 0.0 if fault.kind != "skew" else SKEW if fault.lasting > 0.85 else -SKEW
-        self._returning.append(asyncio.create_task(self._return(voice, fault.lasting, skew)))
+        self._returning.append(asyncio.create_task(self._return(replica, fault.lasting, skew)))
 
-    async def _return(self, voice: ReplicaProcess, after: float, skew: float) -> None:
+    async def _return(self, replica: ReplicaProcess, after: float, skew: float) -> None:
         await self._over_in(after)
-        while not voice.alive:
+        while not replica.alive:
             # It may find its servers away, and then does not start: whoever supervises it tries again.
             with suppress(AssertionError):
-                await voice.start(skew)
+                await replica.start(skew)
 
     async def _to_server(self, fault: Fault) -> None:
-        nats, postgres = self.choir.nats, self.choir.postgres
+        nats, postgres = self.replica_set.nats, self.replica_set.postgres
         if fault.kind == "bus empty":
             await asyncio.to_thread(nats.lose_everything)
             return
@@ -170,7 +174,7 @@ class FaultInjector:
 
     async def _to_stream(self, kind: str) -> None:
         client = Client()
-        await client.connect(self.choir.nats.url, connect_timeout=int(BOUND))
+        await client.connect(self.replica_set.nats.url, connect_timeout=int(BOUND))
         try:
             manager: Any = client.jsm(timeout=BOUND)  # pyright: ignore[reportUnknownMemberType]
             change = manager.purge_stream if kind == "purge" else manager.delete_stream

@@ -1,4 +1,4 @@
-"""A gateway's HTTP doors on a real socket, for tests: an application on a directory, uvicorn in a task, a client."""
+"""A gateway with its HTTP routes on a real socket: an app on a directory, uvicorn in a task, two clients."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ EVERYTHING: dict[str, Any] = {
 @dataclass(frozen=True, slots=True)
 class HttpGatewayFixture:
     url: str
-    gateway: GatewayState
+    state: GatewayState
     web: HttpRoutes
     tokens: TokenRegistry
     http: httpx2.AsyncClient
@@ -54,7 +54,7 @@ class HttpGatewayFixture:
 
     @property
     def app(self) -> App:
-        return self.gateway.app
+        return self.state.app
 
     @property
     def owner(self) -> dict[str, str]:
@@ -179,8 +179,8 @@ async def served(
         gateway = GatewayState(
             app=opened, authenticator=authenticator, state_dir=path, started_at=opened.clock.now()
         )
-        async with _listening(gateway, tokens, listener) as site:
-            yield site
+        async with _listening(gateway, tokens, listener) as fixture:
+            yield fixture
 
 
 @asynccontextmanager

@@ -204,7 +204,7 @@ class ReplicaSet:
     home: Path
     postgres: Postgres
     nats: NatsServer
-    voices: list[ReplicaProcess]
+    replicas: list[ReplicaProcess]
     store_proxy: Proxy
     """Between the last voice and PostgreSQL."""
     bus_proxy: Proxy
@@ -258,22 +258,22 @@ class ReplicaSet:
         """Who plays it."""
         sql = "SELECT o.name FROM runs r JOIN owners o ON o.id = r.owner WHERE r.id = $1 AND r.state = 'running'"
         (row,) = await self.until_rows(sql, run, seconds=seconds)
-        return next(voice for voice in self.voices if row["name"].endswith(f":{voice.pid}"))
+        return next(replica for replica in self.replicas if row["name"].endswith(f":{replica.pid}"))
 
     # --- as a client does it ---
 
     def pick_replica(self, besides: ReplicaProcess | None = None) -> ReplicaProcess | None:
-        able = [voice for voice in self.voices if voice.alive and voice is not besides]
+        able = [replica for replica in self.replicas if replica.alive and replica is not besides]
         return self.dice.choice(able) if able else None
 
     async def ask_until_done(self, do: str, within: float = 90.0, patience: float = 3.0, **given: Any) -> Any:
         """Ask one after the other until one has done it. Whoever does not answer for `patience` seconds is left."""
         async with asyncio.timeout(within):
             while True:
-                voice = self.pick_replica()
-                if voice is not None:
+                replica = self.pick_replica()
+                if replica is not None:
                     try:
-                        return await voice.ask(do, patience, **given)
+                        return await replica.ask(do, patience, **given)
                     except (ReplicaGone, TimeoutError):
                         pass
                     except ReplicaRefused as error:
@@ -289,7 +289,7 @@ class ReplicaSet:
                     return view
 
     def count(self) -> None:
-        said = "".join(voice.read_log() for voice in self.voices)
+        said = "".join(replica.read_log() for replica in self.replicas)
         self.tally["runs"] = len(self.rows("SELECT n FROM runs"))
         self.tally["taken up"] = said.count("is carried on where it was interrupted")
         self.tally["fenced"] = said.count("was taken over")
@@ -336,7 +336,7 @@ async def open_replica_set(
                 url = url.replace(f":{postgres.port}/", f":{store_proxy.port}/")
                 bus_url = f"nats://127.0.0.1:{bus_proxy.port}"
             settings = settings_of(url, postgres.secret, bus_url, more)
-            made.voices.append(ReplicaProcess(f"r{number}", home, settings, made.heard))
-            stack.push_async_callback(made.voices[-1].kill)
-        await asyncio.gather(*(voice.start() for voice in made.voices))
+            made.replicas.append(ReplicaProcess(f"r{number}", home, settings, made.heard))
+            stack.push_async_callback(made.replicas[-1].kill)
+        await asyncio.gather(*(replica.start() for replica in made.replicas))
         yield made

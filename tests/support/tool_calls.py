@@ -23,37 +23,37 @@ async def silent(prompt: Prompt) -> str:
     return "."
 
 
-def tools(stage: AppFixture) -> dict[str, Tool]:
-    return {tool.spec.name: tool for tool in create_session_tools(stage.operations)}
+def tools(app: AppFixture) -> dict[str, Tool]:
+    return {tool.spec.name: tool for tool in create_session_tools(app.operations)}
 
 
 async def invoked(
-    stage: AppFixture, name: str, arguments: Mapping[str, Any], caller: Caller = ME
+    app: AppFixture, name: str, arguments: Mapping[str, Any], caller: Caller = ME
 ) -> ToolOutput:
     call = ToolRequest(caller=caller, run_id="run", call_id="call", arguments=arguments)
-    result = await tools(stage)[name].invoke(call)
+    result = await tools(app)[name].invoke(call)
     assert json.loads(result.text) == result.details, "the text and the data say the same"
     return result
 
 
-async def ask(stage: AppFixture, name: str, caller: Caller = ME, /, **arguments: Any) -> dict[str, Any]:
-    result = await invoked(stage, name, arguments, caller)
+async def ask(app: AppFixture, name: str, caller: Caller = ME, /, **arguments: Any) -> dict[str, Any]:
+    result = await invoked(app, name, arguments, caller)
     assert not result.is_error, result.text
     return result.details
 
 
-async def refused(stage: AppFixture, name: str, caller: Caller = ME, /, **arguments: Any) -> dict[str, Any]:
-    result = await invoked(stage, name, arguments, caller)
+async def refused(app: AppFixture, name: str, caller: Caller = ME, /, **arguments: Any) -> dict[str, Any]:
+    result = await invoked(app, name, arguments, caller)
     assert result.is_error
     assert result.details["status"] in ("error", "forbidden")
     assert result.details["error"]
     return result.details
 
 
-async def put(stage: AppFixture, row: Any, *messages: Message) -> None:
+async def put(app: AppFixture, row: Any, *messages: Message) -> None:
     """Append to a session's transcript, as nobody's run."""
     for message in messages:
-        await stage.store.tx(session_rows.append_note, row["id"], message, stage.clock.now())
+        await app.store.tx(session_rows.append_note, row["id"], message, app.clock.now())
 
 
 def said(text: str) -> UserMessage:

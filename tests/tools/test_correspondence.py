@@ -40,16 +40,16 @@ async def echo(prompt: Prompt) -> str:
 
 
 def fill(
-    stage: AppFixture,
+    app: AppFixture,
     *sides: tuple[int | None, int],
     settled: bool = True,
     message: str = "words",
     reply: str = "so",
 ) -> None:
     """Exchanges between these sessions, past everything."""
-    [last] = stage.rows("SELECT coalesce(max(n), 0) AS n FROM exchanges")
+    [last] = app.rows("SELECT coalesce(max(n), 0) AS n FROM exchanges")
     for number, (requester, target) in enumerate(sides, last["n"] + 1):
-        stage.rows(
+        app.rows(
             "INSERT INTO exchanges (id, requester, requester_key, target, target_key, message, phase, current, turns,"
             " latest_reply, announce, announced, destination, chain, hop, created_at, settled_at)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, 'r', 0, ?, 'none', ?, '{}', 'c', 1, ?, ?)",
@@ -74,15 +74,15 @@ async def test_an_exchange_is_seen_while_it_goes_on_and_when_it_is_over(tmp_path
         return f"{phase_of(prompt)} answered"
 
     cast = {"main": ScriptedAgent(answer), "helper": ScriptedAgent(answer)}
-    async with open_agents_fixture(make_agents_config("helper"), tmp_path, functions=cast) as troupe:
-        await troupe.open_sessions(MAIN, HELPER)
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path, functions=cast) as agents:
+        await agents.open_sessions(MAIN, HELPER)
         wanted = SendRequest(
             session=HELPER, message="A_KEY=hunter2 tell me", idempotency_key="k1", reply_back=1
         )
-        await troupe.operations.send(OPERATOR, wanted, requester=MAIN)
+        await agents.operations.send(OPERATOR, wanted, requester=MAIN)
 
         async def seen() -> ExchangeView:
-            [exchange] = (await troupe.operations.list_exchanges(OPERATOR)).exchanges
+            [exchange] = (await agents.operations.list_exchanges(OPERATOR)).exchanges
             return exchange
 
         async def announcing() -> bool:
@@ -94,13 +94,13 @@ async def test_an_exchange_is_seen_while_it_goes_on_and_when_it_is_over(tmp_path
         assert (now.turn, now.turns, now.current_run_id, now.announced) == (1, 1, "announce:k1", None)
         assert (now.message, now.latest_reply) == ("A_KEY=*** tell me", "turn answered")
         assert (now.chain_id, now.hop, now.settled_at) == ("k1", 1, None)
-        assert ids(await troupe.operations.list_exchanges(OPERATOR, unsettled=True)) == ["k1"]
+        assert ids(await agents.operations.list_exchanges(OPERATOR, unsettled=True)) == ["k1"]
         free.set()
-        await troupe.wait_until_idle()
+        await agents.wait_until_idle()
         over = await seen()
         assert (over.phase, over.announced, over.current_run_id) == ("settled", "delivered", None)
         assert over.settled_at is not None and over.settled_at >= over.created_at == now.created_at
-        assert ids(await troupe.operations.list_exchanges(OPERATOR, unsettled=True)) == []
+        assert ids(await agents.operations.list_exchanges(OPERATOR, unsettled=True)) == []
 
 
 @pytest.mark.requirement("G43", "S6")
@@ -111,20 +111,20 @@ async def test_an_exchange_is_seen_while_it_goes_on_and_when_it_is_over(tmp_path
 async def test_what_came_of_the_announcement_is_seen(tmp_path: Path, said: str, announced: str) -> None:
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"helper": ScriptedAgent(said)}
-    ) as troupe:
-        await troupe.operations.send(OPERATOR, SendRequest(agent_id="helper", message="?"))
-        await troupe.wait_until_idle()
-        [exchange] = (await troupe.operations.list_exchanges(OPERATOR)).exchanges
+    ) as agents:
+        await agents.operations.send(OPERATOR, SendRequest(agent_id="helper", message="?"))
+        await agents.wait_until_idle()
+        [exchange] = (await agents.operations.list_exchanges(OPERATOR)).exchanges
         assert (exchange.announced, exchange.requester_session_key, exchange.turns) == (announced, None, 0)
 
 
 @pytest.mark.requirement("G43", "G22")
 async def test_pages_go_on_where_they_ended(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo, pace=QUIET) as stage:
-        one, other = (await stage.create(MAIN))["id"], (await stage.create(OTHER))["id"]
-        fill(stage, (one, 7), (None, one), (7, 8), (8, one), (one, other))
-        fill(stage, (other, one), (7, 8), (one, 7), settled=False)
-        asked = stage.operations.list_exchanges
+    async with open_app_fixture(tmp_path, echo, pace=QUIET) as app:
+        one, other = (await app.create(MAIN))["id"], (await app.create(OTHER))["id"]
+        fill(app, (one, 7), (None, one), (7, 8), (8, one), (one, other))
+        fill(app, (other, one), (7, 8), (one, 7), settled=False)
+        asked = app.operations.list_exchanges
         assert ids(await asked(OPERATOR)) == list("87654321")
         first = await asked(OPERATOR, limit=3)
         rest = await asked(OPERATOR, limit=5, cursor=first.next_cursor)
@@ -142,18 +142,18 @@ async def test_pages_go_on_where_they_ended(tmp_path: Path) -> None:
 
 @pytest.mark.requirement("G43")
 async def test_a_page_has_a_bound(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo, pace=QUIET) as stage:
-        fill(stage, *[(1, 2)] * 502)
-        page = await stage.operations.list_exchanges(OPERATOR, limit=10_000)
+    async with open_app_fixture(tmp_path, echo, pace=QUIET) as app:
+        fill(app, *[(1, 2)] * 502)
+        page = await app.operations.list_exchanges(OPERATOR, limit=10_000)
         assert (len(page.exchanges), page.next_cursor) == (500, "3")
-        assert len((await stage.operations.list_exchanges(OPERATOR)).exchanges) == 50
+        assert len((await app.operations.list_exchanges(OPERATOR)).exchanges) == 50
 
 
 @pytest.mark.requirement("G43", "SEC4")
 async def test_what_is_refused(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, echo, pace=QUIET) as stage:
-        await stage.create(MAIN)
-        asked = stage.operations.list_exchanges
+    async with open_app_fixture(tmp_path, echo, pace=QUIET) as app:
+        await app.create(MAIN)
+        asked = app.operations.list_exchanges
         for stranger in (Caller.operator([]), Caller.agent("main", MAIN)):
             with pytest.raises(Forbidden):
                 await asked(stranger)
@@ -170,11 +170,11 @@ async def test_what_is_refused(tmp_path: Path) -> None:
 @pytest.mark.requirement("G43")
 async def test_of_what_was_said_there_is_the_beginning_without_secrets(tmp_path: Path) -> None:
     secret = "sk-" + "a1b2" * 12
-    async with open_app_fixture(tmp_path, echo, pace=QUIET) as stage:
-        fill(stage, (1, 2), message="m" * 10_000, reply=f"{'r' * 580} {secret}")
-        fill(stage, (1, 2), message=f"the key is {secret}, keep it", reply="short")
-        fill(stage, (1, 2), message="", reply="")  # forgotten
-        forgotten, short, long = (await stage.operations.list_exchanges(OPERATOR)).exchanges
+    async with open_app_fixture(tmp_path, echo, pace=QUIET) as app:
+        fill(app, (1, 2), message="m" * 10_000, reply=f"{'r' * 580} {secret}")
+        fill(app, (1, 2), message=f"the key is {secret}, keep it", reply="short")
+        fill(app, (1, 2), message="", reply="")  # forgotten
+        forgotten, short, long = (await app.operations.list_exchanges(OPERATOR)).exchanges
         assert (forgotten.message, forgotten.latest_reply) == (None, None)
         assert short.message is not None and secret not in short.message
         assert (short.message.startswith("the key is "), short.latest_reply) == (True, "short")
@@ -195,9 +195,9 @@ async def test_of_what_was_said_there_is_the_beginning_without_secrets(tmp_path:
 async def test_no_page_walks_through_all_that_was_ever_said(
     tmp_path: Path, name: str, indexes: list[str]
 ) -> None:
-    async with open_app_fixture(tmp_path, echo, pace=QUIET) as stage:
+    async with open_app_fixture(tmp_path, echo, pace=QUIET) as app:
         sql: Any = re.sub(r":\w+", "1", getattr(SQL, name).text)
-        plan = [row["detail"] for row in stage.rows(f"EXPLAIN QUERY PLAN {sql}")]
+        plan = [row["detail"] for row in app.rows(f"EXPLAIN QUERY PLAN {sql}")]
         for index in indexes:
             assert any(index in step for step in plan), plan
         walked = [step for step in plan if re.match(r"SCAN (e|exchanges)\b(?!.*exchanges_unsettled)", step)]
@@ -224,15 +224,15 @@ def test_every_exchange_is_on_exactly_one_page(
     ][::-1]
 
     async def run(path: Path) -> list[str]:
-        async with open_app_fixture(path, echo, pace=QUIET) as stage:
+        async with open_app_fixture(path, echo, pace=QUIET) as app:
             keys = [f"agent:main:direct:{number}" for number in (1, 2, 3)]
-            assert [(await stage.create(key))["id"] for key in keys] == [1, 2, 3]
+            assert [(await app.create(key))["id"] for key in keys] == [1, 2, 3]
             for requester, target, settled in sides:
-                fill(stage, (requester, target), settled=settled)
+                fill(app, (requester, target), settled=settled)
             found: list[str] = []
             cursor = None
             while True:
-                page = await stage.operations.list_exchanges(
+                page = await app.operations.list_exchanges(
                     OPERATOR,
                     keys[session - 1] if session else None,
                     unsettled=unsettled,

@@ -59,7 +59,7 @@ class Wire:
         self, served: ListeningGateway, path: Path, link: GatewayConnection, commits: CommitWatcher
     ) -> None:
         self.link = link
-        self.troupe = AgentsFixture(served.gateway.app, path, commits)
+        self.agents = AgentsFixture(served.gateway.app, path, commits)
         self._served, self._path = served, path
 
     async def call(self, method: str, **params: Any) -> Any:
@@ -102,22 +102,22 @@ async def wired(path: Path, **sections: Any) -> AsyncGenerator[Wire]:
 
 @pytest.mark.requirement("K2", "003-key-main-is-own")
 async def test_main_is_the_main_session_of_whoever_says_it(tmp_path: Path) -> None:
-    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as troupe:
-        await troupe.ask("say of main", MAIN)
-        await troupe.ask("say of helper", HELPER)
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as agents:
+        await agents.ask("say of main", MAIN)
+        await agents.ask("say of helper", HELPER)
         for session, other in ((MAIN, HELPER), (HELPER, MAIN)):
-            listed = rows_of(await troupe.use("sessions_list", session))
+            listed = rows_of(await agents.use("sessions_list", session))
             assert listed.keys() == {"main", other}
-            page = await troupe.use("sessions_history", session, sessionKey="main")
+            page = await agents.use("sessions_history", session, sessionKey="main")
             assert page["sessionId"] == listed["main"]["sessionId"]
             assert page["messages"][0]["content"] == f"say of {session.split(':')[1]}"
-            status = await troupe.use("session_status", session, sessionKey="main")
+            status = await agents.use("session_status", session, sessionKey="main")
             assert status["session"]["agentId"] == session.split(":")[1]
         job = "agent:helper:cron:1"
-        await troupe.open_sessions(job)
-        sent = await troupe.use("sessions_send", job, sessionKey="main", message="say here", **CALM)
+        await agents.open_sessions(job)
+        sent = await agents.use("sessions_send", job, sessionKey="main", message="say here", **CALM)
         assert (sent["status"], sent["sessionKey"]) == ("ok", "main")
-        assert (await troupe.transcript(HELPER))[-2]["content"] == "say here"
+        assert (await agents.transcript(HELPER))[-2]["content"] == "say here"
 
 
 @pytest.mark.requirement("K4", "001-key-surface")
@@ -126,31 +126,31 @@ async def test_the_older_form_of_a_group_is_taken_and_the_full_one_kept_and_show
     tmp_path: Path, short: str
 ) -> None:
     full = f"agent:main:{short}"
-    async with open_agents_fixture(make_agents_config(), tmp_path) as troupe:
-        await troupe.open_sessions(MAIN)
-        await troupe.ask("say hello", short)
-        assert {row["key"] for row in troupe.rows("SELECT key FROM sessions")} == {MAIN, full}
-        assert rows_of(await troupe.use("sessions_list", kinds=["group"])).keys() == {full}
+    async with open_agents_fixture(make_agents_config(), tmp_path) as agents:
+        await agents.open_sessions(MAIN)
+        await agents.ask("say hello", short)
+        assert {row["key"] for row in agents.rows("SELECT key FROM sessions")} == {MAIN, full}
+        assert rows_of(await agents.use("sessions_list", kinds=["group"])).keys() == {full}
         for spelling in (short, full):
-            assert (await troupe.use("sessions_history", sessionKey=spelling))["sessionKey"] == full
-            assert (await troupe.use("session_status", sessionKey=spelling))["sessionKey"] == full
-            sent = await troupe.use("sessions_send", sessionKey=spelling, message="say yes", **CALM)
+            assert (await agents.use("sessions_history", sessionKey=spelling))["sessionKey"] == full
+            assert (await agents.use("session_status", sessionKey=spelling))["sessionKey"] == full
+            sent = await agents.use("sessions_send", sessionKey=spelling, message="say yes", **CALM)
             assert (sent["status"], sent["sessionKey"]) == ("ok", full)
 
 
-async def goes_by(troupe: AgentsFixture, kind: str, short: str) -> None:
+async def goes_by(agents: AgentsFixture, kind: str, short: str) -> None:
     """Its own agent sees it under the short form and may use both; another agent sees the full one."""
     full = f"agent:main:{short}"
-    await troupe.open_sessions(MAIN, HELPER)
-    row = rows_of(await troupe.use("sessions_list", kinds=[kind]))[short]
+    await agents.open_sessions(MAIN, HELPER)
+    row = rows_of(await agents.use("sessions_list", kinds=[kind]))[short]
     assert (row["kind"], row["channel"], row["agentId"]) == (kind, "internal", "main")
     for spelling in (short, full):
-        page = await troupe.use("sessions_history", sessionKey=spelling)
+        page = await agents.use("sessions_history", sessionKey=spelling)
         assert (page["sessionKey"], page["sessionId"]) == (short, row["sessionId"])
-        sent = await troupe.use("sessions_send", sessionKey=spelling, message="say yes", **CALM)
+        sent = await agents.use("sessions_send", sessionKey=spelling, message="say yes", **CALM)
         assert (sent["status"], sent["sessionKey"], sent["reply"]) == ("ok", short, "yes")
-    assert full in rows_of(await troupe.use("sessions_list", HELPER, kinds=[kind]))
-    assert "error" in await troupe.use("sessions_history", HELPER, sessionKey=short)
+    assert full in rows_of(await agents.use("sessions_list", HELPER, kinds=[kind]))
+    assert "error" in await agents.use("sessions_history", HELPER, sessionKey=short)
 
 
 TWO = {"list": [{"id": "main", "default": True}, {"id": "helper"}]}
@@ -168,7 +168,7 @@ async def test_a_scheduled_job_has_the_session_of_its_id(tmp_path: Path) -> None
         )
         ran = await wire.call("cron.run", id=job["id"], mode="force")
         await wire.call("agent.wait", runId=ran["runId"])
-        await goes_by(wire.troupe, "cron", f"cron:{job['id']}")
+        await goes_by(wire.agents, "cron", f"cron:{job['id']}")
 
 
 @pytest.mark.requirement("K1", "K2", "003-key-hook")
@@ -187,16 +187,16 @@ async def test_a_hook_has_a_session_of_its_own_or_the_one_that_was_chosen(
         word, _, name = short.partition(":")
         assert word == "hook"
         assert short == chosen or (chosen is None and len(name) == len(NOWHERE) and name.count("-") == 4)
-        await goes_by(wire.troupe, "hook", short)
+        await goes_by(wire.agents, "hook", short)
 
 
 @pytest.mark.requirement("K1", "K2", "003-key-node")
 async def test_a_node_has_the_session_of_its_id_or_the_one_that_was_chosen(tmp_path: Path) -> None:
     async with wired(tmp_path, agents=TWO) as wire:
         await wire.say("say hello", "node-kitchen-mac")
-        await goes_by(wire.troupe, "node", "node-kitchen-mac")
+        await goes_by(wire.agents, "node", "node-kitchen-mac")
         await wire.say("say to you, too", "agent:main:my-node")
-        assert "agent:main:my-node" in rows_of(await wire.troupe.use("sessions_list"))
+        assert "agent:main:my-node" in rows_of(await wire.agents.use("sessions_list"))
 
 
 ONE_MAIN = {"session": {"scope": "global"}}
@@ -206,30 +206,30 @@ JOB = "agent:main:cron:1"
 @pytest.mark.requirement("K3", "003-key-reserved")
 @pytest.mark.parametrize("scope", ["per-sender", "global"])
 async def test_global_and_unknown_are_in_no_list_and_cannot_be_named(tmp_path: Path, scope: str) -> None:
-    async with open_agents_fixture(make_agents_config(session={"scope": scope}), tmp_path) as troupe:
-        await troupe.open_sessions("main", JOB)
-        (own,) = troupe.rows("SELECT key FROM sessions WHERE kind = 'main'")
+    async with open_agents_fixture(make_agents_config(session={"scope": scope}), tmp_path) as agents:
+        await agents.open_sessions("main", JOB)
+        (own,) = agents.rows("SELECT key FROM sessions WHERE kind = 'main'")
         shown = "main" if scope == "global" else MAIN
         assert own["key"] == shown
-        assert [row["key"] for row in (await troupe.call_tool("sessions_list", JOB))["sessions"]] == [
+        assert [row["key"] for row in (await agents.call_tool("sessions_list", JOB))["sessions"]] == [
             "cron:1",
             "main",
         ]
-        operators = (await ask_operator(troupe, "sessions_list"))["sessions"]
+        operators = (await ask_operator(agents, "sessions_list"))["sessions"]
         assert {row["key"] for row in operators} == {shown, JOB}
         for name in ("global", "unknown", "agent:main:global", "agent:main:unknown"):
             for tool in ("sessions_history", "session_status", "sessions_send", "sessions_search"):
                 given = {"sessions_send": {"message": "x"}, "sessions_search": {"query": "x"}}.get(tool, {})
-                told = await troupe.use(tool, JOB, sessionKey=name, **given)
+                told = await agents.use(tool, JOB, sessionKey=name, **given)
                 assert told["status"] == "error", (tool, name)
-            assert (await troupe.use("sessions_list", JOB, spawnedBy=name))["status"] == "error"
+            assert (await agents.use("sessions_list", JOB, spawnedBy=name))["status"] == "error"
             with pytest.raises(AntiphonError):
-                await troupe.open_sessions(name)
-        assert len(troupe.rows("SELECT key FROM sessions")) == 2
+                await agents.open_sessions(name)
+        assert len(agents.rows("SELECT key FROM sessions")) == 2
 
 
-async def ask_operator(troupe: AgentsFixture, name: str, **arguments: Any) -> dict[str, Any]:
-    tool = troupe.house.toolbox.select_allowed((), ())[name]
+async def ask_operator(agents: AgentsFixture, name: str, **arguments: Any) -> dict[str, Any]:
+    tool = agents.app.toolbox.select_allowed((), ())[name]
     return (
         await tool.invoke(ToolRequest(caller=OPERATOR, run_id="r", call_id="c", arguments=arguments))
     ).details
@@ -237,17 +237,17 @@ async def ask_operator(troupe: AgentsFixture, name: str, **arguments: Any) -> di
 
 @pytest.mark.requirement("K3", "003-key-global-is-main")
 async def test_where_all_share_one_main_session_every_tool_says_and_takes_main(tmp_path: Path) -> None:
-    async with open_agents_fixture(make_agents_config("helper", **ONE_MAIN), tmp_path) as troupe:
-        await troupe.open_sessions("main", JOB, HELPER)
-        assert [row["key"] for row in troupe.rows("SELECT key FROM sessions ORDER BY id")] == ["main", JOB]
+    async with open_agents_fixture(make_agents_config("helper", **ONE_MAIN), tmp_path) as agents:
+        await agents.open_sessions("main", JOB, HELPER)
+        assert [row["key"] for row in agents.rows("SELECT key FROM sessions ORDER BY id")] == ["main", JOB]
         told: list[dict[str, Any]] = []
 
         async def does(tool: str, session: str = "main", /, **arguments: Any) -> dict[str, Any]:
-            told.append(await troupe.call_tool(tool, session, **arguments))
+            told.append(await agents.call_tool(tool, session, **arguments))
             return told[-1]
 
         spawned = await does("sessions_spawn", task="say done", label="errand")
-        await troupe.wait_until_idle()
+        await agents.wait_until_idle()
         child = spawned["childSessionKey"]
         assert rows_of(await does("sessions_list", messageLimit=20))[child]["parentKey"] == "main"
         assert (await does("subagents", action="list"))["recent"][0]["childSessionKey"] == child
@@ -266,7 +266,7 @@ async def test_where_all_share_one_main_session_every_tool_says_and_takes_main(t
         await does("sessions_history", sessionKey=child, includeTools=True)
         assert "global" not in json.dumps(told)
         for session in ("main", JOB, child):
-            assert "global" not in json.dumps(await troupe.transcript(session))
+            assert "global" not in json.dumps(await agents.transcript(session))
 
 
 @pytest.mark.requirement("K3", "S3", "P3", "003-key-global-is-main")
@@ -274,19 +274,19 @@ async def test_where_all_share_one_main_session_models_are_told_of_it_as_main(tm
     helper, there = ScriptedAgent("done"), "agent:helper:cron:1"
     spawning = {"id": "main", "default": True, "subagents": {"allowAgents": ["*"]}}
     config = make_agents_config(spawning, "helper", **ONE_MAIN)
-    async with open_agents_fixture(config, tmp_path, functions={"helper": helper}) as troupe:
-        await troupe.open_sessions("main", there)
-        sent = await troupe.call_tool("sessions_send", "main", sessionKey=there, message="hello", replyBack=0)
+    async with open_agents_fixture(config, tmp_path, functions={"helper": helper}) as agents:
+        await agents.open_sessions("main", there)
+        sent = await agents.call_tool("sessions_send", "main", sessionKey=there, message="hello", replyBack=0)
         assert sent["status"] == "ok"
-        await troupe.call_tool("sessions_spawn", "main", task="an errand", agentId="helper")
-        await troupe.wait_until_idle()
+        await agents.call_tool("sessions_spawn", "main", task="an errand", agentId="helper")
+        await agents.wait_until_idle()
         assert [phase_of(prompt) for prompt in helper.prompts].count("request") == 2
         for prompt in helper.prompts:
             assert "'main'" in f"{prompt.instructions} {prompt.messages}"
             assert "global" not in f"{prompt.instructions} {prompt.messages}"
     main = ScriptedAgent("done")
-    async with open_agents_fixture(config, tmp_path, functions={"main": main}) as troupe:
-        await troupe.ask("hello", "main")
+    async with open_agents_fixture(config, tmp_path, functions={"main": main}) as agents:
+        await agents.ask("hello", "main")
         assert "'main'" in main.prompts[-1].instructions
         assert "global" not in main.prompts[-1].instructions
 
@@ -296,32 +296,32 @@ async def test_where_all_share_one_main_session_models_are_told_of_it_as_main(tm
 
 @pytest.mark.requirement("H1", "H5", "K2", "003-history-session-id", "003-history-id-resolves")
 async def test_a_session_id_of_a_list_stands_for_its_key_wherever_a_session_is_named(tmp_path: Path) -> None:
-    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as troupe:
-        await troupe.open_sessions(MAIN)
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as agents:
+        await agents.open_sessions(MAIN)
         for session in (JOB, HELPER):
-            await troupe.ask("say needle", session)
-        rows = rows_of(await troupe.use("sessions_list"))
+            await agents.ask("say needle", session)
+        rows = rows_of(await agents.use("sessions_list"))
         for key in ("cron:1", HELPER):
             by_id = rows[key]["sessionId"]
             for tool in ("sessions_history", "session_status"):
-                assert (await troupe.use(tool, sessionKey=by_id))["sessionKey"] == key
-                assert await _same(troupe, tool, by_id, key)
-            found = (await troupe.use("sessions_search", sessionKey=by_id, query="needle"))["results"]
+                assert (await agents.use(tool, sessionKey=by_id))["sessionKey"] == key
+                assert await _same(agents, tool, by_id, key)
+            found = (await agents.use("sessions_search", sessionKey=by_id, query="needle"))["results"]
             assert {hit["sessionKey"] for hit in found} == {key}
-            sent = await troupe.use("sessions_send", sessionKey=by_id, message="say yes", **CALM)
+            sent = await agents.use("sessions_send", sessionKey=by_id, message="say yes", **CALM)
             assert (sent["status"], sent["sessionKey"], sent["reply"]) == ("ok", key, "yes")
         given: dict[str, dict[str, str]] = {
             "sessions_send": {"message": "x"},
             "sessions_search": {"query": "x"},
         }
         for tool in ("sessions_history", "session_status", "sessions_send", "sessions_search"):
-            told = await troupe.use(tool, sessionKey=NOWHERE, **given.get(tool, {}))
+            told = await agents.use(tool, sessionKey=NOWHERE, **given.get(tool, {}))
             assert (told["status"], told["code"]) == ("error", "not_found"), tool
             assert NOWHERE in told["error"]
 
 
-async def _same(troupe: AgentsFixture, tool: str, one: str, other: str) -> bool:
-    return await troupe.use(tool, sessionKey=one) == await troupe.use(tool, sessionKey=other)
+async def _same(agents: AgentsFixture, tool: str, one: str, other: str) -> bool:
+    return await agents.use(tool, sessionKey=one) == await agents.use(tool, sessionKey=other)
 
 
 # --- lists ---
@@ -329,11 +329,11 @@ async def _same(troupe: AgentsFixture, tool: str, one: str, other: str) -> bool:
 
 @pytest.mark.requirement("L1", "003-list-limit")
 async def test_a_list_has_fifty_rows_unless_told_and_two_hundred_at_most(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent, config=with_settings(WHOLE_AGENT)) as stage:
+    async with open_app_fixture(tmp_path, silent, config=with_settings(WHOLE_AGENT)) as app:
         for number in range(205):
-            await stage.create(f"agent:main:cron:{number}")
+            await app.create(f"agent:main:cron:{number}")
         counts = {
-            limit: (await ask(stage, "sessions_list", **({} if limit is None else {"limit": limit})))["count"]
+            limit: (await ask(app, "sessions_list", **({} if limit is None else {"limit": limit})))["count"]
             for limit in (None, 1, 60, 200, 201, 100_000)
         }
         assert counts == {None: 50, 1: 1, 60: 60, 200: 200, 201: 200, 100_000: 200}
@@ -341,12 +341,12 @@ async def test_a_list_has_fifty_rows_unless_told_and_two_hundred_at_most(tmp_pat
 
 @pytest.mark.requirement("L1", "L2", "003-list-message-limit")
 async def test_a_row_has_no_messages_unless_asked_for_and_twenty_at_most(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as stage:
-        await put(stage, await stage.create(MAIN), *(said(str(number)) for number in range(1, 31)))
+    async with open_app_fixture(tmp_path, silent) as app:
+        await put(app, await app.create(MAIN), *(said(str(number)) for number in range(1, 31)))
         for none in ({}, {"messageLimit": 0}):
-            assert "messages" not in rows_of(await ask(stage, "sessions_list", **none))["main"]
+            assert "messages" not in rows_of(await ask(app, "sessions_list", **none))["main"]
         for limit, first in ((1, 30), (3, 28), (20, 11), (21, 11), (500, 11)):
-            listed = rows_of(await ask(stage, "sessions_list", messageLimit=limit))
+            listed = rows_of(await ask(app, "sessions_list", messageLimit=limit))
             contents = [message["content"] for message in listed["main"]["messages"]]
             assert contents == [str(number) for number in range(first, 31)]
 
@@ -354,22 +354,22 @@ async def test_a_row_has_no_messages_unless_asked_for_and_twenty_at_most(tmp_pat
 @pytest.mark.requirement("L1", "L2", "003-list-filters-together")
 async def test_kinds_limit_active_minutes_and_message_limit_work_in_one_call(tmp_path: Path) -> None:
     clock = ManualClock()
-    async with open_app_fixture(tmp_path, silent, config=with_settings(WHOLE_AGENT), clock=clock) as stage:
-        await put(stage, await stage.create("agent:main:cron:old"), said("long ago"))
+    async with open_app_fixture(tmp_path, silent, config=with_settings(WHOLE_AGENT), clock=clock) as app:
+        await put(app, await app.create("agent:main:cron:old"), said("long ago"))
         clock.advance(seconds=3600)
         for number in range(4):
-            row = await stage.create(f"agent:main:cron:{number}")
-            await put(stage, row, said(f"one {number}"), answered(f"two {number}"))
+            row = await app.create(f"agent:main:cron:{number}")
+            await put(app, row, said(f"one {number}"), answered(f"two {number}"))
             clock.advance(seconds=60)
         for key in (MAIN, "agent:main:hook:1", "agent:main:telegram:group:1"):
-            await put(stage, await stage.create(key), said("of another kind"))
+            await put(app, await app.create(key), said("of another kind"))
         wanted = {"kinds": ["cron", "hook"], "activeMinutes": 30, "limit": 3, "messageLimit": 1}
-        result = await ask(stage, "sessions_list", **wanted)
+        result = await ask(app, "sessions_list", **wanted)
         last = {key: [entry["content"] for entry in row["messages"]] for key, row in rows_of(result).items()}
         assert list(last) == ["hook:1", "cron:3", "cron:2"]
         assert last["hook:1"] == ["of another kind"]
         assert last["cron:3"] == [[{"type": "text", "text": "two 3"}]]
-        rest = await ask(stage, "sessions_list", **wanted, cursor=result["nextCursor"])
+        rest = await ask(app, "sessions_list", **wanted, cursor=result["nextCursor"])
         assert list(rows_of(rest)) == ["cron:1", "cron:0"]
         assert "nextCursor" not in rest
 
@@ -390,9 +390,9 @@ async def test_the_messages_of_a_row_are_the_newest_of_its_history_without_tool_
         assert [message["role"] for message in history].count("toolResult") == 3
         spoken = [_bare(message) for message in history if message["role"] != "toolResult"]
         for limit in (1, 4, 20):
-            rows = rows_of(await wire.troupe.use("sessions_list", messageLimit=limit))
+            rows = rows_of(await wire.agents.use("sessions_list", messageLimit=limit))
             assert rows["main"]["messages"] == spoken[-limit:]
-        page = await wire.troupe.use("sessions_history", sessionKey="main", includeTools=True)
+        page = await wire.agents.use("sessions_history", sessionKey="main", includeTools=True)
         assert [item["role"] for item in page["messages"]] == [message["role"] for message in history]
 
 
@@ -401,27 +401,27 @@ async def test_the_messages_of_a_row_are_the_newest_of_its_history_without_tool_
 CHANNELS = ("whatsapp", "telegram", "discord", "signal", "imessage", "webchat")
 
 
-async def furnish(stage: AppFixture) -> dict[str, str]:
+async def furnish(app: AppFixture) -> dict[str, str]:
     """Sessions of every kind of origin, and the channel that each has."""
     expected = {"main": "unknown", "cron:1": "internal", "hook:1": "internal", "node-1": "internal"}
     for key in expected:
-        await stage.create(f"agent:main:{key}")
+        await app.create(f"agent:main:{key}")
     for channel in (*CHANNELS, "matrix"):
         group, direct = f"agent:main:{channel}:group:1", f"agent:main:{channel}:direct:bob"
         for key in (group, direct):
-            await stage.create(key)
+            await app.create(key)
             expected[key] = channel
-        stage.rows("UPDATE sessions SET last_channel = ? WHERE key = ?", channel, direct)
-        stage.rows("UPDATE sessions SET last_channel = 'elsewhere' WHERE key = ?", group)
-    stage.rows("UPDATE sessions SET last_channel = 'telegram' WHERE kind IN ('cron', 'hook', 'node')")
+        app.rows("UPDATE sessions SET last_channel = ? WHERE key = ?", channel, direct)
+        app.rows("UPDATE sessions SET last_channel = 'elsewhere' WHERE key = ?", group)
+    app.rows("UPDATE sessions SET last_channel = 'telegram' WHERE kind IN ('cron', 'hook', 'node')")
     return expected
 
 
 @pytest.mark.requirement("L3", "K6", "003-row-channel")
 async def test_a_row_has_its_channel_by_one_of_the_known_names_or_its_own(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent, config=with_settings(WHOLE_AGENT)) as stage:
-        expected = await furnish(stage)
-        rows = rows_of(await ask(stage, "sessions_list"))
+    async with open_app_fixture(tmp_path, silent, config=with_settings(WHOLE_AGENT)) as app:
+        expected = await furnish(app)
+        rows = rows_of(await ask(app, "sessions_list"))
         assert {key: row["channel"] for key, row in rows.items()} == expected
         assert set(expected.values()) == {*CHANNELS, "internal", "unknown", "matrix"}
         assert all(row["provider"] == row["channel"] for row in rows.values())
@@ -430,10 +430,10 @@ async def test_a_row_has_its_channel_by_one_of_the_known_names_or_its_own(tmp_pa
 @pytest.mark.requirement("L3", "K6", "001-row-provider", "001-provider-as-channel")
 async def test_a_row_has_its_provider_by_the_same_rules(tmp_path: Path) -> None:
     config = with_settings(WHOLE_AGENT)
-    async with open_app_fixture(tmp_path, silent, config=config) as stage:
-        expected = await furnish(stage)
-        await stage.ask("hello", "slack:group:7")
-        rows = rows_of(await ask(stage, "sessions_list"))
+    async with open_app_fixture(tmp_path, silent, config=config) as app:
+        expected = await furnish(app)
+        await app.ask("hello", "slack:group:7")
+        rows = rows_of(await ask(app, "sessions_list"))
         assert {key: row["provider"] for key, row in rows.items()} == {
             **expected,
             "agent:main:slack:group:7": "slack",
@@ -457,10 +457,10 @@ async def test_a_row_has_its_route_in_one_form_however_it_was_recorded(tmp_path:
     source.mkdir(parents=True)
     index = {key: {"sessionId": key.split(":")[-1], "updatedAt": 1, **route} for key, route in ROUTES.items()}
     source.joinpath("sessions.json").write_text(json.dumps(index))
-    async with open_app_fixture(tmp_path, silent, config=with_settings(WHOLE_AGENT)) as stage:
-        config = stage.operations.config
-        await import_source(stage.store, config, scan_source(tmp_path / "old", config), 1)
-        rows = rows_of(await ask(stage, "sessions_list"))
+    async with open_app_fixture(tmp_path, silent, config=with_settings(WHOLE_AGENT)) as app:
+        config = app.operations.config
+        await import_source(app.store, config, scan_source(tmp_path / "old", config), 1)
+        rows = rows_of(await ask(app, "sessions_list"))
         old, new, part, none = (rows[key] for key in ROUTES)
         for row in (old, new):
             assert row["deliveryContext"] == {"channel": "telegram", "to": "7", "accountId": "work"}
@@ -472,14 +472,14 @@ async def test_a_row_has_its_route_in_one_form_however_it_was_recorded(tmp_path:
 @pytest.mark.requirement("L3", "D2", "003-row-send-policy")
 async def test_a_row_has_its_send_policy_while_it_has_one_of_its_own(tmp_path: Path) -> None:
     config = with_settings({"session": {"sendPolicy": {"default": "deny"}}})
-    async with open_app_fixture(tmp_path, silent, config=config) as stage:
-        await stage.create(MAIN)
-        assert "sendPolicy" not in rows_of(await ask(stage, "sessions_list"))["main"]
+    async with open_app_fixture(tmp_path, silent, config=config) as app:
+        await app.create(MAIN)
+        assert "sendPolicy" not in rows_of(await ask(app, "sessions_list"))["main"]
         for policy in ("allow", "deny"):
-            await stage.operations.patch(OPERATOR, MAIN, SessionPatch(send_policy=policy))
-            assert rows_of(await ask(stage, "sessions_list"))["main"]["sendPolicy"] == policy
-        await stage.operations.patch(OPERATOR, MAIN, SessionPatch(send_policy=None))
-        assert "sendPolicy" not in rows_of(await ask(stage, "sessions_list"))["main"]
+            await app.operations.patch(OPERATOR, MAIN, SessionPatch(send_policy=policy))
+            assert rows_of(await ask(app, "sessions_list"))["main"]["sendPolicy"] == policy
+        await app.operations.patch(OPERATOR, MAIN, SessionPatch(send_policy=None))
+        assert "sendPolicy" not in rows_of(await ask(app, "sessions_list"))["main"]
 
 
 # --- live transcripts ---
@@ -528,7 +528,7 @@ async def test_a_message_is_told_as_the_entry_it_is_with_its_usage_where_that_is
             await wire.call(method, **({"key": MAIN} if "messages" in method else {}))
             await wire.say("say one two three")
             question, answer = await heard(events, 2)
-        stored = await wire.troupe.transcript()
+        stored = await wire.agents.transcript()
         assert [_bare(told["message"]) for told in (question, answer)] == stored
         assert [told["messageId"] for told in (question, answer)] == [entry["id"] for entry in stored]
         assert "usage" not in question["message"]
@@ -544,15 +544,15 @@ async def test_a_rule_matches_by_surface_and_chat_type_and_never_by_session_id(t
     rule = {"action": "deny", "match": {"surface": "discord", "chatType": "group"}}
     config = make_agents_config(session={"sendPolicy": {"rules": [rule], "default": "allow"}})
     group = "agent:main:discord:group:1"
-    async with open_agents_fixture(config, tmp_path) as troupe:
-        await troupe.open_sessions(MAIN, group, "discord:channel:1", "telegram:group:1")
+    async with open_agents_fixture(config, tmp_path) as agents:
+        await agents.open_sessions(MAIN, group, "discord:channel:1", "telegram:group:1")
         for _ in range(2):
-            told = await troupe.use("sessions_send", sessionKey=group, message="say yes", **CALM)
+            told = await agents.use("sessions_send", sessionKey=group, message="say yes", **CALM)
             assert told["status"] == "error"
             assert "send blocked by session policy" in told["error"]
-            await troupe.operations.renew(OPERATOR, group)
+            await agents.operations.renew(OPERATOR, group)
         for free in ("discord:channel:1", "telegram:group:1"):
-            told = await troupe.use("sessions_send", sessionKey=free, message="say yes", **CALM)
+            told = await agents.use("sessions_send", sessionKey=free, message="say yes", **CALM)
             assert told["status"] == "ok"
     by_id = {"action": "deny", "match": {"sessionId": NOWHERE}}
     with pytest.raises(ValidationError, match="sessionId"):
@@ -560,7 +560,7 @@ async def test_a_rule_matches_by_surface_and_chat_type_and_never_by_session_id(t
 
 
 async def policy_of(wire: Wire) -> str | None:
-    return rows_of(await wire.troupe.use("sessions_list"))["main"].get("sendPolicy")
+    return rows_of(await wire.agents.use("sessions_list"))["main"].get("sendPolicy")
 
 
 @pytest.mark.requirement("D2", "003-policy-command")
@@ -575,7 +575,7 @@ async def test_the_owner_and_nobody_else_sets_the_policy_by_a_command(tmp_path: 
             assert await policy_of(wire) == before
             await wire.call("chat.send", **{**given, "idempotencyKey": word})
             assert await policy_of(wire) == policy
-        assert len(await wire.troupe.transcript()) == 2
+        assert len(await wire.agents.transcript()) == 2
 
 
 @pytest.mark.requirement("D2", "003-policy-command-alone")
@@ -583,8 +583,8 @@ async def test_the_owner_and_nobody_else_sets_the_policy_by_a_command(tmp_path: 
 async def test_a_command_among_other_words_is_a_message_like_any_other(tmp_path: Path, words: str) -> None:
     async with wired(tmp_path) as wire:
         await wire.say(words)
-        assert (await wire.troupe.transcript())[0]["content"] == words
+        assert (await wire.agents.transcript())[0]["content"] == words
         assert await policy_of(wire) is None
         await wire.call("chat.send", sessionKey="main", message=" /send off ", idempotencyKey="alone")
         assert await policy_of(wire) == "deny"
-        assert len(await wire.troupe.transcript()) == 2
+        assert len(await wire.agents.transcript()) == 2

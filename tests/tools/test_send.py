@@ -42,15 +42,15 @@ CALM = {"replyBack": 0, "announce": "none"}
 """The request and its reply, and nothing after it."""
 
 
-def exchange(troupe: AgentsFixture) -> dict[str, Any]:
-    (row,) = troupe.rows("SELECT * FROM exchanges")
+def exchange(agents: AgentsFixture) -> dict[str, Any]:
+    (row,) = agents.rows("SELECT * FROM exchanges")
     return row
 
 
-def dialogue(troupe: AgentsFixture) -> list[list[dict[str, Any]]]:
+def dialogue(agents: AgentsFixture) -> list[list[dict[str, Any]]]:
     """Everything that a send leaves behind."""
     tables = ("exchanges", "deliveries", "chains", "runs WHERE exchange IS NOT NULL")
-    return [troupe.rows(f"SELECT * FROM {table}") for table in tables]  # noqa: S608
+    return [agents.rows(f"SELECT * FROM {table}") for table in tables]  # noqa: S608
 
 
 class Held:
@@ -90,19 +90,19 @@ class Held:
 async def test_what_is_missing_or_wrong_is_named_and_nothing_is_sent(
     tmp_path: Path, arguments: dict[str, Any], field: str
 ) -> None:
-    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as troupe:
-        await troupe.open_sessions(MAIN, HELPER)
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as agents:
+        await agents.open_sessions(MAIN, HELPER)
         before = dump(tmp_path / DATABASE)
-        said = await troupe.use("sessions_send", **arguments)
+        said = await agents.use("sessions_send", **arguments)
         assert (said["status"], said["code"], said["field"]) == ("error", "invalid_input", field)
         assert dump(tmp_path / DATABASE) == before
 
 
 @pytest.mark.requirement("S1", "003-send-required", "003-send-session-id")
 async def test_a_session_is_named_by_its_key_its_id_its_label_or_its_agent(tmp_path: Path) -> None:
-    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as troupe:
-        await troupe.open_sessions(MAIN, HELPER)
-        view = await troupe.operations.patch(OPERATOR, HELPER, SessionPatch(label="the helper"))
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as agents:
+        await agents.open_sessions(MAIN, HELPER)
+        view = await agents.operations.patch(OPERATOR, HELPER, SessionPatch(label="the helper"))
         names: list[dict[str, str]] = [
             {"sessionKey": HELPER},
             {"sessionKey": view.session_id},
@@ -111,20 +111,20 @@ async def test_a_session_is_named_by_its_key_its_id_its_label_or_its_agent(tmp_p
             {"agentId": "helper"},
         ]
         for number, name in enumerate(names):
-            said = await troupe.call_tool("sessions_send", **name, **CALM, message=f"say {number}")
+            said = await agents.call_tool("sessions_send", **name, **CALM, message=f"say {number}")
             assert (said["status"], said["reply"], said["sessionKey"]) == ("ok", str(number), HELPER)
 
 
 @pytest.mark.requirement("S1", "K2")
 async def test_a_label_that_two_sessions_have_is_an_error_with_both_keys(tmp_path: Path) -> None:
-    async with open_agents_fixture(make_agents_config("helper", "other"), tmp_path) as troupe:
+    async with open_agents_fixture(make_agents_config("helper", "other"), tmp_path) as agents:
         for agent in ("helper", "other"):
-            await troupe.operations.patch(OPERATOR, f"agent:{agent}:main", SessionPatch(label="twin"))
-        await troupe.open_sessions(MAIN)
-        said = await troupe.use("sessions_send", label="twin", message="hello")
+            await agents.operations.patch(OPERATOR, f"agent:{agent}:main", SessionPatch(label="twin"))
+        await agents.open_sessions(MAIN)
+        said = await agents.use("sessions_send", label="twin", message="hello")
         assert (said["status"], said["code"]) == ("error", "ambiguous")
         assert sorted(said["candidates"]) == ["agent:helper:main", "agent:other:main"]
-        chosen = await troupe.use("sessions_send", label="twin", agentId="other", message="say me", **CALM)
+        chosen = await agents.use("sessions_send", label="twin", agentId="other", message="say me", **CALM)
         assert (chosen["sessionKey"], chosen["reply"]) == ("agent:other:main", "me")
 
 
@@ -133,33 +133,33 @@ async def test_an_agent_alone_is_its_main_session_which_is_founded_only_for_who_
     tmp_path: Path,
 ) -> None:
     closed = make_agents_config("helper", tools={"agentToAgent": {"enabled": False}})
-    async with open_agents_fixture(closed, tmp_path / "closed") as troupe:
-        await troupe.open_sessions(MAIN)
+    async with open_agents_fixture(closed, tmp_path / "closed") as agents:
+        await agents.open_sessions(MAIN)
         for agent in ("helper", "nobody"):
-            said = await troupe.use("sessions_send", agentId=agent, message="hello")
+            said = await agents.use("sessions_send", agentId=agent, message="hello")
             assert (said["status"], said["code"]) == ("error", "not_found")
-        assert [row["key"] for row in troupe.rows("SELECT key FROM sessions")] == [MAIN]
-    async with open_agents_fixture(make_agents_config("helper"), tmp_path / "open") as troupe:
-        await troupe.open_sessions(MAIN)
-        said = await troupe.use("sessions_send", agentId="helper", message="say here I am", **CALM)
+        assert [row["key"] for row in agents.rows("SELECT key FROM sessions")] == [MAIN]
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path / "open") as agents:
+        await agents.open_sessions(MAIN)
+        said = await agents.use("sessions_send", agentId="helper", message="say here I am", **CALM)
         assert (said["status"], said["sessionKey"], said["reply"]) == ("ok", HELPER, "here I am")
-        assert (await troupe.use("sessions_send", agentId="nobody", message="x"))["code"] == "not_found"
+        assert (await agents.use("sessions_send", agentId="nobody", message="x"))["code"] == "not_found"
 
 
 @pytest.mark.requirement("K2", "S1")
 async def test_the_first_message_to_a_main_session_founds_it(tmp_path: Path) -> None:
     job = "agent:main:cron:nightly"
-    async with open_agents_fixture(make_agents_config("helper", "other"), tmp_path) as troupe:
-        await troupe.open_sessions(job)
-        told = await troupe.use("sessions_send", job, sessionKey="main", message="say done", **CALM)
+    async with open_agents_fixture(make_agents_config("helper", "other"), tmp_path) as agents:
+        await agents.open_sessions(job)
+        told = await agents.use("sessions_send", job, sessionKey="main", message="say done", **CALM)
         assert (told["status"], told["sessionKey"], told["reply"]) == ("ok", "main", "done")
-        sent = await troupe.use("sessions_send", job, sessionKey=HELPER, message="say here", **CALM)
+        sent = await agents.use("sessions_send", job, sessionKey=HELPER, message="say here", **CALM)
         assert (sent["status"], sent["sessionKey"], sent["reply"]) == ("ok", HELPER, "here")
         wanted = SendRequest(session="agent:other:main", message="say me", reply_back=0, announce="none")
-        async with troupe.house.bus.listen("sessions") as events:
-            asked = await troupe.operations.send(OPERATOR, wanted)
+        async with agents.app.bus.listen("sessions") as events:
+            asked = await agents.operations.send(OPERATOR, wanted)
             created = [
-                event for event in await troupe.collect_events(events) if isinstance(event, SessionChanged)
+                event for event in await agents.collect_events(events) if isinstance(event, SessionChanged)
             ]
         assert asked.reply == "me"
         assert ("agent:other:main", "create") in {(event.session_key, event.reason) for event in created}
@@ -169,16 +169,16 @@ async def test_the_first_message_to_a_main_session_founds_it(tmp_path: Path) -> 
 async def test_a_main_session_is_founded_for_nobody_who_may_not_send_there(tmp_path: Path) -> None:
     async with open_agents_fixture(
         make_agents_config("helper", tools={"sessions": {"visibility": "agent"}}), tmp_path
-    ) as troupe:
-        await troupe.open_sessions(MAIN)
-        unfounded = await troupe.use("sessions_send", sessionKey=HELPER, message="x")
-        missing = await troupe.use("sessions_send", sessionKey="agent:helper:dashboard:x", message="x")
+    ) as agents:
+        await agents.open_sessions(MAIN)
+        unfounded = await agents.use("sessions_send", sessionKey=HELPER, message="x")
+        missing = await agents.use("sessions_send", sessionKey="agent:helper:dashboard:x", message="x")
         for reference in ("agent:nobody:main", "agent:main:main:thread:1", "agent:main:dashboard:x"):
             with pytest.raises(NotFound):
-                await troupe.operations.send(OPERATOR, SendRequest(session=reference, message="x"))
-        assert [row["key"] for row in troupe.rows("SELECT key FROM sessions")] == [MAIN]
-        await troupe.open_sessions(HELPER)
-        hidden = await troupe.use("sessions_send", sessionKey=HELPER, message="x")
+                await agents.operations.send(OPERATOR, SendRequest(session=reference, message="x"))
+        assert [row["key"] for row in agents.rows("SELECT key FROM sessions")] == [MAIN]
+        await agents.open_sessions(HELPER)
+        hidden = await agents.use("sessions_send", sessionKey=HELPER, message="x")
         assert unfounded == hidden
         assert {**missing, "error": "", "reference": ""} == {**hidden, "error": "", "reference": ""}
 
@@ -186,24 +186,24 @@ async def test_a_main_session_is_founded_for_nobody_who_may_not_send_there(tmp_p
 @pytest.mark.requirement("SEC5", "S2")
 async def test_a_hidden_session_and_a_missing_one_are_refused_in_the_same_words(tmp_path: Path) -> None:
     config = make_agents_config("helper", tools={"sessions": {"visibility": "tree"}})
-    async with open_agents_fixture(config, tmp_path) as troupe:
-        await troupe.open_sessions(MAIN, HELPER)
-        hidden = await troupe.use("sessions_send", sessionKey=HELPER, message="hello")
-        missing = await troupe.use("sessions_send", sessionKey="agent:helpes:main", message="hello")
+    async with open_agents_fixture(config, tmp_path) as agents:
+        await agents.open_sessions(MAIN, HELPER)
+        hidden = await agents.use("sessions_send", sessionKey=HELPER, message="hello")
+        missing = await agents.use("sessions_send", sessionKey="agent:helpes:main", message="hello")
         assert hidden["error"] == missing["error"].replace("helpes", "helper")
         assert {**hidden, "error": ""} == {**missing, "error": ""}
-        assert troupe.rows("SELECT * FROM exchanges") == []
+        assert agents.rows("SELECT * FROM exchanges") == []
 
 
 @pytest.mark.requirement("S2", "G30")
 async def test_what_may_be_read_but_not_written_to_is_forbidden(tmp_path: Path) -> None:
     config = make_agents_config("helper", tools={"sessions": {"visibility": "all", "send": "tree"}})
-    async with open_agents_fixture(config, tmp_path) as troupe:
-        await troupe.open_sessions(MAIN, HELPER)
-        said = await troupe.use("sessions_send", sessionKey=HELPER, message="hello")
+    async with open_agents_fixture(config, tmp_path) as agents:
+        await agents.open_sessions(MAIN, HELPER)
+        said = await agents.use("sessions_send", sessionKey=HELPER, message="hello")
         assert (said["status"], said["code"]) == ("forbidden", "forbidden")
         assert "runId" not in said
-        assert troupe.rows("SELECT * FROM runs") == []
+        assert agents.rows("SELECT * FROM runs") == []
 
 
 # --- what the sender is told ---
@@ -219,10 +219,10 @@ async def test_a_reply_in_time(tmp_path: Path) -> None:
 
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"helper": late}, clock=clock
-    ) as troupe:
-        await troupe.open_sessions(HELPER)
-        said = await troupe.call_tool("sessions_send", sessionKey=HELPER, message="well?", **CALM)
-        run = troupe.rows("SELECT id FROM runs WHERE origin = 'sessions_send'")
+    ) as agents:
+        await agents.open_sessions(HELPER)
+        said = await agents.call_tool("sessions_send", sessionKey=HELPER, message="well?", **CALM)
+        run = agents.rows("SELECT id FROM runs WHERE origin = 'sessions_send'")
         assert said == {
             "runId": run[0]["id"],
             "status": "ok",
@@ -237,16 +237,16 @@ async def test_without_a_timeout_the_sender_goes_on_at_once(tmp_path: Path) -> N
     helper = Held()
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"helper": helper}
-    ) as troupe:
-        await troupe.open_sessions(HELPER)
-        said = await troupe.call_tool("sessions_send", sessionKey=HELPER, message="well?", timeoutSeconds=0)
+    ) as agents:
+        await agents.open_sessions(HELPER)
+        said = await agents.call_tool("sessions_send", sessionKey=HELPER, message="well?", timeoutSeconds=0)
         assert set(said) == {"runId", "status", "sessionKey", "delivery"}
         assert (said["status"], said["sessionKey"]) == ("accepted", HELPER)
         assert said["delivery"]["status"] in {"queued", "started"}
-        assert not (await troupe.operations.get_run(OPERATOR, said["runId"])).has_ended
+        assert not (await agents.operations.get_run(OPERATOR, said["runId"])).has_ended
         helper.free.set()
-        assert (await troupe.wait_for_end(said["runId"])).reply == "at last"
-        await troupe.wait_until_idle()
+        assert (await agents.wait_for_end(said["runId"])).reply == "at last"
+        await agents.wait_until_idle()
 
 
 @pytest.mark.requirement("S2", "S4", "G4", "003-send-timeout", "003-send-timeout-goes-on")
@@ -257,28 +257,28 @@ async def test_a_timeout_says_that_the_message_is_there_and_the_reply_can_be_had
     helper = Held()
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"helper": helper}, clock=clock
-    ) as troupe:
-        await troupe.open_sessions(HELPER)
-        run = await troupe.say(
+    ) as agents:
+        await agents.open_sessions(HELPER)
+        run = await agents.say(
             f'call sessions_send {{"sessionKey": "{HELPER}", "message": "well?", "timeoutSeconds": 0.05}}'
         )
         await soon(helper.begun)
         clock.advance(seconds=7)
-        said = (await troupe.wait_for_end(run)).reply or ""
+        said = (await agents.wait_for_end(run)).reply or ""
         assert '"status":"timeout"' in said
         assert '"delivery":{"status":"started","queuedMs":0,"runningMs":7000}' in said
         assert "was delivered" in said and "sessions_history" in said and '"reply"' not in said
         helper.free.set()
-        await troupe.wait_until_idle()
-        request = exchange(troupe)["id"]
+        await agents.wait_until_idle()
+        request = exchange(agents)["id"]
         assert request in said
-        assert (await troupe.operations.get_run(OPERATOR, request)).reply == "at last"
-        history = await troupe.use("sessions_history", sessionKey=HELPER)
+        assert (await agents.operations.get_run(OPERATOR, request)).reply == "at last"
+        history = await agents.use("sessions_history", sessionKey=HELPER)
         assert [row["content"] for row in history["messages"][:2]] == [
             "well?",
             [{"type": "text", "text": "at last"}],
         ]
-        announced = troupe.rows("SELECT kind, body FROM deliveries")
+        announced = agents.rows("SELECT kind, body FROM deliveries")
         assert announced == [{"kind": "announce", "body": "announced"}]
 
 
@@ -288,47 +288,47 @@ async def test_a_message_behind_others_says_how_far_it_has_come(tmp_path: Path) 
     helper = Held()
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"helper": helper}, clock=clock
-    ) as troupe:
-        await troupe.operations.open(OPERATOR, MAIN)
-        await troupe.say("first", HELPER)
+    ) as agents:
+        await agents.operations.open(OPERATOR, MAIN)
+        await agents.say("first", HELPER)
         await soon(helper.begun)
         sent = {"sessionKey": HELPER, "timeoutSeconds": 0, **CALM}
-        first = await troupe.use("sessions_send", message="second", **sent)
+        first = await agents.use("sessions_send", message="second", **sent)
         clock.advance(seconds=3)
-        second = await troupe.use("sessions_send", message="third", **sent)
+        second = await agents.use("sessions_send", message="third", **sent)
         assert first["delivery"] == {"status": "queued", "queuedMs": 0, "position": 1}
         assert second["delivery"] == {"status": "queued", "queuedMs": 0, "position": 2}
-        later = await troupe.operations.send(
+        later = await agents.operations.send(
             OPERATOR, SendRequest(message="fourth", session=HELPER, timeout_seconds=0.01, idempotency_key="k")
         )
         assert (later.status, later.delivery and later.delivery.position) == ("timeout", 3)
         helper.free.set()
-        await troupe.wait_until_idle()
+        await agents.wait_until_idle()
 
 
 @pytest.mark.requirement("S2", "003-send-run-failed")
 async def test_a_run_that_fails_is_an_error_and_nothing_follows_from_it(tmp_path: Path) -> None:
-    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as troupe:
-        await troupe.open_sessions(HELPER)
-        said = await troupe.call_tool("sessions_send", sessionKey=HELPER, message="fail out of order")
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as agents:
+        await agents.open_sessions(HELPER)
+        said = await agents.call_tool("sessions_send", sessionKey=HELPER, message="fail out of order")
         assert said["status"] == "error" and "out of order" in said["error"]
         assert said["delivery"]["status"] == "ended" and "reply" not in said
-        await troupe.wait_until_idle()
-        assert exchange(troupe)["announced"] == "no_reply"
-        assert troupe.list_steps() == ["helper:request"]
-        assert troupe.rows("SELECT * FROM deliveries") == []
+        await agents.wait_until_idle()
+        assert exchange(agents)["announced"] == "no_reply"
+        assert agents.list_steps() == ["helper:request"]
+        assert agents.rows("SELECT * FROM deliveries") == []
 
 
 @pytest.mark.requirement("S2", "003-send-ok-is-no-announce", "003-send-announce-afterwards")
 async def test_ok_says_nothing_about_the_announcement(tmp_path: Path) -> None:
-    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as troupe:
-        await troupe.open_sessions(GROUP)
-        said = await troupe.call_tool("sessions_send", sessionKey=GROUP, message="say yes", replyBack=0)
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as agents:
+        await agents.open_sessions(GROUP)
+        said = await agents.call_tool("sessions_send", sessionKey=GROUP, message="say yes", replyBack=0)
         assert (said["status"], said["reply"]) == ("ok", "yes")
-        await troupe.wait_until_idle()
-        (delivery,) = troupe.rows("SELECT state, error FROM deliveries")
+        await agents.wait_until_idle()
+        (delivery,) = agents.rows("SELECT state, error FROM deliveries")
         assert delivery["state"] == "dead" and "no channel 'discord'" in delivery["error"]
-        assert exchange(troupe)["announced"] == "dead"
+        assert exchange(agents)["announced"] == "dead"
 
 
 @pytest.mark.requirement("S4", "003-send-wait-on-server")
@@ -338,30 +338,30 @@ async def test_a_wait_can_be_dropped_and_taken_up_by_others_even_after_a_restart
     wanted = SendRequest(
         message="well?", session=HELPER, idempotency_key="mine", reply_back=0, announce="none"
     )
-    async with open_agents_fixture(config, tmp_path, functions={"helper": helper}) as troupe:
-        await troupe.open_sessions(HELPER)
-        waiting = asyncio.create_task(troupe.operations.send(OPERATOR, wanted))
+    async with open_agents_fixture(config, tmp_path, functions={"helper": helper}) as agents:
+        await agents.open_sessions(HELPER)
+        waiting = asyncio.create_task(agents.operations.send(OPERATOR, wanted))
         await soon(helper.begun)
         waiting.cancel()
         await asyncio.wait([waiting], timeout=5)
     helper.free.set()
-    async with open_agents_fixture(config, tmp_path, functions={"helper": helper}) as troupe:
-        again = await troupe.operations.send(OPERATOR, wanted)
+    async with open_agents_fixture(config, tmp_path, functions={"helper": helper}) as agents:
+        again = await agents.operations.send(OPERATOR, wanted)
         assert (again.run_id, again.status, again.reply) == ("mine", "ok", "at last")
-        assert (await troupe.operations.wait(OPERATOR, "mine", 0)).reply == "at last"
-        said = [row["role"] for row in await troupe.transcript(HELPER)]
+        assert (await agents.operations.wait(OPERATOR, "mine", 0)).reply == "at last"
+        said = [row["role"] for row in await agents.transcript(HELPER)]
         assert said == ["user", "assistant"]
 
 
 @pytest.mark.requirement("S8", "D1", "003-policy-gateway")
 async def test_the_policy_of_the_target_blocks_the_send_before_anything_is_there(tmp_path: Path) -> None:
     policy = {"sendPolicy": {"rules": [{"action": "deny", "match": {"channel": "discord"}}]}}
-    async with open_agents_fixture(make_agents_config("helper", session=policy), tmp_path) as troupe:
-        await troupe.open_sessions(MAIN, GROUP, HELPER)
-        await troupe.operations.patch(OPERATOR, HELPER, SessionPatch(send_policy="deny"))
+    async with open_agents_fixture(make_agents_config("helper", session=policy), tmp_path) as agents:
+        await agents.open_sessions(MAIN, GROUP, HELPER)
+        await agents.operations.patch(OPERATOR, HELPER, SessionPatch(send_policy="deny"))
         before = dump(tmp_path / DATABASE)
         for target in (GROUP, HELPER):
-            said = await troupe.use("sessions_send", sessionKey=target, message="hello")
+            said = await agents.use("sessions_send", sessionKey=target, message="hello")
             assert (said["status"], said["code"]) == ("error", "send_blocked")
             assert said["error"].startswith("send blocked by session policy")
         assert dump(tmp_path / DATABASE) == before
@@ -369,38 +369,38 @@ async def test_the_policy_of_the_target_blocks_the_send_before_anything_is_there
 
 @pytest.mark.requirement("S9")
 async def test_the_same_key_is_one_exchange_and_for_other_words_an_error(tmp_path: Path) -> None:
-    async with open_agents_fixture(make_agents_config("helper", "other"), tmp_path) as troupe:
-        await troupe.open_sessions(HELPER, "agent:other:main")
+    async with open_agents_fixture(make_agents_config("helper", "other"), tmp_path) as agents:
+        await agents.open_sessions(HELPER, "agent:other:main")
         sent = {"sessionKey": HELPER, "idempotencyKey": "once", "message": "say one"}
-        first = await troupe.call_tool("sessions_send", **sent)
-        await troupe.wait_until_idle()
-        before = dialogue(troupe)
-        again = await troupe.call_tool("sessions_send", **sent)
+        first = await agents.call_tool("sessions_send", **sent)
+        await agents.wait_until_idle()
+        before = dialogue(agents)
+        again = await agents.call_tool("sessions_send", **sent)
         assert (again["runId"], again["status"], again["reply"]) == (first["runId"], "ok", "one")
         for other in ({"message": "say two"}, {"sessionKey": "agent:other:main"}):
-            said = await troupe.call_tool("sessions_send", **{**sent, **other})
+            said = await agents.call_tool("sessions_send", **{**sent, **other})
             assert (said["status"], said["code"]) == ("error", "conflict")
-        assert dialogue(troupe) == before
-        theirs = await troupe.call_tool("sessions_send", "agent:other:main", **sent)
+        assert dialogue(agents) == before
+        theirs = await agents.call_tool("sessions_send", "agent:other:main", **sent)
         assert theirs["runId"] != first["runId"], "keys of two sessions are two keys"
 
 
 @pytest.mark.requirement("S9")
 async def test_a_key_that_another_requester_uses_is_an_error_that_shows_nothing(tmp_path: Path) -> None:
     secret = SendRequest(session=HELPER, message="say the plan", idempotency_key="once", reply_back=0)
-    async with open_agents_fixture(make_agents_config("helper", "other"), tmp_path) as troupe:
-        await troupe.open_sessions(MAIN, HELPER, "agent:other:main")
-        first = await troupe.operations.send(OPERATOR, secret, requester=MAIN)
-        await troupe.wait_until_idle()
-        before = dialogue(troupe)
+    async with open_agents_fixture(make_agents_config("helper", "other"), tmp_path) as agents:
+        await agents.open_sessions(MAIN, HELPER, "agent:other:main")
+        first = await agents.operations.send(OPERATOR, secret, requester=MAIN)
+        await agents.wait_until_idle()
+        before = dialogue(agents)
         for requester in ("agent:other:main", None):
             with pytest.raises(Conflict, match="already used"):
-                await troupe.operations.send(OPERATOR, secret, requester=requester)
-        again = await troupe.operations.send(OPERATOR, secret, requester=MAIN)
+                await agents.operations.send(OPERATOR, secret, requester=requester)
+        again = await agents.operations.send(OPERATOR, secret, requester=MAIN)
         assert (again.run_id, again.reply) == (first.run_id, "the plan")
         with pytest.raises(Conflict, match="already used"):
-            await troupe.say("say the plan", HELPER, idempotency_key="once")
-        assert dialogue(troupe) == before
+            await agents.say("say the plan", HELPER, idempotency_key="once")
+        assert dialogue(agents) == before
 
 
 @pytest.mark.requirement("S9", "G3")
@@ -418,15 +418,15 @@ async def test_a_tool_call_that_is_replayed_after_a_crash_is_one_exchange(tmp_pa
             helper.free.set()
         async with open_agents_fixture(
             config, tmp_path, functions={"helper": helper, "main": ScriptedAgent(sender)}
-        ) as troupe:
+        ) as agents:
             if turn == "down":
-                await troupe.say("go", idempotency_key="run")
+                await agents.say("go", idempotency_key="run")
                 await soon(helper.begun)
                 continue
-            assert "at last" in ((await troupe.wait_for_end("run")).reply or "")
-            await troupe.wait_until_idle()
-            assert len(troupe.rows("SELECT * FROM exchanges")) == 1
-            said = [row["content"] for row in await troupe.transcript(HELPER) if row["role"] == "user"]
+            assert "at last" in ((await agents.wait_for_end("run")).reply or "")
+            await agents.wait_until_idle()
+            assert len(agents.rows("SELECT * FROM exchanges")) == 1
+            said = [row["content"] for row in await agents.transcript(HELPER) if row["role"] == "user"]
             assert said.count("?") == 1
 
 
@@ -451,11 +451,11 @@ async def test_a_send_after_a_compaction_is_not_taken_for_an_earlier_one(tmp_pat
 
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"main": ScriptedAgent(sender)}
-    ) as troupe:
-        assert (await troupe.ask("send five ticks")).reply == "sent"
+    ) as agents:
+        assert (await agents.ask("send five ticks")).reply == "sent"
         assert summaries
-        await troupe.wait_until_idle()
-        said = [row["content"] for row in await troupe.transcript(HELPER) if row["role"] == "user"]
+        await agents.wait_until_idle()
+        said = [row["content"] for row in await agents.transcript(HELPER) if row["role"] == "user"]
         assert said.count("tick") == 5
 
 
@@ -471,13 +471,13 @@ async def test_the_message_is_stored_byte_for_byte_and_shown_as_data_for_that_ru
     helper = ScriptedAgent("noted")
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"helper": helper}
-    ) as troupe:
-        await troupe.open_sessions(HELPER)
-        troupe.rows("UPDATE sessions SET last_channel = 'telegram', last_to = 'u1' WHERE key = ?", HELPER)
-        await troupe.say("hello", MAIN)
-        troupe.rows("UPDATE sessions SET last_channel = 'signal', last_to = 'u2' WHERE key = ?", MAIN)
-        said = await troupe.call_tool("sessions_send", sessionKey=HELPER, message=NASTY, **CALM)
-        (entry, _) = await troupe.transcript(HELPER)
+    ) as agents:
+        await agents.open_sessions(HELPER)
+        agents.rows("UPDATE sessions SET last_channel = 'telegram', last_to = 'u1' WHERE key = ?", HELPER)
+        await agents.say("hello", MAIN)
+        agents.rows("UPDATE sessions SET last_channel = 'signal', last_to = 'u2' WHERE key = ?", MAIN)
+        said = await agents.call_tool("sessions_send", sessionKey=HELPER, message=NASTY, **CALM)
+        (entry, _) = await agents.transcript(HELPER)
         assert (entry["role"], entry["content"]) == ("user", NASTY)
         assert entry["provenance"] == {
             "kind": "inter_session",
@@ -499,7 +499,7 @@ async def test_the_message_is_stored_byte_for_byte_and_shown_as_data_for_that_ru
         assert "comes from another agent" in told
         assert f"Requester: session '{MAIN}', channel 'signal'." in told
         assert f"Target: session '{HELPER}', channel 'telegram'." in told
-        await troupe.ask("and now me", HELPER)
+        await agents.ask("and now me", HELPER)
         assert "another agent" not in helper.prompts[-1].instructions
         assert get_last_user_text(helper.prompts[-1]) == "and now me"
 
@@ -507,15 +507,15 @@ async def test_the_message_is_stored_byte_for_byte_and_shown_as_data_for_that_ru
 @pytest.mark.requirement("G6", "G36", "D2")
 async def test_what_another_session_says_moves_no_route_and_is_no_command(tmp_path: Path) -> None:
     columns = "last_channel, last_to, last_account, last_thread, send_policy, session_id"
-    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as troupe:
-        await troupe.open_sessions(HELPER)
-        troupe.rows("UPDATE sessions SET last_channel = 'telegram', last_to = 'u1' WHERE key = ?", HELPER)
-        before = troupe.rows(f"SELECT {columns} FROM sessions WHERE key = ?", HELPER)  # noqa: S608
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as agents:
+        await agents.open_sessions(HELPER)
+        agents.rows("UPDATE sessions SET last_channel = 'telegram', last_to = 'u1' WHERE key = ?", HELPER)
+        before = agents.rows(f"SELECT {columns} FROM sessions WHERE key = ?", HELPER)  # noqa: S608
         for command in ("/send off", "/reset", "/new"):
-            said = await troupe.call_tool("sessions_send", sessionKey=HELPER, message=command)
+            said = await agents.call_tool("sessions_send", sessionKey=HELPER, message=command)
             assert said["status"] == "ok"
-        await troupe.wait_until_idle()
-        assert troupe.rows(f"SELECT {columns} FROM sessions WHERE key = ?", HELPER) == before  # noqa: S608
+        await agents.wait_until_idle()
+        assert agents.rows(f"SELECT {columns} FROM sessions WHERE key = ?", HELPER) == before  # noqa: S608
 
 
 # --- reply-back ---
@@ -539,20 +539,20 @@ async def test_requester_and_target_take_turns_on_the_latest_reply(tmp_path: Pat
     helper = chatty("helper")
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"main": main, "helper": helper}
-    ) as troupe:
-        await troupe.open_sessions(HELPER)
-        await troupe.ask("go")
-        await troupe.wait_until_idle()
-        assert troupe.list_steps() == [
+    ) as agents:
+        await agents.open_sessions(HELPER)
+        await agents.ask("go")
+        await agents.wait_until_idle()
+        assert agents.list_steps() == [
             "helper:request",
             *["main:turn", "helper:turn", "main:turn", "helper:turn", "main:turn"],
             "helper:announce",
         ]
-        turns = [row for row in await troupe.transcript(MAIN) if row.get("provenance")]
+        turns = [row for row in await agents.transcript(MAIN) if row.get("provenance")]
         assert [row["content"] for row in turns] == ["helper request 1", "helper turn 1", "helper turn 2"]
         assert {row["provenance"]["sourceSessionKey"] for row in turns} == {HELPER}
         assert {row["provenance"]["kind"] for row in turns} == {"inter_session"}
-        others = [row["content"] for row in await troupe.transcript(HELPER) if row["role"] == "user"]
+        others = [row["content"] for row in await agents.transcript(HELPER) if row["role"] == "user"]
         assert others[:3] == ["begin", "main turn 1", "main turn 2"]
         for player, side, numbers in ((main, "requester", (1, 3, 5)), (helper, "target", (2, 4))):
             for prompt, number in zip(player.list_prompts("turn"), numbers, strict=True):
@@ -576,11 +576,11 @@ async def test_the_limit_is_configured_and_can_only_be_lowered(
     functions = {"main": chatty("main", sent), "helper": chatty("helper")}
     async with open_agents_fixture(
         make_agents_config("helper", session=session), tmp_path, functions=functions
-    ) as troupe:
-        await troupe.open_sessions(HELPER)
-        await troupe.ask("go")
-        await troupe.wait_until_idle()
-        assert len([step for step in troupe.list_steps() if step.endswith(":turn")]) == turns
+    ) as agents:
+        await agents.open_sessions(HELPER)
+        await agents.ask("go")
+        await agents.wait_until_idle()
+        assert len([step for step in agents.list_steps() if step.endswith(":turn")]) == turns
 
 
 @pytest.mark.requirement("S5", "003-reply-back-skip")
@@ -612,11 +612,11 @@ async def test_only_the_exact_token_silence_or_a_failure_ends_it(
         return second
 
     functions = {"main": ScriptedAgent(main), "helper": ScriptedAgent(helper)}
-    async with open_agents_fixture(make_agents_config("helper"), tmp_path, functions=functions) as troupe:
-        await troupe.open_sessions(HELPER)
-        await troupe.ask("go")
-        await troupe.wait_until_idle()
-        assert troupe.list_steps() == [
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path, functions=functions) as agents:
+        await agents.open_sessions(HELPER)
+        await agents.ask("go")
+        await agents.wait_until_idle()
+        assert agents.list_steps() == [
             "helper:request",
             *["main:turn", "helper:turn"][:turns],
             "helper:announce",
@@ -629,13 +629,13 @@ async def test_it_goes_on_though_nobody_waits_for_the_reply(tmp_path: Path, time
     helper = Held("say say pong")
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"helper": helper}
-    ) as troupe:
-        await troupe.open_sessions(HELPER)
-        said = await troupe.call_tool("sessions_send", sessionKey=HELPER, message="?", timeoutSeconds=timeout)
+    ) as agents:
+        await agents.open_sessions(HELPER)
+        said = await agents.call_tool("sessions_send", sessionKey=HELPER, message="?", timeoutSeconds=timeout)
         assert said["status"] in {"accepted", "timeout"}
         helper.free.set()
-        await troupe.wait_until_idle()
-        assert troupe.list_steps()[:3] == ["helper:request", "main:turn", "helper:turn"]
+        await agents.wait_until_idle()
+        assert agents.list_steps()[:3] == ["helper:request", "main:turn", "helper:turn"]
 
 
 @pytest.mark.requirement("S5", "G15", "003-reply-back-alternates")
@@ -643,23 +643,23 @@ async def test_it_goes_on_though_nobody_waits_for_the_reply(tmp_path: Path, time
 async def test_who_is_not_there_to_answer_is_never_stepped(tmp_path: Path, requester: str | None) -> None:
     tools = {"subagents": {"tools": {"alsoAllow": ["sessions_send"]}}}
     message = f'call sessions_send {{"sessionKey": "{HELPER}", "message": "say say say more"}}'
-    async with open_agents_fixture(make_agents_config("helper", tools=tools), tmp_path) as troupe:
-        await troupe.open_sessions(HELPER)
+    async with open_agents_fixture(make_agents_config("helper", tools=tools), tmp_path) as agents:
+        await agents.open_sessions(HELPER)
         if requester is None:
-            sent = await troupe.operations.send(
+            sent = await agents.operations.send(
                 OPERATOR, SendRequest(message="say say say more", session=HELPER)
             )
             assert sent.reply == "say say more"
         elif requester == "a sub-agent":
-            await troupe.call_tool("sessions_spawn", task=message)
+            await agents.call_tool("sessions_spawn", task=message)
         else:
-            assert '"status":"ok"' in ((await troupe.ask(message, requester)).reply or "")
-        await troupe.wait_until_idle()
-        steps = [step for step in troupe.list_steps() if not step.startswith("main:")]
+            assert '"status":"ok"' in ((await agents.ask(message, requester)).reply or "")
+        await agents.wait_until_idle()
+        steps = [step for step in agents.list_steps() if not step.startswith("main:")]
         assert steps == ["helper:request", "helper:announce"]
-        assert not [step for step in troupe.list_steps() if step == "main:turn"]
-        assert exchange(troupe)["turns"] == 0
-        (entry, *_) = await troupe.transcript(HELPER)
+        assert not [step for step in agents.list_steps() if step == "main:turn"]
+        assert exchange(agents)["turns"] == 0
+        (entry, *_) = await agents.transcript(HELPER)
         source = entry["provenance"].get("sourceSessionKey")
         assert (
             source == requester if requester != "a sub-agent" else source.startswith("agent:main:subagent:")
@@ -677,10 +677,10 @@ async def test_the_target_alone_is_asked_with_the_request_and_the_first_and_late
     main, helper = chatty("main", sent), chatty("helper")
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"main": main, "helper": helper}
-    ) as troupe:
-        await troupe.open_sessions(HELPER)
-        await troupe.ask("go")
-        await troupe.wait_until_idle()
+    ) as agents:
+        await agents.open_sessions(HELPER)
+        await agents.ask("go")
+        await agents.wait_until_idle()
         assert main.list_prompts("announce") == []
         (prompt,) = helper.list_prompts("announce")
         assert get_last_user_text(prompt) == (
@@ -695,33 +695,33 @@ async def test_the_announcement_goes_to_the_channel_of_the_target(tmp_path: Path
     """Whatever channel the request came from: nothing selects another one."""
     discord, signal = RecordingChannel(), RecordingChannel()
     channels = {"discord": discord, "signal": signal}
-    async with open_agents_fixture(make_agents_config("helper"), tmp_path, channels=channels) as troupe:
-        await troupe.open_sessions(MAIN, GROUP)
-        troupe.rows("UPDATE sessions SET last_channel = 'signal', last_to = 'u2' WHERE key = ?", MAIN)
-        await troupe.call_tool(
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path, channels=channels) as agents:
+        await agents.open_sessions(MAIN, GROUP)
+        agents.rows("UPDATE sessions SET last_channel = 'signal', last_to = 'u2' WHERE key = ?", MAIN)
+        await agents.call_tool(
             "sessions_send",
             sessionKey=GROUP,
             message=f"say yes\nannounce Asked by {MAIN} for {DIRECT}, done.",
         )
-        await troupe.wait_until_idle()
+        await agents.wait_until_idle()
         assert signal.posts == []
         ((_, where, text),) = discord.posts
         assert (where.channel, where.to) == ("discord", "g1")
         assert text == f"Asked by {MAIN} for agent:main:signal:direct:***, done.", "addresses do not leave"
-        assert exchange(troupe)["announced"] == "delivered"
+        assert exchange(agents)["announced"] == "delivered"
 
 
 @pytest.mark.requirement("S6")
 async def test_in_a_web_chat_it_is_one_event_and_one_entry(tmp_path: Path) -> None:
-    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as troupe:
-        await troupe.open_sessions(HELPER)
-        async with troupe.house.bus.listen("session.*") as events:
-            await troupe.call_tool(
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as agents:
+        await agents.open_sessions(HELPER)
+        async with agents.app.bus.listen("session.*") as events:
+            await agents.call_tool(
                 "sessions_send", sessionKey=HELPER, message="say yes\nannounce It is done."
             )
-            told = [event for event in await troupe.collect_events(events) if isinstance(event, Delivered)]
+            told = [event for event in await agents.collect_events(events) if isinstance(event, Delivered)]
         assert [(event.session_key, event.text) for event in told] == [(HELPER, "It is done.")]
-        entries = [row for row in await troupe.transcript(HELPER) if "It is done." in str(row["content"])]
+        entries = [row for row in await agents.transcript(HELPER) if "It is done." in str(row["content"])]
         assert [row["role"] for row in entries] == ["user", "user", "assistant"], "asked twice, said once"
         assert entries[-1]["runId"] == told[0].run_id
 
@@ -743,12 +743,12 @@ async def test_a_token_among_words_is_cut_out_and_the_words_are_posted(
     functions = {"helper": ScriptedAgent(lambda prompt: answer if phase_of(prompt) == "announce" else "yes")}
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions=functions, channels={"discord": discord}
-    ) as troupe:
-        await troupe.open_sessions(GROUP)
-        await troupe.call_tool("sessions_send", sessionKey=GROUP, message="?", replyBack=0)
-        await troupe.wait_until_idle()
+    ) as agents:
+        await agents.open_sessions(GROUP)
+        await agents.call_tool("sessions_send", sessionKey=GROUP, message="?", replyBack=0)
+        await agents.wait_until_idle()
         assert discord.texts == [posted]
-        assert exchange(troupe)["announced"] == "delivered"
+        assert exchange(agents)["announced"] == "delivered"
 
 
 @pytest.mark.requirement("S6", "G7", "003-send-announce-skip", "003-send-announce-posted")
@@ -782,26 +782,26 @@ async def test_when_nothing_is_announced_the_exchange_says_why(
     functions = {"helper": ScriptedAgent(helper)}
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions=functions, channels={"discord": discord}
-    ) as troupe:
-        await troupe.open_sessions(GROUP)
-        said = await troupe.call_tool("sessions_send", sessionKey=GROUP, message="?", replyBack=0)
+    ) as agents:
+        await agents.open_sessions(GROUP)
+        said = await agents.call_tool("sessions_send", sessionKey=GROUP, message="?", replyBack=0)
         assert (said["status"], said["reply"]) == ("ok", "yes")
-        await troupe.wait_until_idle()
-        assert exchange(troupe)["announced"] == outcome
-        assert discord.tries == [] and troupe.rows("SELECT * FROM deliveries") == []
-        kept = [row for row in await troupe.transcript(GROUP) if row["role"] == "assistant"]
+        await agents.wait_until_idle()
+        assert exchange(agents)["announced"] == outcome
+        assert discord.tries == [] and agents.rows("SELECT * FROM deliveries") == []
+        kept = [row for row in await agents.transcript(GROUP) if row["role"] == "assistant"]
         if isinstance(answer, str) and answer.strip():
             assert kept[-1]["content"] == [{"type": "text", "text": answer}], "what it said stays on record"
 
 
 @pytest.mark.requirement("S1", "S6", "G15")
 async def test_a_sender_can_ask_for_no_announcement(tmp_path: Path) -> None:
-    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as troupe:
-        await troupe.open_sessions(HELPER)
-        await troupe.call_tool("sessions_send", sessionKey=HELPER, message="say say more", announce="none")
-        await troupe.wait_until_idle()
-        assert troupe.list_steps() == ["helper:request", "main:turn", "helper:turn"]
-        row = exchange(troupe)
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as agents:
+        await agents.open_sessions(HELPER)
+        await agents.call_tool("sessions_send", sessionKey=HELPER, message="say say more", announce="none")
+        await agents.wait_until_idle()
+        assert agents.list_steps() == ["helper:request", "main:turn", "helper:turn"]
+        row = exchange(agents)
         assert (row["announced"], row["first_reply"], row["latest_reply"]) == ("none", "say more", "more")
 
 
@@ -814,15 +814,15 @@ async def test_the_announcement_goes_where_it_was_to_go_when_the_message_was_acc
         tmp_path,
         functions={"helper": helper},
         channels={"telegram": telegram, "signal": signal},
-    ) as troupe:
-        await troupe.open_sessions(HELPER)
+    ) as agents:
+        await agents.open_sessions(HELPER)
         route = "UPDATE sessions SET last_channel = ?, last_to = ?, last_account = ?, last_thread = ? WHERE key = ?"
-        troupe.rows(route, "telegram", "u1", "a1", "t1", HELPER)
-        await troupe.call_tool("sessions_send", sessionKey=HELPER, message="?", timeoutSeconds=0)
+        agents.rows(route, "telegram", "u1", "a1", "t1", HELPER)
+        await agents.call_tool("sessions_send", sessionKey=HELPER, message="?", timeoutSeconds=0)
         await soon(helper.begun)
-        troupe.rows(route, "signal", "u2", None, None, HELPER)
+        agents.rows(route, "signal", "u2", None, None, HELPER)
         helper.free.set()
-        await troupe.wait_until_idle()
+        await agents.wait_until_idle()
         assert signal.posts == []
         ((_, where, _),) = telegram.posts
         assert (where.to, where.account_id, where.thread_id) == ("u1", "a1", "t1")
@@ -836,32 +836,32 @@ async def test_an_announcement_that_the_policy_forbids_by_then_is_blocked_and_no
     helper = Held()
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"helper": helper}, channels={"discord": discord}
-    ) as troupe:
-        await troupe.open_sessions(GROUP)
-        said = await troupe.call_tool("sessions_send", sessionKey=GROUP, message="?", timeoutSeconds=0)
+    ) as agents:
+        await agents.open_sessions(GROUP)
+        said = await agents.call_tool("sessions_send", sessionKey=GROUP, message="?", timeoutSeconds=0)
         await soon(helper.begun)
-        await troupe.operations.patch(OPERATOR, GROUP, SessionPatch(send_policy="deny"))
+        await agents.operations.patch(OPERATOR, GROUP, SessionPatch(send_policy="deny"))
         helper.free.set()
-        await troupe.wait_until_idle()
-        assert (await troupe.operations.get_run(OPERATOR, said["runId"])).reply == "at last"
+        await agents.wait_until_idle()
+        assert (await agents.operations.get_run(OPERATOR, said["runId"])).reply == "at last"
         assert discord.tries == []
-        assert exchange(troupe)["announced"] == "blocked"
-        (delivery,) = troupe.rows("SELECT state, error FROM deliveries")
+        assert exchange(agents)["announced"] == "blocked"
+        (delivery,) = agents.rows("SELECT state, error FROM deliveries")
         assert delivery["state"] == "blocked" and "send blocked by session policy" in delivery["error"]
-        words = [row["content"] for row in await troupe.transcript(GROUP)]
+        words = [row["content"] for row in await agents.transcript(GROUP)]
         assert words[0] == "?" and words[-1] == [{"type": "text", "text": "announced"}]
-        assert await shown(troupe, GROUP) == ["?", "at last"]
-        await troupe.operations.patch(OPERATOR, GROUP, SessionPatch(send_policy=None))
-        (blocked,) = (await troupe.operations.list_deliveries(OPERATOR)).deliveries
-        await troupe.operations.retry_delivery(OPERATOR, blocked.key)
-        await troupe.wait_until_idle()
-        assert await shown(troupe, GROUP) == ["?", "at last", "announced"]
+        assert await shown(agents, GROUP) == ["?", "at last"]
+        await agents.operations.patch(OPERATOR, GROUP, SessionPatch(send_policy=None))
+        (blocked,) = (await agents.operations.list_deliveries(OPERATOR)).deliveries
+        await agents.operations.retry_delivery(OPERATOR, blocked.key)
+        await agents.wait_until_idle()
+        assert await shown(agents, GROUP) == ["?", "at last", "announced"]
 
 
-async def shown(troupe: AgentsFixture, key: str) -> list[str]:
+async def shown(agents: AgentsFixture, key: str) -> list[str]:
     """What people see of a session; its last words are the same in a preview."""
-    page = await troupe.operations.read_history(OPERATOR, key, HistoryFilter(without_internal=True))
-    [preview] = await troupe.operations.preview(OPERATOR, [key])
+    page = await agents.operations.read_history(OPERATOR, key, HistoryFilter(without_internal=True))
+    [preview] = await agents.operations.preview(OPERATOR, [key])
     contents = [item["content"] for item in page.messages]
     texts = [content if isinstance(content, str) else content[0]["text"] for content in contents]
     assert [item.text for item in preview.items] == texts
@@ -873,16 +873,16 @@ async def test_announcements_from_before_the_upgrade_are_shown_unless_they_were_
     tmp_path: Path,
 ) -> None:
     """Schema 13 did not say."""
-    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as troupe:
-        await troupe.open_sessions(MAIN, HELPER)
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as agents:
+        await agents.open_sessions(MAIN, HELPER)
         for _ in range(2):
-            said = await troupe.use("sessions_send", sessionKey=HELPER, message="say yes", replyBack=0)
+            said = await agents.use("sessions_send", sessionKey=HELPER, message="say yes", replyBack=0)
             assert said["status"] == "ok", said
-            await troupe.wait_until_idle()
-        first, second = troupe.rows("SELECT n, body, state FROM deliveries ORDER BY n")
+            await agents.wait_until_idle()
+        first, second = agents.rows("SELECT n, body, state FROM deliveries ORDER BY n")
         assert first["state"] == second["state"] == "delivered"
-        before = await shown(troupe, HELPER)
-        troupe.rows("UPDATE deliveries SET state = 'blocked' WHERE n = ?", first["n"])
+        before = await shown(agents, HELPER)
+        agents.rows("UPDATE deliveries SET state = 'blocked' WHERE n = ?", first["n"])
     path = tmp_path / DATABASE
     raw(path, "ALTER TABLE runs DROP COLUMN shown")
     [upgrade] = [
@@ -890,23 +890,23 @@ async def test_announcements_from_before_the_upgrade_are_shown_unless_they_were_
     ]
     for statement in upgrade.split_statements():
         raw(path, statement)
-    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as troupe:
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as agents:
         assert len(before) == 6  # twice what was asked, answered and announced
-        assert await shown(troupe, HELPER) == [*before[:2], *before[3:]]
+        assert await shown(agents, HELPER) == [*before[:2], *before[3:]]
 
 
 @pytest.mark.requirement("G43")
 async def test_who_said_what_to_whom_with_which_outcome_is_one_row(tmp_path: Path) -> None:
-    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as troupe:
-        await troupe.open_sessions(HELPER)
-        said = await troupe.call_tool("sessions_send", sessionKey=HELPER, message="say yes")
-        await troupe.wait_until_idle()
-        row = exchange(troupe)
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as agents:
+        await agents.open_sessions(HELPER)
+        said = await agents.call_tool("sessions_send", sessionKey=HELPER, message="say yes")
+        await agents.wait_until_idle()
+        row = exchange(agents)
         told = ("id", "requester_key", "target_key", "message", "first_reply", "announced", "chain", "hop")
         assert [row[name] for name in told] == [
             *[said["runId"], MAIN, HELPER, "say yes", "yes", "delivered", said["runId"], 1]
         ]
-        runs = troupe.rows("SELECT DISTINCT chain FROM runs WHERE exchange = ?", row["n"])
+        runs = agents.rows("SELECT DISTINCT chain FROM runs WHERE exchange = ?", row["n"])
         assert [run["chain"] for run in runs] == [said["runId"]]
-        (delivery,) = troupe.rows("SELECT key, exchange FROM deliveries")
+        (delivery,) = agents.rows("SELECT key, exchange FROM deliveries")
         assert delivery == {"key": f"exchange:{said['runId']}", "exchange": row["n"]}

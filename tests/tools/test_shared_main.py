@@ -42,29 +42,29 @@ async def test_a_sandboxed_agent_does_not_leave_its_sandbox_from_the_shared_sess
     tmp_path: Path, scope: str
 ) -> None:
     config = make_agents_config(BOXED, "open", session={"scope": scope})
-    async with open_agents_fixture(config, tmp_path) as troupe:
-        await troupe.open_sessions(MAIN)
-        said = await troupe.call_tool("sessions_spawn", HELPER, task="say .", agentId="open")
+    async with open_agents_fixture(config, tmp_path) as agents:
+        await agents.open_sessions(MAIN)
+        said = await agents.call_tool("sessions_spawn", HELPER, task="say .", agentId="open")
         assert (said["status"], said["code"], said["reason"]) == ("forbidden", "spawn_refused", "sandbox")
         with pytest.raises(SpawnRefused) as refused:
-            await troupe.operations.spawn(
+            await agents.operations.spawn(
                 OPERATOR, SpawnRequest(task="say .", agent_id="open"), requester=HELPER
             )
         assert refused.value.data["reason"] == "sandbox"
-        acting = await troupe.operations.act_as(OPERATOR, HELPER)
+        acting = await agents.operations.act_as(OPERATOR, HELPER)
         assert (acting.actor.caller.agent_id, acting.actor.caller.sandboxed) == ("helper", True)
-        assert troupe.rows("SELECT * FROM tasks") == []
+        assert agents.rows("SELECT * FROM tasks") == []
 
 
 @pytest.mark.requirement("K3", "P8")
 async def test_an_agent_spawns_itself_with_its_own_settings_from_the_shared_session(tmp_path: Path) -> None:
     strict = {"id": "main", "default": True, "subagents": {"requireAgentId": True}}
-    async with open_agents_fixture(make_agents_config(strict, "helper", **ONE_MAIN), tmp_path) as troupe:
-        await troupe.open_sessions(MAIN)
-        said = await troupe.call_tool("sessions_spawn", HELPER, task="say .", announce="none")
+    async with open_agents_fixture(make_agents_config(strict, "helper", **ONE_MAIN), tmp_path) as agents:
+        await agents.open_sessions(MAIN)
+        said = await agents.call_tool("sessions_spawn", HELPER, task="say .", announce="none")
         assert agent_of(said["childSessionKey"]) == "helper"
-        assert (await troupe.call_tool("sessions_spawn", MAIN, task="say ."))["field"] == "agentId"
-        await troupe.wait_until_idle()
+        assert (await agents.call_tool("sessions_spawn", MAIN, task="say ."))["field"] == "agentId"
+        await agents.wait_until_idle()
 
 
 @pytest.mark.requirement("K3", "V2")
@@ -75,14 +75,14 @@ async def test_an_agent_that_may_not_be_messaged_is_not_reached_through_the_shar
     alone: dict[str, Any] = {"sessions": {"visibility": "agent"}, "agentToAgent": {"enabled": False}}
     async with open_agents_fixture(
         make_agents_config("helper", tools=alone, session={"scope": scope}), tmp_path
-    ) as troupe:
-        await troupe.open_sessions(MAIN, HELPER, SIDE)
+    ) as agents:
+        await agents.open_sessions(MAIN, HELPER, SIDE)
         for where in ({"sessionKey": HELPER}, {"agentId": "helper"}):
-            said = await troupe.call_tool("sessions_send", SIDE, message="say .", replyBack=0, **where)
+            said = await agents.call_tool("sessions_send", SIDE, message="say .", replyBack=0, **where)
             assert said["status"] == "error"
-        said = await troupe.call_tool("sessions_send", SIDE, sessionKey=MAIN, message="say yes", replyBack=0)
+        said = await agents.call_tool("sessions_send", SIDE, sessionKey=MAIN, message="say yes", replyBack=0)
         assert said["reply"] == "yes"
-        await troupe.wait_until_idle()
+        await agents.wait_until_idle()
 
 
 # --- who answers later steps ---
@@ -112,21 +112,21 @@ async def test_each_agent_that_waits_in_the_shared_session_is_woken(tmp_path: Pa
     players = {name: ScriptedAgent(Delegating(name, free, waits=waits)) for name in ("main", "helper")}
     async with open_agents_fixture(
         make_agents_config("helper", **ONE_MAIN), tmp_path, functions=players
-    ) as troupe:
-        await troupe.open_sessions(MAIN)
+    ) as agents:
+        await agents.open_sessions(MAIN)
         for number, session in enumerate((HELPER, MAIN, HELPER)):
             sent = SendRequest(
                 session=session, message="go", timeout_seconds=0, announce="none", idempotency_key=f"{number}"
             )
-            await troupe.operations.send(OPERATOR, sent)
-            assert (await troupe.wait_for_end(f"{number}")).yielded == waits
+            await agents.operations.send(OPERATOR, sent)
+            assert (await agents.wait_for_end(f"{number}")).yielded == waits
         free.set()
-        await troupe.wait_until_idle()
-        wakes = troupe.rows("SELECT agent_id, reply FROM runs WHERE origin = 'wake'")
+        await agents.wait_until_idle()
+        wakes = agents.rows("SELECT agent_id, reply FROM runs WHERE origin = 'wake'")
         said = sorted((row["agent_id"] or "main", row["reply"]) for row in wakes)
         woken = ["helper", "main"] if waits else ["helper", "helper", "main"]
         assert said == [(name, f"{name} says so") for name in woken]
-        answers = troupe.rows("SELECT first_reply FROM exchanges ORDER BY n")
+        answers = agents.rows("SELECT first_reply FROM exchanges ORDER BY n")
         names = ("helper", "main", "helper")
         assert [row["first_reply"] for row in answers] == [f"{name} says so" for name in names]
 
@@ -143,14 +143,14 @@ async def test_replies_to_the_shared_session_are_answered_by_the_agent_that_wrot
     players = {"main": ScriptedAgent("main says so"), "helper": ScriptedAgent(answer)}
     async with open_agents_fixture(
         make_agents_config("helper", **ONE_MAIN), tmp_path, functions=players
-    ) as troupe:
-        await troupe.open_sessions(MAIN, there)
-        await troupe.ask("go", HELPER)
-        await troupe.operations.send(
+    ) as agents:
+        await agents.open_sessions(MAIN, there)
+        await agents.ask("go", HELPER)
+        await agents.operations.send(
             OPERATOR, SendRequest(session=there, message="hello", reply_back=1), requester=HELPER
         )
-        await troupe.wait_until_idle()
-        turns = troupe.rows("SELECT reply FROM runs WHERE id LIKE 'turn:%'")
+        await agents.wait_until_idle()
+        turns = agents.rows("SELECT reply FROM runs WHERE id LIKE 'turn:%'")
         assert [row["reply"] for row in turns] == ["helper says so"] * 2
 
 
@@ -162,21 +162,21 @@ async def test_replies_to_the_shared_session_are_answered_by_the_agent_that_wrot
 async def test_a_shared_session_that_an_older_replica_started_is_shown_as_main_and_answers(
     tmp_path: Path,
 ) -> None:
-    async with open_agents_fixture(make_agents_config("helper", **ONE_MAIN), tmp_path) as troupe:
-        await troupe.open_sessions(MAIN, SIDE)
-        await troupe.ask("say before", SIDE)
-        (row,) = troupe.rows("SELECT session_id FROM sessions WHERE key = ?", SIDE)
+    async with open_agents_fixture(make_agents_config("helper", **ONE_MAIN), tmp_path) as agents:
+        await agents.open_sessions(MAIN, SIDE)
+        await agents.ask("say before", SIDE)
+        (row,) = agents.rows("SELECT session_id FROM sessions WHERE key = ?", SIDE)
         old = row["session_id"]
     raw(tmp_path / DATABASE, "UPDATE sessions SET key = 'global' WHERE session_id = ?", old)
     raw(tmp_path / DATABASE, "UPDATE transcripts SET key = 'global' WHERE session_id = ?", old)
-    async with open_agents_fixture(make_agents_config("helper", **ONE_MAIN), tmp_path) as troupe:
-        assert (await troupe.ask("say after", old)).reply == "after"
+    async with open_agents_fixture(make_agents_config("helper", **ONE_MAIN), tmp_path) as agents:
+        assert (await agents.ask("say after", old)).reply == "after"
         assert {"before", "after"} <= {
             entry["content"][0]["text"]
-            for entry in await troupe.transcript(old)
+            for entry in await agents.transcript(old)
             if entry["role"] == "assistant"
         }
-        listed = await troupe.call_tool("sessions_list", MAIN)
+        listed = await agents.call_tool("sessions_list", MAIN)
         assert {row["key"] for row in listed["sessions"]} == {"main"}
         for tool in ("session_status", "sessions_history"):
-            assert (await troupe.call_tool(tool, MAIN, sessionKey=old))["sessionKey"] == "main"
+            assert (await agents.call_tool(tool, MAIN, sessionKey=old))["sessionKey"] == "main"

@@ -91,8 +91,8 @@ def marks(transcript: list[dict[str, Any]]) -> list[str]:
     return [kind for kind in kinds if kind in {"subagent_result", "wake"}]
 
 
-def tasks(troupe: AgentsFixture) -> dict[str, dict[str, Any]]:
-    return {row["task"]: row for row in troupe.rows("SELECT * FROM tasks ORDER BY n")}
+def tasks(agents: AgentsFixture) -> dict[str, dict[str, Any]]:
+    return {row["task"]: row for row in agents.rows("SELECT * FROM tasks ORDER BY n")}
 
 
 # --- waiting for all of them ---
@@ -107,24 +107,24 @@ async def test_however_the_children_end_there_is_one_wake_behind_all_their_repor
     kinds = ["ok", "fail", "empty", "mute", "kill", "late"]
     jobs = [f"{chance.choice(kinds)} {number}" for number in range(chance.randint(1, 7))]
     nursery = Nursery(*jobs)
-    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
-        view = await troupe.ask("go")
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as agents:
+        view = await agents.ask("go")
         assert (view.state, view.reply) == ("ok", "waiting")
         for job in chance.sample(jobs, len(jobs)):
             await soon(nursery.begun[job])
             if "kill" in job:
-                await troupe.use("subagents", action="kill", target=job)
+                await agents.use("subagents", action="kill", target=job)
             else:
                 nursery.free[job].set()
             if chance.random() < 0.5:
                 await asyncio.sleep(0)
-        await troupe.wait_until_idle()
-        assert marks(await troupe.transcript()) == ["subagent_result"] * len(jobs) + ["wake"]
+        await agents.wait_until_idle()
+        assert marks(await agents.transcript()) == ["subagent_result"] * len(jobs) + ["wake"]
         (woken,) = nursery.awake
         assert get_last_user_text(woken).startswith("The sub-agents you were waiting for have finished.")
         for job in jobs:
             outcome = {"fail": "error", "empty": "incomplete", "kill": "cancelled"}.get(job.split()[0], "ok")
-            assert tasks(troupe)[job]["outcome"] == outcome
+            assert tasks(agents)[job]["outcome"] == outcome
         shown = [str(message) for message in woken.messages if "Status: " in str(message)]
         assert len(shown) == len(jobs), "the model sees every report when it is woken"
 
@@ -132,66 +132,66 @@ async def test_however_the_children_end_there_is_one_wake_behind_all_their_repor
 @pytest.mark.requirement("A2")
 async def test_waiting_for_any_of_them_is_one_wake_after_the_first(tmp_path: Path) -> None:
     nursery = Nursery("first", "second", how="any")
-    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
-        await troupe.ask("go")
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as agents:
+        await agents.ask("go")
         nursery.free["second"].set()
 
         async def woken() -> bool:
             return bool(nursery.awake)
 
-        await troupe.until(woken)
+        await agents.until(woken)
         nursery.free["first"].set()
-        await troupe.wait_until_idle()
-        assert marks(await troupe.transcript()) == ["subagent_result", "wake", "subagent_result"]
+        await agents.wait_until_idle()
+        assert marks(await agents.transcript()) == ["subagent_result", "wake", "subagent_result"]
 
 
 @pytest.mark.requirement("A2", "G40")
 async def test_children_that_stay_silent_wake_too(tmp_path: Path) -> None:
     nursery = Nursery("skip it", "skip that")
-    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
-        await troupe.ask("go")
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as agents:
+        await agents.ask("go")
         for job in nursery.jobs:
             nursery.free[job].set()
-        await troupe.wait_until_idle()
-        assert marks(await troupe.transcript()) == ["wake"]
-        assert {row["announced"] for row in tasks(troupe).values()} == {"skipped"}
+        await agents.wait_until_idle()
+        assert marks(await agents.transcript()) == ["wake"]
+        assert {row["announced"] for row in tasks(agents).values()} == {"skipped"}
 
 
 @pytest.mark.requirement("A2")
 async def test_with_nobody_to_wait_for_the_turn_goes_on(tmp_path: Path) -> None:
-    async with open_agents_fixture(make_agents_config(), tmp_path) as troupe:
-        view = await troupe.ask("call sessions_yield {}\nsay going on")
+    async with open_agents_fixture(make_agents_config(), tmp_path) as agents:
+        view = await agents.ask("call sessions_yield {}\nsay going on")
         assert view.reply == "going on"
-        (result,) = [row for row in await troupe.transcript() if row["role"] == "toolResult"]
+        (result,) = [row for row in await agents.transcript() if row["role"] == "toolResult"]
         assert (result["details"]["status"], result["details"]["code"]) == ("error", "conflict")
-        assert troupe.rows("SELECT yielded FROM sessions") == [{"yielded": None}]
+        assert agents.rows("SELECT yielded FROM sessions") == [{"yielded": None}]
 
 
 @pytest.mark.requirement("A2", "G2", "G9")
 async def test_a_wait_for_children_outlives_the_house(tmp_path: Path) -> None:
     nursery = Nursery("one 1", "two 2")
-    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
-        await troupe.ask("go")
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as agents:
+        await agents.ask("go")
         await soon(nursery.begun["two 2"])
     for job in nursery.jobs:
         nursery.free[job].set()
-    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
-        await troupe.wait_until_idle()
-        assert marks(await troupe.transcript()) == ["subagent_result", "subagent_result", "wake"]
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as agents:
+        await agents.wait_until_idle()
+        assert marks(await agents.transcript()) == ["subagent_result", "subagent_result", "wake"]
         assert len(nursery.awake) == 1
 
 
 @pytest.mark.requirement("G16", "P5")
 async def test_stopping_the_parent_stops_its_children_and_wakes_nobody(tmp_path: Path) -> None:
     nursery = Nursery("one 1", "two 2")
-    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
-        await troupe.ask("go")
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as agents:
+        await agents.ask("go")
         for job in nursery.jobs:
             await soon(nursery.begun[job])
-        await troupe.operations.stop(OPERATOR, MAIN)
-        await troupe.wait_until_idle()
-        assert marks(await troupe.transcript()) == ["subagent_result", "subagent_result"]
-        assert {row["outcome"] for row in tasks(troupe).values()} == {"cancelled"}
+        await agents.operations.stop(OPERATOR, MAIN)
+        await agents.wait_until_idle()
+        assert marks(await agents.transcript()) == ["subagent_result", "subagent_result"]
+        assert {row["outcome"] for row in tasks(agents).values()} == {"cancelled"}
         assert nursery.awake == []
 
 
@@ -203,30 +203,30 @@ async def test_the_list_shows_who_is_at_work_and_who_has_reported(tmp_path: Path
     nursery = Nursery("work 1", "work 2")
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"main": nursery}
-    ) as troupe:
-        await troupe.ask("go")
+    ) as agents:
+        await agents.ask("go")
         await soon(nursery.begun["work 2"])
         nursery.free["work 1"].set()
 
         async def reported() -> bool:
-            return tasks(troupe)["work 1"]["phase"] == "settled"
+            return tasks(agents)["work 1"]["phase"] == "settled"
 
-        await troupe.until(reported)
-        said = await troupe.use("subagents")
+        await agents.until(reported)
+        said = await agents.use("subagents")
         assert (said["status"], said["total"]) == ("ok", 2)
         (active,), (recent,) = said["active"], said["recent"]
         made = tasks(
-            troupe
+            agents
         )  # by two calls at the same time, in any order; the last one is the first in the list
         number = 1 if made["work 2"]["n"] > made["work 1"]["n"] else 2
         assert (active["label"], active["phase"], active["number"]) == ("work 2", "running", number)
         assert "outcome" not in active and active["lastActivityAt"] >= active["createdAt"]
         assert (recent["label"], recent["outcome"], recent["result"]) == ("work 1", "ok", "did work 1")
         assert recent["endedAt"] >= recent["createdAt"]
-        await troupe.open_sessions(HELPER)
-        assert (await troupe.use("subagents", HELPER))["total"] == 0, "only one's own"
+        await agents.open_sessions(HELPER)
+        assert (await agents.use("subagents", HELPER))["total"] == 0, "only one's own"
         nursery.free["work 2"].set()
-        await troupe.wait_until_idle()
+        await agents.wait_until_idle()
 
 
 @pytest.mark.requirement("A2", "P4", "G16")
@@ -235,17 +235,17 @@ async def test_a_child_is_stopped_by_any_of_its_names_and_reported_as_cancelled(
     tmp_path: Path, name: str
 ) -> None:
     nursery = Nursery("dig deep")
-    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
-        await troupe.ask("go")
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as agents:
+        await agents.ask("go")
         await soon(nursery.begun["dig deep"])
-        (child,) = (await troupe.use("subagents"))["active"]
+        (child,) = (await agents.use("subagents"))["active"]
         target = {"last": "last", "all": "all", "beginning": "DIG"}.get(name) or str(child[name])
-        said = await troupe.use("subagents", action="kill", target=target)
+        said = await agents.use("subagents", action="kill", target=target)
         assert (said["status"], said["killed"], said["labels"]) == ("ok", 1, ["dig deep"])
-        await troupe.wait_until_idle()
-        (body,) = [row["body"] for row in troupe.rows("SELECT body FROM deliveries")]
+        await agents.wait_until_idle()
+        (body,) = [row["body"] for row in agents.rows("SELECT body FROM deliveries")]
         assert body == "Status: cancelled\nResult: none\nNotes: The run was stopped."
-        again = await troupe.use("subagents", action="kill", target="dig deep")
+        again = await agents.use("subagents", action="kill", target="dig deep")
         assert again["status"] == "done" and "already finished" in again["message"]
 
 
@@ -265,14 +265,14 @@ async def test_who_is_meant_must_be_one_of_ones_own(
     tmp_path: Path, arguments: dict[str, Any], code: str
 ) -> None:
     nursery = Nursery("twin 1", "twin 2")
-    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
-        await troupe.ask("go")
-        said = await troupe.use("subagents", **arguments)
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as agents:
+        await agents.ask("go")
+        said = await agents.use("subagents", **arguments)
         assert (said["status"], said["code"]) == ("error", code)
         for job in nursery.jobs:
             nursery.free[job].set()
-        await troupe.wait_until_idle()
-        assert {row["outcome"] for row in tasks(troupe).values()} == {"ok"}
+        await agents.wait_until_idle()
+        assert {row["outcome"] for row in tasks(agents).values()} == {"ok"}
 
 
 @pytest.mark.requirement("A2", "SEC5", "SEC6")
@@ -281,37 +281,37 @@ async def test_a_child_cannot_stop_or_steer_its_siblings(tmp_path: Path) -> None
     nursery = Nursery("one 1", "two 2")
     async with open_agents_fixture(
         make_agents_config(tools=tools), tmp_path, functions={"main": nursery}
-    ) as troupe:
-        await troupe.ask("go")
-        one, two = (tasks(troupe)[job]["child_key"] for job in nursery.jobs)
+    ) as agents:
+        await agents.ask("go")
+        one, two = (tasks(agents)[job]["child_key"] for job in nursery.jobs)
         for action in ("kill", "steer"):
-            said = await troupe.use("subagents", one, action=action, target=two, message="say x")
+            said = await agents.use("subagents", one, action=action, target=two, message="say x")
             assert (said["status"], said["code"]) == ("error", "not_found")
         for job in nursery.jobs:
             nursery.free[job].set()
-        await troupe.wait_until_idle()
-        assert tasks(troupe)["two 2"]["outcome"] == "ok"
+        await agents.wait_until_idle()
+        assert tasks(agents)["two 2"]["outcome"] == "ok"
 
 
 @pytest.mark.requirement("A2", "P5")
 async def test_a_child_that_is_steered_keeps_its_task_and_reports_once(tmp_path: Path) -> None:
     nursery = Nursery("dig deep")
-    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
-        await troupe.ask("go")
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as agents:
+        await agents.ask("go")
         await soon(nursery.begun["dig deep"])
-        before = tasks(troupe)["dig deep"]
+        before = tasks(agents)["dig deep"]
         nursery.free["look up"].set()
-        said = await troupe.use("subagents", action="steer", target="dig deep", message="look up")
+        said = await agents.use("subagents", action="steer", target="dig deep", message="look up")
         assert (said["status"], said["label"]) == ("accepted", "dig deep")
-        await troupe.wait_until_idle()
-        after = tasks(troupe)["dig deep"]
+        await agents.wait_until_idle()
+        after = tasks(agents)["dig deep"]
         assert (after["id"], after["child_key"]) == (before["id"], before["child_key"])
         assert (after["outcome"], after["result"]) == ("ok", "did look up")
-        assert (await troupe.operations.get_run(OPERATOR, before["id"])).state == "cancelled"
-        assert marks(await troupe.transcript()) == ["subagent_result", "wake"]
-        assert len(troupe.rows("SELECT * FROM deliveries")) == 1
+        assert (await agents.operations.get_run(OPERATOR, before["id"])).state == "cancelled"
+        assert marks(await agents.transcript()) == ["subagent_result", "wake"]
+        assert len(agents.rows("SELECT * FROM deliveries")) == 1
         (steered,) = [
-            row for row in await troupe.transcript(after["child_key"]) if row["content"] == "look up"
+            row for row in await agents.transcript(after["child_key"]) if row["content"] == "look up"
         ]
         assert steered["provenance"] == {
             "kind": "steer",
@@ -347,16 +347,16 @@ class Tree:
         return text("I have asked somebody") if result_in(prompt) else calls("sessions_spawn", **asked)
 
 
-async def under_way(tree: Tree, troupe: AgentsFixture, **options: Any) -> str:
+async def under_way(tree: Tree, agents: AgentsFixture, **options: Any) -> str:
     """A manager that has ended its turn and waits for its worker."""
-    await troupe.open_sessions(MAIN)
-    manager = (await troupe.use("sessions_spawn", task="manage", **options))["childSessionKey"]
+    await agents.open_sessions(MAIN)
+    manager = (await agents.use("sessions_spawn", task="manage", **options))["childSessionKey"]
     await soon(tree.begun)
 
     async def waiting() -> bool:
-        return tasks(troupe)["manage"]["phase"] == "waiting"
+        return tasks(agents)["manage"]["phase"] == "waiting"
 
-    await troupe.until(waiting)
+    await agents.until(waiting)
     return manager
 
 
@@ -365,15 +365,15 @@ async def test_a_manager_reports_after_its_workers_and_they_report_to_it(tmp_pat
     tree = Tree()
     async with open_agents_fixture(
         make_agents_config(agents=NESTED), tmp_path, functions={"main": tree}
-    ) as troupe:
-        manager = await under_way(tree, troupe)
-        assert (await troupe.use("subagents"))["active"][0]["phase"] == "waiting"
+    ) as agents:
+        manager = await under_way(tree, agents)
+        assert (await agents.use("subagents"))["active"][0]["phase"] == "waiting"
         tree.free.set()
-        await troupe.wait_until_idle()
-        assert marks(await troupe.transcript(manager)) == ["subagent_result", "wake"]
-        assert marks(await troupe.transcript()) == ["subagent_result"]
-        assert tasks(troupe)["manage"]["result"] == "the whole of it"
-        assert tasks(troupe)["work"]["requester_key"] == manager
+        await agents.wait_until_idle()
+        assert marks(await agents.transcript(manager)) == ["subagent_result", "wake"]
+        assert marks(await agents.transcript()) == ["subagent_result"]
+        assert tasks(agents)["manage"]["result"] == "the whole of it"
+        assert tasks(agents)["work"]["requester_key"] == manager
 
 
 @pytest.mark.requirement("A2", "G16", "P4")
@@ -381,15 +381,15 @@ async def test_a_manager_that_is_stopped_while_it_waits_is_cancelled_with_its_wo
     tree = Tree()
     async with open_agents_fixture(
         make_agents_config(agents=NESTED), tmp_path, functions={"main": tree}
-    ) as troupe:
-        await under_way(tree, troupe)
-        said = await troupe.use("subagents", action="kill", target="last")
+    ) as agents:
+        await under_way(tree, agents)
+        said = await agents.use("subagents", action="kill", target="last")
         assert said["killed"] == 1
-        await troupe.wait_until_idle()
-        assert {row["outcome"] for row in tasks(troupe).values()} == {"cancelled"}
-        assert marks(await troupe.transcript()) == ["subagent_result"]
+        await agents.wait_until_idle()
+        assert {row["outcome"] for row in tasks(agents).values()} == {"cancelled"}
+        assert marks(await agents.transcript()) == ["subagent_result"]
         bodies = [
-            row["body"] for row in troupe.rows("SELECT body FROM deliveries WHERE session_key = ?", MAIN)
+            row["body"] for row in agents.rows("SELECT body FROM deliveries WHERE session_key = ?", MAIN)
         ]
         assert bodies == ["Status: cancelled\nResult: I have asked somebody\nNotes: The run was stopped."]
 
@@ -401,14 +401,14 @@ async def test_the_report_of_a_worker_whose_manager_is_deleted_goes_further_up_a
     tree = Tree()
     async with open_agents_fixture(
         make_agents_config(agents=NESTED), tmp_path, functions={"main": tree}
-    ) as troupe:
-        manager = await under_way(tree, troupe)
-        worker = tasks(troupe)["work"]["child_key"]
-        assert await troupe.operations.delete(OPERATOR, manager)
-        await troupe.wait_until_idle()
+    ) as agents:
+        manager = await under_way(tree, agents)
+        worker = tasks(agents)["work"]["child_key"]
+        assert await agents.operations.delete(OPERATOR, manager)
+        await agents.wait_until_idle()
         reports = {
             row["provenance"]["sourceSessionKey"]: row["content"][0]["text"]
-            for row in await troupe.transcript()
+            for row in await agents.transcript()
             if row.get("provenance")
         }
         assert set(reports) == {manager, worker}
@@ -423,12 +423,12 @@ async def test_the_time_of_a_manager_runs_while_it_waits(tmp_path: Path) -> None
     tree = Tree()
     async with open_agents_fixture(
         make_agents_config(agents=NESTED), tmp_path, functions={"main": tree}, clock=clock
-    ) as troupe:
-        await under_way(tree, troupe, runTimeoutSeconds=60)
+    ) as agents:
+        await under_way(tree, agents, runTimeoutSeconds=60)
         clock.advance(seconds=61)
         tree.free.set()
-        await troupe.wait_until_idle()
-        assert tasks(troupe)["manage"]["outcome"] == "timeout"
+        await agents.wait_until_idle()
+        assert tasks(agents)["manage"]["outcome"] == "timeout"
         assert [prompt for prompt in tree.prompts if phase_of(prompt) == "wake"] == []
 
 
@@ -465,32 +465,32 @@ async def test_the_time_of_a_manager_is_that_of_its_workers_whoever_notices_that
     played = noticed == "while it works"
     clock = SystemClock() if played else ManualClock()
     busy = Busy()
-    agents = {"main": busy}
+    functions = {"main": busy}
     async with open_agents_fixture(
-        make_agents_config(agents=NESTED), tmp_path, functions=agents, clock=clock, pace=LASTING
-    ) as troupe:
-        await troupe.open_sessions(MAIN)
+        make_agents_config(agents=NESTED), tmp_path, functions=functions, clock=clock, pace=LASTING
+    ) as agents:
+        await agents.open_sessions(MAIN)
         seconds = 1 if played else 60
-        said = await troupe.use("sessions_spawn", task="manage", announce="parent", runTimeoutSeconds=seconds)
+        said = await agents.use("sessions_spawn", task="manage", announce="parent", runTimeoutSeconds=seconds)
         await soon(busy.begun)
         if isinstance(clock, ManualClock):
             clock.advance(seconds=90 if noticed == "by the sweeper" else 0)
         if noticed != "after a restart":
-            assert (await troupe.wait_for_end(said["runId"])).state == "timeout"
-            await troupe.wait_until_idle()
+            assert (await agents.wait_for_end(said["runId"])).state == "timeout"
+            await agents.wait_until_idle()
     if isinstance(clock, ManualClock):
         clock.advance(seconds=90)
     async with open_agents_fixture(
-        make_agents_config(agents=NESTED), tmp_path, functions=agents, clock=clock, pace=LASTING
-    ) as troupe:
-        assert (await troupe.wait_for_end(said["runId"])).state == "timeout"
-        await troupe.wait_until_idle()
-        outcomes = {task: row["outcome"] for task, row in tasks(troupe).items()}
+        make_agents_config(agents=NESTED), tmp_path, functions=functions, clock=clock, pace=LASTING
+    ) as agents:
+        assert (await agents.wait_for_end(said["runId"])).state == "timeout"
+        await agents.wait_until_idle()
+        outcomes = {task: row["outcome"] for task, row in tasks(agents).items()}
         assert outcomes == {"manage": "timeout", "work": "cancelled"}
         assert all(row["cancel_at"] for rows in stops for row in rows)
-        assert asked == [tasks(troupe)["work"]["id"]]
+        assert asked == [tasks(agents)["work"]["id"]]
         manager = said["childSessionKey"]
-        assert marks(await troupe.transcript(manager)) == ["subagent_result"]
+        assert marks(await agents.transcript(manager)) == ["subagent_result"]
         woken = [prompt for prompt in busy.prompts if prompt.run_id.startswith(("wake:", "note:"))]
         assert [prompt for prompt in woken if prompt.session_key == manager] == []
 
@@ -518,35 +518,35 @@ async def test_an_announcement_whose_time_is_over_stops_nothing(tmp_path: Path) 
     functions = {"main": agent}
     async with open_agents_fixture(
         make_agents_config(agents=NESTED), tmp_path, functions=functions, clock=clock, pace=LASTING
-    ) as troupe:
-        await troupe.open_sessions(MAIN)
-        manager = (await troupe.use("sessions_spawn", task="manage"))["childSessionKey"]
+    ) as agents:
+        await agents.open_sessions(MAIN)
+        manager = (await agents.use("sessions_spawn", task="manage"))["childSessionKey"]
         await soon(begun)
-        await troupe.say("a second job", manager)
+        await agents.say("a second job", manager)
         managed.set()
         await soon(working)
         clock.advance(seconds=91)
 
         async def over() -> bool:
-            return bool(troupe.rows("SELECT 1 FROM runs WHERE origin = 'announce' AND state = 'timeout'"))
+            return bool(agents.rows("SELECT 1 FROM runs WHERE origin = 'announce' AND state = 'timeout'"))
 
-        await troupe.until(over)
-        assert troupe.rows("SELECT 1 FROM runs WHERE cancel_at IS NOT NULL") == []
+        await agents.until(over)
+        assert agents.rows("SELECT 1 FROM runs WHERE cancel_at IS NOT NULL") == []
         free.set()
-        await troupe.wait_until_idle()
-        assert tasks(troupe)["work"]["outcome"] == "ok"
+        await agents.wait_until_idle()
+        assert tasks(agents)["work"]["outcome"] == "ok"
 
 
 @pytest.mark.requirement("G16", "P2")
 async def test_a_run_that_was_stopped_spawns_nothing_more(tmp_path: Path) -> None:
     """Its call may be on the way when the stop has already taken what it had spawned before."""
-    async with open_agents_fixture(make_agents_config(), tmp_path) as troupe:
-        run_id = (await troupe.ask("say hello")).run_id
+    async with open_agents_fixture(make_agents_config(), tmp_path) as agents:
+        run_id = (await agents.ask("say hello")).run_id
         caller = Caller.agent("main", MAIN)
         call = ToolRequest(caller=caller, run_id=run_id, call_id="late", arguments={"task": "work"})
-        result = await troupe.house.toolbox.select_allowed((), ())["sessions_spawn"].invoke(call)
+        result = await agents.app.toolbox.select_allowed((), ())["sessions_spawn"].invoke(call)
         assert "has ended or was stopped" in result.text
-        assert troupe.rows("SELECT 1 FROM tasks") == []
+        assert agents.rows("SELECT 1 FROM tasks") == []
 
 
 @pytest.mark.requirement("P6", "A2")
@@ -555,16 +555,16 @@ async def test_a_child_that_is_steered_has_no_more_time_than_before(tmp_path: Pa
     nursery = Nursery()
     async with open_agents_fixture(
         make_agents_config(), tmp_path, functions={"main": nursery}, clock=clock
-    ) as troupe:
-        await troupe.open_sessions(MAIN)
-        said = await troupe.use("sessions_spawn", task="dig deep", runTimeoutSeconds=60)
+    ) as agents:
+        await agents.open_sessions(MAIN)
+        said = await agents.use("sessions_spawn", task="dig deep", runTimeoutSeconds=60)
         await soon(nursery.begun["dig deep"])
-        (first,) = troupe.rows("SELECT deadline_at FROM runs WHERE id = ?", said["runId"])
-        await troupe.use("subagents", action="steer", target="last", message="look up")
-        (run,) = troupe.rows("SELECT deadline_at FROM runs WHERE origin = 'steer'")
+        (first,) = agents.rows("SELECT deadline_at FROM runs WHERE id = ?", said["runId"])
+        await agents.use("subagents", action="steer", target="last", message="look up")
+        (run,) = agents.rows("SELECT deadline_at FROM runs WHERE origin = 'steer'")
         assert run["deadline_at"] == first["deadline_at"]
         nursery.free["look up"].set()
-        await troupe.wait_until_idle()
+        await agents.wait_until_idle()
 
 
 @pytest.mark.requirement("G19", "P5")
@@ -575,14 +575,14 @@ async def test_a_requester_that_is_deleted_is_not_brought_back(tmp_path: Path) -
         {"id": "main", "default": True, "subagents": {"allowAgents": ["helper"]}}, "helper"
     )
     group = "agent:main:discord:group:g1"
-    async with open_agents_fixture(config, tmp_path, functions={"helper": helper}) as troupe:
-        await troupe.open_sessions(group)
-        await troupe.use("sessions_spawn", group, task="work", agentId="helper")
-        assert await troupe.operations.delete(OPERATOR, group)
-        await troupe.wait_until_idle()
-        assert troupe.rows("SELECT * FROM sessions WHERE key = ?", group) == []
-        assert tasks(troupe)["work"]["outcome"] in {"ok", "cancelled"}
-        assert tasks(troupe)["work"]["phase"] == "settled"
+    async with open_agents_fixture(config, tmp_path, functions={"helper": helper}) as agents:
+        await agents.open_sessions(group)
+        await agents.use("sessions_spawn", group, task="work", agentId="helper")
+        assert await agents.operations.delete(OPERATOR, group)
+        await agents.wait_until_idle()
+        assert agents.rows("SELECT * FROM sessions WHERE key = ?", group) == []
+        assert tasks(agents)["work"]["outcome"] in {"ok", "cancelled"}
+        assert tasks(agents)["work"]["phase"] == "settled"
 
 
 @pytest.mark.requirement("P5", "G1")
@@ -602,38 +602,38 @@ async def test_a_report_that_waits_for_its_turn_is_not_lost_when_the_requester_i
     )
     async with open_agents_fixture(
         config, tmp_path, functions={"main": ScriptedAgent(main), "helper": helper}
-    ) as troupe:
-        await troupe.open_sessions(MAIN)
-        said = await troupe.use("sessions_spawn", task="dig deep", agentId="helper")
-        await troupe.say("hello")
+    ) as agents:
+        await agents.open_sessions(MAIN)
+        said = await agents.use("sessions_spawn", task="dig deep", agentId="helper")
+        await agents.say("hello")
         await soon(busy)
         helper.free["dig deep"].set()
-        await troupe.wait_for_end(said["runId"])
+        await agents.wait_for_end(said["runId"])
 
         async def reported() -> bool:
-            return tasks(troupe)["dig deep"]["phase"] == "settled"
+            return tasks(agents)["dig deep"]["phase"] == "settled"
 
-        await troupe.until(reported)
-        await troupe.operations.stop(OPERATOR, MAIN)
-        await troupe.wait_until_idle()
-        assert marks(await troupe.transcript()) == ["subagent_result"]
+        await agents.until(reported)
+        await agents.operations.stop(OPERATOR, MAIN)
+        await agents.wait_until_idle()
+        assert marks(await agents.transcript()) == ["subagent_result"]
 
 
 # --- asked again ---
 
 
 async def repeatable(
-    troupe: AgentsFixture, call_id: str, run_id: str = "run", **arguments: Any
+    agents: AgentsFixture, call_id: str, run_id: str = "run", **arguments: Any
 ) -> dict[str, Any]:
     """A call that is made again after a crash: the same one, whatever has changed since."""
     caller = Caller.agent("main", MAIN)
     call = ToolRequest(caller=caller, run_id=run_id, call_id=call_id, arguments=arguments)
-    return (await troupe.house.toolbox.select_allowed((), ())["subagents"].invoke(call)).details
+    return (await agents.app.toolbox.select_allowed((), ())["subagents"].invoke(call)).details
 
 
-async def spawned(troupe: AgentsFixture, nursery: Nursery, *jobs: str) -> None:
+async def spawned(agents: AgentsFixture, nursery: Nursery, *jobs: str) -> None:
     for job in jobs:
-        await troupe.use("sessions_spawn", task=job, label=job)
+        await agents.use("sessions_spawn", task=job, label=job)
         await soon(nursery.begun[job])
 
 
@@ -641,46 +641,46 @@ async def spawned(troupe: AgentsFixture, nursery: Nursery, *jobs: str) -> None:
 @pytest.mark.parametrize("target", ["last", "1", "all", "dig"])
 async def test_a_kill_that_is_repeated_stops_nobody_else(tmp_path: Path, target: str) -> None:
     nursery = Nursery()
-    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
-        await troupe.open_sessions(MAIN)
-        await spawned(troupe, nursery, "dig 1")
-        first = await repeatable(troupe, "c", action="kill", target=target)
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as agents:
+        await agents.open_sessions(MAIN)
+        await spawned(agents, nursery, "dig 1")
+        first = await repeatable(agents, "c", action="kill", target=target)
         assert first == {"status": "ok", "action": "kill", "killed": 1, "labels": ["dig 1"]}
-        await spawned(troupe, nursery, "dig 2")
-        assert await repeatable(troupe, "c", action="kill", target=target) == first
+        await spawned(agents, nursery, "dig 2")
+        assert await repeatable(agents, "c", action="kill", target=target) == first
         nursery.free["dig 2"].set()
-        await troupe.wait_until_idle()
-        assert {job: row["outcome"] for job, row in tasks(troupe).items()} == {
+        await agents.wait_until_idle()
+        assert {job: row["outcome"] for job, row in tasks(agents).items()} == {
             "dig 1": "cancelled",
             "dig 2": "ok",
         }
-        over = await repeatable(troupe, "d", action="kill", target="last")
+        over = await repeatable(agents, "d", action="kill", target="last")
         assert (over["status"], over["message"]) == ("done", "dig 2 has already finished.")
-        await spawned(troupe, nursery, "dig 3")
-        assert await repeatable(troupe, "d", action="kill", target="last") == over
+        await spawned(agents, nursery, "dig 3")
+        assert await repeatable(agents, "d", action="kill", target="last") == over
         nursery.free["dig 3"].set()
-        await troupe.wait_until_idle()
-        assert tasks(troupe)["dig 3"]["outcome"] == "ok"
+        await agents.wait_until_idle()
+        assert tasks(agents)["dig 3"]["outcome"] == "ok"
 
 
 @pytest.mark.requirement("A2", "P5", "G3")
 async def test_a_steer_that_is_repeated_is_the_same_run_of_the_same_child(tmp_path: Path) -> None:
     nursery = Nursery()
-    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
-        await troupe.open_sessions(MAIN)
-        await spawned(troupe, nursery, "dig 1")
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as agents:
+        await agents.open_sessions(MAIN)
+        await spawned(agents, nursery, "dig 1")
         asked = {"action": "steer", "target": "last", "message": "look up"}
-        first = await repeatable(troupe, "c", **asked)
+        first = await repeatable(agents, "c", **asked)
         assert (first["status"], first["label"]) == ("accepted", "dig 1")
         await soon(nursery.begun["look up"])
-        await spawned(troupe, nursery, "dig 2")
-        assert await repeatable(troupe, "c", **asked) == first
+        await spawned(agents, nursery, "dig 2")
+        assert await repeatable(agents, "c", **asked) == first
         for job in ("look up", "dig 2"):
             nursery.free[job].set()
-        await troupe.wait_until_idle()
-        assert await repeatable(troupe, "c", **asked) == first, "also when it has finished since"
-        assert tasks(troupe)["dig 2"]["result"] == "did dig 2"
-        assert len(troupe.rows("SELECT * FROM runs WHERE origin = 'steer'")) == 1
+        await agents.wait_until_idle()
+        assert await repeatable(agents, "c", **asked) == first, "also when it has finished since"
+        assert tasks(agents)["dig 2"]["result"] == "did dig 2"
+        assert len(agents.rows("SELECT * FROM runs WHERE origin = 'steer'")) == 1
 
 
 @pytest.mark.requirement("A2", "G3")
@@ -689,19 +689,19 @@ async def test_a_child_is_steered_from_any_run_and_each_call_is_one_of_its_own(
     tmp_path: Path, run_id: str
 ) -> None:
     nursery = Nursery()
-    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
-        await troupe.open_sessions(MAIN)
-        await spawned(troupe, nursery, "dig 1")
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as agents:
+        await agents.open_sessions(MAIN)
+        await spawned(agents, nursery, "dig 1")
         said: list[dict[str, Any]] = []
         for number, words in enumerate(("look up", "look down")):
             asked = {"action": "steer", "target": "dig 1", "message": words}
-            said.append(await repeatable(troupe, f"c{number}", run_id, **asked))
+            said.append(await repeatable(agents, f"c{number}", run_id, **asked))
             await soon(nursery.begun[words])
         assert [answer["status"] for answer in said] == ["accepted"] * 2
         assert said[0]["runId"] != said[1]["runId"]
         nursery.free["look down"].set()
-        await troupe.wait_until_idle()
-        assert tasks(troupe)["dig 1"]["result"] == "did look down"
+        await agents.wait_until_idle()
+        assert tasks(agents)["dig 1"]["result"] == "did look down"
 
 
 # --- many of them, and long ones ---
@@ -709,9 +709,9 @@ async def test_a_child_is_steered_from_any_run_and_each_call_is_one_of_its_own(
 SECRET = "sk-abcdefghijklmnopqrstuvwxyz"
 
 
-def multiplied(troupe: AgentsFixture, count: int, **changes: object) -> None:
+def multiplied(agents: AgentsFixture, count: int, **changes: object) -> None:
     """So many copies of the one task there is, with columns changed."""
-    (row,) = troupe.rows("SELECT * FROM tasks WHERE n = 1")
+    (row,) = agents.rows("SELECT * FROM tasks WHERE n = 1")
     columns = [name for name in row if name not in {"n", "id"}]
     kinds = {name: "BIGINT" if isinstance(value, int) else "TEXT" for name, value in changes.items()}
     values = [f"CAST(? AS {kinds[name]})" if name in changes else f"t.{name}" for name in columns]
@@ -720,7 +720,7 @@ def multiplied(troupe: AgentsFixture, count: int, **changes: object) -> None:
         "WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < CAST(? AS INTEGER)) "
         f"SELECT CAST(? AS TEXT) || n.i, {', '.join(values)} FROM tasks t, n WHERE t.n = 1"
     )
-    troupe.rows(sql, count, uuid.uuid4().hex, *(changes[name] for name in columns if name in changes))
+    agents.rows(sql, count, uuid.uuid4().hex, *(changes[name] for name in columns if name in changes))
 
 
 @pytest.mark.requirement("A2", "G36", "G22")
@@ -729,16 +729,16 @@ async def test_a_list_has_the_beginning_of_long_texts_and_no_secret(
 ) -> None:
     long = "word " * 50_000
     nursery = Nursery()
-    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
-        await troupe.open_sessions(MAIN)
-        await spawned(troupe, nursery, f"dig {SECRET}")
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as agents:
+        await agents.open_sessions(MAIN)
+        await spawned(agents, nursery, f"dig {SECRET}")
         nursery.free[f"dig {SECRET}"].set()
-        await troupe.wait_until_idle()
+        await agents.wait_until_idle()
         # In the last one a mask is so short that the end of what is looked at is shown, which cuts a secret apart.
         cut = f"sk-{'a' * 400} {'x ' * 88}Bearer {SECRET[3:]}"
         for result in (f"key {SECRET} {long}", f"{'-' * 290} {SECRET} {long}", cut):
-            troupe.rows("UPDATE tasks SET result = ?, error = ?", result, result)
-            (task,) = (await troupe.use("subagents"))["recent"]
+            agents.rows("UPDATE tasks SET result = ?, error = ?", result, result)
+            (task,) = (await agents.use("subagents"))["recent"]
             for shown in (task["task"], task["result"], task["error"]):
                 assert len(shown) <= 301
                 assert SECRET[3:12] not in shown, shown
@@ -751,9 +751,9 @@ async def test_a_list_has_the_beginning_of_long_texts_and_no_secret(
             return clear(text)
 
         monkeypatch.setattr(sanitize, "sanitize_for_people", cleared)
-        found = await troupe.operations.list_subagents(OPERATOR, MAIN)
+        found = await agents.operations.list_subagents(OPERATOR, MAIN)
         assert threads == set(), "a list needs no report"
-        report = await troupe.operations.get_subagent_report(OPERATOR, found[0].run_id)
+        report = await agents.operations.get_subagent_report(OPERATOR, found[0].run_id)
         assert report is not None and report.startswith("Status: ok\nResult: ")
         assert threads and threading.get_ident() not in threads
 
@@ -765,31 +765,31 @@ async def test_a_report_is_for_whoever_may_read_the_session_that_asked_for_it(tm
     sections = {"tools": {"sessions": {"visibility": "tree"}, "agentToAgent": {"enabled": False}}}
     async with open_agents_fixture(
         make_agents_config("helper", **sections), tmp_path, functions={"main": nursery}
-    ) as troupe:
-        await troupe.open_sessions(MAIN, HELPER)
-        said = await troupe.use("sessions_spawn", task=long, announce="none")
+    ) as agents:
+        await agents.open_sessions(MAIN, HELPER)
+        said = await agents.use("sessions_spawn", task=long, announce="none")
         await soon(nursery.begun[long])
         me, other = Caller.agent("main", MAIN), Caller.agent("helper", HELPER)
-        assert await troupe.operations.get_subagent_report(me, said["runId"]) is None
+        assert await agents.operations.get_subagent_report(me, said["runId"]) is None
         nursery.free[long].set()
-        await troupe.wait_until_idle()
-        whole = await troupe.operations.get_subagent_report(me, said["runId"])
+        await agents.wait_until_idle()
+        whole = await agents.operations.get_subagent_report(me, said["runId"])
         assert whole == f"Status: ok\nResult: did {long}", "nobody was told of it, and it is all there"
         for caller, run_id in ((other, said["runId"]), (me, "nothing")):
             with pytest.raises(NotFound, match="no sub-agent"):
-                await troupe.operations.get_subagent_report(caller, run_id)
+                await agents.operations.get_subagent_report(caller, run_id)
 
 
 @pytest.mark.requirement("A2", "G22")
 async def test_a_list_of_many_is_bounded_and_says_what_was_cut(tmp_path: Path) -> None:
     nursery = Nursery()
-    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as troupe:
-        await troupe.open_sessions(MAIN)
-        await spawned(troupe, nursery, "first")
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": nursery}) as agents:
+        await agents.open_sessions(MAIN)
+        await spawned(agents, nursery, "first")
         # Beyond the last two hundred: one at work is seen, one that has ended is not looked for.
-        ended = {"phase": "settled", "settled_at": tasks(troupe)["first"]["created_at"], "outcome": "ok"}
-        multiplied(troupe, 300, **ended, result="“" * 5000)
-        found = await troupe.invoke_tool("subagents")
+        ended = {"phase": "settled", "settled_at": tasks(agents)["first"]["created_at"], "outcome": "ok"}
+        multiplied(agents, 300, **ended, result="“" * 5000)
+        found = await agents.invoke_tool("subagents")
         assert len(found.text.encode()) <= MAX_LIST_RESULT_BYTES
         said = found.details
         (active,) = said["active"]
@@ -797,15 +797,15 @@ async def test_a_list_of_many_is_bounded_and_says_what_was_cut(tmp_path: Path) -
         assert [task["number"] for task in said["recent"]] == list(range(1, len(said["recent"]) + 1))
         assert said["truncated"] and said["cut"] == {"active": 0, "recent": 200 - len(said["recent"])}
         assert said["cut"]["recent"] > 0
-        killed = await troupe.use("subagents", action="kill", target="9" * 5000)
+        killed = await agents.use("subagents", action="kill", target="9" * 5000)
         assert killed["code"] == "not_found"
-        multiplied(troupe, 150, task="“" * 5000, error="“" * 5000)
-        found = await troupe.invoke_tool("subagents")
+        multiplied(agents, 150, task="“" * 5000, error="“" * 5000)
+        found = await agents.invoke_tool("subagents")
         assert len(found.text.encode()) <= MAX_LIST_RESULT_BYTES
         assert found.details["recent"] == [] and found.details["cut"]["active"] > 0
-        troupe.rows("UPDATE tasks SET phase = 'settled' WHERE task <> 'first'")
+        agents.rows("UPDATE tasks SET phase = 'settled' WHERE task <> 'first'")
         nursery.free["first"].set()
-        await troupe.wait_until_idle()
+        await agents.wait_until_idle()
 
 
 @pytest.mark.sqlite_only  # what its planner says
@@ -816,15 +816,15 @@ async def test_a_list_of_many_is_bounded_and_says_what_was_cut(tmp_path: Path) -
 async def test_what_a_session_has_spawned_is_read_by_index_and_not_as_a_whole(
     tmp_path: Path, name: str, indexes: set[str]
 ) -> None:
-    async with open_agents_fixture(make_agents_config(), tmp_path) as troupe:
+    async with open_agents_fixture(make_agents_config(), tmp_path) as agents:
         bare = re.sub(r":\w+", "1", getattr(tasks_sql, name).text)
-        plan = [row["detail"] for row in troupe.rows(f"EXPLAIN QUERY PLAN {bare}")]
+        plan = [row["detail"] for row in agents.rows(f"EXPLAIN QUERY PLAN {bare}")]
         used = {step.split("USING INDEX ")[1].split()[0] for step in plan if step.startswith("SEARCH tasks")}
         assert used == indexes, plan
         inner = re.findall(r"\(SELECT [^()]* FROM tasks [^()]*\)", bare)
         assert len(inner) == len(indexes)
         for piece in inner:
-            steps = [row["detail"] for row in troupe.rows(f"EXPLAIN QUERY PLAN {piece[1:-1]}")]
+            steps = [row["detail"] for row in agents.rows(f"EXPLAIN QUERY PLAN {piece[1:-1]}")]
             assert "LIMIT" in piece and len(steps) == 1, "sorted by the index, and no further than the limit"
         assert not [step for step in plan if re.match(r"SCAN (tasks|s|r)\b", step)], plan
 
@@ -844,21 +844,21 @@ async def test_what_has_reported_while_a_turn_went_on_counts_for_its_wait(tmp_pa
             return calls("sessions_spawn", task="dig", agentId="helper")
         if "waitFor" in result:
             return text(".")
-        await troupe.until(settled)
+        await agents.until(settled)
         return calls("sessions_yield")
 
     async def settled() -> bool:
-        return [row["phase"] for row in tasks(troupe).values()] == ["settled"]
+        return [row["phase"] for row in tasks(agents).values()] == ["settled"]
 
     nursery.free["dig"].set()
     config = make_agents_config(
         {"id": "main", "default": True, "subagents": {"allowAgents": ["helper"]}}, "helper"
     )
-    async with open_agents_fixture(config, tmp_path, functions={"main": main, "helper": nursery}) as troupe:
-        await troupe.ask("go")
-        await troupe.wait_until_idle()
+    async with open_agents_fixture(config, tmp_path, functions={"main": main, "helper": nursery}) as agents:
+        await agents.ask("go")
+        await agents.wait_until_idle()
         assert len(woken) == 1
-        assert marks(await troupe.transcript()) == ["subagent_result", "wake"]
+        assert marks(await agents.transcript()) == ["subagent_result", "wake"]
 
 
 @pytest.mark.requirement("G25", "G18")
@@ -869,12 +869,12 @@ async def test_who_waits_for_what_it_has_spawned_does_not_begin_anew(tmp_path: P
     config = make_agents_config(session={"idleMinutes": 30})
     async with open_agents_fixture(
         config, tmp_path, functions={"main": nursery}, clock=clock, pace=LASTING
-    ) as troupe:
-        await troupe.ask("find out for me")
+    ) as agents:
+        await agents.ask("find out for me")
         await soon(nursery.begun["dig deep"])
         clock.advance(seconds=31 * 60)
         nursery.jobs = ()
-        await troupe.ask("are you still at it?")
+        await agents.ask("are you still at it?")
         nursery.free["dig deep"].set()
-        await troupe.wait_until_idle()
-        assert "find out for me" in [entry.get("content") for entry in await troupe.transcript()]
+        await agents.wait_until_idle()
+        assert "find out for me" in [entry.get("content") for entry in await agents.transcript()]

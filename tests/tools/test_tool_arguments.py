@@ -88,8 +88,8 @@ def test_what_cannot_be_accepted_is_named_with_what_can(given: dict[str, Any], w
 
 @pytest.mark.requirement("L1", "H1", "A1", "A2")
 async def test_every_tool_has_a_valid_closed_schema_and_only_looks(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as stage:
-        found = tools(stage)
+    async with open_app_fixture(tmp_path, silent) as app:
+        found = tools(app)
         assert set(NAMES) <= set(found)
         for name in NAMES:
             tool = found[name]
@@ -110,9 +110,9 @@ async def test_every_tool_has_a_valid_closed_schema_and_only_looks(tmp_path: Pat
 
 @pytest.mark.requirement("L1", "H1", "A2")
 async def test_every_tool_refuses_an_argument_that_is_not_there(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as stage:
+    async with open_app_fixture(tmp_path, silent) as app:
         for name in NAMES:
-            refusal = await refused(stage, name, nonsense=True)
+            refusal = await refused(app, name, nonsense=True)
             assert refusal["status"] == "error"
             assert "There is no argument 'nonsense'." in refusal["error"]
 

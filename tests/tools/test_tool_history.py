@@ -49,15 +49,15 @@ RESULT = set(
 
 @pytest.mark.requirement("H1", "H2", "H3", "K2", "003-history-no-tool-results", "003-history-raw")
 async def test_a_page_is_raw_and_says_everything_about_itself(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as stage:
-        row = await stage.create(MAIN)
-        await put(stage, row, said("one"), answered("two"), tool_result("three"), answered("four"))
-        page = await ask(stage, "sessions_history", sessionKey="main")
+    async with open_app_fixture(tmp_path, silent) as app:
+        row = await app.create(MAIN)
+        await put(app, row, said("one"), answered("two"), tool_result("three"), answered("four"))
+        page = await ask(app, "sessions_history", sessionKey="main")
         assert set(page) == RESULT
         assert [(item["seq"], item["role"]) for item in page["messages"]] == [
             (1, "user"), (2, "assistant"), (4, "assistant")
         ]  # fmt: skip
-        stored = await stage.transcript()
+        stored = await app.transcript()
         assert page["messages"] == [item for item in stored if item["role"] != "toolResult"]
         assert (page["sessionKey"], page["total"]) == ("main", 4)
         assert (page["hasMore"], page["nextCursor"]) == (False, None)
@@ -65,21 +65,21 @@ async def test_a_page_is_raw_and_says_everything_about_itself(tmp_path: Path) ->
         assert (page["contentTruncated"], page["contentRedacted"]) == (False, False)
         compact = json.dumps(page["messages"], ensure_ascii=False, separators=(",", ":"))
         assert page["bytes"] == len(compact.encode())
-        with_tools = await ask(stage, "sessions_history", sessionKey=page["sessionId"], includeTools=True)
+        with_tools = await ask(app, "sessions_history", sessionKey=page["sessionId"], includeTools=True)
         assert [item["seq"] for item in with_tools["messages"]] == [1, 2, 3, 4]
-        assert (await ask(stage, "sessions_history", sessionKey="current")) == page
-        operator = await ask(stage, "sessions_history", OPERATOR, sessionKey="main")
+        assert (await ask(app, "sessions_history", sessionKey="current")) == page
+        operator = await ask(app, "sessions_history", OPERATOR, sessionKey="main")
         assert operator == {**page, "sessionKey": MAIN}
 
 
 @pytest.mark.requirement("H1")
 async def test_limits_are_clamped_and_places_exclude_each_other(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as stage:
-        row = await stage.create(MAIN)
-        await put(stage, row, *(said(str(number)) for number in range(1, 251)))
+    async with open_app_fixture(tmp_path, silent) as app:
+        row = await app.create(MAIN)
+        await put(app, row, *(said(str(number)) for number in range(1, 251)))
 
         async def seqs(**arguments: Any) -> list[int]:
-            page = await ask(stage, "sessions_history", sessionKey="main", **arguments)
+            page = await ask(app, "sessions_history", sessionKey="main", **arguments)
             return [item["seq"] for item in page["messages"]]
 
         assert await seqs() == list(range(201, 251))
@@ -92,21 +92,19 @@ async def test_limits_are_clamped_and_places_exclude_each_other(tmp_path: Path) 
         assert await seqs(cursor="after:3", limit=1) == [4]
         assert await seqs(before=0) == []
         for wrong in ({"before": 1, "after": 2}, {"cursor": "1", "before": 2}):
-            assert (
-                "only one" in (await refused(stage, "sessions_history", sessionKey="main", **wrong))["error"]
-            )
+            assert "only one" in (await refused(app, "sessions_history", sessionKey="main", **wrong))["error"]
         for cursor in ("x", "-1", "1e3", "after:", "9" * 40, "٣"):
             wrong = {"sessionKey": "main", "cursor": cursor}
-            assert "nextCursor" in (await refused(stage, "sessions_history", **wrong))["error"]
+            assert "nextCursor" in (await refused(app, "sessions_history", **wrong))["error"]
         assert (
-            "'before'" in (await refused(stage, "sessions_history", sessionKey="main", before=2**70))["error"]
+            "'before'" in (await refused(app, "sessions_history", sessionKey="main", before=2**70))["error"]
         )
 
 
 @pytest.mark.requirement("H3", "003-history-raw")
 async def test_texts_are_cut_and_what_is_not_for_models_is_left_out(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as stage:
-        row = await stage.create(MAIN)
+    async with open_app_fixture(tmp_path, silent) as app:
+        row = await app.create(MAIN)
         steps = AssistantMessage(
             content=[
                 ThinkingBlock(thinking="t" * 5000, thinking_signature="s", native={"a": 1}),
@@ -123,8 +121,8 @@ async def test_texts_are_cut_and_what_is_not_for_models_is_left_out(tmp_path: Pa
             timestamp=NOW,
             details={"a": 1},
         )
-        await put(stage, row, steps, result)
-        page = await ask(stage, "sessions_history", sessionKey="main", includeTools=True)
+        await put(app, row, steps, result)
+        page = await ask(app, "sessions_history", sessionKey="main", includeTools=True)
         first, second = page["messages"]
         thinking, text, call = first["content"]
         assert thinking == {"type": "thinking", "thinking": "t" * 4000 + "\n…(truncated)…"}
@@ -134,25 +132,25 @@ async def test_texts_are_cut_and_what_is_not_for_models_is_left_out(tmp_path: Pa
         assert second["content"] == [{"type": "image", "mimeType": "image/png", "omitted": True, "bytes": 3}]
         assert "details" not in second
         assert (page["truncated"], page["contentTruncated"], page["droppedMessages"]) == (True, True, 0)
-        assert (await stage.transcript())[0]["native"] == {"a": 1}
+        assert (await app.transcript())[0]["native"] == {"a": 1}
 
 
 @pytest.mark.requirement("H3", "003-history-raw")
 async def test_secrets_are_masked_on_the_way_out_and_kept_in_the_store(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as stage:
-        row = await stage.create(MAIN)
+    async with open_app_fixture(tmp_path, silent) as app:
+        row = await app.create(MAIN)
         call = ToolCall(id="c", name="login", arguments={"password": "tr0ub4dor", "user": ["ann", KEY]})
-        await put(stage, row, said(f"my key is {KEY}"), AssistantMessage(content=[call], timestamp=NOW))
-        await put(stage, row, said("x" * 3990 + KEY), said("y" * 70_000 + KEY))
-        page = await ask(stage, "sessions_history", sessionKey="main")
+        await put(app, row, said(f"my key is {KEY}"), AssistantMessage(content=[call], timestamp=NOW))
+        await put(app, row, said("x" * 3990 + KEY), said("y" * 70_000 + KEY))
+        page = await ask(app, "sessions_history", sessionKey="main")
         assert page["contentRedacted"]
         text = json.dumps(page)
         assert KEY not in text
         assert KEY[6:20] not in text
         assert "tr0ub4dor" not in text
         assert "ann" in text
-        assert KEY in json.dumps(await stage.transcript())
-        rows = await ask(stage, "sessions_list", messageLimit=4)
+        assert KEY in json.dumps(await app.transcript())
+        rows = await ask(app, "sessions_list", messageLimit=4)
         assert KEY[6:20] not in json.dumps(rows)
 
 
@@ -167,28 +165,28 @@ def test_no_cut_shows_half_a_secret() -> None:
 
 @pytest.mark.requirement("H3")
 async def test_the_newest_are_kept_and_the_cursor_leads_to_what_was_dropped(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as stage:
-        row = await stage.create(MAIN)
-        await put(stage, row, *(said(f"{number:04}" * 1000) for number in range(1, 31)))
-        page = await ask(stage, "sessions_history", sessionKey="main")
+    async with open_app_fixture(tmp_path, silent) as app:
+        row = await app.create(MAIN)
+        await put(app, row, *(said(f"{number:04}" * 1000) for number in range(1, 31)))
+        page = await ask(app, "sessions_history", sessionKey="main")
         assert page["bytes"] <= MAX_HISTORY_RESULT_BYTES
         kept = [item["seq"] for item in page["messages"]]
         assert kept == list(range(31 - len(kept), 31))
         assert (page["droppedMessages"], page["truncated"], page["hasMore"]) == (30 - len(kept), True, True)
         assert page["nextCursor"] == str(kept[0])
-        forward = await ask(stage, "sessions_history", sessionKey="main", after=0)
+        forward = await ask(app, "sessions_history", sessionKey="main", after=0)
         assert [item["seq"] for item in forward["messages"]] == list(range(1, len(kept) + 1))
         assert forward["nextCursor"] == f"after:{len(kept)}"
 
 
 @pytest.mark.requirement("H3")
 async def test_a_message_that_is_too_large_leaves_a_placeholder(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as stage:
-        row = await stage.create(MAIN)
+    async with open_app_fixture(tmp_path, silent) as app:
+        row = await app.create(MAIN)
         huge = UserMessage(content=[TextBlock(text="x" * 4000) for _ in range(30)], timestamp=NOW)
-        await put(stage, row, said("before"), huge, said("after"))
-        page = await ask(stage, "sessions_history", sessionKey="main")
-        stored = (await stage.transcript())[1]
+        await put(app, row, said("before"), huge, said("after"))
+        page = await ask(app, "sessions_history", sessionKey="main")
+        stored = (await app.transcript())[1]
         first, large, last = page["messages"]
         assert (first["content"], last["content"]) == ("before", "after")
         assert {name: large[name] for name in ("id", "seq", "role")} == {
@@ -207,14 +205,14 @@ async def test_entries_of_any_shape_can_be_shown(tmp_path: Path) -> None:
         f'{{"role": "user", "content": {deep}}}',
         f'{{"role": "user", "content": {"[" * 200_000}{"]" * 200_000}}}',
     ]
-    async with open_app_fixture(tmp_path, silent) as stage:
-        row = await stage.create(MAIN)
-        await put(stage, row, *(said("x") for _ in bodies))
+    async with open_app_fixture(tmp_path, silent) as app:
+        row = await app.create(MAIN)
+        await put(app, row, *(said("x") for _ in bodies))
         for seq, body in enumerate(bodies, 1):
-            stage.rows("UPDATE messages SET body = ? WHERE seq = ?", body, seq)
-        page = await ask(stage, "sessions_history", sessionKey="main")
+            app.rows("UPDATE messages SET body = ? WHERE seq = ?", body, seq)
+        page = await ask(app, "sessions_history", sessionKey="main")
         assert [item["seq"] for item in page["messages"]] == [1, 2, 3, 4, 5]
-        assert len((await ask(stage, "sessions_list", messageLimit=5))["sessions"][0]["messages"]) == 5
+        assert len((await ask(app, "sessions_list", messageLimit=5))["sessions"][0]["messages"]) == 5
 
 
 # --- exactness ---
@@ -232,16 +230,16 @@ def test_following_the_cursors_gives_every_entry_once(
 
 
 async def _followed(path: Path, sizes: list[int], limit: int, forward: bool, tools: bool) -> None:
-    async with open_app_fixture(path, silent) as stage:
-        row = await stage.create(MAIN)
-        await put(stage, row, *(_entry(number, size) for number, size in enumerate(sizes)))
-        growing = asyncio.create_task(put(stage, row, *(_entry(number, 700) for number in range(20))))
+    async with open_app_fixture(path, silent) as app:
+        row = await app.create(MAIN)
+        await put(app, row, *(_entry(number, size) for number, size in enumerate(sizes)))
+        growing = asyncio.create_task(put(app, row, *(_entry(number, 700) for number in range(20))))
         pages: list[list[dict[str, Any]]] = []
         place: dict[str, Any] = {"after": 0} if forward else {}
         wanted = {"sessionKey": "main", "limit": limit, "includeTools": tools}
         while True:
             grown = growing.done()
-            page = await ask(stage, "sessions_history", **wanted, **place)
+            page = await ask(app, "sessions_history", **wanted, **place)
             assert page["bytes"] <= MAX_HISTORY_RESULT_BYTES
             pages.append(page["messages"])
             if page["hasMore"]:
@@ -253,7 +251,7 @@ async def _followed(path: Path, sizes: list[int], limit: int, forward: bool, too
         await growing
         entries = [item for page in (pages if forward else reversed(pages)) for item in page]
         newest = entries[-1]["seq"] if entries and not forward else math.inf  # it leads back from there
-        stored = [item for item in await stage.transcript() if tools or item["role"] != "toolResult"]
+        stored = [item for item in await app.transcript() if tools or item["role"] != "toolResult"]
         _same(entries, [item for item in stored if item["seq"] <= newest])
 
 
@@ -279,10 +277,10 @@ OTHER = "agent:helper:main"
 
 @pytest.mark.requirement("H5", "SEC5", "V1")
 async def test_unknown_and_invisible_sessions_look_alike(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as stage:
-        await stage.create(MAIN)
-        hidden = await stage.create(OTHER)
-        stage.rows("UPDATE sessions SET label = 'secret plans' WHERE key = ?", OTHER)
+    async with open_app_fixture(tmp_path, silent) as app:
+        await app.create(MAIN)
+        hidden = await app.create(OTHER)
+        app.rows("UPDATE sessions SET label = 'secret plans' WHERE key = ?", OTHER)
         for tool in ("sessions_history", "session_status"):
             for real, made_up in (
                 (OTHER, "agent:helper:cron:1"),
@@ -290,8 +288,8 @@ async def test_unknown_and_invisible_sessions_look_alike(tmp_path: Path) -> None
                 ("secret plans", "public plans"),
                 ("agent:main:cron:1", "agent:main:cron:2"),
             ):
-                seen = await refused(stage, tool, sessionKey=real)
-                unseen = await refused(stage, tool, sessionKey=made_up)
+                seen = await refused(app, tool, sessionKey=real)
+                unseen = await refused(app, tool, sessionKey=made_up)
                 assert seen["status"] == unseen["status"] == "error"
                 assert seen["error"].replace(real, "…") == unseen["error"].replace(made_up, "…")
                 assert (
@@ -301,18 +299,18 @@ async def test_unknown_and_invisible_sessions_look_alike(tmp_path: Path) -> None
                 assert "tools.sessions.visibility (in effect: 'tree')" in seen["error"]
                 assert "tools.agentToAgent (off)" in seen["error"]
         for real, made_up in ((OTHER, "agent:nobody:main"), (hidden["session_id"], "agent:no:cron:1")):
-            seen = await refused(stage, "sessions_search", query="x", sessionKey=real)
-            unseen = await refused(stage, "sessions_search", query="x", sessionKey=made_up)
+            seen = await refused(app, "sessions_search", query="x", sessionKey=real)
+            unseen = await refused(app, "sessions_search", query="x", sessionKey=made_up)
             assert seen["error"].replace(real, "…") == unseen["error"].replace(made_up, "…")
 
 
 @pytest.mark.requirement("H5")
 async def test_what_a_token_does_not_grant_is_forbidden(tmp_path: Path) -> None:
-    async with open_app_fixture(tmp_path, silent) as stage:
-        await stage.create(MAIN)
+    async with open_app_fixture(tmp_path, silent) as app:
+        await app.create(MAIN)
         nobody = Caller.operator([])
-        assert (await refused(stage, "sessions_history", nobody, sessionKey="main"))["status"] == "forbidden"
-        assert (await refused(stage, "sessions_list", nobody))["status"] == "forbidden"
+        assert (await refused(app, "sessions_history", nobody, sessionKey="main"))["status"] == "forbidden"
+        assert (await refused(app, "sessions_list", nobody))["status"] == "forbidden"
 
 
 AGENTS = ("main", "helper", "third")
@@ -350,38 +348,38 @@ def test_listed_if_and_only_if_readable(
 async def _listed_if_readable(
     path: Path, config: dict[str, Any], lineage: list[tuple[str, int | None]], who: int, sandboxed: bool
 ) -> None:
-    async with open_app_fixture(path, silent, config=with_settings(config)) as stage:
+    async with open_app_fixture(path, silent, config=with_settings(config)) as app:
         rows: list[Any] = []
         for number, (agent, parent) in enumerate(lineage):
             above = rows[parent]["key"] if parent is not None and parent < number else None
-            rows.append(await stage.create(f"agent:{agent}:cron:{number}", above))
+            rows.append(await app.create(f"agent:{agent}:cron:{number}", above))
         me = Caller.agent(lineage[who][0], rows[who]["key"], sandboxed=sandboxed)
-        result = await ask(stage, "sessions_list", me, limit=200)
+        result = await ask(app, "sessions_list", me, limit=200)
         listed = {row["sessionId"]: row for row in result["sessions"]}
         assert result["count"] + result.get("hiddenCount", 0) == len(rows)
         for row in rows:
-            await _agrees(stage, me, row, listed.get(row["session_id"]))
+            await _agrees(app, me, row, listed.get(row["session_id"]))
 
 
-async def _agrees(stage: AppFixture, me: Caller, row: Any, shown: dict[str, Any] | None) -> None:
+async def _agrees(app: AppFixture, me: Caller, row: Any, shown: dict[str, Any] | None) -> None:
     if shown is None:
         for reference in (row["key"], row["session_id"]):
-            refusal = await refused(stage, "sessions_history", me, sessionKey=reference)
+            refusal = await refused(app, "sessions_history", me, sessionKey=reference)
             assert refusal["error"].startswith(f"Session {reference!r} was not found.")
             assert refusal["status"] == "error"
         return
     own = row["key"].startswith(f"agent:{me.agent_id}:")
     assert shown["key"] == (row["key"].removeprefix(f"agent:{me.agent_id}:") if own else row["key"])
     for reference in (shown["key"], row["key"], row["session_id"]):
-        page = await ask(stage, "sessions_history", me, sessionKey=reference)
+        page = await ask(app, "sessions_history", me, sessionKey=reference)
         assert (page["sessionKey"], page["sessionId"]) == (shown["key"], row["session_id"])
 
 
 @pytest.mark.requirement("V1")
 async def test_another_agents_session_is_shown_with_its_full_key(tmp_path: Path) -> None:
     config = with_settings({**ALL, "agents": {"list": [{"id": "main"}, {"id": "helper"}]}})
-    async with open_app_fixture(tmp_path, silent, config=config) as stage:
-        await stage.create(MAIN)
-        await put(stage, await stage.create(OTHER), said("hello"))
-        page = await ask(stage, "sessions_history", ME, sessionKey=OTHER)
+    async with open_app_fixture(tmp_path, silent, config=config) as app:
+        await app.create(MAIN)
+        await put(app, await app.create(OTHER), said("hello"))
+        page = await ask(app, "sessions_history", ME, sessionKey=OTHER)
         assert (page["sessionKey"], page["messages"][0]["content"]) == (OTHER, "hello")

@@ -34,11 +34,11 @@ from support.databases import chosen
 pytestmark = pytest.mark.anyio
 
 
-async def has_yielded(troupe: AgentsFixture) -> None:
+async def has_yielded(agents: AgentsFixture) -> None:
     async def yielded() -> bool:
-        return bool(troupe.rows("SELECT 1 FROM runs WHERE yielded = 1"))
+        return bool(agents.rows("SELECT 1 FROM runs WHERE yielded = 1"))
 
-    await troupe.until(yielded)
+    await agents.until(yielded)
 
 
 async def delegating(prompt: Prompt) -> AssistantMessage:
@@ -62,17 +62,17 @@ async def delegating(prompt: Prompt) -> AssistantMessage:
 async def test_the_reply_to_a_send_is_that_of_the_turn_that_was_woken(tmp_path: Path) -> None:
     async def helper(prompt: Prompt) -> AssistantMessage:
         if "subagent" in prompt.session_key:
-            await has_yielded(troupe)
+            await has_yielded(agents)
         return await delegating(prompt)
 
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"helper": helper}
-    ) as troupe:
-        await troupe.open_sessions(MAIN, HELPER)
-        sent = await troupe.use("sessions_send", sessionKey=HELPER, message="well?", replyBack=0)
+    ) as agents:
+        await agents.open_sessions(MAIN, HELPER)
+        sent = await agents.use("sessions_send", sessionKey=HELPER, message="well?", replyBack=0)
         assert (sent["status"], sent["reply"]) == ("ok", "the answer is 42")
-        await troupe.wait_until_idle()
-        [exchange] = troupe.rows("SELECT first_reply, latest_reply, announced FROM exchanges")
+        await agents.wait_until_idle()
+        [exchange] = agents.rows("SELECT first_reply, latest_reply, announced FROM exchanges")
         assert exchange == {
             "first_reply": "the answer is 42",
             "latest_reply": "the answer is 42",
@@ -91,50 +91,50 @@ async def test_a_target_that_waits_longer_than_the_sender_has_not_answered_yet(t
 
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"helper": helper}
-    ) as troupe:
-        await troupe.open_sessions(HELPER)
+    ) as agents:
+        await agents.open_sessions(HELPER)
         wanted = SendRequest(message="well?", session=HELPER, timeout_seconds=0.3, idempotency_key="k")
-        sent = await troupe.operations.send(OPERATOR, wanted)
+        sent = await agents.operations.send(OPERATOR, wanted)
         assert (sent.status, sent.reply) == ("timeout", None)
         held.set()
-        await troupe.wait_until_idle()
-        again = await troupe.operations.send(OPERATOR, wanted)
+        await agents.wait_until_idle()
+        again = await agents.operations.send(OPERATOR, wanted)
         assert (again.status, again.reply) == ("ok", "the answer is 42")
 
 
 OTHER = "agent:other:main"
 
 
-def yielded_runs(troupe: AgentsFixture) -> int:
-    return troupe.rows("SELECT count(*) AS n FROM runs WHERE yielded = 1")[0]["n"]
+def yielded_runs(agents: AgentsFixture) -> int:
+    return agents.rows("SELECT count(*) AS n FROM runs WHERE yielded = 1")[0]["n"]
 
 
 @pytest.mark.requirement("S2", "S5", "G18", "A2")
 async def test_one_wake_answers_everybody_for_whom_the_target_has_yielded(tmp_path: Path) -> None:
     async def helper(prompt: Prompt) -> AssistantMessage:
         if "subagent" in prompt.session_key:
-            await troupe.until(both_wait)
+            await agents.until(both_wait)
         return await delegating(prompt)
 
     async def both_wait() -> bool:
-        return yielded_runs(troupe) == 2
+        return yielded_runs(agents) == 2
 
     async with open_agents_fixture(
         make_agents_config("helper", "other"), tmp_path, functions={"helper": helper}
-    ) as troupe:
-        await troupe.open_sessions(MAIN, OTHER, HELPER)
+    ) as agents:
+        await agents.open_sessions(MAIN, OTHER, HELPER)
         replies = await asyncio.gather(
             *(
-                troupe.use("sessions_send", sender, sessionKey=HELPER, message="well?", replyBack=1)
+                agents.use("sessions_send", sender, sessionKey=HELPER, message="well?", replyBack=1)
                 for sender in (MAIN, OTHER)
             )
         )
         assert [(sent["status"], sent["reply"]) for sent in replies] == [("ok", "the answer is 42")] * 2
-        await troupe.wait_until_idle()
-        exchanges = troupe.rows("SELECT first_reply, turn, announced FROM exchanges")
+        await agents.wait_until_idle()
+        exchanges = agents.rows("SELECT first_reply, turn, announced FROM exchanges")
         assert exchanges == [{"first_reply": "the answer is 42", "turn": 1, "announced": "delivered"}] * 2
-        assert len(troupe.rows("SELECT 1 FROM runs WHERE id LIKE 'wake:%'")) == 1
-        assert troupe.rows("SELECT 1 FROM runs WHERE woken_by IS NOT NULL") == []
+        assert len(agents.rows("SELECT 1 FROM runs WHERE id LIKE 'wake:%'")) == 1
+        assert agents.rows("SELECT 1 FROM runs WHERE woken_by IS NOT NULL") == []
 
 
 @pytest.mark.requirement("S2", "S5", "G18")
@@ -157,17 +157,17 @@ async def test_who_is_woken_and_yields_again_answers_for_all_in_the_end(tmp_path
 
     async def yields(number: int) -> None:
         async def so_many() -> bool:
-            return yielded_runs(troupe) == number
+            return yielded_runs(agents) == number
 
-        await troupe.until(so_many)
+        await agents.until(so_many)
 
     async with open_agents_fixture(
         make_agents_config("helper", "other"), tmp_path, functions={"helper": helper}
-    ) as troupe:
-        await troupe.open_sessions(MAIN, OTHER, HELPER)
+    ) as agents:
+        await agents.open_sessions(MAIN, OTHER, HELPER)
         sends = [
             asyncio.create_task(
-                troupe.use("sessions_send", sender, sessionKey=HELPER, message="well?", replyBack=0)
+                agents.use("sessions_send", sender, sessionKey=HELPER, message="well?", replyBack=0)
             )
             for sender in (MAIN, OTHER)
         ]
@@ -177,8 +177,8 @@ async def test_who_is_woken_and_yields_again_answers_for_all_in_the_end(tmp_path
         second.set()
         for send in sends:
             assert (await send)["reply"] == "the answer is 42"
-        await troupe.wait_until_idle()
-        assert troupe.rows("SELECT announced FROM exchanges") == [{"announced": "delivered"}] * 2
+        await agents.wait_until_idle()
+        assert agents.rows("SELECT announced FROM exchanges") == [{"announced": "delivered"}] * 2
 
 
 @pytest.mark.requirement("S2", "G9", "G16")
@@ -193,17 +193,17 @@ async def test_a_wait_for_a_target_that_has_yielded_ends_when_it_is_stopped(tmp_
 
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"helper": helper}
-    ) as troupe:
-        await troupe.open_sessions(MAIN, target)
+    ) as agents:
+        await agents.open_sessions(MAIN, target)
         wanted = {"sessionKey": target, "message": "well?", "timeoutSeconds": 10 * BOUND}
-        send = asyncio.create_task(troupe.use("sessions_send", **wanted))
-        await has_yielded(troupe)
-        await getattr(troupe.operations, how)(OPERATOR, target)
+        send = asyncio.create_task(agents.use("sessions_send", **wanted))
+        await has_yielded(agents)
+        await getattr(agents.operations, how)(OPERATOR, target)
         sent = await asyncio.wait_for(send, BOUND)
         assert (sent["status"], sent.get("reply")) == ("error", None)
         assert "before it answered" in sent["error"]
-        assert troupe.rows("SELECT announced FROM exchanges") == [{"announced": "no_reply"}]
-        await troupe.wait_until_idle()
+        assert agents.rows("SELECT announced FROM exchanges") == [{"announced": "no_reply"}]
+        await agents.wait_until_idle()
 
 
 @pytest.mark.requirement("G45", "G18")
@@ -218,11 +218,11 @@ async def test_a_run_that_had_yielded_before_the_upgrade_is_answered_after_it(tm
 
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"helper": helper}
-    ) as troupe:
-        await troupe.open_sessions(MAIN, HELPER)
+    ) as agents:
+        await agents.open_sessions(MAIN, HELPER)
         wanted = {"sessionKey": HELPER, "message": "well?", "timeoutSeconds": 0, "replyBack": 0}
-        await troupe.use("sessions_send", **wanted)
-        await has_yielded(troupe)
+        await agents.use("sessions_send", **wanted)
+        await has_yielded(agents)
     path = tmp_path / DATABASE
     raw(path, "DROP INDEX runs_woken")
     raw(path, "ALTER TABLE runs DROP COLUMN woken_by")
@@ -234,11 +234,11 @@ async def test_a_run_that_had_yielded_before_the_upgrade_is_answered_after_it(tm
     held.set()
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"helper": helper}
-    ) as troupe:
-        await troupe.wait_until_idle()
-        [exchange] = troupe.rows("SELECT first_reply, announced FROM exchanges")
+    ) as agents:
+        await agents.wait_until_idle()
+        [exchange] = agents.rows("SELECT first_reply, announced FROM exchanges")
         assert exchange == {"first_reply": "the answer is 42", "announced": "delivered"}
-        assert troupe.rows("SELECT 1 FROM runs WHERE woken_by IS NOT NULL") == []
+        assert agents.rows("SELECT 1 FROM runs WHERE woken_by IS NOT NULL") == []
 
 
 @pytest.mark.requirement("G18", "W2", "G7")
@@ -247,26 +247,26 @@ async def test_a_job_that_delegates_announces_the_answer_and_nothing_before_it(t
 
     async def main(prompt: Prompt) -> AssistantMessage:
         if "subagent" in prompt.session_key:
-            await has_yielded(troupe)
+            await has_yielded(agents)
         return await delegating(prompt)
 
     async with open_agents_fixture(
         make_agents_config(), tmp_path, functions={"main": main}, channels={"pigeon": pigeon}
-    ) as troupe:
+    ) as agents:
         spec = JobSpec(
             name="daily",
             schedule=EverySchedule(every_ms=3_600_000),
             payload=AgentTurn(message="go"),
             delivery=AnnounceDelivery(channel="pigeon", to="bob"),
         )
-        job = await troupe.house.schedules.add(OPERATOR, spec)
-        await troupe.house.schedules.run(OPERATOR, job.id)
+        job = await agents.app.schedules.add(OPERATOR, spec)
+        await agents.app.schedules.run(OPERATOR, job.id)
 
         async def posted() -> bool:
             return bool(pigeon.posts)
 
-        await troupe.until(posted)
-        await troupe.wait_until_idle()
+        await agents.until(posted)
+        await agents.wait_until_idle()
         assert pigeon.texts == ["the answer is 42"]
 
 
@@ -293,37 +293,37 @@ async def test_what_was_stopped_is_not_waited_for(tmp_path: Path) -> None:
             return text("started")
         return calls("sessions_yield")
 
-    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": main}) as troupe:
-        await troupe.ask("stubborn")
+    async with open_agents_fixture(make_agents_config(), tmp_path, functions={"main": main}) as agents:
+        await agents.ask("stubborn")
         await asyncio.wait_for(stubborn.wait(), BOUND)
-        await troupe.operations.stop(OPERATOR, MAIN)
-        await troupe.ask("quick")
+        await agents.operations.stop(OPERATOR, MAIN)
+        await agents.ask("quick")
 
         async def woken() -> bool:
-            return bool(troupe.rows("SELECT 1 FROM runs WHERE origin = 'wake' AND reply = 'woken'"))
+            return bool(agents.rows("SELECT 1 FROM runs WHERE origin = 'wake' AND reply = 'woken'"))
 
-        await troupe.until(woken)
+        await agents.until(woken)
         release.set()
-        await troupe.wait_until_idle()
+        await agents.wait_until_idle()
 
 
 @pytest.mark.requirement("G1", "G2")
 async def test_what_nothing_would_move_on_any_more_is_settled(tmp_path: Path) -> None:
     """As if a run had been lost: the exchange and the task say so instead of waiting for ever."""
-    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as troupe:
-        await troupe.open_sessions(MAIN, HELPER)
-        await troupe.use(
+    async with open_agents_fixture(make_agents_config("helper"), tmp_path) as agents:
+        await agents.open_sessions(MAIN, HELPER)
+        await agents.use(
             "sessions_send", sessionKey=HELPER, message="say hello", announce="none", replyBack=0
         )
-        await troupe.use("sessions_spawn", task="say done")
-        await troupe.wait_until_idle()
-        troupe.rows("UPDATE exchanges SET phase = 'primary', settled_at = NULL, announced = NULL")
-        troupe.rows(
+        await agents.use("sessions_spawn", task="say done")
+        await agents.wait_until_idle()
+        agents.rows("UPDATE exchanges SET phase = 'primary', settled_at = NULL, announced = NULL")
+        agents.rows(
             "UPDATE tasks SET phase = 'running', current = 'gone', settled_at = NULL, outcome = NULL, announced = NULL"
         )
-        await troupe.wait_until_idle()
-        assert troupe.rows("SELECT announced FROM exchanges") == [{"announced": "interrupted"}]
-        [task] = troupe.rows("SELECT outcome, error FROM tasks")
+        await agents.wait_until_idle()
+        assert agents.rows("SELECT announced FROM exchanges") == [{"announced": "interrupted"}]
+        [task] = agents.rows("SELECT outcome, error FROM tasks")
         assert task == {"outcome": "interrupted", "error": "The run was lost."}
 
 
@@ -342,14 +342,14 @@ async def test_a_conversation_that_is_stopped_is_not_announced(tmp_path: Path) -
 
     async with open_agents_fixture(
         make_agents_config("helper"), tmp_path, functions={"helper": helper, "main": main}
-    ) as troupe:
-        await troupe.open_sessions(MAIN, HELPER)
-        await troupe.use("sessions_send", sessionKey=HELPER, message="hello")
+    ) as agents:
+        await agents.open_sessions(MAIN, HELPER)
+        await agents.use("sessions_send", sessionKey=HELPER, message="hello")
         await asyncio.wait_for(begun.wait(), BOUND)
-        await troupe.operations.stop(OPERATOR, HELPER)
-        await troupe.wait_until_idle()
-        assert troupe.rows("SELECT announced FROM exchanges") == [{"announced": "cancelled"}]
-        assert troupe.rows("SELECT 1 FROM deliveries") == []
+        await agents.operations.stop(OPERATOR, HELPER)
+        await agents.wait_until_idle()
+        assert agents.rows("SELECT announced FROM exchanges") == [{"announced": "cancelled"}]
+        assert agents.rows("SELECT 1 FROM deliveries") == []
 
 
 @pytest.mark.requirement("S9", "D1", "S8")
@@ -357,15 +357,15 @@ async def test_a_key_whose_session_is_gone_is_no_ticket_to_another(tmp_path: Pat
     rules = [{"action": "deny", "match": {"channel": "discord"}}]
     config = make_agents_config("helper", session={"sendPolicy": {"rules": rules}})
     child, denied = "agent:helper:direct:a", "agent:helper:discord:group:private"
-    async with open_agents_fixture(config, tmp_path) as troupe:
-        await troupe.open_sessions(MAIN, child, denied)
+    async with open_agents_fixture(config, tmp_path) as agents:
+        await agents.open_sessions(MAIN, child, denied)
         given = {"message": "say hello", "idempotencyKey": "k", "replyBack": 0}
-        assert (await troupe.use("sessions_send", sessionKey=child, **given))["status"] == "ok"
-        await troupe.wait_until_idle()
-        await troupe.operations.delete(OPERATOR, child)
-        refused = await troupe.use("sessions_send", sessionKey=denied, **given)
+        assert (await agents.use("sessions_send", sessionKey=child, **given))["status"] == "ok"
+        await agents.wait_until_idle()
+        await agents.operations.delete(OPERATOR, child)
+        refused = await agents.use("sessions_send", sessionKey=denied, **given)
         assert (refused["status"], refused["code"]) == ("error", "conflict")
-        assert not troupe.rows(
+        assert not agents.rows(
             "SELECT 1 FROM runs r JOIN sessions s ON s.id = r.session WHERE s.key = ?", denied
         )
 
@@ -386,21 +386,21 @@ async def test_the_policy_is_asked_about_where_words_go_as_well(tmp_path: Path, 
     session = "agent:main:direct:bob"
     async with open_agents_fixture(
         config, tmp_path, functions={"main": main}, channels={"pigeon": pigeon}
-    ) as troupe:
-        await troupe.open_sessions(session)
-        troupe.rows(
+    ) as agents:
+        await agents.open_sessions(session)
+        agents.rows(
             "UPDATE sessions SET last_channel = 'pigeon', last_to = 'bob', send_policy = 'allow' WHERE key = ?",
             session,
         )
-        await troupe.use("sessions_spawn", session, task="find out")
-        troupe.rows("UPDATE sessions SET last_channel = 'webchat', send_policy = NULL WHERE key = ?", session)
+        await agents.use("sessions_spawn", session, task="find out")
+        agents.rows("UPDATE sessions SET last_channel = 'webchat', send_policy = NULL WHERE key = ?", session)
         if gone:
-            troupe.rows("UPDATE deliveries SET session = -1")
-            troupe.rows("UPDATE tasks SET requester = -1")
+            agents.rows("UPDATE deliveries SET session = -1")
+            agents.rows("UPDATE tasks SET requester = -1")
         held.set()
 
         async def blocked() -> bool:
-            return [row["state"] for row in troupe.rows("SELECT state FROM deliveries")] == ["blocked"]
+            return [row["state"] for row in agents.rows("SELECT state FROM deliveries")] == ["blocked"]
 
-        await troupe.until(blocked)
+        await agents.until(blocked)
         assert pigeon.posts == []
