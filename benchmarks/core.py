@@ -148,7 +148,7 @@ async def appends(counts: dict[str, int]) -> list[Figure]:
 
     async def append(tx: Tx, session: int) -> None:
         now = time.time_ns() // 1_000_000
-        row = await tx.one(session_rows.SQL.advance_unfenced, id=session, count=1, now=now)
+        row = await tx.one(session_rows.SQL.reserve_seq_unfenced, id=session, count=1, now=now)
         assert row is not None
         message = UserMessage(content=[TextBlock(text="x" * 400)], timestamp=now)
         await transcripts.append(tx, row["transcript"], row["last_seq"], None, [message], now)

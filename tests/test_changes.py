@@ -613,9 +613,9 @@ async def test_what_is_queued_because_something_was_stopped_is_stopped_too(
 
     async def cancel(tx: Tx, session: int, run_id: str | None, now: int) -> Effects:
         stopped = await dropped(tx, session, run_id, now)
-        if not await tx.all(runs.SQL.active_in, session=session):
+        if not await tx.all(runs.SQL.active_in_session, session=session):
             for id in ended:
-                if await tx.one(runs.SQL.accepted_before, id=id) is None:
+                if await tx.one(runs.SQL.find_accepted, id=id) is None:
                     message = UserMessage(content="next", timestamp=now)
                     await run_queue.submit_follow_up(
                         tx,

@@ -65,7 +65,7 @@ async def test_of_those_that_were_delivered_only_so_many_are_counted(
 @pytest.mark.requirement("G22")
 @pytest.mark.parametrize(
     ("query", "index"),
-    [(SQL.page_in, "deliveries_by_state"), (SQL.standing, "deliveries_elsewhere")],
+    [(SQL.page_by_state, "deliveries_by_state"), (SQL.count_by_state, "deliveries_elsewhere")],
     ids=["page", "standing"],
 )
 async def test_no_page_walks_through_all_that_was_ever_delivered(

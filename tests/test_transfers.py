@@ -169,7 +169,7 @@ async def _fill(tx: Tx, key: str, everything: list[tuple[int, Message]]) -> Row:
         role = str(message.__struct_config__.tag)
         entry = Entry(seq, f"{seq:08x}", role, messages.encode_message(message), at)
         await transcripts.append_raw(tx, row["transcript"], None, entry)
-    await tx.one(session_rows.SQL.advance_unfenced, id=row["id"], count=len(everything), now=NOW)
+    await tx.one(session_rows.SQL.reserve_seq_unfenced, id=row["id"], count=len(everything), now=NOW)
     return row
 
 
@@ -296,7 +296,7 @@ async def _say(tx: Tx, text: str, now: int) -> None:
         1, "00000001", "user", messages.encode_message(UserMessage(content=text, timestamp=now)), now
     )
     await transcripts.append_raw(tx, row["transcript"], None, entry)
-    await tx.one(session_rows.SQL.advance_unfenced, id=row["id"], count=1, now=now)
+    await tx.one(session_rows.SQL.reserve_seq_unfenced, id=row["id"], count=1, now=now)
 
 
 async def _go_back_to(tx: Tx, session_id: str, now: int) -> None:
@@ -631,7 +631,10 @@ async def _set(tx: Tx, key: str, settings: dict[str, str], route: str | None = N
             {"lastChannel": "signal", "lastTo": route}, keys.parse(key), lambda _: True
         )
         await tx.do(
-            session_rows.SQL.adopt, id=row["id"], updated_at=NOW, **index.merge_columns(whole, columns)
+            session_rows.SQL.set_imported_columns,
+            id=row["id"],
+            updated_at=NOW,
+            **index.merge_columns(whole, columns),
         )
 
 

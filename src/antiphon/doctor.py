@@ -303,7 +303,7 @@ async def _check_runs(store: Store, *, running: bool) -> list[Finding]:
 
 
 async def _load_problem_runs(tx: Tx, now: int) -> tuple[list[Row], list[Row]]:
-    return await tx.all(SQL.interrupted), await tx.all(SQL.without_owner, now=now)
+    return await tx.all(SQL.interrupted_runs), await tx.all(SQL.runs_without_owner, now=now)
 
 
 def _format_run_count(count: int) -> str:

@@ -60,7 +60,7 @@ async def silent(prompt: Prompt) -> str:
 
 
 async def add(tx: Tx, session: int, said: Sequence[Said]) -> None:
-    place = await tx.one(session_rows.SQL.advance_unfenced, id=session, count=len(said), now=0)
+    place = await tx.one(session_rows.SQL.reserve_seq_unfenced, id=session, count=len(said), now=0)
     assert place is not None
     for seq, (at, body) in enumerate(said, place["last_seq"] - len(said) + 1):
         text = msgspec.json.encode({**body, "timestamp": at}).decode()

@@ -66,7 +66,7 @@ async def test_one_row_or_none_and_the_number_of_changes(store: Store) -> None:
         missing = await tx.one(LEASES, id="nobody")
         await put(tx, "a")
         await put(tx, "b")
-        return missing, await tx.do(replicas.SQL.drop, id="a"), await tx.do(replicas.SQL.drop, id="a")
+        return missing, await tx.do(replicas.SQL.delete, id="a"), await tx.do(replicas.SQL.delete, id="a")
 
     assert await store.tx(script) == (None, 1, 0)
 

@@ -216,7 +216,7 @@ async def test_a_row_of_a_page_is_the_session_as_it_is_described_alone(tmp_path:
     store = await open_test_database(tmp_path / DATABASE, synchronous="normal")
 
     async def described(tx: Tx, id: int) -> Row | None:
-        return await tx.one(session_rows.SQL.described, id=id)
+        return await tx.one(session_rows.SQL.list_row, id=id)
 
     async def made(tx: Tx) -> int:
         row = await session_rows.create_session(

@@ -624,7 +624,7 @@ async def test_jobs_come_to_a_file_of_schema_1_and_take_nothing_from_it(tmp_path
         kept = dump(tmp_path / NAME)
     async with opened(tmp_path) as store:
         assert await store.read(jobs.load_overview) == (0, None)
-        unfinished = await store.read(ask, jobs.SQL.unfinished)
+        unfinished = await store.read(ask, jobs.SQL.count_unfinished_runs)
         assert unfinished is not None and unfinished["runs"] == 2
     assert_carried_over(tmp_path, kept)
 
@@ -760,7 +760,14 @@ def test_a_migration_that_fails_leaves_the_version_before(
 
 ELSEWHERE = {"doctor", "listing"}  # a person asked and can wait; put together from parts, see test_listing.py
 WALK = re.compile(r"SCAN (runs|sessions|messages|usage|r|s)\b(?!.*INDEX)")
-QUEUES = {"runs.insert", "runs.head", "runs.queued_in", "runs.family", "sessions.stale", "sessions.expired"}
+QUEUES = {
+    "runs.insert",
+    "runs.next_queued",
+    "runs.queued_in_session",
+    "runs.active_tree",
+    "sessions.unused",
+    "sessions.expired",
+}
 
 
 @pytest.mark.requirement("G22", "G24")

@@ -203,7 +203,7 @@ async def run_disrupted_agents(
 async def _record_swept(
     path: Path, mend: Callable[[Tx, int], Awaitable[FollowUp]], tx: Tx, now: int
 ) -> FollowUp:
-    astray = [*await tx.all(exchanges.SQL.astray), *await tx.all(subagents.SQL.astray)]
+    astray = [*await tx.all(exchanges.SQL.stalled), *await tx.all(subagents.SQL.stalled)]
     with path.open("a") as file:
         for row in astray:
             file.write(f"{row['id']} in phase {row['phase']} at run {row['current']}\n")

@@ -188,8 +188,8 @@ async def test_of_what_was_said_there_is_the_beginning_without_secrets(tmp_path:
     [
         ("page", ["INTEGER PRIMARY KEY"]),
         ("page_unsettled", ["exchanges_unsettled"]),
-        ("page_of", ["exchanges_by_target", "exchanges_by_requester"]),
-        ("page_of_unsettled", ["exchanges_unsettled"]),
+        ("page_of_session", ["exchanges_by_target", "exchanges_by_requester"]),
+        ("page_of_session_unsettled", ["exchanges_unsettled"]),
     ],
 )
 async def test_no_page_walks_through_all_that_was_ever_said(

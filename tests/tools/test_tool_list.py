@@ -293,7 +293,7 @@ async def test_counting_what_is_hidden_stops_at_a_thousand(tmp_path: Path) -> No
 
 @pytest.mark.sqlite_only  # what its planner says
 @pytest.mark.requirement("G22")
-@pytest.mark.parametrize("name", ["hidden_of_agent", "last_said"])
+@pytest.mark.parametrize("name", ["hidden_of_agent", "last_messages"])
 async def test_what_is_added_to_a_list_is_read_by_index(tmp_path: Path, name: str) -> None:
     async with open_app_fixture(tmp_path, silent) as app:
         query: str = getattr(SQL, name).text

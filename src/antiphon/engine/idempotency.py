@@ -39,7 +39,7 @@ async def load_recorded_answer(tx: Tx, command: IdempotentCommand, kind: type[T]
     """
     if command.key is None:
         return None
-    before = await tx.one(SQL.known, id=command.key)
+    before = await tx.one(SQL.find_by_id, id=command.key)
     if before is None:
         return None
     if before["digest"] != command.digest:

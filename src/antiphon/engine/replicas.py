@@ -28,7 +28,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 async def renew_lease(tx: Tx, replica: Replica, until: int, now: int, *, alone: bool = False) -> None:
     """Renew the lease of all runs of this process. `alone` means that no other process can be alive."""
     if alone:
-        await tx.do(SQL.drop_others, id=replica.id)
+        await tx.do(SQL.delete_others, id=replica.id)
     await tx.do(
         SQL.renew,
         id=replica.id,
@@ -43,22 +43,22 @@ async def renew_lease(tx: Tx, replica: Replica, until: int, now: int, *, alone: 
 
 async def delete_expired_replicas(tx: Tx, now: int) -> int:
     """Delete expired replicas whose runs have all been taken over. Returns their number."""
-    gone = await tx.all(SQL.expired, now=now)
+    gone = await tx.all(SQL.expired_without_runs, now=now)
     for row in gone:
-        await tx.do(SQL.drop, id=row["id"])
+        await tx.do(SQL.delete, id=row["id"])
     return len(gone)
 
 
 async def release_lease(tx: Tx, owner: str) -> None:
-    await tx.do(SQL.excuse, owner=owner)
-    await tx.do(SQL.leave_watch, owner=owner)
-    await tx.do(SQL.drop, id=owner)
+    await tx.do(SQL.refund_attempts, owner=owner)
+    await tx.do(SQL.release_coordinator_lease, owner=owner)
+    await tx.do(SQL.delete, id=owner)
 
 
 async def acquire_coordinator_lease(tx: Tx, owner: str, until: int, now: int) -> bool:
     """Try to become or stay the coordinator until the given time. Returns whether that succeeded."""
-    return bool(await tx.do(SQL.keep_watch, owner=owner, until=until, now=now))
+    return bool(await tx.do(SQL.renew_coordinator_lease, owner=owner, until=until, now=now))
 
 
 async def list_replicas(tx: Tx, now: int) -> list[Row]:
-    return await tx.all(SQL.listed, now=now)
+    return await tx.all(SQL.list_all, now=now)

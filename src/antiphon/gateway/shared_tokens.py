@@ -24,7 +24,7 @@ MAX_TOKENS = 10_000
 
 
 async def read_tokens(tx: Tx) -> list[TokenRecord]:
-    rows = await tx.all(SQL.listed, limit=MAX_TOKENS)
+    rows = await tx.all(SQL.list_all, limit=MAX_TOKENS)
     return [
         TokenRecord(
             name=row["name"],
@@ -130,4 +130,4 @@ class SharedTokens:
 
 async def _store_uses(tx: Tx, digests: list[str], now: int) -> None:
     for digest in digests:
-        await tx.do(SQL.use, digest=digest, now=now)
+        await tx.do(SQL.record_use, digest=digest, now=now)

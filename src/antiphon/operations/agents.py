@@ -57,7 +57,7 @@ class AgentOperations(OperationContext):
         )
 
     async def _load_envelope(self, tx: Tx, caller: Caller, agent_id: str) -> SubagentPermissions | None:
-        row = await tx.one(session_rows.SQL.whole_by_key, key=caller.session_key)
+        row = await tx.one(session_rows.SQL.all_columns_by_key, key=caller.session_key)
         return self._spawn_rules.get_envelope(SpawnRequester(row, agent_id)) if row else None
 
     def _stays_in_sandbox(self, caller: Caller, agent_id: str) -> bool:

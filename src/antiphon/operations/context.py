@@ -79,7 +79,7 @@ class OperationContext:
 
     @staticmethod
     async def _load_described_session(tx: Tx, session: int) -> Row:
-        row = await tx.one(sessions.SQL.described, id=session)
+        row = await tx.one(sessions.SQL.list_row, id=session)
         assert row is not None
         return row
 

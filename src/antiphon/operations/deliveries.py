@@ -68,15 +68,15 @@ async def _load_delivery_page(
     if state is None:
         rows = await tx.all(deliveries.SQL.page, before=before, limit=limit)
     else:
-        rows = await tx.all(deliveries.SQL.page_in, state=state, before=before, limit=limit)
-    return rows, await tx.all(deliveries.SQL.standing, most=MAX_DELIVERED_COUNTED)
+        rows = await tx.all(deliveries.SQL.page_by_state, state=state, before=before, limit=limit)
+    return rows, await tx.all(deliveries.SQL.count_by_state, most=MAX_DELIVERED_COUNTED)
 
 
 async def _requeue_delivery(tx: Tx, key: str, now: int) -> Row:
     row = await tx.one(deliveries.SQL.by_key, key=key)
     if row is None:
         raise NotFound(f"There is no delivery {key!r}.", "Use a key that `antiphon deliveries` shows.")
-    if not await tx.do(deliveries.SQL.again, n=row["n"], now=now):
+    if not await tx.do(deliveries.SQL.requeue, n=row["n"], now=now):
         raise Conflict(
             f"Delivery {key!r} is {row['state']}.", "Only what is dead, ambiguous or blocked is sent again."
         )

@@ -59,7 +59,7 @@ class ExchangeLogOperations(OperationContext):
             query = exchanges.SQL.page_unsettled if unsettled else exchanges.SQL.page
             return await tx.all(query, before=before, limit=limit, chars=MAX_SCANNED_CHARACTERS)
         row = await self._session_resolver.open(tx, caller, "read", session)
-        query = exchanges.SQL.page_of_unsettled if unsettled else exchanges.SQL.page_of
+        query = exchanges.SQL.page_of_session_unsettled if unsettled else exchanges.SQL.page_of_session
         return await tx.all(
             query, session=row["id"], before=before, limit=limit, chars=MAX_SCANNED_CHARACTERS
         )
@@ -88,7 +88,7 @@ async def _load_exchange_with_runs(tx: Tx, reference: str) -> tuple[Row, list[tu
 
 async def _find_by_id_prefix(tx: Tx, prefix: str) -> Row:
     found = await tx.all(
-        exchanges.SQL.begins_with,
+        exchanges.SQL.ids_with_prefix,
         prefix=prefix,
         length=len(prefix),
         recent=MAX_EXCHANGES_COMPARED,

@@ -165,7 +165,7 @@ class ExchangeOperations(RunOperations, ChainOperations):
             return row["key"] if self._session_resolver.can_see(caller, row) else chains.HIDDEN_SESSION_TEXT
 
         # A waiting run does not crash the process, however often a restart has found it waiting.
-        await tx.do(lifecycle.SQL.progressed, n=run["n"])
+        await tx.do(lifecycle.SQL.reset_attempts, n=run["n"])
         until = now + round(min(seconds, MAX_REPLY_TIMEOUT_SECONDS) * 1000)
         edge = (run["n"], requester["id"], accepted.run_id, accepted.session)
         await chains.record_wait(tx, *edge, until, now, shown=shown)
@@ -175,7 +175,7 @@ class ExchangeOperations(RunOperations, ChainOperations):
     ) -> Row | None:
         """Return the session that a request is made from: an agent's own, or the one that an operator names."""
         if caller.session_key is not None:
-            own = await tx.one(session_rows.SQL.whole_by_key, key=caller.session_key)
+            own = await tx.one(session_rows.SQL.all_columns_by_key, key=caller.session_key)
             if own is None:  # deleted while its agent was still running
                 raise access.build_session_missing_error(caller.session_key)
             return own

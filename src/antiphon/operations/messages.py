@@ -128,7 +128,7 @@ class MessageOperations(ChainOperations):
     ) -> tuple[lifecycle.Effects, run_queue.AcceptedRun, Row]:
         session = await self._session_resolver.open(tx, caller, "control", message.session)
         stopped, place = lifecycle.Effects([], []), _TaskPlacement()
-        if await tx.one(lifecycle.SQL.accepted_before, id=run_id) is None:
+        if await tx.one(lifecycle.SQL.find_accepted, id=run_id) is None:
             place = await self._resolve_placement(tx, caller, session, run_id, origin)
             stopped = await lifecycle.cancel_runs(tx, session["id"], None, now)
         accepted, row, _ = await self._submit(tx, caller, message, run_id, now, place)
@@ -139,7 +139,7 @@ class MessageOperations(ChainOperations):
     ) -> _TaskPlacement:
         """Attach the message to the sub-agent's task: the new run, not the stopped one, gives the task's result."""
         link = None
-        if own := await tx.one(session_rows.SQL.whole_by_key, key=caller.session_key):
+        if own := await tx.one(session_rows.SQL.all_columns_by_key, key=caller.session_key):
             link = await self._build_chain_link(tx, origin, own["id"], run_id)
         task, deadline = await subagents.redirect_task(tx, session["key"], run_id)
         return _TaskPlacement(task, deadline, link)
@@ -202,13 +202,13 @@ class MessageOperations(ChainOperations):
         rule = self._reset_rules.find_rule(keys.parse(row["key"]), channel) if self._reset_rules else None
         if rule is None:
             return None
-        use = await tx.one(session_rows.SQL.last_use, id=row["id"])
+        use = await tx.one(session_rows.SQL.last_activity, id=row["id"])
         reason = rule.find_due_reason(use["updated_at"], now) if use and use["last_seq"] else None
-        if reason is None or await tx.one(session_rows.SQL.at_work, id=row["id"]):
+        if reason is None or await tx.one(session_rows.SQL.running_or_queued, id=row["id"]):
             return None
-        if await tx.one(session_rows.SQL.awaits, id=row["id"]):
+        if await tx.one(session_rows.SQL.has_unsettled_work, id=row["id"]):
             return None
-        return reason if await tx.one(lifecycle.SQL.accepted_before, id=run_id) is None else None
+        return reason if await tx.one(lifecycle.SQL.find_accepted, id=run_id) is None else None
 
     def _validate_message(self, message: IncomingMessage) -> None:
         """Check everything about a message that needs no lookup."""

@@ -59,7 +59,7 @@ class RunOperations(OperationContext):
             self._session_resolver.authorize(caller, "read", row, run_id)
         except NotFound:
             raise missing from None
-        spent = await tx.one(lifecycle.SQL.spent, id=run_id) if row["ended_at"] else None
+        spent = await tx.one(lifecycle.SQL.sum_usage, id=run_id) if row["ended_at"] else None
         return views.build_run_view(row, spent, self._clock.now())
 
     async def list_client_calls(self, caller: Caller, run_id: str) -> list[ToolCall]:
@@ -76,8 +76,8 @@ class RunOperations(OperationContext):
 
     async def _load_unfinished_runs(self, tx: Tx, caller: Caller, session: str) -> list[str]:
         row = await self._session_resolver.open(tx, caller, "read", session)
-        active = await tx.all(lifecycle.SQL.active_in, session=row["id"])
-        queued = await tx.all(lifecycle.SQL.queued_in, session=row["id"])
+        active = await tx.all(lifecycle.SQL.active_in_session, session=row["id"])
+        queued = await tx.all(lifecycle.SQL.queued_in_session, session=row["id"])
         return [run["id"] for run in [*active, *queued]]
 
     async def stop(

@@ -137,7 +137,7 @@ class SessionLifecycleOperations(RunOperations):
         self, caller: Caller, session: str, reason: str, key: str | None, expected: str | None
     ) -> _IdleChange:
         async def done(tx: Tx, now: int) -> bool:
-            if key is None or await tx.one(lifecycle.SQL.accepted_before, id=key) is None:
+            if key is None or await tx.one(lifecycle.SQL.find_accepted, id=key) is None:
                 return False
             row = await self._session_resolver.open(tx, caller, "manage", session)
             return not await run_queue.record_command(tx, key, row["id"], reason, now)
@@ -217,7 +217,7 @@ class SessionLifecycleOperations(RunOperations):
         row = await self._session_resolver.open(tx, caller, "manage", session)
         plan.check(row)
         stopped = await self._stop_all(tx, row["id"], now)
-        active = await tx.one(session_rows.SQL.at_work, id=row["id"])
+        active = await tx.one(session_rows.SQL.running_or_queued, id=row["id"])
         return row if active else await plan.change(tx, row, now), stopped, active
 
     async def _stop_all(self, tx: Tx, session: int, now: int) -> Effects:
@@ -226,7 +226,7 @@ class SessionLifecycleOperations(RunOperations):
         for _ in range(MAX_STOP_ROUNDS):
             stopped += await lifecycle.cancel_runs(tx, session, None, now)
             stopped += await self._end_abandoned(tx, session, now)
-            left = await tx.one(session_rows.SQL.at_work, id=session)
+            left = await tx.one(session_rows.SQL.running_or_queued, id=session)
             # The process that executes it was asked to stop; the caller waits for it.
             if left is None or left["running"]:
                 break
@@ -343,7 +343,7 @@ def _plan_deletion(caller: Caller, session: str, key: str | None, expected: str 
 
 async def _require_no_open_calls(tx: Tx, row: Row) -> None:
     """Refuse an entry between a tool call and its result: the model would see the call as interrupted."""
-    active = await tx.one(lifecycle.SQL.active_in, session=row["id"])
+    active = await tx.one(lifecycle.SQL.active_in_session, session=row["id"])
     if active and await transcripts.load_open_calls(tx, active["transcript"], active["first_seq"]):
         raise Conflict(
             f"Session {row['key']!r} is waiting for a tool.",

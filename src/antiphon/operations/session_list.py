@@ -174,7 +174,7 @@ class SessionListOperations(OperationContext):
     async def _load_session_and_run(self, tx: Tx, caller: Caller, session: str) -> tuple[Row, Row | None]:
         row = await self._session_resolver.open(tx, caller, "read", session)
         return await self._load_described_session(tx, row["id"]), await tx.one(
-            lifecycle.SQL.active_in, session=row["id"]
+            lifecycle.SQL.active_in_session, session=row["id"]
         )
 
 
@@ -223,8 +223,8 @@ async def _load_last_messages(
 
 
 async def _load_summary(tx: Tx) -> SessionsSummary:
-    counted = await tx.all(listing.SQL.by_agent)
-    going_on = await tx.one(listing.SQL.going_on)
+    counted = await tx.all(listing.SQL.count_by_agent)
+    going_on = await tx.one(listing.SQL.count_active_runs)
     assert going_on is not None
     agents = {row["agent_id"]: row["sessions"] for row in counted}
     return SessionsSummary(

@@ -328,7 +328,7 @@ class SpawnRules:
             )
 
     async def _check_children(self, tx: Tx, requester: Row, own: AgentConfig) -> None:
-        row = await tx.one(subagents.SQL.under_way, requester=requester["id"])
+        row = await tx.one(subagents.SQL.count_unsettled, requester=requester["id"])
         most = own.subagents.max_children_per_agent
         if row and row["under_way"] >= most:
             raise _build_refusal(
@@ -412,7 +412,7 @@ def _check_mode(wanted: SpawnRequest) -> None:
 async def _check_breaker(tx: Tx, agent_id: str, task: str, now: int) -> None:
     """Refuse a task that keeps failing until its cooldown is over."""
     alike = await tx.all(
-        subagents.SQL.latest_alike,
+        subagents.SQL.latest_with_signature,
         signature=subagents.compute_signature(agent_id, task),
         limit=MAX_CONSECUTIVE_FAILURES,
     )

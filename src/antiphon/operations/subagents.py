@@ -168,7 +168,7 @@ class SubagentOperations(ExchangeOperations, SessionOperations):
 
     async def _load_spawned_by(self, tx: Tx, caller: Caller, requester: Row, since: int) -> list[TaskView]:
         found = await tx.all(
-            tasks.SQL.of,
+            tasks.SQL.of_requester,
             requester=requester["id"],
             since=since,
             limit=MAX_LISTED_SUBAGENTS,
@@ -373,7 +373,7 @@ def _choose_subagent(target: str | None, found: Sequence[TaskView]) -> TaskView:
 
 async def _require_run_under_way(tx: Tx, origin: RequestOrigin) -> None:
     """Refuse to spawn from an ended run: stopping it stopped its sub-agents, and no new ones may follow."""
-    if await tx.one(lifecycle.SQL.over, id=origin.run_id):
+    if await tx.one(lifecycle.SQL.ended_or_stopping, id=origin.run_id):
         raise Conflict(
             f"Run {origin.run_id!r} has ended or was stopped.",
             "Spawn from a run that is under way.",

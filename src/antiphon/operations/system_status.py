@@ -14,7 +14,7 @@ from antiphon.operations.context import OperationContext
 from antiphon.store import Tx
 from antiphon.store.queries import Queries
 
-SQL = Queries("standings")
+SQL = Queries("system_status")
 MAX_ROWS_COUNTED = 10_000  # of each kind; larger numbers are not worth the cost of counting
 
 
@@ -41,7 +41,7 @@ class SystemStatusOperations(OperationContext):
 
 
 async def _load_system_status(tx: Tx, now: int) -> SystemStatus:
-    row = await tx.one(SQL.standing, now=now, most=MAX_ROWS_COUNTED)
+    row = await tx.one(SQL.counts, now=now, most=MAX_ROWS_COUNTED)
     assert row is not None
     since = row["idle_since"]
     return SystemStatus(

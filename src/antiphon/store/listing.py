@@ -46,7 +46,7 @@ class SessionListQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionListRow(NamedTuple):
-    """A session in a list, with the columns of `listing.page` and `sessions.described` in their order."""
+    """A session in a list, with the columns of `listing.page` and `sessions.list_row` in their order."""
 
     id: int
     key: str
@@ -126,7 +126,9 @@ def _sort_key(row: SessionListRow) -> tuple[int, str]:
 
 async def _has_enough_whole_word_matches(tx: Tx, search: str) -> bool:
     """Whether whole words match enough sessions: they stream from the index, while prefixes must be collected first."""
-    row = await tx.one(SQL.matches, words=build_name_match(search, prefix=False), most=MAX_SEARCH_MATCHES)
+    row = await tx.one(
+        SQL.count_matches, words=build_name_match(search, prefix=False), most=MAX_SEARCH_MATCHES
+    )
     return row is not None and row["matches"] >= MAX_SEARCH_MATCHES
 
 
@@ -163,7 +165,7 @@ async def count_hidden_sessions(
 
 async def load_last_messages(tx: Tx, session: int, limit: int, room: int) -> list[Row]:
     """The last messages of a session, newest first, without tool results; one longer than `room` has no body."""
-    return await tx.all(SQL.last_said, session=session, limit=limit, room=room)
+    return await tx.all(SQL.last_messages, session=session, limit=limit, room=room)
 
 
 def build_page_query(wish: SessionListQuery, *, prefix: bool = False) -> tuple[Query, dict[str, Param]]:

@@ -511,7 +511,7 @@ async def _write_session(
     done.label_left_out = after["label"] != columns["label"]
     count, last_at = await _append_entries(tx, row["transcript"], reading)
     updated_at = found.updated_at or last_at or began
-    await tx.one(sessions.SQL.advance_unfenced, id=row["id"], count=count, now=updated_at)
+    await tx.one(sessions.SQL.reserve_seq_unfenced, id=row["id"], count=count, now=updated_at)
     await _store_columns(tx, found.key, row["id"], updated_at, after)
     if found.archived_at:
         await tx.do(sessions.SQL.archive, id=row["id"], now=found.archived_at)
@@ -539,7 +539,7 @@ async def _drop_taken_label(tx: Tx, session: Row, told: Mapping[str, Param]) -> 
 async def _store_columns(
     tx: Tx, key: SessionKey, session: int, updated_at: int, columns: Mapping[str, Param]
 ) -> None:
-    await tx.do(sessions.SQL.adopt, id=session, updated_at=updated_at, **columns)
+    await tx.do(sessions.SQL.set_imported_columns, id=session, updated_at=updated_at, **columns)
     names = cast("list[str | None]", [columns["label"], columns["display_name"]])
     await sessions.index_session_names(tx, session, key.id, key.thread and key.thread.id, *names)
 

@@ -321,7 +321,9 @@ async def _run_to_completion(writing: Coroutine[Any, Any, None]) -> None:
 
 
 async def _load_deleted(tx: Tx, after: str, until: str, since: int) -> list[Row]:
-    return await tx.all(SQL.forgotten, after=after, until=until, since=since, limit=MIRRORED_ROWS_PER_PAGE)
+    return await tx.all(
+        SQL.deleted_conversations, after=after, until=until, since=since, limit=MIRRORED_ROWS_PER_PAGE
+    )
 
 
 def _write_files(folder: Path, additions: Sequence[_FileAppend]) -> dict[str, bool]:

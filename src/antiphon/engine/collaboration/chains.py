@@ -74,7 +74,7 @@ async def load_active_run(tx: Tx, run_id: str | None, session: int | None) -> Ro
     """Return the run if it belongs to this session and has not ended."""
     if run_id is None or session is None:
         return None
-    return await tx.one(SQL.of_run, run_id=run_id, session=session)
+    return await tx.one(SQL.position_of_run, run_id=run_id, session=session)
 
 
 async def record_wait(
@@ -104,12 +104,12 @@ async def record_wait(
             "Send with timeoutSeconds 0, or answer first.",
             path=path,
         )
-    await tx.do(SQL.wait, run=run, session=session, awaited=awaited, target=target, until=until)
+    await tx.do(SQL.record_wait, run=run, session=session, awaited=awaited, target=target, until=until)
 
 
 async def delete_expired_waits(tx: Tx, now: int) -> None:
     """Delete waits that have timed out. They no longer counted as edges, so this only shrinks the table."""
-    await tx.do(SQL.forget_waits, now=now)
+    await tx.do(SQL.delete_expired_waits, now=now)
 
 
 async def _describe_path(tx: Tx, path: list[str], shown: Callable[[Row], str]) -> list[str]:
@@ -120,12 +120,12 @@ async def _describe_path(tx: Tx, path: list[str], shown: Callable[[Row], str]) -
 
 async def _find_wait_path(tx: Tx, start: int, goal: int, now: int) -> list[str] | None:
     """Return the keys along a path of waits between two sessions, both included; None if no path exists."""
-    first = await tx.one(SESSIONS_SQL.key_of, id=start)
+    first = await tx.one(SESSIONS_SQL.key_by_id, id=start)
     ways: dict[int, list[str]] = {start: [first["key"]] if first else []}
     queue = [start]
     for at in queue:
         await tx.lock(f"waits:{at}")  # two concurrent waits could otherwise close a cycle unseen
-        for row in await tx.all(SQL.waits_of, session=at, now=now):
+        for row in await tx.all(SQL.active_waits, session=at, now=now):
             way = [*ways[at], row["key"]]
             if row["target"] == goal:
                 return way

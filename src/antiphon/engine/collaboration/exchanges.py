@@ -149,11 +149,11 @@ async def record_sent_message(tx: Tx, opening: NewExchange, now: int) -> Accepte
 
 async def advance_exchange(tx: Tx, step: CompletedStep, now: int) -> FollowUp:
     """Advance an exchange after its current run has ended."""
-    exchange = await tx.one(SQL.at, n=step.exchange, run_id=step.run_id)
+    exchange = await tx.one(SQL.by_current_run, n=step.exchange, run_id=step.run_id)
     if exchange is None:
         return NO_FOLLOW_UP
     if exchange["phase"] == "primary":
-        await tx.do(SQL.answered, n=exchange["n"], run_id=step.run_id)
+        await tx.do(SQL.set_answering_run, n=exchange["n"], run_id=step.run_id)
     match exchange["phase"]:
         case "announce":
             return await _finish_announce(tx, exchange, step, now)
@@ -169,18 +169,18 @@ async def advance_exchange(tx: Tx, step: CompletedStep, now: int) -> FollowUp:
 
 async def abandon_exchange(tx: Tx, n: int, run_id: str, now: int) -> None:
     """End an exchange whose run has yielded and will not be woken."""
-    exchange = await tx.one(SQL.at, n=n, run_id=run_id)
+    exchange = await tx.one(SQL.by_current_run, n=n, run_id=run_id)
     if exchange is None:
         return
     if exchange["phase"] == "primary":
-        await tx.do(SQL.answered, n=n, run_id=run_id)
+        await tx.do(SQL.set_answering_run, n=n, run_id=run_id)
     announced = {"primary": "no_reply", "reply": "cancelled", "announce": "failed"}[exchange["phase"]]
     await _settle_exchange(tx, exchange, announced, now)
 
 
 async def settle_stuck_exchanges(tx: Tx, now: int) -> FollowUp:
     """Settle exchanges that no run will advance."""
-    for exchange in await tx.all(SQL.astray):
+    for exchange in await tx.all(SQL.stalled):
         await _settle_exchange(tx, exchange, "interrupted", now)
     return NO_FOLLOW_UP
 
@@ -215,7 +215,7 @@ async def _queue_reply(tx: Tx, exchange: Row, said: str, now: int) -> FollowUp:
     accepted = await run_queue.submit_follow_up(tx, submission, now)
     if accepted is None:
         return await _queue_announce(tx, exchange, said, now)
-    await tx.do(SQL.step, n=exchange["n"], phase="reply", current=run_id, turn=turn, reply=said)
+    await tx.do(SQL.advance, n=exchange["n"], phase="reply", current=run_id, turn=turn, reply=said)
     return build_follow_up(accepted)
 
 
@@ -244,7 +244,7 @@ async def _queue_announce(tx: Tx, exchange: Row, said: str | None, now: int) -> 
     if accepted is None:
         return await _settle_exchange(tx, exchange, "target_gone", now, said)
     await tx.do(
-        SQL.step, n=exchange["n"], phase="announce", current=run_id, turn=exchange["turn"], reply=said
+        SQL.advance, n=exchange["n"], phase="announce", current=run_id, turn=exchange["turn"], reply=said
     )
     return build_follow_up(accepted)
 

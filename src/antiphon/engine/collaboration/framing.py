@@ -68,7 +68,7 @@ _DATA_NOTICE_BY_KIND = {
 
 async def load_installation_secret(tx: Tx) -> bytes:
     """Load or create the secret for the numbers in markers, shared by all replicas and restarts."""
-    await tx.do(SQL.keep, name=SECRET_NAME, value=secrets.token_hex(32))
+    await tx.do(SQL.insert_if_absent, name=SECRET_NAME, value=secrets.token_hex(32))
     row = await tx.one(SQL.value, name=SECRET_NAME)
     assert row is not None
     return bytes.fromhex(row["value"])

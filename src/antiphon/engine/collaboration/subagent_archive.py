@@ -42,7 +42,7 @@ async def _list_due_tasks(tx: Tx, now: int) -> list[Row]:
 
 async def _archive_or_delete_child(tx: Tx, task: Row, now: int) -> bool:
     """Archive or delete a child. False if it is busy; then its task is postponed."""
-    if await tx.one(session_rows.SQL.at_work, id=task["child"]):
+    if await tx.one(session_rows.SQL.running_or_queued, id=task["child"]):
         await tx.do(subagents.SQL.postpone_archive, n=task["n"], later=now + BUSY_CHILD_RETRY_MS)
         return False
     if subagents.decode_task_options(task).cleanup == "keep":
@@ -53,7 +53,7 @@ async def _archive_or_delete_child(tx: Tx, task: Row, now: int) -> bool:
 
 
 async def _mark_archived(tx: Tx, n: int, now: int) -> None:
-    await tx.do(subagents.SQL.archived, n=n, now=now)
+    await tx.do(subagents.SQL.set_archived, n=n, now=now)
 
 
 def _remove_files(options: TaskOptions) -> None:

@@ -203,7 +203,7 @@ def _build_first_run(spawning: ValidatedSpawn, task: Row, now: int) -> Submissio
 
 async def advance_task(tx: Tx, step: CompletedStep, now: int) -> FollowUp:
     """Advance a task after its current run has ended."""
-    task = await tx.one(SQL.at, n=step.task, run_id=step.run_id)
+    task = await tx.one(SQL.by_current_run, n=step.task, run_id=step.run_id)
     if task is None:
         return NO_FOLLOW_UP
     if task["phase"] == "announcing":
@@ -211,8 +211,8 @@ async def advance_task(tx: Tx, step: CompletedStep, now: int) -> FollowUp:
     await _record_result(tx, task, step, now)
     if step.state == "ok" and await _count_awaited(tx, task["child"]):
         # The child ended its turn before its own sub-agents did: it reports after their results.
-        await tx.do(SQL.step, n=task["n"], phase="waiting", current=task["current"])
-        await tx.do(SQL.yield_unless_yielded, session=task["child"])
+        await tx.do(SQL.advance, n=task["n"], phase="waiting", current=task["current"])
+        await tx.do(SQL.set_yield_if_unset, session=task["child"])
         return NO_FOLLOW_UP
     return await _queue_announce(tx, task, step, now)
 
@@ -228,7 +228,7 @@ async def abandon_waiting_task(
     if task is None or task["phase"] != "waiting":
         return NO_FOLLOW_UP
     kept = {name: task[name] for name in ("n", "result", "result_source", "model")}
-    await tx.do(SQL.ended, outcome=outcome, error=error, now=now, **kept)
+    await tx.do(SQL.record_outcome, outcome=outcome, error=error, now=now, **kept)
     if decode_task_options(task).announce == "none":
         return await _settle_task(tx, task, None, "none", now)
     return await _send_report(tx, task, None, now)
@@ -237,10 +237,10 @@ async def abandon_waiting_task(
 async def settle_stuck_tasks(tx: Tx, now: int) -> FollowUp:
     """Report tasks that no run will advance."""
     sequel = NO_FOLLOW_UP
-    for task in await tx.all(SQL.astray):
+    for task in await tx.all(SQL.stalled):
         if task["outcome"] is None:
             kept = {name: task[name] for name in ("n", "result", "result_source", "model")}
-            await tx.do(SQL.ended, outcome="interrupted", error="The run was lost.", now=now, **kept)
+            await tx.do(SQL.record_outcome, outcome="interrupted", error="The run was lost.", now=now, **kept)
         if decode_task_options(task).announce == "none":
             sequel += await _settle_task(tx, task, None, "none", now)
         else:
@@ -254,7 +254,7 @@ async def _record_result(tx: Tx, task: Row, step: CompletedStep, now: int) -> No
         result = await _load_latest_tool_result(tx, task)
         source = "tool" if result else "none"
     await tx.do(
-        SQL.ended,
+        SQL.record_outcome,
         n=task["n"],
         outcome=step.state,
         error=step.error,
@@ -303,7 +303,7 @@ async def _queue_announce(tx: Tx, task: Row, step: CompletedStep, now: int) -> F
     accepted = await run_queue.submit_follow_up(tx, submission, now)
     if accepted is None or not accepted.new:  # not new: steered in its announce step, which is not repeated
         return await _send_report(tx, task, None, now)
-    await tx.do(SQL.step, n=task["n"], phase="announcing", current=run_id)
+    await tx.do(SQL.advance, n=task["n"], phase="announcing", current=run_id)
     return build_follow_up(accepted)
 
 
@@ -359,7 +359,7 @@ def _build_report(task: Row, announced: str | None, stats: TaskStats) -> TaskRep
 
 
 async def _load_stats(tx: Tx, task: Row, options: TaskOptions) -> TaskStats:
-    spent = await tx.one(SQL.spent, key=task["child_key"])
+    spent = await tx.one(SQL.sum_usage, key=task["child_key"])
     assert spent is not None
     return TaskStats(
         runtime_ms=task["ended_at"] - task["started_at"] if task["started_at"] else None,
@@ -453,13 +453,13 @@ async def _hand_task_to_run(tx: Tx, key: str, run_id: str) -> tuple[int | None, 
     task = await tx.one(SQL.by_child, key=key)
     if task is None or task["phase"] not in {"running", "waiting"}:
         return None, None
-    await tx.do(SQL.step, n=task["n"], phase="running", current=run_id)
+    await tx.do(SQL.advance, n=task["n"], phase="running", current=run_id)
     return task["n"], await _load_deadline(tx, task)
 
 
 async def _load_deadline(tx: Tx, task: Row) -> int | None:
     """Return the deadline of a task's first run, which applies to all later runs of the task."""
-    run = await tx.one(SQL.deadline, id=task["id"])
+    run = await tx.one(SQL.run_deadline, id=task["id"])
     return run["deadline_at"] if run else None
 
 
@@ -505,7 +505,7 @@ async def _count_awaited(tx: Tx, session: int) -> int:
     could go unnoticed.
     """
     await tx.lock(f"family:{session}")
-    row = await tx.one(SQL.awaited, requester=session)
+    row = await tx.one(SQL.count_awaited, requester=session)
     return row["awaited"] if row else 0
 
 
@@ -550,13 +550,13 @@ async def queue_wake(tx: Tx, waking: WakeRequest, reported: Row, now: int) -> Ac
 
 async def load_progress(tx: Tx, session: int, run_id: str | None) -> tuple[int, Row | None]:
     """Return how many tasks of a session are active, and the last one reported since the given run began."""
-    reported = await tx.one(SQL.reported_during, requester=session, run_id=run_id)
+    reported = await tx.one(SQL.last_report_during_run, requester=session, run_id=run_id)
     return await _count_awaited(tx, session), reported
 
 
 async def hand_to_queued_wake(tx: Tx, session: int, run_id: str | None, agent_id: str | None) -> bool:
     """Hand a run to a wake that is already queued for this agent in its session. False if none is queued."""
-    waking = await tx.one(RUNS_SQL.waking, session=session, agent_id=agent_id)
+    waking = await tx.one(RUNS_SQL.queued_wake, session=session, agent_id=agent_id)
     if waking is None:
         return False
     await yields.hand_run_to_wake(tx, run_id, waking["id"])
@@ -568,7 +568,7 @@ async def redirect_task(tx: Tx, child_key: str, run_id: str) -> tuple[int | None
     task = await tx.one(SQL.by_child, key=child_key)
     if task is None or task["phase"] == "settled":
         return None, None
-    await tx.do(SQL.step, n=task["n"], phase="running", current=run_id)
+    await tx.do(SQL.advance, n=task["n"], phase="running", current=run_id)
     return task["n"], await _load_deadline(tx, task)
 
 
@@ -577,7 +577,7 @@ async def record_announce_outcome(tx: Tx, task_n: int, state: str, now: int) -> 
     task = await tx.one(SQL.by_n, n=task_n)
     if task is not None:
         await tx.do(
-            SQL.announced,
+            SQL.set_announced,
             n=task_n,
             announced=state,
             archive_at=_compute_archive_time(decode_task_options(task), now),

@@ -29,7 +29,7 @@ async def begin_waiting(tx: Tx, session: int, run_id: str | None, how: Literal["
     if row is not None and row["yielded"] is None:
         # A replica of the previous version wakes the session only for the last run and ignores the others.
         await tx.do(RUNS_SQL.stop_waiting, session=session)
-    await tx.do(TASKS_SQL.yield_to, session=session, how=how, run_id=run_id)
+    await tx.do(TASKS_SQL.set_yield, session=session, how=how, run_id=run_id)
     await tx.do(RUNS_SQL.wait_for_wake, id=run_id)
 
 
@@ -42,17 +42,17 @@ async def list_waiting_agents(tx: Tx, session: Row) -> list[str | None]:
 
 async def hand_waiting_runs_to_wakes(tx: Tx, session: Row, wakes: Mapping[str | None, str]) -> None:
     """Let the wake of each agent answer for all its runs that wait in a session, and stop the session's waiting."""
-    await tx.do(TASKS_SQL.yield_to, session=session["id"], how=None, run_id=None)
+    await tx.do(TASKS_SQL.set_yield, session=session["id"], how=None, run_id=None)
     for run in await tx.all(RUNS_SQL.waiting_for_wake, session=session["id"]):
         wake = wakes[run["agent_id"]]
-        await tx.do(RUNS_SQL.hand_to_wake, id=run["id"], wake=wake)
+        await tx.do(RUNS_SQL.assign_wake, id=run["id"], wake=wake)
         if run["yielded"]:
             await _hand_on_exchanges(tx, run, wake)
 
 
 async def hand_run_to_wake(tx: Tx, run_id: str | None, wake: str) -> None:
     """Let a queued wake answer for a run that is about to yield."""
-    await tx.do(RUNS_SQL.hand_to_wake, id=run_id, wake=wake)
+    await tx.do(RUNS_SQL.assign_wake, id=run_id, wake=wake)
 
 
 async def finish_yielded_run(tx: Tx, run_id: str) -> bool:
@@ -60,7 +60,7 @@ async def finish_yielded_run(tx: Tx, run_id: str) -> bool:
 
     That is the case if its session was stopped after the run yielded.
     """
-    run = await tx.one(RUNS_SQL.yielding, id=run_id)
+    run = await tx.one(RUNS_SQL.yield_state, id=run_id)
     if run is None or run["woken_by"] is None:
         return False
     if run["woken_by"]:
@@ -70,7 +70,7 @@ async def finish_yielded_run(tx: Tx, run_id: str) -> bool:
 
 async def take_answered_runs(tx: Tx, wake: str) -> list[Row]:
     """Return the runs that a wake answers for and clear the assignment: call this once, at its end."""
-    runs = await tx.all(RUNS_SQL.answered_for, id=wake)
+    runs = await tx.all(RUNS_SQL.yielded_runs_of_wake, id=wake)
     await tx.do(RUNS_SQL.clear_wake, id=wake)
     return runs
 
@@ -81,7 +81,7 @@ async def stop_waiting(tx: Tx, session: int) -> list[tuple[int, str]]:
     if row is None or (row["yielded"] is None and row["yield_run"] is None):
         return []
     await _mark_legacy_waiting_run(tx, row)
-    await tx.do(TASKS_SQL.yield_to, session=session, how=None, run_id=None)
+    await tx.do(TASKS_SQL.set_yield, session=session, how=None, run_id=None)
     left: list[tuple[int, str]] = []
     for run in await tx.all(RUNS_SQL.waiting_for_wake, session=session):
         if run["yielded"]:
@@ -94,15 +94,15 @@ async def stop_waiting(tx: Tx, session: int) -> list[tuple[int, str]]:
 async def _mark_legacy_waiting_run(tx: Tx, session: Row) -> None:
     """Mark the waiting run of a session that yielded on a replica of the previous version."""
     if session["yield_run"] is not None:
-        await tx.do(RUNS_SQL.wait_unless_handed, id=session["yield_run"])
+        await tx.do(RUNS_SQL.wait_for_wake_if_unassigned, id=session["yield_run"])
 
 
 async def _hand_on_exchanges(tx: Tx, run: Row, wake: str) -> None:
     """Hand on a run's exchange, and those that it was itself woken to answer."""
-    handed = [run, *await tx.all(RUNS_SQL.answered_for, id=run["id"])]
+    handed = [run, *await tx.all(RUNS_SQL.yielded_runs_of_wake, id=run["id"])]
     for each in handed:
         if each["exchange"] is not None:
-            await tx.do(EXCHANGES_SQL.hand_on, n=each["exchange"], run_id=run["id"], next=wake)
-        await tx.do(RUNS_SQL.hand_to_wake, id=each["id"], wake=wake)
+            await tx.do(EXCHANGES_SQL.set_current_run, n=each["exchange"], run_id=run["id"], next=wake)
+        await tx.do(RUNS_SQL.assign_wake, id=each["id"], wake=wake)
     # For a replica of the previous version, which knows one exchange and one addressee per run.
-    await tx.do(RUNS_SQL.take_over, id=wake, exchange=run["exchange"], target=run["target"])
+    await tx.do(RUNS_SQL.assign_exchange, id=wake, exchange=run["exchange"], target=run["target"])

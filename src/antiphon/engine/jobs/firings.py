@@ -100,7 +100,7 @@ async def fire_on_request(
 
 async def _is_at_run_limit(tx: Tx, terms: FiringContext) -> bool:
     await tx.lock("cron")
-    row = await tx.one(SQL.unfinished)
+    row = await tx.one(SQL.count_unfinished_runs)
     return row is not None and row["runs"] >= terms.config.cron.max_concurrent_runs
 
 
@@ -110,7 +110,7 @@ async def _record_firing(
     """Record a firing in the job's row; a used slot without a next one disables the job."""
     failed = fired.accepted is None
     await tx.do(
-        SQL.fired,
+        SQL.record_firing,
         id=job.id,
         enabled=int(job.spec.enabled if slot is None else next_at is not None),
         next_at=next_at,

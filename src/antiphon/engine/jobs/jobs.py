@@ -271,7 +271,7 @@ async def get_job(tx: Tx, job_id: str) -> Job:
 
 
 async def list_jobs(tx: Tx, include_disabled: bool) -> list[Job]:
-    return [decode_job_row(row) for row in await tx.all(SQL.listed, disabled=int(include_disabled))]
+    return [decode_job_row(row) for row in await tx.all(SQL.list_all, disabled=int(include_disabled))]
 
 
 async def load_overview(tx: Tx) -> tuple[int, int | None]:

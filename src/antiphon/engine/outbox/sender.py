@@ -270,7 +270,7 @@ class Outbox(msgspec.Struct):
 
 async def _list_abandoned(tx: Tx, owner: str, sending: Set[str], now: int) -> list[Row]:
     """Return deliveries of owners whose lease expired, and our own that are not being sent."""
-    rows = await tx.all(SQL.left_sending, owner=owner, now=now)
+    rows = await tx.all(SQL.unresolved_sends, owner=owner, now=now)
     return [row for row in rows if row["owner"] != owner or row["place"] not in sending]
 
 
@@ -304,7 +304,7 @@ async def _settle_delivery(
     if row["entry_run"] is not None:
         await tx.do(SQL.mark_shown, run_id=row["entry_run"], shown=int(state != "blocked"))
     if row["exchange"] is not None:
-        await tx.do(EXCHANGES_SQL.announced, n=row["exchange"], announced=state)
+        await tx.do(EXCHANGES_SQL.set_announced, n=row["exchange"], announced=state)
     if row["task"] is not None:
         await subagents.record_announce_outcome(tx, row["task"], state, now)
     return True

@@ -74,7 +74,7 @@ async def compact_without_model(
     head = await load_latest_compaction(tx, transcript)
     earlier = head[1] if head else None
     since = earlier.first_kept_seq if earlier else 0
-    found = await tx.one(SQL.first_of_last, transcript=transcript, since=since, others=keep - 1)
+    found = await tx.one(SQL.start_of_last_entries, transcript=transcript, since=since, others=keep - 1)
     first = found["seq"] if found and found["seq"] is not None else since
     newly, kept = (
         await _measure_entries(tx, transcript, since, first),

@@ -32,7 +32,7 @@ class ReplyTarget(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 async def load_reply_target(tx: Tx, run_id: str | None) -> ReplyTarget | None:
     """Return the chat that receives the reply of a run, or None."""
-    row = await tx.one(RUNS_SQL.handed_on, id=run_id) if run_id else None
+    row = await tx.one(RUNS_SQL.exchange_and_target, id=run_id) if run_id else None
     if row is None or row["target"] is None:
         return None
     return msgspec.json.decode(row["target"], type=ReplyTarget)
@@ -123,7 +123,7 @@ def _build_reply_note(
 
 async def has_stuck_work(tx: Tx) -> bool:
     """Whether an exchange or task is left that no run will advance."""
-    return bool(await tx.all(exchanges.SQL.astray) or await tx.all(subagents.SQL.astray))
+    return bool(await tx.all(exchanges.SQL.stalled) or await tx.all(subagents.SQL.stalled))
 
 
 async def settle_stuck_work(tx: Tx, now: int) -> FollowUp:

@@ -131,7 +131,7 @@ async def load_call_ids_since(tx: Tx, transcript: int, question: int) -> set[str
     ids: set[str] = set()
     seq = question
     while rows := await tx.all(
-        SQL.after_without_tools, transcript=transcript, seq=seq, limit=ENTRIES_PER_PAGE
+        SQL.page_after_without_tools, transcript=transcript, seq=seq, limit=ENTRIES_PER_PAGE
     ):
         ids |= collect_call_ids(message for row in rows if (message := decode_or_none(row)) is not None)
         seq = rows[-1]["seq"]

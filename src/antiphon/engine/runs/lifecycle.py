@@ -151,7 +151,7 @@ async def claim_run(tx: Tx, session: int, worker: RunWorker) -> tuple[Claim | No
     Raises:
         CrashSuspected: the run must wait for its turn (`crash_quarantine`).
     """
-    row = await tx.one(SQL.active, session=session)
+    row = await tx.one(SQL.active_with_lease, session=session)
     if row is None:
         return await _claim_next_run(tx, session, worker)
     if row["owner"] != worker.owner and row["lease_until"] > worker.now:
@@ -176,7 +176,7 @@ async def _claim_next_run(
     """Start the first queued run, ending those before it that must not be executed any more."""
     ended: list[EndedRun] = []
     for _ in range(MAX_RUNS_SKIPPED_PER_CLAIM):
-        row = head or await tx.one(SQL.head, session=session)
+        row = head or await tx.one(SQL.next_queued, session=session)
         if row is None:
             return None, ended
         head = None
@@ -196,12 +196,12 @@ async def _append_note(tx: Tx, row: Row, now: int) -> EndedRun:
         role = str(decode_message(row["input"]).__struct_config__.tag)
     except InvalidInput as error:
         return await _discard_damaged_note(tx, row, str(error), now)
-    place = await tx.one(SESSIONS_SQL.advance_unfenced, id=row["session"], count=1, now=now)
-    session = await tx.one(SESSIONS_SQL.key_of, id=row["session"])
+    place = await tx.one(SESSIONS_SQL.reserve_seq_unfenced, id=row["session"], count=1, now=now)
+    session = await tx.one(SESSIONS_SQL.key_by_id, id=row["session"])
     assert place is not None and session is not None
     entry = transcripts.new_entry(place["last_seq"], role, row["input"], now)
     await transcripts.append_raw(tx, place["transcript"], row["n"], entry)
-    await tx.do(SQL.put_note, n=row["n"], transcript=place["transcript"], seq=entry.seq, now=now)
+    await tx.do(SQL.complete_note, n=row["n"], transcript=place["transcript"], seq=entry.seq, now=now)
     return EndedRun(
         row["id"],
         row["session"],
@@ -217,7 +217,7 @@ async def _append_note(tx: Tx, row: Row, now: int) -> EndedRun:
 
 async def _discard_damaged_note(tx: Tx, row: Row, reason: str, now: int) -> EndedRun:
     """End a note that cannot be decoded, so that it does not block its lane."""
-    session = await tx.one(SESSIONS_SQL.key_of, id=row["session"])
+    session = await tx.one(SESSIONS_SQL.key_by_id, id=row["session"])
     assert session is not None
     ending = RunEnding(state="error", error_code=InvalidInput.code, error=reason)
     leads_to_nothing = None, None, None
@@ -251,7 +251,7 @@ def _find_refusal_ending(row: Row, worker: RunWorker) -> RunEnding | None:
 async def _start_run(tx: Tx, row: Row, worker: RunWorker, lane: Row | None = None) -> Claim:
     """Start or resume a run, taking its lane unless `lane` is given."""
     fresh = row["first_seq"] is None
-    lane = lane or await tx.one(SESSIONS_SQL.take_lane, id=row["session"], count=int(fresh), now=worker.now)
+    lane = lane or await tx.one(SESSIONS_SQL.claim_lane, id=row["session"], count=int(fresh), now=worker.now)
     if lane is None:
         raise StoreError(f"Run {row['id']!r} has no session.", "Run `antiphon doctor`.")
     entries: list[Entry] = []
@@ -290,7 +290,7 @@ async def _append_earlier_messages(tx: Tx, row: Row, lane: Row, options: RunOpti
     if not unknown:
         return []
     moved = await tx.one(
-        SESSIONS_SQL.advance, id=row["session"], epoch=lane["lane_epoch"], count=len(unknown), now=now
+        SESSIONS_SQL.reserve_seq, id=row["session"], epoch=lane["lane_epoch"], count=len(unknown), now=now
     )
     if moved is None:
         raise Fenced(row["id"])
@@ -344,14 +344,14 @@ def _build_claim(
 async def commit_messages(tx: Tx, claim: Claim, messages: Sequence[Message], now: int) -> list[Entry]:
     """Append entries of a run that continues."""
     row = await tx.one(
-        SESSIONS_SQL.advance, id=claim.session, epoch=claim.epoch, count=len(messages), now=now
+        SESSIONS_SQL.reserve_seq, id=claim.session, epoch=claim.epoch, count=len(messages), now=now
     )
     if row is None:
         raise Fenced(claim.run_id)
     entries = await transcripts.append(tx, claim.transcript, row["last_seq"], claim.n, messages, now)
     await _record_message_usage(tx, claim, messages, now)
     if claim.attempts > 1:
-        await tx.do(SQL.progressed, n=claim.n)
+        await tx.do(SQL.reset_attempts, n=claim.n)
     return entries
 
 
@@ -363,7 +363,7 @@ async def finish_run(
     if ending.state in {"cancelled", "timeout", "error"}:
         calls = await transcripts.load_open_calls(tx, claim.transcript, claim.first_seq)
         messages = [*(build_interrupted_result(call, worker.now) for call in calls), *messages]
-    head = await tx.one(SQL.head, session=claim.session) if going_on else None
+    head = await tx.one(SQL.next_queued, session=claim.session) if going_on else None
     plain = head is not None and head["origin"] != NOTE_ORIGIN and _find_refusal_ending(head, worker) is None
     lane = await _leave_lane(tx, claim, ending, len(messages), worker.now, passing=plain)
     last_seq = lane["last_seq"] - int(plain)
@@ -376,7 +376,7 @@ async def finish_run(
         following = await _start_run(tx, head, worker, lane)
     elif head:
         following, skipped = await _claim_next_run(tx, claim.session, worker, head)
-    spent = await tx.one(SQL.spent, id=claim.run_id) if ending.used else None
+    spent = await tx.one(SQL.sum_usage, id=claim.run_id) if ending.used else None
     ended = EndedRun(
         claim.run_id,
         claim.session,
@@ -402,7 +402,7 @@ def _build_closing_entries(ending: RunEnding, now: int) -> list[Message]:
 
 async def _leave_lane(tx: Tx, claim: Claim, ending: RunEnding, count: int, now: int, *, passing: bool) -> Row:
     """Reserve the last entry numbers of an ending run and, if `passing`, the first one of the next run."""
-    leave = SESSIONS_SQL.pass_lane if passing else SESSIONS_SQL.leave_lane
+    leave = SESSIONS_SQL.release_and_claim_lane if passing else SESSIONS_SQL.release_lane
     aborted = int(ending.state in {"cancelled", "timeout"})
     row = await tx.one(leave, id=claim.session, epoch=claim.epoch, count=count, aborted=aborted, now=now)
     if row is None:
@@ -442,7 +442,7 @@ async def _end_run(tx: Tx, part: StepIdentity, ending: RunEnding, last_seq: int 
 
 async def end_unexecuted_run(tx: Tx, row: Row, ending: RunEnding, now: int) -> EndedRun:
     """End a run that no process executes: one that never started, or one taken from its owner."""
-    session = await tx.one(SESSIONS_SQL.key_of, id=row["session"])
+    session = await tx.one(SESSIONS_SQL.key_by_id, id=row["session"])
     key, session_id = (session["key"], session["session_id"]) if session else ("", "")
     last_seq: int | None = None
     entries: list[Entry] = []
@@ -453,7 +453,7 @@ async def end_unexecuted_run(tx: Tx, row: Row, ending: RunEnding, now: int) -> E
             *_build_closing_entries(ending, now),
         ]
         seized = await tx.one(
-            SESSIONS_SQL.seize_lane, id=row["session"], count=len(messages), aborted=1, now=now
+            SESSIONS_SQL.revoke_lane, id=row["session"], count=len(messages), aborted=1, now=now
         )
         at = seized["last_seq"] if seized else 0
         last_seq = at
@@ -489,7 +489,7 @@ async def record_usage(
         cost=usage.cost.total if usage.cost else None,
     )
     await tx.do(
-        SESSIONS_SQL.count_usage,
+        SESSIONS_SQL.add_usage,
         id=claim.session,
         input=usage.input,
         output=usage.output,
@@ -501,33 +501,33 @@ async def record_usage(
 
 async def cancel_runs(tx: Tx, session: int, run_id: str | None, now: int) -> Effects:
     """Stop a session's runs, or one of them. Stopping an active run also stops all sub-agents of its session."""
-    active = await tx.one(SQL.active_in, session=session)
+    active = await tx.one(SQL.active_in_session, session=session)
     if run_id is not None and not (active and active["id"] == run_id):
-        waiting = await tx.all(SQL.queued_in, session=session)
+        waiting = await tx.all(SQL.queued_in_session, session=session)
         chosen = [row for row in waiting if row["id"] == run_id and row["origin"] != NOTE_ORIGIN]
         return Effects([await _cancel_queued_run(tx, row, now) for row in chosen], [])
     ended: list[EndedRun] = []
     asked: list[str] = []
     sequel = NO_FOLLOW_UP
-    for member in await tx.all(SQL.family, session=session):
+    for member in await tx.all(SQL.active_tree, session=session):
         await _stop_wakes(tx, member["id"], now)
         if member["id"] != session or run_id is None:
             # Notes are not stopped: they record what has already happened.
-            waiting = await tx.all(SQL.queued_in, session=member["id"])
+            waiting = await tx.all(SQL.queued_in_session, session=member["id"])
             ended += [
                 await _cancel_queued_run(tx, row, now) for row in waiting if row["origin"] != NOTE_ORIGIN
             ]
         # Its sub-agents no longer wake it.
         sequel += await subagents.abandon_waiting_task(tx, member["key"], now)
-        for row in await tx.all(SQL.active_in, session=member["id"]):
-            await tx.do(SQL.ask_to_stop, n=row["n"], now=now)
+        for row in await tx.all(SQL.active_in_session, session=member["id"]):
+            await tx.do(SQL.request_stop, n=row["n"], now=now)
             asked.append(row["id"])
     return Effects(ended, asked, sequel)
 
 
 async def _stop_wakes(tx: Tx, session: int, now: int) -> None:
     """Keep a session from being woken by its sub-agents."""
-    await tx.do(TASKS_SQL.hush, requester=session)
+    await tx.do(TASKS_SQL.mute, requester=session)
     await completion.stop_waiting(tx, session, now)
 
 
@@ -535,7 +535,7 @@ async def _cancel_descendants(tx: Tx, session: int, now: int) -> Effects:
     """Stop all sub-agents of a session, but not the session itself."""
     await _stop_wakes(tx, session, now)
     stopped = NO_EFFECTS
-    for child in await tx.all(SQL.children, session=session):
+    for child in await tx.all(SQL.active_children, session=session):
         stopped += await cancel_runs(tx, child["id"], None, now)
     return stopped
 
@@ -578,12 +578,12 @@ async def _end_queued_run(tx: Tx, row: Row, ending: RunEnding, now: int) -> Ende
 
 async def list_unstopped_runs(tx: Tx, before: int) -> list[str]:
     """Return runs that should have stopped before that time, by request or deadline, and have not."""
-    return [row["id"] for row in await tx.all(SQL.not_stopping, before=before)]
+    return [row["id"] for row in await tx.all(SQL.overdue_stops, before=before)]
 
 
 async def force_end_run(tx: Tx, run_id: str, before: int, now: int) -> EndedRun | None:
     """End a run that `list_unstopped_runs` returned, if it still has not stopped."""
-    row = next((row for row in await tx.all(SQL.not_stopping, before=before) if row["id"] == run_id), None)
+    row = next((row for row in await tx.all(SQL.overdue_stops, before=before) if row["id"] == run_id), None)
     if row is None:
         return None
     late = RunEnding(state="timeout", error_code="timeout", error="The run's time was over.")
@@ -592,7 +592,7 @@ async def force_end_run(tx: Tx, run_id: str, before: int, now: int) -> EndedRun 
 
 async def end_abandoned_run(tx: Tx, session: int, now: int, *, shared: bool) -> Effects:
     """End the active run of a lane when no server is running; in a shared store, only after its lease expired."""
-    row = await tx.one(SQL.active, session=session)
+    row = await tx.one(SQL.active_with_lease, session=session)
     if row is None or (shared and row["lease_until"] > now):
         return NO_EFFECTS
     return Effects([await end_unexecuted_run(tx, row, STOPPED_ENDING, now)], [])
@@ -600,7 +600,7 @@ async def end_abandoned_run(tx: Tx, session: int, now: int, *, shared: bool) -> 
 
 async def list_stop_requested_runs(tx: Tx, owner: str) -> list[str]:
     """Return the runs of this owner for which a stop was requested."""
-    return [row["id"] for row in await tx.all(SQL.asked_to_stop, owner=owner)]
+    return [row["id"] for row in await tx.all(SQL.stop_requested, owner=owner)]
 
 
 async def list_idle_lanes(tx: Tx, after: int, before: int, now: int, limit: int) -> list[int]:
@@ -615,7 +615,7 @@ async def has_work(tx: Tx, lane: int, now: int) -> bool:
 
 
 async def load_owned_runs(tx: Tx, owner: str) -> dict[str, int]:
-    return {row["id"]: row["session"] for row in await tx.all(SQL.held_by, owner=owner)}
+    return {row["id"]: row["session"] for row in await tx.all(SQL.running_of_owner, owner=owner)}
 
 
 async def commit_summary(

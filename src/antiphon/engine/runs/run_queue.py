@@ -94,7 +94,7 @@ async def submit(tx: Tx, submission: Submission, now: int) -> AcceptedRun:
 
 async def submit_follow_up(tx: Tx, submission: Submission, now: int) -> AcceptedRun | None:
     """Queue a run that the engine itself causes. Returns None if its session no longer exists."""
-    if await tx.one(SESSIONS_SQL.key_of, id=submission.session) is None:
+    if await tx.one(SESSIONS_SQL.key_by_id, id=submission.session) is None:
         return None
     new = bool(await _insert_run(tx, submission, now))
     note = submission.origin == NOTE_ORIGIN
@@ -125,12 +125,12 @@ async def _insert_run(tx: Tx, submission: Submission, now: int, others: int | No
         now=now,
     )
     if new and submission.chain is not None:
-        await tx.one(CHAINS_SQL.count, id=submission.chain, now=now)
+        await tx.one(CHAINS_SQL.count_run, id=submission.chain, now=now)
     return new
 
 
 async def _load_accepted_run(tx: Tx, submission: Submission) -> AcceptedRun:
-    row = await tx.one(SQL.accepted_before, id=submission.run_id)
+    row = await tx.one(SQL.find_accepted, id=submission.run_id)
     if row is None:
         raise LaneFull(
             f"This session already has {submission.max_queued} messages waiting.",
@@ -152,7 +152,7 @@ async def record_command(
     digest = hashlib.sha256(f"{session}\ncommand\n{command}".encode()).hexdigest()[:32]
     if await tx.do(SQL.record_command, id=run_id, session=session, digest=digest, reply=reply, now=now):
         return True
-    before = await tx.one(SQL.accepted_before, id=run_id)
+    before = await tx.one(SQL.find_accepted, id=run_id)
     if before is None or before["digest"] != digest:
         raise make_idempotency_conflict(run_id)
     return False

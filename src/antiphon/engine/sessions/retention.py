@@ -22,7 +22,13 @@ MAX_SESSIONS_PER_TRANSACTION = 50  # a long transaction would delay all other co
 MAX_RECORDS_PER_SWEEP = 1000  # of each kind; the rest waits for the next sweep
 
 SQL = Queries("retention")
-OLD_RECORD_QUERIES = (SQL.old_exchanges, SQL.old_tasks, SQL.old_deliveries, SQL.old_chains, SQL.old_commands)
+OLD_RECORD_QUERIES = (
+    SQL.delete_old_exchanges,
+    SQL.delete_old_tasks,
+    SQL.delete_old_deliveries,
+    SQL.delete_old_chains,
+    SQL.delete_old_commands,
+)
 
 RetentionScript: TypeAlias = Callable[[Tx, str, int, int], Awaitable[list[str]]]
 
@@ -76,7 +82,7 @@ async def _run_in_batches(
 
 
 async def _archive_stale_sessions(tx: Tx, kind: str, before: int, now: int) -> list[str]:
-    rows = await tx.all(session_rows.SQL.stale, kind=kind, before=before, limit=MAX_SESSIONS_PER_TRANSACTION)
+    rows = await tx.all(session_rows.SQL.unused, kind=kind, before=before, limit=MAX_SESSIONS_PER_TRANSACTION)
     for row in rows:
         await tx.do(session_rows.SQL.archive, id=row["id"], now=now)
     return [row["key"] for row in rows]

@@ -63,7 +63,7 @@ _body_decoder = msgspec.json.Decoder(_IndexedBody)
 
 async def load_index_position(tx: Tx) -> tuple[int, int]:
     """Return the ids of the last indexed entry and of the last entry."""
-    row = await tx.one(SQL.place)
+    row = await tx.one(SQL.index_position)
     assert row is not None
     return row["last"], row["head"]
 
@@ -114,7 +114,7 @@ async def index_for_seconds(store: Store, seconds: float) -> bool:
 
 async def delete_from_index(tx: Tx, key: str) -> None:
     """Remove the messages of a key from the index; call this before they are deleted."""
-    await tx.do(SQL.forget, key=key)
+    await tx.do(SQL.delete_of_session, key=key)
 
 
 def _extract_words(row: Row) -> str:

@@ -103,7 +103,7 @@ async def create_session(tx: Tx, key: SessionKey, now: int, birth: NewSession | 
 
 
 async def _link_child(tx: Tx, child: int, parent: int) -> None:
-    await tx.do(SQL.link, parent=parent, child=child)
+    await tx.do(SQL.insert_lineage, parent=parent, child=child)
     await tx.do(SQL.count_child, parent=parent, change=1)
 
 
@@ -112,7 +112,7 @@ async def attach_to_parent(tx: Tx, session: int, parent: int) -> None:
     above = await tx.one(SQL.by_id, id=parent)
     assert above is not None
     await tx.do(
-        SQL.place_under,
+        SQL.set_parent,
         id=session,
         parent=parent,
         parent_key=above["key"],
@@ -130,9 +130,9 @@ async def _insert_transcript(tx: Tx, session_id: str, key: str, reason: str, now
 
 async def index_session_names(tx: Tx, session: int, *names: str | None) -> None:
     """Replace the names under which search finds a session."""
-    await tx.do(SQL.unname_session, id=session)
+    await tx.do(SQL.delete_names, id=session)
     text = " ".join(filter(None, names))
-    await tx.do(SQL.name_session, id=session, names=text, vector=FulltextVector(text))
+    await tx.do(SQL.insert_names, id=session, names=text, vector=FulltextVector(text))
 
 
 async def patch_session(tx: Tx, session: int, settings: Mapping[str, str | int | None], now: int) -> None:
@@ -155,7 +155,9 @@ async def patch_session(tx: Tx, session: int, settings: Mapping[str, str | int |
 
 async def is_label_free(tx: Tx, session: Row, label: Param) -> bool:
     await tx.lock(f"label:{session['agent_id']}:{label}")
-    return not await tx.one(SQL.label_taken, label=label, agent_id=session["agent_id"], besides=session["id"])
+    return not await tx.one(
+        SQL.label_holder, label=label, agent_id=session["agent_id"], besides=session["id"]
+    )
 
 
 async def _check_label(tx: Tx, session: Row, label: Param) -> None:
@@ -166,7 +168,7 @@ async def _check_label(tx: Tx, session: Row, label: Param) -> None:
 async def find_and_lock_label(tx: Tx, agent_id: str, label: str) -> Row | None:
     """Return the agent's session with this label. The label stays locked until the commit."""
     await tx.lock(f"label:{agent_id}:{label}")
-    return await tx.one(SQL.label_taken, label=label, agent_id=agent_id, besides=0)
+    return await tx.one(SQL.label_holder, label=label, agent_id=agent_id, besides=0)
 
 
 def make_label_conflict(label: Param) -> Conflict:
@@ -176,7 +178,7 @@ def make_label_conflict(label: Param) -> Conflict:
 
 async def append_note(tx: Tx, session: int, message: Message, now: int) -> Entry:
     """Append an entry that belongs to no run."""
-    place = await tx.one(SQL.advance_unfenced, id=session, count=1, now=now)
+    place = await tx.one(SQL.reserve_seq_unfenced, id=session, count=1, now=now)
     assert place is not None
     (entry,) = await transcripts.append(tx, place["transcript"], place["last_seq"], None, [message], now)
     return entry
@@ -188,7 +190,9 @@ async def start_new_transcript(tx: Tx, session: Row, reason: str, now: int) -> N
     session_id = str(uuid.uuid4())
     await tx.do(SQL.end_transcript, transcript=session["transcript"], now=now)
     transcript = await _insert_transcript(tx, session_id, session["key"], reason, now)
-    await tx.do(SQL.renew, id=session["id"], session_id=session_id, transcript=transcript, now=now)
+    await tx.do(
+        SQL.start_conversation, id=session["id"], session_id=session_id, transcript=transcript, now=now
+    )
 
 
 async def restore_transcript(tx: Tx, session: Row, now: int) -> None:
@@ -197,7 +201,9 @@ async def restore_transcript(tx: Tx, session: Row, now: int) -> None:
     transcript, session_id = get_named_transcript(session)
     await tx.do(SQL.end_transcript, transcript=session["transcript"], now=now)
     await tx.do(SQL.reopen_transcript, transcript=transcript)
-    await tx.do(SQL.restore, id=session["id"], session_id=session_id, transcript=transcript, now=now)
+    await tx.do(
+        SQL.restore_conversation, id=session["id"], session_id=session_id, transcript=transcript, now=now
+    )
 
 
 async def check_idle(tx: Tx, session: Row) -> None:
@@ -206,7 +212,7 @@ async def check_idle(tx: Tx, session: Row) -> None:
     Raises:
         Conflict: a run is active.
     """
-    active = await tx.one(RUNS_SQL.active_in, session=session["id"])
+    active = await tx.one(RUNS_SQL.active_in_session, session=session["id"])
     if active:
         raise Conflict(
             f"Session {session['key']!r} is still answering.",
@@ -230,18 +236,18 @@ async def delete_session(tx: Tx, session: int, key: str, now: int) -> None:
     if row and row["spawned_by"] is not None:
         await tx.do(SQL.count_child, parent=row["spawned_by"], change=-1)
     await search.delete_from_index(tx, key)  # uses the ids of the messages, so this comes first
-    await tx.do(SQL.forget_messages, key=key)
-    await tx.do(SQL.record_forgotten, prefix=DELETED_TRANSCRIPT_PREFIX, key=key, now=now)
-    await tx.do(SQL.forget_transcripts, key=key)
-    await tx.do(SQL.forget_runs, id=session)
-    await tx.do(SQL.forget_notes, id=session)
-    await tx.do(EXCHANGES_SQL.forget_words, session=session)
-    await tx.do(DELIVERIES_SQL.forget_words, session=session)
-    await tx.do(SQL.forget_lineage, id=session)
-    await tx.do(SQL.unname_session, id=session)
-    await tx.do(SQL.forget_session, id=session)
+    await tx.do(SQL.delete_messages, key=key)
+    await tx.do(SQL.record_deletion, prefix=DELETED_TRANSCRIPT_PREFIX, key=key, now=now)
+    await tx.do(SQL.delete_transcripts, key=key)
+    await tx.do(SQL.delete_runs, id=session)
+    await tx.do(SQL.delete_notes, id=session)
+    await tx.do(EXCHANGES_SQL.clear_texts, session=session)
+    await tx.do(DELIVERIES_SQL.clear_texts, session=session)
+    await tx.do(SQL.delete_lineage, id=session)
+    await tx.do(SQL.delete_names, id=session)
+    await tx.do(SQL.delete_session, id=session)
 
 
 async def delete_task_texts(tx: Tx, session: int, key: str) -> None:
     """Delete the texts and results of a session's tasks, for a person who wants nothing of it kept."""
-    await tx.do(TASKS_SQL.forget_words, child=session, key=key)
+    await tx.do(TASKS_SQL.clear_texts, child=session, key=key)

@@ -96,14 +96,18 @@ async def append_raw(tx: Tx, transcript: int, run: int | None, entry: Entry) -> 
 
 async def read_page_before(tx: Tx, transcript: int, seq: int, limit: int, *, tools: bool) -> Page:
     """Return the last entries before `seq`: at most `limit`, and at most `MAX_PAGE_BYTES`."""
-    page = await _read_page(tx, SQL.before if tools else SQL.before_without_tools, transcript, seq, limit)
+    page = await _read_page(
+        tx, SQL.page_before if tools else SQL.page_before_without_tools, transcript, seq, limit
+    )
     page.entries.reverse()
     return page
 
 
 async def read_page_after(tx: Tx, transcript: int, seq: int, limit: int, *, tools: bool) -> Page:
     """Return the first entries after `seq`: at most `limit`, and at most `MAX_PAGE_BYTES`."""
-    return await _read_page(tx, SQL.after if tools else SQL.after_without_tools, transcript, seq, limit)
+    return await _read_page(
+        tx, SQL.page_after if tools else SQL.page_after_without_tools, transcript, seq, limit
+    )
 
 
 async def _read_page(tx: Tx, query: Query, transcript: int, seq: int, limit: int) -> Page:
@@ -130,12 +134,12 @@ async def read_filtered_page(tx: Tx, transcript: int, wanted: HistoryFilter, lim
     if wanted.after is not None:
         edge = min(wanted.after + MAX_ENTRIES_SCANNED, end)
         page = await _read_filtered_range(
-            tx, SQL.after_narrowed, transcript, wanted, wanted.after, edge, limit
+            tx, SQL.page_after_filtered, transcript, wanted, wanted.after, edge, limit
         )
         return page if page.has_more or edge >= end else Page(page.entries, edge)
     seq = end + 1 if wanted.before is None else min(wanted.before, end + 1)
     edge = max(seq - MAX_ENTRIES_SCANNED, 1)
-    page = await _read_filtered_range(tx, SQL.before_narrowed, transcript, wanted, seq, edge, limit)
+    page = await _read_filtered_range(tx, SQL.page_before_filtered, transcript, wanted, seq, edge, limit)
     page.entries.reverse()
     return page if page.has_more or edge == 1 else Page(page.entries, edge)
 
@@ -181,7 +185,7 @@ def _count_bytes(body: str) -> int:
 
 async def read_entries_after(tx: Tx, transcript: int, seq: int, limit: int, *, tools: bool) -> list[Entry]:
     """Return `limit` entries after `seq`, whatever their size, oldest first; fewer only at the end."""
-    query = SQL.after if tools else SQL.after_without_tools
+    query = SQL.page_after if tools else SQL.page_after_without_tools
     return [Entry(*row) for row in await tx.all(query, transcript=transcript, seq=seq, limit=limit)]
 
 

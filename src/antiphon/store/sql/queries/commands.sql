@@ -1,5 +1,5 @@
--- name: known
--- A key stands for one command or one run, never for both.
+-- name: find_by_id
+-- An id belongs to one command or one run, never to both.
 SELECT digest, answer FROM commands WHERE id = :id
 UNION ALL
 SELECT digest, NULL FROM runs WHERE id = :id;

@@ -6,7 +6,7 @@ VALUES (:key, :kind, :session, :session_key, :destination, :place, :body, :stats
 ON CONFLICT (key) DO NOTHING;
 
 -- name: due
--- The first of each place; in a web chat, one whose words are still on their way into the transcript waits for that.
+-- The first delivery of each place. In a web chat it waits until the run that writes its text to the transcript has ended.
 SELECT d.* FROM deliveries d
 WHERE d.state = 'pending' AND d.next_at <= :now
   AND NOT EXISTS (SELECT 1 FROM deliveries o WHERE o.place = d.place AND o.n < d.n AND o.state IN ('pending', 'sending'))
@@ -28,33 +28,33 @@ UPDATE deliveries SET state = :state, error = :error, message_id = :message_id, 
 WHERE n = :n AND state IN ('pending', 'sending') AND attempts = :attempts;
 
 -- name: mark_shown
--- Of words that nobody was waiting for: whether people see the entry in which they stand.
+-- Whether people see the entry of an announce or note run.
 UPDATE runs SET shown = CAST(:shown AS INTEGER) WHERE id = :run_id AND origin IN ('announce', 'note');
 
--- name: left_sending
--- Of owners that are gone: nobody knows whether they were sent. Its own are for the caller to judge.
+-- name: unresolved_sends
+-- Deliveries whose sender is gone, so that it is unknown whether they were sent, and the caller's own.
 SELECT d.* FROM deliveries d LEFT JOIN owners o ON o.id = d.owner
 WHERE d.state = 'sending' AND (d.owner = :owner OR coalesce(o.lease_until, 0) <= :now) ORDER BY d.n LIMIT 500;
 
 -- name: by_key
 SELECT * FROM deliveries WHERE key = :key;
 
--- name: again
+-- name: requeue
 UPDATE deliveries SET state = 'pending', attempts = 0, doubtful = 0, next_at = :now, settled_at = NULL, error = NULL
 WHERE n = :n AND state IN ('dead', 'ambiguous', 'blocked');
 
 -- name: page
 SELECT * FROM deliveries WHERE n < :before ORDER BY n DESC LIMIT :limit;
 
--- name: page_in
+-- name: page_by_state
 SELECT * FROM deliveries WHERE state = :state AND n < :before ORDER BY n DESC LIMIT :limit;
 
--- name: standing
--- Of those that got there, which are the many, only as many as `most` are counted.
+-- name: count_by_state
+-- Delivered ones, usually the great majority, are counted only up to `most`.
 SELECT state, count(*) AS deliveries FROM deliveries WHERE state <> 'delivered' GROUP BY state
 UNION ALL
 SELECT 'delivered', count(*) FROM (SELECT 1 FROM deliveries WHERE state = 'delivered' LIMIT :most) d HAVING count(*) > 0;
 
--- name: forget_words
--- Of what was posted to the chat of a session that is forgotten. An empty one that is sent again is blocked.
+-- name: clear_texts
+-- Clears the settled deliveries of a deleted session. An empty one that is sent again is blocked.
 UPDATE deliveries SET body = '', stats = NULL WHERE session = :session AND settled_at IS NOT NULL;

@@ -17,7 +17,7 @@ DELETE FROM jobs WHERE id = :id;
 SELECT j.*, r.state AS run_state, r.error AS run_error
 FROM jobs j LEFT JOIN runs r ON r.id = j.last_run_id WHERE j.id = :id;
 
--- name: listed
+-- name: list_all
 SELECT j.*, r.state AS run_state, r.error AS run_error
 FROM jobs j LEFT JOIN runs r ON r.id = j.last_run_id
 WHERE j.enabled = 1 OR :disabled = 1 ORDER BY j.n LIMIT 1000;
@@ -28,18 +28,18 @@ SELECT count(*) AS jobs, min(next_at) AS next_at FROM jobs;
 -- name: due
 SELECT id FROM jobs WHERE next_at <= :now ORDER BY next_at, n LIMIT 1000;
 
--- name: fired
--- What is said of the job stays as old as it is: `updated_at` is when somebody changed it.
+-- name: record_firing
+-- `updated_at` stays: it is when the job itself was last changed.
 UPDATE jobs SET enabled = :enabled, next_at = :next_at, last_at = :now, last_slot = coalesce(:slot, last_slot),
        last_run_id = :run_id, last_status = :status, last_error = :error,
        firings = firings + 1, failures = failures + :failed
 WHERE id = :id;
 
--- name: unfinished
+-- name: count_unfinished_runs
 SELECT count(*) AS runs FROM runs WHERE origin = 'cron' AND ended_at IS NULL;
 
 -- name: runs_between
--- A job's runs are those whose ids begin with its own: a range of the ids, newest first.
+-- The ids of a job's runs begin with the job's id, so they are a range; newest first.
 SELECT r.id, r.origin, r.yielded, r.state, r.created_at, r.started_at, r.ended_at, r.reply, r.error_code, r.error, r.model_answered, s.key,
        CASE WHEN r.state = 'queued'
             THEN (SELECT count(*) FROM runs q WHERE q.session = r.session AND q.state = 'queued' AND q.n < r.n)

@@ -1,8 +1,8 @@
 -- name: page
 -- The streams below are joined by UNION ALL: the database merges them in order and stops at the limit, so a page
--- costs the same however many sessions there are. They are read from their indexes alone; only the rows of the
--- page itself are fetched, and they come as one value: taken over one by one, their columns cost more than finding
--- them. The caller puts them in order: sorting them here would copy every column.
+-- costs the same however many sessions there are. They are read from their indexes alone. Only the rows of the page are
+-- fetched, as one JSON value, because transferring their columns one by one costs more than finding them. The caller
+-- sorts them: sorting here would copy every column.
 SELECT coalesce(CAST(/*lite*/ json_group_array(json_array( /*pg: json_agg(json_build_array( */
          s.id, s.key, s.kind, s.channel, s.agent_id, s.session_id, s.updated_at, s.state, s.display_name, s.label,
          s.model, s.last_model, s.context_tokens, s.total_tokens, s.thinking, s.verbose, s.system_sent,
@@ -13,7 +13,7 @@ FROM ({streams} ORDER BY updated_at DESC, key LIMIT :limit) AS p
 JOIN sessions s ON s.id = p.id;
 
 -- name: stream
--- SQLite merges the streams as they are; PostgreSQL may gather them first, unless each of them ends by itself.
+-- SQLite merges the streams as they are; PostgreSQL may collect them first unless each has its own limit.
 /*pg: SELECT * FROM ( */ {rows} /*pg: ORDER BY s.updated_at DESC, s.key LIMIT :limit) AS stream */
 
 -- name: of_kind
@@ -40,12 +40,12 @@ WHERE s.spawned_by = (SELECT id FROM sessions WHERE key = :parent) AND {filters}
 SELECT s.id, s.updated_at, s.key FROM sessions s WHERE s.label = :label AND {filters}
 
 -- name: of_words
--- The most recently created matches; a word that fits a million sessions must not read a million rows.
+-- The most recently created matches, so that a word in a million sessions does not read a million rows.
 SELECT s.id, s.updated_at, s.key FROM sessions s
 WHERE s.id IN (SELECT rowid FROM session_names WHERE /*lite*/ session_names MATCH :words /*pg: names @@ :words */ ORDER BY rowid DESC LIMIT :matches)
   AND {filters}
 
--- name: matches
+-- name: count_matches
 SELECT count(*) AS matches FROM (SELECT 1 FROM session_names WHERE /*lite*/ session_names MATCH :words /*pg: names @@ :words */ LIMIT :most) AS found;
 
 -- name: filter_cursor
@@ -67,8 +67,8 @@ s.spawned_by = (SELECT id FROM sessions WHERE key = :parent)
 s.id IN (SELECT rowid FROM session_names WHERE /*lite*/ session_names MATCH :words /*pg: names @@ :words */)
 
 -- name: filter_visible
--- For streams that a filter chose; the others are visible by what they are. The agents come as one value: the statement
--- holds this once for each stream, and there may be thousands of them.
+-- For streams that a filter selected; the others are visible by construction. The agents are one parameter, because
+-- the statement repeats this for each stream and there may be thousands of agents.
 (s.agent_id IN (SELECT /*lite*/ value FROM json_each(:seen) /*pg: json_array_elements_text(CAST(:seen AS json)) */)
  OR s.key = :own_key
  OR (:descendants = 1 AND s.id IN (SELECT l.descendant FROM lineage l JOIN sessions a ON a.id = l.ancestor
@@ -84,8 +84,7 @@ WITH RECURSIVE agents (id) AS (
 SELECT id FROM agents WHERE id IS NOT NULL LIMIT :most;
 
 -- name: hidden_of_agent
--- Sessions of an agent outside the caller's tree, as many as it pays to count: straight from the index, with one
--- look into the closure for each.
+-- Counts sessions of an agent outside the caller's tree up to `most`, from the index, with one lineage lookup each.
 SELECT count(*) AS hidden FROM (
   SELECT 1 FROM sessions s
   WHERE s.agent_id = :agent AND s.archived = 0 AND s.key <> :own_key
@@ -94,18 +93,18 @@ SELECT count(*) AS hidden FROM (
                                                    AND l.ancestor = (SELECT o.id FROM sessions o WHERE o.key = :own_key)))
   LIMIT :most) AS found;
 
--- name: last_said
--- What people and agents said last in a session. A body there is no room for stays where it is, and comes as ''.
+-- name: last_messages
+-- The last user and assistant messages of a session. A body longer than `room` is returned as ''.
 SELECT m.seq, m.entry, m.role, CASE WHEN length(m.body) <= :room THEN m.body ELSE '' END AS body, m.created_at,
        r.id AS run_id
 FROM messages m LEFT JOIN runs r ON r.n = m.run
 WHERE m.transcript = (SELECT s.transcript FROM sessions s WHERE s.id = :session) AND m.role IN ('user', 'assistant')
 ORDER BY m.seq DESC LIMIT :limit;
 
--- name: by_agent
--- Counts what is there; for people who ask, not for every request.
+-- name: count_by_agent
+-- Counts every session; for requests by people, not for every request.
 SELECT agent_id, count(*) AS sessions FROM sessions WHERE archived = 0 GROUP BY agent_id LIMIT 10000;
 
--- name: going_on
+-- name: count_active_runs
 SELECT (SELECT count(*) FROM runs WHERE state = 'queued' AND session > 0) AS queued,
        (SELECT count(*) FROM runs WHERE state = 'running' AND session > 0) AS running;

@@ -1,11 +1,11 @@
--- Rows that are over and older than anybody asks for, the oldest first and a bounded number at a time.
+-- Delete finished rows past their retention, oldest first, a bounded number at a time.
 
--- name: old_exchanges
+-- name: delete_old_exchanges
 DELETE FROM exchanges WHERE n IN
   (SELECT n FROM exchanges WHERE settled_at < :before ORDER BY settled_at LIMIT :limit);
 
--- name: old_tasks
--- Whose child is gone, with its files (see `engine.archive`), and through whom no report has to find its way up.
+-- name: delete_old_tasks
+-- Only tasks whose child has been deleted with its files, and that no unsettled task below reports through.
 DELETE FROM tasks WHERE n IN
   (SELECT t.n FROM tasks t
    WHERE t.settled_at < :before AND (t.archive_at IS NULL OR t.archived_at IS NOT NULL)
@@ -13,14 +13,14 @@ DELETE FROM tasks WHERE n IN
      AND NOT EXISTS (SELECT 1 FROM tasks b WHERE b.requester = t.child AND b.phase <> 'settled')
    ORDER BY t.settled_at LIMIT :limit);
 
--- name: old_deliveries
--- Those that are dead or in doubt wait for somebody to look at them.
+-- name: delete_old_deliveries
+-- Dead and ambiguous deliveries stay until an operator has dealt with them.
 DELETE FROM deliveries WHERE n IN
   (SELECT n FROM deliveries WHERE state IN ('delivered', 'blocked') AND settled_at < :before
    ORDER BY settled_at LIMIT :limit);
 
--- name: old_chains
--- One that still goes on keeps its count, however old it is: the count is what ends it.
+-- name: delete_old_chains
+-- A chain with active work keeps its count, however old it is: the count is what ends it.
 DELETE FROM chains WHERE id IN
   (SELECT id FROM chains
    WHERE created_at < :before AND id NOT IN
@@ -29,5 +29,5 @@ DELETE FROM chains WHERE id IN
       UNION SELECT chain FROM tasks WHERE phase <> 'settled')
    ORDER BY created_at LIMIT :limit);
 
--- name: old_commands
+-- name: delete_old_commands
 DELETE FROM commands WHERE id IN (SELECT id FROM commands WHERE created_at < :before ORDER BY created_at LIMIT :limit);

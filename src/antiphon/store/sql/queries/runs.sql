@@ -1,6 +1,6 @@
 -- name: insert
--- Unless the id was used before, or the lane already holds as many queued runs as it may.
--- A later step of an exchange is answered by whom the first one was addressed to.
+-- Unless the id was used before, or the lane already has its maximum of queued runs.
+-- A later step of an exchange is answered by the agent that its first step was addressed to.
 INSERT INTO runs (id, session, origin, digest, input, options, instructions, model, thinking, target, deadline_at, exchange, task,
                   chain, hop, agent_id, created_at)
 SELECT :id, CAST(:session AS BIGINT), :origin, :digest, :input, :options, :instructions, :model, :thinking, :target,
@@ -20,14 +20,14 @@ SELECT :id, CAST(:session AS BIGINT), 'command', :digest, '', 'ok', CAST(:reply 
 WHERE NOT EXISTS (SELECT 1 FROM commands WHERE id = :id)
 ON CONFLICT (id) DO NOTHING;
 
--- name: accepted_before
--- What an id stands for: a run, or a command of another kind, whose digest is like no run's.
+-- name: find_accepted
+-- The run that an id belongs to, or the command, whose digest equals no run's.
 SELECT n, id, session, digest, state FROM runs WHERE id = :id
 UNION ALL
 SELECT NULL, id, NULL, digest, 'ok' FROM commands WHERE id = :id;
 
--- name: over
--- A run that has ended, or was told to.
+-- name: ended_or_stopping
+-- A row if the run has ended or was asked to stop.
 SELECT 1 AS over FROM runs WHERE id = :id AND (cancel_at IS NOT NULL OR state NOT IN ('queued', 'running'));
 
 -- name: by_id
@@ -41,23 +41,23 @@ SELECT r.n, r.id, r.origin, r.yielded, r.state, r.created_at, r.started_at, r.en
 FROM runs r JOIN sessions s ON s.id = r.session WHERE r.id = :id;
 
 -- name: last_answer
--- The run's last assistant entry, and what the run was asked with.
+-- The run's last assistant entry, and the options the run was started with.
 SELECT m.body, r.options FROM runs r JOIN messages m ON m.transcript = r.transcript AND m.seq >= r.first_seq AND m.run = r.n
 WHERE r.id = :id AND m.role = 'assistant' ORDER BY m.seq DESC LIMIT 1;
 
--- name: spent
+-- name: sum_usage
 SELECT CAST(coalesce(sum(input), 0) AS BIGINT) AS input, CAST(coalesce(sum(output), 0) AS BIGINT) AS output,
        CASE WHEN count(*) = count(cost) THEN sum(cost) END AS cost
 FROM usage WHERE run_id = :id;
 
--- name: active
--- The run a lane is in the middle of, and until when its owner has a lease.
+-- name: active_with_lease
+-- The running run of a lane, and until when its owner's lease lasts.
 SELECT r.n, r.id, r.session, r.input, r.options, r.instructions, r.model, r.thinking, r.deadline_at, r.cancel_at, r.owner,
        r.attempts, r.transcript, r.first_seq, r.created_at, r.started_at, r.epoch, r.origin, r.target, r.exchange, r.task,
        r.agent_id, coalesce(o.lease_until, 0) AS lease_until
 FROM runs r LEFT JOIN owners o ON o.id = r.owner WHERE r.session = :session AND r.state = 'running';
 
--- name: head
+-- name: next_queued
 SELECT r.n, r.id, r.session, r.input, r.options, r.instructions, r.model, r.thinking, r.deadline_at, r.cancel_at, r.owner,
        r.attempts, r.transcript, r.first_seq, r.created_at, r.started_at, r.epoch, r.origin, r.target, r.exchange, r.task, r.agent_id
 FROM runs r WHERE r.session = :session AND r.state = 'queued' ORDER BY r.n LIMIT 1;
@@ -68,42 +68,42 @@ UPDATE runs SET state = 'running', owner = :owner, epoch = :epoch, attempts = at
 WHERE n = :n AND state IN ('queued', 'running') AND epoch = :seen;
 
 -- name: end
--- No edge leads out of a terminal state.
+-- A terminal state is final.
 UPDATE runs SET state = :state, reply = :reply, error_code = :error_code, error = :error,
        model_answered = :model_answered, last_seq = :last_seq, yielded = :yielded, ended_at = :now
 WHERE n = :n AND state IN ('queued', 'running');
 
--- name: handed_on
--- What the run that a session is woken for has to finish.
+-- name: exchange_and_target
+-- The exchange and target that a wake run takes over from this one.
 SELECT exchange, target FROM runs WHERE id = :id;
 
--- name: put_note
+-- name: complete_note
 UPDATE runs SET state = 'ok', transcript = :transcript, first_seq = :seq, last_seq = :seq, started_at = :now,
        ended_at = :now
 WHERE n = :n AND state = 'queued';
 
--- name: queued_in
+-- name: queued_in_session
 SELECT r.n, r.id, r.session, r.origin, r.target, r.exchange, r.task, s.key FROM runs r JOIN sessions s ON s.id = r.session
 WHERE r.session = :session AND r.state = 'queued' ORDER BY r.n LIMIT 5000;
 
--- name: waking
--- The run that an agent is woken for in a lane by sub-agents anyway, after everything they have reported.
+-- name: queued_wake
+-- A queued wake run of this agent after all notes, which can also answer for another yielded run.
 SELECT w.id FROM runs w WHERE w.session = :session AND w.state = 'queued' AND w.origin = 'wake'
   AND coalesce(w.agent_id, '') = coalesce(CAST(:agent_id AS TEXT), '') AND NOT EXISTS
   (SELECT 1 FROM runs q WHERE q.session = w.session AND q.state = 'queued' AND q.origin = 'note' AND q.n > w.n)
 ORDER BY w.n DESC LIMIT 1;
 
--- name: take_over
+-- name: assign_exchange
 UPDATE runs SET exchange = :exchange, target = :target
 WHERE id = :id AND state = 'queued' AND exchange IS NULL AND target IS NULL;
 
 -- name: wait_for_wake
 UPDATE runs SET woken_by = '' WHERE id = :id AND state = 'running';
 
--- name: wait_unless_handed
+-- name: wait_for_wake_if_unassigned
 UPDATE runs SET woken_by = '' WHERE id = :id AND woken_by IS NULL;
 
--- name: hand_to_wake
+-- name: assign_wake
 UPDATE runs SET woken_by = :wake WHERE id = :id;
 
 -- name: waiting_for_wake
@@ -112,27 +112,27 @@ SELECT id, exchange, target, yielded, agent_id FROM runs WHERE woken_by = '' AND
 -- name: stop_waiting
 UPDATE runs SET woken_by = NULL WHERE woken_by = '' AND session = :session;
 
--- name: answered_for
--- Runs that have yielded, and for which this one answers.
+-- name: yielded_runs_of_wake
+-- Yielded runs that this run answers for.
 SELECT id, exchange, target FROM runs WHERE woken_by = :id AND yielded = 1 ORDER BY n;
 
 -- name: clear_wake
 UPDATE runs SET woken_by = NULL WHERE woken_by = :id;
 
--- name: yielding
--- A run that yields, also one whose yield a replica of the version before has put down in its session alone.
+-- name: yield_state
+-- A yielding run; a replica of the previous version records a yield in the session only.
 SELECT r.id, r.exchange, r.target,
        coalesce(r.woken_by, CASE WHEN s.yielded IS NOT NULL AND s.yield_run = r.id THEN '' END) AS woken_by
 FROM runs r JOIN sessions s ON s.id = r.session WHERE r.id = :id;
 
--- name: active_in
+-- name: active_in_session
 SELECT n, id, cancel_at, transcript, first_seq FROM runs WHERE session = :session AND state = 'running';
 
--- name: ask_to_stop
+-- name: request_stop
 UPDATE runs SET cancel_at = coalesce(cancel_at, :now) WHERE n = :n AND state = 'running';
 
--- name: family
--- The session, and of everything spawned below it what a stop can change: what has finished stays as it is.
+-- name: active_tree
+-- The session, and those of its descendants that a stop can change.
 SELECT s.id, s.key FROM sessions s WHERE s.id = :session
 UNION ALL
 SELECT s.id, s.key FROM lineage l JOIN sessions s ON s.id = l.descendant
@@ -144,20 +144,20 @@ WHERE l.ancestor = :session
        OR EXISTS (SELECT 1 FROM tasks w WHERE w.child_key = s.key AND w.phase = 'waiting'))
 LIMIT 10000;
 
--- name: children
+-- name: active_children
 SELECT DISTINCT t.child AS id FROM tasks t WHERE t.requester = :session AND t.phase <> 'settled' LIMIT 1000;
 
 -- name: overdue
 SELECT r.n, r.id, r.session, r.origin, r.target, r.exchange, r.task, s.key FROM runs r JOIN sessions s ON s.id = r.session
 WHERE r.state = 'queued' AND r.deadline_at <= :now ORDER BY r.deadline_at LIMIT 500;
 
--- name: not_stopping
+-- name: overdue_stops
 -- `session > 0` is always true; it lets SQLite choose the small index of active runs instead of the table.
 SELECT n, id, session, transcript, first_seq, cancel_at, origin, target, exchange, task FROM runs
 WHERE state = 'running' AND session > 0 AND (cancel_at <= :before OR deadline_at <= :before) LIMIT 500;
 
 -- name: lanes_with_work
--- Lanes to look at after a start or when a hint was lost: queued work, or an active run whose owner is gone.
+-- Lanes to check after a start or a lost hint: queued work, or an active run whose owner is gone.
 SELECT DISTINCT session FROM runs
 WHERE session > :after AND state = 'queued' AND created_at <= :before
   AND NOT EXISTS (SELECT 1 FROM runs a JOIN owners o ON o.id = a.owner
@@ -175,14 +175,14 @@ SELECT 1 FROM runs q WHERE q.session = :lane AND q.state = 'queued'
   AND NOT EXISTS (SELECT 1 FROM runs a WHERE a.session = :lane AND a.state = 'running')
 LIMIT 1;
 
--- name: held_by
+-- name: running_of_owner
 SELECT session, id FROM runs WHERE owner = :owner AND state = 'running' AND session > 0 LIMIT 20000;
 
--- name: progressed
--- A run that gets on is not a poison run, however often the process died.
+-- name: reset_attempts
+-- A run that makes progress is not a poison run, however often the process crashed.
 UPDATE runs SET attempts = 1 WHERE n = :n;
 
--- name: asked_to_stop
+-- name: stop_requested
 SELECT id FROM runs WHERE state = 'running' AND session > 0 AND cancel_at IS NOT NULL AND owner = :owner LIMIT 20000;
 
 -- name: record_usage

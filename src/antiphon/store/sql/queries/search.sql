@@ -1,11 +1,11 @@
--- name: place
--- How far the index is, and how far it could be.
+-- name: index_position
+-- The last indexed message, and the last message.
 SELECT /*lite*/ message AS last /*pg: coalesce((SELECT min(message) - 1 FROM unindexed), (SELECT max(id) FROM messages), 0) AS last */,
        (SELECT coalesce(max(id), 0) FROM messages) AS head
 FROM search_cursor WHERE id = 1;
 
 -- name: unindexed
--- The next entries, with the words for who may find them, and where they stand.
+-- The next entries to index, with the scope terms that restrict who can find them and where.
 SELECT m.id, m.role, m.body,
        's' || s.id || ' a' || /*lite*/ hex(s.agent_id) /*pg: encode(convert_to(s.agent_id, 'UTF8'), 'hex') */ || CASE m.role WHEN 'toolResult' THEN ' tool' ELSE ' said' END
        || coalesce((SELECT ' ' || /*lite*/ group_concat /*pg: string_agg */ ('b' || l.ancestor, ' ') FROM lineage l WHERE l.descendant = s.id), '')
@@ -22,15 +22,15 @@ INSERT INTO message_words (rowid, words, /*lite*/ scope /*pg: vector */) VALUES 
 /*lite*/ UPDATE search_cursor SET message = :message WHERE id = 1
 /*pg: DELETE FROM unindexed WHERE message <= :message */;
 
--- name: forget
--- On PostgreSQL with the notes of what is yet to be indexed: whoever is indexing them right now begins again.
+-- name: delete_of_session
+-- On PostgreSQL the pending index entries are deleted too, so a concurrent indexer conflicts and starts again.
 /*pg: WITH notes AS (DELETE FROM unindexed WHERE message IN
   (SELECT m.id FROM transcripts t JOIN messages m ON m.transcript = t.id WHERE t.key = :key)) */
 DELETE FROM message_words
 WHERE rowid IN (SELECT m.id FROM transcripts t JOIN messages m ON m.transcript = t.id WHERE t.key = :key);
 
 -- name: find
--- Newest first, straight from the index, which stops at the limit; only what is returned is looked up.
+-- Newest first from the index, which stops at the limit; only returned rows are looked up.
 SELECT m.id, m.entry, m.seq, m.role, m.created_at, t.session_id, s.key, s.agent_id, f.words,
        CAST(:viewer AS TEXT) IS NOT NULL AND EXISTS (SELECT 1 FROM lineage l JOIN sessions a ON a.id = l.ancestor
                                        WHERE l.descendant = s.id AND a.key = :viewer) AS descendant
@@ -41,7 +41,7 @@ ORDER BY f.id DESC;
 
 -- name: completions
 -- Jumps from one term to the next: no term contains the character 1, so nothing lies between a term and the term
--- with that appended. PostgreSQL's index finds beginnings by itself, so there it is as if there were too many to name.
+-- with that appended. PostgreSQL's index matches prefixes itself, so there this reports too many completions.
 /*lite*/
 WITH RECURSIVE found (term) AS (
   SELECT (SELECT v.term FROM message_words_terms v WHERE v.term >= :least AND v.term < :most LIMIT 1)

@@ -1,4 +1,4 @@
--- name: keep
+-- name: insert_if_absent
 INSERT INTO secrets (name, value) VALUES (:name, :value) ON CONFLICT (name) DO NOTHING;
 
 -- name: value

@@ -1,4 +1,4 @@
--- name: listed
+-- name: list_all
 SELECT name, scopes, digest, created_at, last_used_at FROM tokens ORDER BY name LIMIT :limit;
 
 -- name: issue
@@ -7,5 +7,5 @@ INSERT INTO tokens (name, scopes, digest, created_at) VALUES (:name, :scopes, :d
 -- name: revoke
 DELETE FROM tokens WHERE name = :name;
 
--- name: use
+-- name: record_use
 UPDATE tokens SET last_used_at = :now WHERE digest = :digest;

@@ -1,6 +1,6 @@
--- name: standing
--- Of everybody who shares the store. `session > 0` is always true; it lets SQLite choose the small indexes of runs that
--- are not over. Whoever waits behind a run of the same session is not idle. No count goes beyond `most`.
+-- name: counts
+-- Counts for all replicas together. `session > 0` is always true; it lets SQLite choose the small indexes of active runs.
+-- A run queued behind an active one of its session does not count as idle. No count goes beyond `most`.
 SELECT (SELECT count(*) FROM (SELECT 1 FROM runs WHERE state = 'queued' AND session > 0 LIMIT :most) q) AS queued,
        (SELECT count(*) FROM (SELECT 1 FROM runs WHERE state = 'running' AND session > 0 LIMIT :most) p) AS running,
        (SELECT min(i.created_at) FROM
