@@ -203,7 +203,7 @@ async def test_no_page_walks_through_all_that_was_ever_said(
         walked = [step for step in plan if re.match(r"SCAN (e|exchanges)\b(?!.*exchanges_unsettled)", step)]
         assert walked == [], plan
         sorted_apart = [step for step in plan if "TEMP B-TREE FOR ORDER BY" in step]
-        assert len(sorted_apart) <= (name == "page_of"), plan  # two pages are merged, never more
+        assert len(sorted_apart) <= (name == "page_of_session"), plan  # two pages are merged, never more
 
 
 @pytest.mark.requirement("G43")
