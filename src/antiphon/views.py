@@ -289,6 +289,13 @@ class DeliveryState(_View, frozen=True):
     position: int | None = None
 
 
+class ReplyBackState(_View, frozen=True):
+    """How many reply turns the two sessions may take after the first reply; for none, the reason."""
+
+    turns: int
+    reason: str | None = None
+
+
 SendStatus = Literal["accepted", "ok", "timeout", "error"]
 
 
@@ -301,6 +308,7 @@ class SendResult(_View, frozen=True):
     reply: str | None = None
     error: str | None = None
     delivery: DeliveryState | None = None
+    reply_back: ReplyBackState | None = None
 
 
 class SpawnResult(_View, omit_defaults=False, frozen=True, kw_only=True):

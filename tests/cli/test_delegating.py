@@ -228,6 +228,11 @@ def test_what_was_said_to_whom(desk: Program) -> None:
         shown
     )
     assert desk.run("exchanges", "show", "k1", "--json").json["exchange"]["id"] == "k1"
+    failed = desk.run(
+        "send", HELPER, "fail at once", "--from", "main", "--wait", "30", "--key", "f3", "--json"
+    )
+    assert failed.json["replyBack"] == {"turns": 0, "reason": "run_failed"}
+    assert "announcement run failed" in desk.run("exchanges", "show", "f3").out
     assert desk.run("exchanges", "show", "k").code == 2
     assert desk.run("exchanges", "show", "nothing").code == 3
     assert desk.run("exchanges", "--session", "agent:main:direct:nobody").code == 3

@@ -15,7 +15,11 @@ UNDER_WAY = {"queued", "running"}
 # Origins of runs that are part of something.
 STEPS = {"sessions_send", "reply-back", "announce", "sessions_spawn"}
 POSTED = {"pending", "delivered", "blocked", "ambiguous", "dead"}  # ends that are those of a delivery
-UNANNOUNCED = {None, "no_reply", "none", "target_gone"}  # ends of an exchange without an announce step
+# Ends of an exchange without an announce step.
+UNANNOUNCED = {
+    None, "no_reply", "run_failed", "run_stopped", "run_timed_out", "run_interrupted", "run_incomplete", "none",
+    "target_gone",
+}  # fmt: skip
 SILENT = {None, "none", "skipped"}  # ends of a task that nobody hears of
 
 

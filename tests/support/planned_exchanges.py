@@ -61,7 +61,7 @@ class Sent:
 def sending(key: str, *, says: int, wait: bool, announced: str = "delivered", to: str = HELPER) -> Sent:
     """Words that are passed on `says - 1` times; with 0 the target fails."""
     if says == 0:
-        return Sent(to, f"fail {key}", wait, (), "no_reply", None)
+        return Sent(to, f"fail {key}", wait, (), "run_failed", None)
     words = f"wörtlich  {key} ✓"
     replies = [f"{'say ' * left}{words}" for left in reversed(range(says))][: TURNS + 1]
     if says <= TURNS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from antiphon.messages import AssistantMessage, TextBlock, ToolCall
 from antiphon.operations import HistoryFilter, SendRequest, SessionPatch
 from antiphon.runtimes import Prompt
 from antiphon.store.migrations import load_migrations
+from antiphon.views import ReplyBackState
 from support.agents_fixture import (
     HELPER,
     MAIN,
@@ -31,7 +33,7 @@ from support.agents_fixture import (
     phase_of,
     result_in,
 )
-from support.app_fixture import DATABASE, calls, dump, raw, soon
+from support.app_fixture import BOUND, DATABASE, calls, dump, raw, soon
 from support.databases import chosen
 
 pytestmark = pytest.mark.anyio
@@ -229,6 +231,7 @@ async def test_a_reply_in_time(tmp_path: Path) -> None:
             "sessionKey": HELPER,
             "reply": "  the reply,\n word for word ",
             "delivery": {"status": "ended", "queuedMs": 0, "runningMs": 2000},
+            "replyBack": {"turns": 0, "reason": "turn_limit"},
         }
 
 
@@ -240,7 +243,7 @@ async def test_without_a_timeout_the_sender_goes_on_at_once(tmp_path: Path) -> N
     ) as agents:
         await agents.open_sessions(HELPER)
         said = await agents.call_tool("sessions_send", sessionKey=HELPER, message="well?", timeoutSeconds=0)
-        assert set(said) == {"runId", "status", "sessionKey", "delivery"}
+        assert set(said) == {"runId", "status", "sessionKey", "delivery", "replyBack"}
         assert (said["status"], said["sessionKey"]) == ("accepted", HELPER)
         assert said["delivery"]["status"] in {"queued", "started"}
         assert not (await agents.operations.get_run(OPERATOR, said["runId"])).has_ended
@@ -312,11 +315,54 @@ async def test_a_run_that_fails_is_an_error_and_nothing_follows_from_it(tmp_path
         await agents.open_sessions(HELPER)
         said = await agents.call_tool("sessions_send", sessionKey=HELPER, message="fail out of order")
         assert said["status"] == "error" and "out of order" in said["error"]
+        assert said["replyBack"] == {"turns": 0, "reason": "run_failed"}
         assert said["delivery"]["status"] == "ended" and "reply" not in said
         await agents.wait_until_idle()
-        assert exchange(agents)["announced"] == "no_reply"
+        assert exchange(agents)["announced"] == "run_failed"
         assert agents.list_steps() == ["helper:request"]
         assert agents.rows("SELECT * FROM deliveries") == []
+
+
+@pytest.mark.requirement("S2", "G43")
+@pytest.mark.parametrize("ending", ["run_stopped", "run_timed_out", "run_incomplete", "no_reply"])
+async def test_an_exchange_without_a_reply_records_why(tmp_path: Path, ending: str) -> None:
+    clock = ManualClock()
+    begun, free = asyncio.Event(), asyncio.Event()
+
+    async def helper(prompt: Prompt) -> AssistantMessage:
+        begun.set()
+        if ending in {"run_stopped", "run_timed_out"}:
+            await free.wait()
+        half = "half a" if ending == "run_incomplete" else ""
+        stop_reason = "length" if half else "stop"
+        return AssistantMessage(content=[TextBlock(text=half)], stop_reason=stop_reason, timestamp=1)
+
+    async with open_agents_fixture(
+        make_agents_config("helper"), tmp_path, functions={"helper": helper}, clock=clock
+    ) as agents:
+        await agents.open_sessions(MAIN, HELPER)
+        if ending == "run_timed_out":  # it waits behind another one for longer than a run may take
+            await agents.say("first", HELPER)
+            await soon(begun)
+        send = asyncio.create_task(
+            agents.use("sessions_send", sessionKey=HELPER, message="?", timeoutSeconds=10 * BOUND)
+        )
+        if ending == "run_timed_out":
+            await agents.until(lambda: _is_queued(agents))
+            clock.advance(days=3)
+            free.set()
+        elif ending == "run_stopped":
+            await soon(begun)
+            await agents.operations.stop(OPERATOR, HELPER)
+        sent = await asyncio.wait_for(send, BOUND)
+        assert (sent["status"], sent["replyBack"]) == ("error", {"turns": 0, "reason": ending})
+        [logged] = (await agents.operations.list_exchanges(OPERATOR)).exchanges
+        assert (logged.phase, logged.announced) == ("settled", ending)
+        assert (await agents.operations.get_exchange(OPERATOR, sent["runId"])).exchange.announced == ending
+
+
+async def _is_queued(agents: AgentsFixture) -> bool:
+    return bool(agents.rows("SELECT id FROM runs WHERE exchange IS NOT NULL"))
 
 
 @pytest.mark.requirement("S2", "003-send-ok-is-no-announce", "003-send-announce-afterwards")
@@ -581,6 +627,9 @@ async def test_the_limit_is_configured_and_can_only_be_lowered(
         await agents.ask("go")
         await agents.wait_until_idle()
         assert len([step for step in agents.list_steps() if step.endswith(":turn")]) == turns
+        (result,) = [raw for raw in await agents.transcript() if raw["role"] == "toolResult"]
+        told = {"turns": turns} if turns else {"turns": 0, "reason": "turn_limit"}
+        assert json.loads(result["content"][0]["text"])["replyBack"] == told
 
 
 @pytest.mark.requirement("S5", "003-reply-back-skip")
@@ -650,10 +699,14 @@ async def test_who_is_not_there_to_answer_is_never_stepped(tmp_path: Path, reque
                 OPERATOR, SendRequest(message="say say say more", session=HELPER)
             )
             assert sent.reply == "say say more"
+            assert sent.reply_back == ReplyBackState(turns=0, reason="operator")
         elif requester == "a sub-agent":
             await agents.call_tool("sessions_spawn", task=message)
         else:
-            assert '"status":"ok"' in ((await agents.ask(message, requester)).reply or "")
+            reply = (await agents.ask(message, requester)).reply or ""
+            assert (
+                '"status":"ok"' in reply and '"replyBack":{"turns":0,"reason":"ephemeral_requester"}' in reply
+            )
         await agents.wait_until_idle()
         steps = [step for step in agents.list_steps() if not step.startswith("main:")]
         assert steps == ["helper:request", "helper:announce"]

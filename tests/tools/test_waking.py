@@ -202,7 +202,7 @@ async def test_a_wait_for_a_target_that_has_yielded_ends_when_it_is_stopped(tmp_
         sent = await asyncio.wait_for(send, BOUND)
         assert (sent["status"], sent.get("reply")) == ("error", None)
         assert "before it answered" in sent["error"]
-        assert agents.rows("SELECT announced FROM exchanges") == [{"announced": "no_reply"}]
+        assert agents.rows("SELECT announced FROM exchanges") == [{"announced": "run_stopped"}]
         await agents.wait_until_idle()
 
 

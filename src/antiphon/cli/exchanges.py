@@ -91,7 +91,7 @@ def _print_detail(detail: ExchangeDetail) -> None:
     exchange = detail.exchange
     sender = exchange.requester_session_key or "an operator"
     facts = [exchange.phase, f"turn {exchange.turn}/{exchange.turns}"]
-    facts += [f"announcement {exchange.announced}"] if exchange.announced else []
+    facts += [f"announcement {exchange.announced.replace('_', ' ')}"] if exchange.announced else []
     facts += [f"now in run {exchange.current_run_id}"] if exchange.current_run_id else []
     click.echo(f"{_output.bold('exchange')} {_output.clean_line(exchange.id)}")
     click.echo(f"  {_output.clean_line(sender)} ↔ {_output.clean_line(exchange.target_session_key)}")

@@ -24,7 +24,7 @@ from antiphon.operations import request_validation
 from antiphon.operations.request_origin import ChainOperations, RequestOrigin
 from antiphon.operations.runs import RUN_WAIT_POLL_SECONDS, RunOperations
 from antiphon.store import Row, Tx
-from antiphon.views import DeliveryState, RunView, SendResult, SendStatus
+from antiphon.views import DeliveryState, ReplyBackState, RunView, SendResult, SendStatus
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class ExchangeOperations(RunOperations, ChainOperations):
         origin = origin or RequestOrigin()
         run_id = derive_request_id(caller, wanted.idempotency_key, origin)
         try:
-            accepted, note, founded = await self._store.tx(
+            exchange, accepted, note, founded = await self._store.tx(
                 self._send, caller, wanted, run_id, origin, requester, self._clock.now()
             )
         except ChainTooLong as error:
@@ -79,10 +79,10 @@ class ExchangeOperations(RunOperations, ChainOperations):
             await engine.dispatch_accepted_run(note)
         await engine.dispatch_accepted_run(accepted)
         if wanted.timeout_seconds <= 0:
-            return await self._build_send_result(caller, run_id, "accepted")
+            return await self._build_send_result(caller, exchange, "accepted")
         with engine.release_lane_slot(origin.run_id):
             return await self._wait_for_reply(
-                caller, run_id, min(wanted.timeout_seconds, MAX_REPLY_TIMEOUT_SECONDS)
+                caller, exchange, min(wanted.timeout_seconds, MAX_REPLY_TIMEOUT_SECONDS)
             )
 
     async def _send(
@@ -94,8 +94,8 @@ class ExchangeOperations(RunOperations, ChainOperations):
         origin: RequestOrigin,
         acting_for: str | None,
         now: int,
-    ) -> tuple[AcceptedRun, AcceptedRun | None, list[Row]]:
-        """Return the first run, the note in the requester's transcript, and the main sessions created for it."""
+    ) -> tuple[Row, AcceptedRun, AcceptedRun | None, list[Row]]:
+        """Return the exchange, its first run, the note in the requester's transcript, and the new main sessions."""
         founded: list[Row] = []
         requester = await self._resolve_requester(tx, caller, "control", acting_for, now, founded)
         target = await self._resolve_target(tx, caller, wanted, now, founded)
@@ -119,10 +119,10 @@ class ExchangeOperations(RunOperations, ChainOperations):
         if requester is not None and await chains.load_active_run(tx, origin.run_id, requester["id"]) is None:
             # Before anything that answers it is queued.
             note = await exchanges.record_sent_message(tx, opening, now)
-        accepted = await exchanges.begin_exchange(tx, opening, now)
+        exchange, accepted = await exchanges.begin_exchange(tx, opening, now)
         if requester is not None and wanted.timeout_seconds > 0:
             await self._record_wait(tx, caller, requester, accepted, origin, wanted.timeout_seconds, now)
-        return accepted, note, founded
+        return exchange, accepted, note, founded
 
     def _find_addressed_agent(self, caller: Caller, wanted: SendRequest) -> str | None:
         if wanted.label is not None:
@@ -232,7 +232,8 @@ class ExchangeOperations(RunOperations, ChainOperations):
         assert whole is not None
         return whole
 
-    async def _wait_for_reply(self, caller: Caller, run_id: str, timeout: float) -> SendResult:
+    async def _wait_for_reply(self, caller: Caller, exchange: Row, timeout: float) -> SendResult:
+        run_id: str = exchange["id"]
         until = asyncio.get_running_loop().time() + timeout
         try:
             view = await self.wait(self.INTERNAL_CALLER, run_id, timeout)
@@ -242,8 +243,8 @@ class ExchangeOperations(RunOperations, ChainOperations):
             exchange = await self._store.read(_load_exchange, run_id)
             view = _build_cancelled_view(exchange, "The session was deleted before it answered.")
         if not view.has_ended or view.yielded:
-            return await self._build_send_result(caller, run_id, "timeout", view)
-        return await self._build_send_result(caller, run_id, "ok" if view.state == "ok" else "error", view)
+            return await self._build_send_result(caller, exchange, "timeout", view)
+        return await self._build_send_result(caller, exchange, "ok" if view.state == "ok" else "error", view)
 
     async def _wait_for_woken_reply(self, exchange_id: str, view: RunView, until: float) -> RunView:
         """Wait for the run that is woken after the target yielded to its sub-agents: that run gives the reply."""
@@ -263,9 +264,9 @@ class ExchangeOperations(RunOperations, ChainOperations):
         return view
 
     async def _build_send_result(
-        self, caller: Caller, run_id: str, status: SendStatus, view: RunView | None = None
+        self, caller: Caller, exchange: Row, status: SendStatus, view: RunView | None = None
     ) -> SendResult:
-        view = view or await self.get_run(self.INTERNAL_CALLER, run_id)
+        view = view or await self.get_run(self.INTERNAL_CALLER, exchange["id"])
         error = None
         if status == "timeout":
             error = (
@@ -275,12 +276,13 @@ class ExchangeOperations(RunOperations, ChainOperations):
         elif status == "error":
             error = view.error or f"The run ended as {view.state!r}."
         return SendResult(
-            run_id=run_id,
+            run_id=exchange["id"],
             status=status,
             session_key=keys.display_stored_key(view.session_key, viewer_agent_id=caller.agent_id),
             reply=view.reply if status == "ok" else None,
             error=error,
             delivery=_build_delivery_state(view),
+            reply_back=_build_reply_back_state(exchange, view),
         )
 
     def report_chain_limit(self, caller: Caller, error: ChainTooLong) -> None:
@@ -324,6 +326,12 @@ def _build_delivery_state(view: RunView) -> DeliveryState:
     return DeliveryState(
         status=status, queued_ms=view.queued_ms, running_ms=view.running_ms, position=view.position
     )
+
+
+def _build_reply_back_state(exchange: Row, view: RunView) -> ReplyBackState:
+    if view.has_ended and not view.yielded and view.state != "ok":
+        return ReplyBackState(turns=0, reason=exchanges.explain_missing_reply(view.state, view.reply))
+    return ReplyBackState(turns=exchange["turns"], reason=exchanges.explain_missing_turns(exchange))
 
 
 def _validate_send_request(wanted: SendRequest, most: int) -> None:

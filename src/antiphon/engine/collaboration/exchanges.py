@@ -39,6 +39,16 @@ INTER_SESSION_KIND = "inter_session"
 
 ExchangeAnnounce = Literal["target", "none"]
 
+STOPPED_REASON = "run_stopped"
+_NO_REPLY_REASON = "no_reply"
+_REASON_BY_OUTCOME: dict[str, str] = {
+    "error": "run_failed",
+    "timeout": "run_timed_out",
+    "cancelled": STOPPED_REASON,
+    "interrupted": "run_interrupted",
+    "incomplete": "run_incomplete",
+}
+
 
 class NewExchange(msgspec.Struct, frozen=True, kw_only=True):
     """A message to another session. `id` is the id of its first run as well."""
@@ -58,6 +68,22 @@ class NewExchange(msgspec.Struct, frozen=True, kw_only=True):
     """The agent that sends, if it is not the requester's own agent."""
 
 
+def explain_missing_turns(exchange: Row) -> str | None:
+    """Return why an exchange has no reply turns; None if it has some."""
+    if exchange["turns"] > 0:
+        return None
+    if exchange["requester_key"] is None:
+        return "operator"
+    return "turn_limit" if _can_reply(exchange["requester_key"]) else "ephemeral_requester"
+
+
+def explain_missing_reply(outcome: str, reply: str | None) -> str:
+    """Return why a target's run gives its exchange no reply to go on with."""
+    if outcome == "incomplete" and not (reply and reply.strip()):
+        return _NO_REPLY_REASON
+    return _REASON_BY_OUTCOME.get(outcome, _NO_REPLY_REASON)
+
+
 async def is_known_exchange(tx: Tx, id: str, requester: int | None, target: int, message: str) -> bool:
     """Whether this id was already used for the same message between the same sessions.
 
@@ -74,8 +100,8 @@ async def is_known_exchange(tx: Tx, id: str, requester: int | None, target: int,
     return True
 
 
-async def begin_exchange(tx: Tx, opening: NewExchange, now: int) -> AcceptedRun:
-    """Create the exchange and its first run; returns the existing run if this id was used before."""
+async def begin_exchange(tx: Tx, opening: NewExchange, now: int) -> tuple[Row, AcceptedRun]:
+    """Create the exchange and its first run; returns the existing ones if this id was used before."""
     requester, target = opening.requester, opening.target
     row = await tx.one(
         SQL.insert,
@@ -87,7 +113,7 @@ async def begin_exchange(tx: Tx, opening: NewExchange, now: int) -> AcceptedRun:
         target_key=target["key"],
         target_channel=_get_channel(target),
         message=opening.message,
-        turns=opening.turns if requester and _can_reply(requester) else 0,
+        turns=opening.turns if requester and _can_reply(requester["key"]) else 0,
         announce=opening.announce,
         destination=delivery_rows.resolve_session_destination(target).json_text,
         chain=opening.link.chain,
@@ -97,7 +123,8 @@ async def begin_exchange(tx: Tx, opening: NewExchange, now: int) -> AcceptedRun:
     )
     exchange = await tx.one(SQL.by_id, id=opening.id)
     assert exchange is not None
-    return await run_queue.submit(tx, _build_primary_run(exchange, opening, known=row is None, now=now), now)
+    primary = _build_primary_run(exchange, opening, known=row is None, now=now)
+    return exchange, await run_queue.submit(tx, primary, now)
 
 
 def _build_primary_run(exchange: Row, opening: NewExchange, *, known: bool, now: int) -> Submission:
@@ -158,7 +185,7 @@ async def advance_exchange(tx: Tx, step: CompletedStep, now: int) -> FollowUp:
         case "announce":
             return await _finish_announce(tx, exchange, step, now)
         case "primary" if step.usable_reply is None:
-            return await _settle_exchange(tx, exchange, "no_reply", now)
+            return await _settle_exchange(tx, exchange, explain_missing_reply(step.state, step.reply), now)
         case "reply" if step.state == "cancelled":
             return await _settle_exchange(tx, exchange, "cancelled", now)
         case "reply" if step.usable_reply is None or sanitize.is_skip(step.usable_reply, sanitize.REPLY_SKIP):
@@ -174,7 +201,7 @@ async def abandon_exchange(tx: Tx, n: int, run_id: str, now: int) -> None:
         return
     if exchange["phase"] == "primary":
         await tx.do(SQL.set_answering_run, n=n, run_id=run_id)
-    announced = {"primary": "no_reply", "reply": "cancelled", "announce": "failed"}[exchange["phase"]]
+    announced = {"primary": STOPPED_REASON, "reply": "cancelled", "announce": "failed"}[exchange["phase"]]
     await _settle_exchange(tx, exchange, announced, now)
 
 
@@ -278,9 +305,9 @@ async def _settle_exchange(
     return NO_FOLLOW_UP
 
 
-def _can_reply(requester: Row) -> bool:
+def _can_reply(requester_key: str) -> bool:
     """Whether a session can take reply turns: jobs and hooks end with their run, sub-agents with their task."""
-    return keys.parse(requester["key"]).shape not in {"cron", "hook", "subagent", "acp"}
+    return keys.parse(requester_key).shape not in {"cron", "hook", "subagent", "acp"}
 
 
 def _build_sides(exchange: Row) -> ExchangeSides:
