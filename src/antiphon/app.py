@@ -119,7 +119,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                     config, catalog, SessionIdentityResolver(config, door, toolbox), secret
                 ),
                 outbox=Outbox(store, links.bus, clock, door, options.get("channels") or {}),
-                pace=options.get("pace") or links.pace,
+                pace=options.get("pace") or links.timings,
                 keep=_build_retention(config),
                 longest_run=config.agents.defaults.timeout_seconds,
                 alone=not store.shared,
@@ -153,7 +153,7 @@ async def open_app(config: Config, state_dir: Path, **options: Unpack[AppOptions
                 toolbox.add(tool)
             async with (
                 _run_mirror(mirror, home),
-                _run_engine(engine, scheduler, links.grace),
+                _run_engine(engine, scheduler, links.drain_seconds),
             ):
                 yield App(
                     operations,

@@ -26,14 +26,14 @@ LEASE_FRACTION_OF_ACK_WAIT = 0.6
 
 
 class CoordinationBackend(msgspec.Struct, frozen=True):
-    """Lanes and event bus, the engine timings that suit them, and the grace period for stopping."""
+    """Lanes and event bus, the engine timings that suit them, and how long a shutdown waits for active runs."""
 
     lanes: LaneEngine
     bus: EventBus
-    pace: EngineTimings
-    grace: float = 0.0
-    connected: Callable[[], bool] = lambda: True
-    """False while the other gateways are unreachable: work here continues, and they learn of it later."""
+    timings: EngineTimings
+    drain_seconds: float = 0.0
+    is_connected: Callable[[], bool] = lambda: True
+    """Returns False while the other gateways are unreachable: work here continues, and they learn of it later."""
 
 
 @asynccontextmanager
@@ -60,13 +60,13 @@ async def open_coordination(config: Config, store: Store) -> AsyncGenerator[Coor
     )
     await bus.start()
     try:
-        pace = EngineTimings(lease=LEASE_FRACTION_OF_ACK_WAIT * settings.ack_wait_seconds)
+        timings = EngineTimings(lease=LEASE_FRACTION_OF_ACK_WAIT * settings.ack_wait_seconds)
         yield CoordinationBackend(
             lanes,
             bus,
-            pace,
+            timings,
             settings.drain_seconds,
-            connected=lambda: bus.is_connected and lanes.is_connected,
+            is_connected=lambda: bus.is_connected and lanes.is_connected,
         )
     finally:
         await bus.stop()

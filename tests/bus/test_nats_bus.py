@@ -170,7 +170,7 @@ async def test_a_hole_in_the_numbers_of_a_publisher_is_a_gap(make: Make) -> None
     async with b.listen("session.*") as every, b.listen("session.1") as one, b.listen("sessions") as other:
         a.publish("session.1", event(1))
         assert [await every.get(BOUND), await one.get(BOUND)] == [event(1), event(1)]
-        a._numbers["session.*"] += 1  # pyright: ignore[reportPrivateUsage]
+        a._last_numbers["session.*"] += 1  # pyright: ignore[reportPrivateUsage]
         a.publish("session.2", event(3))
         assert await taken(every, 2) == [Gap(), event(3)]
         assert await one.get(BOUND) == Gap()
@@ -180,7 +180,7 @@ async def test_a_hole_in_the_numbers_of_a_publisher_is_a_gap(make: Make) -> None
 
 async def test_what_cannot_be_read_is_a_gap(make: Make) -> None:
     a, b = await make(), await make()
-    client = a._link.client  # pyright: ignore[reportPrivateUsage]
+    client = a._connection.client  # pyright: ignore[reportPrivateUsage]
     assert client is not None
     async with b.listen("sessions") as listener:
         subject = b._build_subject("sessions")  # pyright: ignore[reportPrivateUsage]
@@ -217,7 +217,7 @@ async def test_after_a_loss_of_the_connection_everybody_is_told(make: Make) -> N
 async def test_a_publisher_that_was_away_alone_tells_the_others(make: Make) -> None:
     a, b = await make(), await make()
     async with b.listen("session.1") as listener:
-        client = a._link.client  # pyright: ignore[reportPrivateUsage]
+        client = a._connection.client  # pyright: ignore[reportPrivateUsage]
         assert client is not None
         await client.close()
         a.publish("session.1", event(1))  # nobody elsewhere hears of it
@@ -241,7 +241,7 @@ async def test_without_a_server_the_process_hears_itself(make: Make) -> None:
 
 async def test_a_listener_that_entered_while_the_connection_was_made_is_subscribed(make: Make) -> None:
     a, b = await make(), await make()
-    joined = b._link._joined  # pyright: ignore[reportPrivateUsage]
+    joined = b._connection._on_connected  # pyright: ignore[reportPrivateUsage]
     inside, go_on = asyncio.Event(), asyncio.Event()
 
     async def slowly(client: Any) -> None:
@@ -249,8 +249,8 @@ async def test_a_listener_that_entered_while_the_connection_was_made_is_subscrib
         inside.set()
         await go_on.wait()
 
-    b._link._joined = slowly  # pyright: ignore[reportPrivateUsage]
-    client = b._link.client  # pyright: ignore[reportPrivateUsage]
+    b._connection._on_connected = slowly  # pyright: ignore[reportPrivateUsage]
+    client = b._connection.client  # pyright: ignore[reportPrivateUsage]
     assert client is not None
     await client.close()
     await asyncio.wait_for(inside.wait(), BOUND)
@@ -262,13 +262,13 @@ async def test_a_listener_that_entered_while_the_connection_was_made_is_subscrib
 
 async def test_nothing_is_left_when_the_last_listener_leaves(make: Make) -> None:
     a = await make()
-    client = a._link.client  # pyright: ignore[reportPrivateUsage]
+    client = a._connection.client  # pyright: ignore[reportPrivateUsage]
     assert client is not None
     before = len(client._subs)  # pyright: ignore[reportPrivateUsage]
     for number in range(20):
         async with a.listen(f"run.{number}"), a.listen(f"run.{number}"):
             assert len(client._subs) == before + 1  # pyright: ignore[reportPrivateUsage]
-        await asyncio.wait(a._chores, timeout=BOUND)  # pyright: ignore[reportPrivateUsage]
+        await asyncio.wait(a._tasks, timeout=BOUND)  # pyright: ignore[reportPrivateUsage]
     assert len(client._subs) == before  # pyright: ignore[reportPrivateUsage]
     assert a._interests == {}  # pyright: ignore[reportPrivateUsage]
 
@@ -278,7 +278,7 @@ async def test_events_cross_a_cluster_and_the_death_of_one_of_its_servers(make: 
         a, b = await make(servers[0].servers()), await make(together(servers[1:]))
         async with b.listen("session.*") as listener:
             await again(b, listener, a, "session.1", 1)
-            client = b._link.client  # pyright: ignore[reportPrivateUsage]
+            client = b._connection.client  # pyright: ignore[reportPrivateUsage]
             assert client is not None and client.connected_url is not None
             victim = next(server for server in servers if server.port == client.connected_url.port)
             await asyncio.to_thread(victim.kill)

@@ -32,7 +32,11 @@ async def lose(url: str) -> set[str]:
 
     again = asyncio.Event()
     link = NatsConnection(
-        NatsServers(url=url), name="lost", joined=joined, left=lambda: None, troubled=troubled
+        NatsServers(url=url),
+        name="lost",
+        on_connected=joined,
+        on_disconnected=lambda: None,
+        on_error=troubled,
     )
     before = asyncio.all_tasks()
     await link.start()

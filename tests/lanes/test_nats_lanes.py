@@ -42,16 +42,16 @@ async def make(nats: NatsServer) -> AsyncIterator[Make]:
 
 async def vanish(lanes: NatsLanes) -> None:
     """As a killed process: nothing is said, nothing is renewed."""
-    await lanes._link.stop()  # pyright: ignore[reportPrivateUsage]
+    await lanes._connection.stop()  # pyright: ignore[reportPrivateUsage]
 
 
 async def stop_renewing(lanes: NatsLanes) -> None:
     """As a process that was paused for too long."""
-    await connection.cancel_tasks(lanes._chores[0])  # pyright: ignore[reportPrivateUsage]
+    await connection.cancel_tasks(lanes._background_tasks[0])  # pyright: ignore[reportPrivateUsage]
 
 
 def manager(lanes: NatsLanes) -> Any:
-    client = lanes._link.client  # pyright: ignore[reportPrivateUsage]
+    client = lanes._connection.client  # pyright: ignore[reportPrivateUsage]
     assert client is not None
     return client.jsm()  # pyright: ignore[reportUnknownMemberType]
 
@@ -151,7 +151,7 @@ async def test_a_hint_that_is_refused_just_before_the_lane_is_let_go_is_not_lost
     await b.start(work.drain("b"), work.waiting)
     work.jobs[1] += 1
     await b.activate(1)
-    await asyncio.wait_for(b._link.confirm_flushed(await b._link.wait_until_connected()), BOUND)  # pyright: ignore[reportPrivateUsage]
+    await asyncio.wait_for(b._connection.confirm_flushed(await b._connection.wait_until_connected()), BOUND)  # pyright: ignore[reportPrivateUsage]
     go_on.set()
     await work.until(lambda: work.done[1] == 1)
 
@@ -338,7 +338,7 @@ async def test_a_server_that_is_silent_is_given_up(make: Make, monkeypatch: pyte
         for lane in range(1000):
             await a.activate(lane)
         async with asyncio.timeout(BOUND):
-            await a._queue._over.wait()  # pyright: ignore[reportPrivateUsage]
+            await a._queue._pull_ended.wait()  # pyright: ignore[reportPrivateUsage]
         assert not a.is_connected
         server.resume()
         work.jobs[1] += 1
@@ -398,7 +398,7 @@ async def test_a_cluster_survives_the_death_of_a_server(make: Make, death: str) 
     work = Work()
     with nats_cluster() as servers:
         given = together(servers)
-        a, b = (make(given, replicas=3, patience=20, ack_wait=2) for _ in range(2))
+        a, b = (make(given, replicas=3, connect_timeout=20, ack_wait=2) for _ in range(2))
         hold = await holding(work, a, b)
         leader = (await manager(a).stream_info(stream(a))).cluster.leader
         victim = next(
@@ -415,12 +415,12 @@ async def test_a_cluster_survives_the_death_of_a_server(make: Make, death: str) 
 
 async def test_what_cannot_work_is_told_in_a_sentence(make: Make) -> None:
     work = Work()
-    with pytest.raises(BusError, match=r"cannot keep the queue of lanes: replicas > 1 .*\. Look at stream"):
-        await make(replicas=3, patience=0).start(work.drain())
+    with pytest.raises(BusError, match=r"could not store the queue of lanes: replicas > 1 .*\. Check stream"):
+        await make(replicas=3, connect_timeout=0).start(work.drain())
     with pytest.raises(ConfigError, match="namespace"):
         make(namespace="a.b")
     with (
         nats_server(jetstream=False) as server,
-        pytest.raises(BusError, match=r"JetStream does not answer\. Switch it on"),
+        pytest.raises(BusError, match=r"JetStream does not answer\. Enable it"),
     ):
-        await make(server.servers(), patience=0).start(work.drain())
+        await make(server.servers(), connect_timeout=0).start(work.drain())

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_OUTGOING_BYTES = 8 * 2**20  # bytes that may wait for a slow connection
-SUBSCRIBE_TIMEOUT_SECONDS = 2.0  # seconds a listener waits for the server to confirm its subscription
-MAX_REMEMBERED_PUBLISHERS = 4096  # publishers whose last sequence number is remembered
+MAX_OUTGOING_BYTES = 8 * 2**20  # events waiting for a slow connection
+SUBSCRIBE_TIMEOUT_SECONDS = 2.0  # for the server to confirm a subscription
+MAX_REMEMBERED_PUBLISHERS = 4096  # per topic, with their last sequence numbers
 PLAIN_TOPIC_ID_PATTERN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -52,13 +52,13 @@ class _EventEnvelope(msgspec.Struct, array_like=True, frozen=True):
     event: Event
 
 
-class _TopicSubscription(msgspec.Struct):
-    """A topic that this process listens to."""
+class _TopicInterest(msgspec.Struct):
+    """The listeners of this process on a topic, and their shared subscription."""
 
     listeners: int = 0
     subscription: Subscription | None = None
-    entering: asyncio.Task[None] | None = None
-    last: OrderedDict[str, int] = msgspec.field(default_factory=OrderedDict[str, int])
+    subscribing: asyncio.Task[None] | None = None
+    last_numbers: OrderedDict[str, int] = msgspec.field(default_factory=OrderedDict[str, int])
 
 
 class NatsBus:
@@ -68,93 +68,93 @@ class NatsBus:
         self, servers: NatsServers, *, namespace: str = "antiphon", buffer: int = MAX_BUFFERED_EVENTS
     ) -> None:
         self._prefix = f"{namespace}.ev"
-        self._gaps = f"{namespace}.gap"
+        self._gap_subject = f"{namespace}.gap"
         self._local = LocalBus(buffer)
-        self._me = uuid.uuid4().hex
-        self._interests: dict[str, _TopicSubscription] = {}
-        self._numbers: dict[str, int] = {}
+        self._publisher_id = uuid.uuid4().hex
+        self._interests: dict[str, _TopicInterest] = {}
+        self._last_numbers: dict[str, int] = {}
         self._outgoing: deque[tuple[str, bytes]] = deque()
-        self._size = 0
-        self._woken = asyncio.Event()
-        self._largest = 0
+        self._outgoing_bytes = 0
+        self._has_outgoing = asyncio.Event()
+        self._max_payload = 0
         self._client: Client | None = None  # set while the connection is still being prepared, too
-        self._met = False
+        self._was_connected = False
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(_EventEnvelope)
-        self._chores: set[asyncio.Task[None]] = set()
-        self._sender: asyncio.Task[None] | None = None
-        self._link = NatsConnection(
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sending: asyncio.Task[None] | None = None
+        self._connection = NatsConnection(
             servers,
             name=f"{namespace} events",
-            joined=self._on_connected,
-            left=self._on_disconnected,
-            troubled=self._on_error,
+            on_connected=self._on_connected,
+            on_disconnected=self._on_disconnected,
+            on_error=self._on_error,
             echo=False,
         )
 
-    async def start(self, patience: float = 10.0) -> None:
-        await self._link.start(patience)
-        self._sender = asyncio.create_task(self._run_sender())
+    async def start(self, timeout: float = 10.0) -> None:
+        await self._connection.start(timeout)
+        self._sending = asyncio.create_task(self._run_sender())
 
     async def stop(self) -> None:
         """Sends what is queued, then disconnects. Listeners in this process keep receiving local events."""
-        if self._sender is not None:
-            if self._outgoing and (client := self._link.client):
+        if self._sending is not None:
+            if self._outgoing and (client := self._connection.client):
                 with suppress(TimeoutError):
                     async with asyncio.timeout(SUBSCRIBE_TIMEOUT_SECONDS):
                         await self._send_waiting(client)
-                        await self._link.confirm_flushed(client)
-            await cancel_tasks(self._sender)
-        await self._link.stop()
-        await cancel_tasks(*self._chores)
+                        await self._connection.confirm_flushed(client)
+            await cancel_tasks(self._sending)
+        await self._connection.stop()
+        await cancel_tasks(*self._tasks)
 
     @property
     def is_connected(self) -> bool:
-        return self._link.client is not None
+        return self._connection.client is not None
 
     # --- publishing ---
 
     def has_listeners(self, topic: str) -> bool:
-        return self._link.client is not None or self._local.has_listeners(topic)
+        return self._connection.client is not None or self._local.has_listeners(topic)
 
     def publish(self, topic: str, event: Event) -> None:
         self._local.publish(topic, event)
-        if self._link.client is None:
+        if self._connection.client is None:
             return  # The other processes receive a gap once we are reconnected.
-        group = get_topic_family(topic) or topic
-        number = self._numbers[group] = self._numbers.get(group, 0) + 1
-        data = self._encoder.encode(_EventEnvelope(self._me, number, event))
-        if len(data) > self._largest:
-            data = self._encoder.encode(_EventEnvelope(self._me, number, Gap()))
+        family = get_topic_family(topic) or topic
+        number = self._last_numbers[family] = self._last_numbers.get(family, 0) + 1
+        data = self._encoder.encode(_EventEnvelope(self._publisher_id, number, event))
+        if len(data) > self._max_payload:
+            data = self._encoder.encode(_EventEnvelope(self._publisher_id, number, Gap()))
         self._enqueue(self._build_subject(topic), data)
 
     def _enqueue(self, subject: str, data: bytes) -> None:
-        if self._size + len(data) > MAX_OUTGOING_BYTES:
-            log.warning("NATS takes events more slowly than they happen; some were dropped")
+        if self._outgoing_bytes + len(data) > MAX_OUTGOING_BYTES:
+            log.warning("Events are published faster than NATS accepts them; some were dropped")
             self._outgoing.clear()
-            self._size = 0
-            self._outgoing.append((self._gaps, b""))
+            self._outgoing_bytes = 0
+            self._outgoing.append((self._gap_subject, b""))
         self._outgoing.append((subject, data))
-        self._size += len(data)
-        self._woken.set()
+        self._outgoing_bytes += len(data)
+        self._has_outgoing.set()
 
     async def _run_sender(self) -> None:
         while True:
-            await self._woken.wait()
-            client = await self._link.wait_until_connected()
-            self._woken.clear()
+            await self._has_outgoing.wait()
+            client = await self._connection.wait_until_connected()
+            self._has_outgoing.clear()
             try:
                 await self._send_waiting(client)
             except list_connection_errors():
                 pass  # The connection is being replaced, which is reported as a gap.
             except Exception:
-                log.exception("An event was not sent")
-                self._outgoing.append((self._gaps, b""))
+                log.exception("Failed to send an event")
+                self._outgoing.append((self._gap_subject, b""))
 
     async def _send_waiting(self, client: Client) -> None:
         while self._outgoing:
             subject, data = self._outgoing.popleft()
-            self._size -= len(data)
+            self._outgoing_bytes -= len(data)
             await client.publish(subject, data)
 
     def _build_subject(self, topic: str) -> str:
@@ -171,7 +171,7 @@ class NatsBus:
     @asynccontextmanager
     async def listen(self, topic: str) -> AsyncGenerator[Listener]:
         async with self._local.listen(topic) as listener:
-            interest = self._interests.setdefault(topic, _TopicSubscription())
+            interest = self._interests.setdefault(topic, _TopicInterest())
             interest.listeners += 1
             try:
                 await self._wait_until_subscribed(topic, interest)
@@ -182,60 +182,60 @@ class NatsBus:
                     del self._interests[topic]
                     self._drop_subscription(interest)
 
-    async def _wait_until_subscribed(self, topic: str, interest: _TopicSubscription) -> None:
+    async def _wait_until_subscribed(self, topic: str, interest: _TopicInterest) -> None:
         """Waits until the server has the subscription; while it is down, reconnecting subscribes and delivers a gap."""
         client = self._client
         if client is None:
             return
-        if interest.entering is None:
-            interest.entering = self._start_task(self._subscribe(client, topic, interest))
-        _, late = await asyncio.wait([interest.entering], timeout=SUBSCRIBE_TIMEOUT_SECONDS)
-        if late:
-            log.warning("NATS does not answer; events of other replicas may come late")
+        if interest.subscribing is None:
+            interest.subscribing = self._start_task(self._subscribe(client, topic, interest))
+        _, pending = await asyncio.wait([interest.subscribing], timeout=SUBSCRIBE_TIMEOUT_SECONDS)
+        if pending:
+            log.warning("NATS did not confirm a subscription in time; events of other replicas may be late")
 
-    async def _subscribe(self, client: Client, topic: str, interest: _TopicSubscription) -> None:
+    async def _subscribe(self, client: Client, topic: str, interest: _TopicInterest) -> None:
         try:
             interest.subscription = await subscribe(
                 client, self._build_subject(topic), self._build_handler(topic, interest)
             )
             if not interest.listeners:
                 self._drop_subscription(interest)
-            elif not await self._link.confirm_flushed(client):
+            elif not await self._connection.confirm_flushed(client):
                 self._local.deliver(topic, Gap())
         except list_connection_errors():
             pass  # The connection is being replaced, and every subscription is renewed with it.
 
-    def _build_handler(self, topic: str, interest: _TopicSubscription) -> MessageHandler:
-        whole = topic.endswith(".*") or "." not in topic
+    def _build_handler(self, topic: str, interest: _TopicInterest) -> MessageHandler:
+        covers_family = topic.endswith(".*") or "." not in topic
 
-        async def hear(message: Msg) -> None:
+        async def receive(message: Msg) -> None:
             try:
-                parcel = self._decoder.decode(message.data)
+                envelope = self._decoder.decode(message.data)
             except msgspec.MsgspecError:
-                log.warning("An event of another replica could not be read; is it of another version?")
+                log.warning("An event of another replica could not be decoded; it may have another version")
                 self._local.deliver_gap(topic)
                 return
-            if parcel.publisher == self._me:
+            if envelope.publisher == self._publisher_id:
                 return
-            if whole and self._has_gap(interest, parcel):
+            if covers_family and self._has_gap(interest, envelope):
                 self._local.deliver_gap(topic)
-            self._local.deliver(topic, parcel.event)
+            self._local.deliver(topic, envelope.event)
 
-        return hear
+        return receive
 
     @staticmethod
-    def _has_gap(interest: _TopicSubscription, parcel: _EventEnvelope) -> bool:
+    def _has_gap(interest: _TopicInterest, envelope: _EventEnvelope) -> bool:
         """Whether an event of this publisher was lost."""
-        before = interest.last.pop(parcel.publisher, None)
-        interest.last[parcel.publisher] = parcel.number
-        if len(interest.last) > MAX_REMEMBERED_PUBLISHERS:
-            interest.last.popitem(last=False)
-        return before is not None and parcel.number != before + 1
+        previous = interest.last_numbers.pop(envelope.publisher, None)
+        interest.last_numbers[envelope.publisher] = envelope.number
+        if len(interest.last_numbers) > MAX_REMEMBERED_PUBLISHERS:
+            interest.last_numbers.popitem(last=False)
+        return previous is not None and envelope.number != previous + 1
 
-    async def _receive_gap(self, message: Msg) -> None:
+    async def _on_gap(self, message: Msg) -> None:
         self._local.deliver_gap()
 
-    def _drop_subscription(self, interest: _TopicSubscription) -> None:
+    def _drop_subscription(self, interest: _TopicInterest) -> None:
         subscription, interest.subscription = interest.subscription, None
         if subscription is not None:
             self._start_task(_unsubscribe(subscription))
@@ -245,36 +245,36 @@ class NatsBus:
     async def _on_connected(self, client: Client) -> None:
         """Renews all subscriptions and reports a gap, locally and to the other processes."""
         self._client = client
-        self._largest = client.max_payload
-        await subscribe(client, self._gaps, self._receive_gap)
+        self._max_payload = client.max_payload
+        await subscribe(client, self._gap_subject, self._on_gap)
         for topic, interest in list(self._interests.items()):
-            interest.last.clear()
-            interest.entering = self._start_task(self._subscribe(client, topic, interest))
-        await self._link.confirm_flushed(client)
-        if self._met:
-            self._outgoing.appendleft((self._gaps, b""))
-            self._woken.set()
+            interest.last_numbers.clear()
+            interest.subscribing = self._start_task(self._subscribe(client, topic, interest))
+        await self._connection.confirm_flushed(client)
+        if self._was_connected:
+            self._outgoing.appendleft((self._gap_subject, b""))
+            self._has_outgoing.set()
             self._local.deliver_gap()
-        self._met = True
+        self._was_connected = True
 
     def _on_disconnected(self) -> None:
         self._client = None
         self._outgoing.clear()
-        self._size = 0
+        self._outgoing_bytes = 0
         for interest in self._interests.values():
-            interest.subscription = interest.entering = None
+            interest.subscription = interest.subscribing = None
 
     def _on_error(self, error: Exception) -> None:
         from nats.errors import SlowConsumerError  # noqa: PLC0415 - an extra
 
         if isinstance(error, SlowConsumerError):
-            log.warning("Events of other replicas come faster than they can be read; some were dropped")
+            log.warning("Events of other replicas arrive faster than they are handled; some were dropped")
             self._local.deliver_gap()
 
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
+    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return task
 
 

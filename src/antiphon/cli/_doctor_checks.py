@@ -41,12 +41,14 @@ async def check_bus(config: Config) -> list[Finding]:
 async def _connect_to_bus(servers: NatsServers) -> None:
     from antiphon.nats.connection import NatsConnection
 
-    async def joined(_: object) -> None: ...
+    async def on_connected(_: object) -> None: ...
 
-    link = NatsConnection(servers, name="antiphon doctor", joined=joined, left=lambda: None)
+    connection = NatsConnection(
+        servers, name="antiphon doctor", on_connected=on_connected, on_disconnected=lambda: None
+    )
     try:
         async with asyncio.timeout(BUS_CONNECT_TIMEOUT_SECONDS):
-            await link.start(patience=0)
+            await connection.start(timeout=0)
     except TimeoutError as error:
         where = servers.format_without_secrets()
         raise BusError(
@@ -54,7 +56,7 @@ async def _connect_to_bus(servers: NatsServers) -> None:
             "Check bus.url, and that it runs.",
         ) from error
     finally:
-        await link.stop()
+        await connection.stop()
 
 
 def check_gateways(state_dir: Path, config: Config | None) -> Iterator[Finding]:

@@ -18,8 +18,8 @@ HasWaitingWork = Callable[[int], Awaitable[bool]]
 
 
 class LaneEngine(Protocol):
-    async def start(self, drain: Drain, waiting: HasWaitingWork | None = None) -> None:
-        """Starts taking lanes. `waiting` is called after a lane is released, since a hint can get lost then."""
+    async def start(self, drain: Drain, has_work: HasWaitingWork | None = None) -> None:
+        """Starts taking lanes. `has_work` is called after a lane is released, since a hint can get lost then."""
         ...
 
     async def activate(self, lane: int) -> None:

@@ -12,9 +12,7 @@ from antiphon.lanes import Drain, HasWaitingWork
 
 log = logging.getLogger(__name__)
 
-CANCEL_WAIT_SECONDS = (
-    5.0  # seconds a cancelled drain may take to end; something in it may ignore the cancellation
-)
+CANCEL_WAIT_SECONDS = 5.0  # for a cancelled drain; something in it may ignore the cancellation
 
 
 async def wind_down(drains: Collection[asyncio.Task[None]], grace: float) -> None:
@@ -33,21 +31,21 @@ class LocalLanes:
     def __init__(self) -> None:
         self._drain: Drain | None = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._again: set[int] = set()
-        self._stuck: set[asyncio.Task[None]] = set()
+        self._reactivated: set[int] = set()
+        self._abandoned: set[asyncio.Task[None]] = set()
 
     @property
     def active_count(self) -> int:
         return len(self._tasks)
 
-    async def start(self, drain: Drain, waiting: HasWaitingWork | None = None) -> None:
-        self._drain = drain  # No hint gets lost within one process, so `waiting` is not needed.
+    async def start(self, drain: Drain, has_work: HasWaitingWork | None = None) -> None:
+        self._drain = drain  # No hint gets lost within one process, so `has_work` is not needed.
 
     async def activate(self, lane: int) -> None:
         if self._drain is None:
             return
         if lane in self._tasks:
-            self._again.add(lane)
+            self._reactivated.add(lane)
         else:
             # A fresh context: the hint may come from another session's run, whose context variables do not apply here.
             self._tasks[lane] = asyncio.create_task(
@@ -55,10 +53,10 @@ class LocalLanes:
             )
 
     async def abandon(self, lane: int) -> None:
-        self._again.discard(lane)
+        self._reactivated.discard(lane)
         if task := self._tasks.pop(lane, None):
-            self._stuck.add(task)
-            task.add_done_callback(self._stuck.discard)
+            self._abandoned.add(task)
+            task.add_done_callback(self._abandoned.discard)
             task.cancel()
 
     def set_resting(self, lane: int, *, resting: bool) -> None:
@@ -66,7 +64,7 @@ class LocalLanes:
 
     async def stop(self, grace: float) -> None:
         self._drain = None
-        await wind_down([*self._tasks.values(), *self._stuck], grace)
+        await wind_down([*self._tasks.values(), *self._abandoned], grace)
 
     async def close(self) -> None:
         """Does nothing: no other process could take the lanes."""
@@ -74,20 +72,20 @@ class LocalLanes:
     async def _run(self, lane: int, drain: Drain) -> None:
         try:
             while True:
-                self._again.discard(lane)
+                self._reactivated.discard(lane)
                 try:
                     if await drain(lane):
-                        self._again.add(lane)
+                        self._reactivated.add(lane)
                         await asyncio.sleep(0)  # The drain stopped early to let other lanes run.
                 except AntiphonError as error:
                     log.error("%s", error)
                 except Exception:
-                    log.exception("Lane %d stopped; it is looked at again by the sweeper", lane)
-                if not self._owns(lane) or lane not in self._again or self._drain is None:
+                    log.exception("Draining lane %d failed; the sweeper will retry it", lane)
+                if not self._owns(lane) or lane not in self._reactivated or self._drain is None:
                     return
         finally:
             if self._owns(lane):
-                self._again.discard(lane)
+                self._reactivated.discard(lane)
                 del self._tasks[lane]
 
     def _owns(self, lane: int) -> bool:

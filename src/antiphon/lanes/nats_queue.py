@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CONSUMER_NAME = "replicas"
-PULL_EXPIRY_SECONDS = 30.0  # seconds the server keeps a pull request
-HEARTBEAT_SECONDS = 2.0  # seconds between heartbeats for a pull request; a server that died lost the request
+PULL_EXPIRY_SECONDS = 30.0
+HEARTBEAT_SECONDS = 2.0  # for a pull request; a server that died has lost the request
 MAX_SILENCE_SECONDS = 2.5 * HEARTBEAT_SECONDS
-MAX_WAITING_REQUESTS = 4096  # pending pull requests, one per replica
-STREAM_SETUP_TIMEOUT_SECONDS = 5.0  # seconds to create or change a stream, which a cluster has to agree on
+MAX_WAITING_REQUESTS = 4096  # pull requests, one per replica
+STREAM_SETUP_TIMEOUT_SECONDS = 5.0  # a cluster has to agree on a change of a stream
 ALREADY_ACTIVE_CODE, OTHER_CONFIGURATION_CODE = 10077, 10058
 HEARTBEAT_STATUS, EXPIRED_STATUS, NO_RESPONDERS_STATUS = "100", "408", "503"
 IN_PROGRESS_ACK, NEGATIVE_ACK = b"+WPI", b"-NAK"
@@ -40,7 +40,7 @@ OnLane = Callable[[int], None]
 
 
 class LaneQueue:
-    """The lane stream. `taken` gets a lane and its reply subject; `missed` a lane whose activation found no stream."""
+    """The lane stream. `on_taken` gets a lane and its reply subject; `on_missed` a lane activated without a stream."""
 
     def __init__(
         self,
@@ -48,34 +48,34 @@ class LaneQueue:
         ack_wait: float,
         replicas: int,
         *,
-        taken: OnLaneTaken,
-        missed: OnLane,
-        abandoned: Callable[[int], Awaitable[None]],
+        on_taken: OnLaneTaken,
+        on_missed: OnLane,
+        on_abandoned: Callable[[int], Awaitable[None]],
     ) -> None:
         if not NAMESPACE_PATTERN.fullmatch(namespace):
             raise ConfigError(
-                f"{namespace!r} cannot be the namespace of a bus.",
+                f"{namespace!r} is not a valid bus namespace.",
                 "Use letters, digits, hyphens and underscores.",
                 path="bus.namespace",
             )
         self.stream = f"{namespace}-lanes"
-        self._subject = f"{namespace}.lane."
-        self._abandon = f"{namespace}.abandon"
-        self._next = f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{CONSUMER_NAME}"
+        self._lane_subject = f"{namespace}.lane."
+        self._abandon_subject = f"{namespace}.abandon"
+        self._pull_subject = f"$JS.API.CONSUMER.MSG.NEXT.{self.stream}.{CONSUMER_NAME}"
         self._ack_wait = ack_wait
         self._replicas = replicas
-        self._taken = taken
-        self._missed = missed
-        self._abandoned = abandoned
+        self._on_taken = on_taken
+        self._on_missed = on_missed
+        self._on_abandoned = on_abandoned
         self._inbox = ""
         self._subscription: Subscription | None = None
-        self._request = 0
-        self._open = 0
-        self._over = asyncio.Event()
-        self._lost = ""
-        self._heard = 0.0
-        self._unheard: dict[int, None] = {}
-        self._told = 0
+        self._pull_number = 0
+        self._lanes_to_come = 0
+        self._pull_ended = asyncio.Event()
+        self._stream_fault = ""
+        self._last_message_at = 0.0
+        self._missed_lanes: dict[int, None] = {}
+        self._logged_code = 0
 
     # --- the connection ---
 
@@ -83,11 +83,11 @@ class LaneQueue:
         await self._ensure_stream(client)
         self._inbox = client.new_inbox()
         self._subscription = await subscribe(client, f"{self._inbox}.*", self._receive)
-        await subscribe(client, self._abandon, self._on_abandon)
+        await subscribe(client, self._abandon_subject, self._receive_abandon)
 
     def leave(self) -> None:
         self._subscription = None
-        self._over.set()
+        self._pull_ended.set()
 
     async def close(self) -> None:
         """Takes no more lanes; messages that have already arrived are still handled."""
@@ -100,19 +100,21 @@ class LaneQueue:
         """Creates or corrects the stream and its consumer."""
         from nats.js.errors import APIError, ServiceUnavailableError  # noqa: PLC0415 - an extra
 
-        what = "The NATS servers cannot keep the queue of lanes"
+        problem = "The NATS servers could not store the queue of lanes"
         try:
             await self._create_stream(client)
         except ServiceUnavailableError as error:
             raise BusError(
-                f"{what}: JetStream does not answer.", "Switch it on: `nats-server -js -sd <directory>`."
+                f"{problem}: JetStream does not answer.", "Enable it: `nats-server -js -sd <directory>`."
             ) from error
         except APIError as error:
             raise BusError(
-                f"{what}: {error.description}.", f"Look at stream {self.stream} and at the servers' limits."
+                f"{problem}: {error.description}.", f"Check stream {self.stream} and the servers' limits."
             ) from error
         except list_connection_errors() as error:
-            raise BusError(f"{what}: JetStream does not answer.", "Check that a majority runs.") from error
+            raise BusError(
+                f"{problem}: JetStream does not answer.", "Check that a majority of the servers runs."
+            ) from error
 
     async def _create_stream(self, client: Client) -> None:
         from nats.js import api  # noqa: PLC0415 - an extra
@@ -120,7 +122,7 @@ class LaneQueue:
 
         stream = api.StreamConfig(
             name=self.stream,
-            subjects=[f"{self._subject}*"],
+            subjects=[f"{self._lane_subject}*"],
             retention=api.RetentionPolicy.WORK_QUEUE,
             max_msgs_per_subject=1,
             discard=api.DiscardPolicy.NEW,
@@ -148,39 +150,41 @@ class LaneQueue:
 
     async def pull_lanes(self, client: Client, lanes: int) -> None:
         """Pulls up to `lanes` lanes, until they arrived or the request expired. Restores the stream if needed."""
-        self._request += 1
-        self._open, self._lost = lanes, ""
-        self._over.clear()
-        self._heard = asyncio.get_running_loop().time()
-        wish = {
+        self._pull_number += 1
+        self._lanes_to_come, self._stream_fault = lanes, ""
+        self._pull_ended.clear()
+        self._last_message_at = asyncio.get_running_loop().time()
+        request = {
             "batch": lanes,
             "expires": round(PULL_EXPIRY_SECONDS * 1e9),
             "idle_heartbeat": round(HEARTBEAT_SECONDS * 1e9),
         }
-        await client.publish(self._next, json.dumps(wish).encode(), reply=f"{self._inbox}.p{self._request}")
-        await self._wait_until_over()
-        if self._lost and client.is_connected:
-            log.warning("The queue of lanes at NATS: %s; it is looked after", self._lost)
+        await client.publish(
+            self._pull_subject, json.dumps(request).encode(), reply=f"{self._inbox}.p{self._pull_number}"
+        )
+        await self._wait_until_pull_ended()
+        if self._stream_fault and client.is_connected:
+            log.warning("The queue of lanes at NATS failed: %s; restoring it", self._stream_fault)
             await self._ensure_stream(client)
-            missed, self._unheard = self._unheard, {}
+            missed, self._missed_lanes = self._missed_lanes, {}
             for lane in missed:
-                self._missed(lane)
+                self._on_missed(lane)
 
-    async def _wait_until_over(self) -> None:
+    async def _wait_until_pull_ended(self) -> None:
         loop = asyncio.get_running_loop()
-        while not self._over.is_set():
+        while not self._pull_ended.is_set():
             with suppress(TimeoutError):
-                async with asyncio.timeout_at(self._heard + MAX_SILENCE_SECONDS):
-                    await self._over.wait()
+                async with asyncio.timeout_at(self._last_message_at + MAX_SILENCE_SECONDS):
+                    await self._pull_ended.wait()
                     return
-            if loop.time() >= self._heard + MAX_SILENCE_SECONDS:
-                self._lost = "no sign of life"
+            if loop.time() >= self._last_message_at + MAX_SILENCE_SECONDS:
+                self._stream_fault = "no heartbeat"
                 return
 
     # --- writing ---
 
     async def add_lane(self, client: Client, lane: int) -> None:
-        await client.publish(f"{self._subject}{lane}", b"", reply=f"{self._inbox}.a{lane}")
+        await client.publish(f"{self._lane_subject}{lane}", b"", reply=f"{self._inbox}.a{lane}")
 
     async def renew_lease(self, client: Client, reply: str) -> None:
         await client.publish(reply, IN_PROGRESS_ACK)
@@ -194,51 +198,51 @@ class LaneQueue:
         await client.request(reply, b"", timeout=NATS_RESPONSE_TIMEOUT_SECONDS)
 
     async def abandon(self, client: Client, lane: int) -> None:
-        await client.publish(self._abandon, str(lane).encode())
+        await client.publish(self._abandon_subject, str(lane).encode())
 
     # --- incoming messages ---
 
     async def _receive(self, message: Msg) -> None:
-        if message.subject.startswith(self._subject):
-            self._heard = asyncio.get_running_loop().time()
-            self._open -= 1
-            if self._open <= 0:
-                self._over.set()
-            await self._taken(int(message.subject[len(self._subject) :]), message.reply)
+        if message.subject.startswith(self._lane_subject):
+            self._last_message_at = asyncio.get_running_loop().time()
+            self._lanes_to_come -= 1
+            if self._lanes_to_come <= 0:
+                self._pull_ended.set()
+            await self._on_taken(int(message.subject[len(self._lane_subject) :]), message.reply)
             return
         what = message.subject[len(self._inbox) + 1 :]
         status = (message.headers or {}).get("Status", "")
         if what.startswith("p"):
-            if int(what[1:]) == self._request:
+            if int(what[1:]) == self._pull_number:
                 self._on_status(status, (message.headers or {}).get("Description", ""))
         else:
             self._on_answer(int(what[1:]), status, message.data)
 
     def _on_status(self, status: str, why: str) -> None:
-        self._heard = asyncio.get_running_loop().time()
+        self._last_message_at = asyncio.get_running_loop().time()
         if status == HEARTBEAT_STATUS:
             return
         if status != EXPIRED_STATUS:
-            self._lost = (
-                "it is not there" if status == NO_RESPONDERS_STATUS else why.strip().lower() or status
+            self._stream_fault = (
+                "the stream is missing" if status == NO_RESPONDERS_STATUS else why.strip().lower() or status
             )
-        self._over.set()
+        self._pull_ended.set()
 
     def _on_answer(self, lane: int, status: str, data: bytes) -> None:
         """Handles the answer to an activation. Most confirm it, or report that the lane was already active."""
         if status == NO_RESPONDERS_STATUS:
-            self._unheard[lane] = None
-            self._lost = "it is not there"
-            self._over.set()
+            self._missed_lanes[lane] = None
+            self._stream_fault = "the stream is missing"
+            self._pull_ended.set()
             return
         if b'"error"' not in data:
             return
         error: dict[str, Any] = json.loads(data)["error"]
         code = error.get("err_code", 0)
-        if code not in (ALREADY_ACTIVE_CODE, self._told):
-            self._told = code  # logged once, not for each of a thousand lanes
-            log.error("NATS does not take activations: %s; the sweeper tries again", error.get("description"))
+        if code not in (ALREADY_ACTIVE_CODE, self._logged_code):
+            self._logged_code = code  # logged once, not for each of a thousand lanes
+            log.error("NATS rejects activations: %s; the sweeper will retry", error.get("description"))
 
-    async def _on_abandon(self, message: Msg) -> None:
+    async def _receive_abandon(self, message: Msg) -> None:
         with suppress(ValueError):
-            await self._abandoned(int(message.data))
+            await self._on_abandoned(int(message.data))

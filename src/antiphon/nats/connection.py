@@ -1,8 +1,15 @@
-"""A NATS connection that reconnects by itself.
+"""A NATS connection that is replaced by a new one whenever it is lost.
 
-A lost connection is not repaired: it is closed and a new one is opened, indefinitely, with growing and randomised
-pauses. So nothing written to a dead server is sent late, and callers set up a new connection in one place (the
-`joined` callback). This module knows neither lanes nor events.
+nats-py's own reconnection is switched off, because of what it does (measured with nats-py 2.16):
+
+- If the network stalls while data is unsent, it waits for the old socket to close. After 20 s it had neither reported
+  the loss nor tried to connect.
+- Any error sent by the server, such as an expired authentication, closes its client for good.
+- Commands that were buffered when the connection was lost are sent on the next one. A late acknowledgement would take
+  a lane from its new holder.
+
+So a lost connection is closed, and a new client connects and is prepared by `on_connected`. This also leaves one way
+to set up a connection instead of two. This module knows neither lanes nor events.
 """
 
 from __future__ import annotations
@@ -12,7 +19,7 @@ import logging
 import os
 import random
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,14 +35,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NATS_RESPONSE_TIMEOUT_SECONDS = 2.0  # seconds a server has to answer
-PING_INTERVAL_SECONDS = (
-    3  # seconds between pings on a silent connection; it is given up after three unanswered ones
-)
-CONNECTION_CHECK_SECONDS = 1.0  # seconds between checks that a connection is still alive
-FIRST_RECONNECT_SECONDS, MAX_RECONNECT_SECONDS = 0.05, 2.0  # seconds between attempts to connect
-NATS_CLOSE_TIMEOUT_SECONDS = 2.0  # seconds a connection has to close
-MAX_PENDING_SUBSCRIPTION_BYTES = 32 * 2**20  # per subscription, waiting to be handled
+NATS_RESPONSE_TIMEOUT_SECONDS = 2.0
+PING_INTERVAL_SECONDS = 3  # a silent connection is given up after three unanswered pings
+CONNECTION_CHECK_SECONDS = 1.0
+FIRST_RECONNECT_SECONDS, MAX_RECONNECT_SECONDS = 0.05, 2.0  # pause between attempts to connect
+NATS_CLOSE_TIMEOUT_SECONDS = 2.0
+MAX_PENDING_SUBSCRIPTION_BYTES = 32 * 2**20  # unhandled messages of one subscription
 CREDENTIALS_FILE_MARKERS = (b"BEGIN NATS USER JWT", b"BEGIN USER NKEY SEED")
 NOT_ENCRYPTED_MESSAGE = "it does not encrypt"
 AUTHORIZATION_ERROR_WORDS = ("authorization violation", "authentication")
@@ -71,18 +76,18 @@ class NatsServers:
         for file in (self.credentials, self.authority):
             if file is not None:
                 _check_readable(file)
-        given: dict[str, Any] = {"user": self.user, "password": self.password, "token": self.token}
+        options: dict[str, Any] = {"user": self.user, "password": self.password, "token": self.token}
         if self.credentials is not None:
-            if not all(mark in self.credentials.read_bytes() for mark in CREDENTIALS_FILE_MARKERS):
+            if not all(marker in self.credentials.read_bytes() for marker in CREDENTIALS_FILE_MARKERS):
                 raise ConfigError(
                     f"{self.credentials} holds no credentials.",
-                    "Name a file that `nsc generate creds` made.",
+                    "Name a file created by `nsc generate creds`.",
                     path="bus",
                 )
-            given["user_credentials"] = str(self.credentials)
+            options["user_credentials"] = str(self.credentials)
         if self.is_encrypted:
-            given["tls"] = self._create_tls_context()
-        return given
+            options["tls"] = self._create_tls_context()
+        return options
 
     @property
     def is_encrypted(self) -> bool:
@@ -110,27 +115,30 @@ def _check_readable(file: Path) -> None:
 
 
 class NatsConnection:
-    """One connection at a time. `joined` prepares each new one; `client` is the current one, or None."""
+    """One client at a time. `on_connected` prepares each new one before it becomes `client`."""
 
     def __init__(
         self,
         servers: NatsServers,
         *,
         name: str,
-        joined: OnConnected,
-        left: OnDisconnected,
-        troubled: OnConnectionError | None = None,
+        on_connected: OnConnected,
+        on_disconnected: OnDisconnected,
+        on_error: OnConnectionError | None = None,
         echo: bool = True,
     ) -> None:
         self._servers = servers
         self._name = name
-        self._joined = joined
-        self._left = left
-        self._troubled = troubled
+        self._on_connected = on_connected
+        self._on_disconnected = on_disconnected
+        self._on_error = on_error
         self._echo = echo
+        self._addresses: list[str] = []
+        self._options: dict[str, Any] = {}
         self._client: Client | None = None
-        self._connected_event = asyncio.Event()
-        self._keep_task: asyncio.Task[None] | None = None
+        self._closed = asyncio.Event()
+        self._connected = asyncio.Event()
+        self._reconnecting: asyncio.Task[None] | None = None
         self._last_error: Exception | None = None
         self._flushes: set[asyncio.Task[bool]] = set()
 
@@ -143,29 +151,32 @@ class NatsConnection:
     async def wait_until_connected(self) -> Client:
         """Waits for a connection and returns its client."""
         while (client := self.client) is None:
-            self._connected_event.clear()
-            await self._connected_event.wait()
+            self._connected.clear()
+            await self._connected.wait()
         return client
 
-    async def start(self, patience: float = 10.0) -> None:
+    async def start(self, timeout: float = 10.0) -> None:
         """Connects, or raises an error that says why not. Wrong credentials are not tried twice."""
-        addresses, options = self._servers.parse_addresses(), self._servers.build_connect_options()
+        self._addresses, self._options = (
+            self._servers.parse_addresses(),
+            self._servers.build_connect_options(),
+        )
         _require_nats_library()
-        until = asyncio.get_running_loop().time() + patience
-        pauses = _Backoff()
+        deadline = asyncio.get_running_loop().time() + timeout
+        pauses = _iterate_pauses()
         while True:
             try:
-                client, closed = await self._connect_and_prepare(addresses, options)
+                client = await self._connect()
                 break
             except BusError as error:
-                left = until - asyncio.get_running_loop().time()
-                if left <= 0 or error.data.get("final"):
+                remaining = deadline - asyncio.get_running_loop().time()
+                if remaining <= 0 or error.data.get("final"):
                     raise
-                await asyncio.sleep(min(pauses.next(), left))
-        self._keep_task = asyncio.create_task(self._keep_connected(client, closed, addresses, options))
+                await asyncio.sleep(min(next(pauses), remaining))
+        self._reconnecting = asyncio.create_task(self._keep_connected(client))
 
     async def stop(self) -> None:
-        await cancel_tasks(self._keep_task)
+        await cancel_tasks(self._reconnecting)
         client, self._client = self._client, None
         if client is not None:
             await _close_client(client)
@@ -182,61 +193,70 @@ class NatsConnection:
         done, _ = await asyncio.wait([flushing], timeout=timeout)
         return bool(done) and flushing.result()
 
-    async def _keep_connected(
-        self, client: Client, closed: asyncio.Event, addresses: list[str], options: dict[str, Any]
-    ) -> None:
+    async def _keep_connected(self, client: Client) -> None:
+        """Replaces each lost client, indefinitely. An error is logged once, not for each attempt."""
         while True:
-            await _wait_until_lost(client, closed)
+            await self._wait_until_lost(client)
             self._client = None
-            self._left()
+            self._on_disconnected()
             log.warning(
-                "The connection to NATS at %s is lost; trying to get it back",
-                self._servers.format_without_secrets(),
+                "Lost the connection to NATS at %s; reconnecting", self._servers.format_without_secrets()
             )
             await _close_client(client)
-            client, closed = await self._reconnect(addresses, options)
-            log.warning("Connected to NATS at %s again", self._servers.format_without_secrets())
+            logged = ""
+            for pause in _iterate_pauses():
+                await asyncio.sleep(pause)
+                try:
+                    client = await self._connect()
+                    break
+                except BusError as error:
+                    if str(error) != logged:
+                        log.error("%s", error)
+                        logged = str(error)
+                except Exception:
+                    log.exception("Preparing a connection to NATS failed; retrying")
+            log.warning("Reconnected to NATS at %s", self._servers.format_without_secrets())
 
-    async def _reconnect(self, addresses: list[str], options: dict[str, Any]) -> tuple[Client, asyncio.Event]:
-        pauses = _Backoff()
-        told = ""
-        while True:
-            await asyncio.sleep(pauses.next())
+    async def _wait_until_lost(self, client: Client) -> None:
+        """Waits until the client is closed.
+
+        The client is also polled: if the network stalls while data is unsent, nats-py waits to write it before it
+        calls `closed_cb` (not called within 12 s of a stall).
+        """
+        while client.is_connected:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(CONNECTION_CHECK_SECONDS):
+                    await self._closed.wait()
+                    return
+
+    async def _connect(self) -> Client:
+        """Connects to any of the servers and prepares the connection.
+
+        The servers are tried one by one, each with its own client: nats-py's `connect` without reconnection stops at
+        the first server that accepts a connection and does not answer, although the next one would.
+        """
+        failure: BusError | None = None
+        for address in random.sample(self._addresses, len(self._addresses)):
             try:
-                return await self._connect_and_prepare(addresses, options)
+                client = await self._connect_to(address)
+                break
             except BusError as error:
-                if str(error) != told:
-                    log.error("%s", error)
-                    told = str(error)
-            except Exception:
-                log.exception("The connection to NATS could not be used")
-
-    async def _connect_and_prepare(
-        self, addresses: list[str], options: dict[str, Any]
-    ) -> tuple[Client, asyncio.Event]:
-        """Opens a connection and prepares it."""
-        client, closed = await self._connect(addresses, options)
+                failure = error if failure is None or error.data.get("final") else failure
+        else:
+            assert failure is not None
+            raise failure
         try:
-            await self._joined(client)
+            await self._on_connected(client)
         except BaseException:
             await _close_client(client)
             raise
         self._client = client
-        self._connected_event.set()
-        return client, closed
+        self._connected.set()
+        return client
 
-    async def _connect(self, addresses: list[str], options: dict[str, Any]) -> tuple[Client, asyncio.Event]:
-        error: BusError | None = None
-        for address in random.sample(addresses, len(addresses)):
-            try:
-                return await self._connect_to(address, options)
-            except BusError as failed:
-                error = failed if error is None or failed.data.get("final") else error
-        assert error is not None
-        raise error
-
-    async def _connect_to(self, address: str, options: dict[str, Any]) -> tuple[Client, asyncio.Event]:
-        client, closed = _create_client(encrypted=self._servers.is_encrypted), asyncio.Event()
+    async def _connect_to(self, address: str) -> Client:
+        client = _create_client(encrypted=self._servers.is_encrypted)
+        self._closed = closed = asyncio.Event()
 
         async def on_closed() -> None:
             closed.set()
@@ -253,43 +273,38 @@ class NatsConnection:
                     connect_timeout=int(NATS_RESPONSE_TIMEOUT_SECONDS),
                     ping_interval=PING_INTERVAL_SECONDS,
                     no_echo=not self._echo,
-                    error_cb=self._on_error,
+                    error_cb=self._record_error,
                     closed_cb=on_closed,
-                    **options,
+                    **self._options,
                 )
-            if not client.is_connected:  # nats-py takes the end of a connection for a greeting
-                raise ConnectionResetError("it ended the connection")
+            if not client.is_connected:  # nats-py accepts the end of a connection in place of a greeting
+                raise ConnectionResetError("the server closed the connection")
         except Exception as error:
-            told = _explain_connect_error(address, self._last_error or error)
             await _close_client(client)
-            raise told from error
+            raise _explain_connect_error(address, self._last_error or error) from error
         except BaseException:
             await _close_client(client)
             raise
-        return client, closed
+        return client
 
-    async def _on_error(self, error: Exception) -> None:
+    async def _record_error(self, error: Exception) -> None:
         self._last_error = error
         if self._client is not None:
             log.debug("NATS: %r", error)
-            if self._troubled is not None:
-                self._troubled(error)
+            if self._on_error is not None:
+                self._on_error(error)
 
 
-class _Backoff:
-    """Pauses that double each time up to a limit, with jitter."""
-
-    def __init__(self) -> None:
-        self._longest = FIRST_RECONNECT_SECONDS
-
-    def next(self) -> float:
-        pause = random.uniform(self._longest / 2, self._longest)  # noqa: S311 - spreads load, guards nothing
-        self._longest = min(self._longest * 2, MAX_RECONNECT_SECONDS)
-        return pause
+def _iterate_pauses() -> Iterator[float]:
+    """Yields pauses that double each time up to a limit, with jitter; they do not end."""
+    longest = FIRST_RECONNECT_SECONDS
+    while True:
+        yield random.uniform(longest / 2, longest)  # noqa: S311 - spreads load, guards nothing
+        longest = min(longest * 2, MAX_RECONNECT_SECONDS)
 
 
 async def cancel_tasks(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancels tasks, repeatedly if needed: nats-py swallows a cancellation that arrives while it is writing."""
+    """Cancels tasks, repeatedly if needed: nats-py suppresses a cancellation that arrives while it is writing."""
     running = {task for task in tasks if task is not None and not task.done()}
     for _ in range(5):
         if not running:
@@ -299,12 +314,10 @@ async def cancel_tasks(*tasks: asyncio.Task[Any] | None) -> None:
         _, running = await asyncio.wait(running, timeout=1.0)
 
 
-async def subscribe(
-    client: Client, subject: str, hear: MessageHandler, most_bytes: int = MAX_PENDING_SUBSCRIPTION_BYTES
-) -> Subscription:
-    """Passes each message to `hear`, one at a time; messages beyond `most_bytes` waiting are dropped."""
+async def subscribe(client: Client, subject: str, handler: MessageHandler) -> Subscription:
+    """Passes each message to `handler`, one at a time; beyond a limit of waiting bytes, messages are dropped."""
     return await client.subscribe(  # pyright: ignore[reportUnknownMemberType]
-        subject, cb=hear, pending_bytes_limit=most_bytes
+        subject, cb=handler, pending_bytes_limit=MAX_PENDING_SUBSCRIPTION_BYTES
     )
 
 
@@ -319,7 +332,7 @@ def _create_client(*, encrypted: bool) -> Client:
     from nats.aio.client import Client  # noqa: PLC0415 - an extra
     from nats.errors import Error  # noqa: PLC0415
 
-    class Wary(Client):
+    class SafeClient(Client):
         """Fixes two gaps in nats-py: credentials sent without encryption, and resources left open on close."""
 
         def _connect_command(self) -> bytes:
@@ -337,7 +350,7 @@ def _create_client(*, encrypted: bool) -> Client:
                 self._status = Client.DISCONNECTED
                 await super()._close(status, do_cbs)
 
-    return Wary()
+    return SafeClient()
 
 
 async def _try_flush(client: Client) -> bool:
@@ -346,15 +359,6 @@ async def _try_flush(client: Client) -> bool:
     except (*list_connection_errors(), RuntimeError):  # uvloop raises RuntimeError for a closed transport
         return False
     return True
-
-
-async def _wait_until_lost(client: Client, closed: asyncio.Event) -> None:
-    """Waits until the connection is lost; it is also polled, in case nats-py does not report the loss."""
-    while client.is_connected:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(CONNECTION_CHECK_SECONDS):
-                await closed.wait()
-                return
 
 
 async def _close_client(client: Client) -> None:
@@ -369,7 +373,7 @@ def _require_nats_library() -> None:
         import nats.aio.client  # noqa: F401, PLC0415 # pyright: ignore[reportUnusedImport]
     except ImportError as error:
         raise ConfigError(
-            "bus.url is set, but nothing that could speak to NATS is installed.",
+            "bus.url is set, but the NATS client library is not installed.",
             format_install_hint("cluster"),
             path="bus.url",
         ) from error
@@ -384,7 +388,7 @@ def _explain_connect_error(address: str, error: Exception) -> BusError:
         )
     if NOT_ENCRYPTED_MESSAGE in str(error):
         return BusError(
-            f"{where} does not encrypt, and we were told to.", "Give it a certificate.", final=True
+            f"{where} does not encrypt, but encryption is required.", "Give it a certificate.", final=True
         )
     if isinstance(error, ssl.SSLError):
         reason = getattr(error, "verify_message", "") or error.reason or str(error)

@@ -33,7 +33,7 @@ async def get_readiness(gateway: GatewayState, request: Request) -> Response:
         return build_json_response({"ready": False, "failing": failing}, 503)
     # Without the bus, requests are still accepted and stored, so the gateway stays ready.
     return build_json_response(
-        {"ready": True} if gateway.app.links.connected() else {"ready": True, "degraded": ["bus"]}
+        {"ready": True} if gateway.app.links.is_connected() else {"ready": True, "degraded": ["bus"]}
     )
 
 

@@ -168,7 +168,7 @@ class _StoreCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield _build_gauge("antiphon_build_info", "The version that runs.", {__version__: 1}, "version")
-        heard = self._gateway.app.links.connected()
+        heard = self._gateway.app.links.is_connected()
         yield _build_gauge("antiphon_bus_connected", "Whether other replicas can be heard.", heard)
         yield _build_gauge("antiphon_store_up", "Whether the store answered.", self._standing is not None)
         yield _build_gauge(

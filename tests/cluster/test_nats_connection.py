@@ -32,12 +32,12 @@ WORDS: dict[str, Any] = {"user": "choir", "password": "s3cret-word"}
 LOCKED: dict[str, Any] = {"authorization": WORDS}
 
 
-async def connect(servers: NatsServers, patience: float = 0.0) -> None:
+async def connect(servers: NatsServers, timeout: float = 0.0) -> None:
     """An event goes from one connection to another."""
     one, other = NatsBus(servers), NatsBus(servers)
     try:
-        await one.start(patience)
-        await other.start(patience)
+        await one.start(timeout)
+        await other.start(timeout)
         async with other.listen("sessions") as listener:
             one.publish("sessions", SessionChanged(session_key="k", reason="r"))
             assert await listener.get(BOUND) is not None
@@ -67,7 +67,7 @@ async def test_user_and_password() -> None:
 
 async def test_wrong_credentials_are_not_tried_again() -> None:
     with nats_server(**LOCKED) as server, pytest.raises(BusError):
-        await asyncio.wait_for(connect(server.servers(), patience=600), BOUND)
+        await asyncio.wait_for(connect(server.servers(), timeout=600), BOUND)
 
 
 async def test_a_token() -> None:
@@ -111,7 +111,7 @@ async def test_nobody_there() -> None:
 async def test_a_server_that_is_late_is_waited_for() -> None:
     with nats_server() as server:
         await asyncio.to_thread(server.kill)
-        connecting = asyncio.create_task(connect(server.servers(), patience=BOUND))
+        connecting = asyncio.create_task(connect(server.servers(), timeout=BOUND))
         await asyncio.sleep(0)
         await asyncio.to_thread(server.start)
         await asyncio.wait_for(connecting, BOUND)
@@ -156,7 +156,9 @@ async def test_a_link_comes_back_from_whatever_the_server_says() -> None:
         joins.put_nowait(client)
 
     with nats_server() as server:
-        link = NatsConnection(server.servers(), name="test", joined=joined, left=lambda: None)
+        link = NatsConnection(
+            server.servers(), name="test", on_connected=joined, on_disconnected=lambda: None
+        )
         await link.start()
         try:
             client = await asyncio.wait_for(joins.get(), BOUND)
@@ -176,7 +178,9 @@ async def test_a_preparation_that_fails_is_tried_again() -> None:
             raise ValueError("not yet")
 
     with nats_server() as server:
-        link = NatsConnection(server.servers(), name="test", joined=joined, left=lambda: None)
+        link = NatsConnection(
+            server.servers(), name="test", on_connected=joined, on_disconnected=lambda: None
+        )
         await link.start()
         try:
             await (await link.wait_until_connected()).close()
